@@ -1,0 +1,49 @@
+# `make demo` and `make test` need Python >= 3.11 with its venv module, and nothing else.
+# The environment is made once, in .venv; PYTHON=... chooses another interpreter for it.
+
+.PHONY: help demo test env clean
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+STAMP := .venv/installed
+PYTHONS := python3.13 python3.12 python3.11 python3
+# Asked by running it: a name on PATH may be a shim without an interpreter behind it.
+USABLE := import sys, venv, ensurepip; assert sys.version_info >= (3, 11)
+
+help:
+	@echo "make demo   extract the bundled models and draw their figures into demo-out/"
+	@echo "make test   ruff, mypy, lint-imports, pytest"
+	@echo "make env    only set up .venv"
+	@echo "make clean  remove .venv, demo-out/ and caches"
+
+demo: $(STAMP)
+	$(BIN)/vitsee demo
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest --numprocesses=auto --maxprocesses=4
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@set -e; rm -f $@; found=; \
+	if ! $(BIN)/python -c '$(USABLE)' 2>/dev/null; then \
+	  for python in $(or $(PYTHON),$(PYTHONS)); do \
+	    if "$$python" -c '$(USABLE)' 2>/dev/null; then found=$$python; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo "no usable Python among: $(or $(PYTHON),$(PYTHONS)); vitsee needs Python >= 3.11 with venv (Debian: apt install python3-venv), or name one: make PYTHON=/path/to/python3" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "making .venv with $$("$$found" --version)"; \
+	  "$$found" -m venv --clear .venv; \
+	fi; \
+	echo "installing vitsee and its tools into .venv (torch alone is several GB: some minutes)"; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'; \
+	touch $@
+
+clean:
+	rm -rf .venv demo-out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

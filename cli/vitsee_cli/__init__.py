@@ -1,0 +1,1 @@
+"""The terminal of vitsee: parse, open, call, print."""

@@ -1,0 +1,50 @@
+"""What every analysis command does around its computation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vitsee_cli import console, options
+from vitsee_cli.values import StorePath
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_core.results import Outputs, Table
+
+
+def run_analysis(
+    run: Callable[..., Table],
+    plot: Callable[[Table], Figure],
+    stores: tuple[StorePath, ...],
+    outputs: Outputs,
+    *,
+    allow_partial: bool = False,
+    **parameters: Any,
+) -> None:
+    """Open the stores, compute, write: `run(*stores, **parameters)` to `outputs`.
+
+    Args:
+        run: the analysis.
+        plot: its figure, drawn where --png asks for one.
+        stores: from `options.stores_argument`.
+        outputs: from `options.output_options`; refused before the work if they exist.
+        allow_partial: from `options.allow_partial_option`.
+        parameters: all that decides the result; they go into the sidecar.
+
+    Raises:
+        VitseeError: an output exists, a store cannot be read, or the analysis lacks its input.
+    """
+    from vitsee_core.results import check_outputs, describe_run, write_results
+
+    check_outputs(outputs)
+    opened = options.open_stores(stores, allow_partial=allow_partial)
+    table = run(*opened, **parameters)
+    sidecar = describe_run(
+        opened,
+        command=console.command_line(),
+        parameters={**parameters, "allow_partial": allow_partial},
+    )
+    write_results(table, outputs, figure=lambda: plot(table), sidecar=sidecar, stdout=sys.stdout)

@@ -1,0 +1,65 @@
+"""vitsee attn-dist: how far each attention head looks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import options
+
+if TYPE_CHECKING:
+    from vitsee_cli.values import StorePath
+    from vitsee_core.results import Outputs
+
+METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
+
+
+@click.command()
+@options.stores_argument
+@options.output_options
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    type=click.Choice(METRICS),
+    default=METRICS,
+    show_default="all",
+    help="distance_px in pixels; _raw without renormalising over patches; _unit on a unit square; "
+    "_relative to uniform attention. Repeatable.",
+)
+@click.option(
+    "--sites",
+    metavar="BLOCK",
+    multiple=True,
+    default=("blocks",),
+    show_default="every block with attention",
+    help="Blocks by path or glob (blocks.0, 'blocks.1?'); blocks.-1 counts from the end. "
+    "Repeatable.",
+)
+@options.images_option
+@options.seed_option
+@options.jobs_option
+@options.memory_option
+@options.allow_partial_option
+def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
+    """Measure how far each attention head looks.
+
+    The mean distance between a patch and the patches it attends to, weighted by the attention,
+    averaged over patches and images (Raghu et al. 2021, Figs. 3, 4; Walmer et al. 2023, Figs. 4,
+    15; Dosovitskiy et al. 2021, Figs. 7, 10). One row a head; class and register tokens are left
+    out. Reads the summaries that extract keeps unless told otherwise, in seconds.
+
+    \b
+      $ vitsee attn-dist b16.zarr -o dist.csv --png dist.png
+      $ vitsee attn-dist b16.zarr dino=runs/vits16.zarr --png both.png > both.csv
+      $ vitsee attn-dist b16.zarr --metric distance_px --sites blocks.0 | sort -t, -k8 -g
+
+    Columns: store, model, site (the block), depth, rel_depth, head, metric, value, std and the
+    95 % interval low, high over images, n_images. The figure shows the heads of the lowest and
+    highest blocks, all heads against depth, and the means of all stores.
+    """
+    from vitsee_cli.analysis import run_analysis
+    from vitsee_core.analyses import attn_dist
+
+    run_analysis(attn_dist.run, attn_dist.plot, stores, outputs, **parameters)

@@ -1,0 +1,53 @@
+"""`vitsee demo`: every command on the models and images that ship with vitsee, offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from vitsee_cli import console
+from vitsee_cli.values import parse_path
+
+
+def steps(folder: Path) -> list[list[str]]:
+    """The demo's commands, in order: what a user would type."""
+    vit, resnet = str(folder / "vit.zarr"), str(folder / "resnet.zarr")
+    dist = folder / "attn-dist"
+    return [
+        ["extract", "demo:vit", "--data", "demo:test", "-o", vit, "--inputs"],
+        ["extract", "demo:resnet", "--data", "demo:test", "-o", resnet, "--inputs"],
+        ["info", vit],
+        ["attn-dist", vit, "-o", f"{dist}.csv", "--png", f"{dist}.png", "--force"],
+    ]
+
+
+@click.command(short_help="Run vitsee on its own small models and images: stores and figures.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FOLDER",
+    type=parse_path,
+    default="demo-out",
+    show_default=True,
+    help="Where stores, tables and pictures go.",
+)
+@click.pass_context
+def command(ctx: click.Context, output: Path) -> None:
+    """Extract the two demo models (a ViT and a ResNet trained on Fashion-MNIST) over the demo's
+    2,000 test images, and draw each figure. Offline; a few minutes on two cores.
+
+    \b
+      vitsee demo
+      vitsee demo -o /tmp/demo
+    """
+    import shlex
+
+    from vitsee_cli.main import main
+
+    output.mkdir(parents=True, exist_ok=True)
+    for step in steps(output):
+        console.say(f"$ vitsee {shlex.join(step)}")
+        if code := main.main(step, prog_name="vitsee", standalone_mode=False):
+            ctx.exit(code)
+    console.say(f"look at {output}/*.png")

@@ -1,0 +1,251 @@
+"""`vitsee extract`: a model over images, into a store."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import console, options
+from vitsee_cli.values import parse_device, parse_path
+
+if TYPE_CHECKING:
+    from vitsee_core.extraction import Outcome, Prepared
+    from vitsee_core.extraction.options import ModelOptions
+
+ATTENTION = ("none", "summary", "rows", "full")
+
+
+def data_options(command: Any) -> Any:
+    """Which images, in which order."""
+    for option in reversed(
+        (
+            click.option(
+                "--data",
+                required=True,
+                metavar="DATA",
+                help="Folder of images, CSV/TSV list, .npz, timm data set string (torch/..., "
+                "hfds/..., a tar), demo:train or demo:test.",
+            ),
+            click.option(
+                "--split",
+                metavar="SPLIT",
+                help="Part of the data: train, 'train[:45000]', 'test[10%:20%]', train+test.  "
+                "[default: all]",
+            ),
+            click.option(
+                "--images",
+                metavar="N",
+                type=click.IntRange(min=1),
+                help="Take N images: the first of the order.  [default: all]",
+            ),
+            click.option(
+                "--per-class",
+                metavar="K",
+                type=click.IntRange(min=1),
+                help="Take K images of every class.  [default: all]",
+            ),
+            click.option(
+                "--seed",
+                metavar="SEED",
+                type=click.IntRange(min=0),
+                help="Seed of the order.  [default: 0]",
+            ),
+            click.option(
+                "--order",
+                type=click.Choice(["shuffled", "dataset"]),
+                help="Order of the images in the store.  [default: shuffled]",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def keep_options(command: Any) -> Any:
+    """What the store keeps."""
+    for option in reversed(
+        (
+            click.option(
+                "--sites",
+                metavar="GLOB",
+                multiple=True,
+                help="Sites by name, glob or group (blocks, head, residual, norms, hidden, heads, "
+                "modules, all); see `vitsee sites MODEL`. Repeatable.  [default: blocks head]",
+            ),
+            click.option(
+                "--tokens",
+                metavar="[GROUP=]all|pooled",
+                multiple=True,
+                help="Keep every token, or only pooled vectors; norms=pooled for some sites. "
+                "Repeatable.  [default: all]",
+            ),
+            click.option(
+                "--attention",
+                type=click.Choice(ATTENTION),
+                help="Attention to keep: summaries a head, also CLS and received rows an image, "
+                "also full maps; each level includes those before it.  [default: summary]",
+            ),
+            click.option(
+                "--residual/--no-residual",
+                default=None,
+                help="Dot products of skip and branch, a token and sublayer.  [default: residual]",
+            ),
+            click.option(
+                "--inputs/--no-inputs",
+                default=None,
+                help="Keep the pixels as the model sees them.  [default: no-inputs]",
+            ),
+            click.option(
+                "--dtype",
+                metavar="[SITE=]float16|float32",
+                multiple=True,
+                help="Type of the activations; SITE=float32 for some. Repeatable.  "
+                "[default: float16]",
+            ),
+            click.option(
+                "--codec",
+                type=click.Choice(["none", "zstd", "lz4"]),
+                help="Compression of the chunks.  [default: none]",
+            ),
+            click.option(
+                "--slab",
+                metavar="N",
+                type=click.IntRange(min=1),
+                help="Images to a slab, the unit of work and of commit.  [default: 256, halved "
+                "until two fit a quarter of the memory]",
+            ),
+            click.option(
+                "--precision",
+                type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
+                help="Arithmetic of the forward pass.  [default: fp32]",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.command(short_help="Run a model over images and keep what it computes in a store.")
+@options.model_options
+@data_options
+@click.option(
+    "-o", "--output", metavar="STORE", type=parse_path, required=True, help="The store to fill."
+)
+@keep_options
+@click.option(
+    "--batch-size",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Images to a forward pass.  [default: 32, on CUDA 128]",
+)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    type=parse_device,
+    default="auto",
+    show_default=True,
+    help="auto (a GPU if there is one), cpu, cuda, cuda:INDEX or mps.",
+)
+@click.option(
+    "--workers",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Loading processes; 0 loads in a thread.  [default: 0 on the CPU, else up to 8]",
+)
+@click.option(
+    "--shard",
+    metavar="I/N|slurm",
+    help="Do only every N-th slab, from the I-th (from 0) on; slurm reads the job's variables.  "
+    "[default: all]",
+)
+@click.option(
+    "--on-error",
+    type=click.Choice(["nan", "fail"]),
+    default="nan",
+    show_default=True,
+    help="An unreadable image: a NaN row with valid = 0, or stop.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be stored, as CSV, and stop.")
+@click.option("--force", is_flag=True, help="Start anew: delete the store at -o first.")
+def command(model: ModelOptions, **given: Any) -> None:
+    """Run MODEL (a timm name, hf-hub:..., local-dir:..., demo:vit) over images, and keep its
+    activations, attention summaries and residual products in STORE.
+
+    Repeat the same command to resume; several processes with --shard fill one store together.
+
+    \b
+      vitsee extract vit_base_patch16_224 --data imagenet/val --images 5000 -o b16.zarr
+      vitsee extract resnet50 --data imagenet/val --images 5000 -o r50.zarr
+      vitsee extract vit_base_patch16_224 --checkpoint dino.pth --data photos -o dino.zarr
+      vitsee extract demo:vit --data demo:test -o vit.zarr --dry-run
+    """
+    from vitsee_core.extraction import (
+        DataOptions,
+        KeepOptions,
+        RunOptions,
+        extract,
+        parse_shard,
+        prepare,
+    )
+
+    def take(cls: Any) -> Any:
+        names = [n for n in cls.__dataclass_fields__ if n in given]
+        return cls(**{n: given[n] if given[n] != () else None for n in names})
+
+    shard = parse_shard(given.pop("shard"), os.environ)
+    given["command"] = shlex.join(console.command_line())
+    data, keep, run = take(DataOptions), take(KeepOptions), take(RunOptions)
+    if run.dry_run:
+        show_plan(prepare(model, data, keep, run), run.output)
+        return
+    report(extract(model, data, keep, run, shard, console.Reporter(run.output.name)), run.output)
+
+
+def show_plan(prepared: Prepared, output: Path) -> None:
+    """The arrays as CSV on stdout, their sum on stderr."""
+    from vitsee_core.machine import free_disk_bytes, human_bytes
+    from vitsee_stores.layout import arrays, n_bytes
+
+    sizes = n_bytes(prepared.plan)
+    console.out("array,shape,dtype,bytes")
+    for path, spec in arrays(prepared.plan).items():
+        console.out(f"{path},{'x'.join(map(str, spec.shape))},{spec.dtype},{sizes[path]}")
+    for note in prepared.notes:
+        console.warn(note)
+    for name, reason in prepared.manifest.left_out.items():
+        console.say(f"left out: {name}: {reason}")
+    console.say(
+        f"{output}: {human_bytes(sum(sizes.values()))} for {prepared.plan.n_images} images in "
+        f"slabs of {prepared.plan.slab}; {human_bytes(free_disk_bytes(output))} free; "
+        "nothing was written"
+    )
+
+
+def report(outcome: Outcome, output: Path) -> None:
+    """The last lines: unreadable images, where the time went, what is left to do."""
+    from vitsee_core.machine import human_bytes
+
+    bad = outcome.unreadable
+    if bad:
+        named = "; ".join(f"{name} ({reason})" for _, name, reason in bad[:10])
+        more = f"; and {len(bad) - 10} more" if len(bad) > 10 else ""
+        console.warn(
+            f"{len(bad)} of {outcome.n_images} images could not be read: {named}{more}; "
+            "their rows are NaN with valid = 0"
+        )
+    if outcome.n_images:
+        stages = ", ".join(
+            f"{stage} {seconds:.1f} s"
+            for stage, seconds in sorted(outcome.clock.items(), key=lambda item: -item[1])
+        )
+        console.say(
+            f"{outcome.n_images} images in {outcome.seconds:.1f} s "
+            f"({outcome.n_images / outcome.seconds:.1f} images/s), "
+            f"{human_bytes(outcome.size_bytes)} written; {stages}"
+        )
+    if not outcome.complete:
+        console.say(f"{output} is not complete yet: other shards have slabs to do")

@@ -1,0 +1,188 @@
+"""vitsee info: what a store holds and how it was made."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitsee_cli import console, options
+from vitsee_stores.errors import VitseeError
+
+
+@click.command()
+@options.store_argument
+@click.option(
+    "-f",
+    "--field",
+    metavar="FIELD",
+    help="Print one field alone, by its dotted path in --json.  [default: all]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Everything as JSON.  [default: for people]")
+def command(store: Path, field: str | None, as_json: bool) -> None:
+    """Tell what a store holds and how it was made.
+
+    Reads no activations and imports no models; unfinished stores are described as far as they are.
+
+    \b
+      $ vitsee info b16.zarr
+      $ vitsee info b16.zarr -f complete
+      true
+      $ vitsee info b16.zarr -f sites.blocks.3.out.shape
+      [197, 768]
+      $ vitsee info b16.zarr --json | jq .left_out
+    """
+    if as_json and field is not None:
+        raise click.UsageError("--json and --field exclude each other")
+    from vitsee_stores import describe
+
+    record = describe(store)
+    if field is not None:
+        value = find(record, field)
+        console.out(value if isinstance(value, str) else json.dumps(value))
+    elif as_json:
+        console.out(json.dumps(record, indent=2))
+    else:
+        show(record)
+
+
+def find(record: Any, field: str) -> Any:
+    """The value at a dotted path; a key may hold dots itself (`sites.blocks.3.out`).
+
+    Raises:
+        VitseeError: there is none; names what is there.
+    """
+    value, rest = record, field.split(".")
+    while rest:
+        for n in range(len(rest), 0, -1):
+            key = ".".join(rest[:n])
+            if isinstance(value, Mapping) and key in value:
+                value = value[key]
+            elif isinstance(value, list) and key.isdigit() and int(key) < len(value):
+                value = value[int(key)]
+            else:
+                continue
+            rest = rest[n:]
+            break
+        else:
+            raise VitseeError(f"no field {field!r}; {_instead(value, rest[0])}")
+    return value
+
+
+def _instead(value: Any, key: str) -> str:
+    if isinstance(value, Mapping):
+        names = difflib.get_close_matches(key, list(map(str, value)), n=3) or list(value)[:20]
+        return (
+            f"there is: {', '.join(map(str, names)) or 'nothing'} (run: vitsee info STORE --json)"
+        )
+    if isinstance(value, list):
+        return f"the list there has {len(value)} entries, counted from 0"
+    return f"{json.dumps(value)} has no fields of its own"
+
+
+def show(record: Mapping[str, Any]) -> None:
+    """The store for people."""
+    from rich.table import Table
+
+    for name, text in _facts(record):
+        console.out(f"{name:<10} {text}")
+    console.out("")
+    sites = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("site", "shape", "grid", "prefix", "dtype", "tokens"):
+        sites.add_column(title, overflow="fold")
+    for title in ("depth", "size"):
+        sites.add_column(title, justify="right")
+    for name, site in record["sites"].items():
+        sites.add_row(*_site_cells(name, site, record["arrays"]))
+    console.stdout().print(sites, markup=False)
+
+
+def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    model, weights = record["model"], record["model"].get("weights", {})
+    identity, data = record["identity"], record["info"].get("data", {})
+    slabs = f"{record['n_committed']} of {record['n_slabs']} slabs of {record['slab']} images"
+    if record["complete"]:
+        status = f"complete: {slabs}"
+    else:
+        status = f"unfinished: {slabs} (the same extract command goes on)"
+    images = f"{record['n_images']} images"
+    if record["n_valid"] is not None:
+        images += f", {record['n_valid']} of them stored and readable"
+    facts = [
+        ("store", f"{record['path']} (format {record['format']}, id {record['store_id'][:12]})"),
+        ("status", status),
+        ("images", images),
+        ("data", _listed(data, ("data", "split", "per_class"))),
+        ("order", _listed(identity, ("order", "seed"))),
+        ("size", f"{console.human_bytes(record['size_bytes'])}, codec {record['codec']}"),
+        ("model", model.get("name", "")),
+        ("built as", _listed(model, ("architecture", "args", "input_size", "n_params"))),
+        ("weights", _listed(weights, ("source", "seed", "file", "key", "missing", "unexpected"))),
+        ("transform", _listed(record["transform"], tuple(record["transform"]))),
+        ("precision", str(identity.get("precision", ""))),
+        ("attention", _attention(record["attention"])),
+        ("residual", _count(record["residual"], "sublayer")),
+        ("inputs", "x".join(map(str, record["inputs"] or ()))),
+        ("classes", _count(record["class_names"] or (), "class", "es")),
+    ]
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in record["left_out"].items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        facts.append(("left out", f"{_few(names)}: {reason}"))
+    for maker in record["made_by"]:
+        command = str(maker.get("command", "unknown"))
+        where = _listed(maker, ("host", "device", "shard"))
+        facts.append(("made by", f"{command} ({maker['n_slabs']} slabs{where and ', ' + where})"))
+    return [(name, text) for name, text in facts if text]
+
+
+def _site_cells(name: str, site: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
+    shape = "x".join(map(str, site["shape"]))
+    if "alias_of" in site:
+        return [name, shape, "", "", "", "", "", f"= {site['alias_of']}"]
+    places = (f"acts/{name}/", f"pooled/{name}/", f"vectors/{name}")
+    size = sum(array["size_bytes"] for path, array in arrays.items() if path.startswith(places))
+    return [
+        name,
+        shape,
+        "x".join(map(str, site.get("grid") or ())),
+        " ".join(site.get("prefix", ())),
+        site["dtype"],
+        site["tokens"],
+        str(site["depth"]),
+        console.human_bytes(size),
+    ]
+
+
+def _attention(attention: Mapping[str, Any]) -> str:
+    if not attention["groups"]:
+        return "none"
+    parts = [attention["level"]]
+    for group in attention["groups"]:
+        heads = "/".join(str(n) for n in dict.fromkeys(group["n_heads"]))
+        grid = "x".join(map(str, group["grid"]))
+        parts.append(f"{_count(group['blocks'], 'block')} of {heads} heads on a {grid} grid")
+    return ", ".join([*parts, *(["rollout"] if attention["rollout"] else [])])
+
+
+def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """`key value, key value` of what is there and says something; the first without its key."""
+    kept = [(key, record[key]) for key in keys if record.get(key) not in (None, "", [], {})]
+    texts = [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in kept]
+    return ", ".join(v if key == keys[0] else f"{key} {v}" for key, v in texts)
+
+
+def _few(names: list[str], shown: int = 5) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def _count(items: Any, noun: str, plural: str = "s") -> str:
+    """`3 blocks`; empty for none."""
+    n = len(items)
+    return f"{n} {noun}{plural if n != 1 else ''}" if n else ""

@@ -1,0 +1,128 @@
+"""vitsee sites: what can be taken out of a model, and what it costs on disk."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import console, options
+
+if TYPE_CHECKING:
+    from vitsee_core.extraction.options import ModelOptions
+    from vitsee_core.models.sites import SiteTable
+    from vitsee_stores.layout import SiteSpec
+
+SHOWN_NAMES = 3
+
+
+@click.command()
+@options.model_options
+@options.sites_option(show_default="all but single modules")
+@click.option("--json", "as_json", is_flag=True, help="Everything as JSON.  [default: a table]")
+@click.option("--csv", "as_csv", is_flag=True, help="The sites as CSV.  [default: a table]")
+def command(model: ModelOptions, sites: tuple[str, ...], as_json: bool, as_csv: bool) -> None:
+    """List a model's sites, shapes and bytes.
+
+    The model is built and run once on random pixels; no data is needed, and with --random-init
+    no weights either.
+
+    \b
+      $ vitsee sites demo:vit
+      $ vitsee sites vit_base_patch16_224 --random-init 0 --sites blocks --sites head
+      $ vitsee sites resnet50 --sites 'layer4.*' --csv > sites.csv
+
+    The names are what --sites of the other commands takes. Bytes are those of float16 (vectors:
+    float32) before any compression; a site that equals another one is stored once.
+    """
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv exclude each other")
+    from vitsee_core.models import load_model, site_table
+    from vitsee_stores.layout import select_names
+
+    loaded = load_model(**vars(model))
+    table = site_table(loaded)
+    if sites:
+        chosen: Sequence[SiteSpec] = select_names(sites, table.sites)
+    else:
+        chosen = [s for s in table.sites if not set(s.groups) <= {"modules", "all"}]
+    rows = [_row(site) for site in chosen]
+    if as_csv:
+        writer = csv.DictWriter(sys.stdout, list(_row(table.sites[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    elif as_json:
+        head = {"model": loaded.name, "input_size": list(loaded.input_size)}
+        console.out(json.dumps({**head, "sites": rows, **_availability(table)}, indent=2))
+    else:
+        _show(rows, table, n_modules=0 if sites else len(table.sites) - len(chosen))
+
+
+def _row(site: SiteSpec) -> dict[str, Any]:
+    item_bytes = 4 if site.kind == "vector" or site.dtype == "float32" else 2
+    return {
+        "site": site.name,
+        "groups": " ".join(g for g in site.groups if g != "all"),
+        "kind": site.kind,
+        "shape": "x".join(map(str, site.shape)),
+        "grid": "x".join(map(str, site.layout.grid)) if site.layout and site.layout.grid else "",
+        "prefix": " ".join(site.layout.prefix) if site.layout else "",
+        "depth": site.depth,
+        "rel_depth": round(site.rel_depth, 6),
+        "size_bytes": 0 if site.alias_of else math.prod(site.shape) * item_bytes,
+        "alias_of": site.alias_of or "",
+    }
+
+
+def _availability(table: SiteTable) -> dict[str, Any]:
+    """What beside the sites an extraction can take, or why it cannot."""
+    return {
+        "attention": table.attention_refusal or [b.name for b in table.attention],
+        "rollout": table.rollout_refusal or True,
+        "residual": table.residual_refusal or [s.name for s in table.sublayers],
+        "left_out": dict(table.left_out),
+    }
+
+
+def _show(rows: list[dict[str, Any]], table: SiteTable, n_modules: int) -> None:
+    from rich.table import Table
+
+    listing = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("site", "groups", "shape", "grid", "prefix"):
+        listing.add_column(title, overflow="fold")
+    listing.add_column("depth", justify="right")
+    listing.add_column("an image", justify="right")
+    for row in rows:
+        cost = f"= {row['alias_of']}" if row["alias_of"] else console.human_bytes(row["size_bytes"])
+        cells = [str(row[c]) for c in ("site", "groups", "shape", "grid", "prefix", "depth")]
+        listing.add_row(*cells, cost)
+    console.stdout().print(listing)
+    total = sum(row["size_bytes"] for row in rows)
+    console.out(f"\n{len(rows)} sites, {console.human_bytes(total)} an image")
+    if n_modules:
+        console.out(f"not listed: {n_modules} outputs of single modules (--sites modules)")
+    attention = [block.name for block in table.attention]
+    sublayers = [sublayer.name for sublayer in table.sublayers]
+    console.out(f"attention: {_range(attention, 'block', table.attention_refusal)}")
+    if attention:
+        console.out(f"rollout: {table.rollout_refusal or 'available'}")
+    console.out(f"residual: {_range(sublayers, 'sublayer', table.residual_refusal)}")
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in table.left_out.items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+        console.out(f"left out: {', '.join(names[:SHOWN_NAMES])}{more}: {reason}")
+
+
+def _range(names: list[str], noun: str, refusal: str | None) -> str:
+    if not names:
+        return refusal or "none"
+    if len(names) == 1:
+        return f"1 {noun} ({names[0]})"
+    return f"{len(names)} {noun}s ({names[0]} to {names[-1]})"

@@ -1,0 +1,216 @@
+"""What the terminal shows: results on stdout, remarks, warnings and progress on stderr.
+
+The core and the stores speak through `logging`; this module decides what of it is seen and how.
+rich is imported with the first line that needs it, so that `vitsee --help` does not pay for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import click
+
+from vitsee_core.machine import human_bytes as human_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PACKAGES = ("vitsee_cli", "vitsee_core", "vitsee_stores")
+ARGUMENTS = "vitsee.arguments"  # where the group leaves them in the click context
+LOG_SECONDS = 15.0  # between progress lines where stderr is no terminal
+
+log = logging.getLogger("vitsee_cli")
+
+
+class _StderrHandler(logging.Handler):
+    """One record, one line on stderr, through rich so that a progress bar stays whole."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+            stderr().print(
+                prefix + self.format(record), markup=False, highlight=False, soft_wrap=True
+            )
+        except Exception:
+            self.handleError(record)
+
+
+def setup(verbosity: int) -> None:
+    """Show warnings only (-1), remarks and progress (0), or everything (1)."""
+    level = {-1: logging.WARNING, 0: logging.INFO}.get(verbosity, logging.DEBUG)
+    stderr.cache_clear()
+    for name in PACKAGES:
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        logger.handlers = [_StderrHandler()]
+        logger.propagate = False
+
+
+@lru_cache(maxsize=1)
+def stderr() -> Console:
+    """The one rich console on stderr: bars and log lines have to share it."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def stdout(width: int | None = None) -> Console:
+    """A rich console on stdout for tables. Where stdout is no terminal nothing is cut or coloured.
+
+    Args:
+        width: columns; by default the terminal's, or wide enough for any row.
+    """
+    from rich.console import Console
+
+    if width is None and not sys.stdout.isatty():
+        width = 10_000
+    return Console(width=width, highlight=False, soft_wrap=False)
+
+
+def say(line: str) -> None:
+    """A remark for the user on stderr; -q silences it."""
+    log.info("%s", line)
+
+
+def warn(line: str) -> None:
+    """A line on stderr that -q does not silence."""
+    log.warning("%s", line)
+
+
+def out(text: str) -> None:
+    """A result: one line (or several) on stdout."""
+    click.echo(text)
+
+
+def command_line() -> list[str]:
+    """What the user typed, `vitsee` first: for sidecars and provenance."""
+    return ["vitsee", *click.get_current_context().meta.get(ARGUMENTS, [])]
+
+
+def debug_traceback() -> None:
+    """With -v, the traceback of the exception being handled."""
+    if log.isEnabledFor(logging.DEBUG):
+        click.echo(traceback.format_exc(), err=True, nl=False)
+
+
+def human_time(seconds: float) -> str:
+    """`0:42` or `3:07:10`."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+class Reporter:
+    """Tells on stderr how far a long run is.
+
+    Between `start` and `stop` progress is a bar on a terminal, a line now and then elsewhere (a
+    file, a batch system), and nothing with -q. `advance` may be called from several threads.
+    """
+
+    def __init__(self, what: str, *, every: float = LOG_SECONDS) -> None:
+        """Progress of `what`; `every` is the seconds between lines where there is no terminal."""
+        self._what, self._every = what, every
+        self._lock = threading.Lock()
+        self._display: _Bar | _Lines | None = None
+
+    def start(self, total: int, done: int = 0) -> None:
+        """`total` images are to be done in this run, `done` of them already are."""
+        self.stop()
+        if log.isEnabledFor(logging.INFO):
+            rate = _Rate(total, done)
+            bar = stderr().is_terminal
+            self._display = _Bar(self._what, rate) if bar else _Lines(self._what, rate, self._every)
+
+    def advance(self, images: int, size_bytes: int = 0) -> None:
+        """That many images more are done, and bytes written."""
+        with self._lock:
+            if self._display is not None:
+                self._display.rate.add(images, size_bytes)
+                self._display.show()
+
+    def stop(self) -> None:
+        """The run ended, well or not: the last state stays on the screen."""
+        with self._lock:
+            if self._display is not None:
+                self._display.close()
+                self._display = None
+
+
+class _Rate:
+    """Images and bytes since the start, and what they say about the end."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self.done = total, done
+        self.images = self.size_bytes = 0
+        self.start = time.monotonic()
+
+    def add(self, images: int, size_bytes: int) -> None:
+        self.images += images
+        self.size_bytes += size_bytes
+
+    @property
+    def count(self) -> int:
+        return self.done + self.images
+
+    def text(self) -> str:
+        """`31.2 images/s, 96.5 MB/s, 1:42 left`; the bytes only where there are any."""
+        seconds = max(time.monotonic() - self.start, 1e-9)
+        parts = [f"{self.images / seconds:.1f} images/s"]
+        if self.size_bytes:
+            parts.append(f"{human_bytes(self.size_bytes / seconds)}/s")
+        left = self.total - self.count
+        if self.images and left > 0:
+            parts.append(f"{human_time(left * seconds / self.images)} left")
+        elif left <= 0:
+            parts.append(f"{human_time(seconds)} in all")
+        return ", ".join(parts)
+
+
+class _Lines:
+    """Progress as a log line now and then."""
+
+    def __init__(self, what: str, rate: _Rate, every: float) -> None:
+        self.what, self.rate, self.every = what, rate, every
+        self.next = rate.start + every
+
+    def show(self) -> None:
+        if time.monotonic() >= self.next:
+            self.next = time.monotonic() + self.every
+            self._say()
+
+    def close(self) -> None:
+        self._say()
+
+    def _say(self) -> None:
+        say(f"{self.what}: {self.rate.count}/{self.rate.total} images, {self.rate.text()}")
+
+
+class _Bar:
+    """Progress as a bar that log lines pass above."""
+
+    def __init__(self, what: str, rate: _Rate) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.rate = rate
+        self.live = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            console=stderr(),
+        )
+        self.task = self.live.add_task(what, total=rate.total, completed=rate.done, rate="")
+        self.live.start()
+
+    def show(self) -> None:
+        self.live.update(self.task, completed=self.rate.count, rate=self.rate.text())
+
+    def close(self) -> None:
+        self.show()
+        self.live.stop()

@@ -1,0 +1,160 @@
+"""The `vitsee` command: finds commands by their files, turns a user's mistake into one line."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import importlib
+import os
+import pkgutil
+import select
+import sys
+from typing import Any
+
+import click
+
+from vitsee_cli import commands, console, options
+from vitsee_stores.errors import VitseeError
+
+# Conditions of a path or a disk that the user named; any other OSError keeps its traceback.
+PATH_ERRNOS = frozenset(
+    {
+        errno.EACCES,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOSPC,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
+EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT; resumable work ends with 75 instead
+
+
+class CommandGroup(click.Group):
+    """A group whose commands are the files of `vitsee_cli.commands`.
+
+    `commands/attn_dist.py` holds the click command `command`, called `vitsee attn-dist`.
+    Every command also takes the group's -v and -q.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands' names, sorted."""
+        found = pkgutil.iter_modules(commands.__path__)
+        return sorted(m.name.replace("_", "-") for m in found if not m.name.startswith("_"))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, or None."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module = importlib.import_module(f"{commands.__name__}.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
+        command.name = cmd_name
+        if not any(p.name == "verbose" for p in command.params):
+            options.verbosity(command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, with near matches in the message for an unknown command."""
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            names = self.list_commands(ctx)
+            near = difflib.get_close_matches(name.replace("_", "-"), names, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(names)}"
+            raise click.UsageError(f"no command {name!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's; the arguments are kept for `console.command_line`."""
+        ctx.meta[console.ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; errors that a user can cause become one line on stderr."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except Exception as error:
+            if isinstance(error, BrokenPipeError):
+                if _stdout_is_closed():
+                    ctx.exit(0)
+                # click would end quietly on any broken pipe, a dead worker's among them.
+                raise RuntimeError("the pipe to another process broke") from error
+            line = _one_line(error)
+            if line is None:
+                raise
+            _fail(ctx, line, getattr(error, "exit_code", 1))
+        except KeyboardInterrupt:
+            _fail(ctx, "interrupted", EXIT_INTERRUPTED)
+        return result
+
+
+def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
+    """Say `vitsee COMMAND: line` on stderr and leave. With -v the traceback goes before it."""
+    name = f"vitsee {ctx.invoked_subcommand}" if ctx.invoked_subcommand else "vitsee"
+    console.debug_traceback()
+    click.echo(f"{name}: {line}", err=True)
+    ctx.exit(exit_code)
+
+
+def _one_line(error: Exception) -> str | None:
+    """What a user is told about this error; None for a bug, whose traceback is wanted."""
+    text = " ".join(str(error).split())
+    if isinstance(error, VitseeError):
+        return text
+    if isinstance(error, OSError) and error.errno in PATH_ERRNOS:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{(error.strerror or text).lower()}"
+    if isinstance(error, MemoryError):
+        return "out of memory; give it more, or use less: --memory, --batch-size, --slab, --jobs"
+    # torch's two ways of being out of memory, told apart without importing it.
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
+        return "out of memory on the device; use a smaller --batch-size or another --device"
+    return None
+
+
+def _stdout_is_closed() -> bool:
+    """True if the reader of our output is gone (`| head`): not an error, and nothing to say."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except OSError:  # no file at all, as in tests
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    # Else the interpreter's own flush at exit complains.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return True
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="vitsee", message="%(prog)s %(version)s")
+@options.verbosity
+def main() -> None:
+    """See what a vision transformer sees, and how it differs from a CNN.
+
+    One command runs a timm model over images and keeps its activations in a store; the others
+    compute tables and figures from stores, without the model.
+
+    \b
+      vitsee extract vit_base_patch16_224 --data imagenet/val -o b16.zarr
+      vitsee info b16.zarr
+      vitsee attn-dist b16.zarr -o dist.csv --png dist.png
+
+    Results go to stdout, or to the file named by -o; progress and remarks go to stderr.
+
+    \b
+    Exit codes: 0 done; 1 wrong input or damaged data; 2 wrong option;
+    75 stopped by a signal, the same command resumes.
+    """
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Every option that two commands share, once.
+
+A command takes what it needs: `@options.stores_argument`, `@options.output_options`, ...
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import console
+from vitsee_cli.values import (
+    TOKENS,
+    StorePath,
+    parse_device,
+    parse_floats,
+    parse_image_size,
+    parse_model_arg,
+    parse_path,
+    parse_size,
+    parse_store,
+    token_parser,
+)
+from vitsee_core import machine
+from vitsee_stores.selectors import GROUPS
+
+if TYPE_CHECKING:
+    from vitsee_core.extraction.options import ModelOptions
+    from vitsee_stores.reader import Store
+
+Decorator = Callable[[Any], Any]
+VERBOSITY = "vitsee.verbosity"  # in the click context, shared by the group and its command
+
+# ---------------------------------------------------------------- every command
+
+
+def verbosity(command: Any) -> Any:
+    """-v and -q, on the group and on every command alike: the last one given counts."""
+
+    def set_up(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta[VERBOSITY] = 1 if param.name == "verbose" else -1
+        # Every option's callback runs, the ones that were not given after the others.
+        console.setup(ctx.meta.get(VERBOSITY, 0))
+
+    shared: dict[str, Any] = {"is_flag": True, "expose_value": False, "callback": set_up}
+    both = (
+        click.option("-v", "--verbose", **shared, help="Say more on stderr; show tracebacks."),
+        click.option("-q", "--quiet", **shared, help="Only warnings and errors on stderr."),
+    )
+    # A finished command appends options, a function collects them from the last to the first.
+    for option in both if isinstance(command, click.Command) else reversed(both):
+        command = option(command)
+    return command
+
+
+# ---------------------------------------------------------------- stores in, results out
+
+store_argument = click.argument("store", metavar="STORE", type=parse_path)
+
+_stores_argument = click.argument(
+    "stores", metavar="[NAME=]STORE...", nargs=-1, required=True, type=parse_store
+)
+
+allow_partial_option = click.option(
+    "--allow-partial",
+    is_flag=True,
+    help="Read an unfinished store: its committed slabs only.  [default: refuse it]",
+)
+
+
+def stores_argument(command: Any) -> Any:
+    """One or more stores, as `stores`: a tuple of StorePath with distinct labels."""
+
+    @functools.wraps(command)
+    def checked(*args: Any, stores: tuple[StorePath, ...], **kwargs: Any) -> Any:
+        seen: dict[str, StorePath] = {}
+        for store in stores:
+            other = seen.setdefault(store.label, store)
+            if other is not store:
+                raise click.UsageError(
+                    f"two stores are called {store.label!r}; "
+                    f"name them: first={other.path} second={store.path}"
+                )
+        return command(*args, stores=stores, **kwargs)
+
+    return _stores_argument(checked)
+
+
+def open_stores(stores: Iterable[StorePath], *, allow_partial: bool = False) -> list[Store]:
+    """The stores of the command line, opened in their order.
+
+    Raises:
+        StoreError: one of them is missing, foreign, damaged, or unfinished without allow_partial.
+    """
+    from vitsee_stores import open_store
+
+    return [open_store(s.path, allow_partial=allow_partial, label=s.label) for s in stores]
+
+
+force_option = click.option(
+    "--force", is_flag=True, help="Overwrite existing output.  [default: refuse, before any work]"
+)
+
+
+_output_option = click.option(
+    "-o",
+    "--output",
+    metavar="CSV",
+    type=parse_path,
+    help="Write the table to CSV, and how it was made to CSV.json.  [default: stdout]",
+)
+
+_png_option = click.option(
+    "--png",
+    metavar="FILE",
+    type=parse_path,
+    help="Draw the figure into FILE.  [default: no figure]",
+)
+
+
+def output_options(command: Any) -> Any:
+    """-o, --png and --force, together as `outputs`: an Outputs."""
+
+    @functools.wraps(command)
+    def gathered(*args: Any, output: Any, png: Any, force: bool, **kwargs: Any) -> Any:
+        from vitsee_core.results import Outputs
+
+        return command(*args, outputs=Outputs(csv=output, png=png, force=force), **kwargs)
+
+    return _output_option(_png_option(force_option(gathered)))
+
+
+# ---------------------------------------------------------------- what to look at
+
+
+def sites_option(*default: str, show_default: str | None = None) -> Decorator:
+    """--sites, repeatable, as `sites`: a tuple of globs, groups and names.
+
+    Args:
+        default: what is taken without the option.
+        show_default: the default in words, where these say more.
+    """
+    return click.option(
+        "--sites",
+        metavar="GLOB",
+        multiple=True,
+        default=default,
+        show_default=show_default or " ".join(default),
+        help=f"Sites by name, glob or group ({', '.join(GROUPS)}); blocks.-1.out counts from the "
+        "end. Repeatable.",
+    )
+
+
+def tokens_option(
+    default: str | None,
+    choices: Iterable[str] = TOKENS,
+    *,
+    multiple: bool = False,
+    show_default: str | None = None,
+) -> Decorator:
+    """--tokens of an analysis, as `tokens`: one word of `choices` or ROW,COL.
+
+    Args:
+        default: the word; None where the analysis decides (then say so in `show_default`).
+        choices: the words that this analysis knows.
+        multiple: take several; `tokens` is then a tuple.
+        show_default: the default in words.
+    """
+    words = tuple(choices)
+    listed = ", ".join(words)
+    return click.option(
+        "--tokens",
+        metavar="TOKENS",
+        multiple=multiple,
+        default=((default,) if default else ()) if multiple else default,
+        show_default=show_default or default or True,
+        type=token_parser(words),
+        help=f"Tokens: {listed}, or ROW,COL of the grid." + (" Repeatable." if multiple else ""),
+    )
+
+
+images_option = click.option(
+    "--images",
+    metavar="N",
+    type=click.IntRange(min=1),
+    show_default="all",
+    help="Use N images: the first rows of a shuffled store, a random sample of an ordered one.",
+)
+
+seed_option = click.option(
+    "--seed",
+    metavar="SEED",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seed of everything random.",
+)
+
+
+# ---------------------------------------------------------------- how to work
+
+device_option = click.option(
+    "--device",
+    metavar="DEVICE",
+    type=parse_device,
+    default="auto",
+    show_default=True,
+    help="auto (a GPU if there is one), cpu, cuda, cuda:INDEX or mps.",
+)
+
+memory_option = click.option(
+    "--memory",
+    metavar="SIZE",
+    type=parse_size,
+    default=lambda: machine.memory_bytes() // 4,
+    show_default="a quarter of the machine's memory",
+    help="Memory to stay within, e.g. 4G or 512M.",
+)
+
+jobs_option = click.option(
+    "-j",
+    "--jobs",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=machine.n_cores,
+    show_default="the cores of this process",
+    help="Slabs to work on at a time; the result does not depend on it.",
+)
+
+
+# ---------------------------------------------------------------- which model
+
+
+def model_options(command: Any) -> Any:
+    """MODEL and all that decides its weights and input, as `model`: a ModelOptions."""
+
+    @functools.wraps(command)
+    def gathered(*args: Any, model_name: str, model_args: Any, **kwargs: Any) -> Any:
+        from vitsee_core.extraction.options import ModelOptions
+
+        fields = ("checkpoint", "random_init", "img_size", "img_mean", "img_std", "crop_pct")
+        own = {field: kwargs.pop(field) for field in fields}
+        if own["checkpoint"] is not None and own["random_init"] is not None:
+            raise click.UsageError("--checkpoint and --random-init exclude each other")
+        options: ModelOptions = ModelOptions(name=model_name, model_args=dict(model_args), **own)
+        return command(*args, model=options, **kwargs)
+
+    decorated: Any = gathered
+    for option in reversed(_MODEL_OPTIONS):
+        decorated = option(decorated)
+    return decorated
+
+
+_MODEL_OPTIONS: tuple[Decorator, ...] = (
+    click.argument("model_name", metavar="MODEL"),
+    click.option(
+        "--checkpoint",
+        metavar="FILE",
+        type=parse_path,
+        help="Weights from a .pth, .pt or .safetensors file.  [default: timm's pretrained ones]",
+    ),
+    click.option(
+        "--random-init",
+        metavar="SEED",
+        type=click.IntRange(min=0),
+        help="Random weights drawn with SEED: a control.  [default: trained weights]",
+    ),
+    click.option(
+        "--img-size",
+        metavar="SIZE",
+        type=parse_image_size,
+        show_default="the model's own",
+        help="Input size in pixels, 224 or HEIGHTxWIDTH; position tables are resampled.",
+    ),
+    click.option(
+        "--img-mean",
+        metavar="MEAN",
+        type=parse_floats,
+        show_default="the model's own",
+        help="Mean of the normalisation, e.g. 0.5,0.5,0.5.",
+    ),
+    click.option(
+        "--img-std",
+        metavar="STD",
+        type=parse_floats,
+        show_default="the model's own",
+        help="Standard deviation of the normalisation.",
+    ),
+    click.option(
+        "--crop-pct",
+        metavar="FRACTION",
+        type=click.FloatRange(min=0, min_open=True),
+        show_default="the model's own",
+        help="Part of the resized image that the centre crop keeps.",
+    ),
+    click.option(
+        "--model-arg",
+        "model_args",
+        metavar="KEY=VALUE",
+        multiple=True,
+        type=parse_model_arg,
+        help="Passed to timm's create_model, e.g. dynamic_img_size=true. Repeatable.  "
+        "[default: none]",
+    ),
+)

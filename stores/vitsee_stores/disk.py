@@ -1,0 +1,132 @@
+"""Files that are whole or absent: temporary name, fsync, rename, fsync of the folder; and the
+threads that read and write.
+
+Nothing here or above starts zarr's event loop: a process that forks data loading workers after
+that can hang. The threads below are started when first needed, and anew in a forked child.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+PARTIAL = ".partial"
+# fsync waits for the disk, not for a core.
+SYNC_THREADS = 16
+
+_pools: dict[str, ThreadPoolExecutor] = {}
+
+
+def n_cores() -> int:
+    """The cores this process may use, which on a cluster are fewer than the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def work_pool() -> ThreadPoolExecutor:
+    """Threads for chunks: one a core."""
+    return _pool("vitsee-chunks", n_cores())
+
+
+def sync_pool() -> ThreadPoolExecutor:
+    """Threads that wait for fsync."""
+    return _pool("vitsee-fsync", SYNC_THREADS)
+
+
+def _pool(name: str, size: int) -> ThreadPoolExecutor:
+    if name not in _pools:
+        _pools[name] = ThreadPoolExecutor(size, name)
+    return _pools[name]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pools.clear)
+
+
+def each(
+    pool: Callable[[], ThreadPoolExecutor], work: Callable[[T], R], items: Sequence[T]
+) -> list[R]:
+    """`work` of every item in order; in this thread where there is only one. The first error is
+    raised after all have ended, so none works on behind the caller's back."""
+    if len(items) < 2:
+        return [work(item) for item in items]
+    futures = [pool().submit(work, item) for item in items]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]
+
+
+def partial_name(path: str | Path) -> str:
+    """A new temporary name beside `path`."""
+    return f"{path}.{secrets.token_hex(8)}{PARTIAL}"
+
+
+def write_new(path: str, buffers: Sequence[bytes | NDArray[np.uint8]]) -> int:
+    """Write all buffers, one after the other, to a new file; the number of bytes."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        size = 0
+        for buffer in buffers:
+            view = memoryview(buffer)
+            while view:
+                # One call writes at most 2 GiB, and less where a signal or the disk's end comes.
+                done = os.write(descriptor, view)
+                view = view[done:]
+                size += done
+        return size
+    finally:
+        os.close(descriptor)
+
+
+def sync(path: str | Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: str | Path, data: bytes, *, durable: bool = True) -> None:
+    """Put `data` at `path` at once and, if durable, on the disk before this returns."""
+    temporary = partial_name(path)
+    try:
+        write_new(temporary, [data])
+        if durable:
+            sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        remove_files([temporary])
+        raise
+    if durable:
+        sync(os.path.dirname(os.path.abspath(path)))
+
+
+def remove_files(paths: Iterable[str | Path]) -> int:
+    """Remove files; the number that were there."""
+    count = 0
+    for path in paths:
+        try:
+            os.unlink(path)
+            count += 1
+        except FileNotFoundError:
+            continue
+    return count
+
+
+def reason(error: OSError) -> str:
+    """The system's word for an error, in lower case."""
+    text: Any = error.strerror or str(error)
+    return str(text)[:1].lower() + str(text)[1:]

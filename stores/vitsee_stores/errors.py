@@ -1,0 +1,29 @@
+"""Errors that a user can cause or mend; each message is one line for the terminal."""
+
+
+class VitseeError(Exception):
+    """Root of all errors shown without a traceback: what was found, expected, and what to run."""
+
+
+class StoreError(VitseeError):
+    """Not a store, a foreign or future format, damaged, or unreadable."""
+
+
+class IncompleteStore(StoreError):
+    """An extraction into this store has not finished."""
+
+
+class IdentityMismatch(StoreError):
+    """A store is joined or resumed with other choices than it was made with."""
+
+
+class StoreMismatch(StoreError):
+    """Two stores do not hold the same images in the same order."""
+
+
+class MissingInput(VitseeError):
+    """The store lacks what is asked of it; names the extract option that brings it."""
+
+
+class SiteError(VitseeError):
+    """A selector of sites or tokens that nothing answers to."""

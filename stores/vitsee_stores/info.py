@@ -1,0 +1,120 @@
+"""What a store says about itself, without its arrays being read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from vitsee_stores import root
+from vitsee_stores.chunks import read_chunk
+from vitsee_stores.errors import StoreError
+from vitsee_stores.layout import ArraySpec, arrays, n_bytes
+from vitsee_stores.plan import SiteSpec, StorePlan
+
+
+def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Everything about a store that is no array, as JSON holds it; incomplete stores too.
+
+    Reads zarr.json and two small files a slab. `n_valid` counts the readable images of the
+    committed slabs; `size_bytes` is without compression, of the store when it is complete.
+
+    Raises:
+        StoreError: missing, no vitsee store, of another format version, or damaged.
+    """
+    manifest, complete = root.read_root(path)
+    plan, table = manifest.plan, arrays(manifest.plan)
+    markers = root.read_markers(path, plan)
+    done = [k for k, marker in enumerate(markers) if marker is not None]
+    sizes = n_bytes(plan)
+    text: dict[str, Any] = manifest.to_json()
+    return {
+        "path": str(path),
+        "complete": complete and len(done) == plan.n_slabs,
+        "n_images": plan.n_images,
+        "n_slabs": plan.n_slabs,
+        "n_committed": len(done),
+        "n_valid": _n_valid(path, table["n_valid"], done),
+        "slab": plan.slab,
+        "codec": plan.codec,
+        "size_bytes": sum(sizes.values()),
+        "model": text["model"],
+        "sites": {site.name: _site(site) for site in plan.sites},
+        "attention": _attention(plan),
+        "residual": [name for name, _ in plan.sublayers],
+        "inputs": None if plan.inputs is None else list(plan.inputs),
+        "transform": text["transform"],
+        "class_names": text["class_names"],
+        "left_out": text["left_out"],
+        "selfcheck": text["selfcheck"],
+        "format": text["format"],
+        "store_id": text["store_id"],
+        "samples_fingerprint": text["samples_fingerprint"],
+        "identity": text["identity"],
+        "info": text["info"],
+        "arrays": {path: _array(spec, sizes[path]) for path, spec in table.items()},
+        "made_by": _makers([marker for marker in markers if marker is not None]),
+    }
+
+
+def _site(site: SiteSpec) -> dict[str, Any]:
+    layout = site.layout
+    out: dict[str, Any] = {"kind": site.kind, "shape": list(site.shape)}
+    if site.alias_of is not None:
+        return {**out, "alias_of": site.alias_of}
+    if layout is not None:
+        out["prefix"] = list(layout.prefix)
+        out["grid"] = None if layout.grid is None else list(layout.grid)
+        out["stride_px"] = None if layout.stride_px is None else list(layout.stride_px)
+    dtype = "float32" if site.kind == "vector" or site.tokens == "pooled" else site.dtype
+    return {
+        **out,
+        "tokens": site.tokens,
+        "dtype": dtype,
+        "depth": site.depth,
+        "rel_depth": site.rel_depth,
+        "groups": list(site.groups),
+    }
+
+
+def _attention(plan: StorePlan) -> dict[str, Any]:
+    groups = [
+        {
+            "group": group.prefix,
+            "blocks": list(group.blocks),
+            "n_heads": list(group.n_heads),
+            "prefix": list(group.layout.prefix),
+            "grid": list(group.layout.grid or ()),
+        }
+        for group in plan.attention
+    ]
+    return {"level": plan.attention_level, "rollout": plan.rollout, "groups": groups}
+
+
+def _array(spec: ArraySpec, size: int) -> dict[str, Any]:
+    return {
+        "shape": list(spec.shape),
+        "chunks": list(spec.chunks),
+        "dtype": spec.dtype,
+        "size_bytes": size,
+    }
+
+
+def _n_valid(path: str | os.PathLike[str], spec: ArraySpec, done: list[int]) -> int | None:
+    """None where the counts cannot be read: `vitsee validate` says why."""
+    try:
+        return sum(int(read_chunk(str(Path(path)), spec, (k,))[0]) for k in done)
+    except StoreError:
+        return None
+
+
+def _makers(markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Provenance of the slabs, equal ones together with their number."""
+    once = {"slab", "committed", "started"}
+    alike = Counter(
+        json.dumps({k: v for k, v in marker.items() if k not in once}, sort_keys=True)
+        for marker in markers
+    )
+    return [{"n_slabs": count, **json.loads(text)} for text, count in alike.items()]

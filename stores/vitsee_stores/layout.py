@@ -1,0 +1,242 @@
+"""The disk format in one place: which arrays a store has, their shapes, types and chunks.
+
+FORMAT.md says the same in words; a test holds its table against `arrays`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vitsee_stores.plan import AttentionGroup, SiteSpec, StorePlan, TokenLayout
+from vitsee_stores.selectors import GROUPS, select_names
+
+__all__ = [
+    "CODECS",
+    "FORMAT_VERSION",
+    "GROUPS",
+    "ArraySpec",
+    "AttentionGroup",
+    "SiteSpec",
+    "StorePlan",
+    "TokenLayout",
+    "arrays",
+    "n_bytes",
+    "select_names",
+]
+
+FORMAT_VERSION = 1
+CODECS = ("none", "zstd", "lz4")
+COMMIT_BYTES = 4096
+CHECKSUM_BYTES = 4
+SMALL_CHUNK, LARGE_CHUNK = 4 << 20, 16 << 20
+ITEM_SIZE = {
+    "float16": 2,
+    "float32": 4,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint64": 8,
+}
+
+Per = Literal["image", "slab", "once"]
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array. per: what its first axis counts, and so when it is written: "image" (S rows a
+    slab), "slab" (one row a slab) or "once" (at creation). nan_ok: NaN may stand in the row of a
+    valid image. codec: what compresses its chunks; a crc32c always follows."""
+
+    path: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: str
+    per: Per
+    nan_ok: bool
+    axes: tuple[str, ...]
+    codec: str
+
+    @property
+    def fill(self) -> float:
+        """What a chunk that was never written reads as, and what pads the last chunks."""
+        return math.nan if self.dtype.startswith("float") else 0
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each axis."""
+        return tuple(math.ceil(n / c) for n, c in zip(self.shape, self.chunks, strict=True))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk without compression and checksum."""
+        return math.prod(self.chunks) * ITEM_SIZE[self.dtype]
+
+
+def n_bytes(plan: StorePlan) -> dict[str, int]:
+    """Bytes on disk of each array, before compression; the padding of the last chunks counts."""
+    return {
+        path: math.prod(spec.grid) * (spec.chunk_bytes + CHECKSUM_BYTES)
+        for path, spec in arrays(plan).items()
+    }
+
+
+def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
+    """Every array of a store: path -> spec, in the order in which they are written."""
+    table = _Table(plan)
+    for site in plan.sites:
+        if site.alias_of is None:
+            _site(table, site)
+    for group in plan.attention:
+        _attention(table, group, plan.attention_level)
+    if plan.rollout:
+        table.image("attention/rollout", plan.attention[0].layout.n_tokens, "key")
+    for name, layout in plan.sublayers:
+        n = layout.n_tokens
+        table.image(f"residual/{name}", (n, 3), (f"token_{n}", "product"))
+    if plan.inputs is not None:
+        table.image("input", plan.inputs, ("rgb", "y", "x"), "uint8")
+    for name, shape in plan.weights:
+        table.once(f"weights/{name}", shape, "float32", [f"{name}_{i}" for i in range(len(shape))])
+    n = plan.n_images
+    table.once("samples/index", (n,), "int64", ["image"])
+    table.once("samples/label", (n,), "int64", ["image"])
+    table.once("samples/split", (n,), "int16", ["image"])
+    table.once("samples/id", (n, plan.id_bytes), "uint8", ["image", "id_byte"])
+    table.image("valid", (), (), "uint8")
+    table.image("hash", (), (), "uint64")
+    table.slab("n_valid", (), (), "int64")
+    table.slab("commits", (COMMIT_BYTES,), ("marker_byte",), "uint8", codec="none")
+    return table.specs
+
+
+class _Table:
+    """Collects array specs; shapes and axes are given without the first axis."""
+
+    def __init__(self, plan: StorePlan):
+        self.plan = plan
+        self.specs: dict[str, ArraySpec] = {}
+
+    def image(
+        self,
+        path: str,
+        shape: int | tuple[int, ...],
+        axes: str | tuple[str, ...],
+        dtype: str = "float32",
+        nan_ok: bool = False,
+    ) -> None:
+        rest = (shape,) if isinstance(shape, int) else shape
+        names = (axes,) if isinstance(axes, str) else axes
+        plan = self.plan
+        chunks = _chunks((plan.slab, *rest), ITEM_SIZE[dtype])
+        self._add(path, (plan.n_images, *rest), chunks, dtype, "image", nan_ok, ("image", *names))
+
+    def slab(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        dtype: str = "float32",
+        codec: str | None = None,
+    ) -> None:
+        chunks = _chunks((1, *shape), ITEM_SIZE[dtype])
+        full = (self.plan.n_slabs, *shape)
+        self._add(path, full, chunks, dtype, "slab", False, ("slab", *axes), codec)
+
+    def once(self, path: str, shape: tuple[int, ...], dtype: str, axes: Sequence[str]) -> None:
+        self._add(path, shape, shape, dtype, "once", False, tuple(axes))
+
+    def _add(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        chunks: tuple[int, ...],
+        dtype: str,
+        per: Per,
+        nan_ok: bool,
+        axes: tuple[str, ...],
+        codec: str | None = None,
+    ) -> None:
+        spec = ArraySpec(path, shape, chunks, dtype, per, nan_ok, axes, codec or self.plan.codec)
+        self.specs[path] = spec
+
+
+def _chunks(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
+    """One slab's chunk: whole along the first axis; along each further one, until a chunk has at
+    most 16 MiB, the length of 4 to 16 MiB that pads least, the shortest of those."""
+    chunks = list(shape)
+    for axis in range(1, len(shape)):
+        one = math.prod([*chunks[:axis], 1, *chunks[axis + 1 :]]) * item
+        if one * shape[axis] <= LARGE_CHUNK:
+            break
+        shortest = max(1, math.ceil(SMALL_CHUNK / one))
+        longest = max(shortest, LARGE_CHUNK // one)
+        lengths = range(min(shortest, shape[axis]), min(longest, shape[axis]) + 1)
+        chunks[axis] = min(lengths, key=lambda c: (math.ceil(shape[axis] / c) * c, c))
+    return tuple(chunks)
+
+
+def _site(table: _Table, site: SiteSpec) -> None:
+    if site.kind == "vector":
+        table.image(f"vectors/{site.name}", site.shape, f"channel_{site.dim}")
+        return
+    layout = site.layout
+    if site.tokens == "all":
+        folder = f"acts/{site.name}"
+        if layout is None:
+            axes = tuple(f"axis_{i}" for i in range(1, len(site.shape) + 1))
+            table.image(f"{folder}/raw", site.shape, axes, site.dtype)
+        else:
+            if layout.prefix:
+                shape = (layout.n_prefix, site.dim)
+                table.image(f"{folder}/prefix", shape, ("prefix", "channel"), site.dtype)
+            if layout.grid is None:
+                table.image(
+                    f"{folder}/rows", (layout.rows, site.dim), ("row", "channel"), site.dtype
+                )
+            else:
+                grid_axes = ("row", "col", "channel")
+                table.image(f"{folder}/grid", (*layout.grid, site.dim), grid_axes, site.dtype)
+    if layout is not None:
+        if layout.cls is not None:
+            table.image(f"pooled/{site.name}/cls", site.dim, "channel")
+        table.image(f"pooled/{site.name}/mean", site.dim, "channel")
+
+
+def _attention(table: _Table, group: AttentionGroup, level: str) -> None:
+    layout, folder = group.layout, group.folder
+    if layout.grid is None:
+        raise ValueError(f"attention of {group.blocks} without a grid")
+    n_blocks, n_heads, n_tokens = len(group.blocks), max(group.n_heads), layout.n_tokens
+    ragged = len(set(group.n_heads)) > 1
+    # A name has one size in a folder and all below it, so that xarray opens the whole tree.
+    suffix = f"_{group.prefix}" if group.prefix else ""
+    block, head, dy, dx, key = (f"{name}{suffix}" for name in ("block", "head", "dy", "dx", "key"))
+    heads, head_axes = (n_blocks, n_heads), (block, head)
+    for name in ("distance_px", "distance_unit"):
+        table.image(folder + name, heads, head_axes, nan_ok=True)
+    for name in ("distance_px_raw", "prefix_mass", "entropy", "query_std"):
+        table.image(folder + name, heads, head_axes, nan_ok=ragged)
+    table.image(folder + "n_queries", heads, head_axes, "int32")
+    table.image(folder + "head_std", n_blocks, block)
+    gh, gw = layout.grid
+    table.slab(folder + "aligned", (*heads, 2 * gh - 1, 2 * gw - 1), (*head_axes, dy, dx))
+    per_key, key_axes = (*heads, n_tokens), (*head_axes, key)
+    table.slab(folder + "received", per_key, key_axes)
+    if layout.cls is not None:
+        table.slab(folder + "cls_map", per_key, key_axes)
+    if level in ("rows", "full"):
+        table.image(folder + "received_rows", per_key, key_axes, "float16", nan_ok=ragged)
+        if layout.cls is not None:
+            table.image(folder + "cls_rows", per_key, key_axes, "float16", nan_ok=ragged)
+    if level == "full":
+        for name, count in zip(group.blocks, group.n_heads, strict=True):
+            table.image(
+                f"attention/full/{name}",
+                (count, n_tokens, n_tokens),
+                (f"head_{count}", f"query_{n_tokens}", f"key_{n_tokens}"),
+                "float16",
+            )

@@ -1,0 +1,241 @@
+"""What made a store and what it holds: the manifest, its identity, and the order of the images.
+
+JSON only, in the root group's attributes under "vitsee": opening a stranger's store runs no code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores.errors import IdentityMismatch, StoreError
+from vitsee_stores.layout import FORMAT_VERSION, StorePlan
+
+ATTRIBUTE = "vitsee"
+ABSENT = "nothing"
+SHOWN_VALUE = 80
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The images in the store's order.
+
+    index: (images,) position in the data set's own order. ids: path below the data folder, or row
+    key. labels: (images,) class, -1 for none. splits: name of each one's split, "" for none.
+    """
+
+    index: NDArray[np.int64]
+    ids: list[str]
+    labels: NDArray[np.int64]
+    splits: list[str]
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.index), len(self.ids), len(self.labels), len(self.splits)}
+        if len(lengths) != 1:
+            raise ValueError(f"samples of one length were expected, not {sorted(lengths)}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def id(self) -> NDArray[np.str_]:
+        """(images,) the ids as an array."""
+        return np.array(self.ids, np.str_)
+
+    @property
+    def label(self) -> NDArray[np.int64]:
+        """(images,) class of each image, -1 for none."""
+        return self.labels
+
+    @property
+    def split(self) -> NDArray[np.str_]:
+        """(images,) name of each image's split, "" for none."""
+        return np.array(self.splits, np.str_)
+
+    def fingerprint(self) -> str:
+        """sha256 over id, NUL, label, newline of each image in order; stores pair by it."""
+        digest = hashlib.sha256()
+        for name, label in zip(self.ids, self.labels.tolist(), strict=True):
+            digest.update(f"{name}\0{label}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Provenance and contents of a store.
+
+    identity: every choice that joining and resuming compare. left_out: what a default asked for
+    and the model could not serve -> the reason. info: anything else that describes the making.
+    splits: names of the codes in `samples/split`.
+    """
+
+    format: int
+    store_id: str
+    identity: dict[str, Any]
+    plan: StorePlan
+    samples_fingerprint: str
+    model: dict[str, Any] = field(default_factory=dict)
+    transform: dict[str, Any] = field(default_factory=dict)
+    class_names: list[str] | None = None
+    selfcheck: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    splits: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest as JSON holds it."""
+        plain: dict[str, Any] = jsonable(dataclasses.asdict(self))
+        return plain
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
+        """The manifest that `to_json` described.
+
+        Raises:
+            StoreError: another format version, or fields missing.
+        """
+        version = data.get("format")
+        if version != FORMAT_VERSION:
+            advice = (
+                "update vitsee"
+                if isinstance(version, int) and version > FORMAT_VERSION
+                else "extract it anew"
+            )
+            raise StoreError(
+                f"store format {version}, but this vitsee reads format {FORMAT_VERSION}; {advice}"
+            )
+        try:
+            fields = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+            fields["plan"] = StorePlan.from_json(data["plan"])
+            fields["splits"] = tuple(data["splits"])
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"the manifest is damaged: {type(error).__name__} {error}") from None
+
+
+def new_manifest(
+    identity: Mapping[str, Any],
+    plan: StorePlan,
+    samples: Samples,
+    *,
+    model: Mapping[str, Any] | None = None,
+    transform: Mapping[str, Any] | None = None,
+    class_names: Sequence[str] | None = None,
+    selfcheck: Mapping[str, Any] | None = None,
+    left_out: Mapping[str, str] | None = None,
+    info: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """A manifest for a store yet to be made, with a store_id of its own: sha256 of the identity
+    and a random nonce.
+
+    Raises:
+        StoreError: a sample's id cannot be stored.
+    """
+    if len(samples) != plan.n_images:
+        raise ValueError(f"{len(samples)} samples for a plan of {plan.n_images} images")
+    for name in samples.ids:
+        if "\0" in name:
+            raise StoreError(f"the sample id {name!r} holds a NUL character; rename that image")
+    width = max(len(encode_id(name)) for name in samples.ids)
+    same = jsonable(dict(identity))
+    text = json.dumps([same, secrets.token_hex(16)], sort_keys=True)
+    return Manifest(
+        format=FORMAT_VERSION,
+        store_id=hashlib.sha256(text.encode()).hexdigest(),
+        identity=same,
+        plan=dataclasses.replace(plan, id_bytes=max(1, width)),
+        samples_fingerprint=samples.fingerprint(),
+        model=jsonable(dict(model or {})),
+        transform=jsonable(dict(transform or {})),
+        class_names=None if class_names is None else list(class_names),
+        selfcheck=jsonable(dict(selfcheck or {})),
+        left_out=dict(left_out or {}),
+        info=jsonable(dict(info or {})),
+        splits=tuple(dict.fromkeys(samples.splits)),
+    )
+
+
+def check_identity(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Compare the identity fields in `given` with the store's.
+
+    Raises:
+        IdentityMismatch: names every differing field, what is stored and what was given.
+    """
+    lines: list[str] = []
+    for key, value in jsonable(dict(given)).items():
+        lines += _differences(key, jsonable(stored.get(key, ABSENT)), value)
+    if lines:
+        raise IdentityMismatch(
+            f"the store was made with other choices: {'; '.join(lines)} "
+            "(choose another -o, drop the option, or start anew with --force)"
+        )
+
+
+def _differences(name: str, stored: Any, given: Any) -> list[str]:
+    if isinstance(stored, dict) and isinstance(given, dict):
+        lines = []
+        for key in dict.fromkeys([*stored, *given]):
+            lines += _differences(f"{name}.{key}", stored.get(key, ABSENT), given.get(key, ABSENT))
+        return lines
+    return [] if stored == given else [f"{name} is {_short(stored)}, given {_short(given)}"]
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= SHOWN_VALUE else f"{text[: SHOWN_VALUE - 4]} ..."
+
+
+def jsonable(value: Any) -> Any:
+    """`value` in the types of JSON: tuples as lists, numpy scalars as numbers, paths as text, and
+    numbers that are not finite as "NaN", "Infinity", "-Infinity", for strict readers."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = sorted(value) if isinstance(value, (set, frozenset)) else value
+        return [jsonable(item) for item in items]
+    if isinstance(value, np.ndarray):
+        return jsonable(value.tolist())
+    if isinstance(value, np.generic):
+        return jsonable(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def encode_id(name: str) -> bytes:
+    """A sample's id as bytes; file names that are no UTF-8 keep their bytes."""
+    return name.encode("utf-8", "surrogateescape")
+
+
+def samples_arrays(samples: Samples, manifest: Manifest) -> dict[str, NDArray[Any]]:
+    """The arrays below `samples/`."""
+    width = manifest.plan.id_bytes
+    names = np.array([encode_id(name) for name in samples.ids], f"S{width}")
+    codes = {name: code for code, name in enumerate(manifest.splits)}
+    return {
+        "samples/index": np.asarray(samples.index, np.int64),
+        "samples/label": np.asarray(samples.labels, np.int64),
+        "samples/split": np.array([codes[name] for name in samples.splits], np.int16),
+        "samples/id": names.view(np.uint8).reshape(len(samples), width),
+    }
+
+
+def samples_from_arrays(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> Samples:
+    """The samples that `samples_arrays` wrote."""
+    ids = np.ascontiguousarray(arrays["samples/id"])
+    names = ids.view(f"S{ids.shape[1]}").ravel()
+    return Samples(
+        index=arrays["samples/index"],
+        ids=[name.decode("utf-8", "surrogateescape") for name in names.tolist()],
+        labels=arrays["samples/label"],
+        splits=[splits[code] for code in arrays["samples/split"].tolist()],
+    )

@@ -1,0 +1,187 @@
+"""What a store is to hold: token layouts, sites, attention groups, and the plan of all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """How the tokens of a site lie: first the prefix tokens, then a grid or plain rows.
+
+    prefix: kinds of the prefix tokens ("cls", "dist", "reg0", ...) in the model's order.
+    grid: (rows, cols) in image geometry; None where the rows are no image grid, then `rows`
+        counts them. stride_px: input pixels between neighbouring cells, (y, x).
+    """
+
+    prefix: tuple[str, ...]
+    grid: tuple[int, int] | None
+    rows: int = 0
+    stride_px: tuple[float, float] | None = None
+
+    @property
+    def n_prefix(self) -> int:
+        """Number of prefix tokens."""
+        return len(self.prefix)
+
+    @property
+    def n_body(self) -> int:
+        """Number of grid cells, or of rows where there is no grid."""
+        return self.rows if self.grid is None else self.grid[0] * self.grid[1]
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of all tokens."""
+        return self.n_prefix + self.n_body
+
+    @property
+    def cls(self) -> int | None:
+        """Index of the class token, None without one."""
+        return self.prefix.index("cls") if "cls" in self.prefix else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The layout as JSON holds it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TokenLayout:
+        """The layout that `to_json` described."""
+        grid, stride = data["grid"], data["stride_px"]
+        return cls(
+            prefix=tuple(data["prefix"]),
+            grid=None if grid is None else (int(grid[0]), int(grid[1])),
+            rows=int(data["rows"]),
+            stride_px=None if stride is None else (float(stride[0]), float(stride[1])),
+        )
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """One site as a store knows it.
+
+    kind: "tokens" (a prefix and a grid), "rows" (no image grid), "vector", or "raw".
+    shape: one image's: tokens (T, D), rows (R, D), vector (D,), raw as it is; dim: its channels,
+        for raw its flattened size. dtype: of `acts/`; what is pooled or a vector is float32.
+    alias_of: the site that holds an equal tensor and is stored in place of this one.
+    tokens: "all", or "pooled" where `acts/` does not hold the site.
+    """
+
+    name: str
+    part: str
+    block: str | None
+    groups: tuple[str, ...]
+    kind: str
+    dim: int
+    shape: tuple[int, ...]
+    layout: TokenLayout | None
+    depth: int
+    rel_depth: float
+    alias_of: str | None = None
+    tokens: str = "all"
+    dtype: str = "float16"
+
+    @property
+    def stride_px(self) -> tuple[float, float] | None:
+        """Input pixels between neighbouring cells (y, x); None without a grid."""
+        return None if self.layout is None else self.layout.stride_px
+
+    def to_json(self) -> dict[str, Any]:
+        """The site as JSON holds it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SiteSpec:
+        """The site that `to_json` described."""
+        layout = data["layout"]
+        return cls(
+            **{
+                **data,
+                "groups": tuple(data["groups"]),
+                "shape": tuple(data["shape"]),
+                "layout": None if layout is None else TokenLayout.from_json(layout),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Blocks whose heads see one token layout; `prefix` is their folder below `attention/`, ""
+    for the first group."""
+
+    prefix: str
+    blocks: tuple[str, ...]
+    n_heads: tuple[int, ...]
+    layout: TokenLayout
+
+    @property
+    def folder(self) -> str:
+        """Where the group's arrays are."""
+        return f"attention/{self.prefix}/" if self.prefix else "attention/"
+
+    def to_json(self) -> dict[str, Any]:
+        """The group as JSON holds it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> AttentionGroup:
+        """The group that `to_json` described."""
+        return cls(
+            prefix=data["prefix"],
+            blocks=tuple(data["blocks"]),
+            n_heads=tuple(data["n_heads"]),
+            layout=TokenLayout.from_json(data["layout"]),
+        )
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Everything that decides which arrays a store has.
+
+    sites: the chosen sites in the model's order, aliases included. attention_level: "none",
+    "summary", "rows" or "full". sublayers: (name, layout) of the residual summaries.
+    inputs: (3, H, W) where pixels are kept. weights: (name, shape) of small weight arrays.
+    id_bytes: width of `samples/id`; set when a manifest is made.
+    """
+
+    n_images: int
+    slab: int
+    codec: str
+    sites: tuple[SiteSpec, ...]
+    attention: tuple[AttentionGroup, ...] = ()
+    attention_level: str = "none"
+    rollout: bool = False
+    sublayers: tuple[tuple[str, TokenLayout], ...] = ()
+    inputs: tuple[int, int, int] | None = None
+    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    id_bytes: int = 1
+
+    @property
+    def n_slabs(self) -> int:
+        """Number of slabs, the last one perhaps short."""
+        return math.ceil(self.n_images / self.slab)
+
+    def rows(self, slab: int) -> slice:
+        """The images of a slab, as rows of the store."""
+        return slice(slab * self.slab, min((slab + 1) * self.slab, self.n_images))
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON holds it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StorePlan:
+        """The plan that `to_json` described."""
+        return cls(
+            **{
+                **data,
+                "sites": tuple(map(SiteSpec.from_json, data["sites"])),
+                "attention": tuple(map(AttentionGroup.from_json, data["attention"])),
+                "sublayers": tuple((n, TokenLayout.from_json(x)) for n, x in data["sublayers"]),
+                "inputs": None if data["inputs"] is None else tuple(data["inputs"]),
+                "weights": tuple((name, tuple(shape)) for name, shape in data["weights"]),
+            }
+        )

@@ -1,0 +1,338 @@
+"""Whole slabs out: a store as lazy arrays, and slab by slab.
+
+    >>> from vitsee_stores import open_store
+    >>> store = open_store("b16.zarr")
+    >>> store.n_images, store.manifest.model["name"]
+    (10000, 'vit_base_patch16_224')
+    >>> [site.name for site in store.select(["blocks"])][-1]
+    'blocks.11.out'
+    >>> store.layout("blocks.-1.out")
+    TokenLayout(prefix=('cls',), grid=(14, 14), rows=0, stride_px=(16.0, 16.0))
+    >>> store.acts("blocks.3.out", tokens="patches")
+    <LazyArray float16 (10000, 14, 14, 768)>
+    >>> corner = store.acts("blocks.3.out", tokens=(0, 0))[:]      # one token of all images
+    >>> first = store.acts("blocks.3.out")[:256]                   # every token of 256 images
+    >>> store.attention("distance_px")[:].mean(0)                  # (blocks, heads)
+    >>> sums = 0
+    >>> for slab in store.slabs():                                 # each byte is read once
+    ...     sums += slab.acts("blocks.3.out", "patches")[slab.valid].sum(0, dtype="f8")
+
+Rows of unreadable images have `valid` False and hold NaN: leave them out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores import root
+from vitsee_stores.chunks import read_all
+from vitsee_stores.errors import IncompleteStore, MissingInput, SiteError
+from vitsee_stores.layout import ArraySpec, arrays, select_names
+from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
+from vitsee_stores.manifest import Manifest, Samples, samples_from_arrays
+from vitsee_stores.pairing import require_paired
+from vitsee_stores.plan import AttentionGroup, SiteSpec, TokenLayout
+from vitsee_stores.slab import Slab
+from vitsee_stores.tokens import Tokens, describe_layout, token_array
+
+__all__ = ["LazyArray", "Slab", "Store", "StoreSamples", "open_store", "require_paired"]
+
+
+def open_store(
+    path: str | os.PathLike[str], *, allow_partial: bool = False, label: str | None = None
+) -> Store:
+    """The store at `path`.
+
+    Args:
+        path: its folder.
+        allow_partial: open an unfinished store too; only its committed slabs are read.
+        label: its name in tables and figures; by default the folder's name without suffix.
+
+    Raises:
+        StoreError: missing, no vitsee store, of another format version, or damaged.
+        IncompleteStore: unfinished, and `allow_partial` is not set; or without any slab yet.
+    """
+    manifest, complete = root.read_root(path)
+    n_slabs = manifest.plan.n_slabs
+    markers = root.list_names(Path(path, "commits"))
+    complete = complete and all(f"c.{k}.0" in markers for k in range(n_slabs))
+    committed = np.ones(n_slabs, np.bool_)
+    if not complete:
+        committed[:] = [m is not None for m in root.read_markers(path, manifest.plan)]
+        done = f"{path} is incomplete: {committed.sum()} of {n_slabs} slabs are committed"
+        if not allow_partial:
+            raise IncompleteStore(
+                f"{done} (repeat the vitsee extract command to go on, or read those with "
+                "--allow-partial)"
+            )
+        if not committed.any():
+            raise IncompleteStore(f"{done} (repeat the vitsee extract command to go on)")
+    return Store(path, manifest, committed, complete, label)
+
+
+@dataclass(frozen=True)
+class StoreSamples:
+    """The images in the store's order, an array (images,) each: position in the data set's own
+    order, id, class (-1 for none), name of the split ("" for none), hash of the encoded bytes,
+    whether it could be read."""
+
+    index: NDArray[np.int64]
+    id: NDArray[np.str_]
+    label: NDArray[np.int64]
+    split: NDArray[np.str_]
+    hash: NDArray[np.uint64]
+    valid: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+class Store:
+    """A store opened for reading; see `open_store`. It can be pickled.
+
+    committed: (slabs,) which slabs can be read. Rows of the others read as NaN, 0 and not valid,
+    and `slabs()` leaves them out.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        manifest: Manifest,
+        committed: NDArray[np.bool_],
+        complete: bool,
+        label: str | None = None,
+    ):
+        self.path = Path(path)
+        self.label = label if label is not None else self.path.absolute().stem
+        self.manifest = manifest
+        self.plan = manifest.plan
+        self.committed = committed
+        self.complete = complete
+        self.sites: dict[str, SiteSpec] = {site.name: site for site in self.plan.sites}
+        self.arrays: dict[str, ArraySpec] = arrays(self.plan)
+
+    def __repr__(self) -> str:
+        state = "" if self.complete else ", incomplete"
+        return f"<Store {self.label}: {self.n_images} images, {len(self.sites)} sites{state}>"
+
+    @property
+    def n_images(self) -> int:
+        """Number of rows, unreadable images and uncommitted slabs included."""
+        return self.plan.n_images
+
+    @property
+    def n_slabs(self) -> int:
+        """Number of slabs, uncommitted ones included."""
+        return self.plan.n_slabs
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """Names of the classes that labels count, where the data has them."""
+        return self.manifest.class_names
+
+    @cached_property
+    def valid(self) -> NDArray[np.bool_]:
+        """(images,) rows that hold an image: it could be read and its slab is committed."""
+        values: NDArray[np.bool_] = self.array("valid")[:] == 1
+        return values
+
+    @cached_property
+    def samples(self) -> StoreSamples:
+        """The images in the store's order."""
+        made = self._made_samples
+        return StoreSamples(
+            made.index, made.id, made.label, made.split, self.array("hash")[:], self.valid
+        )
+
+    @cached_property
+    def _made_samples(self) -> Samples:
+        parts = {p: read_all(str(self.path), s) for p, s in self.arrays.items() if "samples/" in p}
+        return samples_from_arrays(parts, self.manifest.splits)
+
+    # sites ------------------------------------------------------------------------------------
+
+    def select(self, patterns: str | Sequence[str]) -> list[SiteSpec]:
+        """The sites that names, globs, groups or `blocks.-1.out` choose, in the model's order.
+
+        Raises:
+            SiteError: a pattern that nothing matches.
+        """
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        hint = f"vitsee info {self.path} -f sites"
+        return select_names(patterns, self.plan.sites, what="store", hint=hint)
+
+    def site(self, name: str) -> SiteSpec:
+        """The stored site behind one name, an alias or `blocks.-1.out`.
+
+        Raises:
+            MissingInput: the store does not hold it.
+        """
+        site = self.sites.get(name)
+        if site is None:
+            try:
+                (site,) = self.select([name])
+            except SiteError as error:
+                raise MissingInput(f"{self.label}: {error}; extract adds it with --sites") from None
+            except ValueError:
+                raise SiteError(f"{name!r} names several sites; expected one") from None
+        return self.sites[site.alias_of] if site.alias_of else site
+
+    def layout(self, site: str) -> TokenLayout | None:
+        """How the tokens of a site lie; None for a vector or a raw output."""
+        return self.site(site).layout
+
+    # arrays -----------------------------------------------------------------------------------
+
+    def has(self, path: str) -> bool:
+        """Whether the store has an array, named by its path (`attention/rollout`)."""
+        return path in self.arrays
+
+    def array(self, path: str, fixed: Mapping[int, int] | None = None) -> StoredArray:
+        """Any array by its path, at fixed places along some axes (axis -> place).
+
+        Raises:
+            MissingInput: the store has none there.
+        """
+        return self._array(path, f"{self.label} has no array {path}", fixed)
+
+    def _array(
+        self, path: str, missing: str, fixed: Mapping[int, int] | None = None
+    ) -> StoredArray:
+        if path not in self.arrays:
+            raise MissingInput(missing)
+        return StoredArray(str(self.path), self.arrays[path], self.committed, fixed)
+
+    def acts(self, site: str, tokens: Tokens = "all") -> LazyArray:
+        """Activations of one site.
+
+        Args:
+            site: its name; an alias reads the site it equals.
+            tokens: "all" or "each" (images, tokens, dim), prefix tokens first; "patches" (images,
+                rows, cols, dim); "prefix" (images, prefix tokens, dim); "cls", "first" or a grid
+                cell (row, col) or "ROW,COL" (images, dim); in float32 "mean" (over the grid; what
+                `pooled` holds), "mean-all", "rest" (all but the first token), each (images, dim).
+                A vector is read as it is, a raw output with "all" only, as its module gave it.
+
+        Raises:
+            MissingInput: the site is not stored, or pooled only.
+            SiteError: the site has no such tokens.
+        """
+        spec = self.site(site)
+        if spec.kind == "vector":
+            return self.array(f"vectors/{spec.name}")
+        if tokens == "mean":
+            return self.pooled(site, "mean")
+        if spec.tokens != "all":
+            raise MissingInput(
+                f"{self.label} keeps {spec.name} pooled only: extract it with "
+                f"--tokens {spec.name}=all"
+            )
+        if spec.layout is None:
+            if tokens not in ("all", "each"):
+                raise SiteError(
+                    f"{spec.name} has no token layout, so no tokens {tokens!r}; expected all"
+                )
+            return self.array(f"acts/{spec.name}/raw")
+        return token_array(self, spec, spec.layout, tokens)
+
+    def pooled(self, site: str, kind: str = "mean") -> LazyArray:
+        """(images, dim) float32: a site's class token ("cls") or its mean over the grid ("mean");
+        a vector is read as it is.
+
+        Raises:
+            MissingInput: the site is not stored.
+            SiteError: it has no class token, or no tokens at all.
+        """
+        spec = self.site(site)
+        if spec.kind == "vector":
+            return self.array(f"vectors/{spec.name}")
+        path = f"pooled/{spec.name}/{kind}"
+        if path not in self.arrays:
+            has = "no token layout" if spec.layout is None else describe_layout(spec.layout)
+            raise SiteError(f"{spec.name} has no pooled {kind!r}: it has {has}")
+        return self.array(path)
+
+    def vectors(self, name: str) -> LazyArray:
+        """(images, dim) float32: `pooled` or `logits`.
+
+        Raises:
+            MissingInput: the store has no such vector.
+        """
+        name = self.site(name).name
+        return self._array(f"vectors/{name}", f"{self.label}: {name} is no vector, read its acts")
+
+    @property
+    def attention_blocks(self) -> list[AttentionGroup]:
+        """The blocks whose attention was summarised, by token layout; empty without any."""
+        return list(self.plan.attention)
+
+    def attention(self, name: str, group: str = "") -> LazyArray:
+        """A per-image summary of attention (FORMAT.md lists them): `distance_px` (images, blocks,
+        heads), NaN beyond a block's own heads; `rollout` (images, tokens); `full/blocks.3`.
+
+        Args:
+            name: the array below `attention/`.
+            group: the `prefix` of one of `attention_blocks`, for other grids than the first.
+
+        Raises:
+            MissingInput: the store has it not; names the option of extract that brings it.
+        """
+        path = f"attention/{group}/{name}" if group else f"attention/{name}"
+        if path in self.arrays:
+            return self.array(path)
+        reason = self.manifest.left_out.get("attention") or self.manifest.left_out.get(name)
+        if reason:
+            raise MissingInput(f"{self.label} has no {path}: it was left out: {reason}")
+        level = {"cls_rows": "rows", "received_rows": "rows"}.get(name, "summary")
+        level = "full" if name.startswith("full/") else level
+        raise MissingInput(f"{self.label} has no {path} (extract it with --attention {level})")
+
+    def attention_sums(self, name: str, group: str = "") -> LazyArray:
+        """A sum over the valid images of each slab: `aligned` (slabs, blocks, heads, dy, dx),
+        `cls_map`, `received` (slabs, blocks, heads, tokens). `n_valid` counts those images.
+
+        Raises:
+            MissingInput: as for `attention`.
+        """
+        return self.attention(name, group)
+
+    def residual(self, sublayer: str) -> LazyArray:
+        """(images, tokens, 3) float32: z.z, f.f and z.f of skip z and branch f, prefix first.
+
+        Raises:
+            MissingInput: the store has it not.
+        """
+        names = [name for name, _ in self.plan.sublayers]
+        reason = self.manifest.left_out.get("residual")
+        if names:
+            help_ = f"it has: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+        else:
+            help_ = f"left out: {reason}" if reason else "extract it with --residual"
+        return self._array(
+            f"residual/{sublayer}", f"{self.label} has no residual summary of {sublayer} ({help_})"
+        )
+
+    def inputs(self) -> LazyArray:
+        """(images, 3, H, W) float32: the normalised pixels, as the model saw them.
+
+        Raises:
+            MissingInput: the store keeps no pixels.
+        """
+        pixels = self._array("input", f"{self.label} keeps no pixels (extract it with --inputs)")
+        transform = self.manifest.transform
+        return NormalisedInputs(pixels, self.valid, transform["mean"], transform["std"])
+
+    def slabs(self, images: int | None = None) -> Iterator[Slab]:
+        """The committed slabs in order, with the rows below `images` only where given."""
+        stop = self.n_images if images is None else min(images, self.n_images)
+        for k in range(self.n_slabs):
+            rows = self.plan.rows(k)
+            if self.committed[k] and rows.start < stop:
+                yield Slab(self, k, slice(rows.start, min(rows.stop, stop)))

@@ -1,0 +1,270 @@
+"""Whole slabs in: creation at once, slabs written, synced and then committed, leftovers swept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores import creation, root
+from vitsee_stores.chunks import boxes, encode, file_name, padded
+from vitsee_stores.disk import (
+    PARTIAL,
+    each,
+    partial_name,
+    reason,
+    remove_files,
+    sync,
+    sync_pool,
+    work_pool,
+    write_new,
+    write_whole,
+)
+from vitsee_stores.errors import StoreError
+from vitsee_stores.layout import ArraySpec, arrays
+from vitsee_stores.manifest import Manifest, Samples, check_identity, jsonable, samples_arrays
+
+
+class StoreWriter:
+    """Writes slabs into one store; any number of processes may hold one, each with its own slabs.
+
+    manifest: what is on disk, which another process may have put there. durable: False leaves
+    out every fsync, for measurements and tests.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], manifest: Manifest):
+        self.path = Path(path)
+        self.manifest = manifest
+        self.plan = manifest.plan
+        self.arrays = arrays(manifest.plan)
+        self.durable = True
+
+    @classmethod
+    def join(cls, path: str | os.PathLike[str]) -> StoreWriter | None:
+        """The writer of an existing store; None where nothing is at `path`.
+
+        Raises:
+            StoreError: what is there is no store, or is damaged; it is left untouched.
+        """
+        if not os.path.lexists(path):
+            return None
+        manifest, _ = root.read_root(path)
+        return cls(path, manifest)
+
+    @classmethod
+    def create_or_join(
+        cls,
+        path: str | os.PathLike[str],
+        manifest: Manifest,
+        samples: Samples,
+        once: Mapping[str, NDArray[Any]] | None = None,
+    ) -> StoreWriter:
+        """The writer of a store at `path`, made now unless one is there.
+
+        The empty store is built beside `path` and renamed into place, so of several processes
+        that start together one makes it and the others join. `once`: the arrays below `weights/`.
+
+        Raises:
+            StoreError: `path` is something else, or cannot be written.
+            IdentityMismatch: the store there was made with other choices than `manifest`.
+        """
+        writer = cls.join(path)
+        if writer is None:
+            temporary = creation.sibling(path, creation.CREATING)
+            try:
+                creation.build(
+                    temporary, manifest, {**samples_arrays(samples, manifest), **(once or {})}
+                )
+                os.rename(temporary, path)
+                sync(Path(path).absolute().parent)
+                return cls(path, manifest)
+            except OSError as error:
+                # Another process was first: its folder is in the way, or it has finished already
+                # and swept this one.
+                writer = cls.join(path)
+                if writer is None:
+                    raise StoreError(f"cannot make {path}: {reason(error)}") from None
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        fields = {"samples_fingerprint": manifest.samples_fingerprint, **manifest.identity}
+        stored = writer.manifest
+        check_identity(
+            {"samples_fingerprint": stored.samples_fingerprint, **stored.identity}, fields
+        )
+        return writer
+
+    @property
+    def n_slabs(self) -> int:
+        """Number of slabs of the whole store."""
+        return self.plan.n_slabs
+
+    @property
+    def complete(self) -> bool:
+        """Whether the store reads as whole, asked of the disk."""
+        return root.read_root(self.path)[1] and bool(self.committed().all())
+
+    def committed(self) -> NDArray[np.bool_]:
+        """(slabs,) which slabs are committed, asked of the disk."""
+        markers = root.read_markers(self.path, self.plan)
+        return np.array([marker is not None for marker in markers], np.bool_)
+
+    def sweep(self, slabs: Sequence[int]) -> int:
+        """Remove what killed processes left of these slabs' chunks; the number of files.
+
+        Only for slabs that this process owns: another's file in the making looks the same.
+        """
+        return remove_files(self._partials(slabs))
+
+    def write_slab(
+        self, k: int, arrays: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]
+    ) -> int:
+        """Write, sync and commit slab `k`; the bytes written, 0 where it was committed before.
+
+        Args:
+            k: the slab.
+            arrays: path -> its rows (images of the slab, ...) of a per-image array, or (...)
+                of a per-slab array; all of the plan's, in the plan's types.
+            provenance: kept with the marker as JSON.
+
+        Raises:
+            StoreError: an array is missing, unknown or misshapen; the disk is full or fails. The
+                slab is not committed then.
+        """
+        jobs = self._jobs(k, arrays)
+        marker = root.read_marker(self.path, k, self.arrays["commits"])
+        if marker is not None:
+            return 0
+        try:
+            size = self._write_chunks(jobs)
+            record = {"slab": k, "committed": _now(), **jsonable(dict(provenance))}
+            data = root.encode_marker(record, self.arrays["commits"])
+            self._put(self.path / "commits" / file_name((k, 0)), data)
+        except OSError as error:
+            remove_files(self._partials([k]))
+            raise StoreError(self._failure(k, error)) from None
+        return size + len(data)
+
+    def finish(self) -> bool:
+        """Set `complete` and sweep all leftovers if every slab is committed; whether it is so.
+
+        Any process may call it any number of times.
+
+        Raises:
+            StoreError: the disk fails.
+        """
+        if not self.committed().all():
+            return False
+        try:
+            if not root.read_root(self.path)[1]:
+                text = root.to_text(root.root_document(self.manifest, True))
+                try:
+                    self._put(self.path / root.ZARR_JSON, text)
+                except FileNotFoundError:
+                    # Another process finished first and swept this one's temporary file.
+                    if not root.read_root(self.path)[1]:
+                        raise
+            remove_files(self._partials())
+            for leftover in creation.siblings(self.path):
+                shutil.rmtree(leftover, ignore_errors=True)
+        except OSError as error:
+            raise StoreError(f"cannot finish {self.path}: {reason(error)}") from None
+        return True
+
+    # ------------------------------------------------------------------------------------------
+
+    def _jobs(
+        self, k: int, given: Mapping[str, NDArray[Any]]
+    ) -> list[tuple[ArraySpec, tuple[int, ...], NDArray[Any]]]:
+        """Every chunk of the slab: spec, index, its part of the given array."""
+        if not 0 <= k < self.n_slabs:
+            raise StoreError(f"slab {k} of a store with {self.n_slabs} slabs")
+        specs = {p: s for p, s in self.arrays.items() if s.per != "once" and p != "commits"}
+        if missing := [path for path in specs if path not in given]:
+            raise StoreError(f"slab {k} lacks {', '.join(missing)}")
+        if unknown := [path for path in given if path not in specs]:
+            raise StoreError(f"slab {k} has arrays that are not in the plan: {', '.join(unknown)}")
+        rows = self.plan.rows(k)
+        jobs = []
+        for path, spec in specs.items():
+            n = (rows.stop - rows.start,) if spec.per == "image" else ()
+            array = np.asarray(given[path])
+            if array.shape != (*n, *spec.shape[1:]) or array.dtype != np.dtype(spec.dtype):
+                raise StoreError(
+                    f"slab {k}: {path} is {array.dtype} {array.shape}, expected "
+                    f"{spec.dtype} {(*n, *spec.shape[1:])}"
+                )
+            if spec.per == "slab":
+                array = array[None]
+            for index, box in boxes(spec, k):
+                jobs.append((spec, index, array[(slice(None), *box[1:])]))
+        return jobs
+
+    def _write_chunks(self, jobs: Sequence[tuple[ArraySpec, tuple[int, ...], NDArray[Any]]]) -> int:
+        """Write all chunks under their names, and to the disk; the bytes."""
+        settling: list[Future[None]] = []
+        lock = threading.Lock()
+
+        def write(job: tuple[ArraySpec, tuple[int, ...], NDArray[Any]]) -> int:
+            spec, index, values = job
+            final = os.path.join(self.path, spec.path, file_name(index))
+            temporary = partial_name(final)
+            size = write_new(temporary, encode(padded(values, spec), spec))
+            future = sync_pool().submit(self._settle, temporary, final)
+            with lock:
+                settling.append(future)
+            return size
+
+        try:
+            size = sum(each(work_pool, write, jobs))
+        finally:
+            wait(settling)
+        for future in settling:
+            future.result()
+        if self.durable:
+            folders = sorted({os.path.join(self.path, spec.path) for spec, _, _ in jobs})
+            each(sync_pool, sync, folders)
+        return size
+
+    def _settle(self, temporary: str, final: str) -> None:
+        if self.durable:
+            sync(temporary)
+        os.replace(temporary, final)
+
+    def _put(self, path: Path, data: bytes) -> None:
+        write_whole(path, data, durable=self.durable)
+
+    def _partials(self, slabs: Sequence[int] | None = None) -> list[str]:
+        """Temporary files below the store; only these slabs' where given."""
+        wanted = None if slabs is None else set(map(str, slabs))
+        return [
+            os.path.join(folder, name)
+            for folder in (self.path, *(self.path / path for path in self.arrays))
+            for name in root.list_names(folder)
+            if name.endswith(PARTIAL) and (wanted is None or name.split(".")[1] in wanted)
+        ]
+
+    def _failure(self, k: int, error: OSError) -> str:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return (
+                f"the disk of {self.path} is full ({reason(error)}): slab {k} is not written; free "
+                "space and repeat the command, committed slabs are kept"
+            )
+        if not os.path.exists(self.path / root.ZARR_JSON):
+            return f"{self.path} was removed while slab {k} was written"
+        return (
+            f"cannot write slab {k} of {self.path}: {reason(error)}; repeat the command, committed "
+            "slabs are kept"
+        )
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

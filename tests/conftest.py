@@ -1,0 +1,145 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from vitsee_cli import console
+from vitsee_stores import StoreWriter
+from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
+from vitsee_stores.manifest import Samples, new_manifest
+
+# Workers of one test run share the cores; set before the first import of torch or numpy's BLAS
+# by a test file, and inherited by the processes that tests start.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+N_IMAGES, SLAB = 10, 4  # the last of three slabs is not full
+LAYOUT = TokenLayout(prefix=("cls",), grid=(2, 3), stride_px=(16.0, 16.0))
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    """Every command sets up logging for its process; tests that read records (caplog) follow."""
+    loggers = [logging.getLogger(name) for name in console.PACKAGES]
+    before = [(logger.level, list(logger.handlers), logger.propagate) for logger in loggers]
+    yield
+    for logger, (level, handlers, propagate) in zip(loggers, before, strict=True):
+        logger.level, logger.handlers, logger.propagate = level, handlers, propagate
+
+
+def tiny_site(name: str, depth: int, *, kind: str = "tokens", **more: Any) -> SiteSpec:
+    """A site of the tiny model: 7 tokens (CLS and a 2 x 3 grid) of 4 channels, or a vector."""
+    block, _, part = name.rpartition(".")
+    tokens = kind == "tokens"
+    return SiteSpec(
+        name=name,
+        part=part,
+        block=block or None,
+        groups=("blocks", "all") if tokens else ("head", "all"),
+        kind=kind,
+        dim=4,
+        shape=(LAYOUT.n_tokens, 4) if tokens else (4,),
+        layout=LAYOUT if tokens else None,
+        depth=depth,
+        rel_depth=depth / 2,
+        **more,
+    )
+
+
+def tiny_plan() -> StorePlan:
+    """Two blocks of two heads, their attention and one residual sublayer."""
+    return StorePlan(
+        n_images=N_IMAGES,
+        slab=SLAB,
+        codec="none",
+        sites=(
+            tiny_site("embed", 0),
+            tiny_site("blocks.0.out", 1),
+            tiny_site("blocks.1.in", 1, alias_of="blocks.0.out"),
+            tiny_site("blocks.1.out", 2),
+            tiny_site("pooled", 2, kind="vector", dtype="float32"),
+        ),
+        attention=(AttentionGroup("", ("blocks.0", "blocks.1"), (2, 2), LAYOUT),),
+        attention_level="summary",
+        rollout=True,
+        sublayers=(("blocks.0.attn", LAYOUT),),
+        inputs=None,
+    )
+
+
+def slab_arrays(plan: StorePlan, k: int) -> dict[str, NDArray[Any]]:
+    """Random rows of slab `k` for every array that is written by slabs; all images valid."""
+    rng = np.random.default_rng(k)
+    n_rows = plan.rows(k).stop - plan.rows(k).start
+    rows = {}
+    for path, spec in arrays(plan).items():
+        if spec.per == "once" or path == "commits":
+            continue
+        shape = (n_rows, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
+        rows[path] = rng.random(shape).astype(spec.dtype)
+    rows["valid"] = np.ones(n_rows, np.uint8)
+    rows["hash"] = np.arange(n_rows, dtype=np.uint64) + k * plan.slab
+    rows["n_valid"] = np.array(n_rows, np.int64)
+    return rows
+
+
+def write_tiny_store(path: Path, slabs: Iterable[int]) -> None:
+    """A tiny store with these slabs committed."""
+    plan = tiny_plan()
+    index = np.arange(N_IMAGES, dtype=np.int64)
+    samples = Samples(
+        index=index,
+        ids=[f"c{i % 2}/{i}.png" for i in index],
+        labels=index % 2,
+        splits=["test"] * N_IMAGES,
+    )
+    manifest = new_manifest(
+        {"model": {"name": "tiny"}, "seed": 0},
+        plan,
+        samples,
+        model={"name": "tiny"},
+        class_names=["even", "odd"],
+    )
+    writer = StoreWriter.create_or_join(path, manifest, samples)
+    for k in slabs:
+        writer.write_slab(k, slab_arrays(plan, k), {"command": "vitsee extract tiny"})
+    writer.finish()
+
+
+@pytest.fixture(scope="session")
+def tiny_stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, ...]], Path]:
+    """Tiny stores, each written once: a copy costs no fsync."""
+    folder = tmp_path_factory.mktemp("tiny")
+
+    @functools.cache
+    def written(slabs: tuple[int, ...]) -> Path:
+        path = folder / f"{'-'.join(map(str, slabs)) or 'none'}.zarr"
+        write_tiny_store(path, slabs)
+        return path
+
+    return written
+
+
+@pytest.fixture
+def make_store(
+    tmp_path: Path, tiny_stores: Callable[[tuple[int, ...]], Path]
+) -> Callable[..., Path]:
+    """`make_store("a.zarr", slabs=[0, 1])`: a tiny store with these slabs committed (all)."""
+
+    def make(name: str = "tiny.zarr", slabs: Iterable[int] | None = None) -> Path:
+        chosen = range(tiny_plan().n_slabs) if slabs is None else slabs
+        shutil.copytree(tiny_stores(tuple(chosen)), tmp_path / name)
+        return tmp_path / name
+
+    return make

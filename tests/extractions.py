@@ -1,0 +1,60 @@
+"""Small data and `vitsee extract` runs that the extraction tests share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from click.testing import CliRunner, Result
+from PIL import Image
+
+VIT = ["test_vit", "--random-init", "0", "--img-size", "32x48", "--model-arg", "patch_size=8"]
+RESNET = ["test_resnet", "--random-init", "0", "--img-size", "64"]
+
+
+def plant_images(folder: Path, n: int, size: tuple[int, int] = (50, 60)) -> Path:
+    """`n` smooth random pictures in two class folders below `folder`."""
+    rng = np.random.default_rng(0)
+    for i in range(n):
+        path = folder / f"class{i % 2}" / f"{i:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        seed = Image.fromarray(rng.integers(0, 256, (6, 5, 3), dtype=np.uint8))
+        seed.resize((size[1], size[0]), Image.Resampling.BICUBIC).save(path)
+    return folder
+
+
+def extract(*args: object) -> Result:
+    """`vitsee extract ARGS` in this process."""
+    from vitsee_cli.main import main
+
+    return CliRunner().invoke(main, ["extract", *map(str, args)])
+
+
+def extracted(*args: object) -> Result:
+    """As `extract`, for a run that has to succeed."""
+    result = extract(*args)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def start(*args: object) -> subprocess.Popen[str]:
+    """`vitsee extract ARGS` as a process of its own, on one thread."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "vitsee_cli.main", "extract", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def array_bytes(store: Path) -> dict[str, bytes]:
+    """Every chunk of every array, but for the commit markers, which name host and time."""
+    return {
+        str(path.relative_to(store)): path.read_bytes()
+        for path in sorted(store.rglob("c.*"))
+        if path.is_file() and path.parent.name != "commits"
+    }

@@ -1,0 +1,77 @@
+"""Small timm models with redrawn weights, and an observer that keeps what it sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitsee_core.models import AttentionBlock, AttentionCall, LoadedModel, Sublayer, load_model
+from vitsee_stores.layout import SiteSpec
+
+SMALL = {"embed_dim": 48, "depth": 3, "num_heads": 3}
+VIT = {**SMALL, "patch_size": 8}
+_SPREAD = ("gamma", "ls1", "ls2", "pos", "bias", "table", "alpha", "beta", "scale", "token", "rel")
+
+
+def redraw(module: nn.Module, seed: int = 0) -> None:
+    """Draw anew every norm weight and bias, LayerScale, gamma, position table or bias and running
+    statistic: timm starts ResNet branches at zero and LayerScale at 1e-5, where a wrong hook
+    passes unseen."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape: torch.Size) -> Tensor:
+        sign = torch.where(torch.rand(shape, generator=generator) < 0.5, -1.0, 1.0)
+        return sign * (0.3 + 0.9 * torch.rand(shape, generator=generator))
+
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim <= 1 or any(word in name.lower() for word in _SPREAD):
+                parameter.copy_(draw(parameter.shape))
+        for name, buffer in module.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("running_var"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+
+
+def small(name: str, img_size: Any = 32, **args: Any) -> LoadedModel:
+    """A random model of this architecture, every weight of weight redrawn."""
+    model = load_model(name, random_init=0, img_size=img_size, model_args=args)
+    redraw(model.module)
+    return model
+
+
+def images(model: LoadedModel, n: int = 3, seed: int = 1) -> Tensor:
+    """Random normalised images of the model's input size."""
+    return torch.randn((n, *model.input_size), generator=torch.Generator().manual_seed(seed))
+
+
+class Keeper:
+    """Keeps copies of everything: sites by name, (z, f) by sublayer, scores by block."""
+
+    def __init__(self) -> None:
+        self.sites: dict[str, tuple[Tensor | None, Tensor]] = {}
+        self.branches: dict[str, tuple[Tensor, Tensor]] = {}
+        self.scores: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
+        self.order: list[str] = []
+
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        self.order.append(site.name)
+        self.sites[site.name] = (None if prefix is None else prefix.clone(), body.clone())
+
+    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
+        self.branches[sublayer.name] = (z.clone(), f.clone())
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        self.scores[block.name] = call.scores(slice(None)).clone()
+        self.values[block.name] = call.value.clone()
+
+    def tokens(self, name: str) -> Tensor:
+        """A site's tokens, prefix first: (images, tokens, dim)."""
+        prefix, body = self.sites[name]
+        if body.ndim == 4:
+            body = body.flatten(1, 2)
+        return body if prefix is None else torch.cat([prefix, body], 1)

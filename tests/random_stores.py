@@ -1,0 +1,235 @@
+"""Stores of random numbers in many shapes, and a process that writes one: `python -m
+tests.random_stores STORE --plan NAME --shard I N`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores import StoreWriter
+from vitsee_stores.layout import ArraySpec, AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
+from vitsee_stores.manifest import Manifest, Samples, new_manifest
+
+Array = NDArray[Any]
+
+VIT = TokenLayout(("cls",), (3, 5), stride_px=(16.0, 16.0))
+REGISTERS = TokenLayout(("cls", "reg0", "reg1"), (4, 4), stride_px=(14.0, 14.0))
+DISTILLED = TokenLayout(("dist", "cls"), (2, 2), stride_px=(16.0, 8.0))
+CNN = TokenLayout((), (5, 3), stride_px=(32.0, 32.0))
+STAGE = TokenLayout((), (2, 1), stride_px=(64.0, 64.0))
+MIXER = TokenLayout((), None, rows=6)
+
+
+def tokens_site(
+    name: str, layout: TokenLayout, dim: int = 4, depth: int = 0, **more: Any
+) -> SiteSpec:
+    block, _, part = name.rpartition(".")
+    kind = "rows" if layout.grid is None else "tokens"
+    shape = (layout.n_tokens, dim)
+    more = {"groups": ("blocks",), **more}
+    return SiteSpec(
+        name, part, block or None, kind=kind, dim=dim, shape=shape, layout=layout, depth=depth,
+        rel_depth=depth / 3, **more,
+    )  # fmt: skip
+
+
+def flat_site(name: str, kind: str, shape: tuple[int, ...], **more: Any) -> SiteSpec:
+    """A vector or a raw output."""
+    dim = int(np.prod(shape))
+    groups = ("head",) if kind == "vector" else ("modules",)
+    return SiteSpec(name, name, None, groups, kind, dim, shape, None, 3, 1.0, **more)
+
+
+PLANS: dict[str, StorePlan] = {
+    # non-square grid, a short last slab, an alias, both dtypes, pixels
+    "vit": StorePlan(
+        10,
+        4,
+        "none",
+        (
+            tokens_site("embed", VIT),
+            tokens_site("blocks.0.out", VIT, depth=1, dtype="float32"),
+            tokens_site("blocks.1.in", VIT, depth=1, alias_of="blocks.0.out", groups=("residual",)),
+            tokens_site("blocks.1.out", VIT, depth=2),
+            flat_site("pooled", "vector", (4,)),
+            flat_site("logits", "vector", (7,)),
+        ),
+        (AttentionGroup("", ("blocks.0", "blocks.1"), (2, 2), VIT),),
+        "full",
+        rollout=True,
+        sublayers=(("blocks.0.attn", VIT), ("blocks.0.mlp", VIT)),
+        inputs=(3, 6, 10),
+        weights=(("patch_filters", (4, 3, 2, 2)),),
+    ),
+    # no prefix, rows that are no grid, a raw output, locations pooled only
+    "cnn": StorePlan(
+        7,
+        7,
+        "none",
+        (
+            tokens_site("stem", CNN),
+            tokens_site("layer1.0.out", CNN, depth=1, tokens="pooled"),
+            tokens_site("blocks.0.token.hidden", MIXER, depth=2),
+            flat_site("module", "raw", (3, 2, 2)),
+        ),
+        sublayers=(("layer1.0", CNN),),
+    ),
+    # two grids, heads that differ between the blocks of one of them, per-image rows
+    "two-grids": StorePlan(
+        5,
+        2,
+        "none",
+        (tokens_site("blocks.0.out", CNN), tokens_site("blocks.1.out", STAGE, depth=1)),
+        (
+            AttentionGroup("", ("blocks.0",), (2,), CNN),
+            AttentionGroup("grid_2x1", ("blocks.1", "blocks.2"), (1, 3), STAGE),
+        ),
+        "rows",
+    ),
+    "registers": StorePlan(
+        3,
+        1,
+        "none",
+        (tokens_site("blocks.0.out", REGISTERS), tokens_site("blocks.1.out", DISTILLED, depth=1)),
+        (AttentionGroup("", ("blocks.0",), (2,), REGISTERS),),
+        "rows",
+        rollout=True,
+    ),
+    # chunks smaller than a slab's array: a grid in 3 pieces, the last one padded
+    "chunked": StorePlan(
+        70,
+        64,
+        "none",
+        (
+            tokens_site("blocks.0.out", TokenLayout(("cls",), (17, 9), stride_px=(1, 1)), dim=1024),
+            flat_site("pooled", "vector", (1024,)),
+        ),
+    ),
+}
+
+
+def make_samples(n: int, start: int = 0) -> Samples:
+    return Samples(
+        index=np.random.default_rng(start).permutation(n),
+        ids=[f"class {i % 3}/ä{start + i}.png" for i in range(n)],
+        labels=np.arange(n) % 3 - 1,
+        splits=["train" if i < n // 2 else "" for i in range(n)],
+    )
+
+
+def make_manifest(plan: StorePlan, **identity: Any) -> Manifest:
+    return new_manifest(
+        {"model": {"name": "random", "args": {}}, "seed": 0, "slab": plan.slab, **identity},
+        plan,
+        make_samples(plan.n_images),
+        model={"name": "random"},
+        transform={"mean": [0.5, 0.25, 0.125], "std": [0.2, 0.3, 0.4]},
+        class_names=["a", "b"],
+        info={"loss": float("inf")},
+    )
+
+
+def validity(plan: StorePlan) -> NDArray[np.bool_]:
+    """Every image readable but the second of every second slab."""
+    valid = np.ones(plan.n_images, bool)
+    for k in range(0, plan.n_slabs, 2):
+        rows = plan.rows(k)
+        valid[rows.start + 1 : min(rows.start + 2, rows.stop)] = False
+    return valid
+
+
+@functools.cache
+def values(plan: StorePlan, spec: ArraySpec) -> Array:
+    """The whole array, the same in every process; not to be written to."""
+    rng = np.random.default_rng(zlib.crc32(spec.path.encode()))
+    valid = validity(plan)
+    if spec.path == "valid":
+        return valid.astype(np.uint8)
+    if spec.path == "n_valid":
+        return np.array([valid[plan.rows(k)].sum() for k in range(plan.n_slabs)], np.int64)
+    if spec.dtype.startswith("float"):
+        out = (rng.random(spec.shape, np.float32) - 0.5).astype(spec.dtype)
+        if spec.per == "image":
+            out[~valid] = np.nan
+        return out
+    info = np.iinfo(spec.dtype)
+    return rng.integers(max(info.min, -99), info.max, spec.shape, spec.dtype, endpoint=True)
+
+
+def expected(plan: StorePlan) -> dict[str, Array]:
+    """Every array that slabs bring."""
+    return {
+        path: values(plan, spec)
+        for path, spec in arrays(plan).items()
+        if spec.per != "once" and path != "commits"
+    }
+
+
+def slab_of(plan: StorePlan, whole: dict[str, Array], k: int) -> dict[str, Array]:
+    specs = arrays(plan)
+    return {
+        path: array[plan.rows(k)] if specs[path].per == "image" else array[k]
+        for path, array in whole.items()
+    }
+
+
+def weights_of(plan: StorePlan) -> dict[str, Array]:
+    return {
+        path: values(plan, spec)
+        for path, spec in arrays(plan).items()
+        if path.startswith("weights/")
+    }
+
+
+def create(path: Path, plan: StorePlan, **identity: Any) -> StoreWriter:
+    manifest = make_manifest(plan, **identity)
+    return StoreWriter.create_or_join(path, manifest, make_samples(plan.n_images), weights_of(plan))
+
+
+def write(
+    path: Path, plan: StorePlan, slabs: list[int] | None = None, **identity: Any
+) -> StoreWriter:
+    """A store with these slabs committed (all)."""
+    writer = create(path, plan, **identity)
+    whole = expected(plan)
+    for k in range(plan.n_slabs) if slabs is None else slabs:
+        writer.write_slab(k, slab_of(plan, whole, k), {"command": "random"})
+    writer.finish()
+    return writer
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str]) -> None:
+    """Say `ready`, wait for a line on stdin, then make or join the store, resume and finish."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--plan", default="vit")
+    parser.add_argument("--shard", type=int, nargs=2, default=(0, 1))
+    options = parser.parse_args(arguments)
+    plan = PLANS[options.plan]
+    whole = expected(plan)
+    say("ready")
+    sys.stdin.readline()
+    writer = create(options.store, plan)
+    say(writer.manifest.store_id)
+    index, count = options.shard
+    todo = [k for k in range(index, plan.n_slabs, count) if not writer.committed()[k]]
+    writer.sweep(todo)
+    for k in todo:
+        writer.write_slab(k, slab_of(plan, whole, k), {"shard": f"{index}/{count}"})
+    say("complete" if writer.finish() else "incomplete")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

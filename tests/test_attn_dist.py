@@ -1,0 +1,437 @@
+"""Attention distance: numbers against hand and loops, and what a user sees."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+
+from tests.attention_stores import group, open_labelled, write_store
+from vitsee_cli.commands.attn_dist import METRICS as COMMAND_METRICS
+from vitsee_cli.main import main
+from vitsee_core.analyses import attn_dist
+from vitsee_core.analyses.attn_dist import COLUMNS, METRICS, plot, run
+from vitsee_core.heads import uniform_distance
+from vitsee_core.moments import t_quantile
+from vitsee_core.results import Table
+from vitsee_stores import Store
+from vitsee_stores.errors import MissingInput, VitseeError
+
+Array = NDArray[Any]
+SPAWN = multiprocessing.get_context("spawn")  # a fork may hang beside other tests' threads
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+STORED = ("distance_px", "distance_px_raw", "distance_unit")
+
+
+def random_values(n: int, blocks: int, heads: int, seed: int = 0, folder: str = "") -> Any:
+    rng = np.random.default_rng(seed)
+    shape = (n, blocks, heads)
+    return {
+        f"attention/{folder}{name}": rng.uniform(0, 40, shape).astype(np.float32) for name in STORED
+    }
+
+
+def two_blocks(path: Path, n: int = 10, **kwargs: Any) -> Store:
+    values = kwargs.pop("values", None) or random_values(n, 2, 3)
+    blocks = ("blocks.0", "blocks.1")
+    groups = [group(blocks, (3, 3))]
+    defaults: dict[str, Any] = {"n_images": n, "model_blocks": blocks}
+    path = write_store(path, groups, values, **defaults | kwargs)
+    return open_labelled(path, allow_partial="slabs" in kwargs)
+
+
+def equal(a: Table, b: Table) -> bool:
+    """Bit for bit, NaN equal to NaN."""
+    return list(a.columns) == list(b.columns) and all(
+        np.array_equal(a[c], b[c], equal_nan=a[c].dtype.kind == "f") for c in a.columns
+    )
+
+
+def loop_mean_std(values: list[float]) -> tuple[float, float]:
+    kept = [v for v in values if not math.isnan(v)]
+    mean = math.fsum(kept) / len(kept)
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in kept) / (len(kept) - 1))
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    # one head, three images at 8, 10, 12 px: mean 10, std 2, half = t(2) * 2 / sqrt(3)
+    px = np.array([8, 10, 12], np.float32).reshape(3, 1, 1)
+    values = {f"attention/{name}": px * k for k, name in enumerate(STORED, 1)}
+    groups = [group(["blocks.0"], [1], grid=(1, 2))]
+    store = open_labelled(write_store(tmp_path / "a.zarr", groups, values, n_images=3))
+    table = run(store)
+    assert tuple(table.columns) == COLUMNS
+    assert table["metric"].tolist() == list(METRICS)
+    # a 1 x 2 grid of 16 px: half of the pairs are 16 px apart, so uniform attention reaches 8 px
+    assert table["value"].tolist() == [10, 20, 30, 10 / 8]
+    assert table["std"].tolist() == pytest.approx([2, 4, 6, 2 / 8], rel=1e-15)
+    half = t_quantile(2) * 2 / math.sqrt(3)
+    assert table["low"].tolist() == pytest.approx(
+        [10 - half, 20 - 2 * half, 30 - 3 * half, (10 - half) / 8], rel=1e-14
+    )
+    assert table["high"][0] == pytest.approx(10 + half, rel=1e-14)
+    assert table["n_images"].tolist() == [3] * 4
+    first = {name: table[name][0] for name in COLUMNS[:6]}
+    assert first == {
+        "store": "a",
+        "model": "tiny",
+        "site": "blocks.0",
+        "depth": 0,
+        "rel_depth": 0.0,
+        "head": 0,
+    }
+
+
+def test_against_a_loop(tmp_path: Path) -> None:
+    n = 11
+    values = random_values(n, 2, 3)
+    values["attention/distance_px"][[2, 7], 1, 2] = np.nan  # a head without spatial mass
+    for array in values.values():
+        array[5] = np.nan
+    store = two_blocks(tmp_path / "a.zarr", n, values=values, valid=[i != 5 for i in range(n)])
+    table = run(store, metrics=STORED)
+    assert len(table) == 3 * 2 * 3
+    for i in range(len(table)):
+        row = {name: table[name][i] for name in COLUMNS}
+        column = values[f"attention/{row['metric']}"][:, row["depth"], row["head"]]
+        mean, std = loop_mean_std([float(v) for v in column])
+        # float64 sums of ten float32 values
+        assert row["value"] == pytest.approx(mean, rel=1e-14)
+        assert row["std"] == pytest.approx(std, rel=1e-13)
+        without_mass = row["metric"] == "distance_px" and (row["depth"], row["head"]) == (1, 2)
+        assert row["n_images"] == (8 if without_mass else 10)
+    assert table.notes["images"]["a"] == {"rows": n, "left_out_invalid": 1, "chosen": "all"}
+
+
+def test_an_invalid_image_counts_nowhere_whatever_its_row_holds(tmp_path: Path) -> None:
+    values = random_values(4, 2, 3)
+    for array in values.values():
+        array[1] = 1e6
+    table = run(two_blocks(tmp_path / "a.zarr", 4, values=values, valid=[1, 0, 1, 1]))
+    assert set(table["n_images"].tolist()) == {3}
+    assert table["value"].max() < 100
+
+
+def test_one_image_has_no_spread(tmp_path: Path) -> None:
+    values = random_values(1, 2, 3)
+    table = run(two_blocks(tmp_path / "a.zarr", 1, values=values), metrics=["distance_px"])
+    assert table["value"].tolist() == values["attention/distance_px"].ravel().tolist()
+    for name in ("std", "low", "high"):
+        assert np.isnan(table[name]).all()
+
+
+def test_constant_images_have_none_either(tmp_path: Path) -> None:
+    values = {f"attention/{name}": np.full((9, 2, 3), 0.1, np.float32) for name in STORED}
+    table = run(two_blocks(tmp_path / "a.zarr", 9, values=values), metrics=STORED)
+    assert set(table["value"].tolist()) == {float(np.float32(0.1))}
+    assert set(table["std"].tolist()) == {0.0}
+    assert (table["low"] == table["high"]).all()
+
+
+def test_a_head_without_any_value(tmp_path: Path) -> None:
+    values = random_values(5, 2, 3)
+    values["attention/distance_px"][:, 0, 0] = np.nan
+    table = run(two_blocks(tmp_path / "a.zarr", 5, values=values), metrics=["distance_px"])
+    assert table["n_images"].tolist() == [0, 5, 5, 5, 5, 5]
+    assert np.isnan(table["value"]).tolist() == [True] + [False] * 5
+    plot(table)
+
+
+def test_no_valid_image_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(VitseeError, match="no readable image"):
+        run(two_blocks(tmp_path / "a.zarr", 3, valid=[0, 0, 0]))
+
+
+def test_any_jobs_or_map_give_the_same_bits(tmp_path: Path) -> None:
+    store = two_blocks(tmp_path / "a.zarr", 23, slab=4)
+    expected = run(store)
+    assert equal(run(store, jobs=3), expected)
+    assert equal(run(store, jobs=3, memory=1), expected)
+    with ThreadPoolExecutor(2) as threads:
+        assert equal(run(store, map=threads.map), expected)
+    with ProcessPoolExecutor(2, mp_context=SPAWN) as processes:
+        assert equal(run(store, map=processes.map), expected)
+
+
+@pytest.mark.parametrize("slab", [1, 3, 23])
+def test_slab_size_does_not_matter(tmp_path: Path, slab: int) -> None:
+    whole = run(two_blocks(tmp_path / "a.zarr", 23, slab=23))
+    cut = run(two_blocks(tmp_path / "b.zarr", 23, slab=slab))
+    for name in ("value", "std", "low", "high"):
+        # other order of float64 additions
+        assert np.allclose(cut[name], whole[name], rtol=1e-13, atol=0)
+
+
+def test_heads_that_a_block_has_not_are_no_rows(tmp_path: Path) -> None:
+    blocks = ("blocks.0", "blocks.1")
+    values = random_values(5, 2, 4)
+    for array in values.values():
+        array[:, 0, 2:] = np.nan
+    groups = [group(blocks, (2, 4))]
+    store = open_labelled(write_store(tmp_path / "a.zarr", groups, values, n_images=5))
+    table = run(store, metrics=["distance_px"])
+    assert list(zip(table["site"].tolist(), table["head"].tolist(), strict=True)) == [
+        *[("blocks.0", h) for h in range(2)],
+        *[("blocks.1", h) for h in range(4)],
+    ]
+    assert not np.isnan(table["value"]).any()
+
+
+def test_blocks_with_grids_of_their_own(tmp_path: Path) -> None:
+    fine = group(["stages.0.0", "stages.0.1"], [2, 2], grid=(4, 6), stride=(8.0, 8.0))
+    coarse = group(["stages.1.1"], [3], grid=(2, 3), prefix="grid_2x3")
+    values = random_values(6, 2, 2) | random_values(6, 1, 3, seed=1, folder="grid_2x3/")
+    path = write_store(
+        tmp_path / "a.zarr",
+        [fine, coarse],
+        values,
+        n_images=6,
+        # stages.1.0 is a convolution: it has an output and no heads
+        model_blocks=("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"),
+    )
+    table = run(open_labelled(path))
+    places = {s: (int(r["depth"][0]), float(r["rel_depth"][0])) for s, r in table.groups("site")}
+    assert places == {"stages.0.0": (0, 0.0), "stages.0.1": (1, 1 / 3), "stages.1.1": (3, 1.0)}
+    last = table.where(site="stages.1.1", metric="distance_px")
+    expected = values["attention/grid_2x3/distance_px"][:, 0].astype(float).mean(0)
+    assert np.allclose(last["value"], expected, rtol=1e-14, atol=0)
+    relative = table.where(metric="distance_relative")["value"]
+    ratio = table.where(metric="distance_px")["value"] / relative
+    assert ratio[:4] == pytest.approx([uniform_distance(fine.layout)] * 4)
+    assert ratio[4:] == pytest.approx([uniform_distance(coarse.layout)] * 3)
+    plot(table)
+
+
+def test_several_stores_in_one_table(tmp_path: Path) -> None:
+    a = two_blocks(tmp_path / "a.zarr", 6)
+    groups = [group(["layers.0"], [2], grid=(3, 5), stride=(8.0, 4.0))]
+    values = random_values(9, 1, 2, seed=4)
+    b = open_labelled(write_store(tmp_path / "b.zarr", groups, values, n_images=9, name="other"))
+    table = run(a, b)
+    assert table.unique("store") == ["a", "b"]
+    assert equal(table.where(store="a"), run(a))
+    assert equal(table.where(store="b"), run(b))
+
+
+# ---------------------------------------------------------------- relative to uniform attention
+
+
+def test_a_uniform_head_is_at_one(tmp_path: Path) -> None:
+    blocks = group(["blocks.0"], [1], grid=(3, 5), stride=(8.0, 16.0))
+    uniform = uniform_distance(blocks.layout)
+    values = {f"attention/{name}": np.full((4, 1, 1), uniform, np.float32) for name in STORED}
+    path = write_store(tmp_path / "a.zarr", [blocks], values, n_images=4)
+    # the store holds float32
+    assert run(open_labelled(path), metrics=["distance_relative"])["value"][0] == pytest.approx(
+        1.0, rel=1e-7
+    )
+
+
+def test_one_cell_has_no_relative_distance(tmp_path: Path) -> None:
+    values = {f"attention/{name}": np.zeros((4, 1, 1), np.float32) for name in STORED}
+    groups = [group(["blocks.0"], [1], grid=(1, 1))]
+    store = open_labelled(write_store(tmp_path / "a.zarr", groups, values, n_images=4))
+    table = run(store)
+    assert table.where(metric="distance_px")["value"].tolist() == [0.0]
+    assert np.isnan(table.where(metric="distance_relative")["value"]).all()
+    plot(table)
+
+
+# ---------------------------------------------------------------- which images
+
+
+def test_the_first_rows_of_a_shuffled_store(tmp_path: Path) -> None:
+    values = random_values(10, 2, 3)
+    store = two_blocks(tmp_path / "a.zarr", values=values)
+    table = run(store, images=6, seed=5, metrics=["distance_px"])
+    expected = values["attention/distance_px"][:6].astype(float).mean(0).ravel()
+    assert np.allclose(table["value"], expected, rtol=1e-14, atol=0)
+    assert set(table["n_images"].tolist()) == {6}
+    assert table.notes["images"]["a"]["chosen"] == "the first 6"
+
+
+def test_a_seeded_sample_of_an_ordered_store(tmp_path: Path) -> None:
+    values = {f"attention/{name}": np.empty((40, 2, 3), np.float32) for name in STORED}
+    for array in values.values():
+        array[...] = np.arange(40)[:, None, None]
+    store = two_blocks(tmp_path / "a.zarr", 40, values=values, order="dataset")
+    once = run(store, images=10, seed=1)
+    assert equal(once, run(store, images=10, seed=1, jobs=2))
+    assert not equal(once, run(store, images=10, seed=2))
+    assert once["value"][0] != np.arange(10).mean()
+    assert set(once["n_images"].tolist()) == {10}
+    assert once.notes["images"]["a"]["chosen"] == "10 drawn with seed 1"
+
+
+def test_only_committed_slabs_of_an_unfinished_store(tmp_path: Path) -> None:
+    values = random_values(10, 2, 3)
+    store = two_blocks(tmp_path / "a.zarr", values=values, slabs=[0, 2])
+    rows = [0, 1, 2, 3, 8, 9]
+    table = run(store, metrics=["distance_px"])
+    expected = values["attention/distance_px"][rows].astype(float).mean(0).ravel()
+    assert np.allclose(table["value"], expected, rtol=1e-14, atol=0)
+    assert set(table["n_images"].tolist()) == {6}
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_store_without_attention(tmp_path: Path) -> None:
+    reason = {"attention": "resnet18 has no token-to-token attention"}
+    path = write_store(tmp_path / "r18.zarr", [], {}, n_images=3, left_out=reason)
+    with pytest.raises(MissingInput, match=r"^r18 .*--attention summary: resnet18 has no token"):
+        run(open_labelled(path))
+
+
+def test_metrics_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(VitseeError, match=r"no metric 'distance'; .*distance_px"):
+        run(two_blocks(tmp_path / "a.zarr"), metrics=["distance"])
+    assert COMMAND_METRICS == METRICS
+
+
+# ---------------------------------------------------------------- figure
+
+
+def made_table(label: str, blocks: int, heads: int, metrics: Any = METRICS) -> Table:
+    rng = np.random.default_rng(blocks)
+    rows = []
+    for metric in metrics:
+        for block, head in np.ndindex(blocks, heads):
+            value = rng.uniform(0.2, 1) * (1 if metric == "distance_relative" else 16.5)
+            place = {"depth": block, "rel_depth": block / max(blocks - 1, 1), "head": head}
+            spread = {"value": value, "std": 0.1, "low": value - 0.1, "high": value + 0.1}
+            rows.append(
+                {"store": label, "model": "m", "site": f"blocks.{block}", "metric": metric}
+                | place
+                | spread
+                | {"n_images": 50}
+            )
+    return Table.from_rows(rows, COLUMNS)
+
+
+def test_panels() -> None:
+    alone = plot(made_table("a", 6, 4))
+    assert len(alone.axes) == 2
+    assert alone.axes[0].get_ylabel() == "attention distance (px)"
+    labels = [line.get_label() for line in alone.axes[0].lines]
+    assert labels[:4] == ["blocks.0", "blocks.1", "blocks.4", "blocks.5"]
+    heights = np.asarray(alone.axes[0].lines[0].get_ydata())
+    assert (np.diff(heights) >= 0).all()
+    for n in (2, 4):
+        figure = plot(Table.concat([made_table(f"s{i}", 6, 4) for i in range(n)]))
+        assert len(figure.axes) == 2 * n + 1
+
+
+def test_the_layer_line_is_the_mean_over_heads() -> None:
+    table = made_table("a", 3, 4).where(metric="distance_px")
+    line = next(x for x in plot(table).axes[1].lines if x.get_label() == "mean over heads")
+    expected = table["value"].reshape(3, 4).mean(1)
+    assert np.asarray(line.get_ydata()) == pytest.approx(expected)
+
+
+def test_uniform_attention_is_drawn_where_the_table_tells_it(tmp_path: Path) -> None:
+    groups = [group(["blocks.0", "blocks.1"], [2, 2], grid=(3, 5), stride=(8.0, 16.0))]
+    path = write_store(tmp_path / "a.zarr", groups, random_values(5, 2, 2), n_images=5)
+    table = run(open_labelled(path))
+
+    def dashed(figure: Any) -> list[float]:
+        lines = [x for x in figure.axes[0].lines if str(x.get_label()).startswith("_")]
+        return [float(np.asarray(line.get_ydata())[0]) for line in lines]
+
+    assert dashed(plot(table)) == pytest.approx([uniform_distance(groups[0].layout)])
+    assert dashed(plot(table.where(metric="distance_relative"))) == [1.0]
+    assert dashed(plot(table.where(metric="distance_px"))) == []
+    assert dashed(plot(table.where(metric="distance_unit"))) == []
+
+
+@pytest.mark.parametrize(("blocks", "heads"), [(1, 1), (3, 2), (32, 16)])
+def test_sizes_of_models(blocks: int, heads: int) -> None:
+    plot(Table.concat([made_table("a", blocks, heads), made_table("b", 4, 3)]))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def attn_dist_command(*args: str | Path) -> Result:
+    return CliRunner().invoke(main, ["attn-dist", *map(str, args)])
+
+
+def test_command_prints_the_table(tmp_path: Path) -> None:
+    store = two_blocks(tmp_path / "a.zarr")
+    result = attn_dist_command(f"mine={store.path}")
+    assert result.exit_code == 0
+    text = io.StringIO()
+    run(open_labelled(Path(store.path))).to_csv(text)
+    assert result.stdout == text.getvalue().replace("\na,", "\nmine,")
+
+
+def test_command_writes_files(tmp_path: Path) -> None:
+    path = two_blocks(tmp_path / "a.zarr").path
+    csv, png = tmp_path / "r.csv", tmp_path / "r.png"
+    result = attn_dist_command(
+        path, "-o", csv, "--png", png, "--metric", "distance_px", "--images", "4"
+    )
+    assert (result.exit_code, result.stdout) == (0, "")
+    lines = csv.read_text().splitlines()
+    assert lines[0] == ",".join(COLUMNS)
+    assert len(lines) == 1 + 6
+    sidecar = json.loads((tmp_path / "r.csv.json").read_text())
+    assert sidecar["parameters"]["images"] == 4
+    assert sidecar["parameters"]["metrics"] == ["distance_px"]
+    assert sidecar["notes"]["images"]["a"]["rows"] == 4
+    assert "Student" in sidecar["notes"]["interval"] or "t(0.975" in sidecar["notes"]["interval"]
+    assert png.read_bytes()[1:4] == b"PNG"
+
+
+def test_command_refuses_in_one_line(tmp_path: Path) -> None:
+    path = two_blocks(tmp_path / "a.zarr").path
+    (tmp_path / "r.csv").write_text("mine")
+    plain = write_store(tmp_path / "r18.zarr", [], {}, n_images=3)
+    for args, phrase in (
+        ((path, "-o", tmp_path / "r.csv"), "--force"),
+        ((plain,), "--attention summary"),
+        ((tmp_path / "missing.zarr",), "missing.zarr"),
+        ((path, "--sites", "blocks.9"), "no site matches 'blocks.9'"),
+    ):
+        result = attn_dist_command(*args)
+        assert (result.exit_code, result.stdout) == (1, ""), args
+        assert phrase in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    assert (tmp_path / "r.csv").read_text() == "mine"
+    assert attn_dist_command(path, "--metric", "px").exit_code == 2
+
+
+def test_head_ends_the_command_quietly(tmp_path: Path) -> None:
+    blocks = [f"blocks.{i}" for i in range(30)]
+    values = random_values(2, 30, 20)
+    path = write_store(tmp_path / "a.zarr", [group(blocks, [20] * 30)], values, n_images=2)
+    command = [sys.executable, "-m", "vitsee_cli.main", "attn-dist", str(path)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.readline() == ",".join(COLUMNS) + "\n"
+        running.stdout.close()  # 200 kB are left, more than a pipe holds
+        assert running.stderr.read() == ""
+        assert running.wait() == 0
+
+
+def test_importing_the_analysis_imports_no_torch_and_no_matplotlib() -> None:
+    code = (
+        f"import sys, {attn_dist.__name__}; "
+        "print([m for m in ('torch', 'matplotlib', 'timm') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,395 @@
+"""The group: finding commands, translating errors, verbosity, start-up; and the values it reads."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from vitsee_cli import console, options, values
+from vitsee_cli.main import CommandGroup, main
+from vitsee_stores.errors import VitseeError
+
+HEAVY = ("torch", "torchvision", "timm", "matplotlib", "scipy", "zarr", "rich", "PIL")
+
+
+class Resumable(VitseeError):
+    exit_code = 75
+
+
+def run(body: Callable[[], Any], *args: str) -> Result:
+    """`vitsee probe ARGS` where the command's body is `body`."""
+
+    class OneCommand(CommandGroup):
+        def list_commands(self, ctx: click.Context) -> list[str]:
+            return ["probe"]
+
+        def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+            return options.verbosity(click.Command("probe", callback=body))  # type: ignore[no-any-return]
+
+    group = OneCommand("vitsee", params=options.verbosity(click.Command(None)).params)
+    return CliRunner().invoke(group, args or ["probe"])
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def body() -> None:
+        raise error
+
+    return body
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "exit_code"),
+    [
+        (VitseeError("no site 'x'\n  here"), "vitsee probe: no site 'x' here", 1),
+        (Resumable("stopped by SIGTERM"), "vitsee probe: stopped by SIGTERM", 75),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a/b"),
+            "vitsee probe: /a/b: permission denied",
+            1,
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "vitsee probe: no space left on device",
+            1,
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "/a"), "read-only file system", 1),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/a"), "/a: no such", 1),
+        (MemoryError(), "vitsee probe: out of memory", 1),
+        (KeyboardInterrupt(), "vitsee probe: interrupted", 130),
+    ],
+)
+def test_what_a_user_can_cause_is_one_line(error: BaseException, line: str, exit_code: int) -> None:
+    result = run(raising(error))
+    assert result.exit_code == exit_code
+    assert line in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("a bug"),
+        KeyError("x"),
+        OSError(errno.EBADF, "Bad file descriptor"),
+    ],
+)
+def test_a_bug_keeps_its_traceback(error: Exception) -> None:
+    assert run(raising(error)).exception is error
+
+
+def test_a_broken_pipe_to_a_worker_is_not_taken_for_head() -> None:
+    result = run(raising(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    assert isinstance(result.exception, RuntimeError)
+    assert result.exit_code == 1
+
+
+def test_verbose_shows_the_traceback_of_a_users_mistake_too() -> None:
+    for args in (["-v", "probe"], ["probe", "-v"]):
+        result = run(raising(VitseeError("no such site")), *args)
+        assert result.exit_code == 1
+        assert "Traceback" in result.stderr
+        assert result.stderr.splitlines()[-1] == "vitsee probe: no such site"
+
+
+def test_head_ends_quietly(tmp_path: Path) -> None:
+    """The reader of stdout goes away while a command writes: nothing is said, nothing failed."""
+    script = tmp_path / "many.py"
+    script.write_text(
+        "import click, sys\n"
+        "from vitsee_cli.main import CommandGroup\n"
+        "class Group(CommandGroup):\n"
+        "    def get_command(self, ctx, name): return many\n"
+        "@click.command()\n"
+        "def many():\n"
+        "    for i in range(200_000): sys.stdout.write(f'{i}\\n')\n"
+        "Group('vitsee')(['many'])\n"
+    )
+    command = f"{sys.executable} {script} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "0"]
+    assert done.stderr == ""
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_help_lists_every_command_file() -> None:
+    result = CliRunner().invoke(main, ["--help"])
+    files = Path(options.__file__).with_name("commands").glob("[!_]*.py")
+    for name in (file.stem.replace("_", "-") for file in files):
+        assert f"\n  {name} " in result.stdout
+    assert "..." not in result.stdout.split("Commands:")[1], "a summary is too long for its line"
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [("validat", "did you mean validate?"), ("attn_dist", "attn-dist"), ("zzzz", "commands: ")],
+)
+def test_unknown_command_suggests(typed: str, hint: str) -> None:
+    result = CliRunner().invoke(main, [typed])
+    assert result.exit_code == 2
+    assert f"no command {typed!r}; " in result.stderr
+    assert hint in result.stderr
+    assert result.stdout == ""
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(main, ["--version"], prog_name="vitsee")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("vitsee 0.")
+
+
+@pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
+def test_every_command_documents_itself(name: str) -> None:
+    """An example, and for every option what it does and what happens without it."""
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    assert f"vitsee {name}" in (command.help or ""), "no example"
+    for option in command.params:
+        if not isinstance(option, click.Option) or option.name in ("verbose", "quiet", "help"):
+            continue
+        assert option.help, f"{option.opts} is not described"
+        shown = "[default" in option.help or option.show_default or option.required
+        assert shown or option.is_flag, f"{option.opts} does not say its default"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["attn-dist", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from vitsee_cli.main import main\n"
+        f"main({arguments!r}, standalone_mode=False)\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---------------------------------------------------------------- stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "seen"),
+    [([], ["remark", "warning: careful"]), (["-q"], ["warning: careful"]), (["-v"], None)],
+)
+def test_verbosity(flags: list[str], seen: list[str] | None) -> None:
+    def body() -> None:
+        logging.getLogger("vitsee_core.somewhere").debug("detail")
+        console.say("remark")
+        console.warn("careful")
+        console.out("result")
+
+    for args in ([*flags, "probe"], ["probe", *flags]):
+        result = run(body, *args)
+        assert result.stdout == "result\n"
+        assert result.stderr.splitlines() == (seen or ["detail", "remark", "warning: careful"])
+
+
+def test_remarks_are_printed_as_they_are() -> None:
+    """Neither cut at the terminal's width nor read as markup."""
+    line = "[bold]x[/bold] " + "word " * 60 + "end"
+    assert run(lambda: console.say(line)).stderr == line + "\n"
+
+
+def test_progress_in_a_file_is_lines() -> None:
+    def body() -> None:
+        reporter = console.Reporter("b16.zarr", every=0.0)
+        reporter.start(96, 32)
+        reporter.advance(32)
+        reporter.advance(0, 5_000_000)
+        reporter.advance(32)
+        reporter.stop()
+
+    lines = run(body).stderr.splitlines()
+    assert lines[0].startswith("b16.zarr: 64/96 images, ")
+    assert " images/s, " in lines[0]
+    assert lines[0].endswith(" left")
+    assert "B/s" in lines[1]
+    assert lines[-1].startswith("b16.zarr: 96/96 images")
+    assert run(body, "probe", "-q").stderr == ""
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    def body() -> None:
+        monkeypatch.setattr(
+            console, "stderr", lambda: Console(stderr=True, force_terminal=True, width=100)
+        )
+        reporter = console.Reporter("b16.zarr")
+        reporter.start(64)
+        reporter.advance(64, 1000)
+        console.say("a remark above the bar")
+        reporter.stop()
+
+    monkeypatch.setenv("TERM", "xterm")
+    result = run(body)
+    assert result.exit_code == 0, result.output
+    assert "64/64" in result.stderr
+    assert "images/s" in result.stderr
+    assert "a remark above the bar" in result.stderr
+    assert result.stdout == ""
+
+
+def test_command_line_is_what_was_typed() -> None:
+    result = run(lambda: console.out(json.dumps(console.command_line())), "-q", "probe", "-v")
+    assert json.loads(result.stdout) == ["vitsee", "-q", "probe", "-v"]
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("4G", 4 << 30),
+        ("4GiB", 4 << 30),
+        ("4GB", 4 * 10**9),
+        ("512m", 512 << 20),
+        ("1.5K", 1536),
+        ("2T", 2 << 40),
+        ("100", 100),
+        ("100B", 100),
+    ],
+)
+def test_sizes(text: str, size_bytes: int) -> None:
+    assert values.parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "4X", "-1", "0", "G", "1e9", "four"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no size"):
+        values.parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["auto", "cpu", "cuda", "cuda:1", "mps"])
+def test_devices(text: str) -> None:
+    assert values.parse_device(text) == text
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "cpu:0", "CPU", ""])
+def test_no_devices(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no device"):
+        values.parse_device(text)
+
+
+def test_store_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b.zarr").mkdir()
+    expected = {
+        "b16.zarr": ("b16", "b16.zarr"),
+        "runs/b16.zarr": ("b16", "runs/b16.zarr"),
+        "B/16=runs/b16.zarr": ("b16", "B/16=runs/b16.zarr"),
+        "ViT-B=runs/b16.zarr": ("ViT-B", "runs/b16.zarr"),
+        "x=a=b.zarr": ("x", "a=b.zarr"),
+        "a=b.zarr": ("a=b", "a=b.zarr"),
+        ".": (tmp_path.stem, "."),
+    }
+    for text, (label, path) in expected.items():
+        assert values.parse_store(text) == values.StorePath(label, Path(path))
+
+
+def test_two_stores_need_two_labels() -> None:
+    @click.command()
+    @options.stores_argument
+    def command(stores: tuple[values.StorePath, ...]) -> None:
+        console.out(" ".join(s.label for s in stores))
+
+    clash = CliRunner().invoke(command, ["x.zarr", "a/vit.zarr", "b/vit.zarr"])
+    assert clash.exit_code == 2
+    assert "two stores are called 'vit'; name them: first=a/vit.zarr" in clash.stderr
+    assert CliRunner().invoke(command, ["a/vit.zarr", "B=b/vit.zarr"]).stdout == "vit B\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("depth=6", ("depth", 6)),
+        ("qkv_bias=true", ("qkv_bias", True)),
+        ("qkv_bias=False", ("qkv_bias", False)),
+        ("mlp_ratio=2.5", ("mlp_ratio", 2.5)),
+        ("img_size=[224,160]", ("img_size", [224, 160])),
+        ("img_size=(224,160)", ("img_size", (224, 160))),
+        ("norm=None", ("norm", None)),
+        ("global_pool=avg", ("global_pool", "avg")),
+        ("name=a=b", ("name", "a=b")),
+        ("name=", ("name", "")),
+    ],
+)
+def test_model_args(text: str, value: tuple[str, Any]) -> None:
+    assert values.parse_model_arg(text) == value
+
+
+@pytest.mark.parametrize("text", ["depth", "=3", "a b=3"])
+def test_no_model_args(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="expected KEY=VALUE"):
+        values.parse_model_arg(text)
+
+
+def test_image_sizes_and_floats() -> None:
+    assert values.parse_image_size("224") == (224, 224)
+    assert values.parse_image_size("224x320") == (224, 320)
+    assert values.parse_floats("0.5") == (0.5,)
+    assert values.parse_floats("0.1,0.2,0.3") == (0.1, 0.2, 0.3)
+    for text in ("0", "224x", "a", "-3"):
+        with pytest.raises(click.BadParameter):
+            values.parse_image_size(text)
+    with pytest.raises(click.BadParameter, match="expected numbers"):
+        values.parse_floats("0.5,x")
+
+
+def test_tokens() -> None:
+    parse = values.token_parser(("all", "cls"))
+    assert [parse(t) for t in ("all", "cls", "3,10")] == ["all", "cls", "3,10"]
+    for text in ("patches", "3", "-1,2", "3,4,5"):
+        with pytest.raises(click.BadParameter, match="expected all, cls or ROW,COL"):
+            parse(text)
+
+
+def test_defaults_fit_the_machine() -> None:
+    @click.command()
+    @options.memory_option
+    @options.jobs_option
+    @options.device_option
+    def command(memory: int, jobs: int, device: str) -> None:
+        console.out(f"{memory} {jobs} {device}")
+
+    memory, jobs, device = CliRunner().invoke(command).stdout.split()
+    assert int(memory) > 2**26
+    assert int(jobs) == len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else True
+    assert device == "auto"
+    shown = " ".join(CliRunner().invoke(command, ["--help"]).stdout.split())
+    assert "a quarter of the machine's memory" in shown
+    assert CliRunner().invoke(command, ["--jobs", "0"]).exit_code == 2
+    assert CliRunner().invoke(command, ["--device", "gpu"]).exit_code == 2
+
+
+def test_model_options_are_gathered() -> None:
+    @click.command()
+    @options.model_options
+    def command(model: Any) -> None:
+        console.out(repr(model))
+
+    runner = CliRunner()
+    args = ["vit", "--random-init", "3", "--img-size", "96", "--model-arg", "depth=2"]
+    shown = runner.invoke(command, [*args, "--img-mean", "0.5"]).stdout
+    for part in ("'vit'", "random_init=3", "(96, 96)", "{'depth': 2}", "img_mean=(0.5,)"):
+        assert part in shown
+    clash = runner.invoke(command, ["vit", "--random-init", "3", "--checkpoint", "x.pth"])
+    assert clash.exit_code == 2
+    assert "exclude each other" in clash.stderr

@@ -1,0 +1,141 @@
+"""Several processes, killed processes, signals: the store's bytes must not depend on them."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.extractions import VIT, array_bytes, extract, extracted, plant_images, start
+from vitsee_stores import IncompleteStore, StoreWriter, open_store
+
+N, SLAB = 60, 4
+SHARDS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plant_images(tmp_path_factory.mktemp("images"), N)
+
+
+def options(folder: Path, path: Path) -> list[object]:
+    return [*VIT, "--data", folder, "-o", path, "--slab", SLAB, "--batch-size", 2]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of one uninterrupted process."""
+    path = tmp_path_factory.mktemp("whole") / "store.zarr"
+    process = start(*options(folder, path))
+    assert process.wait() == 0, process.communicate()[1]
+    return path
+
+
+def n_committed(path: Path) -> int:
+    return len([f for f in (path / "commits").glob("c.*") if not f.name.endswith(".partial")])
+
+
+def wait_for_commits(process: subprocess.Popen[str], path: Path, n: int) -> None:
+    deadline = time.monotonic() + 120
+    while n_committed(path) < n and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def test_shards_started_together_fill_one_store(folder: Path, whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    shards = [start(*options(folder, path), "--shard", f"{i}/{SHARDS}") for i in range(SHARDS)]
+    said = [process.communicate()[1] for process in shards]
+    assert [process.returncode for process in shards] == [0] * SHARDS, said
+    assert open_store(path).complete
+    assert array_bytes(path) == array_bytes(whole)
+    assert not list(tmp_path.glob("*.creating*"))
+
+
+def test_killed_at_random_moments_and_resumed(folder: Path, whole: Path, tmp_path: Path) -> None:
+    path, rng = tmp_path / "store.zarr", random.Random(0)
+    for done in (0, 4, 9):
+        process = start(*options(folder, path))
+        wait_for_commits(process, path, done + 1)
+        time.sleep(rng.uniform(0, 0.15))
+        process.kill()
+        process.communicate()
+        if n_committed(path) < N // SLAB:
+            with pytest.raises(IncompleteStore):
+                open_store(path)
+    kept = n_committed(path)
+    said = extracted(*options(folder, path)).stderr
+    assert f"{N - kept * SLAB} images" in said or "is complete" in said  # nothing is done twice
+    assert array_bytes(path) == array_bytes(whole)
+    assert not list(path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_between_batches_and_the_same_command_resumes(
+    sent: signal.Signals, folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "store.zarr"
+    process = start(*options(folder, path))
+    wait_for_commits(process, path, 2)
+    process.send_signal(sent)
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert out == ""
+    assert f"stopped by {sent.name}" in said
+    assert "repeat the command" in said
+    partial = open_store(path, allow_partial=True)
+    assert 0 < partial.committed.sum() < N // SLAB
+    extracted(*options(folder, path))
+    assert array_bytes(path) == array_bytes(whole)
+
+
+def test_a_joining_process_takes_the_stores_defaults(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    first = [*VIT, "--data", folder, "-o", path, "--slab", 16, "--seed", 3, "--dtype", "float32"]
+    extracted(*first, "--sites", "blocks", "--shard", "0/2")
+    assert not StoreWriter.join(path).complete  # type: ignore[union-attr]
+    extracted(*VIT, "--data", folder, "-o", path, "--shard", "1/2")
+    store = open_store(path)
+    assert store.complete
+    assert store.acts("blocks.0.out").dtype == np.float32
+    assert store.manifest.identity["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("extra", "phrases"),
+    [
+        (["--slab", "8"], ["slab is 4", "given 8"]),
+        (["--seed", "1"], ["seed is 0", "given 1", "samples_fingerprint"]),
+        (["--dtype", "float32"], ["dtype.default is float16", "given float32"]),
+        (["--attention", "rows"], ["attention is summary", "given rows"]),
+        (["--images", "8"], ["samples_fingerprint"]),
+        (["--random-init", "1"], ["weights is"]),
+        (["--crop-pct", "0.5"], ["transform.crop_pct"]),
+        (["--sites", "all"], ["sites is"]),
+    ],
+)
+def test_another_identity_is_refused_and_shown(
+    extra: list[str], phrases: list[str], folder: Path, whole: Path
+) -> None:
+    before = array_bytes(whole)
+    result = extract(*options(folder, whole), *extra)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    for phrase in phrases:
+        assert phrase in result.stderr
+    assert array_bytes(whole) == before
+
+
+def test_force_starts_anew(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    extracted(*options(folder, path), "--images", 8)
+    first = open_store(path).manifest.store_id
+    extracted(*options(folder, path), "--images", 12, "--force")
+    store = open_store(path)
+    assert store.n_images == 12
+    assert store.manifest.store_id != first
+    assert extract(*options(folder, path), "--force", "--shard", "0/2").exit_code == 1

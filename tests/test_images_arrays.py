@@ -1,0 +1,141 @@
+"""Arrays in .npz files and images in tar files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.image_files import encoded, refused
+from vitsee_core.images import ImageError, open_source
+from vitsee_core.images.openers import hash64
+
+
+def test_npz_with_everything(tmp_path: Path) -> None:
+    images = np.arange(360).astype(np.uint8).reshape(4, 5, 6, 3)
+    np.savez(
+        tmp_path / "d.npz",
+        images=images,
+        labels=np.array([1, 0, -1, 1], np.int8),
+        class_names=np.array(["x", "y"]),
+        splits=np.array(["train", "test", "train", "train"]),
+    )
+    source = open_source(str(tmp_path / "d.npz"))
+    assert source.ids == ["train/0", "test/1", "train/2", "train/3"]
+    assert source.labels.tolist() == [1, 0, -1, 1]
+    assert source.class_names == ["x", "y"]
+    np.testing.assert_array_equal(np.asarray(source.read(2)[0]), images[2])
+    part = open_source(str(tmp_path / "d.npz"), split="train[1:]")
+    assert part.ids == ["train/2", "train/3"]
+    assert part.read(0)[1] == source.read(2)[1]
+
+
+def test_npz_of_grey_images_alone(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "d.npz", images=np.zeros((3, 4, 4), np.uint8))
+    source = open_source(str(tmp_path / "d.npz"))
+    assert source.ids == ["0", "1", "2"]
+    assert source.read(0)[0].mode == "L"
+    # Equal pixels in another shape are another image.
+    np.savez(tmp_path / "e.npz", images=np.zeros((1, 2, 8), np.uint8))
+    assert open_source(str(tmp_path / "e.npz")).read(0)[1] != source.read(0)[1]
+
+
+PIXELS = np.zeros((2, 4, 4), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "phrase"),
+    [
+        ({"x": PIXELS}, "holds 'x'; expected only: images"),
+        ({"labels": np.zeros(2, int)}, "no array 'images'; found: labels"),
+        ({"images": PIXELS.astype(np.float32)}, "'images' of .* is float32 .* expected uint8"),
+        ({"images": np.zeros((2, 3, 4, 4), np.uint8)}, "expected uint8"),
+        ({"images": np.array([None, 1], object)}, "Python objects"),
+        ({"images": PIXELS, "labels": np.zeros(3, int)}, "'labels' of .* expected integers"),
+        ({"images": PIXELS, "labels": np.zeros(2)}, "'labels' of .* is float64"),
+        ({"images": PIXELS, "labels": np.array([0, -2])}, "go from -2 to 0"),
+        (
+            {"images": PIXELS, "labels": np.array([0, 2]), "class_names": np.array(["a", "b"])},
+            "from 0 below 2",
+        ),
+        ({"images": PIXELS, "splits": np.array(["a"])}, "'splits' of .* expected text"),
+        ({"images": PIXELS, "class_names": np.array([1, 2])}, "'class_names' of .* expected text"),
+    ],
+)
+def test_bad_arrays(tmp_path: Path, arrays: dict[str, Any], phrase: str) -> None:
+    np.savez(tmp_path / "d.npz", **arrays)
+    assert re.search(phrase, refused(tmp_path / "d.npz"))
+
+
+def test_npz_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_bytes(b"not a zip")
+    assert "cannot be read as .npz" in refused(tmp_path / "a.npz")
+    with (tmp_path / "b.npz").open("wb") as file:
+        np.save(file, PIXELS)
+    assert "cannot be read as .npz" in refused(tmp_path / "b.npz")
+    (tmp_path / "c.npz").write_bytes(b"")
+    assert "cannot be read as .npz" in refused(tmp_path / "c.npz")
+
+
+def write_tar(path: Path, members: dict[str, bytes], mode: Any = "w") -> Path:
+    with tarfile.open(path, mode) as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_one_tar_with_class_folders(tmp_path: Path) -> None:
+    members = {"./b/1.png": encoded(1), "a/2.png": encoded(2), "a/read.me": b"x"}
+    source = open_source(str(write_tar(tmp_path / "d.tar", members)))
+    assert source.ids == ["a/2.png", "b/1.png"]
+    assert source.class_names == ["a", "b"]
+    assert source.read(0)[1] == hash64(members["a/2.png"])
+    assert source.read(1)[1] == hash64(members["./b/1.png"])
+
+
+def test_folder_of_tars_and_tars_in_a_tar_are_class_folders(tmp_path: Path) -> None:
+    cats, dogs = {"1.png": encoded(1)}, {"1.png": encoded(2), "0.png": encoded(3)}
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    inner = {
+        "dog.tar": write_tar(folder / "dog.tar", dogs).read_bytes(),
+        "cat.tar": write_tar(folder / "cat.tar", cats).read_bytes(),
+    }
+    for data in (folder, write_tar(tmp_path / "outer.tar", inner)):
+        source = open_source(str(data))
+        assert source.ids == ["cat/1.png", "dog/0.png", "dog/1.png"]
+        assert source.class_names == ["cat", "dog"]
+        hashes = [source.read(k)[1] for k in range(3)]
+        assert hashes == [hash64(b) for b in (cats["1.png"], dogs["0.png"], dogs["1.png"])]
+
+
+def test_member_appended_again_replaces_the_first(tmp_path: Path) -> None:
+    write_tar(tmp_path / "d.tar", {"a.png": encoded(1)})
+    write_tar(tmp_path / "d.tar", {"a.png": encoded(2)}, "a")
+    source = open_source(str(tmp_path / "d.tar"))
+    assert source.ids == ["a.png"]
+    assert source.read(0)[1] == hash64(encoded(2))
+
+
+def test_bad_tars(tmp_path: Path) -> None:
+    assert "unpack it" in refused(write_tar(tmp_path / "d.tar.gz", {"a.png": b""}, "w:gz"))
+    (tmp_path / "e.tar").write_bytes(gzip.compress(b"x"))
+    assert "cannot be read as an uncompressed tar" in refused(tmp_path / "e.tar")
+    assert "no images" in refused(write_tar(tmp_path / "f.tar", {"a.txt": b""}))
+
+
+def test_tar_cut_short_is_bad_images(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "d.tar", {"a.png": encoded(1), "b.png": encoded(2)})
+    source = open_source(str(path))
+    path.write_bytes(path.read_bytes()[: 3 * 512 + 10])
+    assert source.read(0)[0].size == (6, 4)
+    with pytest.raises(ImageError, match="too early"):
+        source.read(1)

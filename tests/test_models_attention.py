@@ -1,0 +1,232 @@
+"""Attention seen through fused kernels against timm's own unfused path, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.models_helpers import VIT, Keeper, images, small
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vitsee_core.models import Capture, CaptureError, LoadedModel, site_table
+from vitsee_core.models.attention import AttentionEvent, AttentionWatch, KernelCall
+
+SERVED: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "vit": ("vit_tiny_patch16_224", (32, 48), VIT),
+    "qk-norm": ("vit_tiny_patch16_224", 32, {**VIT, "qk_norm": True}),
+    "distilled": ("deit_tiny_distilled_patch16_224", 32, VIT),
+    "relative position bias": ("beit_base_patch16_224", 32, VIT),
+    "shared relative position": ("vit_relpos_base_patch16_rpn_224", 32, VIT),
+    "rope": ("eva02_tiny_patch14_224", 32, VIT),
+    "dinov3": ("vit_small_patch16_dinov3", 32, VIT),
+    "grouped queries": (
+        "vit_small_patch16_dinov3",
+        32,
+        {**VIT, "num_heads": 4, "num_kv_heads": 2, "qkv_fused": False, "attn_type": "rope"},
+    ),
+}
+
+
+def unfused(model: LoadedModel, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """timm's explicit softmax by block, from hooks on attn_drop, and the output of that path."""
+    found: dict[str, Tensor] = {}
+    handles = []
+    for name, module in model.module.named_modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False  # type: ignore[assignment]
+        if name.endswith("attn_drop"):
+            block = name.removesuffix(".attn_drop").removesuffix(".attn")
+            handles.append(
+                module.register_forward_hook(
+                    lambda _m, _a, out, block=block: found.__setitem__(block, out.clone())
+                )
+            )
+    with torch.no_grad():
+        output = model.module(x)
+    for handle in handles:
+        handle.remove()
+    for module in model.module.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = True  # type: ignore[assignment]
+    return found, output
+
+
+@pytest.mark.parametrize("case", SERVED)
+@pytest.mark.parametrize("fused", [True, False])
+def test_scores_are_the_unfused_paths(case: str, fused: bool) -> None:
+    name, size, args = SERVED[case]
+    model = small(name, size, **args)
+    x = images(model, 2)
+    expected, _ = unfused(model, x)
+    if not fused:
+        for module in model.module.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = False  # type: ignore[assignment]
+    table = site_table(model)
+    assert [block.name for block in table.attention] == list(expected)
+    with torch.no_grad():
+        plain = model.module(x)
+        keeper = Keeper()
+        with Capture(model, table, sites=(), attention=table.attention) as capture:
+            hooked = capture.run(x, keeper)
+    assert torch.equal(plain, hooked)
+    for block, weights in expected.items():
+        made = keeper.scores[block].softmax(-1)
+        torch.testing.assert_close(made, weights, rtol=0, atol=1e-6)
+        assert keeper.values[block].shape[:3] == weights.shape[:3]
+
+
+def seen(function: Any) -> list[AttentionEvent]:
+    events: list[AttentionEvent] = []
+    with AttentionWatch(events.append):
+        function()
+    return events
+
+
+def by_loops(q: Tensor, k: Tensor, mask: Any, causal: bool, scale: float) -> Tensor:
+    n, heads, rows, _ = q.shape
+    n_keys = k.shape[2]
+    scores = torch.empty(n, heads, rows, n_keys, dtype=torch.float64)
+    for i in range(n):
+        for h in range(heads):
+            group = h // (heads // k.shape[1])
+            for a in range(rows):
+                for b in range(n_keys):
+                    value = float(q[i, h, a].double() @ k[i, group, b].double()) * scale
+                    if mask is not None:
+                        entry = mask.expand(n, heads, rows, n_keys)[i, h, a, b]
+                        if mask.dtype == torch.bool:
+                            value = value if bool(entry) else float("-inf")
+                        else:
+                            value += float(entry)
+                    if causal and b > a:
+                        value = float("-inf")
+                    scores[i, h, a, b] = value
+    return scores
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "scale", "causal", "bool", "bias", "bias per image", "grouped", "half"]
+)
+def test_kernel_arguments(case: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    n, heads, tokens, dim = 3, 4, 5, 6
+    # Heads lie next to each other in memory, as a fused qkv projection leaves them.
+    q, v = (draw(n, tokens, heads, dim).transpose(1, 2) for _ in range(2))
+    k = draw(n, heads, tokens, dim)
+    options: dict[str, Any] = {}
+    mask = None
+    if case == "scale":
+        options["scale"] = 0.3
+    if case == "causal":
+        options["is_causal"] = True
+    if case == "bool":
+        mask = draw(n, 1, tokens, tokens) > -1
+        mask |= torch.eye(tokens, dtype=torch.bool)
+    if case == "bias":
+        mask = draw(1, heads, tokens, tokens)
+    if case == "bias per image":
+        mask = draw(n, heads, tokens, tokens)
+    if case == "grouped":
+        k, v = k[:, :2], v[:, :2]
+        options["enable_gqa"] = True
+    if case == "half":
+        q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+    out: list[Tensor] = []
+
+    def attend() -> None:
+        out.append(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options))
+
+    (event,) = seen(attend)
+    assert event.call is not None and isinstance(event.call, KernelCall)
+    call = event.call
+    assert (call.n_images, call.n_heads, call.n_tokens) == (n, heads, tokens)
+    assert event.n_keys == tokens
+    scale = options.get("scale", dim**-0.5)
+    expected = by_loops(q, k, mask, options.get("is_causal", False), scale)
+    torch.testing.assert_close(call.scores(slice(None)), expected.float(), rtol=1e-5, atol=1e-5)
+    buffer = torch.full((2, heads, tokens, tokens), 7.0)
+    part = call.scores(slice(1, 3), out=buffer)
+    assert part is buffer and part.dtype == torch.float32
+    torch.testing.assert_close(part, expected[1:3].float(), rtol=1e-5, atol=1e-5)
+    made = call.scores(slice(None)).softmax(-1) @ call.value.float()
+    tolerance = 2e-2 if case == "half" else 1e-5
+    torch.testing.assert_close(made, out[0].float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("way", ["method", "torch", "functional", "module"])
+def test_explicit_softmax_is_reported_with_its_product(way: str) -> None:
+    scores, value = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 4)
+
+    def attend() -> None:
+        weights = {
+            "method": lambda: scores.softmax(dim=-1),
+            "torch": lambda: torch.softmax(scores, -1),
+            "functional": lambda: functional.softmax(scores, dim=3),
+            "module": lambda: nn.Softmax(dim=-1)(scores),
+        }[way]()
+        assert torch.equal(functional.dropout(weights, 0.5, training=False) @ value, weights @ value)
+
+    (event,) = seen(attend)
+    assert event.call is not None and not event.mixed
+    assert torch.equal(event.call.scores(slice(1, 2)), scores[1:2])
+    assert torch.equal(event.call.value, value)
+    made = event.call.scores(slice(None)).softmax(-1) @ value
+    output = event.call.heads_output()
+    assert output is not None and torch.equal(made, output)
+
+
+def test_softmax_that_weighs_nothing_is_mixed() -> None:
+    def mix() -> None:
+        weights = torch.randn(2, 3, 5, 5).softmax(-1)
+        _ = torch.einsum("bhqk,hg->bgqk", weights, torch.randn(3, 3)) @ torch.randn(2, 3, 5, 4)
+
+    (event,) = seen(mix)
+    assert event.mixed and event.call is None
+
+
+REFUSED = {
+    "cait_xxs24_224": ({"embed_dim": 48, "depth": 2, "patch_size": 8}, 32, "mixed"),
+    "xcit_nano_12_p8_224": ({"depth": 2}, 32, "entries, but the block has"),
+    "vit_tiny_patch16_224": ({**VIT, "attn_layer": "diff"}, 32, "2 attention calls"),
+    "vit_base_patch16_18x2_224": (VIT, 32, "2 attention calls"),
+    "test_maxvit": ({}, 64, "2 attention calls"),
+    "resnet10t": ({}, 32, "no attention"),
+    "mixer_s32_224": ({}, 32, "no attention"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_attention_that_is_not_token_to_token_is_refused(name: str) -> None:
+    args, size, phrase = REFUSED[name]
+    table = site_table(small(name, size, **args))
+    assert table.attention == ()
+    assert table.attention_refusal is not None and phrase in table.attention_refusal
+    assert table.rollout_refusal is not None
+
+
+def test_blocks_are_refused_one_by_one() -> None:
+    """Swin: windows in the batch dimension; where one window covers the map it is token to token."""
+    model = small(
+        "swin_tiny_patch4_window7_224", 64, embed_dim=24, depths=(1, 1, 1, 1), window_size=4
+    )
+    table = site_table(model)
+    assert [block.name for block in table.attention] == ["layers.2.blocks.0", "layers.3.blocks.0"]
+    assert "16 an image" in table.left_out["layers.0.blocks.0 attention"]
+    assert table.rollout_refusal == "attention lies on several grids"
+    pooled = site_table(small("pvt_v2_b0", 64, depths=(1, 1, 1, 1)))
+    assert "pooled tokens: 256 queries" in pooled.left_out["stages.0.blocks.0 attention"]
+
+
+def test_another_shape_while_running_stops() -> None:
+    model = small("vit_tiny_patch16_224", 32, **VIT, dynamic_img_size=True)
+    table = site_table(model)
+    with torch.no_grad(), Capture(model, table, sites=(), attention=table.attention) as capture:
+        with pytest.raises(CaptureError, match=r"blocks\.0: attention of sizes \(1, 3, 37\)"):
+            capture.run(torch.randn(1, 3, 48, 48), Keeper())

@@ -1,0 +1,143 @@
+"""What a built distribution holds, and that the metadata says what was tried."""
+
+from __future__ import annotations
+
+import configparser
+import email
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {"vitsee_cli", "vitsee_core", "vitsee_stores"}
+FOLDERS = {
+    "vitsee_cli": ROOT / "cli" / "vitsee_cli",
+    "vitsee_core": ROOT / "vitsee_core",
+    "vitsee_stores": ROOT / "stores" / "vitsee_stores",
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel made from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    # The build tools of this environment: no download.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(next(built.glob("*.whl")))
+
+
+def test_top_level_names(wheel: zipfile.ZipFile) -> None:
+    names = {name.split("/")[0] for name in wheel.namelist()}
+    assert {n for n in names if not n.endswith(".dist-info")} == PACKAGES
+
+
+def test_every_file_of_the_packages_ships(wheel: zipfile.ZipFile) -> None:
+    """Modules and data alike: a pattern in .gitignore can drop either without an error."""
+    shipped = set(wheel.namelist())
+    for package, folder in FOLDERS.items():
+        for file in folder.rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts:
+                assert f"{package}/{file.relative_to(folder).as_posix()}" in shipped
+
+
+def test_data_files_ship(wheel: zipfile.ZipFile) -> None:
+    shipped = set(wheel.namelist())
+    assert "vitsee_stores/FORMAT.md" in shipped
+    assert "vitsee_core/demo/fashion_mnist.npz" in shipped
+    for model in ("vit", "resnet"):
+        for name in ("config.json", "model.safetensors", "training.json"):
+            assert f"vitsee_core/demo/{model}/{name}" in shipped
+    assert {f"{package}/py.typed" for package in PACKAGES} <= shipped
+
+
+def test_the_wheel_is_small(built: Path) -> None:
+    assert next(built.glob("*.whl")).stat().st_size < 15e6
+
+
+def test_metadata(wheel: zipfile.ZipFile) -> None:
+    name = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(wheel.read(name))
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata["Author-email"] is None
+    required = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
+    assert all(">=" in r for r in required), "every dependency has a lower bound"
+    license_text = wheel.read(name.replace("METADATA", "licenses/LICENSE")).decode()
+    assert "Copyright (c) 2026 the vitsee authors" in license_text
+
+
+def test_console_script(wheel: zipfile.ZipFile) -> None:
+    name = next(n for n in wheel.namelist() if n.endswith(".dist-info/entry_points.txt"))
+    entry_points = configparser.ConfigParser()
+    entry_points.read_string(wheel.read(name).decode())
+    assert dict(entry_points["console_scripts"]) == {"vitsee": "vitsee_cli.main:main"}
+
+
+def test_the_sdist_holds_what_its_tests_need(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        names = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
+    expected = {"pyproject.toml", "Makefile", "LICENSE", "README.md", "CHANGES.md"}
+    assert expected | {"tests/conftest.py", "tests/test_packaging.py"} <= names
+
+
+FAKE_PYTHON = """#!/bin/sh
+echo "$0 $*" >> "$CALLS"
+case "$*" in
+  --version) echo "Python 3.12.9" ;;
+  "-m venv --clear .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+esac
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the Makefile, and interpreters that only note how they were called."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name, text in (("shim", "#!/bin/sh\nexit 127\n"), ("good", FAKE_PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # Under `make test` the flags of that make would reach this one.
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
+    return subprocess.run(
+        ["make", *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_takes_an_interpreter_that_runs_and_installs_once(clone: Path) -> None:
+    candidates = f"PYTHONS={clone}/missing {clone}/shim {clone}/good"
+    done = make("env", candidates)
+    assert done.returncode == 0, done.stderr
+    calls = (clone / "calls").read_text()
+    assert "good -m venv --clear .venv" in calls
+    assert ".venv/bin/python -m pip install" in calls
+    make("env", candidates)
+    assert (clone / "calls").read_text() == calls, "the second run installs nothing"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_says_what_is_missing(clone: Path) -> None:
+    done = make("env", f"PYTHONS={clone}/shim")
+    assert done.returncode != 0
+    assert "vitsee needs Python >= 3.11" in done.stderr
+    assert not (clone / ".venv").exists()

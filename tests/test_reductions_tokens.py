@@ -1,0 +1,107 @@
+"""Residual dot products and pooled vectors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests import reference
+from tests.attention_calls import DEVICES
+from vitsee_core.reductions import pool_sites, residual_products, tokens
+from vitsee_stores.layout import TokenLayout
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_residual_products_agree_with_loops(dtype: torch.dtype, device: str) -> None:
+    z, f = random(3, 5, 16, dtype=dtype), random(3, 5, 16, dtype=dtype, seed=1)
+    found = residual_products(z.to(device), f.to(device)).cpu()
+    assert found.dtype == torch.float32 and found.shape == (3, 5, 3)
+    want = reference.residual_products(z.double().numpy(), f.double().numpy())
+    # Sums of 16 float32 products; z.f may cancel.
+    np.testing.assert_allclose(found.numpy(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_residual_products_of_channels_first_views(device: str) -> None:
+    z, f = random(3, 8, 4, 5), random(3, 8, 4, 5, seed=1)
+    views = [x.to(device).flatten(2).transpose(1, 2) for x in (z, f)]
+    want = reference.residual_products(*(x.cpu().double().numpy() for x in views))
+    found = residual_products(*views).cpu()
+    np.testing.assert_allclose(found.numpy(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_residual_products_by_hand() -> None:
+    found = residual_products(torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[0.0, 2.0]]]))
+    assert found.tolist() == [[[25.0, 4.0, 8.0]]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_residual_products_of_half_precision_do_not_overflow(device: str) -> None:
+    z = torch.full((1, 2, 256), 300.0, dtype=torch.float16, device=device)
+    assert torch.all(residual_products(z, z).cpu() == 256 * 300.0**2)
+
+
+def test_a_branch_of_zeros_has_products_of_zero() -> None:
+    z = random(1, 2, 4)
+    assert torch.all(residual_products(z, torch.zeros_like(z))[..., 1:] == 0)
+
+
+def test_chunks_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, f = random(7, 5, 16), random(7, 5, 16, seed=1)
+    whole = residual_products(z, f)
+    parts = [residual_products(z[part], f[part]) for part in (slice(0, 3), slice(3, 7))]
+    assert torch.equal(whole, torch.cat(parts))
+    for n_images in (1, 2, 4):
+        monkeypatch.setattr(tokens, "CHUNK_BYTES", n_images * 4 * 5 * 16)
+        assert torch.equal(residual_products(z, f), whole)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kinds", [(), ("cls",), ("reg0", "cls"), ("reg0", "reg1")])
+def test_pooled_vectors(kinds: tuple[str, ...], dtype: torch.dtype, device: str) -> None:
+    layout = TokenLayout(kinds, (3, 4), stride_px=(16.0, 16.0))
+    body = random(2, 3, 4, 6, dtype=dtype)
+    prefix = random(2, len(kinds), 6, dtype=dtype, seed=1) if kinds else None
+    cls, mean = pool_sites(None if prefix is None else prefix.to(device), body.to(device), layout)
+    assert mean.dtype == torch.float32
+    want = reference.mean_over_cells(body.double().numpy())
+    np.testing.assert_allclose(mean.cpu().numpy(), want, rtol=1e-5, atol=1e-6)
+    if "cls" in kinds:
+        assert cls is not None and prefix is not None and cls.dtype == torch.float32
+        assert torch.equal(cls.cpu(), prefix[:, kinds.index("cls")].float())
+    else:
+        assert cls is None
+
+
+def test_pooled_vectors_of_rows_and_of_channels_first_views() -> None:
+    rows = random(2, 5, 3)
+    _, mean = pool_sites(None, rows, TokenLayout((), None, rows=5))
+    np.testing.assert_allclose(mean, reference.mean_over_cells(rows.double().numpy()), atol=1e-6)
+    view = random(2, 3, 4, 5).permute(0, 2, 3, 1)
+    _, mean = pool_sites(None, view, TokenLayout((), (4, 5), stride_px=(8.0, 8.0)))
+    np.testing.assert_allclose(mean, reference.mean_over_cells(view.double().numpy()), atol=1e-6)
+
+
+def test_means_of_half_precision_do_not_overflow() -> None:
+    body = torch.full((1, 40, 40, 2), 6e4, dtype=torch.float16)
+    _, mean = pool_sites(None, body, TokenLayout((), (40, 40), stride_px=(8.0, 8.0)))
+    torch.testing.assert_close(mean, body[:, 0, 0].float())
+
+
+def test_pooled_vectors_are_copies() -> None:
+    prefix, body = random(2, 1, 6), random(2, 1, 1, 6)
+    cls, mean = pool_sites(prefix, body, TokenLayout(("cls",), (1, 1), stride_px=(8.0, 8.0)))
+    assert cls is not None
+    before = cls.clone(), mean.clone()
+    prefix.zero_(), body.zero_()
+    assert torch.equal(cls, before[0]) and torch.equal(mean, before[1])

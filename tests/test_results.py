@@ -1,0 +1,193 @@
+"""Tables, and files that exist only when they are whole."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from vitsee_core.files import write_files
+from vitsee_core.results import Outputs, Table, check_outputs, describe_run, write_results
+from vitsee_stores.errors import VitseeError
+
+
+def table() -> Table:
+    rows = [
+        {"store": "a", "head": 0, "row": None, "value": 0.1},
+        {"store": "b", "head": 1, "row": 3, "value": None},
+        {"store": "a", "head": 2, "row": 4, "value": 1 / 3},
+    ]
+    return Table.from_rows(rows, notes={"seed": 7})
+
+
+def csv_of(result: Table) -> str:
+    file = io.StringIO()
+    result.to_csv(file)
+    return file.getvalue()
+
+
+def test_csv_cells() -> None:
+    assert csv_of(table()) == ("store,head,row,value\na,0,,0.1\nb,1,3,\na,2,4,0.3333333333333333\n")
+
+
+@given(st.floats())
+def test_csv_floats_come_back(value: float) -> None:
+    text = csv_of(Table({"value": np.array([value])})).splitlines()[1]
+    read = float(text) if text not in ("", '""') else float("nan")
+    assert read == value or (np.isnan(read) and np.isnan(value))
+
+
+def test_csv_quotes_what_needs_it() -> None:
+    assert csv_of(Table.from_rows([{"store": 'a,"b"'}])) == 'store\n"a,""b"""\n'
+
+
+def test_csv_without_rows_has_its_header() -> None:
+    assert csv_of(Table.from_rows([], ["store", "value"])) == "store,value\n"
+
+
+def test_columns_keep_their_types() -> None:
+    columns = table().columns
+    assert columns["head"].dtype.kind == "i"
+    assert columns["value"].dtype == np.float64
+    assert np.isnan(columns["value"][1])
+    assert columns["row"].tolist() == [None, 3, 4]
+
+
+def test_where_unique_groups_concat() -> None:
+    result = table()
+    assert result.where(store="a")["head"].tolist() == [0, 2]
+    assert result.where(store="a", head=[1, 2])["head"].tolist() == [2]
+    assert len(result.where(store="nobody")) == 0
+    assert result.unique("store") == ["a", "b"]
+    assert [(label, len(rows)) for label, rows in result.groups("store")] == [("a", 2), ("b", 1)]
+    twice = Table.concat([result, result.where(store="b")])
+    assert twice["head"].tolist() == [0, 1, 2, 1]
+    assert result.where(store="a").notes == {"seed": 7}
+
+
+def test_columns_of_two_lengths_are_a_bug() -> None:
+    with pytest.raises(ValueError, match="one length"):
+        Table({"a": np.zeros(2), "b": np.zeros(3)})
+
+
+def picture() -> Figure:
+    return Figure(figsize=(1, 1))
+
+
+def write(outputs: Outputs, **kwargs: Any) -> str:
+    stdout = io.StringIO()
+    given: dict[str, Any] = {"figure": picture, "sidecar": {"command": ["vitsee"]}, **kwargs}
+    write_results(table(), outputs, stdout=stdout, **given)
+    return stdout.getvalue()
+
+
+def test_without_files_the_csv_alone_goes_to_stdout() -> None:
+    def never() -> Figure:
+        raise AssertionError("nobody asked for a picture")
+
+    assert write(Outputs(), figure=never) == csv_of(table())
+
+
+def test_files_and_nothing_on_stdout(tmp_path: Path) -> None:
+    outputs = Outputs(tmp_path / "r.csv", tmp_path / "r.png")
+    assert write(outputs) == ""
+    assert (tmp_path / "r.csv").read_text() == csv_of(table())
+    assert (tmp_path / "r.png").read_bytes()[1:4] == b"PNG"
+    sidecar = json.loads((tmp_path / "r.csv.json").read_text())
+    assert sidecar == {"command": ["vitsee"], "rows": 3, "notes": {"seed": 7}}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.csv", "r.csv.json", "r.png"]
+
+
+def test_picture_beside_stdout(tmp_path: Path) -> None:
+    assert write(Outputs(png=tmp_path / "r.png")) == csv_of(table())
+    assert (tmp_path / "r.png").is_file()
+
+
+def test_failing_picture_leaves_nothing(tmp_path: Path) -> None:
+    def broken() -> Figure:
+        raise RuntimeError("cannot draw")
+
+    with pytest.raises(RuntimeError):
+        write(Outputs(tmp_path / "r.csv", tmp_path / "r.png"), figure=broken)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("existing", ["r.csv", "r.csv.json", "r.png"])
+def test_existing_outputs_are_refused_unless_forced(tmp_path: Path, existing: str) -> None:
+    (tmp_path / existing).write_text("mine")
+    outputs = Outputs(tmp_path / "r.csv", tmp_path / "r.png")
+    with pytest.raises(VitseeError, match=rf"{existing} exists; .*--force"):
+        check_outputs(outputs)
+    with pytest.raises(VitseeError, match="exists"):
+        write(outputs)
+    assert (tmp_path / existing).read_text() == "mine"
+    forced = Outputs(outputs.csv, outputs.png, force=True)
+    check_outputs(forced)
+    write(forced)
+    assert (tmp_path / existing).read_bytes() != b"mine"
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(VitseeError, match="no ordinary file"):
+        check_outputs(Outputs(tmp_path, force=True))
+    with pytest.raises(VitseeError, match="no ordinary file"):
+        check_outputs(Outputs(Path(os.devnull), force=True))
+    with pytest.raises(VitseeError, match="there is no folder"):
+        check_outputs(Outputs(tmp_path / "missing" / "r.csv"))
+    with pytest.raises(VitseeError, match="two outputs"):
+        check_outputs(Outputs(tmp_path / "r.csv", tmp_path / "r.csv"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(VitseeError, match="there is no folder"):
+        check_outputs(Outputs(tmp_path / "file" / "r.csv"))
+
+
+def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # asked through os.access, as root may write anywhere
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(VitseeError, match="not writable"):
+        check_outputs(Outputs(tmp_path / "r.csv"))
+
+
+def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "old").write_text("old")
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(VitseeError, match="no space left"):
+        write_files({tmp_path / "new": b"1", tmp_path / "old": b"2"}, force=True)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("old", "old")]
+
+
+def test_links_are_followed_and_modes_are_the_users(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "r.csv"
+    link.symlink_to(tmp_path / "there" / "real.csv")
+    write_files({link: b"1"})
+    assert link.is_symlink()
+    assert (tmp_path / "there" / "real.csv").read_bytes() == b"1"
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(link.stat().st_mode) == 0o666 & ~umask
+
+
+def test_describe_run(make_store: Any) -> None:
+    from vitsee_stores import open_store
+
+    store = open_store(make_store("tiny.zarr"), label="mine")
+    given = {"metrics": ("a", "b"), "seed": 3, "out": Path("x.csv")}
+    record = describe_run([store], command=["vitsee", "x"], parameters=given)
+    assert json.loads(json.dumps(record)) == record
+    assert record["parameters"] == {"metrics": ["a", "b"], "seed": 3, "out": "x.csv"}
+    assert record["stores"][0]["label"] == "mine"
+    assert record["stores"][0]["store_id"] == store.manifest.store_id
+    assert record["versions"]["numpy"] == np.__version__

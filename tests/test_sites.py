@@ -1,0 +1,87 @@
+"""vitsee sites: the table of what a model offers, for people and for scripts."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from vitsee_cli.main import main
+
+VIT = (
+    *("vit_tiny_patch16_224", "--random-init", "0", "--img-size", "32x48"),
+    *("--model-arg", "depth=2", "--model-arg", "embed_dim=48"),
+)
+
+
+def sites(*args: str) -> Result:
+    return CliRunner().invoke(main, ["sites", *args])
+
+
+def rows(*args: str) -> list[dict[str, Any]]:
+    result = sites(*args, "--csv")
+    assert result.exit_code == 0, result.output
+    return list(csv.DictReader(io.StringIO(result.stdout)))
+
+
+def test_for_people() -> None:
+    result = sites(*VIT)
+    assert result.exit_code == 0, result.output
+    listed = [line.split()[0] for line in result.stdout.splitlines() if line]
+    assert listed[0] == "site"
+    for name in ("embed", "blocks.0.attn.branch", "blocks.1.out", "pooled", "logits"):
+        assert name in listed
+    assert "blocks.0.attn.qkv" not in listed, "single modules are not listed unless asked for"
+    assert "outputs of single modules (--sites modules)" in result.stdout
+    assert "attention: 2 blocks (blocks.0 to blocks.1)" in result.stdout
+    assert "residual: 4 sublayers (blocks.0.attn to blocks.1.mlp)" in result.stdout
+
+
+def test_numbers() -> None:
+    """7 tokens (CLS and 2 x 3 patches) of 48 channels in float16: 672 bytes."""
+    by_name = {row["site"]: row for row in rows(*VIT)}
+    out = by_name["blocks.1.out"]
+    assert (out["shape"], out["grid"], out["prefix"]) == ("7x48", "2x3", "cls")
+    assert (out["depth"], out["rel_depth"], out["size_bytes"]) == ("2", "1.0", "672")
+    alias = by_name["blocks.1.in"]
+    assert (alias["alias_of"], alias["size_bytes"]) == ("blocks.0.out", "0")
+    assert by_name["pooled"]["size_bytes"] == str(48 * 4)
+
+
+def test_selection_keeps_the_models_order() -> None:
+    chosen = rows(*VIT, "--sites", "head", "--sites", "blocks")
+    assert [row["site"] for row in chosen][:3] == ["embed", "blocks.0.out", "blocks.1.out"]
+    assert [row["site"] for row in rows(*VIT, "--sites", "blocks.-1.out")] == ["blocks.1.out"]
+
+
+def test_json_tells_why_something_is_missing() -> None:
+    result = sites("test_resnet", "--random-init", "0", "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert isinstance(record["attention"], str)
+    assert record["residual"][0].startswith("layer1.0")
+    assert any(row["site"] == "layer1.0.out" for row in record["sites"])
+
+
+@pytest.mark.parametrize(
+    ("args", "phrase"),
+    [
+        (("vit_tiny_patch17_224", "--random-init", "0"), "vit_tiny_patch1"),
+        ((*VIT, "--sites", "blokcs.*"), "no site matches 'blokcs.*'"),
+        (("vit_tiny_patch16_224", "--checkpoint", "missing.pth"), "missing.pth"),
+    ],
+)
+def test_mistakes_are_one_line(args: tuple[str, ...], phrase: str) -> None:
+    result = sites(*args)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert phrase in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_one_format_at_a_time() -> None:
+    assert sites(*VIT, "--csv", "--json").exit_code == 2

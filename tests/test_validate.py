@@ -1,0 +1,68 @@
+"""vitsee validate: a sound store is said to be sound, damage is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from vitsee_cli.main import main
+
+MakeStore = Callable[..., Path]
+
+
+def validate(*args: object) -> Result:
+    return CliRunner().invoke(main, ["validate", *map(str, args)])
+
+
+def a_chunk(store: Path, array: str) -> Path:
+    return sorted((store / array).glob("c*"))[0]
+
+
+def test_sound(make_store: MakeStore) -> None:
+    store = make_store()
+    for more in ([], ["--deep"]):
+        result = validate(store, *more)
+        assert result.exit_code == 0, result.output
+        assert result.stdout == f"ok: {store}: 3 of 3 slabs\n"
+        assert result.stderr == ""
+
+
+def test_unfinished_is_no_damage_but_said(make_store: MakeStore) -> None:
+    result = validate(make_store(slabs=[1]), "--deep")
+    assert result.exit_code == 0, result.output
+    assert "1 of 3 slabs" in result.stdout
+    assert "unfinished" in result.stdout
+
+
+def test_flipped_bit(make_store: MakeStore) -> None:
+    store = make_store()
+    chunk = a_chunk(store, "acts/blocks.1.out/grid")
+    data = bytearray(chunk.read_bytes())
+    data[3] ^= 1
+    chunk.write_bytes(data)
+    result = validate(store, "--deep")
+    assert result.exit_code == 1
+    assert "acts/blocks.1.out/grid" in result.stdout
+    assert len(result.stderr.splitlines()) == 1
+    assert "is damaged" in result.stderr
+    assert "acts/blocks.1.out/grid" in result.stderr
+
+
+def test_lost_chunk(make_store: MakeStore) -> None:
+    store = make_store()
+    a_chunk(store, "pooled/embed/cls").unlink()
+    result = validate(store)
+    assert result.exit_code == 1
+    assert "pooled/embed/cls" in result.stderr
+
+
+def test_no_store(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("missing.zarr", "folder"):
+        result = validate(tmp_path / name)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert len(result.stderr.splitlines()) == 1
+        assert name in result.stderr

@@ -1,0 +1,211 @@
+"""Train the two models that ship with vitsee on Fashion-MNIST, from scratch and seeded.
+
+    python tools/train_demo_models.py FASHION_MNIST_DIR vit     # about an hour on 2 CPU cores
+    python tools/train_demo_models.py FASHION_MNIST_DIR resnet  # about 6 minutes
+
+FASHION_MNIST_DIR holds the four IDX files of the data set (`*-ubyte.gz`; Debian ships them in the
+package dataset-fashion-mnist, under /usr/share/datasets). Each model is a plain timm architecture
+and is written as a timm `local-dir:` folder (config.json, model.safetensors) with `training.json`
+beside the weights: the recipe, the seed and the accuracy on the 10,000 test images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from timm.models import save_for_hf
+
+SIZE = 32
+MEAN, STD = 0.2860, 0.3530
+CLASSES = [
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+]
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "vit": {
+        "architecture": "vit_tiny_patch16_224",
+        "model_args": {
+            "img_size": SIZE,
+            "patch_size": 4,
+            "embed_dim": 96,
+            "depth": 6,
+            "num_heads": 4,
+            "mlp_ratio": 2.0,
+        },
+        "cfg": {"first_conv": "patch_embed.proj", "classifier": "head"},
+        "epochs": 10,
+        "batch": 64,
+        "lr": 1e-3,
+        "weight_decay": 0.05,
+        "shift": 1,
+        "erase": 0.0,
+    },
+    "resnet": {
+        "architecture": "resnet26",
+        "model_args": {"channels": [16, 32, 64, 128]},
+        "cfg": {"first_conv": "conv1", "classifier": "fc"},
+        "epochs": 12,
+        "batch": 128,
+        "lr": 3e-3,
+        "weight_decay": 0.02,
+        "shift": 2,
+        "erase": 0.1,
+    },
+}
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The array in a gzipped IDX file of unsigned bytes."""
+    with gzip.open(path) as file:
+        raw = file.read()
+    shape = np.frombuffer(raw, ">i4", count=raw[3], offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+
+
+def load_split(folder: Path, stem: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images resized as the models' own transform does it, (n, 32, 32) uint8, and labels."""
+    images = read_idx(folder / f"{stem}-images-idx3-ubyte.gz")
+    labels = read_idx(folder / f"{stem}-labels-idx1-ubyte.gz").astype(np.int64)
+    resized = [Image.fromarray(i).resize((SIZE, SIZE), Image.Resampling.BICUBIC) for i in images]
+    return np.stack([np.asarray(i) for i in resized]), labels
+
+
+def to_input(images: np.ndarray) -> torch.Tensor:
+    """(n, 32, 32) uint8 -> (n, 3, 32, 32) float32, normalised."""
+    x = (torch.from_numpy(images).float() / 255 - MEAN) / STD
+    return x[:, None].expand(-1, 3, -1, -1).contiguous()
+
+
+def augment(images: np.ndarray, rng: np.random.Generator, shift: int, erase: float) -> np.ndarray:
+    """Shift by up to `shift` px, flip half of them, erase a square in a part `erase` of them."""
+    n = len(images)
+    padded = np.pad(images, ((0, 0), (shift, shift), (shift, shift)))
+    out = np.empty_like(images)
+    shifts = rng.integers(0, 2 * shift + 1, (n, 2))
+    flips, erased = rng.random(n) < 0.5, rng.random(n) < erase
+    corners = rng.integers(0, SIZE - 12, (n, 2))
+    for k in range(n):
+        dy, dx = shifts[k]
+        image = padded[k, dy : dy + SIZE, dx : dx + SIZE]
+        out[k] = image[:, ::-1] if flips[k] else image
+        if erased[k]:
+            y, x = corners[k]
+            out[k, y : y + 12, x : x + 12] = rng.integers(0, 256)
+    return out
+
+
+@torch.inference_mode()
+def accuracy(model: torch.nn.Module, images: np.ndarray, labels: np.ndarray) -> float:
+    model.eval()
+    hits = 0
+    for start in range(0, len(images), 500):
+        rows = slice(start, start + 500)
+        hits += int((model(to_input(images[rows])).argmax(1).numpy() == labels[rows]).sum())
+    return hits / len(images)
+
+
+def train(name: str, source: Path, target: Path, seed: int) -> None:
+    recipe = RECIPES[name]
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    model = timm.create_model(recipe["architecture"], num_classes=10, **recipe["model_args"])
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False  # faster than the fused kernel for 65 tokens on a CPU
+    images, labels = load_split(source, "train")
+    test_images, test_labels = load_split(source, "t10k")
+    batch = recipe["batch"]
+    steps = len(images) // batch * recipe["epochs"]
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=recipe["weight_decay"])
+    loss_of = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    started, step = time.time(), 0
+    for epoch in range(recipe["epochs"]):
+        model.train()
+        order = rng.permutation(len(images))
+        for start in range(0, len(order) - batch + 1, batch):
+            rows = order[start : start + batch]
+            warmup = min(1.0, step / 500)
+            rate = recipe["lr"] * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss = loss_of(
+                model(to_input(augment(images[rows], rng, recipe["shift"], recipe["erase"]))),
+                torch.from_numpy(labels[rows]),
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            step += 1
+        reached = accuracy(model, test_images, test_labels)
+        minutes = (time.time() - started) / 60
+        print(f"{name} epoch {epoch + 1}: test {reached:.4f}, {minutes:.1f} min", flush=True)
+        save(model, recipe, target / name, seed, epoch + 1, reached)
+
+
+def save(
+    model: torch.nn.Module, recipe: dict[str, Any], folder: Path, seed: int, epochs: int, acc: float
+) -> None:
+    pretrained_cfg = {
+        "architecture": recipe["architecture"],
+        "input_size": [3, SIZE, SIZE],
+        "fixed_input_size": True,
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+        "crop_mode": "center",
+        "mean": [MEAN] * 3,
+        "std": [STD] * 3,
+        "num_classes": 10,
+        "license": "mit",
+        **recipe["cfg"],
+    }
+    model.pretrained_cfg = pretrained_cfg  # type: ignore[assignment]
+    save_for_hf(
+        model,
+        folder,
+        model_config={"label_names": CLASSES},
+        model_args=recipe["model_args"],
+        safe_serialization=True,
+    )
+    record = {
+        "data": "Fashion-MNIST train (60,000 images), resized from 28 to 32 px, grey as RGB",
+        "test_accuracy": acc,
+        "test_images": 10000,
+        "seed": seed,
+        "epochs": epochs,
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "recipe": recipe,
+    }
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("model", choices=sorted(RECIPES))
+    parser.add_argument(
+        "--target", type=Path, default=Path(__file__).parents[1] / "vitsee_core/images/demo"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    train(args.model, args.source, args.target, args.seed)

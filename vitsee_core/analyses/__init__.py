@@ -1,0 +1,1 @@
+"""The analyses, one a file: definition and source, `run(*stores, ...) -> Table`, `plot(Table)`."""

@@ -1,0 +1,310 @@
+"""Attention distance: how far from itself a token looks, head by head.
+
+Per image, block and head, over spatial queries q and keys k (class token and other prefix tokens
+are no queries and no keys):
+
+    distance_px = mean_q sum_k w_qk |p_q - p_k|,   w_qk = A_qk / sum_k' A_qk'
+
+with p the patches' places in input pixels. The table holds its mean over images.
+
+- `distance_px`: Dosovitskiy et al. 2021 (Fig. 7 right, 10) and Raghu et al. 2021 (Figs. 3, 4, C.5,
+  C.6), who do not say what happens to the class token; its share is taken out as Walmer et al. do.
+- `distance_px_raw`: w_qk = A_qk, not renormalised: mass on prefix tokens counts as distance 0.
+- `distance_unit`: the grid on a unit square, x = col / (cols - 1), as in the code of Walmer et al.
+  2023 (Figs. 4, 15). Uniform attention gets 0.602, 0.560, 0.540 on 7 x 7, 14 x 14, 28 x 28 cells,
+  so that models of different patch size do not compare in this unit; they do in pixels.
+- `distance_relative`: distance_px over that of uniform attention on the same grid; 1 is a head that
+  looks everywhere alike.
+
+Means go over queries, then images; sorting heads and averaging over them is left to the figures.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.heads import Block, attention_blocks, uniform_distance
+from vitsee_core.moments import INTERVAL_METHOD, Moments, Summary
+from vitsee_core.plotting import (
+    COLOURS,
+    colour,
+    integer_ticks,
+    legend_above_data,
+    marker,
+    new_figure,
+    reference_line,
+    shorten,
+    styled,
+)
+from vitsee_core.results import Table
+from vitsee_core.streaming import choose_rows, fold
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_core.streaming import Map
+    from vitsee_stores import Slab, Store
+
+Array = tuple[str, str]
+
+log = logging.getLogger(__name__)
+
+METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
+COLUMNS = (
+    *("store", "model", "site", "depth", "rel_depth", "head", "metric"),
+    *("value", "std", "low", "high", "n_images"),
+)
+UNITS = {
+    "distance_px": "attention distance (px)",
+    "distance_px_raw": "attention distance, not renormalised (px)",
+    "distance_unit": "attention distance (unit square)",
+    "distance_relative": "attention distance / uniform",
+}
+# Two lowest and two highest blocks: cold and warm, the outermost darker.
+SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
+
+
+class Distances:
+    """Moments over images of stored arrays (name, group), each (blocks, heads); a head that had no
+    spatial mass in an image, or is not there, is NaN and left out."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._moments = {array: Moments() for array in arrays}
+
+    def update(self, slab: Slab) -> None:
+        """Count a slab's valid images."""
+        for (name, group), moments in self._moments.items():
+            moments.add(slab.attention(name, group)[slab.valid])
+
+    def merge(self, other: Distances) -> None:
+        """Count what `other` counted."""
+        for array, moments in self._moments.items():
+            moments.merge(other._moments[array])
+
+    def result(self) -> dict[Array, Summary]:
+        """Array -> summary over images, entries (blocks, heads)."""
+        return {array: moments.summary() for array, moments in self._moments.items()}
+
+
+def run(
+    *stores: Store,
+    metrics: Sequence[str] = METRICS,
+    sites: Sequence[str] = ("blocks",),
+    images: int | None = None,
+    seed: int = 0,
+    jobs: int = 1,
+    memory: int | None = None,
+    map: Map | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> Table:
+    """One row a store, metric, block and head: mean over images, spread and 95 % interval.
+
+    Columns: see `COLUMNS`; `value`, `std`, `low`, `high` in the metric's unit, `n_images` the
+    images counted. NaN: no image counted (`value`), or fewer than two (`std`, `low`, `high`), or a
+    grid of one cell (`distance_relative`). The stores need not hold the same images.
+
+    Args:
+        stores: with attention summaries.
+        metrics: some of `METRICS`.
+        sites: block paths, globs of them, `blocks`; `blocks.-1` counts from the end.
+        images: use so many; see `choose_rows`.
+        seed: of a sample of images, where one is drawn.
+        jobs: slabs read at a time.
+        memory: bytes to stay within.
+        map: see `fold`.
+        progress: told the number of images done.
+
+    Raises:
+        MissingInput: a store has no attention summaries.
+        SiteError: a pattern matches no block.
+        VitseeError: unknown metric, or no valid image among those asked for.
+    """
+    for metric in metrics:
+        if metric not in METRICS:
+            raise VitseeError(f"no metric {metric!r}; metrics of attn-dist: {', '.join(METRICS)}")
+    wanted = [metric for metric in METRICS if metric in metrics]
+    plans = [attention_blocks(store, sites) for store in stores]
+    rows: list[dict[str, Any]] = []
+    counts: dict[str, Any] = {}
+    for store, blocks in zip(stores, plans, strict=True):
+        chosen = choose_rows(store, images, seed)
+        counts[store.label] = chosen.describe()
+        for remark in chosen.remarks:
+            log.info("%s", remark)
+        arrays = dict.fromkeys(_array(block, metric) for block in blocks for metric in wanted)
+        summaries = fold(
+            store,
+            partial(Distances, tuple(arrays)),
+            rows=chosen,
+            jobs=jobs,
+            memory=memory,
+            map=map,
+            progress=progress,
+        ).result()
+        for metric in wanted:
+            for block in blocks:
+                rows += _rows(store, block, metric, summaries[_array(block, metric)])
+    notes = {"interval": INTERVAL_METHOD, "seed": seed, "images": counts}
+    return Table.from_rows(rows, COLUMNS, notes)
+
+
+def _array(block: Block, metric: str) -> Array:
+    """The stored array behind a metric: its name and group."""
+    return ("distance_px" if metric == "distance_relative" else metric), block.group
+
+
+def _rows(store: Store, block: Block, metric: str, summary: Summary) -> list[dict[str, Any]]:
+    scale = 1.0
+    if metric == "distance_relative":
+        uniform = uniform_distance(block.layout)
+        scale = 1 / uniform if uniform > 0 else np.nan
+    return [
+        {
+            "store": store.label,
+            "model": store.manifest.model.get("name", ""),
+            "site": block.site,
+            "depth": block.depth,
+            "rel_depth": block.rel_depth,
+            "head": head,
+            "metric": metric,
+            "value": float(summary.mean[block.row, head] * scale),
+            "std": float(summary.std[block.row, head] * scale),
+            "low": float(summary.low[block.row, head] * scale),
+            "high": float(summary.high[block.row, head] * scale),
+            "n_images": int(summary.n[block.row, head]),
+        }
+        for head in range(block.n_heads)
+    ]
+
+
+@styled
+def plot(table: Table) -> Figure:
+    """Panels of three kinds, from the table alone.
+
+    One a store: heads sorted by distance in the two lowest and the two highest blocks, the 95 %
+    interval as a band (Raghu et al. 2021, Figs. 3, 4, C.5, C.6). One a store: all heads against
+    depth, their mean as a line (Dosovitskiy et al. 2021, Fig. 7 right; Walmer et al. 2023, Fig. 4
+    left). With several stores, their means over heads against relative depth in one panel (Walmer
+    et al. 2023, Figs. 4 right, 15); relative to uniform attention where the stores' inputs differ
+    in size, as pixels do not compare then. Dashed: uniform attention, where the table tells it
+    (for pixels it has to hold `distance_relative` too). The metric is the first of `METRICS`.
+    """
+    metric = next(m for m in METRICS if m in table.unique("metric"))
+    labels = table.unique("store")
+    lines = -(-len(labels) // 3)
+    across = -(-len(labels) // lines)
+    several = len(labels) > 1
+    figure = new_figure(*((3.2 * across, 5.4 * lines + 3.0) if several else (7.4, 3.1)))
+    grid = figure.add_gridspec(*((2 * lines + 1, across) if several else (1, 2)))
+    pairs: list[tuple[Axes, Axes]] = []
+    for i, (label, rows) in enumerate(table.groups("store")):
+        uniform, drawn = _uniform_of(rows, metric), rows.where(metric=metric)
+        line, column = divmod(i, across)
+        above = figure.add_subplot(grid[line, column])
+        below = figure.add_subplot(grid[lines + line, column] if several else grid[0, 1])
+        _draw_sorted(above, drawn, uniform)
+        _draw_depth(below, drawn, uniform)
+        for axes in (above, below):
+            axes.set_title(f"{shorten(label, 22)} (n = {_count(drawn)})")
+            axes.set_ylabel(UNITS[metric] if column == 0 else "")
+        pairs.append((above, below))
+    _same_scale(pairs)
+    if several:
+        _draw_layers(figure.add_subplot(grid[-1, :]), table, metric)
+    return figure
+
+
+def _count(rows: Table) -> str:
+    low, high = rows["n_images"].min(), rows["n_images"].max()
+    return str(high) if low == high else f"{low} to {high}"
+
+
+def _uniform_of(rows: Table, metric: str) -> dict[str, float]:
+    """Site -> the distance of uniform attention, as far as one store's rows tell it."""
+    if metric == "distance_relative":
+        return dict.fromkeys(rows.unique("site"), 1.0)
+    if metric != "distance_px":
+        return {}
+    relative = rows.where(metric="distance_relative")
+    found = {}
+    for site, of_site in relative.groups("site"):
+        px = rows.where(metric=metric, site=site)
+        heads = np.flatnonzero(of_site["value"] > 0)
+        if len(heads) and np.array_equal(px["head"], of_site["head"]):
+            found[site] = float(np.median(px["value"][heads] / of_site["value"][heads]))
+    return found
+
+
+def _layer_means(rows: Table, depth: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The blocks' depths and their means over heads (those with a value)."""
+    blocks = [block for _, block in rows.groups("site")]
+    finite = [block["value"][~np.isnan(block["value"])] for block in blocks]
+    means = [values.mean() if len(values) else np.nan for values in finite]
+    return np.array([block[depth][0] for block in blocks]), np.array(means)
+
+
+def _draw_uniform(axes: Axes, values: Iterable[float]) -> None:
+    """A dashed line at each distinct value (to a percent), the highest one named."""
+    drawn: list[float] = []
+    for value in sorted(values, reverse=True):
+        if not drawn or value < 0.99 * drawn[-1]:
+            reference_line(axes, value, "" if drawn else "uniform attention")
+            drawn.append(value)
+
+
+def _draw_sorted(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
+    sites = rows.unique("site")
+    shown = list(dict.fromkeys(sites[:2] + sites[-2:]))
+    for i, site in enumerate(shown):
+        heads = rows.where(site=site)
+        heads = heads.take(np.argsort(heads["value"], kind="stable"))
+        rank = np.arange(1, len(heads) + 1)
+        tint = SHADES[i if i < len(shown) / 2 else i - len(shown)]
+        axes.fill_between(rank, heads["low"], heads["high"], color=tint, alpha=0.2, linewidth=0)
+        axes.plot(rank, heads["value"], color=tint, marker=marker(i), label=site)
+    _draw_uniform(axes, [uniform[site] for site in shown if site in uniform])
+    integer_ticks(axes, [1, max(rows["head"]) + 1])
+    axes.set_xlabel("heads of a block, sorted")
+    legend_above_data(axes, 2)
+
+
+def _draw_depth(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
+    axes.scatter(
+        rows["depth"], rows["value"], s=16, color=COLOURS[0], alpha=0.5, linewidth=0, label="head"
+    )
+    axes.plot(*_layer_means(rows, "depth"), color="black", label="mean over heads")
+    _draw_uniform(axes, uniform.values())
+    integer_ticks(axes, rows["depth"])
+    axes.set_xlabel("block")
+    legend_above_data(axes, 2)
+
+
+def _draw_layers(axes: Axes, table: Table, metric: str) -> None:
+    uniform = [v for _, rows in table.groups("store") for v in _uniform_of(rows, metric).values()]
+    if uniform and max(uniform) > 1.02 * min(uniform):
+        metric, uniform = "distance_relative", [1.0]
+    for i, (label, rows) in enumerate(table.where(metric=metric).groups("store")):
+        x, y = _layer_means(rows, "rel_depth")
+        axes.plot(x, y, color=colour(i), marker=marker(i), label=shorten(label, 28))
+    _draw_uniform(axes, uniform)
+    axes.set_xlabel("relative depth (first block 0, last block 1)")
+    axes.set_ylabel(UNITS[metric])
+    axes.set_title("mean over heads")
+    legend_above_data(axes, 3)
+
+
+def _same_scale(pairs: Sequence[tuple[Axes, Axes]]) -> None:
+    """All panels on one y axis from 0, unless that would flatten a store below a third of it."""
+    tops = [max(axes.get_ylim()[1] for axes in pair) for pair in pairs]
+    alike = min(tops) > max(tops) / 3
+    for pair, top in zip(pairs, tops, strict=True):
+        for axes in pair:
+            axes.set_ylim(0, max(tops) if alike else top)

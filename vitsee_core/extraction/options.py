@@ -1,0 +1,113 @@
+"""What a caller may choose for an extraction. None means: the default, or what the store holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitsee_stores.errors import VitseeError
+
+ATTENTION_LEVELS = ("none", "summary", "rows", "full")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+DEFAULT_SITES = ("blocks", "head")
+DEFAULT_SLAB = 256
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and with which weights and input geometry."""
+
+    name: str
+    checkpoint: Path | None = None
+    random_init: int | None = None
+    img_size: tuple[int, int] | None = None
+    img_mean: tuple[float, ...] | None = None
+    img_std: tuple[float, ...] | None = None
+    crop_pct: float | None = None
+    model_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which images, in which order."""
+
+    data: str
+    split: str | None = None
+    images: int | None = None
+    per_class: int | None = None
+    seed: int | None = None
+    order: str | None = None
+
+
+@dataclass(frozen=True)
+class KeepOptions:
+    """What the store keeps. A field that is None takes the default of a new store, or the value
+    of the store that is joined; a field that is set must equal the joined store's."""
+
+    sites: tuple[str, ...] | None = None
+    tokens: tuple[str, ...] | None = None
+    attention: str | None = None
+    residual: bool | None = None
+    inputs: bool | None = None
+    dtype: tuple[str, ...] | None = None
+    codec: str | None = None
+    slab: int | None = None
+    precision: str | None = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How this process works; nothing here changes the numbers in the store."""
+
+    output: Path
+    batch_size: int | None = None
+    device: str = "auto"
+    workers: int | None = None
+    shard: str | None = None
+    on_error: str = "nan"
+    force: bool = False
+    dry_run: bool = False
+    command: str = ""
+
+
+def parse_tokens(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
+    """`--tokens` values as (default, {selector: 'all' | 'pooled'}).
+
+    Raises:
+        VitseeError: a value that is none of all, pooled, GROUP=all, GROUP=pooled.
+    """
+    default, per_group = "all", {}
+    for text in texts or ():
+        selector, _, value = text.rpartition("=")
+        if value not in ("all", "pooled"):
+            raise VitseeError(
+                f"--tokens is {text!r}; expected all, pooled, or GROUP=pooled (as norms=pooled)"
+            )
+        if selector:
+            per_group[selector] = value
+        else:
+            default = value
+    return default, per_group
+
+
+def parse_dtypes(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
+    """`--dtype` values as (default, {selector: dtype}).
+
+    Raises:
+        VitseeError: a value that is none of float16, float32, SITE=float16, SITE=float32.
+    """
+    default, per_site = "float16", {}
+    for text in texts or ():
+        selector, _, value = text.rpartition("=")
+        if value not in ("float16", "float32"):
+            raise VitseeError(
+                f"--dtype is {text!r}; expected float16, float32, or SITE=float32 "
+                "(Zarr has no bfloat16)"
+            )
+        if selector:
+            per_site[selector] = value
+        else:
+            default = value
+    return default, per_site

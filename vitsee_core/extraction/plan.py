@@ -1,0 +1,209 @@
+"""From choices, a model's sites and a list of images to the exact contents of a store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.extraction.options import (
+    DEFAULT_SITES,
+    DEFAULT_SLAB,
+    KeepOptions,
+    parse_dtypes,
+    parse_tokens,
+)
+from vitsee_core.machine import human_bytes, memory_bytes
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import (
+    AttentionGroup,
+    SiteSpec,
+    StorePlan,
+    TokenLayout,
+    arrays,
+    select_names,
+)
+
+if TYPE_CHECKING:
+    from vitsee_core.models.sites import AttentionBlock, SiteTable
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Every choice about a store's contents, resolved; `requested` is what identity compares."""
+
+    sites: tuple[SiteSpec, ...]
+    attention: str
+    residual: bool
+    inputs: tuple[int, int, int] | None
+    codec: str
+    precision: str
+    left_out: dict[str, str]
+    requested: dict[str, Any]
+
+
+def choose(
+    keep: KeepOptions,
+    stored: Mapping[str, Any],
+    table: SiteTable,
+    input_size: tuple[int, int, int],
+) -> Choices:
+    """Resolve `keep` against the joined store's identity (`stored`, {} for a new one) and what the
+    model can serve. A default that it cannot serve is left out with its reason.
+
+    Raises:
+        VitseeError: an explicit choice that the model cannot serve, a selector that matches
+            nothing.
+    """
+    asked = stored_choices(stored)
+    patterns = keep.sites if keep.sites is not None else asked.get("sites", DEFAULT_SITES)
+    tokens_default, tokens_by = (
+        parse_tokens(keep.tokens) if keep.tokens is not None else asked.get("tokens", ("all", {}))
+    )
+    dtype_default, dtype_by = (
+        parse_dtypes(keep.dtype) if keep.dtype is not None else asked.get("dtype", ("float16", {}))
+    )
+    names = stored_names(select_names(patterns, table.sites))
+    tokens = dict.fromkeys(names, tokens_default)
+    for selector, value in tokens_by.items():
+        tokens |= dict.fromkeys(stored_names(select_names([selector], table.sites)), value)
+    dtypes = dict.fromkeys(names, dtype_default)
+    for selector, value in dtype_by.items():
+        dtypes |= dict.fromkeys(stored_names(select_names([selector], table.sites)), value)
+    sites = tuple(
+        dataclasses.replace(s, tokens=tokens[s.name], dtype=dtypes[s.name])
+        for s in table.sites
+        if s.name in names
+    )
+    left_out: dict[str, str] = {}
+
+    def serve(name: str, given: Any, default: Any, off: Any, refusal: str | None) -> Any:
+        value = given if given is not None else stored.get(name, default)
+        if value == off or refusal is None:
+            return value
+        if given is not None:
+            raise VitseeError(f"--{name} {given} cannot be served: {refusal}")
+        left_out[name] = refusal
+        return off
+
+    attention = serve("attention", keep.attention, "summary", "none", table.attention_refusal)
+    residual = serve("residual", keep.residual, True, False, table.residual_refusal)
+    if attention != "none" and table.rollout_refusal is not None:
+        left_out["rollout"] = table.rollout_refusal
+    inputs = keep.inputs if keep.inputs is not None else stored.get("inputs", False)
+    aliases = tuple(s for s in table.sites if s.alias_of in names)
+    return Choices(
+        sites=in_order((*sites, *aliases), table),
+        attention=attention,
+        residual=residual,
+        inputs=input_size if inputs else None,
+        codec=keep.codec or stored.get("codec", "none"),
+        precision=keep.precision or stored.get("precision", "fp32"),
+        left_out=left_out,
+        requested={
+            "sites": [site.name for site in sites],
+            "tokens": {"default": tokens_default, **tokens_by},
+            "dtype": {"default": dtype_default, **dtype_by},
+        },
+    )
+
+
+def stored_choices(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The selections in a stored identity, in the form that the option parsers return."""
+    out: dict[str, Any] = {}
+    if "sites" in stored:
+        out["sites"] = tuple(stored["sites"])
+    for key in ("tokens", "dtype"):
+        if key in stored:
+            by = dict(stored[key])
+            out[key] = (by.pop("default"), by)
+    return out
+
+
+def stored_names(sites: Iterable[SiteSpec]) -> set[str]:
+    """The names under which `sites` are stored: an alias counts as the site it equals."""
+    return {site.alias_of or site.name for site in sites}
+
+
+def in_order(sites: Iterable[SiteSpec], table: SiteTable) -> tuple[SiteSpec, ...]:
+    """`sites` in the model's order."""
+    place = {site.name: i for i, site in enumerate(table.sites)}
+    return tuple(sorted(sites, key=lambda site: place[site.name]))
+
+
+def build_plan(choices: Choices, table: SiteTable, n_images: int, slab: int) -> StorePlan:
+    """The store's contents for `n_images` images in slabs of `slab`."""
+    groups = attention_groups(table.attention) if choices.attention != "none" else ()
+    return StorePlan(
+        n_images=n_images,
+        slab=slab,
+        codec=choices.codec,
+        sites=choices.sites,
+        attention=groups,
+        attention_level=choices.attention,
+        rollout=bool(groups) and table.rollout_refusal is None,
+        sublayers=tuple((s.name, s.layout) for s in table.sublayers) if choices.residual else (),
+        inputs=choices.inputs,
+    )
+
+
+def attention_groups(blocks: Sequence[AttentionBlock]) -> tuple[AttentionGroup, ...]:
+    """Blocks with the same token layout together, in the model's order; the first is unnamed."""
+    by_layout: dict[TokenLayout, list[AttentionBlock]] = {}
+    for block in blocks:
+        by_layout.setdefault(block.layout, []).append(block)
+    groups = []
+    for layout, members in by_layout.items():
+        rows, cols = layout.grid or (0, 0)
+        groups.append(
+            AttentionGroup(
+                prefix=f"grid_{rows}x{cols}" if groups else "",
+                blocks=tuple(b.name for b in members),
+                n_heads=tuple(b.n_heads for b in members),
+                layout=layout,
+            )
+        )
+    return tuple(groups)
+
+
+def slab_bytes(plan: StorePlan) -> int:
+    """Host memory of one slab's buffers."""
+    return sum(
+        plan.slab * int(np.prod(spec.shape[1:], dtype=np.int64)) * np.dtype(spec.dtype).itemsize
+        for spec in arrays(plan).values()
+        if spec.per == "image"
+    )
+
+
+def fit_slab(
+    explicit: int | None, choices: Choices, table: SiteTable, n_images: int
+) -> tuple[int, str | None]:
+    """The slab size and a line to say when the default was reduced.
+
+    The default is halved until two slabs fit a quarter of the memory; an explicit value is kept.
+
+    Raises:
+        VitseeError: two slabs of an explicit size exceed the memory, or the size is not positive.
+    """
+    memory = memory_bytes()
+    if explicit is not None:
+        if explicit < 1:
+            raise VitseeError(f"--slab is {explicit}; expected a positive number of images")
+        slab = min(explicit, n_images)
+        need = 2 * slab_bytes(build_plan(choices, table, n_images, slab))
+        if need > memory:
+            raise VitseeError(
+                f"--slab {explicit} needs {human_bytes(need)} of memory for two slabs, this "
+                f"machine has {human_bytes(memory)}; choose a smaller one"
+            )
+        return slab, None
+    slab = min(DEFAULT_SLAB, n_images)
+    while slab > 1 and 2 * slab_bytes(build_plan(choices, table, n_images, slab)) > memory // 4:
+        slab = (slab + 1) // 2
+    note = None
+    if slab < min(DEFAULT_SLAB, n_images):
+        note = f"slab reduced to {slab} images so that two fit a quarter of the memory"
+    return slab, note

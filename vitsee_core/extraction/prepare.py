@@ -1,0 +1,230 @@
+"""Everything between the command line and the first slab: model, images, checks, manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vitsee_core.extraction.device import precision_context, resolve_device
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
+from vitsee_core.images import Selection, batches, normalise, open_source, select
+from vitsee_core.models import LoadedModel, SiteTable, load_model, self_check, site_table
+from vitsee_stores import StoreWriter
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import FORMAT_VERSION, SiteSpec, StorePlan
+from vitsee_stores.manifest import Manifest, check_identity, new_manifest
+
+if TYPE_CHECKING:
+    from vitsee_core.models.selfcheck import SelfCheck
+
+CHECK_IMAGES = 4
+CHECK_WITHIN = 64
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked extraction: `writer` is None until the store exists."""
+
+    model: LoadedModel
+    table: SiteTable
+    selection: Selection
+    device: torch.device
+    precision: str
+    manifest: Manifest
+    writer: StoreWriter | None
+    notes: tuple[str, ...]
+
+    @property
+    def plan(self) -> StorePlan:
+        """What the store holds."""
+        return self.manifest.plan
+
+    @property
+    def captured(self) -> list[SiteSpec]:
+        """The sites whose values are taken (aliases are not)."""
+        return [site for site in self.plan.sites if site.alias_of is None]
+
+
+def prepare(
+    model_options: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
+) -> Prepared:
+    """Load the model, choose the images, run the self-check, and settle what the store holds.
+
+    Nothing is written. An existing store is joined: it supplies every choice that was not given,
+    and is compared with those that were.
+
+    Raises:
+        VitseeError: anything the user can mend, in one line.
+        IdentityMismatch: the store at the output was made from something else.
+    """
+    writer = None if run.force else StoreWriter.join(run.output)
+    stored = dict(writer.manifest.identity) if writer else {}
+    device = resolve_device(run.device)
+    source = open_source(data.data, split=data.split)
+    selection = select(
+        source,
+        images=data.images,
+        per_class=data.per_class,
+        seed=data.seed if data.seed is not None else stored.get("seed", 0),
+        order=data.order or stored.get("order", "shuffled"),
+    )
+    model = load_model(**vars(model_options))
+    table = site_table(model)
+    choices = choose(keep, stored, table, model.input_size)
+    base = _fixed_identity(model, selection)
+    if writer is not None:
+        check_identity(stored, {**base, **_given(keep, data, choices, writer.manifest.plan)})
+        plan, notes = writer.manifest.plan, []
+    else:
+        slab, note = fit_slab(keep.slab, choices, table, len(selection.samples.ids))
+        plan = build_plan(choices, table, len(selection.samples.ids), slab)
+        notes = [note] if note else []
+    model.module.to(device)
+    check, fingerprint = run_self_check(model, table, plan, selection, device, choices.precision)
+    notes += [*selection.notes, *check.notes]
+    if writer is not None:
+        manifest = writer.manifest
+    else:
+        plan = _with_dtypes(plan, check.dtypes)
+        identity = {
+            **base,
+            **choices.requested,
+            "seed": data.seed if data.seed is not None else 0,
+            "order": data.order or "shuffled",
+            "slab": plan.slab,
+            "codec": choices.codec,
+            "attention": choices.attention,
+            "residual": choices.residual,
+            "inputs": choices.inputs is not None,
+            "precision": choices.precision,
+        }
+        manifest = new_manifest(
+            identity,
+            plan,
+            selection.samples,
+            model=_model_record(model),
+            transform=model.transform,
+            class_names=selection.class_names,
+            selfcheck=check.figures,
+            left_out={**choices.left_out, **table.left_out},
+            info={
+                "data": asdict(data),
+                "data_folder": os.getcwd(),
+                "selection": selection.identity,
+                "first_images_sha256": fingerprint,
+                "command": run.command,
+                "versions": versions(),
+            },
+        )
+    return Prepared(
+        model, table, selection, device, choices.precision, manifest, writer, tuple(notes)
+    )
+
+
+def run_self_check(
+    model: LoadedModel,
+    table: SiteTable,
+    plan: StorePlan,
+    selection: Selection,
+    device: torch.device,
+    precision: str,
+) -> tuple[SelfCheck, str]:
+    """The self-check on the first readable images of the store's order, and their fingerprint.
+
+    The same images for every process and batch size, so that all agree on the types.
+
+    Raises:
+        VitseeError: the check failed, or none of the first images can be read.
+    """
+    stop = min(CHECK_WITHIN, plan.n_images)
+    ranges = [slice(i, min(i + CHECK_IMAGES, stop)) for i in range(0, stop, CHECK_IMAGES)]
+    for batch in batches(selection, model.transform, ranges, workers=0, on_error="nan"):
+        if batch.valid.any():
+            break
+    else:
+        _, first_id, reason = batch.errors[0]
+        raise VitseeError(
+            f"none of the first {stop} images can be read (first: {first_id}: {reason}); "
+            "expected image files that Pillow opens"
+        )
+    pixels = batch.pixels[torch.from_numpy(batch.valid)]
+    blocks = {block for group in plan.attention for block in group.blocks}
+    chosen = {name for name, _ in plan.sublayers}
+    with torch.inference_mode(), precision_context(device, precision):
+        check = self_check(
+            model,
+            table,
+            normalise(pixels, model.transform, device),
+            sites=[site for site in plan.sites if site.alias_of is None],
+            sublayers=[s for s in table.sublayers if s.name in chosen],
+            attention=[b for b in table.attention if b.name in blocks],
+            dtypes={site.name: site.dtype for site in plan.sites},
+        )
+    if not check.ok:
+        raise VitseeError(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
+    return check, hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
+
+
+def _fixed_identity(model: LoadedModel, selection: Selection) -> dict[str, Any]:
+    """What is compared whether or not it was given explicitly."""
+    return {
+        "format": FORMAT_VERSION,
+        "model": {
+            "architecture": model.architecture,
+            "args": model.model_args,
+            "input_size": list(model.input_size),
+        },
+        "weights": model.weights["sha256"],
+        "transform": model.transform,
+        "samples_fingerprint": selection.samples.fingerprint(),
+    }
+
+
+def _given(
+    keep: KeepOptions, data: DataOptions, choices: Choices, plan: StorePlan
+) -> dict[str, Any]:
+    """The identity fields that were chosen explicitly."""
+    values: dict[str, Any] = {
+        "sites": choices.requested["sites"] if keep.sites is not None else None,
+        "tokens": choices.requested["tokens"] if keep.tokens is not None else None,
+        "dtype": choices.requested["dtype"] if keep.dtype is not None else None,
+        "seed": data.seed,
+        "order": data.order,
+        "slab": None if keep.slab is None else min(keep.slab, plan.n_images),
+        "codec": keep.codec,
+        "attention": keep.attention,
+        "residual": keep.residual,
+        "inputs": keep.inputs,
+        "precision": keep.precision,
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _with_dtypes(plan: StorePlan, dtypes: Mapping[str, str]) -> StorePlan:
+    sites = tuple(replace(site, dtype=dtypes.get(site.name, site.dtype)) for site in plan.sites)
+    return replace(plan, sites=sites)
+
+
+def _model_record(model: LoadedModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "architecture": model.architecture,
+        "args": model.model_args,
+        "input_size": list(model.input_size),
+        "n_params": sum(p.numel() for p in model.module.parameters()),
+        "weights": model.weights,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide the numbers."""
+    packages = ("vitsee", "torch", "timm", "zarr", "numpy")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

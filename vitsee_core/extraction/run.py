@@ -1,0 +1,298 @@
+"""model x images -> store: loading, forward pass, reduction and writing, overlapped.
+
+    images -> batches -> Capture -> SlabObserver -> slab buffers -> writer thread -> store
+
+Two sets of slab buffers go round: while one is written, the forward pass fills the other. Batches
+never cross a slab, so a slab's bytes do not depend on which process makes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vitsee_core.extraction.device import device_name, precision_context
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.plan import slab_bytes
+from vitsee_core.extraction.prepare import Prepared, prepare, versions
+from vitsee_core.extraction.sharding import Shard
+from vitsee_core.extraction.signals import Interrupted, StopRequest
+from vitsee_core.extraction.slab import SlabBuffers, SlabObserver, check_peaks, to_store
+from vitsee_core.extraction.timing import Clock, TimedObserver
+from vitsee_core.images import Batch, batches, normalise
+from vitsee_core.machine import free_disk_bytes, human_bytes, n_cores
+from vitsee_core.models.capture import Capture
+from vitsee_stores import StoreWriter, remove_store
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import n_bytes
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """Told how far a run is; this one shows nothing, the terminal's draws a bar."""
+
+    def start(self, total: int, done: int = 0) -> None:
+        """`total` images are to be done, `done` of them already are."""
+
+    def advance(self, images: int, size_bytes: int = 0) -> None:
+        """That many images more are done, and bytes written."""
+
+    def stop(self) -> None:
+        """The run ended, well or not."""
+
+
+@dataclass
+class Outcome:
+    """What one call of `extract` did; `complete` speaks of the whole store."""
+
+    complete: bool
+    n_images: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+    clock: dict[str, float] = field(default_factory=dict)
+    unreadable: list[tuple[int, str, str]] = field(default_factory=list)
+
+
+def extract(
+    model: ModelOptions,
+    data: DataOptions,
+    keep: KeepOptions,
+    run: RunOptions,
+    shard: Shard,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Fill (this shard's part of) a store; repeat the call to resume it.
+
+    Raises:
+        VitseeError: one line for the user; the store keeps every slab committed so far.
+        Interrupted: a signal; exit code 75.
+    """
+    if run.force and shard.count > 1:
+        raise VitseeError("--force with --shard would delete other shards' work: delete it first")
+    prepared = prepare(model, data, keep, run)
+    for note in prepared.notes:
+        log.warning("%s", note)
+    for name, reason in prepared.manifest.left_out.items():
+        log.info("left out: %s: %s", name, reason)
+    writer = open_writer(prepared, run)
+    if writer.complete:
+        log.info("%s is complete (%d images): nothing to do", run.output, prepared.plan.n_images)
+        return Outcome(complete=True)
+    outcome = fill(prepared, writer, run, shard, progress or Progress())
+    outcome.complete = writer.finish()
+    return outcome
+
+
+def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
+    """The joined store's writer, or that of a store created now.
+
+    Raises:
+        VitseeError: the store would not fit the free disk (nothing is made then).
+    """
+    if prepared.writer is not None:
+        return prepared.writer
+    if run.force:
+        remove_store(run.output)
+    need, free = sum(n_bytes(prepared.plan).values()), free_disk_bytes(run.output)
+    if need > free:
+        raise VitseeError(
+            f"{run.output} would take {human_bytes(need)}, the disk has {human_bytes(free)} free; "
+            "choose fewer --sites, --tokens pooled or fewer --images (see --dry-run)"
+        )
+    return StoreWriter.create_or_join(run.output, prepared.manifest, prepared.selection.samples)
+
+
+def fill(
+    prepared: Prepared,
+    writer: StoreWriter,
+    run: RunOptions,
+    shard: Shard,
+    progress: Progress,
+) -> Outcome:
+    """Make and commit every missing slab of `shard`."""
+    plan, device = prepared.plan, prepared.device
+    committed = writer.committed()
+    mine = shard.slabs(writer.n_slabs)
+    todo = [k for k in mine if not committed[k]]
+    writer.sweep(todo)
+    spans = [plan.rows(k) for k in todo]
+    total = sum(span.stop - span.start for span in spans)
+    if not todo:
+        return Outcome(complete=False)
+    batch_size = min(run.batch_size or default_batch(device), plan.slab)
+    workers = run.workers if run.workers is not None else default_workers(device)
+    log.info(
+        "%d images in %d slabs of %d on %s, batches of %d; slab buffers: %s of host memory",
+        *(total, len(todo), plan.slab, device_name(device), batch_size),
+        human_bytes(2 * slab_bytes(plan)),
+    )
+    job = _Job(prepared, writer, _provenance(run, shard, device, batch_size, workers))
+    ranges = [
+        slice(first, min(first + batch_size, span.stop))
+        for span in spans
+        for first in range(span.start, span.stop, batch_size)
+    ]
+    loading = batches(
+        prepared.selection, prepared.model.transform, ranges, workers=workers, on_error=run.on_error
+    )
+    started = time.perf_counter()
+    progress.start(total)
+    try:
+        with StopRequest() as stop, closing(loading):
+            job.run(todo, loading, stop, progress)
+    finally:
+        progress.stop()
+    seconds = time.perf_counter() - started
+    if stop:
+        done = int(writer.committed().sum())
+        raise Interrupted(
+            f"stopped by {stop.signal_name} with {done} of {writer.n_slabs} slabs "
+            "committed; repeat the command to resume"
+        )
+    return Outcome(False, total, job.written, seconds, job.clock.seconds, job.unreadable)
+
+
+class _Job:
+    """The loop over slabs: forward passes here, writing in one thread beside it."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        writer: StoreWriter,
+        provenance: dict[str, Any],
+    ):
+        self.prepared, self.writer = prepared, writer
+        self.provenance, self.clock = provenance, Clock()
+        self.written = 0
+        self.unreadable: list[tuple[int, str, str]] = []
+        self._free: queue.SimpleQueue[SlabBuffers] = queue.SimpleQueue()
+        self._pending: list[Future[None]] = []
+
+    def run(
+        self, todo: list[int], loading: Iterator[Batch], stop: StopRequest, progress: Progress
+    ) -> None:
+        self.progress = progress
+        prepared, plan, device = self.prepared, self.prepared.plan, self.prepared.device
+        for _ in range(min(2, len(todo))):
+            self._free.put(SlabBuffers(plan, pinned=device.type == "cuda"))
+        observer = SlabObserver(plan, device)
+        blocks = {block for group in plan.attention for block in group.blocks}
+        sublayers = {name for name, _ in plan.sublayers}
+        table = prepared.table
+        capture = Capture(
+            prepared.model,
+            table,
+            sites=prepared.captured,
+            sublayers=[s for s in table.sublayers if s.name in sublayers],
+            attention=[b for b in table.attention if b.name in blocks],
+        )
+        with (
+            ThreadPoolExecutor(1, "writer") as pool,
+            torch.inference_mode(),
+            precision_context(device, prepared.precision),
+            capture,
+        ):
+            for k in todo:
+                with self.clock("waiting for the writer"):
+                    buffers = self._free_buffers()
+                if not self._forward(k, buffers, observer, capture, loading, stop):
+                    break
+                sums, peaks = observer.finish(), observer.peaks
+                self._pending.append(pool.submit(self._write, k, buffers, sums, peaks))
+        for future in self._pending:
+            future.result()
+
+    def _free_buffers(self) -> SlabBuffers:
+        """Waits for a free set; the writer's error, if it met one, is raised here."""
+        while True:
+            for future in self._pending:
+                if future.done():
+                    future.result()
+            try:
+                return self._free.get(timeout=0.2)
+            except queue.Empty:
+                continue
+
+    def _forward(
+        self,
+        k: int,
+        buffers: SlabBuffers,
+        observer: SlabObserver,
+        capture: Capture,
+        loading: Iterator[Batch],
+        stop: StopRequest,
+    ) -> bool:
+        """One slab through the model; False when a signal came before it was whole."""
+        prepared, clock = self.prepared, self.clock
+        rows = prepared.plan.rows(k)
+        timed = TimedObserver(observer, clock) if prepared.device.type == "cpu" else observer
+        observer.start(buffers)
+        row = rows.start
+        while row < rows.stop:
+            if stop:
+                return False
+            with clock("loading"):
+                batch = next(loading)
+            self.unreadable += batch.errors
+            with clock("model"):
+                pixels = normalise(batch.pixels, prepared.model.transform, prepared.device)
+                observer.begin_batch(row - rows.start, batch)
+                capture.run(pixels, timed)
+            with clock("reductions"):
+                observer.end_batch()
+            row += len(batch.valid)
+            self.progress.advance(len(batch.valid), 0)
+        return True
+
+    def _write(
+        self,
+        k: int,
+        buffers: SlabBuffers,
+        sums: dict[str, torch.Tensor],
+        peaks: dict[str, torch.Tensor],
+    ) -> None:
+        plan = self.prepared.plan
+        rows = plan.rows(k)
+        began = time.perf_counter()
+        slab = to_store(buffers, sums, rows.stop - rows.start, plan)
+        check_peaks(peaks, self.prepared.captured, f"images {rows.start} to {rows.stop - 1}")
+        size = self.writer.write_slab(k, slab, self.provenance)
+        self.clock.add("writing", time.perf_counter() - began)
+        self.written += size
+        self.progress.advance(0, size)
+        self._free.put(buffers)
+
+
+def default_batch(device: torch.device) -> int:
+    """Images to a forward pass."""
+    return 128 if device.type == "cuda" else 32
+
+
+def default_workers(device: torch.device) -> int:
+    """0 (one loading thread) beside a CPU model, which needs the cores; else up to 8 processes."""
+    return 0 if device.type == "cpu" else min(8, n_cores())
+
+
+def _provenance(
+    run: RunOptions, shard: Shard, device: torch.device, batch_size: int, workers: int
+) -> dict[str, Any]:
+    return {
+        "command": run.command,
+        "shard": str(shard),
+        "host": socket.gethostname(),
+        "device": device_name(device),
+        "batch_size": batch_size,
+        "workers": workers,
+        "versions": versions(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }

@@ -1,0 +1,252 @@
+"""One slab's numbers while they are made: an observer that fills host buffers batch by batch.
+
+Casts and reductions run on the device. On CUDA the results leave through pinned buffers on a side
+stream and nothing waits for them until the whole slab is handed to the writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitsee_core.reductions import AttentionReducer, pool_sites, residual_products, rollout
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, arrays
+
+if TYPE_CHECKING:
+    from vitsee_core.images import Batch
+    from vitsee_core.models.capture import AttentionCall
+    from vitsee_core.models.sites import AttentionBlock, Sublayer
+
+FLOAT16_MAX = 65504.0
+PER_IMAGE = (
+    "distance_px",
+    "distance_px_raw",
+    "distance_unit",
+    "prefix_mass",
+    "entropy",
+    "query_std",
+    "n_queries",
+)
+SUMS = ("aligned", "cls_map", "received")
+
+
+class Overflow(VitseeError):
+    """An activation does not fit the type it is stored in, or is not a number."""
+
+
+class SlabBuffers:
+    """Host memory for one slab: path -> tensor of (slab, ...), reused from slab to slab."""
+
+    def __init__(self, plan: StorePlan, pinned: bool):
+        self.arrays = {
+            path: torch.empty(
+                (plan.slab, *spec.shape[1:]),
+                dtype=getattr(torch, np.dtype(spec.dtype).name),
+                pin_memory=pinned,
+            )
+            for path, spec in arrays(plan).items()
+            if spec.per == "image"
+        }
+        self.done: torch.cuda.Event | None = None
+
+
+class SlabObserver:
+    """Takes what `Capture` shows and writes it into a slab's buffers.
+
+    Per slab: `start(buffers)`, for each batch `begin_batch`, a captured forward, `end_batch`, and
+    `finish()`. Memory: the buffers, plus on the device the attention sums of one slab and the
+    head means of one batch.
+    """
+
+    def __init__(self, plan: StorePlan, device: torch.device):
+        self._plan, self._device = plan, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self._sum_shapes = {
+            path: spec.shape[1:]
+            for path, spec in arrays(plan).items()
+            if spec.per == "slab" and path.startswith("attention/")
+        }
+        self._sum_dtype = wide
+        self._stored = {site.name: site for site in plan.sites}
+        level = plan.attention_level
+        self._groups = [
+            (
+                group,
+                AttentionReducer(
+                    group.layout,
+                    device,
+                    rollout=plan.rollout,
+                    rows=level in ("rows", "full"),
+                    full=level == "full",
+                ),
+            )
+            for group in plan.attention
+        ]
+        self._place: dict[str, tuple[AttentionGroup, AttentionReducer, int]] = {
+            block: (group, reducer, row)
+            for group, reducer in self._groups
+            for row, block in enumerate(group.blocks)
+        }
+
+    def start(self, buffers: SlabBuffers) -> None:
+        """Begin a slab in these buffers."""
+        self._buffers = buffers
+        self._sums = {
+            path: torch.zeros(shape, dtype=self._sum_dtype, device=self._device)
+            for path, shape in self._sum_shapes.items()
+        }
+        self._peaks: dict[str, Tensor] = {}
+
+    def begin_batch(self, first: int, batch: Batch) -> None:
+        """`first`: the batch's first row within the slab."""
+        self._rows = slice(first, first + len(batch.valid))
+        self._valid = torch.from_numpy(batch.valid).to(self._device, non_blocking=True)
+        self._head_means: dict[str, Tensor] = {}
+        self._keep("valid", torch.from_numpy(batch.valid.astype(np.uint8)))
+        # torch has no arithmetic for uint64, but copies it bit by bit
+        self._keep("hash", torch.from_numpy(batch.hash))
+        if self._plan.inputs is not None:
+            self._keep("input", batch.pixels)
+
+    def end_batch(self) -> None:
+        """What needs all blocks of a batch: the rollout."""
+        if self._plan.rollout:
+            group = self._plan.attention[0]
+            means = [self._head_means[block] for block in group.blocks]
+            self._keep("attention/rollout", rollout(means, group.layout))
+        self._head_means = {}
+
+    def finish(self) -> dict[str, Tensor]:
+        """The slab's sums (still on the device); the buffers are whole once `done` has passed."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._buffers.done = torch.cuda.Event()
+            self._buffers.done.record(self._stream)
+        return self._sums
+
+    @property
+    def peaks(self) -> dict[str, Tensor]:
+        """Largest |x| of every stored site so far, NaN where one was met (device scalars)."""
+        return self._peaks
+
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        """Keep a site's tokens and pooled vectors, and note its largest value."""
+        stored = self._stored[site.name]
+        self._note_peak(site.name, prefix, body)
+        if stored.kind == "vector":
+            self._keep(f"vectors/{site.name}", body)
+            return
+        if stored.kind != "raw" and stored.layout is not None:
+            cls, mean = pool_sites(prefix, body, stored.layout)
+            if cls is not None:
+                self._keep(f"pooled/{site.name}/cls", cls)
+            self._keep(f"pooled/{site.name}/mean", mean)
+        if stored.tokens == "all":
+            part = {"tokens": "grid", "rows": "rows", "raw": "raw"}[stored.kind]
+            if prefix is not None:
+                self._keep(f"acts/{site.name}/prefix", prefix)
+            self._keep(f"acts/{site.name}/{part}", body)
+
+    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
+        """Keep the dot products of a skip and its branch."""
+        self._keep(f"residual/{sublayer.name}", residual_products(z, f))
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """Keep a block's attention summaries; its sums add to the slab's."""
+        group, reducer, row = self._place[block.name]
+        folder = group.folder
+        heads = slice(0, block.n_heads)
+        summary = reducer.reduce(call, self._valid)
+        for name in PER_IMAGE:
+            self._keep(folder + name, getattr(summary, name), (row, heads))
+        self._keep(folder + "head_std", summary.head_std, (row,))
+        for name in SUMS:
+            value = getattr(summary, name)
+            if value is not None:
+                self._sums[folder + name][row, heads] += value
+        if summary.cls_rows is not None:
+            self._keep(folder + "cls_rows", summary.cls_rows, (row, heads))
+        if summary.received_rows is not None:
+            self._keep(folder + "received_rows", summary.received_rows, (row, heads))
+        if summary.full is not None:
+            self._keep(f"attention/full/{block.name}", summary.full)
+        if summary.head_mean is not None:
+            self._head_means[block.name] = summary.head_mean
+
+    def _keep(self, path: str, value: Tensor, place: tuple[Any, ...] = ()) -> None:
+        out = self._buffers.arrays[path][(self._rows, *place)]
+        if self._stream is None or not value.is_cuda:
+            out.copy_(value)
+            return
+        value = value.to(out.dtype).contiguous()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            out.copy_(value, non_blocking=True)
+        value.record_stream(self._stream)
+
+    def _note_peak(self, name: str, prefix: Tensor | None, body: Tensor) -> None:
+        for part in (prefix, body):
+            if part is not None and part.numel():
+                low, high = torch.aminmax(part)
+                peak = torch.maximum(-low, high).float()
+                before = self._peaks.get(name)
+                self._peaks[name] = peak if before is None else torch.maximum(before, peak)
+
+
+def check_peaks(peaks: Mapping[str, Tensor], sites: Sequence[SiteSpec], where: str) -> None:
+    """Stop at the first site whose values did not fit.
+
+    Raises:
+        Overflow: names the site, its largest |x| and the option that keeps it.
+    """
+    for site in sites:
+        if site.name not in peaks:
+            continue
+        peak = float(peaks[site.name])
+        stored_half = site.dtype == "float16" and site.tokens == "all" and site.kind != "vector"
+        if not np.isfinite(peak):
+            raise Overflow(f"{site.name} holds {peak} in {where}: the model's own output is broken")
+        if stored_half and peak > FLOAT16_MAX:
+            raise Overflow(
+                f"{site.name} reaches |x| = {peak:.6g} in {where}, more than float16 holds "
+                f"(65504); nothing was clipped: extract anew with --dtype {site.name}=float32"
+            )
+
+
+def to_store(
+    buffers: SlabBuffers, sums: Mapping[str, Tensor], n: int, plan: StorePlan
+) -> dict[str, NDArray[Any]]:
+    """The first `n` rows of the buffers and the slab's sums as arrays; invalid rows become NaN."""
+    if buffers.done is not None:
+        buffers.done.synchronize()
+    out: dict[str, NDArray[Any]] = {k: v[:n].numpy() for k, v in buffers.arrays.items()}
+    invalid = np.flatnonzero(out["valid"] == 0)
+    if invalid.size:
+        for path, array in out.items():
+            if array.dtype.kind == "f":
+                array[invalid] = np.nan
+            elif path.endswith("/n_queries"):
+                array[invalid] = 0
+    for group in plan.attention:
+        _blank_missing_heads(out, group)
+    out.update({path: value.float().cpu().numpy() for path, value in sums.items()})
+    out["n_valid"] = np.asarray(int(out["valid"].sum()), np.int64)
+    return out
+
+
+def _blank_missing_heads(out: dict[str, NDArray[Any]], group: AttentionGroup) -> None:
+    """Beyond a block's own heads: NaN, or 0 queries (buffers are reused and start undefined)."""
+    widest = max(group.n_heads)
+    for row, heads in enumerate(group.n_heads):
+        if heads == widest:
+            continue
+        for name in (*PER_IMAGE, "cls_rows", "received_rows"):
+            if (array := out.get(group.folder + name)) is not None:
+                array[:, row, heads:] = 0 if name == "n_queries" else np.nan

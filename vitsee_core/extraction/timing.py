@@ -1,0 +1,74 @@
+"""Where the time of an extraction goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from vitsee_stores.layout import SiteSpec
+
+if TYPE_CHECKING:
+    from vitsee_core.models.capture import AttentionCall, Observer
+    from vitsee_core.models.sites import AttentionBlock, Sublayer
+
+
+class Clock:
+    """Seconds by stage; `with clock("loading"): ...`. Safe from several threads."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, stage: str, seconds: float) -> None:
+        """Book seconds on a stage."""
+        with self._lock:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Book the time spent inside on a stage."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(stage, time.perf_counter() - began)
+
+
+class TimedObserver:
+    """An observer that books the time spent in another as "reductions" and not as "model".
+
+    For CPU runs: on an asynchronous device the calls return before the work is done.
+    """
+
+    def __init__(self, observer: Observer, clock: Clock):
+        self._observer, self._clock = observer, clock
+
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        """As the observer's `site`, timed."""
+        with self._book():
+            self._observer.site(site, prefix, body)
+
+    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
+        """As the observer's `branch`, timed."""
+        with self._book():
+            self._observer.branch(sublayer, z, f)
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """As the observer's `attention`, timed."""
+        with self._book():
+            self._observer.attention(block, call)
+
+    @contextmanager
+    def _book(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began
+            self._clock.add("reductions", spent)
+            self._clock.add("model", -spent)

@@ -1,0 +1,109 @@
+"""The attention heads that a store knows, and what they are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_stores.errors import MissingInput
+from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block's place in the model (path, index, index over the last) and in the store's
+    attention arrays (`group`, `row` of the block axis), its heads and their tokens."""
+
+    site: str
+    depth: int
+    rel_depth: float
+    group: str
+    row: int
+    n_heads: int
+    layout: TokenLayout
+
+
+def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> list[Block]:
+    """The blocks of a store that have attention summaries, in the model's order.
+
+    Raises:
+        MissingInput: there are none.
+        SiteError: a pattern matches no block.
+    """
+    groups = store.attention_blocks
+    if not groups:
+        reason = store.manifest.left_out.get("attention", "it was extracted with --attention none")
+        raise MissingInput(
+            f"{store.label} lacks what extract keeps with --attention summary: {reason}"
+        )
+    depths = _depths(store, [name for group in groups for name in group.blocks])
+    blocks = [
+        Block(
+            name,
+            *depths[name],
+            group.prefix,
+            row,
+            heads,
+            group.layout,
+        )
+        for group in groups
+        for row, (name, heads) in enumerate(zip(group.blocks, group.n_heads, strict=True))
+    ]
+    blocks.sort(key=lambda block: block.depth)
+    chosen = select_names(
+        patterns,
+        [_as_site(block) for block in blocks],
+        what="store's attention",
+        hint=f"vitsee info {store.path}",
+    )
+    names = {site.name for site in chosen}
+    return [block for block in blocks if block.site in names]
+
+
+def _as_site(block: Block) -> SiteSpec:
+    """The block in the form that selectors search."""
+    return SiteSpec(
+        name=block.site,
+        part="",
+        block=block.site,
+        groups=("blocks",),
+        kind="raw",
+        dim=0,
+        shape=(),
+        layout=block.layout,
+        depth=block.depth,
+        rel_depth=block.rel_depth,
+    )
+
+
+def _depths(store: Store, names: Sequence[str]) -> dict[str, tuple[int, float]]:
+    """Block -> (its index among the model's blocks, that over the last index).
+
+    An output's depth is its block's index + 1 (0 is what enters the first block). A store without
+    block outputs counts the blocks with attention.
+    """
+    outputs = {site.block: site for site in store.manifest.plan.sites if site.part == "out"}
+    if all(name in outputs for name in names):
+        index = [outputs[name].depth - 1 for name in names]
+        last = max(round(outputs[name].depth / outputs[name].rel_depth) - 1 for name in names)
+    else:
+        index, last = list(range(len(names))), len(names) - 1
+    return {name: (i, i / max(last, 1)) for name, i in zip(names, index, strict=True)}
+
+
+def uniform_distance(layout: TokenLayout) -> float:
+    """The distance in pixels of attention spread evenly over the grid: 116.5 on 14 x 14 cells of
+    16 px; 0 on a single cell. Every offset is counted with the number of pairs that have it."""
+    if layout.grid is None or layout.stride_px is None:
+        return np.nan
+    (gh, gw), (step_y, step_x) = layout.grid, layout.stride_px
+    dy, dx = np.arange(1 - gh, gh), np.arange(1 - gw, gw)
+    pairs = np.outer(gh - abs(dy), gw - abs(dx))
+    lengths = np.hypot(dy[:, np.newaxis] * step_y, dx * step_x)
+    return float((pairs * lengths).sum() / (gh * gw) ** 2)

@@ -1,0 +1,103 @@
+"""Arrays in an .npz file: images, and beside them labels, class names, splits."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.openers import ArrayOpener, one_line
+from vitsee_core.images.source import Source
+
+_NAMES = ("images", "labels", "class_names", "splits")
+
+
+def open_npz(path: Path, name: str) -> Source:
+    """The rows of `images` (images, height, width) or (images, height, width, 3), uint8.
+
+    Optional beside it: `labels` (integers, -1 for none), `class_names` (text), `splits` (text, one
+    a row). The whole array is held in memory. A row's id is its number in the file, after its
+    split's name and a slash where it has one.
+
+    Raises:
+        DataError: anything else in the file, or a damaged one.
+    """
+    arrays = _read(path, name)
+    images = arrays.get("images")
+    if images is None:
+        found = ", ".join(arrays) or "nothing"
+        raise DataError(f"{name} has no array 'images'; found: {found}")
+    shaped = images.ndim == 3 or (images.ndim == 4 and images.shape[-1] == 3)
+    if images.dtype != np.uint8 or not shaped:
+        raise DataError(
+            f"'images' of {name} is {images.dtype} {images.shape}; "
+            "expected uint8 (N, H, W) or (N, H, W, 3)"
+        )
+    n = len(images)
+    class_names = [str(c) for c in _text(arrays, "class_names", None, name)] or None
+    splits = [str(s) for s in _text(arrays, "splits", n, name)] or [""] * n
+    labels = _labels(arrays, n, class_names, name)
+    ids = [f"{split}/{row}" if split else str(row) for row, split in enumerate(splits)]
+    return Source(name, ArrayOpener(images), range(n), ids, labels, splits, class_names)
+
+
+def _read(path: Path, name: str) -> dict[str, NDArray[Any]]:
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{name} cannot be read as .npz: it is no zip file, or cut short")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            extra = [key for key in file.files if key not in _NAMES]
+            if extra:
+                found, known = ", ".join(map(repr, extra)), ", ".join(_NAMES)
+                raise DataError(f"{name} holds {found}; expected only: {known}")
+            return {key: file[key] for key in file.files}
+    except DataError:
+        raise
+    except ValueError as error:
+        if "allow_pickle" in str(error):
+            raise DataError(f"{name} holds Python objects; expected plain arrays") from None
+        raise _damaged(name, error) from None
+    except (OSError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise _damaged(name, error) from None
+
+
+def _damaged(name: str, error: Exception) -> DataError:
+    reason = one_line(error).rstrip(".")
+    return DataError(f"{name} cannot be read as .npz: {reason}")
+
+
+def _labels(
+    arrays: dict[str, NDArray[Any]], n: int, class_names: list[str] | None, name: str
+) -> NDArray[np.int64]:
+    labels = arrays.get("labels")
+    if labels is None:
+        return np.full(n, -1, np.int64)
+    if labels.dtype.kind not in "iu" or labels.shape != (n,):
+        raise DataError(
+            f"'labels' of {name} is {labels.dtype} {labels.shape}; expected integers ({n},)"
+        )
+    labels = np.asarray(labels, np.int64)
+    top = len(class_names) if class_names else None
+    if n and (labels.min() < -1 or (top is not None and labels.max() >= top)):
+        upper = f" below {top}, the number of class names" if top is not None else ""
+        raise DataError(
+            f"'labels' of {name} go from {labels.min()} to {labels.max()}; "
+            f"expected -1 (none) or class numbers from 0{upper}"
+        )
+    return labels
+
+
+def _text(arrays: dict[str, NDArray[Any]], key: str, n: int | None, name: str) -> list[Any]:
+    values = arrays.get(key)
+    if values is None:
+        return []
+    if values.dtype.kind != "U" or values.ndim != 1 or (n is not None and len(values) != n):
+        rows = "names" if n is None else n
+        raise DataError(
+            f"{key!r} of {name} is {values.dtype} {values.shape}; expected text ({rows},)"
+        )
+    return list(values)

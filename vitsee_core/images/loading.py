@@ -1,0 +1,162 @@
+"""Batches of pixels in a fixed order, loaded ahead of whoever uses them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.images.errors import DataError, ImageError
+from vitsee_core.images.openers import Opener, load_into
+from vitsee_core.images.pool import Loaded, load_with_workers
+from vitsee_core.images.selection import Selection
+from vitsee_core.images.transform import Recipe, make_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+_AHEAD = 2
+ON_ERROR = ("nan", "fail")
+
+
+@dataclass
+class Batch:
+    """Consecutive rows of a selection.
+
+    `pixels` is uint8 (images, channels, height, width) after resize and crop. A row whose image
+    could not be read has zeros, `valid` False, `hash` 0 and an entry in `errors`: row number in
+    the selection, id, reason.
+    """
+
+    rows: slice
+    pixels: torch.Tensor
+    valid: NDArray[np.bool_]
+    hash: NDArray[np.uint64]
+    errors: list[tuple[int, str, str]]
+
+
+def batches(
+    selection: Selection,
+    transform: Mapping[str, Any],
+    rows: Iterable[slice | tuple[int, int]],
+    *,
+    workers: int = 0,
+    on_error: str = "nan",
+) -> Iterator[Batch]:
+    """One batch for each range of `rows`, in their order, whatever the number of workers.
+
+    Loading runs ahead of the consumer: in a thread (`workers=0`) or in that many processes. At
+    most six batches are in memory, more only where a batch has fewer images than there are
+    workers. Closing or dropping the iterator stops the workers.
+
+    Raises:
+        ImageError: an image cannot be read and `on_error` is "fail".
+        DataError: a range outside the selection, an unknown `on_error`, a transform that timm
+            cannot build, or a worker that was killed.
+    """
+    if on_error not in ON_ERROR:
+        raise DataError(f"unknown on_error {on_error!r}; expected one of: {', '.join(ON_ERROR)}")
+    if workers < 0:
+        raise DataError(f"{workers} workers; expected 0 or more")
+    ranges = [_range(part, len(selection)) for part in rows]
+    recipe = make_recipe(transform)
+    return _batches(selection, recipe, ranges, min(workers, _n_images(ranges)), on_error)
+
+
+def _batches(
+    selection: Selection, recipe: Recipe, ranges: list[slice], workers: int, on_error: str
+) -> Iterator[Batch]:
+    import torch
+
+    source, ids = selection.source, selection.samples.ids
+    index = selection.samples.index
+    places = [[source.locations[i] for i in index[part]] for part in ranges]
+
+    def produce(stopped: threading.Event) -> Generator[Loaded]:
+        if workers:
+            return load_with_workers(source.opener, places, recipe, workers, stopped)
+        return _load_here(source.opener, places, recipe, stopped)
+
+    with closing(_ahead(produce)) as loaded:
+        for part, (pixels, valid, hashes, errors) in zip(ranges, loaded, strict=True):
+            named = [(part.start + k, ids[part.start + k], reason) for k, reason in errors]
+            if named and on_error == "fail":
+                raise ImageError(*named[0][1:])
+            yield Batch(part, torch.from_numpy(pixels), valid, hashes, named)
+
+
+def _load_here(
+    opener: Opener, places: Sequence[Sequence[Any]], recipe: Recipe, stopped: threading.Event
+) -> Generator[Loaded]:
+    """The batches one after another, in this thread; ends early when `stopped`."""
+    for locations in places:
+        pixels = np.empty((len(locations), *recipe.shape), np.uint8)
+        valid = np.empty(len(locations), np.bool_)
+        hashes = np.empty(len(locations), np.uint64)
+        errors: list[tuple[int, str]] = []
+        for k, location in enumerate(locations):
+            if stopped.is_set():
+                return
+            one = slice(k, k + 1)
+            valid[one], hashes[one], wrong = load_into(pixels[one], opener, [location], recipe)
+            errors += [(k, reason) for _, reason in wrong]
+        yield pixels, valid, hashes, errors
+
+
+def _ahead(produce: Callable[[threading.Event], Generator[Loaded]]) -> Generator[Loaded]:
+    """What `produce` yields, made up to two items ahead in a thread that ends with this generator.
+
+    An exception of the thread is raised here.
+    """
+    ready: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=_AHEAD)
+    stopped = threading.Event()
+
+    def put(item: tuple[bool, Any]) -> None:
+        while not stopped.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def run() -> None:
+        try:
+            with closing(produce(stopped)) as items:
+                for item in items:
+                    put((True, item))
+                    if stopped.is_set():
+                        return
+            put((False, None))
+        except BaseException as error:  # handed over, whatever it is
+            put((False, error))
+
+    thread = threading.Thread(target=run, name="vitsee-loading", daemon=True)
+    thread.start()
+    try:
+        while True:
+            more, item = ready.get()
+            if not more:
+                if item is not None:
+                    raise item
+                return
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _range(part: slice | tuple[int, int], n: int) -> slice:
+    start, stop = (part.start or 0, part.stop) if isinstance(part, slice) else part
+    stop = n if stop is None else stop
+    if not 0 <= start < stop <= n:
+        raise DataError(f"rows {start}:{stop} are outside the {n} samples of the selection")
+    return slice(int(start), int(stop))
+
+
+def _n_images(ranges: Sequence[slice]) -> int:
+    return sum(part.stop - part.start for part in ranges)

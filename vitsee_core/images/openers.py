@@ -1,0 +1,198 @@
+"""From where an image lies to the decoded image and the hash of its bytes.
+
+Loading workers run this module: it imports neither torch nor timm, so that a worker starts in a
+fifth of a second.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from vitsee_core.images.errors import ImageError
+from vitsee_core.images.shared import SharedBlock
+
+# The process or the machine ran out of something: the image is not to blame.
+_NOT_THE_IMAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_REASON_LENGTH = 200
+
+
+class Opener(ABC):
+    """Reads the image at a location; a location is whatever its source lists."""
+
+    def load(self, location: Any) -> tuple[Image.Image, int]:
+        """The decoded image in its own mode, and the 64-bit hash of its encoded bytes.
+
+        Raises:
+            ImageError: missing, truncated, empty, not an image, or too large to be one.
+        """
+        try:
+            return self._load(location)
+        except OSError as error:
+            if error.errno in _NOT_THE_IMAGE:
+                raise
+            raise ImageError(str(location), (error.strerror or str(error)).lower()) from None
+        except ValueError as error:  # a NUL in the path
+            raise ImageError(str(location), one_line(error)) from None
+
+    def inherit(self) -> tuple[Opener, tuple[int, ...]]:
+        """An opener to send to a worker, and the descriptors the worker has to inherit."""
+        return self, ()
+
+    @abstractmethod
+    def _load(self, location: Any) -> tuple[Image.Image, int]: ...
+
+
+@dataclass(frozen=True)
+class FileOpener(Opener):
+    """Image files; a location is a path, relative ones below `root`."""
+
+    root: str
+
+    def _load(self, location: str) -> tuple[Image.Image, int]:
+        with open(os.path.join(self.root, location), "rb") as file:
+            encoded = file.read()
+        return decode(location, encoded)
+
+
+@dataclass(frozen=True)
+class TarOpener(Opener):
+    """Members of uncompressed tar files; a location is (tar, member's name, offset, size)."""
+
+    tars: tuple[str, ...]
+
+    def _load(self, location: tuple[int, str, int, int]) -> tuple[Image.Image, int]:
+        tar, name, offset, size = location
+        with open(self.tars[tar], "rb") as file:
+            file.seek(offset)
+            encoded = file.read(size)
+        if len(encoded) < size:
+            raise ImageError(name, f"the tar file ends {size - len(encoded)} bytes too early")
+        return decode(name, encoded)
+
+
+@dataclass(frozen=True)
+class ArrayOpener(Opener):
+    """Rows of a uint8 array (images, height, width) or (images, height, width, 3)."""
+
+    images: NDArray[np.uint8]
+
+    def inherit(self) -> tuple[Opener, tuple[int, ...]]:
+        """An opener of a copy in shared memory, one for all workers."""
+        block = SharedBlock(max(1, self.images.nbytes))
+        block.array(self.images.shape)[...] = self.images
+        return _SharedArrayOpener(block, self.images.shape), (block.fd,)
+
+    def _load(self, location: int) -> tuple[Image.Image, int]:
+        pixels = np.ascontiguousarray(self.images[location])
+        return Image.fromarray(pixels), hash64(str(pixels.shape).encode() + pixels.tobytes())
+
+
+@dataclass(frozen=True)
+class _SharedArrayOpener(Opener):
+    block: SharedBlock
+    shape: tuple[int, ...]
+
+    def _load(self, location: int) -> tuple[Image.Image, int]:
+        return ArrayOpener(self.block.array(self.shape)).load(location)
+
+
+@dataclass(frozen=True)
+class RowOpener(Opener):
+    """Rows of a Hugging Face data set whose image column is left encoded."""
+
+    dataset: Any
+    column: str
+
+    def _load(self, location: int) -> tuple[Image.Image, int]:
+        image = self.dataset[location][self.column] or {}
+        encoded, path = image.get("bytes"), image.get("path")
+        if encoded:
+            return decode(f"row {location}", encoded)
+        if path:
+            return FileOpener("").load(path)
+        raise ImageError(f"row {location}", "the row holds no image")
+
+
+@dataclass(frozen=True)
+class JointOpener(Opener):
+    """Several openers; a location is (which of them, its own location)."""
+
+    parts: tuple[Opener, ...]
+
+    def inherit(self) -> tuple[Opener, tuple[int, ...]]:
+        """The heirs of all parts, and all their descriptors."""
+        heirs = [part.inherit() for part in self.parts]
+        return JointOpener(tuple(heir for heir, _ in heirs)), sum((fds for _, fds in heirs), ())
+
+    def _load(self, location: tuple[int, Any]) -> tuple[Image.Image, int]:
+        part, inner = location
+        return self.parts[part].load(inner)
+
+
+def decode(name: str, encoded: bytes) -> tuple[Image.Image, int]:
+    """The decoded image in its own mode and the hash of `encoded`.
+
+    EXIF orientation is left alone, as timm's and torchvision's evaluation do.
+
+    Raises:
+        ImageError: the bytes are no whole image of at most twice `Image.MAX_IMAGE_PIXELS`.
+    """
+    if not encoded:
+        raise ImageError(name, "the file is empty")
+    try:
+        image = Image.open(io.BytesIO(encoded))
+        image.load()
+    except MemoryError:
+        raise
+    except UnidentifiedImageError:
+        raise ImageError(name, "not an image, or of a format that Pillow does not read") from None
+    except Image.DecompressionBombError as error:
+        raise ImageError(name, f"too many pixels: {one_line(error)}") from None
+    except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
+        raise ImageError(name, one_line(error)) from None
+    return image, hash64(encoded)
+
+
+def hash64(data: bytes) -> int:
+    """The 64-bit BLAKE2b hash of `data`, read little-endian; never 0, which marks a bad image."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
+
+
+def load_into(
+    out: NDArray[np.uint8], opener: Opener, locations: Sequence[Any], recipe: Any
+) -> tuple[NDArray[np.bool_], NDArray[np.uint64], list[tuple[int, str]]]:
+    """Load images one after another into `out` (images, channels, height, width).
+
+    Returns which are valid, their hashes, and (position, reason) of those that are not, which have
+    zeros in `out` and hash 0.
+    """
+    valid = np.zeros(len(locations), np.bool_)
+    hashes = np.zeros(len(locations), np.uint64)
+    errors: list[tuple[int, str]] = []
+    for k, location in enumerate(locations):
+        try:
+            image, value = opener.load(location)
+            out[k] = recipe.apply(image)
+        except ImageError as error:
+            out[k] = 0
+            errors.append((k, error.reason))
+        else:
+            valid[k], hashes[k] = True, value
+    return valid, hashes, errors
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text on one line, cut at 200 characters; its kind where it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:_REASON_LENGTH]

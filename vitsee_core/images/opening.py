@@ -1,0 +1,76 @@
+"""From what the user calls the data to a source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from vitsee_core import demo
+from vitsee_core.images.archives import open_tars
+from vitsee_core.images.arrays import open_npz
+from vitsee_core.images.catalogue import is_image, walk
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.folders import open_folder
+from vitsee_core.images.libraries import ITERABLE, RANDOM_ACCESS, open_library, refuse_iterable
+from vitsee_core.images.lists import open_list
+from vitsee_core.images.source import Source
+
+_EXPECTED = (
+    "an image folder, a .csv or .tsv list, an .npz file, a .tar file, torch/NAME, hfds/NAME, "
+    "demo:train or demo:test"
+)
+
+
+def open_source(data: str, *, split: str | None = None) -> Source:
+    """The samples of `data`, or of a split expression of it.
+
+    `data` is an image folder (class folders or flat), a CSV or TSV list, an .npz file of arrays, an
+    uncompressed tar file or a folder of them, `torch/NAME[:FOLDER]`, `hfds/NAME[:CACHE]`,
+    `demo:train`, `demo:test` or `demo:all`. `split` is a name, a slice of one (`train[:45000]`,
+    `test[10%:20%]`), or several joined by '+'.
+
+    Raises:
+        DataError: in one line, what was found and what was expected.
+    """
+    if data == "demo" or data.startswith("demo:"):
+        return _open_demo(data, split)
+    path = Path(data).expanduser()
+    prefix = data.partition("/")[0].lower()
+    if not path.exists() and "/" in data:
+        if prefix in ITERABLE:
+            raise refuse_iterable(data)
+        if prefix in RANDOM_ACCESS:
+            return open_library(data, split)
+    source = _open_path(path, data)
+    return source if split is None else source.part(split)
+
+
+def _open_path(path: Path, data: str) -> Source:
+    if not path.exists():
+        raise DataError(f"no file or folder {data}; expected {_EXPECTED}")
+    if path.is_dir():
+        tars = sorted(path.glob("*.tar"))
+        return open_tars(tars, data) if tars and not walk(str(path)) else open_folder(path, data)
+    suffixes = "".join(path.suffixes[-2:]).lower()
+    suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        return open_list(path, data)
+    if suffix == ".npz":
+        return open_npz(path, data)
+    if suffix == ".tar":
+        return open_tars([path], data)
+    if suffix == ".tgz" or suffixes.startswith(".tar."):
+        raise DataError(f"{data} is compressed, without random access; unpack it to a folder")
+    if is_image(path.name):
+        raise DataError(f"{data} is a single file; expected its folder, or a list of paths")
+    raise DataError(f"{data} is no data set; expected {_EXPECTED}")
+
+
+def _open_demo(data: str, split: str | None) -> Source:
+    expression = data.partition(":")[2]
+    if expression and split is not None:
+        raise DataError(f"{data} names a split already; leave --split {split} out")
+    if expression.removeprefix("demo:") in demo.MODELS:
+        known = ", ".join(f"demo:{name}" for name in demo.SPLITS)
+        raise DataError(f"{data} is a model; the demo's data: {known}")
+    return replace(open_npz(demo.data_file(), "demo").part(expression or split or "all"), name=data)

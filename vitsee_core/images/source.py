@@ -1,0 +1,102 @@
+"""A data set as vitsee sees it: identified samples in a fixed order, each readable on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitsee_core.images import splits as split_rules
+from vitsee_core.images.errors import DataError, ImageError
+from vitsee_core.images.openers import JointOpener, Opener
+from vitsee_stores.manifest import Samples
+
+
+@dataclass(frozen=True)
+class Source:
+    """Samples in the data set's own order, which does not depend on the machine.
+
+    `ids` are unique; `labels` hold -1 where there is none; `splits` hold "" where there is none;
+    `class_names` is None where labels are bare numbers or absent; `split` is the expression that
+    picked these samples, if one did.
+    """
+
+    name: str
+    opener: Opener
+    locations: Sequence[Any]
+    ids: list[str]
+    labels: NDArray[np.int64]
+    splits: list[str]
+    class_names: list[str] | None = None
+    split: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def samples(self) -> Samples:
+        """Every sample, in the data set's order."""
+        return self.samples_at(np.arange(len(self), dtype=np.int64))
+
+    def samples_at(self, index: NDArray[np.int64]) -> Samples:
+        """The samples at these positions of the data set's order, in the order given."""
+        return Samples(
+            index=index,
+            ids=[self.ids[i] for i in index],
+            labels=self.labels[index],
+            splits=[self.splits[i] for i in index],
+        )
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """One decoded image, in its own mode, and the 64-bit hash of its encoded bytes.
+
+        For arrays the hash is of the image's shape and pixels.
+
+        Raises:
+            ImageError: the image is missing, damaged, or none.
+        """
+        try:
+            return self.opener.load(self.locations[index])
+        except ImageError as error:
+            raise ImageError(self.ids[index], error.reason) from None
+
+    def part(self, expression: str) -> Source:
+        """The samples of a split expression (see `vitsee_core.images.splits`).
+
+        Raises:
+            DataError: an unknown split, or a slice that does not fit it.
+        """
+        positions, names = split_rules.apply(expression, self.splits, self.name)
+        return replace(
+            self,
+            locations=[self.locations[i] for i in positions],
+            ids=[self.ids[i] for i in positions],
+            labels=self.labels[positions],
+            splits=names,
+            split=expression,
+        )
+
+
+def join(name: str, parts: Sequence[Source]) -> Source:
+    """Several sources one after the other; they must name the same classes.
+
+    Raises:
+        DataError: the parts name different classes.
+    """
+    first = parts[0]
+    if any(part.class_names != first.class_names for part in parts):
+        raise DataError(f"the splits of {name} name different classes; extract them one by one")
+    return Source(
+        name=name,
+        opener=JointOpener(tuple(part.opener for part in parts)),
+        locations=[(k, place) for k, part in enumerate(parts) for place in part.locations],
+        ids=[sample for part in parts for sample in part.ids],
+        labels=np.concatenate([part.labels for part in parts]),
+        splits=[split for part in parts for split in part.splits],
+        class_names=first.class_names,
+    )

@@ -1,0 +1,192 @@
+"""The model's evaluation transform: timm's own, to uint8 pixels; normalisation on the device.
+
+timm chooses the steps (`timm.data.create_transform`); they are lowered to plain Pillow calls that
+workers run without importing torch. The pixels equal timm's bit for bit, resizing included: Pillow
+always resizes with antialiasing. The conventions are timm's: RGBA, palette and CMYK images go
+through `convert("RGB")` (alpha is dropped), EXIF orientation is not applied, and models with one
+input channel get `convert("L")`. One is our own, because `convert` clips every value above 255:
+16-bit grey is scaled to 8 bits (65535 is white), and 32-bit integer or float pixels are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from vitsee_core.images.errors import DataError, ImageError
+
+if TYPE_CHECKING:
+    import torch
+
+Step = tuple[str, tuple[Any, ...]]
+_MODES = {1: "L", 3: "RGB"}
+_MOST_PIXELS = 2**27  # a strip of 1 x 60000 pixels would become 3 GB on its way to 224 x 224
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Steps from a decoded image to uint8 pixels of `shape` (channels, height, width)."""
+
+    shape: tuple[int, int, int]
+    steps: tuple[Step, ...]
+    whole: Any = None  # timm's transform itself, where a step of it is not known here
+
+    def apply(self, image: Image.Image) -> NDArray[np.uint8]:
+        """Pixels (channels, height, width).
+
+        Raises:
+            ImageError: the image's mode or size cannot be brought to the model's.
+        """
+        image = to_mode(image, _MODES[self.shape[0]])
+        if self.whole is not None:
+            return np.asarray(self.whole(image), np.uint8)
+        try:
+            for name, arguments in self.steps:
+                image = _STEPS[name](image, *arguments)
+        except (ValueError, OverflowError) as error:
+            raise ImageError("image", f"cannot be resized: {error}") from None
+        pixels = np.asarray(image)
+        return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def to_mode(image: Image.Image, mode: str) -> Image.Image:
+    """The image as 8-bit "RGB" or "L" (see the module's text for the conventions).
+
+    Raises:
+        ImageError: 32-bit pixels, whose white is not known.
+    """
+    # Pillow < 11 opens 16-bit PNG files with mode "I".
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        wide = np.asarray(image).astype(np.uint32)
+        image = Image.fromarray(((wide + 128) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ImageError("image", f"32-bit pixels (mode {image.mode}); expected 8 or 16 bits")
+    return image if image.mode == mode else image.convert(mode)
+
+
+def make_recipe(transform: Mapping[str, Any]) -> Recipe:
+    """Lower timm's evaluation transform for a resolved data config.
+
+    Raises:
+        DataError: the config is none that timm can build, or has not one or three channels.
+    """
+    from timm.data.transforms_factory import create_transform
+
+    channels, height, width = transform["input_size"]
+    if channels not in _MODES:
+        raise DataError(f"the model takes {channels} channels; expected 1 (grey) or 3 (RGB)")
+    names = ("interpolation", "crop_pct", "crop_mode", "crop_border_pixels", "mean", "std")
+    chosen = {name: transform[name] for name in names if transform.get(name) is not None}
+    try:
+        built = create_transform((channels, height, width), normalize=False, **chosen)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise DataError(f"timm cannot build the transform {chosen}: {error!r}") from None
+    steps = [_lower(step) for step in built.transforms]
+    known = [step for step in steps if step is not None]
+    whole = built if len(known) < len(steps) else None
+    return Recipe((channels, height, width), tuple(known), whole)
+
+
+def normalise(
+    pixels: torch.Tensor, transform: Mapping[str, Any], device: torch.device | str
+) -> torch.Tensor:
+    """Uint8 pixels (images, channels, height, width) as the model takes them: float32, on `device`.
+
+    (pixels / 255 - mean) / std, bitwise equal on CPU and CUDA to timm's `ToTensor`, `Normalize`.
+
+    Raises:
+        DataError: mean and std have neither one value nor one a channel.
+    """
+    import torch
+
+    channels = pixels.shape[1]
+    for name in ("mean", "std"):
+        if len(transform[name]) not in (1, channels):
+            raise DataError(f"{name} has {len(transform[name])} values for {channels} channels")
+    x = pixels.to(device, non_blocking=True).to(torch.float32)
+    # A number as divisor is turned into a multiplication on CUDA, which rounds differently.
+    x.div_(torch.tensor(255.0, device=x.device).view(1, 1, 1, 1))
+    mean, std = (
+        torch.tensor(transform[name], dtype=torch.float32, device=x.device).view(1, -1, 1, 1)
+        for name in ("mean", "std")
+    )
+    return x.sub_(mean).div_(std)
+
+
+def _lower(step: Any) -> Step | None:
+    """A torchvision or timm step as a Pillow step; None if it is not known here."""
+    kind = type(step).__name__
+    if kind == "Resize" and step.max_size is None:
+        size = (step.size,) if isinstance(step.size, int) else tuple(step.size)
+        return "resize", (size, step.interpolation.value)
+    if kind == "ResizeKeepRatio" and not step.random_scale_prob and not step.random_aspect_prob:
+        return "resize_keep_ratio", (tuple(step.size), step.longest, step.interpolation.value)
+    if kind == "CenterCrop":
+        return "center_crop", (tuple(step.size), 0)
+    if kind == "CenterCropOrPad" and step.padding_mode == "constant":
+        fill = step.fill if isinstance(step.fill, int) else tuple(step.fill)
+        return "center_crop", (tuple(step.size), fill)
+    if kind == "TrimBorder":
+        return "trim", (step.border_size,)
+    if kind == "MaybePILToTensor":
+        return "pixels", ()
+    return None
+
+
+def _resize(image: Image.Image, size: tuple[int, ...], interpolation: str) -> Image.Image:
+    width, height = image.size
+    if len(size) == 1:  # the shorter edge
+        short, long = sorted((width, height))
+        target = (size[0], int(size[0] * long / short))
+        height, width = target if height <= width else target[::-1]
+    else:
+        height, width = size
+    if height * width > _MOST_PIXELS:
+        raise ValueError(f"{image.width} x {image.height} pixels become {width} x {height}")
+    return image.resize((width, height), Image.Resampling[interpolation.upper()])
+
+
+def _resize_keep_ratio(
+    image: Image.Image, size: tuple[int, int], longest: float, interpolation: str
+) -> Image.Image:
+    width, height = image.size
+    ratios = height / size[0], width / size[1]
+    ratio = max(ratios) * longest + min(ratios) * (1.0 - longest)
+    return _resize(image, (round(height / ratio), round(width / ratio)), interpolation)
+
+
+def _center_crop(
+    image: Image.Image, size: tuple[int, int], fill: int | tuple[int, ...]
+) -> Image.Image:
+    height, width = size
+    across, down = max(width - image.width, 0), max(height - image.height, 0)
+    if across or down:
+        border = (across // 2, down // 2, (across + 1) // 2, (down + 1) // 2)
+        one = isinstance(fill, tuple) and image.mode == "L"
+        image = ImageOps.expand(image, border, fill[0] if one else fill)  # type: ignore[index]
+    top, left = round((image.height - height) / 2.0), round((image.width - width) / 2.0)
+    return image.crop((left, top, left + width, top + height))
+
+
+def _trim(image: Image.Image, border: int) -> Image.Image:
+    left, top = min(border, image.width), min(border, image.height)
+    width, height = max(0, image.width - 2 * border), max(0, image.height - 2 * border)
+    return image.crop((left, top, left + width, top + height))
+
+
+def _pixels(image: Image.Image) -> Image.Image:
+    return image
+
+
+_STEPS: dict[str, Callable[..., Image.Image]] = {
+    "resize": _resize,
+    "resize_keep_ratio": _resize_keep_ratio,
+    "center_crop": _center_crop,
+    "trim": _trim,
+    "pixels": _pixels,
+}

@@ -1,0 +1,45 @@
+"""What this process may use of the machine: cores, memory, disk. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def n_cores() -> int:
+    """Cores this process may run on (its affinity, not the machine's count)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Memory this process may use: the machine's, or less where a cgroup or job limits it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in (
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    ):
+        try:
+            total = min(total, int(limit.read_text()))
+        except (OSError, ValueError):
+            continue  # no such hierarchy, or "max"
+    return total
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Free bytes on the file system that `path` is on or would be created on."""
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def human_bytes(n: float) -> str:
+    """`n` bytes as people write them (powers of 1000): 3.6 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(n) < 999.5:
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 99.5 else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"

@@ -1,0 +1,197 @@
+"""Attention as the model computes it, seen from outside while fused kernels stay on.
+
+A TorchFunctionMode sees the arguments of `scaled_dot_product_attention` and of an explicit
+softmax with the product that follows it. Nothing is replaced, so the model's output keeps every
+bit; the weights themselves are computed once more from what the kernel was given.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_KERNEL = functional.scaled_dot_product_attention
+_SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
+_PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+_KERNEL_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class AttentionCall(ABC):
+    """One block's attention over one batch. Tensors are the model's own: consume them at once.
+
+    n_images, n_heads, n_tokens: the sizes of the scores (images, heads, tokens, tokens).
+    value: (images, heads, tokens, head dim), grouped heads repeated.
+    """
+
+    n_images: int
+    n_heads: int
+    n_tokens: int
+    value: Tensor
+
+    @abstractmethod
+    def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
+        """What goes into the softmax for these images: (images, heads, tokens, tokens) float32,
+        scaled, with mask, bias and causality applied; written to `out` if given (contiguous)."""
+
+    @abstractmethod
+    def heads_output(self) -> Tensor | None:
+        """What the model itself made of it: (images, heads, tokens, head dim)."""
+
+
+def _repeated(x: Tensor, n_heads: int) -> Tensor:
+    return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
+
+
+class KernelCall(AttentionCall):
+    """The arguments of one scaled_dot_product_attention."""
+
+    def __init__(self, arguments: dict[str, Any], output: Tensor) -> None:
+        self.query: Tensor = arguments["query"]
+        self.key: Tensor = arguments["key"]
+        self.mask: Tensor | None = arguments.get("attn_mask")
+        self.causal: bool = bool(arguments.get("is_causal"))
+        scale = arguments.get("scale")
+        self.scale: float = self.query.shape[-1] ** -0.5 if scale is None else scale
+        self.output = output
+        self.n_images, self.n_heads, self.n_tokens = self.query.shape[:3]
+        self.value = _repeated(arguments["value"], self.n_heads)
+
+    def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
+        part = self.query[images].float()
+        key = _repeated(self.key[images].float(), self.n_heads)
+        n, heads, tokens, dim = part.shape
+        # One pass: queries come interleaved with keys and values, bmm wants them in a row.
+        query = torch.mul(part, self.scale, out=part.new_empty(part.shape))
+        n_keys = key.shape[2]
+        if out is None:
+            out = query.new_empty(n, heads, tokens, n_keys)
+        torch.bmm(
+            query.reshape(n * heads, tokens, dim),
+            key.reshape(n * heads, n_keys, dim).transpose(1, 2),
+            out=out.view(n * heads, tokens, n_keys),
+        )
+        if self.mask is not None:
+            self._apply_mask(out, images)
+        if self.causal:
+            later = torch.ones(tokens, n_keys, dtype=torch.bool, device=out.device).triu_(1)
+            out.masked_fill_(later, float("-inf"))
+        return out
+
+    def _apply_mask(self, scores: Tensor, images: slice) -> None:
+        assert self.mask is not None
+        mask = self.mask
+        if mask.ndim == 4 and mask.shape[0] == self.n_images > 1:
+            mask = mask[images]
+        if mask.dtype == torch.bool:
+            scores.masked_fill_(~mask, float("-inf"))
+        else:
+            scores.add_(mask)
+
+    def heads_output(self) -> Tensor | None:
+        return self.output
+
+
+class SoftmaxCall(AttentionCall):
+    """The argument of an explicit softmax and the value that its result was multiplied with."""
+
+    def __init__(self, given: Tensor, value: Tensor, output: Tensor) -> None:
+        self.given, self.value, self.output = given, value, output
+        self.n_images, self.n_heads, self.n_tokens = given.shape[:3]
+
+    def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
+        part = self.given[images]
+        return part.float() if out is None else out.copy_(part)
+
+    def heads_output(self) -> Tensor | None:
+        return self.output
+
+
+@dataclass
+class AttentionEvent:
+    """A softmax over keys as it was met.
+
+    query: the sizes of its queries, (images, heads, queries) in plain attention.
+    mixed: something other than a product with the values used the softmax's result.
+    call: the tensors, where they have the four dimensions of plain attention.
+    """
+
+    query: tuple[int, ...]
+    n_keys: int
+    mixed: bool = False
+    call: AttentionCall | None = None
+
+
+class AttentionWatch(TorchFunctionMode):
+    """Reports every attention of the forward pass that runs inside it to `sink`.
+
+    An explicit softmax is reported with the product that uses it, so that the values are known;
+    `flush` (called where the module is left) reports one that no product used. `depth`, kept by
+    whoever watches the modules, says how deep in the model the forward pass is.
+    """
+
+    def __init__(self, sink: Callable[[AttentionEvent], None]) -> None:
+        super().__init__()
+        self.sink = sink
+        self.active = True
+        self.depth = 0
+        self.pending: tuple[Tensor, Tensor, int] | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.active:
+            if func is _KERNEL:
+                self._kernel(args, kwargs, result)
+            elif func in _SOFTMAX:
+                self._softmax(args, kwargs, result)
+            elif self.pending is not None and func in _PRODUCT:
+                self._product(args, result)
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            self.flush()
+        self.pending = None
+
+    def _kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+        arguments = dict(zip(_KERNEL_ARGS, args, strict=False)) | kwargs
+        query, key = arguments["query"], arguments["key"]
+        call = KernelCall(arguments, result) if query.ndim == 4 else None
+        self.sink(AttentionEvent(tuple(query.shape[:-1]), key.shape[-2], call=call))
+
+    def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+        given = args[0] if args else kwargs["input"]
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if isinstance(given, Tensor) and given.ndim >= 3 and dim in (-1, given.ndim - 1):
+            self.flush()
+            self.pending = (given, result, self.depth)
+
+    def _product(self, args: tuple[Any, ...], result: Tensor) -> None:
+        assert self.pending is not None
+        given, weights, _ = self.pending
+        left = args[0]
+        if left.shape != weights.shape or left.data_ptr() != weights.data_ptr():
+            return
+        self.pending = None
+        value: Tensor = args[1]
+        call = None
+        if given.ndim == 4 and value.ndim == 4:
+            call = SoftmaxCall(given, value, result)
+        self.sink(AttentionEvent(tuple(given.shape[:-1]), given.shape[-1], call=call))
+
+    def flush(self, depth: int = 0) -> None:
+        """Report a softmax, met at this depth or deeper, whose result no product has used."""
+        if self.pending is not None and self.pending[2] >= depth:
+            given = self.pending[0]
+            self.pending = None
+            self.sink(AttentionEvent(tuple(given.shape[:-1]), given.shape[-1], mixed=True))

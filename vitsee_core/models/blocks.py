@@ -1,0 +1,157 @@
+"""Which modules of a model are its blocks, found from how modules are nested and called."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from vitsee_core.models.trace import Seen, Trace
+
+CONTAINERS = ("blocks", "stages", "layers")
+# So many layers in a row make a stack (VGG); fewer are the stem of something else.
+MIN_STACK = 4
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_LEAVES = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module does one thing: no children, or a norm that carries its activation."""
+    return isinstance(module, _LEAVES) or not any(module.children())
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own or below."""
+    return next(module.parameters(), None) is not None
+
+
+def join(path: str, name: str) -> str:
+    """The dotted path of a child."""
+    return f"{path}.{name}" if path else name
+
+
+def find_blocks(model: nn.Module, trace: Trace) -> list[str]:
+    """Paths of the model's blocks in the model's own order.
+
+    A block is a repeated child of the containers `blocks`, `stages` or `layers`, at the root or
+    in a backbone below it; in models without these, of the modules that follow one another at the
+    root. Only what gives one activation with the batch in front counts.
+    """
+    finder = _Finder(model, trace)
+    found = list(finder.named("", model)) or list(finder.trunk("", model))
+    return found or list(finder.runs(model, at_least=1))
+
+
+class _Finder:
+    def __init__(self, model: nn.Module, trace: Trace) -> None:
+        self.model, self.trace = model, trace
+
+    def gives(self, path: str) -> Seen | None:
+        """The activation a module gives when it is called once, if it has more than channels."""
+        seen = self.trace.by_image(self.trace.left(path))
+        return seen if seen and len(seen.shape) >= 3 else None
+
+    def named(self, path: str, module: nn.Module) -> Iterator[str]:
+        """Blocks in containers of the usual names, wherever below `module` these are."""
+        for name, child in module.named_children():
+            below = join(path, name)
+            if name in CONTAINERS and not is_leaf(child):
+                yield from self.expand(below, child, stages=name != "blocks")
+            elif not is_leaf(child) and not isinstance(child, _LISTS):
+                yield from self.named(below, child)
+
+    def trunk(self, path: str, module: nn.Module) -> Iterator[str]:
+        """Blocks among the composite children of `module`: those in lists, else those numbered
+        like their siblings, else all of them."""
+        kids = {}
+        for name, child in module.named_children():
+            mixed = isinstance(child, _LISTS) and self._mixed(child)
+            if mixed and any(not is_leaf(kid) for kid in child.children()):
+                found = list(self.trunk(join(path, name), child))
+                if found:
+                    yield from found
+                    return
+            elif not is_leaf(child) and not mixed and has_weights(child):
+                kids[name] = child
+        lists = {n: kid for n, kid in kids.items() if isinstance(kid, _LISTS)}
+        stems = Counter(_stem(name) for name in kids)
+        numbered = {n: kid for n, kid in kids.items() if n[-1].isdigit() and stems[_stem(n)] > 1}
+        for chosen in (lists, numbered):
+            found = list(self._each([(join(path, n), kid) for n, kid in chosen.items()]))
+            if found:
+                yield from found
+                return
+        found = list(self.runs(module, path))
+        if not found:
+            found = list(self._each([(join(path, n), kid) for n, kid in kids.items()]))
+        yield from found
+
+    def _each(self, kids: list[tuple[str, nn.Module]], stages: bool = True) -> Iterator[str]:
+        """The blocks of several siblings; one layer with its norm is none beside real blocks."""
+        several = [(below, kid) for below, kid in kids if self._layers(kid) > 1]
+        for below, kid in several or kids:
+            yield from self.expand(below, kid, stages)
+
+    def expand(self, path: str, module: nn.Module, stages: bool = True) -> Iterator[str]:
+        """The blocks that a container, a stage or a block itself stands for; `stages` while what
+        is met may still be a stage."""
+        kids = [(join(path, n), kid) for n, kid in module.named_children() if not is_leaf(kid)]
+        if isinstance(module, _LISTS) and kids and not self._mixed(module):
+            yield from self._each(kids, stages)
+            return
+        inner = getattr(module, "blocks", None) or getattr(module, "layers", None)
+        if isinstance(inner, _LISTS) and len(inner) and (stages or not self.gives(path)):
+            found = list(self.expand(join(path, _name(module, inner)), inner, stages=False))
+            if found:
+                yield from found
+                return
+        if stages and self._repeats(path, module, kids):
+            yield from self._each(kids, stages=False)
+        elif self.gives(path):
+            yield path
+        else:
+            yield from self._each(kids, stages)
+
+    def runs(self, model: nn.Module, path: str = "", at_least: int = MIN_STACK) -> Iterator[str]:
+        """In a plain stack of leaves: the last one before each next layer with a weight matrix."""
+        for below, module in model.named_children():
+            kids = list(module.named_children())
+            layers = sum(_is_weight(kid) for _, kid in kids)
+            if not isinstance(module, nn.Sequential) or layers < at_least:
+                continue
+            for (name, _), following in zip(kids, [*kids[1:], None], strict=True):
+                ends = following is None or _is_weight(following[1])
+                place = join(join(path, below), name)
+                if ends and self.gives(place):
+                    yield place
+
+    def _layers(self, module: nn.Module) -> int:
+        return sum(_is_weight(child) for child in module.modules())
+
+    def _mixed(self, module: nn.Module) -> bool:
+        """A list with weights of its own is one block, not a list of blocks."""
+        return any(is_leaf(kid) and has_weights(kid) for kid in module.children())
+
+    def _repeats(self, path: str, module: nn.Module, kids: list[tuple[str, nn.Module]]) -> bool:
+        """Whether the children are one thing again and again, the last one giving the result."""
+        names = {_stem(below.rpartition(".")[2]) for below, _ in kids}
+        numbered = all(below[-1].isdigit() for below, _ in kids)
+        if not kids or not numbered or len(names) != 1 or self._mixed(module):
+            return False
+        mine, last = self.gives(path), self.gives(kids[-1][0])
+        return mine is None or (last is not None and mine.key == last.key)
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"\d+$", "", name)
+
+
+def _is_weight(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.ndim > 1
+
+
+def _name(module: nn.Module, child: nn.Module) -> str:
+    return next(name for name, kid in module.named_children() if kid is child)

@@ -1,0 +1,270 @@
+"""Hooks that show an observer the chosen activations while the model runs, and change nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from vitsee_core.models.attention import AttentionCall, AttentionEvent, AttentionWatch
+from vitsee_core.models.taps import (
+    CaptureError,
+    Tap,
+    first_tensor,
+    input_tensor,
+    refuse_compiled,
+)
+from vitsee_stores.layout import SiteSpec
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from vitsee_core.models.load import LoadedModel
+    from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+
+Consumer = Callable[[Tensor], None]
+
+
+class Observer(Protocol):
+    """Gets live tensors: whatever it wants to keep, it copies before it returns."""
+
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        """tokens: prefix (images, prefix, dim) or None and body (images, rows, cols, dim), in image
+        geometry; rows: body (images, rows, dim); vector: (images, dim); raw: as it is."""
+
+    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
+        """Skip input and branch output of one residual sublayer: (images, tokens, dim)."""
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """One block's attention."""
+
+
+class Hooks:
+    """Consumers of taps, by module: installed once, counted in every pass."""
+
+    def __init__(self, module: nn.Module, watch: AttentionWatch) -> None:
+        self.module, self.watch = module, watch
+        self.n_images = 0
+        self.entering: dict[str, list[tuple[int, Consumer]]] = defaultdict(list)
+        self.leaving: dict[str, list[tuple[int, Consumer]]] = defaultdict(list)
+        self.expected: dict[tuple[str, bool], tuple[int, str]] = {}
+        self.counts: dict[tuple[str, bool], int] = defaultdict(int)
+        self.handles: list[RemovableHandle] = []
+
+    def on(self, tap: Tap, consumer: Consumer, what: str) -> None:
+        """Give the tap's tensor to `consumer` in every pass; `what` names it in errors."""
+        entering = tap.when == "in"
+        (self.entering if entering else self.leaving)[tap.module].append((tap.call, consumer))
+        self.expected.setdefault((tap.module, entering), (tap.calls, what))
+
+    def install(self) -> None:
+        """Register one hook for each module and direction."""
+        for name, consumers in self.entering.items():
+            child = self.module.get_submodule(name)
+            hook = self._hook(name, True, consumers)
+            self.handles.append(
+                child.register_forward_pre_hook(
+                    lambda _m, args, kwargs, hook=hook: hook(input_tensor(args, kwargs)),
+                    with_kwargs=True,
+                )
+            )
+        for name, consumers in self.leaving.items():
+            child = self.module.get_submodule(name)
+            hook = self._hook(name, False, consumers)
+            self.handles.append(
+                child.register_forward_hook(
+                    lambda _m, _a, output, hook=hook: hook(
+                        first_tensor(output, self.n_images)
+                    )
+                )
+            )
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def check(self) -> None:
+        """Raises:
+        CaptureError: a module was called another number of times than its taps expect.
+        """
+        for (name, entering), (calls, what) in self.expected.items():
+            met = self.counts[name, entering]
+            if met != calls:
+                raise CaptureError(
+                    f"{what}: module {name or 'root'} was called {met} times in one forward pass, "
+                    f"expected {calls}"
+                )
+
+    def _hook(
+        self, name: str, entering: bool, consumers: list[tuple[int, Consumer]]
+    ) -> Callable[[Tensor | None], None]:
+        key = (name, entering)
+
+        def hook(x: Tensor | None) -> None:
+            call = self.counts[key]
+            self.counts[key] = call + 1
+            # What an observer computes is no attention of the model's.
+            active, self.watch.active = self.watch.active, False
+            for wanted, consume in consumers:
+                if wanted == call:
+                    if x is None:
+                        raise CaptureError(f"module {name} gave no single tensor")
+                    consume(x)
+            self.watch.active = active
+
+        return hook
+
+
+class Capture:
+    """Context manager around a loaded model: hooks are installed on entry, removed on exit.
+
+    Sites that are aliases are never delivered; their tensor comes under the stored name.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        table: SiteTable,
+        *,
+        sites: Sequence[SiteSpec],
+        sublayers: Sequence[Sublayer] = (),
+        attention: Sequence[AttentionBlock] = (),
+    ) -> None:
+        refuse_compiled(model.module)
+        self.model, self.table = model, table
+        self.watch = AttentionWatch(self._attended)
+        self.watch.active = False
+        self.hooks = Hooks(model.module, self.watch)
+        self._observer: Observer | None = None
+        self._held: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self._blocks = {table.attention_modules[block.name]: block for block in attention}
+        self._current: AttentionBlock | None = None
+        self._seen: dict[str, int] = defaultdict(int)
+        for site in sites:
+            if site.alias_of is None:
+                self._add_site(site)
+        for sublayer in sublayers:
+            self._add_sublayer(sublayer)
+
+    def on_site(self, name: str, consumer: Consumer) -> None:
+        """Give a site's tensor, as the model has it, to `consumer`; aliases are sites here. A site
+        made of several tensors (the mean of two heads' inputs) comes once all are there."""
+        point = self.table.points[name]
+        if len(point.taps) == 1:
+            self.hooks.on(point.taps[0], consumer, name)
+            return
+        for i, tap in enumerate(point.taps):
+
+            def gather(x: Tensor, i: int = i) -> None:
+                parts = self._held[f"{name} for {id(consumer)}"]
+                parts[i] = x
+                if len(parts) == len(point.taps):
+                    consumer(torch.stack(list(parts.values())).mean(0))
+                    parts.clear()
+
+            self.hooks.on(tap, gather, name)
+
+    def run(self, x: Tensor, observer: Observer) -> Any:
+        """The model's own output for a batch, bit for bit, with everything shown to `observer`.
+
+        Raises:
+            CaptureError: a site did not pass by as often as expected, or without the batch in
+                front; what the observer got in this pass is then worth nothing.
+        """
+        if not self.hooks.handles:
+            raise CaptureError("hooks are not installed; expected: with Capture(...) as capture")
+        self._observer, self.hooks.n_images = observer, len(x)
+        self.hooks.counts.clear()
+        self._seen.clear()
+        try:
+            if self._blocks:
+                with self.watch:
+                    output = self.model.module(x)
+            else:
+                output = self.model.module(x)
+        finally:
+            self._observer = self._current = None
+            self.watch.active = False
+            self._held.clear()
+        self.hooks.check()
+        for block in self._blocks.values():
+            if self._seen[block.name] != 1:
+                raise CaptureError(
+                    f"{block.name}: {self._seen[block.name]} attention calls in one forward pass, "
+                    "expected 1"
+                )
+        return output
+
+    def __enter__(self) -> Self:
+        for path, block in self._blocks.items():
+            child = self.model.module.get_submodule(path)
+            self.hooks.handles += [
+                child.register_forward_pre_hook(lambda _m, _a, block=block: self._open(block)),
+                child.register_forward_hook(lambda _m, _a, _o: self._close()),
+            ]
+        self.hooks.install()
+        if not self.hooks.handles:
+            # Nothing chosen: run() is then the plain forward pass.
+            self.hooks.on(Tap("", "in"), lambda _x: None, "input")
+            self.hooks.install()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.hooks.remove()
+
+    def _add_site(self, site: SiteSpec) -> None:
+        view = self.table.points[site.name].view
+
+        def deliver(x: Tensor) -> None:
+            self._whole(site.name, x)
+            assert self._observer is not None
+            self._observer.site(site, *view.split(x))
+
+        self.on_site(site.name, deliver)
+
+    def _add_sublayer(self, sublayer: Sublayer) -> None:
+        residual = self.table.residuals[sublayer.name]
+        for i, name in enumerate((residual.skip, residual.branch)):
+            view = self.table.points[name].view
+
+            def gather(x: Tensor, i: int = i, flat: Callable[[Tensor], Tensor] = view.flat) -> None:
+                self._whole(sublayer.name, x)
+                parts = self._held[sublayer.name]
+                parts[i] = flat(x)
+                if len(parts) == 2:
+                    assert self._observer is not None
+                    self._observer.branch(sublayer, parts[0], parts[1])
+                    del self._held[sublayer.name]
+
+            self.on_site(name, gather)
+
+    def _whole(self, name: str, x: Tensor) -> None:
+        if len(x) != self.hooks.n_images:
+            raise CaptureError(
+                f"{name}: first dimension {len(x)} for a batch of {self.hooks.n_images} images"
+            )
+
+    def _open(self, block: AttentionBlock) -> None:
+        self._current, self.watch.active = block, True
+
+    def _close(self) -> None:
+        self.watch.flush()
+        self._current, self.watch.active = None, False
+
+    def _attended(self, event: AttentionEvent) -> None:
+        block = self._current
+        if block is None or self._observer is None:
+            return
+        expected = (self.hooks.n_images, block.n_heads, block.layout.n_tokens)
+        if event.call is None or event.query != expected or event.n_keys != expected[2]:
+            raise CaptureError(
+                f"{block.name}: attention of sizes {event.query} x {event.n_keys}, expected "
+                f"{expected} x {expected[2]}"
+            )
+        self._seen[block.name] += 1
+        self._observer.attention(block, event.call)

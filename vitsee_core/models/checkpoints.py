@@ -1,0 +1,245 @@
+"""Weights from a checkpoint file: which tensors in it are the model's, and do they fit.
+
+Files of DINO, MoCo-v3, MAE, CLIP, BEiT, of training loops that wrap the model, and timm's own
+differ in the key that holds the tensors and in the prefix of their names. Both are found from the
+model's own tensor names; renaming and resampling of position tables is timm's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import pathlib
+import pickle
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitsee_core.models.head import classifiers
+from vitsee_core.models.taps import ModelError
+
+# Which of several state dicts in a file, or of several copies of the model in one, is taken: the
+# one its authors evaluate. Averaged weights (EMA) are taken only where a file holds nothing else.
+KEY_ORDER = ("state_dict", "model", "model_state_dict", "teacher", "student", "encoder")
+COPY_ORDER = ("teacher", "base_encoder", "student", "momentum_encoder")
+# Training arguments that such files carry beside the tensors; making one runs no foreign code.
+_HARMLESS: list[Any] = [
+    argparse.Namespace,
+    pathlib.PosixPath,
+    np.dtype,
+    np.float64,
+    np.int64,
+    type(np.dtype(np.float64)),
+    type(np.dtype(np.int64)),
+    np.core.multiarray.scalar if np.__version__ < "2" else np._core.multiarray.scalar,  # type: ignore[attr-defined]
+]
+SHOWN = 4
+
+State = dict[str, Tensor]
+
+
+def load_checkpoint(model: nn.Module, path: Path) -> dict[str, Any]:
+    """Put a file's weights into the model; only the classifier may be missing.
+
+    `FILE#KEY` names which of a file's state dicts to take. Comes back: file, key (of the file's
+    dict, "" if the file is the state dict itself), other_keys, prefix (cut from the names),
+    missing (the model's tensors that keep their random values) and unexpected (the file's tensors
+    that the model has no use for, those under another prefix summed up as "prefix.* (n)").
+
+    Raises:
+        ModelError: unreadable file, or weights that do not fit; names what is missing or left over.
+    """
+    path, wanted = _split_key(Path(path))
+    content = read_file(path)
+    key, state, others = _state_dict(content, wanted, path)
+    model_keys = set(model.state_dict())
+    prefix = _prefix(state, model_keys)
+    kept = {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}
+    outside = Counter(
+        _top(name) for name in state if prefix and not name.startswith(prefix)
+    )
+    filtered = _filtered(model, kept, path)
+    missing, unexpected = _fit(model, filtered, path)
+    renamed = not set(kept) & set(filtered)
+    unexpected += [name for name in kept if not renamed and name not in filtered]
+    unexpected += [f"{top}.* ({n})" for top, n in outside.items()]
+    return {
+        "file": path.name,
+        "key": key,
+        "other_keys": others,
+        "prefix": prefix,
+        "missing": missing,
+        "unexpected": unexpected,
+    }
+
+
+def read_file(path: Path) -> Any:
+    """What a .safetensors file or a torch file holds; no code of the file is run.
+
+    Raises:
+        ModelError: no such file, or not readable as either.
+    """
+    if not path.is_file():
+        raise ModelError(f"no checkpoint at {path}; expected a .pth, .pt or .safetensors file")
+    if path.suffix in (".npz", ".npy"):
+        raise ModelError(f"{path} is a NumPy archive; expected .pth, .pt or .safetensors")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        with torch.serialization.safe_globals(_HARMLESS):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        match = re.search(r"(?:GLOBAL|global) (\S+)", str(error))
+        what = f" ({match[1]})" if match else ""
+        raise ModelError(
+            f"{path} holds objects besides tensors and plain values{what}; expected a file that "
+            "torch.load(weights_only=True) reads: save its state dict alone"
+        ) from error
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise ModelError(f"{path} is no readable checkpoint: {text}") from error
+
+
+def _split_key(path: Path) -> tuple[Path, str | None]:
+    if "#" in path.name and not path.exists():
+        file, _, key = path.name.rpartition("#")
+        return path.with_name(file), key
+    return path, None
+
+
+def _is_state(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(name, str) for name in value)
+        and sum(isinstance(x, Tensor) for x in value.values()) > len(value) / 2
+    )
+
+
+def _state_dict(content: Any, wanted: str | None, path: Path) -> tuple[str, State, list[str]]:
+    """Key, tensors, and the keys of the other state dicts in the file."""
+    if not isinstance(content, Mapping):
+        raise ModelError(f"{path} holds a {type(content).__name__}; expected a dict of tensors")
+    found = {str(key): value for key, value in content.items() if _is_state(value)}
+    if wanted is not None and wanted not in found:
+        held = ", ".join(found) or "none"
+        raise ModelError(f"{path} has no state dict under {wanted!r}; it has: {held}")
+    if wanted is None and _is_state(content) and not found:
+        return "", {str(k): x for k, x in content.items() if isinstance(x, Tensor)}, []
+    if not found:
+        held = ", ".join(map(str, list(content)[:8])) or "nothing"
+        raise ModelError(f"{path} holds no state dict; its keys are: {held}")
+    names = sorted(found, key=lambda key: ("ema" in key.lower(), _place(key, KEY_ORDER)))
+    key = wanted or names[0]
+    tensors = {str(k): x for k, x in found[key].items() if isinstance(x, Tensor)}
+    return key, tensors, [name for name in found if name != key]
+
+
+def _place(name: str, order: tuple[str, ...]) -> int:
+    return next((i for i, word in enumerate(order) if word in name), len(order))
+
+
+def _top(name: str) -> str:
+    """What names a copy or a part of a model in a file: the first word that is no wrapper."""
+    words = [word for word in name.split(".") if word not in ("module", "_orig_mod", "model")]
+    return words[0] if words else name
+
+
+def _prefix(state: State, model_keys: set[str]) -> str:
+    """The prefix under which most of the model's own tensor names are found in the file."""
+    counts: Counter[str] = Counter()
+    for name in state:
+        words = name.split(".")
+        for n in range(len(words)):
+            if ".".join(words[n:]) in model_keys:
+                counts[".".join(words[:n]) + "." * bool(n)] += 1
+                break
+    # Foreign names (raw CLIP): only wrappers around everything can be told.
+    wrapped = next((p for p in ("module.", "_orig_mod.") if all(k.startswith(p) for k in state)), "")
+    if not counts or counts.most_common(1)[0][1] < len(model_keys) / 4:
+        return wrapped
+    most = max(counts.values())
+    best = [prefix for prefix, n in counts.items() if n >= 0.9 * most]
+    return min(best, key=lambda prefix: (_place(prefix, COPY_ORDER), len(prefix)))
+
+
+def _filter_of(model: nn.Module) -> Callable[..., Any] | None:
+    """timm's own conversion of foreign and older weights for this architecture."""
+    import timm
+
+    architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture", "")
+    places = [type(model).__module__]
+    if timm.is_model(architecture):
+        places.insert(0, timm.model_entrypoint(architecture).__module__)
+    for place in places:
+        found = getattr(sys.modules.get(place), "checkpoint_filter_fn", None)
+        if callable(found):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def _filtered(model: nn.Module, state: State, path: Path) -> State:
+    convert = _filter_of(model)
+    if convert is None:
+        return dict(state)
+    given: dict[str, Any] = {}
+    if "adapt_layer_scale" in inspect.signature(convert).parameters:
+        given["adapt_layer_scale"] = any("gamma_1" in name for name in state)
+    try:
+        converted: State = convert(dict(state), model, **given)
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{path} cannot be converted for this model ({type(error).__name__}: {text}); "
+            "expected weights of the same architecture"
+        ) from error
+    return {name: x for name, x in converted.items() if isinstance(x, Tensor)}
+
+
+def _fit(model: nn.Module, state: State, path: Path) -> tuple[list[str], list[str]]:
+    """Load; what the model lacks (its classifier at most) and what it has no use for."""
+    own = model.state_dict()
+    names = {id(module): name for name, module in model.named_modules()}
+    heads = tuple(f"{names[id(m)]}." for m in classifiers(model) if id(m) in names)
+    sizes = {
+        name: f"{tuple(x.shape)} for {tuple(own[name].shape)}"
+        for name, x in state.items()
+        if name in own and x.shape != own[name].shape
+    }
+    odd = [f"{name} {size}" for name, size in sizes.items() if not name.startswith(heads)]
+    missing = [name for name in own if name not in state or name in sizes]
+    lacking = [name for name in missing if not name.startswith(heads)]
+    buffers = {name for name, _ in model.named_buffers()}
+    extra = [name for name in state if name not in own and name not in buffers]
+    inside = {name.partition(".")[0] for name, _ in model.named_parameters()}
+    alien = [x for x in extra if x.partition(".")[0] in inside and not x.startswith(heads)]
+    if lacking or odd or alien:
+        problems = [
+            f"{what} {len(found)} ({_some(found)})"
+            for what, found in (
+                ("missing:", [n for n in lacking if n not in sizes]),
+                ("of another size:", odd),
+                ("left over:", alien or (extra if lacking else [])),
+            )
+            if found
+        ]
+        raise ModelError(
+            f"{path} does not fit this model: {'; '.join(problems)}; expected all but the "
+            "classifier: try another MODEL or --model-arg"
+        )
+    fitting = {name: x for name, x in state.items() if name in own and name not in sizes}
+    model.load_state_dict(fitting, strict=False)
+    return missing, extra + [f"{name} {size}" for name, size in sizes.items()]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

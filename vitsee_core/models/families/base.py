@@ -1,0 +1,95 @@
+"""What a family says about one block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from vitsee_core.models.taps import Tap
+from vitsee_core.models.trace import Trace
+
+ACTIVATIONS_GROUP: tuple[str, ...] = ("modules",)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named passage within a block.
+
+    rows: the activation has channels or the like as rows, so it is no image grid.
+    """
+
+    name: str
+    tap: Tap
+    groups: tuple[str, ...] = ()
+    rows: bool = False
+
+
+@dataclass(frozen=True)
+class Residual:
+    """total = activation(skip + branch), all three being parts of one block.
+
+    name: the sublayer ("attn", "mlp", "token", "channel"), "" for a block that is one sublayer.
+    activation: path of the module that is applied to the sum, if any.
+    """
+
+    name: str
+    kind: str
+    skip: str
+    branch: str
+    total: str
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """All parts of one block in order, `in` and `out` included, and its residual sums.
+
+    rows_below: paths of modules that work on rows that are no image grid.
+    """
+
+    family: str
+    parts: tuple[Part, ...]
+    residuals: tuple[Residual, ...] = ()
+    rows_below: tuple[str, ...] = ()
+
+
+def has(block: nn.Module, *names: str) -> bool:
+    """Whether all these attributes are modules."""
+    return all(isinstance(getattr(block, name, None), nn.Module) for name in names)
+
+
+def enters(path: str) -> Part:
+    """The input of a block."""
+    return Part("in", Tap(path, "in"), ("residual",))
+
+
+def leaves(path: str) -> Part:
+    """The output of a block."""
+    return Part("out", Tap(path), ("blocks", "residual"))
+
+
+def drop_paths(block: nn.Module, path: str) -> tuple[Tap, Tap] | None:
+    """Where the two branches of a block end: after their drop path, whether each has its own or
+    both share one that is called twice."""
+    if has(block, "drop_path1", "drop_path2"):
+        return Tap(f"{path}.drop_path1"), Tap(f"{path}.drop_path2")
+    if has(block, "drop_path"):
+        shared = Tap(f"{path}.drop_path", calls=2)
+        return shared, replace(shared, call=1)
+    return None
+
+
+def fired(trace: Trace, tap: Tap) -> bool:
+    """Whether the module was called as often as the tap expects."""
+    return len(trace.calls.get(tap.module, ())) == tap.calls
+
+
+def hidden(mlp: nn.Module, path: str, trace: Trace) -> Tap | None:
+    """The hidden activations of an MLP: what its first dropout gets, which is the activation, or
+    the gated product where a gate is the activation; else the activation's output."""
+    for name, when in (("drop1", "in"), ("act", "out")):
+        tap = Tap(f"{path}.{name}", "in" if when == "in" else "out")
+        if has(mlp, name) and fired(trace, tap):
+            return tap
+    return None

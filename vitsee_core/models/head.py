@@ -1,0 +1,52 @@
+"""The parts of the whole model after its blocks: final norm, pooled vector, logits."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vitsee_core.models.taps import Tap
+from vitsee_core.models.trace import Trace
+
+
+def classifiers(model: nn.Module) -> list[nn.Module]:
+    """The model's own classifier modules; a distilled model has two."""
+    getter = getattr(model, "get_classifier", None)
+    try:
+        found = getter() if callable(getter) else None
+    except (AttributeError, TypeError, NotImplementedError):
+        found = None
+    listed = found if isinstance(found, tuple | list | nn.ModuleList) else [found]
+    return [module for module in listed if isinstance(module, nn.Module)]
+
+
+def head_taps(model: nn.Module, trace: Trace) -> tuple[dict[str, tuple[Tap, ...]], dict[str, str]]:
+    """Taps of `norm`, `pooled` and `logits`, and the reason for each that the model has not.
+
+    pooled: what goes into the classifier; where there are two (distillation), the mean of what
+    goes into each, which is timm's own pre-logits output.
+    """
+    taps: dict[str, tuple[Tap, ...]] = {}
+    missing: dict[str, str] = {}
+    norm = getattr(model, "norm", None)
+    after = trace.by_image(trace.left("norm"))
+    if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) and after:
+        if len(after.shape) >= 3:
+            taps["norm"] = (Tap("norm"),)
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [names[id(module)] for module in classifiers(model) if id(module) in names]
+    entered = [trace.by_image(trace.entered(name)) for name in found]
+    vectors = [x for x in entered if x and all(n == 1 for n in x.shape[2:])]
+    if len({x.shape for x in vectors}) > 1:
+        missing["pooled"] = "several classifiers, on vectors of different sizes"
+    elif found and len(vectors) == len(found):
+        same = len({x.key for x in vectors}) == 1
+        taps["pooled"] = tuple(Tap(name, "in") for name in (found[:1] if same else found))
+    else:
+        missing["pooled"] = "no vector goes into the classifier"
+    output = trace.by_image(trace.left(""))
+    is_head = any(not isinstance(module, nn.Identity) for module in classifiers(model))
+    if output is None or len(output.shape) != 2 or not is_head:
+        missing["logits"] = "the model's output is no vector of logits"
+    else:
+        taps["logits"] = (Tap(""),)
+    return taps, missing

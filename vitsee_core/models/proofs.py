@@ -1,0 +1,176 @@
+"""What must hold between captured tensors if every hook sits where its name says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vitsee_core.models.attention import AttentionCall
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.families.base import Residual
+from vitsee_core.models.taps import View
+
+if TYPE_CHECKING:
+    from vitsee_core.models.sites import AttentionBlock, SiteTable
+
+# Scores of how many numbers are held at once while attention is recomputed.
+SCORES_AT_ONCE = 1 << 24
+
+
+def rounding_error(total: Tensor, *terms: Tensor) -> float:
+    """The largest |sum of terms - total| in units of the rounding the sum may have: at most 1 for
+    a sum that is right, inf for unequal shapes. NaN and inf in equal places count as equal."""
+    if any(term.shape != total.shape for term in terms):
+        return float("inf")
+    total = total.float()
+    summed = torch.zeros_like(total)
+    scale = torch.zeros_like(total)
+    eps = max(torch.finfo(x.dtype).eps for x in terms)
+    for term in terms:
+        summed = summed + term.float()
+        scale = scale + term.float().abs()
+    same = (summed == total) | (summed.isnan() & total.isnan())
+    error = (summed - total).abs() / (scale * 2 * eps + torch.finfo(torch.float32).tiny)
+    return float(torch.where(same, torch.zeros_like(error), error).nan_to_num(float("inf")).max())
+
+
+class SumProof:
+    """Collects skip, branch and sum of every residual sublayer as they pass, and compares them.
+
+    errors: sublayer -> rounding_error of activation(skip + branch) against the sum.
+    """
+
+    def __init__(self, module: nn.Module, table: SiteTable, names: Sequence[str]) -> None:
+        self.table = table
+        self.errors: dict[str, float] = {}
+        self.held: dict[str, dict[str, Tensor]] = {}
+        # A copy, because a call of the model's own module would count as one more call.
+        self.activations = {
+            name: copy.deepcopy(module.get_submodule(table.residuals[name].activation or ""))
+            for name in names
+            if table.residuals[name].activation
+        }
+
+    def attach(self, capture: Capture, names: Sequence[str]) -> None:
+        """Ask a capture for the tensors of these sublayers."""
+        for name in names:
+            residual = self.table.residuals[name]
+            for role in ("skip", "branch", "total"):
+                site = getattr(residual, role)
+                view = self.table.points[site].view
+                capture.on_site(site, self._gather(name, role, residual, view))
+
+    def _gather(
+        self, name: str, role: str, residual: Residual, view: View
+    ) -> Callable[[Tensor], None]:
+        def gather(x: Tensor) -> None:
+            held = self.held.setdefault(name, {})
+            held[role] = view.flat(x).clone()
+            if len(held) == 3:
+                skip, branch, total = held["skip"], held["branch"], held["total"]
+                del self.held[name]
+                if name in self.activations:
+                    summed = self.activations[name](branch + skip)
+                    self.errors[name] = rounding_error(total, summed)
+                else:
+                    self.errors[name] = rounding_error(total, skip, branch)
+
+        return gather
+
+
+class AliasProof:
+    """Compares the tensors of sites that the table calls equal.
+
+    errors: alias -> largest difference from the site it stands for.
+    """
+
+    def __init__(self, pairs: Mapping[str, str]) -> None:
+        self.pairs = pairs
+        self.errors: dict[str, float] = {}
+        self.groups: dict[str, list[str]] = {}
+        for alias, stored in pairs.items():
+            self.groups.setdefault(stored, [stored]).append(alias)
+        # Stored name -> who came first, its tensor, and how many are still to come.
+        self.held: dict[str, tuple[str, Tensor, int]] = {}
+
+    def attach(self, capture: Capture) -> None:
+        """Ask a capture for both sides of every pair."""
+        for stored, group in self.groups.items():
+            for name in group:
+                capture.on_site(name, self._gather(stored, name))
+
+    def _gather(self, stored: str, name: str) -> Callable[[Tensor], None]:
+        def gather(x: Tensor) -> None:
+            x = x.flatten(1)
+            if stored not in self.held:
+                self.held[stored] = (name, x.clone(), len(self.groups[stored]) - 1)
+                return
+            first_name, first, left = self.held.pop(stored)
+            if left > 1:
+                self.held[stored] = (first_name, first, left - 1)
+            self.errors[name if name in self.pairs else first_name] = _gap(x, first)
+
+        return gather
+
+
+def _gap(x: Tensor, y: Tensor) -> float:
+    if x.shape != y.shape:
+        return float("inf")
+    return float((x.float() - y.float()).abs().nan_to_num(0.0).max())
+
+
+class AttentionProof:
+    """Recomputes softmax(scores) @ value and compares it with what the model went on with.
+
+    The comparison is with the input of the block's own projection (or norm before it) where that
+    is known, so that the attention of another block does not pass. errors: block -> largest
+    difference, relative to the largest output.
+    """
+
+    def __init__(self, table: SiteTable) -> None:
+        self.table = table
+        self.errors: dict[str, float] = {}
+        self.made: dict[str, Tensor] = {}
+
+    def attach(self, capture: Capture, blocks: Sequence[AttentionBlock]) -> None:
+        """Ask a capture for where the heads' outputs go in these blocks."""
+        for block in blocks:
+            tap = self.table.heads.get(block.name)
+            if tap:
+                capture.hooks.on(tap, self._compare(block.name), block.name)
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """Take one block's attention."""
+        one = call.n_heads * call.n_tokens**2
+        step = max(SCORES_AT_ONCE // one, 1)
+        parts = []
+        for start in range(0, call.n_images, step):
+            images = slice(start, min(start + step, call.n_images))
+            weights = call.scores(images).softmax(-1)
+            parts.append(weights @ call.value[images].float())
+        made = torch.cat(parts)
+        seen = call.heads_output()
+        if seen is not None:
+            self._note(block.name, made, seen)
+        if block.name in self.table.heads:
+            self.made[block.name] = made.transpose(1, 2).flatten(2)
+
+    def _compare(self, name: str) -> Callable[[Tensor], None]:
+        def compare(x: Tensor) -> None:
+            if name in self.made:
+                self._note(name, self.made.pop(name), x)
+            else:
+                self.errors[name] = float("inf")
+
+        return compare
+
+    def _note(self, name: str, made: Tensor, seen: Tensor) -> None:
+        error = float("inf")
+        if made.shape == seen.shape:
+            gap = (made - seen.float()).abs().nan_to_num(0.0).max()
+            error = float(gap / seen.float().abs().nan_to_num(0.0).max().clamp_min(1e-30))
+        self.errors[name] = max(error, self.errors.get(name, 0.0))

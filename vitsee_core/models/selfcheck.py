@@ -1,0 +1,259 @@
+"""The first batch's examination: are the hooks where their names say, do the numbers fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vitsee_core.models.attention import AttentionCall
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof
+from vitsee_core.models.taps import CaptureError, first_tensor
+from vitsee_stores.layout import SiteSpec
+
+if TYPE_CHECKING:
+    from vitsee_core.models.load import LoadedModel
+    from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+
+FLOAT16_MAX = float(torch.finfo(torch.float16).max)
+# Recomputed attention against the model's own: summation order in float32, rounded scores and
+# weights where the kernel ran in half precision.
+ATTENTION_TOLERANCE = 1e-4
+ATTENTION_TOLERANCE_HALF = 3e-2
+# Off the CPU a kernel may be chosen anew between two calls.
+OUTPUT_TOLERANCE = 1e-5
+OFFSET_WARNING = 1e4
+
+
+@dataclass
+class SelfCheck:
+    """The result, fit for the manifest.
+
+    failures: what does not hold, one line each. figures: the errors measured (output, sums in
+    units of rounding, attention relative to its largest output, aliases), and per site `max_abs`
+    (NaN and inf left out) and `offset_ratio`, |mean over images|^2 / trace of the covariance over
+    images, None for one image. dtypes: site -> stored type, float32 where float16 would overflow.
+    notes: what the user should be told.
+    """
+
+    failures: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+
+class _Examiner:
+    """Takes the figures of every site as it passes."""
+
+    def __init__(self, proof: AttentionProof) -> None:
+        self.proof = proof
+        self.max_abs: dict[str, float] = {}
+        self.offset: dict[str, float | None] = {}
+        self.broken: dict[str, int] = {}
+
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        """Largest value, values that are not finite, and the offset ratio."""
+        parts = [part.flatten(1).float() for part in (prefix, body) if part is not None]
+        finite = all(bool(part.isfinite().all()) for part in parts)
+        if not finite:
+            self.broken[site.name] = sum(int((~part.isfinite()).sum()) for part in parts)
+            parts = [part.nan_to_num(0.0, 0.0, 0.0) for part in parts]
+        self.max_abs[site.name] = max(float(part.abs().max()) for part in parts)
+        self.offset[site.name] = _offset_ratio(parts) if finite else None
+
+    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
+        """Sums are proven from the sites; here only that both have one shape."""
+        if z.shape != f.shape:
+            raise CaptureError(
+                f"{sublayer.name}: skip {tuple(z.shape)} and branch {tuple(f.shape)} differ"
+            )
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """Hand over to the proof."""
+        self.proof.attention(block, call)
+
+
+def _offset_ratio(parts: Sequence[Tensor]) -> float | None:
+    n_images = len(parts[0])
+    if n_images < 2:
+        return None
+    mean_sq, spread = 0.0, 0.0
+    for part in parts:
+        mean = part.mean(0, dtype=torch.float32)
+        mean_sq += float(mean.square().sum(dtype=torch.float32))
+        spread += float((part - mean).square().sum(dtype=torch.float32)) / (n_images - 1)
+    return mean_sq / spread if spread > 0 else None
+
+
+def self_check(
+    model: LoadedModel,
+    table: SiteTable,
+    x: Tensor,
+    *,
+    sites: Sequence[SiteSpec],
+    sublayers: Sequence[Sublayer] = (),
+    attention: Sequence[AttentionBlock] = (),
+    dtypes: Mapping[str, str] | None = None,
+    autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> SelfCheck:
+    """Run one normalised batch (images, channels, rows, cols) plainly and with hooks, and compare.
+
+    Checked: the hooked output equals the plain one (bit for bit on the CPU); skip + branch == sum
+    for every chosen sublayer and for every sublayer that a chosen site belongs to; aliases equal
+    what they stand for; softmax(scores) @ value is what the block goes on with; every site passed
+    by as often as expected; no NaN or inf, nor after the cast to the site's type. The model is
+    left as it was; nothing of the batch is kept.
+    """
+    check = SelfCheck()
+    within = autocast or nullcontext
+    stored = [site for site in sites if site.alias_of is None]
+    wanted = {site.name for site in stored}
+    names = _sums(table, wanted, sublayers)
+    aliases = {
+        site.name: site.alias_of
+        for site in table.sites
+        if site.alias_of is not None and site.alias_of in wanted
+    }
+    sums = SumProof(model.module, table, names)
+    equal, heads = AliasProof(aliases), AttentionProof(table)
+    examiner = _Examiner(heads)
+    capture = Capture(model, table, sites=stored, sublayers=sublayers, attention=attention)
+    sums.attach(capture, names)
+    equal.attach(capture)
+    heads.attach(capture, attention)
+    with torch.inference_mode(), within():
+        plain = first_tensor(model.module(x))
+        try:
+            with capture:
+                hooked = first_tensor(capture.run(x, examiner))
+        except CaptureError as error:
+            check.failures.append(str(error))
+            return check
+    _judge_output(check, plain, hooked)
+    _judge_sums(check, table, sums.errors, names)
+    _judge_aliases(check, equal)
+    half = plain is not None and autocast is not None
+    _judge_attention(check, heads.errors, attention, half)
+    _judge_values(check, examiner, stored, dtypes or {})
+    return check
+
+
+def _sums(table: SiteTable, wanted: set[str], sublayers: Sequence[Sublayer]) -> list[str]:
+    """Sublayers to prove: those chosen, and those whose skip, branch or sum is a chosen site."""
+    chosen = {sublayer.name for sublayer in sublayers}
+    alias = {site.name: site.alias_of or site.name for site in table.sites}
+    for name, residual in table.residuals.items():
+        ends = {alias[s] for s in (residual.skip, residual.branch, residual.total)}
+        if ends & wanted:
+            chosen.add(name)
+    return [name for name in table.residuals if name in chosen]
+
+
+def _judge_output(check: SelfCheck, plain: Tensor | None, hooked: Tensor | None) -> None:
+    if plain is None or hooked is None:
+        check.notes.append("the model's output is no single tensor: not compared")
+        return
+    gap = float((plain.float() - hooked.float()).abs().nan_to_num(0.0).max())
+    scale = float(plain.float().abs().nan_to_num(0.0).max())
+    check.figures["output_max_abs_difference"] = gap
+    allowed = 0.0 if plain.device.type == "cpu" else OUTPUT_TOLERANCE * scale
+    if gap > allowed:
+        check.failures.append(f"the model's output changes by {gap:.3g} when hooks are installed")
+    if not bool(plain.isfinite().all()):
+        check.failures.append("the model's output holds NaN or inf on the first images")
+
+
+def _judge_sums(
+    check: SelfCheck, table: SiteTable, errors: Mapping[str, float], names: Sequence[str]
+) -> None:
+    for name in names:
+        error = errors.get(name, math.inf)
+        if not error <= 1:
+            residual = table.residuals[name]
+            how = f"{residual.skip} + {residual.branch}"
+            how = f"activation({how})" if residual.activation else how
+            check.failures.append(f"{how} is not {residual.total} ({error:.3g} roundings apart)")
+    check.figures["sums"] = _worst(errors)
+
+
+def _judge_aliases(check: SelfCheck, equal: AliasProof) -> None:
+    for alias, stored in equal.pairs.items():
+        gap = equal.errors.get(alias, math.inf)
+        if gap != 0:
+            check.failures.append(f"{alias} is not equal to {stored} (differs by {gap:.3g})")
+    check.figures["aliases"] = _worst(equal.errors)
+
+
+def _judge_attention(
+    check: SelfCheck,
+    errors: Mapping[str, float],
+    attention: Sequence[AttentionBlock],
+    half: bool,
+) -> None:
+    allowed = ATTENTION_TOLERANCE_HALF if half else ATTENTION_TOLERANCE
+    for block in attention:
+        error = errors.get(block.name, math.inf)
+        if not error <= allowed:
+            check.failures.append(
+                f"{block.name}: attention times values is not what the block goes on with "
+                f"(relative difference {error:.3g}, allowed {allowed:.3g})"
+            )
+    check.figures["attention"] = _worst(errors)
+
+
+def _judge_values(
+    check: SelfCheck,
+    examiner: _Examiner,
+    stored: Sequence[SiteSpec],
+    dtypes: Mapping[str, str],
+) -> None:
+    for site in stored:
+        name = site.name
+        if name not in examiner.max_abs:
+            check.failures.append(f"{name} did not pass by")
+            continue
+        if name in examiner.broken:
+            n = examiner.broken[name]
+            check.failures.append(f"{name} holds {n} values that are NaN or inf")
+        dtype, largest = dtypes.get(name, site.dtype), examiner.max_abs[name]
+        if dtype == "float16" and largest > FLOAT16_MAX:
+            dtype = "float32"
+            check.notes.append(
+                f"{name} is stored in float32: its largest value {largest:.4g} exceeds float16"
+            )
+        check.dtypes[name] = dtype
+        ratio = examiner.offset[name]
+        if ratio is not None and ratio > OFFSET_WARNING:
+            check.notes.append(
+                f"{name}: |mean|^2 is {ratio:.3g} times its variance over images; "
+                "comparisons need centred features in high precision"
+            )
+    check.figures["sites"] = {
+        site.name: {
+            "max_abs": examiner.max_abs[site.name],
+            "offset_ratio": examiner.offset[site.name],
+        }
+        for site in stored
+        if site.name in examiner.max_abs
+    }
+
+
+def _worst(errors: Mapping[str, float]) -> dict[str, Any]:
+    """How many were compared, the largest error, and where it was."""
+    if not errors:
+        return {"n": 0}
+    where = max(errors, key=lambda name: errors[name])
+    worst = errors[where]
+    # JSON knows no infinity.
+    return {"n": len(errors), "max": worst if math.isfinite(worst) else None, "site": where}

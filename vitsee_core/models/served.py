@@ -1,0 +1,119 @@
+"""Which blocks have one attention from every token to every token, and why the others have not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vitsee_core.models.geometry import in_raster_order
+from vitsee_core.models.sites import AttentionBlock
+from vitsee_core.models.taps import Tap
+from vitsee_core.models.trace import Attended
+from vitsee_stores.layout import TokenLayout
+
+if TYPE_CHECKING:
+    from vitsee_core.models.build import TableBuilder
+
+NO_ATTENTION = "no attention: no block has a softmax over tokens"
+
+
+@dataclass
+class Attention:
+    """blocks: those served; modules: block -> module inside which its attention is computed;
+    heads: block -> where the heads' outputs go next, if that was found."""
+
+    blocks: list[AttentionBlock] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+    heads: dict[str, Tap] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    refusal: str | None = None
+
+
+def attention_blocks(builder: TableBuilder) -> Attention:
+    """Every block's attention, taken or refused by name."""
+    found = Attention()
+    for index, path in enumerate(builder.blocks):
+        met = [
+            (module, event)
+            for module, events in builder.trace.events.items()
+            if module == path or module.startswith(f"{path}.")
+            for event in events
+        ]
+        if not met:
+            continue
+        layouts = _layouts(builder, path)
+        reason = builder.demoted.get(f"{path} attention") or _refusal(builder, met, layouts)
+        if reason:
+            found.left_out[f"{path} attention"] = reason
+            continue
+        module, event = met[0]
+        layout = next(x for x in layouts if x.n_tokens == event.n_keys)
+        found.blocks.append(AttentionBlock(path, index, event.query[1], layout))
+        found.modules[path] = module
+        tap = _heads_tap(builder, module, event)
+        if tap:
+            found.heads[path] = tap
+    if not found.blocks:
+        reasons = list(dict.fromkeys(found.left_out.values()))
+        found.refusal = "; ".join(reasons[:2]) if reasons else NO_ATTENTION
+    return found
+
+
+def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
+    """Why attention cannot be multiplied from the last block to the first, None if it can."""
+    if attention.refusal:
+        return attention.refusal
+    if len({block.layout for block in attention.blocks}) > 1:
+        return "attention lies on several grids"
+    indices = [block.index for block in attention.blocks]
+    if attention.left_out or indices != list(range(indices[0], n_blocks)):
+        return "not every block has token-to-token attention"
+    return None
+
+
+def _layouts(builder: TableBuilder, path: str) -> list[TokenLayout]:
+    """Layouts of a block's input and output in which tokens lie row by row."""
+    trace = builder.trace
+    found = []
+    for seen, entering in ((trace.entered(path), True), (trace.left(path), False)):
+        seen = trace.by_image(seen)
+        view = builder.token_view(path, seen, entering) if seen and len(seen.shape) > 2 else None
+        if view and view.layout and view.layout.grid and view.form != "unrolled":
+            found.append(view.layout)
+    return found
+
+
+def _refusal(
+    builder: TableBuilder, met: list[tuple[str, Attended]], layouts: list[TokenLayout]
+) -> str | None:
+    n_images = builder.trace.n_images
+    event = met[0][1]
+    if len(met) > 1:
+        return f"{len(met)} attention calls in one block"
+    if event.mixed:
+        return "the values are not weighted with the softmax itself (heads mixed after it)"
+    if event.query[0] != n_images:
+        share = event.query[0] / n_images
+        return f"attention within windows ({share:g} an image)"
+    if event.value is None or len(event.query) != 3:
+        return f"attention over {len(event.query) + 1} dimensions, not image, head, query, key"
+    if event.query[2] != event.n_keys:
+        return f"pooled tokens: {event.query[2]} queries, {event.n_keys} keys"
+    layout = next((x for x in layouts if x.n_tokens == event.n_keys), None)
+    if layout is None:
+        sizes = " or ".join(str(x.n_tokens) for x in layouts) or "unordered"
+        return f"attention over {event.n_keys} entries, but the block has {sizes} tokens"
+    if event.value.shape[1] != event.n_keys or not in_raster_order(event.value, layout):
+        return "the tokens do not lie row by row inside the attention"
+    return None
+
+
+def _heads_tap(builder: TableBuilder, module: str, event: Attended) -> Tap | None:
+    """The module that the heads' outputs enter side by side."""
+    assert event.value is not None
+    for name in ("norm", "proj", "attn_out_proj"):
+        tap = Tap(f"{module}.{name}" if module else name, "in")
+        seen = builder.seen(tap) if tap.module in builder.modules else None
+        if seen and seen.shape == event.value.shape:
+            return tap
+    return None

@@ -1,0 +1,96 @@
+"""Everything that can be captured of one model: the site table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vitsee_core.models.families.base import Residual
+from vitsee_core.models.taps import Tap, View, refuse_compiled
+from vitsee_stores.layout import SiteSpec, TokenLayout
+
+if TYPE_CHECKING:
+    from vitsee_core.models.load import LoadedModel
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """A residual sublayer, named by its branch site ("blocks.3.attn", "layer1.0").
+
+    index: among all sublayers of the model. kind: "attn", "mlp", "token", "channel" or "block".
+    """
+
+    name: str
+    index: int
+    kind: str
+    layout: TokenLayout
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """A block with one token-to-token attention; index: among the model's blocks."""
+
+    name: str
+    index: int
+    n_heads: int
+    layout: TokenLayout
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a site's tensor comes from (the mean, if from several places) and how it is read."""
+
+    taps: tuple[Tap, ...]
+    view: View
+
+
+@dataclass(frozen=True)
+class SiteTable:
+    """The sites of a model in the model's order, aliases included, and what it cannot serve.
+
+    *_refusal: why nothing of that kind can be captured, None if something can.
+    left_out: name of a module, block or sublayer -> why it has no site, attention or branch.
+    points, residuals, attention_modules, heads: for `Capture` and the self-check.
+    """
+
+    sites: tuple[SiteSpec, ...]
+    sublayers: tuple[Sublayer, ...]
+    attention: tuple[AttentionBlock, ...]
+    attention_refusal: str | None
+    residual_refusal: str | None
+    rollout_refusal: str | None
+    left_out: Mapping[str, str]
+    points: Mapping[str, Point] = field(repr=False, default_factory=dict)
+    residuals: Mapping[str, Residual] = field(repr=False, default_factory=dict)
+    attention_modules: Mapping[str, str] = field(repr=False, default_factory=dict)
+    heads: Mapping[str, Tap] = field(repr=False, default_factory=dict)
+
+    def __getitem__(self, name: str) -> SiteSpec:
+        """The site of this name."""
+        for site in self.sites:
+            if site.name == name:
+                return site
+        raise KeyError(name)
+
+
+def site_table(model: LoadedModel) -> SiteTable:
+    """Run the model on random images, two or three times, and read its sites from what passed by.
+
+    Residual sums and attention are proven on those images; a block whose sums do not hold is
+    listed with its output alone. Raises:
+        ModelError: parts of the model are compiled, traced or scripted.
+    """
+    from vitsee_core.models.build import TableBuilder
+    from vitsee_core.models.survey import survey
+    from vitsee_core.models.verify import verify
+
+    refuse_compiled(model.module)
+    found = survey(model.module, model.input_size)
+    demoted: dict[str, str] = {}
+    while True:
+        table = TableBuilder(model.module, found, demoted).build()
+        failed = verify(model, table)
+        if not failed:
+            return table
+        demoted |= failed

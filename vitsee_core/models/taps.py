@@ -1,0 +1,114 @@
+"""Where a tensor passes by in the forward pass, and how it is read as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import TokenLayout
+
+Form = Literal["tokens", "nhwc", "nchw", "unrolled", "rows", "vector", "raw"]
+
+
+class ModelError(VitseeError):
+    """A model that cannot be made, loaded or read."""
+
+
+class CaptureError(VitseeError):
+    """A site did not pass by as the model's table says."""
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One passage: the first tensor that goes into a module, or the one that comes out of it.
+
+    `call` counts the module's calls within a forward pass, `calls` is how many there are.
+    """
+
+    module: str
+    when: Literal["in", "out"] = "out"
+    call: int = 0
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class View:
+    """How a batch of one site is read: as tokens of an image grid, rows, a vector, or as it is."""
+
+    form: Form
+    layout: TokenLayout | None = None
+    unroll: Callable[[Tensor], Tensor] | None = None
+
+    def split(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Prefix (images, prefix, dim) or None, and body: (images, rows, cols, dim) for an image
+        grid, (images, rows, dim) for rows, (images, dim) for a vector; views of `x` wherever
+        its memory allows.
+        """
+        if self.form == "tokens":
+            assert self.layout is not None and self.layout.grid is not None
+            n = self.layout.n_prefix
+            return (x[:, :n] if n else None), x[:, n:].unflatten(1, self.layout.grid)
+        if self.form == "nchw":
+            return None, x.permute(0, 2, 3, 1)
+        if self.form == "unrolled":
+            assert self.unroll is not None
+            return None, self.unroll(x)
+        return None, x.flatten(1) if self.form == "vector" else x
+
+    def flat(self, x: Tensor) -> Tensor:
+        """All tokens as (images, tokens, dim), prefix first."""
+        if self.form == "nchw":
+            return x.flatten(2).transpose(1, 2)
+        if self.form == "nhwc":
+            return x.flatten(1, 2)
+        if self.form == "unrolled":
+            assert self.unroll is not None
+            return self.unroll(x).flatten(1, 2)
+        return x
+
+
+def first_tensor(value: Any, n_images: int | None = None) -> Tensor | None:
+    """The tensor itself, or the only tensor anywhere in a tuple, list or mapping (of several the
+    only one that has the batch in front); None where there is none or more than one."""
+    found = list(_tensors(value))
+    if len(found) > 1 and n_images is not None:
+        found = [x for x in found if x.ndim > 1 and len(x) == n_images]
+    return found[0] if len(found) == 1 else None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            yield from _tensors(entry)
+
+
+def input_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor a module works on: its first argument."""
+    if args:
+        return args[0] if isinstance(args[0], Tensor) else None
+    return next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Raises:
+    ModelError: parts of the model are compiled, traced or scripted, so that hooks are lost.
+    """
+    for name, child in module.named_modules():
+        scripted = isinstance(child, torch.jit.ScriptModule)
+        traced = isinstance(child, torch.fx.GraphModule)
+        compiled = hasattr(child, "_orig_mod") or child._compiled_call_impl is not None
+        if scripted or traced or compiled:
+            kind = "scripted" if scripted else "an fx graph" if traced else "compiled"
+            raise ModelError(
+                f"the model's {name or 'root module'} is {kind}, where hooks see nothing; "
+                "expected plain modules: pass the model as timm.create_model returns it"
+            )

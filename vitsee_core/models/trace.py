@@ -1,0 +1,186 @@
+"""One forward pass with a hook on every module: who was called, on what, with what result."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitsee_core.models.attention import AttentionEvent, AttentionWatch
+from vitsee_core.models.taps import first_tensor, input_tensor
+
+N_CORNERS = 4
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tensor as it passed by: who it is, its shape, and where it answers to local changes.
+
+    key: equal for two passages exactly if the same tensor passed, unchanged in between.
+    response: for each dimension after the first, (corners, length): how strongly each index
+    answers when one corner of the image changes.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    response: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module; None where input or output is no single tensor."""
+
+    entered: Seen | None
+    left: Seen | None
+    left_type: str
+
+
+@dataclass(frozen=True)
+class Attended:
+    """An attention event without its tensors; value: (images, keys, heads x head dim), None where
+    the attention has not the four dimensions of plain attention."""
+
+    query: tuple[int, ...]
+    n_keys: int
+    mixed: bool
+    value: Seen | None
+
+
+@dataclass
+class Trace:
+    """All calls by module name, the attention events by module name, and the images used."""
+
+    n_images: int
+    image: tuple[int, int]
+    calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    events: dict[str, list[Attended]] = field(default_factory=lambda: defaultdict(list))
+
+    def once(self, name: str) -> Call | None:
+        """The call of a module that is called exactly once."""
+        calls = self.calls.get(name, ())
+        return calls[0] if len(calls) == 1 else None
+
+    def entered(self, name: str) -> Seen | None:
+        """What went into a module that is called exactly once."""
+        call = self.once(name)
+        return call.entered if call else None
+
+    def left(self, name: str) -> Seen | None:
+        """What came out of a module that is called exactly once."""
+        call = self.once(name)
+        return call.left if call else None
+
+    def by_image(self, seen: Seen | None) -> Seen | None:
+        """The passage itself if its first dimension is the batch."""
+        return seen if seen and seen.shape and seen.shape[0] == self.n_images else None
+
+
+def probe_images(size: tuple[int, int, int], corners: bool) -> Tensor:
+    """Two random images (2, channels, rows, cols); with `corners` the first image once more for
+    each corner whose quadrant is drawn anew: (6, ...)."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn((2, *size), generator=generator)
+    if not corners:
+        return images
+    rows, cols = size[1] // 2, size[2] // 2
+    changed = images[:1].repeat(N_CORNERS, 1, 1, 1)
+    for k in range(N_CORNERS):
+        top = slice(0, rows) if k < 2 else slice(rows, None)
+        left = slice(0, cols) if k % 2 == 0 else slice(cols, None)
+        fresh = torch.randn(changed[k, :, top, left].shape, generator=generator)
+        changed[k, :, top, left] = fresh
+    return torch.cat([images, changed])
+
+
+def _response(x: Tensor) -> tuple[Tensor, ...]:
+    change = (x[2 : 2 + N_CORNERS].float() - x[:1].float()).square()
+    axes = range(1, change.ndim)
+    return tuple(change.sum(tuple(a for a in axes if a != axis)) for axis in axes)
+
+
+class _Recorder:
+    def __init__(self, trace: Trace, responses: bool) -> None:
+        self.trace, self.responses = trace, responses
+        self.serial = 0
+        self.stack: list[str] = []
+        self.inputs: list[Seen | None] = []
+
+    def see(self, x: Tensor | None) -> Seen | None:
+        if x is None:
+            return None
+        number = getattr(x, "_vitsee_serial", None)
+        if number is None:
+            # An attribute, not id(): ids are used again once a tensor is gone.
+            self.serial += 1
+            number = x._vitsee_serial = self.serial  # type: ignore[attr-defined]
+        wanted = (
+            self.responses
+            and x.ndim in (3, 4)
+            and len(x) == self.trace.n_images
+            and x.is_floating_point()
+        )
+        version = 0 if x.is_inference() else x._version
+        return Seen((number, version), tuple(x.shape), _response(x) if wanted else ())
+
+    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stack.append(name)
+        self.inputs.append(self.see(input_tensor(args, kwargs)))
+
+    def leave(self, name: str, output: Any) -> None:
+        self.stack.pop()
+        left = self.see(first_tensor(output, self.trace.n_images))
+        call = Call(self.inputs.pop(), left, type(output).__name__)
+        self.trace.calls[name].append(call)
+
+    def event(self, event: AttentionEvent) -> None:
+        value = self.see(event.call.value.transpose(1, 2).flatten(2)) if event.call else None
+        met = Attended(event.query, event.n_keys, event.mixed, value)
+        self.trace.events[self.stack[-1] if self.stack else ""].append(met)
+
+
+@contextmanager
+def _hooks(module: nn.Module, recorder: _Recorder, watch: AttentionWatch) -> Iterator[None]:
+    handles = []
+    for name, child in module.named_modules():
+
+        def enter(_m: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            recorder.enter(name, args, kwargs)
+            watch.depth += 1
+
+        def leave(m: nn.Module, _a: Any, _k: Any, output: Any, name: str = name) -> None:
+            if any(m.children()):
+                # A leaf (the softmax itself, its dropout) is left before the product comes.
+                watch.flush(watch.depth)
+            watch.depth -= 1
+            recorder.leave(name, output)
+
+        handles.append(child.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(child.register_forward_hook(leave, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace:
+    """Run the model once on random images of this size and write down every call.
+
+    Nothing of the activations is kept but shapes and identities, so memory stays that of the
+    plain forward pass.
+    """
+    images = probe_images(size, corners)
+    record = Trace(len(images), size[1:])
+    recorder = _Recorder(record, corners)
+    device = next(iter(module.parameters()), images).device
+    # no_grad, not inference_mode: only counted versions tell an in-place change.
+    watch = AttentionWatch(recorder.event)
+    with torch.inference_mode(False), torch.no_grad(), _hooks(module, recorder, watch), watch:
+        module(images.to(device))
+    return record

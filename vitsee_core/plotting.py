@@ -1,0 +1,160 @@
+"""One look for every picture: colours that colour-blind readers tell apart, readable type, 200 dpi.
+
+Figures are made without pyplot: no global state, no display, no window. matplotlib is imported
+with the first picture.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.files import write_files
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DPI = 200
+# Okabe and Ito (2008) without the yellow, which white paper swallows.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+GREY = "#6B6B6B"
+
+STYLE: dict[str, Any] = {
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.06,
+    "figure.facecolor": "white",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "legend.handlelength": 1.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4,
+    "image.cmap": "viridis",
+    "image.interpolation": "nearest",
+    "image.origin": "lower",
+}
+
+
+def styled(draw: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: `draw` makes its figure in the one style, and leaves matplotlib's settings be."""
+
+    @wraps(draw)
+    def inner(*args: P.args, **kwargs: P.kwargs) -> R:
+        import matplotlib
+
+        # The backend is left alone: rc_context would not bring the caller's back.
+        plain: dict[Any, Any] = {
+            k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")
+        }
+        with matplotlib.rc_context(plain | STYLE):
+            return draw(*args, **kwargs)
+
+    return inner
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches; to be called below `styled`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def colour(i: int) -> str:
+    """The i-th colour; they repeat after seven."""
+    return COLOURS[i % len(COLOURS)]
+
+
+def marker(i: int) -> str:
+    """The i-th marker, so that lines differ in more than their colour; another one for each
+    repetition of a colour."""
+    return MARKERS[(i + i // len(COLOURS)) % len(MARKERS)]
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text`, its middle left out where it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    head = (limit - 1) * 2 // 3
+    return f"{text[:head]}…{text[len(text) - (limit - 1 - head) :]}"
+
+
+def integer_ticks(axes: Axes, values: Sequence[int] | NDArray[np.int64], limit: int = 9) -> None:
+    """Whole numbers on the x axis, at most `limit` of them, evenly spaced."""
+    low, high = int(min(values)), int(max(values))
+    step = next(
+        s for s in (1, 2, 4, 5, 10, 20, 50, 100, 200, 500, 1000) if (high - low) / s < limit
+    )
+    axes.set_xticks(range(low, high + 1, step))
+
+
+def reference_line(axes: Axes, value: float, text: str) -> None:
+    """A dashed grey line across the panel, named at its right end."""
+    from matplotlib.patheffects import withStroke
+
+    axes.axhline(value, color=GREY, linestyle=(0, (5, 3)), linewidth=1)
+    axes.annotate(
+        text,
+        (1, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 2),
+        textcoords="offset points",
+        horizontalalignment="right",
+        color=GREY,
+        fontsize=7.5,
+        path_effects=[withStroke(linewidth=2, foreground="white")],  # readable on top of points
+    )
+
+
+def legend_above_data(axes: Axes, columns: int) -> None:
+    """A legend in a strip of its own at the top: the y axis starts at 0 and makes room for it.
+
+    To be called when all is drawn; a later, larger upper limit keeps it clear too.
+    """
+    legend = axes.legend(loc="upper left", ncols=columns, columnspacing=1.2, borderaxespad=0.1)
+    rows = -(-len(legend.get_texts()) // columns)
+    height_pt = axes.bbox.height * 72 / axes.figure.dpi
+    strip = min((rows * 12 + 6) / height_pt, 0.6)
+    axes.set_ylim(0, axes.dataLim.y1 / (1 - strip) if axes.dataLim.y1 > 0 else 1)
+
+
+def png_bytes(figure: Figure) -> bytes:
+    """The picture as the bytes of a PNG at 200 dots an inch."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI)
+    return buffer.getvalue()
+
+
+def save_png(figure: Figure, path: str | Path, *, force: bool = False) -> None:
+    """Write the picture; the file exists only when it is whole.
+
+    Raises:
+        VitseeError: the file exists and `force` is off, or cannot be written.
+    """
+    write_files({Path(path): png_bytes(figure)}, force=force)

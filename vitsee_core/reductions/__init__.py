@@ -1,0 +1,14 @@
+"""Attention and residual summaries, computed where the model runs while it is being extracted."""
+
+from vitsee_core.reductions.attention import AttentionCall, AttentionReducer, AttentionSummary
+from vitsee_core.reductions.rollout import rollout
+from vitsee_core.reductions.tokens import pool_sites, residual_products
+
+__all__ = [
+    "AttentionCall",
+    "AttentionReducer",
+    "AttentionSummary",
+    "pool_sites",
+    "residual_products",
+    "rollout",
+]

@@ -1,0 +1,56 @@
+"""Summaries of activations: residual dot products and pooled vectors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitsee_stores.layout import TokenLayout
+
+CHUNK_BYTES = 1 << 20
+
+
+def residual_products(z: Tensor, f: Tensor) -> Tensor:
+    """The dot products z.z, f.f and z.f of every token, summed over channels in float32.
+
+    `z`, the skip input, and `f`, the branch: (images, tokens, dim), of any strides and float
+    dtype. Returns (images, tokens, 3) float32, from which the norm ratio |z| / |f| and the
+    cosines of z with f and with z + f follow (Raghu et al. 2021, Figs. 7, E.1, E.2).
+    """
+    out = torch.empty(*z.shape[:2], 3, dtype=torch.float32, device=z.device)
+    if z.device.type != "cpu":
+        # One kernel a square that reads the stored dtype and sums in float32.
+        for column, x in enumerate((z, f)):
+            norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+            torch.square(norm, out=out[..., column])
+        out[..., 2] = torch.linalg.vecdot(z.float(), f.float())
+        return out
+    # The product is a temporary of the input's size: it stays in cache, and channels-first views
+    # stay in their order, a few images at a time.
+    step = max(1, CHUNK_BYTES // max(1, 4 * z.shape[1] * z.shape[2]))
+    for first in range(0, len(z), step):
+        images = slice(first, first + step)
+        left, right, here = z[images].float(), f[images].float(), out[images]
+        for column, (a, b) in enumerate(((left, left), (right, right), (left, right))):
+            torch.linalg.vecdot(a, b, out=here[..., column])
+    return out
+
+
+def pool_sites(
+    prefix: Tensor | None, body: Tensor, layout: TokenLayout
+) -> tuple[Tensor | None, Tensor]:
+    """The class token and the mean over a site's grid cells (or its rows).
+
+    `prefix`: (images, prefix tokens, dim) or None; `body`: (images, rows, cols, dim) or (images,
+    rows, dim). Returns two float32 tensors of shape (images, dim), sums in float32; the first is
+    None where the layout has no class token. Prefix tokens are no part of the mean. Both are
+    copies: they hold when the model overwrites what it gave.
+    """
+    cls = None
+    if prefix is not None and layout.cls is not None:
+        cls = prefix[:, layout.cls].to(torch.float32, copy=True)
+    return cls, body.flatten(1, -2).mean(1, dtype=torch.float32)
