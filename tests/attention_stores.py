@@ -63,7 +63,11 @@ def write_store(
     outputs = () if model_blocks is None else ("embed", *(f"{b}.out" for b in model_blocks))
     sites = tuple(_site(out, depth, len(outputs) - 1, layout) for depth, out in enumerate(outputs))
     level = "summary" if groups else "none"
-    plan = StorePlan(n_images, slab, "none", sites, tuple(groups), level)
+    blocks = [block for g in groups for block in g.blocks]
+    order_of = list(blocks if model_blocks is None else model_blocks)
+    index_of = {block: order_of.index(block) for block in blocks}
+    places = tuple((b, i, i / max(len(order_of) - 1, 1)) for b, i in index_of.items())
+    plan = StorePlan(n_images, slab, "none", sites, tuple(groups), level, places=places)
     index = np.arange(n_images, dtype=np.int64)
     ids = [f"{name}{i}" for i in index]
     samples = Samples(index, ids, np.zeros(n_images, np.int64), [""] * n_images)

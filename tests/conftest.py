@@ -74,6 +74,7 @@ def tiny_plan() -> StorePlan:
         attention_level="summary",
         rollout=True,
         sublayers=(("blocks.0.attn", LAYOUT),),
+        places=(("blocks.0", 0, 0.0), ("blocks.1", 1, 1.0), ("blocks.0.attn", 0, 0.0)),
         inputs=None,
     )
 

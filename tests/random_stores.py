@@ -112,6 +112,12 @@ PLANS: dict[str, StorePlan] = {
             flat_site("pooled", "vector", (1024,)),
         ),
     ),
+    "many-slabs": StorePlan(
+        46,
+        4,
+        "none",
+        tuple(tokens_site(f"blocks.{i}.out", VIT, dim=512, depth=i) for i in range(3)),
+    ),
 }
 
 
@@ -203,6 +209,12 @@ def write(
         writer.write_slab(k, slab_of(plan, whole, k), {"command": "random"})
     writer.finish()
     return writer
+
+
+def leftovers(store: Path) -> list[str]:
+    """Names of what killed processes left beside and below a store."""
+    hidden = [p.name for p in store.parent.iterdir() if p.name.startswith(f".{store.name}.")]
+    return hidden + [p.name for p in store.rglob("*.partial")]
 
 
 def say(line: str) -> None:

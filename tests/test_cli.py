@@ -1,11 +1,10 @@
-"""The group: finding commands, translating errors, verbosity, start-up; and the values it reads."""
+"""The group: finding commands, translating errors, verbosity, start-up, stderr."""
 
 from __future__ import annotations
 
 import errno
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from vitsee_cli import console, options, values
+from vitsee_cli import console, options
 from vitsee_cli.main import CommandGroup, main
 from vitsee_stores.errors import VitseeError
 
@@ -249,147 +248,3 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_command_line_is_what_was_typed() -> None:
     result = run(lambda: console.out(json.dumps(console.command_line())), "-q", "probe", "-v")
     assert json.loads(result.stdout) == ["vitsee", "-q", "probe", "-v"]
-
-
-# ---------------------------------------------------------------- values
-
-
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
-        ("4G", 4 << 30),
-        ("4GiB", 4 << 30),
-        ("4GB", 4 * 10**9),
-        ("512m", 512 << 20),
-        ("1.5K", 1536),
-        ("2T", 2 << 40),
-        ("100", 100),
-        ("100B", 100),
-    ],
-)
-def test_sizes(text: str, size_bytes: int) -> None:
-    assert values.parse_size(text) == size_bytes
-
-
-@pytest.mark.parametrize("text", ["", "4X", "-1", "0", "G", "1e9", "four"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="is no size"):
-        values.parse_size(text)
-
-
-@pytest.mark.parametrize("text", ["auto", "cpu", "cuda", "cuda:1", "mps"])
-def test_devices(text: str) -> None:
-    assert values.parse_device(text) == text
-
-
-@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "cpu:0", "CPU", ""])
-def test_no_devices(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="is no device"):
-        values.parse_device(text)
-
-
-def test_store_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a=b.zarr").mkdir()
-    expected = {
-        "b16.zarr": ("b16", "b16.zarr"),
-        "runs/b16.zarr": ("b16", "runs/b16.zarr"),
-        "B/16=runs/b16.zarr": ("b16", "B/16=runs/b16.zarr"),
-        "ViT-B=runs/b16.zarr": ("ViT-B", "runs/b16.zarr"),
-        "x=a=b.zarr": ("x", "a=b.zarr"),
-        "a=b.zarr": ("a=b", "a=b.zarr"),
-        ".": (tmp_path.stem, "."),
-    }
-    for text, (label, path) in expected.items():
-        assert values.parse_store(text) == values.StorePath(label, Path(path))
-
-
-def test_two_stores_need_two_labels() -> None:
-    @click.command()
-    @options.stores_argument
-    def command(stores: tuple[values.StorePath, ...]) -> None:
-        console.out(" ".join(s.label for s in stores))
-
-    clash = CliRunner().invoke(command, ["x.zarr", "a/vit.zarr", "b/vit.zarr"])
-    assert clash.exit_code == 2
-    assert "two stores are called 'vit'; name them: first=a/vit.zarr" in clash.stderr
-    assert CliRunner().invoke(command, ["a/vit.zarr", "B=b/vit.zarr"]).stdout == "vit B\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("depth=6", ("depth", 6)),
-        ("qkv_bias=true", ("qkv_bias", True)),
-        ("qkv_bias=False", ("qkv_bias", False)),
-        ("mlp_ratio=2.5", ("mlp_ratio", 2.5)),
-        ("img_size=[224,160]", ("img_size", [224, 160])),
-        ("img_size=(224,160)", ("img_size", (224, 160))),
-        ("norm=None", ("norm", None)),
-        ("global_pool=avg", ("global_pool", "avg")),
-        ("name=a=b", ("name", "a=b")),
-        ("name=", ("name", "")),
-    ],
-)
-def test_model_args(text: str, value: tuple[str, Any]) -> None:
-    assert values.parse_model_arg(text) == value
-
-
-@pytest.mark.parametrize("text", ["depth", "=3", "a b=3"])
-def test_no_model_args(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="expected KEY=VALUE"):
-        values.parse_model_arg(text)
-
-
-def test_image_sizes_and_floats() -> None:
-    assert values.parse_image_size("224") == (224, 224)
-    assert values.parse_image_size("224x320") == (224, 320)
-    assert values.parse_floats("0.5") == (0.5,)
-    assert values.parse_floats("0.1,0.2,0.3") == (0.1, 0.2, 0.3)
-    for text in ("0", "224x", "a", "-3"):
-        with pytest.raises(click.BadParameter):
-            values.parse_image_size(text)
-    with pytest.raises(click.BadParameter, match="expected numbers"):
-        values.parse_floats("0.5,x")
-
-
-def test_tokens() -> None:
-    parse = values.token_parser(("all", "cls"))
-    assert [parse(t) for t in ("all", "cls", "3,10")] == ["all", "cls", "3,10"]
-    for text in ("patches", "3", "-1,2", "3,4,5"):
-        with pytest.raises(click.BadParameter, match="expected all, cls or ROW,COL"):
-            parse(text)
-
-
-def test_defaults_fit_the_machine() -> None:
-    @click.command()
-    @options.memory_option
-    @options.jobs_option
-    @options.device_option
-    def command(memory: int, jobs: int, device: str) -> None:
-        console.out(f"{memory} {jobs} {device}")
-
-    memory, jobs, device = CliRunner().invoke(command).stdout.split()
-    assert int(memory) > 2**26
-    assert int(jobs) == len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else True
-    assert device == "auto"
-    shown = " ".join(CliRunner().invoke(command, ["--help"]).stdout.split())
-    assert "a quarter of the machine's memory" in shown
-    assert CliRunner().invoke(command, ["--jobs", "0"]).exit_code == 2
-    assert CliRunner().invoke(command, ["--device", "gpu"]).exit_code == 2
-
-
-def test_model_options_are_gathered() -> None:
-    @click.command()
-    @options.model_options
-    def command(model: Any) -> None:
-        console.out(repr(model))
-
-    runner = CliRunner()
-    args = ["vit", "--random-init", "3", "--img-size", "96", "--model-arg", "depth=2"]
-    shown = runner.invoke(command, [*args, "--img-mean", "0.5"]).stdout
-    for part in ("'vit'", "random_init=3", "(96, 96)", "{'depth': 2}", "img_mean=(0.5,)"):
-        assert part in shown
-    clash = runner.invoke(command, ["vit", "--random-init", "3", "--checkpoint", "x.pth"])
-    assert clash.exit_code == 2
-    assert "exclude each other" in clash.stderr

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
-from timm.data import create_transform
+from timm.data.transforms_factory import create_transform
 
 from tests import reference
 from tests.extractions import RESNET, VIT, array_bytes, extract, extracted, plant_images
 from vitsee_core.models import load_model
-from vitsee_stores import IncompleteStore, open_store
+from vitsee_stores import IncompleteStore, Store, open_store
 
 N, SLAB = 10, 4
-HALF = {"rtol": 1e-3, "atol": 1e-4}  # one rounding to float16
-SINGLE = {"rtol": 1e-4, "atol": 1e-5}  # float32 sums in another order
+HALF: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}  # one rounding to float16
+SINGLE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}  # float32 sums in another order
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,7 @@ def test_every_number_of_a_vit_store_against_a_forward_pass_by_hand(
     cfg = store.manifest.transform
     transform = create_transform(**{**cfg, "input_size": tuple(cfg["input_size"])})
     layout = store.layout("blocks.0.out")
+    assert layout is not None
     assert layout.prefix == ("cls",)
     assert layout.grid == (4, 6)
     assert layout.stride_px == (8.0, 8.0)
@@ -66,7 +69,9 @@ def test_every_number_of_a_vit_store_against_a_forward_pass_by_hand(
         np.testing.assert_allclose(kept, value, rtol=1e-4, atol=1e-5)
 
 
-def _compare_image(store, model, pixels, row, sums):  # type: ignore[no-untyped-def]
+def _compare_image(
+    store: Store, model: Any, pixels: torch.Tensor, row: int, sums: dict[str, Any]
+) -> list[NDArray[np.float64]]:
     """One image through the model's own layers, block by block; every site on the way."""
 
     def same(site: str, value: torch.Tensor) -> None:
@@ -118,7 +123,7 @@ def _compare_image(store, model, pixels, row, sums):  # type: ignore[no-untyped-
     return head_means
 
 
-def _compare_products(store, name, row, z, f) -> None:  # type: ignore[no-untyped-def]
+def _compare_products(store: Store, name: str, row: int, z: torch.Tensor, f: torch.Tensor) -> None:
     expected = reference.residual_products(z.double().numpy(), f.double().numpy())[0]
     np.testing.assert_allclose(store.residual(name)[row], expected, rtol=1e-4, atol=1e-4)
 

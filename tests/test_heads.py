@@ -35,7 +35,7 @@ def test_places_in_the_model(tmp_path: Path) -> None:
     )
 
 
-def test_without_block_outputs_attention_blocks_are_counted(tmp_path: Path) -> None:
+def test_places_do_not_need_block_outputs(tmp_path: Path) -> None:
     store = make_store(tmp_path / "a.zarr", model_blocks=None)
     assert [(b.depth, b.rel_depth) for b in attention_blocks(store)] == [(0, 0.0), (1, 1.0)]
 

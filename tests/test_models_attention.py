@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.models_helpers import VIT, Keeper, images, small
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.models_helpers import VIT, Keeper, images, small
 from vitsee_core.models import Capture, CaptureError, LoadedModel, site_table
 from vitsee_core.models.attention import AttentionEvent, AttentionWatch, KernelCall
 
@@ -35,7 +36,7 @@ def unfused(model: LoadedModel, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     handles = []
     for name, module in model.module.named_modules():
         if hasattr(module, "fused_attn"):
-            module.fused_attn = False  # type: ignore[assignment]
+            module.fused_attn = False
         if name.endswith("attn_drop"):
             block = name.removesuffix(".attn_drop").removesuffix(".attn")
             handles.append(
@@ -165,13 +166,16 @@ def test_explicit_softmax_is_reported_with_its_product(way: str) -> None:
     scores, value = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 4)
 
     def attend() -> None:
-        weights = {
+        ways: dict[str, Callable[[], Tensor]] = {
             "method": lambda: scores.softmax(dim=-1),
             "torch": lambda: torch.softmax(scores, -1),
             "functional": lambda: functional.softmax(scores, dim=3),
             "module": lambda: nn.Softmax(dim=-1)(scores),
-        }[way]()
-        assert torch.equal(functional.dropout(weights, 0.5, training=False) @ value, weights @ value)
+        }
+        weights = ways[way]()
+        assert torch.equal(
+            functional.dropout(weights, 0.5, training=False) @ value, weights @ value
+        )
 
     (event,) = seen(attend)
     assert event.call is not None and not event.mixed
@@ -191,7 +195,7 @@ def test_softmax_that_weighs_nothing_is_mixed() -> None:
     assert event.mixed and event.call is None
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "cait_xxs24_224": ({"embed_dim": 48, "depth": 2, "patch_size": 8}, 32, "mixed"),
     "xcit_nano_12_p8_224": ({"depth": 2}, 32, "entries, but the block has"),
     "vit_tiny_patch16_224": ({**VIT, "attn_layer": "diff"}, 32, "2 attention calls"),
@@ -212,7 +216,7 @@ def test_attention_that_is_not_token_to_token_is_refused(name: str) -> None:
 
 
 def test_blocks_are_refused_one_by_one() -> None:
-    """Swin: windows in the batch dimension; where one window covers the map it is token to token."""
+    """Swin has windows in the batch dimension; one that covers the map is token to token."""
     model = small(
         "swin_tiny_patch4_window7_224", 64, embed_dim=24, depths=(1, 1, 1, 1), window_size=4
     )
@@ -227,6 +231,7 @@ def test_blocks_are_refused_one_by_one() -> None:
 def test_another_shape_while_running_stops() -> None:
     model = small("vit_tiny_patch16_224", 32, **VIT, dynamic_img_size=True)
     table = site_table(model)
-    with torch.no_grad(), Capture(model, table, sites=(), attention=table.attention) as capture:
-        with pytest.raises(CaptureError, match=r"blocks\.0: attention of sizes \(1, 3, 37\)"):
-            capture.run(torch.randn(1, 3, 48, 48), Keeper())
+    wrong = pytest.raises(CaptureError, match=r"blocks\.0: attention of sizes \(1, 3, 37\)")
+    capture = Capture(model, table, sites=(), attention=table.attention)
+    with torch.no_grad(), capture, wrong:
+        capture.run(torch.randn(1, 3, 48, 48), Keeper())

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models_helpers import VIT, redraw
 from torch import Tensor
 
+from tests.models_helpers import VIT, redraw
 from vitsee_core.models import ModelError, load_model
 
 NAME = "vit_tiny_patch16_224"
@@ -153,7 +153,7 @@ def test_beit_with_its_shared_position_bias(tmp_path: Path) -> None:
 
 
 def test_position_tables_of_another_size_are_resampled(tmp_path: Path) -> None:
-    from timm.layers import resample_abs_pos_embed
+    from timm.layers.pos_embed import resample_abs_pos_embed
 
     state = weights()
     path = saved(tmp_path / "w.pth", state)
@@ -200,8 +200,10 @@ def test_safetensors_and_the_hash(tmp_path: Path) -> None:
 def test_layerscale_under_its_older_name(tmp_path: Path) -> None:
     name = "deit3_small_patch16_224"
     state = weights(name=name)
-    older = {key.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): x
-             for key, x in state.items()}
+    older = {
+        key.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): x
+        for key, x in state.items()
+    }
     assert holds(loaded(saved(tmp_path / "deit3.pth", {"model": older}), name), state)
 
 

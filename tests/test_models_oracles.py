@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models_helpers import VIT, Keeper, images, small
 from torch import Tensor
 from torch.nn import functional
 
+from tests.models_helpers import VIT, Keeper, images, small
 from vitsee_core.models import Capture, LoadedModel, SiteTable, site_table
 
 # One matrix product summed in another order.
-CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 
 
 def captured(model: LoadedModel, table: SiteTable, x: Tensor) -> Keeper:
@@ -31,6 +31,11 @@ def captured(model: LoadedModel, table: SiteTable, x: Tensor) -> Keeper:
 def got(keeper: Keeper, table: SiteTable, name: str) -> Tensor:
     """A site's tokens through its alias, if it is one."""
     return keeper.tokens(table[name].alias_of or name)
+
+
+def flat(maps: Tensor) -> Tensor:
+    """Channels-first maps as (images, locations, channels)."""
+    return maps.flatten(2).transpose(1, 2)
 
 
 def attend(attn: Any, x: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
@@ -152,7 +157,6 @@ def test_resnet_block_by_hand(name: str, last: int) -> None:
     kept = captured(model, table, x)
     module: Any = model.module
     stream = module.maxpool(module.act1(module.bn1(module.conv1(x))))
-    flat = lambda t: t.flatten(2).transpose(1, 2)  # noqa: E731
     torch.testing.assert_close(got(kept, table, "stem"), flat(stream), **CLOSE)
     for path in ("layer1.0", "layer1.1", "layer2.0", "layer2.1"):
         block = module.get_submodule(path)
@@ -186,7 +190,6 @@ def test_bit_block_by_hand() -> None:
     kept = captured(model, table, x)
     module: Any = model.module
     stream = module.stem(x)
-    flat = lambda t: t.flatten(2).transpose(1, 2)  # noqa: E731
     for path in [*(f"stages.0.blocks.{i}" for i in range(3)), "stages.1.blocks.0"]:
         block = module.get_submodule(path)
         first = block.norm1(stream)

@@ -60,7 +60,7 @@ def test_chunks_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> No
     whole = residual_products(z, f)
     parts = [residual_products(z[part], f[part]) for part in (slice(0, 3), slice(3, 7))]
     assert torch.equal(whole, torch.cat(parts))
-    for n_images in (1, 2, 4):
+    for n_images in (1, 2, 4):  # the first two with more than one thread
         monkeypatch.setattr(tokens, "CHUNK_BYTES", n_images * 4 * 5 * 16)
         assert torch.equal(residual_products(z, f), whole)
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models_helpers import SMALL, VIT, images, small
 from torch import Tensor
 
+from tests.models_helpers import SMALL, VIT, images, small
 from vitsee_core.models import Capture, LoadedModel, SelfCheck, SiteTable, self_check, site_table
 from vitsee_core.models.sites import Point
 from vitsee_core.models.taps import Tap
 
 CONVNET: dict[str, Any] = {}
 # id -> timm name, image size, arguments, number of residual sublayers, of attention blocks
-ARCHITECTURES: dict[str, tuple[str, Any, dict[str, Any], int, int]] = {
+ARCHITECTURES: dict[str, tuple[str, Any, dict[str, Any], int | None, int | None]] = {
     "vit-cls": ("vit_tiny_patch16_224", 32, VIT, 6, 3),
     "vit-wide-image": ("vit_tiny_patch16_224", (32, 48), VIT, 6, 3),
     "vit-gap": (
@@ -109,7 +109,7 @@ ARCHITECTURES: dict[str, tuple[str, Any, dict[str, Any], int, int]] = {
 
 def resolved(args: dict[str, Any]) -> dict[str, Any]:
     """Arguments with their words replaced by timm's classes."""
-    from timm.layers import SwiGLU
+    from timm.layers.mlp import SwiGLU
     from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock
 
     classes = {"post": ResPostBlock, "scaling": ParallelScalingBlock, "swiglu": SwiGLU}
@@ -201,9 +201,7 @@ WRONG_RESNET = {
 
 
 @pytest.mark.parametrize("fault", WRONG_RESNET)
-def test_a_wrong_hook_in_a_resnet_fails(
-    resnet: tuple[LoadedModel, SiteTable], fault: str
-) -> None:
+def test_a_wrong_hook_in_a_resnet_fails(resnet: tuple[LoadedModel, SiteTable], fault: str) -> None:
     model, table = resnet
     site, tap = WRONG_RESNET[fault]
     result = checked(model, moved(table, site, tap))
@@ -279,7 +277,7 @@ def test_overflow_is_stored_in_float32_and_nan_fails(
     assert result.ok and result.dtypes == {site.name: "float32"}
     assert any(site.name in note and "float32" in note for note in result.notes)
     assert result.figures["sites"][site.name]["max_abs"] > 65504
-    assert wide.dtypes == {site.name: "float32"} 
+    assert wide.dtypes == {site.name: "float32"}
     assert not any("float32" in note for note in wide.notes)
     assert any("NaN" in line for line in broken.failures)
 

@@ -183,6 +183,7 @@ def test_foreign_and_changed_files(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     write(path, VIT)
     (path / "notes.txt").write_text("mine")
+    (path / ".DS_Store").write_text("the desktop's")
     (path / "acts/embed/grid/c.9.0.0.0").write_bytes(b"")
     (path / "acts/embed/grid/c.1.0.0.0.00.partial").write_bytes(b"")
     (path / "acts/old").mkdir()

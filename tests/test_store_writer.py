@@ -1,37 +1,20 @@
-"""Creation at once, commits last, resuming, sweeping: with real processes, killed at random."""
+"""Commits last, resuming, sweeping, full disks."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from tests.random_stores import (
-    PLANS,
-    create,
-    expected,
-    make_manifest,
-    make_samples,
-    slab_of,
-    write,
-)
+from tests.random_stores import PLANS, create, expected, leftovers, slab_of, write
 from vitsee_stores import (
-    IdentityMismatch,
     IncompleteStore,
     StoreError,
-    StoreWriter,
     disk,
     open_store,
     remove_store,
@@ -39,101 +22,8 @@ from vitsee_stores import (
     writer,
 )
 from vitsee_stores.layout import arrays
-from vitsee_stores.manifest import check_identity
 
-ROOT = Path(__file__).parents[1]
-VIT, CHUNKED = PLANS["vit"], PLANS["chunked"]
-
-
-def start(store: Path, plan: str, shard: tuple[int, int] = (0, 1)) -> subprocess.Popen[str]:
-    """A process that has imported everything and waits for a line."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "stores")])
-    options = ["--plan", plan, "--shard", *map(str, shard)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.random_stores", str(store), *options],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-def go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def end(process: subprocess.Popen[str]) -> list[str]:
-    output, _ = process.communicate()
-    assert process.returncode == 0
-    return output.split()
-
-
-def chunk_files(store: Path) -> dict[str, bytes]:
-    """Every file of the arrays, but the markers, whose provenance differs by design."""
-    return {
-        str(path.relative_to(store)): path.read_bytes()
-        for path in store.rglob("*")
-        if path.is_file() and path.parent not in (store, store / "commits")
-    }
-
-
-def leftovers(store: Path) -> list[str]:
-    hidden = [p.name for p in store.parent.iterdir() if p.name.startswith(f".{store.name}.")]
-    return hidden + [p.name for p in store.rglob("*.partial")]
-
-
-def test_processes_that_start_together_make_one_store(tmp_path: Path) -> None:
-    one, many = tmp_path / "one.zarr", tmp_path / "many.zarr"
-    write(one, VIT)
-    processes = [start(many, "vit", (i, 4)) for i in range(4)]
-    for process in processes:
-        go(process)
-    said = [end(process) for process in processes]
-    assert len({store_id for store_id, _ in said}) == 1
-    assert "complete" in {state for _, state in said}
-    assert open_store(many).complete
-    assert validate(many, deep=True) == []
-    assert leftovers(many) == []
-    assert chunk_files(many) == chunk_files(one)
-
-
-def test_a_process_killed_at_any_moment_loses_one_slab(tmp_path: Path) -> None:
-    one, killed = tmp_path / "one.zarr", tmp_path / "killed.zarr"
-    write(one, CHUNKED)
-    whole = expected(CHUNKED)
-    rng, interrupted = random.Random(0), 0
-    for _ in range(6):
-        process = start(killed, "chunked")
-        go(process)
-        time.sleep(rng.uniform(0.0, 0.25))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        interrupted += bool(list(killed.rglob("c.*.partial")))
-        if not killed.exists():
-            continue  # killed while the empty store was built beside its place
-        on_disk = StoreWriter.join(killed)
-        assert on_disk is not None
-        if not on_disk.complete:
-            with pytest.raises(IncompleteStore):
-                open_store(killed)
-        if on_disk.committed().any():
-            store = open_store(killed, allow_partial=True)
-            for slab in store.slabs():
-                wanted = whole["acts/blocks.0.out/grid"][slab.rows]
-                assert_array_equal(slab.acts("blocks.0.out", "patches"), wanted)
-            assert validate(killed, deep=True) == []
-    process = start(killed, "chunked")
-    go(process)
-    assert end(process)[1] == "complete"
-    assert validate(killed, deep=True) == []
-    assert leftovers(killed) == []
-    assert chunk_files(killed) == chunk_files(one)
+VIT = PLANS["vit"]
 
 
 def test_every_kill_point_of_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,86 +249,3 @@ def test_long_provenance_is_shortened_and_said(tmp_path: Path) -> None:
     assert marker["slab"] == 0
     assert marker["dropped"] == ["command"]
     assert made.committed()[0]
-
-
-# what may not be joined -----------------------------------------------------------------------
-
-
-def test_other_choices_are_refused_field_by_field(tmp_path: Path) -> None:
-    path = tmp_path / "a.zarr"
-    create(path, VIT, precision="fp32", sites=["embed"])
-    with pytest.raises(IdentityMismatch) as error:
-        create(path, VIT, precision="bf16", sites=["embed"], model={"name": "other", "args": {}})
-    said = str(error.value)
-    assert "precision is fp32, given bf16" in said
-    assert "model.name is random, given other" in said
-    assert "sites" not in said
-    assert "\n" not in said
-
-
-def test_identity_is_compared_as_json_and_only_where_given() -> None:
-    stored = {"size": [3, 8, 8], "seed": 0, "tokens": {"default": "all", "head": "pooled"}}
-    check_identity(stored, {"size": (3, 8, 8)})
-    check_identity(stored, {"seed": np.int64(0)})
-    with pytest.raises(IdentityMismatch, match=r"tokens\.head is pooled, given nothing"):
-        check_identity(stored, {"tokens": {"default": "all"}})
-    with pytest.raises(IdentityMismatch, match="order is nothing, given shuffled"):
-        check_identity(stored, {"order": "shuffled"})
-    with pytest.raises(IdentityMismatch) as error:
-        check_identity({"ids": "a" * 500}, {"ids": "b" * 500})
-    assert len(str(error.value)) < 400
-
-
-def test_other_images_are_refused(tmp_path: Path) -> None:
-    create(tmp_path / "a.zarr", VIT)
-    manifest = make_manifest(VIT)
-    other = make_samples(10, start=5)
-    manifest = dataclasses.replace(manifest, samples_fingerprint=other.fingerprint())
-    with pytest.raises(IdentityMismatch, match="samples_fingerprint"):
-        StoreWriter.create_or_join(tmp_path / "a.zarr", manifest, other)
-
-
-@pytest.mark.parametrize("kind", ["file", "folder", "empty", "dangling", "zarr"])
-def test_what_is_no_store_is_refused_untouched(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "a.zarr"
-    if kind == "file":
-        path.write_text("precious")
-    elif kind == "dangling":
-        path.symlink_to(tmp_path / "nowhere")
-    else:
-        path.mkdir()
-    if kind == "folder":
-        (path / "thesis.tex").write_text("precious")
-    if kind == "zarr":
-        (path / "zarr.json").write_text(
-            '{"zarr_format": 3, "node_type": "group", "attributes": {}}'
-        )
-    before = sorted(str(p) for p in tmp_path.rglob("*"))
-    for call in (lambda: create(path, VIT), lambda: remove_store(path)):
-        with pytest.raises(StoreError) as error:
-            call()
-        assert "\n" not in str(error.value)
-        assert str(path) in str(error.value)
-        assert sorted(str(p) for p in tmp_path.rglob("*")) == before
-
-
-def test_a_missing_or_unwritable_parent(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"cannot make .*no such file"):
-        create(tmp_path / "missing" / "a.zarr", VIT)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="not a directory"):
-        create(tmp_path / "file" / "a.zarr", VIT)
-
-
-def test_removing(tmp_path: Path) -> None:
-    path = tmp_path / "a.zarr"
-    remove_store(path)
-    write(path, VIT)
-    (tmp_path / ".a.zarr.00.removing").mkdir()
-    (tmp_path / "other").mkdir()
-    remove_store(path)
-    assert [p.name for p in tmp_path.iterdir()] == ["other"]
-    write(tmp_path / "real.zarr", PLANS["registers"])
-    path.symlink_to(tmp_path / "real.zarr")
-    remove_store(path)
-    assert not (tmp_path / "real.zarr").exists()

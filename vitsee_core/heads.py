@@ -42,7 +42,7 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
         raise MissingInput(
             f"{store.label} lacks what extract keeps with --attention summary: {reason}"
         )
-    depths = _depths(store, [name for group in groups for name in group.blocks])
+    depths = {name: (depth, rel_depth) for name, depth, rel_depth in store.manifest.plan.places}
     blocks = [
         Block(
             name,
@@ -80,21 +80,6 @@ def _as_site(block: Block) -> SiteSpec:
         depth=block.depth,
         rel_depth=block.rel_depth,
     )
-
-
-def _depths(store: Store, names: Sequence[str]) -> dict[str, tuple[int, float]]:
-    """Block -> (its index among the model's blocks, that over the last index).
-
-    An output's depth is its block's index + 1 (0 is what enters the first block). A store without
-    block outputs counts the blocks with attention.
-    """
-    outputs = {site.block: site for site in store.manifest.plan.sites if site.part == "out"}
-    if all(name in outputs for name in names):
-        index = [outputs[name].depth - 1 for name in names]
-        last = max(round(outputs[name].depth / outputs[name].rel_depth) - 1 for name in names)
-    else:
-        index, last = list(range(len(names))), len(names) - 1
-    return {name: (i, i / max(last, 1)) for name, i in zip(names, index, strict=True)}
 
 
 def uniform_distance(layout: TokenLayout) -> float:

@@ -7,12 +7,14 @@ that can hang. The threads below are started when first needed, and anew in a fo
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,7 @@ R = TypeVar("R")
 PARTIAL = ".partial"
 # fsync waits for the disk, not for a core.
 SYNC_THREADS = 16
+RESERVE_BYTES = 1 << 20
 
 _pools: dict[str, ThreadPoolExecutor] = {}
 
@@ -77,6 +80,7 @@ def write_new(path: str, buffers: Sequence[bytes | NDArray[np.uint8]]) -> int:
     """Write all buffers, one after the other, to a new file; the number of bytes."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
+        _reserve(descriptor, sum(map(len, buffers)))
         size = 0
         for buffer in buffers:
             view = memoryview(buffer)
@@ -88,6 +92,24 @@ def write_new(path: str, buffers: Sequence[bytes | NDArray[np.uint8]]) -> int:
         return size
     finally:
         os.close(descriptor)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Ask for a large file's blocks at once, as numpy's tofile does: writing then takes a third
+    less time on ext4. Not posix_fallocate, which writes to every block where the file system
+    cannot; where this cannot, or the disk is full, the writing that follows tells."""
+    if size >= RESERVE_BYTES and (fallocate := _fallocate()) is not None:
+        fallocate(descriptor, 0, 0, size)
+
+
+@functools.cache
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    try:
+        found = ctypes.CDLL(None).fallocate
+    except (OSError, AttributeError, TypeError):
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    return cast(Callable[[int, int, int, int], int], found)
 
 
 def sync(path: str | Path) -> None:

@@ -192,7 +192,7 @@ def _site(table: _Table, site: SiteSpec) -> None:
         else:
             if layout.prefix:
                 shape = (layout.n_prefix, site.dim)
-                table.image(f"{folder}/prefix", shape, ("prefix", "channel"), site.dtype)
+                table.image(f"{folder}/prefix", shape, ("prefix_token", "channel"), site.dtype)
             if layout.grid is None:
                 table.image(
                     f"{folder}/rows", (layout.rows, site.dim), ("row", "channel"), site.dtype

@@ -144,6 +144,8 @@ class StorePlan:
     sites: the chosen sites in the model's order, aliases included. attention_level: "none",
     "summary", "rows" or "full". sublayers: (name, layout) of the residual summaries.
     inputs: (3, H, W) where pixels are kept. weights: (name, shape) of small weight arrays.
+    places: (name, depth, rel_depth) of every block with attention and every sublayer: its index in
+        the model among blocks or sublayers, and that over the last index.
     id_bytes: width of `samples/id`; set when a manifest is made.
     """
 
@@ -157,6 +159,7 @@ class StorePlan:
     sublayers: tuple[tuple[str, TokenLayout], ...] = ()
     inputs: tuple[int, int, int] | None = None
     weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    places: tuple[tuple[str, int, float], ...] = ()
     id_bytes: int = 1
 
     @property
@@ -182,6 +185,7 @@ class StorePlan:
                 "attention": tuple(map(AttentionGroup.from_json, data["attention"])),
                 "sublayers": tuple((n, TokenLayout.from_json(x)) for n, x in data["sublayers"]),
                 "inputs": None if data["inputs"] is None else tuple(data["inputs"]),
+                "places": tuple((n, int(depth), float(rel)) for n, depth, rel in data["places"]),
                 "weights": tuple((name, tuple(shape)) for name, shape in data["weights"]),
             }
         )

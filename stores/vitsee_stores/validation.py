@@ -92,7 +92,8 @@ def _foreign_files(folder: str, specs: dict[str, ArraySpec], complete: bool) -> 
         expected = {root.ZARR_JSON}
         if path in specs:
             expected |= {file_name(index) for index, _ in boxes(specs[path])}
-        for name in sorted(set(files) - expected):
+        # Hidden files are the droppings of file systems and desktops (.nfs*, .DS_Store).
+        for name in sorted(n for n in set(files) - expected if not n.startswith(".")):
             inner = name if path == "." else f"{path}/{name}"
             if not name.endswith(PARTIAL):
                 yield f"{inner}: is no part of the store"

@@ -218,7 +218,10 @@ class StoreWriter:
             final = os.path.join(self.path, spec.path, file_name(index))
             temporary = partial_name(final)
             size = write_new(temporary, encode(padded(values, spec), spec))
-            future = sync_pool().submit(self._settle, temporary, final)
+            if not self.durable:
+                os.replace(temporary, final)
+                return size
+            future = sync_pool().submit(_settle, temporary, final)
             with lock:
                 settling.append(future)
             return size
@@ -233,11 +236,6 @@ class StoreWriter:
             folders = sorted({os.path.join(self.path, spec.path) for spec, _, _ in jobs})
             each(sync_pool, sync, folders)
         return size
-
-    def _settle(self, temporary: str, final: str) -> None:
-        if self.durable:
-            sync(temporary)
-        os.replace(temporary, final)
 
     def _put(self, path: Path, data: bytes) -> None:
         write_whole(path, data, durable=self.durable)
@@ -264,6 +262,11 @@ class StoreWriter:
             f"cannot write slab {k} of {self.path}: {reason(error)}; repeat the command, committed "
             "slabs are kept"
         )
+
+
+def _settle(temporary: str, final: str) -> None:
+    sync(temporary)
+    os.replace(temporary, final)
 
 
 def _now() -> str:

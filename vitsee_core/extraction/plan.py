@@ -146,6 +146,7 @@ def build_plan(choices: Choices, table: SiteTable, n_images: int, slab: int) -> 
         attention_level=choices.attention,
         rollout=bool(groups) and table.rollout_refusal is None,
         sublayers=tuple((s.name, s.layout) for s in table.sublayers) if choices.residual else (),
+        places=places(table),
         inputs=choices.inputs,
     )
 
@@ -155,7 +156,7 @@ def attention_groups(blocks: Sequence[AttentionBlock]) -> tuple[AttentionGroup, 
     by_layout: dict[TokenLayout, list[AttentionBlock]] = {}
     for block in blocks:
         by_layout.setdefault(block.layout, []).append(block)
-    groups = []
+    groups: list[AttentionGroup] = []
     for layout, members in by_layout.items():
         rows, cols = layout.grid or (0, 0)
         groups.append(
@@ -167,6 +168,17 @@ def attention_groups(blocks: Sequence[AttentionBlock]) -> tuple[AttentionGroup, 
             )
         )
     return tuple(groups)
+
+
+def places(table: SiteTable) -> tuple[tuple[str, int, float], ...]:
+    """Index and relative depth of every block with attention and every sublayer."""
+    last_block = max((site.depth - 1 for site in table.sites if site.part == "out"), default=0)
+    last_sublayer = max((sublayer.index for sublayer in table.sublayers), default=0)
+    blocks = [(b.name, b.index, b.index / max(last_block, 1)) for b in table.attention]
+    return (
+        *blocks,
+        *((s.name, s.index, s.index / max(last_sublayer, 1)) for s in table.sublayers),
+    )
 
 
 def slab_bytes(plan: StorePlan) -> int:

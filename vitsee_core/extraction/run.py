@@ -8,6 +8,7 @@ never cross a slab, so a slab's bytes do not depend on which process makes it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import socket
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,14 +33,14 @@ from vitsee_core.images import Batch, batches, normalise
 from vitsee_core.machine import free_disk_bytes, human_bytes, n_cores
 from vitsee_core.models.capture import Capture
 from vitsee_stores import StoreWriter, remove_store
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import IdentityMismatch, VitseeError
 from vitsee_stores.layout import n_bytes
 
 log = logging.getLogger(__name__)
 
 
-class Progress:
-    """Told how far a run is; this one shows nothing, the terminal's draws a bar."""
+class Progress(Protocol):
+    """Told how far a run is; the terminal's draws a bar."""
 
     def start(self, total: int, done: int = 0) -> None:
         """`total` images are to be done, `done` of them already are."""
@@ -49,6 +50,22 @@ class Progress:
 
     def stop(self) -> None:
         """The run ended, well or not."""
+
+
+class Silent:
+    """Progress that shows nothing."""
+
+    def start(self, total: int, done: int = 0) -> None:
+        """Nothing."""
+
+    def advance(self, images: int, size_bytes: int = 0) -> None:
+        """Nothing."""
+
+    def stop(self) -> None:
+        """Nothing."""
+
+
+SILENT = Silent()
 
 
 @dataclass
@@ -69,7 +86,7 @@ def extract(
     keep: KeepOptions,
     run: RunOptions,
     shard: Shard,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Outcome:
     """Fill (this shard's part of) a store; repeat the call to resume it.
 
@@ -80,15 +97,20 @@ def extract(
     if run.force and shard.count > 1:
         raise VitseeError("--force with --shard would delete other shards' work: delete it first")
     prepared = prepare(model, data, keep, run)
+    try:
+        writer = open_writer(prepared, run)
+    except IdentityMismatch:
+        # Another process made the store since: take its defaults, compare what was given.
+        prepared = prepare(model, data, keep, dataclasses.replace(run, force=False))
+        writer = open_writer(prepared, run)
     for note in prepared.notes:
         log.warning("%s", note)
     for name, reason in prepared.manifest.left_out.items():
         log.info("left out: %s: %s", name, reason)
-    writer = open_writer(prepared, run)
     if writer.complete:
         log.info("%s is complete (%d images): nothing to do", run.output, prepared.plan.n_images)
         return Outcome(complete=True)
-    outcome = fill(prepared, writer, run, shard, progress or Progress())
+    outcome = fill(prepared, writer, run, shard, progress)
     outcome.complete = writer.finish()
     return outcome
 

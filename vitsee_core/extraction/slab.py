@@ -20,7 +20,7 @@ from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, arrays
 
 if TYPE_CHECKING:
     from vitsee_core.images import Batch
-    from vitsee_core.models.capture import AttentionCall
+    from vitsee_core.models.attention import AttentionCall
     from vitsee_core.models.sites import AttentionBlock, Sublayer
 
 FLOAT16_MAX = 65504.0
@@ -107,7 +107,7 @@ class SlabObserver:
     def begin_batch(self, first: int, batch: Batch) -> None:
         """`first`: the batch's first row within the slab."""
         self._rows = slice(first, first + len(batch.valid))
-        self._valid = torch.from_numpy(batch.valid).to(self._device, non_blocking=True)
+        self._valid = torch.from_numpy(batch.valid)
         self._head_means: dict[str, Tensor] = {}
         self._keep("valid", torch.from_numpy(batch.valid.astype(np.uint8)))
         # torch has no arithmetic for uint64, but copies it bit by bit

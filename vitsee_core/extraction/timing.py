@@ -13,7 +13,8 @@ from torch import Tensor
 from vitsee_stores.layout import SiteSpec
 
 if TYPE_CHECKING:
-    from vitsee_core.models.capture import AttentionCall, Observer
+    from vitsee_core.models.attention import AttentionCall
+    from vitsee_core.models.capture import Observer
     from vitsee_core.models.sites import AttentionBlock, Sublayer
 
 

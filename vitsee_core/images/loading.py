@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,7 @@ def batches(
     *,
     workers: int = 0,
     on_error: str = "nan",
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """One batch for each range of `rows`, in their order, whatever the number of workers.
 
     Loading runs ahead of the consumer: in a thread (`workers=0`) or in that many processes. At
@@ -71,7 +71,7 @@ def batches(
 
 def _batches(
     selection: Selection, recipe: Recipe, ranges: list[slice], workers: int, on_error: str
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     import torch
 
     source, ids = selection.source, selection.samples.ids

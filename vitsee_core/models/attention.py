@@ -64,6 +64,7 @@ class KernelCall(AttentionCall):
         self.value = _repeated(arguments["value"], self.n_heads)
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
+        """As in `AttentionCall`, computed from what the kernel was given."""
         part = self.query[images].float()
         key = _repeated(self.key[images].float(), self.n_heads)
         n, heads, tokens, dim = part.shape
@@ -95,6 +96,7 @@ class KernelCall(AttentionCall):
             scores.add_(mask)
 
     def heads_output(self) -> Tensor | None:
+        """The product the model made."""
         return self.output
 
 
@@ -106,10 +108,12 @@ class SoftmaxCall(AttentionCall):
         self.n_images, self.n_heads, self.n_tokens = given.shape[:3]
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
+        """As in `AttentionCall`: the softmax's own argument."""
         part = self.given[images]
         return part.float() if out is None else out.copy_(part)
 
     def heads_output(self) -> Tensor | None:
+        """The product the model made."""
         return self.output
 
 
@@ -158,7 +162,7 @@ class AttentionWatch(TorchFunctionMode):
         return result
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         if error[0] is None:
             self.flush()
         self.pending = None

@@ -4,49 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 from torch import nn
 
 from vitsee_core.models.blocks import has_weights, is_leaf
+from vitsee_core.models.entries import Entry, find_aliases, specs
 from vitsee_core.models.families import describe
 from vitsee_core.models.families.base import Description, Part, Residual
-from vitsee_core.models.geometry import in_raster_order, read_map
 from vitsee_core.models.head import head_taps
+from vitsee_core.models.reading import Reader
 from vitsee_core.models.served import attention_blocks, rollout_refusal
 from vitsee_core.models.sites import Point, SiteTable, Sublayer
 from vitsee_core.models.survey import Survey
 from vitsee_core.models.taps import Tap, View
-from vitsee_core.models.trace import Seen
 from vitsee_stores.layout import SiteSpec, TokenLayout
-
-ENTRANCES = ("embed", "stem")
-HEAD = ("norm", "pooled", "logits")
-# Of equal tensors the one with the lowest rank is stored: the residual stream, then branches,
-# then other named parts, then modules.
-RANK = {"out": 0, "embed": 0, "stem": 0, "norm": 0, "pooled": 0, "logits": 0, "branch": 1}
-
-
-@dataclass
-class Entry:
-    """A site in the making. order: the place in the model, for sorting."""
-
-    name: str
-    part: str
-    block: str | None
-    groups: set[str]
-    taps: tuple[Tap, ...]
-    seen: Seen
-    view: View
-    alias_of: str | None = None
-    module_only: bool = False
-
-    @property
-    def rank(self) -> int:
-        """Lower is rather stored."""
-        return 3 if self.module_only else RANK.get(self.part.rpartition(".")[2], 2)
 
 
 class TableBuilder:
@@ -56,9 +28,10 @@ class TableBuilder:
         self.model, self.survey, self.demoted = model, survey, demoted
         self.trace, self.geometry, self.blocks = survey.trace, survey.geometry, survey.blocks
         self.left_out: dict[str, str] = {}
+        self.entered: set[str] = set()
         self.modules = dict(model.named_modules())
         self.index = {name: i for i, name in enumerate(self.modules)}
-        self.block_index = {path: i for i, path in enumerate(self.blocks)}
+        self.read = Reader(model, survey)
         self.described: dict[str, Description] = {}
         for path in self.blocks:
             found = None if path in demoted else describe(self.modules[path], path, self.trace)
@@ -68,8 +41,8 @@ class TableBuilder:
     def build(self) -> SiteTable:
         """The table, its sites in the model's order."""
         entries = self._unique(list(self._entries()))
-        self._find_aliases(entries)
-        sites = self._specs(entries)
+        find_aliases(entries)
+        sites = specs(entries)
         by_name = {site.name: site for site in sites}
         sublayers, residuals = self._sublayers(by_name)
         attention = attention_blocks(self)
@@ -88,40 +61,12 @@ class TableBuilder:
             heads=attention.heads,
         )
 
-    def seen(self, tap: Tap) -> Seen | None:
-        """What passes by at a tap, None if its module is called another number of times or the
-        batch is not in front."""
-        calls = self.trace.calls.get(tap.module, [])
-        if len(calls) != tap.calls:
-            return None
-        call = calls[tap.call]
-        return self.trace.by_image(call.entered if tap.when == "in" else call.left)
-
-    def token_view(self, path: str, seen: Seen, entering: bool = False) -> View:
-        """The reading of a block's output, or of its input."""
-        shape = seen.shape
-        if len(shape) == 4:
-            return read_map(seen, self.geometry) or View("raw")
-        if len(shape) == 2:
-            return View("vector")
-        layout = self.geometry.token_layout(shape[1]) if len(shape) == 3 else None
-        if layout is None:
-            return View("raw")
-        if in_raster_order(seen, layout):
-            return View("tokens", layout)
-        reroll = getattr(self.model, "reroll", None)
-        if isinstance(reroll, nn.Module) and not layout.prefix:
-            number = max(self.block_index[path] - entering, 0)
-            return View("unrolled", layout, partial(reroll.forward, block_idx=number))
-        return View("rows", TokenLayout((), None, rows=shape[1]))
-
     def _entries(self) -> Iterator[Entry]:
         """All sites in the model's order."""
         leaves = [name for name in self.modules if self._is_site(name)]
         inside: dict[str | None, list[str]] = defaultdict(list)
         for name in leaves:
             inside[self._block_of(name)].append(name)
-        views: dict[str, list[View]] = {}
         outside = inside[None]
         first = self.index[self.blocks[0]] if self.blocks else len(self.index)
         before = [name for name in outside if self.index[name] < first]
@@ -131,9 +76,7 @@ class TableBuilder:
             entrance = self._entrance(path, i)
             if entrance:
                 yield entrance
-            block_entries = list(self._block_entries(path, inside[path]))
-            views[path] = [entry.view for entry in block_entries]
-            yield from block_entries
+            yield from self._block_entries(path, inside[path])
             start = self.index[path]
             end = self.index[self.blocks[i + 1]] if i + 1 < len(self.blocks) else start
             between = [name for name in outside if start < self.index[name] < end]
@@ -151,12 +94,14 @@ class TableBuilder:
         root = path.split(".")[0]
         new_trunk = i == 0 or self.blocks[i - 1].split(".")[0] != root
         seen = self.trace.by_image(self.trace.entered(path))
-        if not new_trunk or seen is None or len(seen.shape) < 3:
+        # A block that is a leaf is the end of a run of layers: its input is not the run's.
+        if not new_trunk or seen is None or len(seen.shape) < 3 or is_leaf(self.modules[path]):
             return None
-        view = self.token_view(path, seen, entering=True)
+        view = self.read.token_view(path, seen, entering=True)
         name = "stem" if view.form == "nchw" else "embed"
-        if seen.shape[1:] == (3, *self.geometry.image) or (i and name == "stem"):
+        if seen.shape[1:] == (3, *self.geometry.image) or (i and name in self.entered):
             return None
+        self.entered.add(name)
         return Entry(name, name, None, {"blocks"}, (Tap(path, "in"),), seen, view)
 
     def _block_entries(self, path: str, leaves: list[str]) -> Iterator[Entry]:
@@ -165,9 +110,9 @@ class TableBuilder:
         named = {part.tap.module: part for part in parts if part.tap.when == "out"}
         base: list[View] = []
         for part in parts:
-            seen = self.seen(part.tap)
+            seen = self.read.seen(part.tap)
             if seen is not None and part.name in ("in", "out", "shortcut"):
-                base.append(self.token_view(path, seen, part.tap.when == "in"))
+                base.append(self.read.token_view(path, seen, part.tap.when == "in"))
         waiting = [name for name in leaves if name not in named]
         anchor = self.index[path]
         for part in parts:
@@ -181,9 +126,9 @@ class TableBuilder:
 
     def _part(self, path: str, part: Part, base: list[View]) -> Iterator[Entry]:
         name = f"{path}.{part.name}"
-        seen = self.seen(part.tap)
+        seen = self.read.seen(part.tap)
         if seen is None:
-            self.left_out[name] = self._why_not(part.tap)
+            self.left_out[name] = self.read.why_not(part.tap)
             return
         groups = set(part.groups)
         leaf = part.tap.when == "out" and is_leaf(self.modules[part.tap.module])
@@ -192,79 +137,55 @@ class TableBuilder:
         if part.rows:
             view = View("rows", TokenLayout((), None, rows=seen.shape[1]))
         elif part.name in ("in", "out", "shortcut"):
-            view = self.token_view(path, seen, part.tap.when == "in")
+            view = self.read.token_view(path, seen, part.tap.when == "in")
         else:
-            view = self._like(seen, base)
+            view = self.read.inner_view(seen, base)
         yield Entry(name, part.name, path, groups, (part.tap,), seen, view)
 
     def _module(
         self, name: str, path: str, base: list[View], described: Description | None
     ) -> Iterator[Entry]:
-        seen = self.seen(Tap(name))
+        seen = self.read.seen(Tap(name))
         if seen is None:
-            self.left_out[name] = self._why_not(Tap(name))
+            self.left_out[name] = self.read.why_not(Tap(name))
             return
         rows_below = described.rows_below if described else ()
         if any(name == p or name.startswith(f"{p}.") for p in rows_below) and len(seen.shape) == 3:
             view = View("rows", TokenLayout((), None, rows=seen.shape[1]))
         else:
-            view = self._like(seen, base)
+            view = self.read.inner_view(seen, base)
         part = name.removeprefix(f"{path}.") if name != path else name.rpartition(".")[2]
         yield Entry(
             name, part, path, self._module_groups(name), (Tap(name),), seen, view, module_only=True
         )
 
-    def _lone_modules(self, names: list[str], head: Mapping[str, Any]) -> Iterator[Entry]:
+    def _lone_modules(
+        self, names: list[str], head: Mapping[str, tuple[Tap, ...]]
+    ) -> Iterator[Entry]:
         for name in names:
             if name in head:
                 yield from self._whole(name, head[name])
                 continue
-            seen = self.seen(Tap(name))
+            seen = self.read.seen(Tap(name))
             if seen is None:
-                self.left_out[name] = self._why_not(Tap(name))
+                self.left_out[name] = self.read.why_not(Tap(name))
                 continue
             groups = self._module_groups(name)
-            view = self._like(seen, [])
+            view = self.read.inner_view(seen, [])
             yield Entry(name, name, None, groups, (Tap(name),), seen, view, module_only=True)
 
     def _whole(self, part: str, taps: tuple[Tap, ...]) -> Iterator[Entry]:
-        seen = self.seen(taps[0])
+        seen = self.read.seen(taps[0])
         if seen is None:
-            self.left_out[part] = self._why_not(taps[0])
+            self.left_out[part] = self.read.why_not(taps[0])
             return
         groups = {"head"} | ({"norms", "modules"} if part == "norm" else set())
         view = View("vector")
         if part == "norm":
-            view = self.token_view(self.blocks[-1], seen) if self.blocks else View("raw")
+            view = self.read.token_view(self.blocks[-1], seen) if self.blocks else View("raw")
         if len(taps) > 1:
             seen = replace(seen, key=(-1, 0))
         yield Entry(part, part, None, groups, taps, seen, view)
-
-    def _like(self, seen: Seen, base: list[View]) -> View:
-        """The reading of an inner activation: tokens if it has as many as the block it is in."""
-        shape = seen.shape
-        if len(shape) == 2:
-            return View("vector")
-        if len(shape) == 3:
-            if not base and self.geometry.grid:
-                layout = self.geometry.token_layout(shape[1])
-                if layout and layout.grid == self.geometry.grid:
-                    return View("tokens", layout)
-            for view in base:
-                if view.layout and view.layout.grid and view.layout.n_tokens == shape[1]:
-                    return view if view.form == "unrolled" else View("tokens", view.layout)
-            if any(view.form == "rows" and view.layout for view in base):
-                return View("rows", TokenLayout((), None, rows=shape[1]))
-            return View("raw")
-        if len(shape) != 4:
-            return View("raw")
-        token_grids = [view.layout.grid for view in base if view.form == "tokens" and view.layout]
-        view = read_map(seen, self.geometry)
-        if view is None or view.layout is None:
-            return View("raw")
-        if token_grids and view.layout.grid not in token_grids:
-            return View("raw")
-        return view
 
     def _is_site(self, name: str) -> bool:
         module = self.modules[name]
@@ -285,23 +206,13 @@ class TableBuilder:
     def _block_of(self, name: str) -> str | None:
         parts = name.split(".")
         for n in range(len(parts), 0, -1):
-            if ".".join(parts[:n]) in self.block_index:
+            if ".".join(parts[:n]) in self.read.block_index:
                 return ".".join(parts[:n])
         return None
 
     def _module_groups(self, name: str) -> set[str]:
         kind = type(self.modules[name]).__name__.lower()
         return {"modules", "norms"} if "norm" in kind else {"modules"}
-
-    def _why_not(self, tap: Tap) -> str:
-        calls = self.trace.calls.get(tap.module, [])
-        if len(calls) != tap.calls:
-            return f"called {len(calls)} times in one forward pass"
-        call = calls[tap.call]
-        seen = call.entered if tap.when == "in" else call.left
-        if seen is None:
-            return f"gives a {call.left_type}, not one tensor"
-        return f"its first dimension is {seen.shape[0]} for {self.trace.n_images} images"
 
     def _unique(self, entries: list[Entry]) -> list[Entry]:
         """The entries without modules that are called like a site of the vocabulary."""
@@ -310,42 +221,6 @@ class TableBuilder:
         for entry in clash:
             self.left_out[f"{entry.name} (module)"] = "its name is taken by the site of that name"
         return [entry for entry in entries if entry not in clash]
-
-    def _find_aliases(self, entries: list[Entry]) -> None:
-        owners: dict[tuple[int, int], Entry] = {}
-        for entry in sorted(entries, key=lambda entry: entry.rank):
-            owner = owners.setdefault(entry.seen.key, entry)
-            if owner is not entry:
-                entry.alias_of = owner.name
-                owner.groups |= entry.groups
-
-    def _specs(self, entries: list[Entry]) -> list[SiteSpec]:
-        depths = _depths(entries)
-        sites = []
-        for entry in entries:
-            depth, rel_depth = depths[entry.name]
-            kind, shape, layout = _shape(entry)
-            dim = shape[-1]
-            if kind == "raw":
-                dim = 1
-                for n in shape:
-                    dim *= n
-            sites.append(
-                SiteSpec(
-                    name=entry.name,
-                    part=entry.part,
-                    block=entry.block,
-                    groups=tuple(sorted(entry.groups | {"all"})),
-                    kind=kind,
-                    dim=dim,
-                    shape=shape,
-                    layout=layout,
-                    depth=depth,
-                    rel_depth=rel_depth,
-                    alias_of=entry.alias_of,
-                )
-            )
-        return sites
 
     def _sublayers(
         self, sites: Mapping[str, SiteSpec]
@@ -370,45 +245,3 @@ class TableBuilder:
                 residuals[name] = named
                 sublayers.append(Sublayer(name, len(sublayers), residual.kind, layout))
         return sublayers, residuals
-
-
-def _shape(entry: Entry) -> tuple[str, tuple[int, ...], TokenLayout | None]:
-    """Kind, one image's shape and layout as the store has them."""
-    form, shape, layout = entry.view.form, entry.seen.shape[1:], entry.view.layout
-    if form == "vector":
-        n = 1
-        for length in shape:
-            n *= length
-        return "vector", (n,), None
-    if form == "raw" or layout is None:
-        return "raw", shape, None
-    if form == "rows":
-        return "rows", shape, layout
-    dim = shape[0] if form == "nchw" else shape[-1]
-    return "tokens", (layout.n_tokens, dim), layout
-
-
-def _depths(entries: list[Entry]) -> dict[str, tuple[int, float]]:
-    """depth and rel_depth by name: sites of one kind are counted together."""
-    kinds: dict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        if entry.module_only:
-            kinds[f"{entry.part} module" if entry.block else "modules"].append(entry)
-        elif entry.part in ENTRANCES:
-            kinds["out"].append(entry)
-        elif entry.block:
-            kinds[entry.part].append(entry)
-    depths: dict[str, tuple[int, float]] = {}
-    last_out = 0
-    for kind, members in kinds.items():
-        # Without an entrance the first block still has depth 1.
-        offset = int(kind == "out" and members[0].part not in ENTRANCES)
-        last = len(members) - 1 + offset
-        for i, entry in enumerate(members):
-            depths[entry.name] = (i + offset, (i + offset) / last if last else 0.0)
-        if kind == "out":
-            last_out = last
-    for entry in entries:
-        if entry.part in HEAD and not entry.module_only:
-            depths.setdefault(entry.name, (last_out, 1.0))
-    return depths

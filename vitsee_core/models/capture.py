@@ -76,9 +76,7 @@ class Hooks:
             hook = self._hook(name, False, consumers)
             self.handles.append(
                 child.register_forward_hook(
-                    lambda _m, _a, output, hook=hook: hook(
-                        first_tensor(output, self.n_images)
-                    )
+                    lambda _m, _a, output, hook=hook: hook(first_tensor(output, self.n_images))
                 )
             )
 

@@ -62,9 +62,7 @@ def load_checkpoint(model: nn.Module, path: Path) -> dict[str, Any]:
     model_keys = set(model.state_dict())
     prefix = _prefix(state, model_keys)
     kept = {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}
-    outside = Counter(
-        _top(name) for name in state if prefix and not name.startswith(prefix)
-    )
+    outside = Counter(_top(name) for name in state if prefix and not name.startswith(prefix))
     filtered = _filtered(model, kept, path)
     missing, unexpected = _fit(model, filtered, path)
     renamed = not set(kept) & set(filtered)
@@ -164,7 +162,9 @@ def _prefix(state: State, model_keys: set[str]) -> str:
                 counts[".".join(words[:n]) + "." * bool(n)] += 1
                 break
     # Foreign names (raw CLIP): only wrappers around everything can be told.
-    wrapped = next((p for p in ("module.", "_orig_mod.") if all(k.startswith(p) for k in state)), "")
+    wrapped = next(
+        (p for p in ("module.", "_orig_mod.") if all(k.startswith(p) for k in state)), ""
+    )
     if not counts or counts.most_common(1)[0][1] < len(model_keys) / 4:
         return wrapped
     most = max(counts.values())

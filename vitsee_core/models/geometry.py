@@ -19,14 +19,16 @@ Grid = tuple[int, int]
 
 def stride(image: Grid, grid: Grid) -> tuple[float, float]:
     """Input pixels between neighbouring cells, rows and columns: the whole number that gives this
-    grid up to padding, else image over grid."""
-
-    def one(pixels: int, cells: int) -> float:
-        step = max(round(pixels / cells), 1)
-        fits = cells in (pixels // step, -(-pixels // step))
-        return float(step) if fits else pixels / cells
-
-    return one(image[0], grid[0]), one(image[1], grid[1])
+    grid on both axes up to padding or cropping, else image over grid."""
+    ratios = [pixels / cells for pixels, cells in zip(image, grid, strict=True)]
+    mean = math.sqrt(ratios[0] * ratios[1])
+    for step in sorted(range(1, math.ceil(max(ratios)) + 1), key=lambda step: abs(step - mean)):
+        if all(
+            cells in (pixels // step, -(-pixels // step))
+            for pixels, cells in zip(image, grid, strict=True)
+        ):
+            return float(step), float(step)
+    return ratios[0], ratios[1]
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def model_geometry(module: nn.Module, image: Grid) -> Geometry:
     embed = getattr(module, "patch_embed", None) or getattr(module, "stem", None)
     grid = getattr(embed, "grid_size", None)
     if hasattr(embed, "dynamic_feat_size") and grid:
-        grid = embed.dynamic_feat_size(image)  # type: ignore[union-attr, operator]
+        grid = embed.dynamic_feat_size(image)  # type: ignore[union-attr]
     if not (isinstance(grid, tuple | list) and len(grid) == 2):
         grid = None
     return Geometry(image, tuple(kinds[:n_prefix]), (int(grid[0]), int(grid[1])) if grid else None)

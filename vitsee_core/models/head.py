@@ -19,6 +19,20 @@ def classifiers(model: nn.Module) -> list[nn.Module]:
     return [module for module in listed if isinstance(module, nn.Module)]
 
 
+def _layer(model: nn.Module, trace: Trace, name: str) -> str:
+    """The classifier itself if a vector goes into it, else the last layer inside it that has a
+    weight matrix (it pools first)."""
+    seen = trace.by_image(trace.entered(name))
+    if seen and all(n == 1 for n in seen.shape[2:]):
+        return name
+    inner = [
+        below
+        for below, module in model.get_submodule(name).named_modules(prefix=name)
+        if isinstance(module, nn.Linear | nn.Conv2d) and trace.once(below)
+    ]
+    return inner[-1] if inner else name
+
+
 def head_taps(model: nn.Module, trace: Trace) -> tuple[dict[str, tuple[Tap, ...]], dict[str, str]]:
     """Taps of `norm`, `pooled` and `logits`, and the reason for each that the model has not.
 
@@ -29,11 +43,12 @@ def head_taps(model: nn.Module, trace: Trace) -> tuple[dict[str, tuple[Tap, ...]
     missing: dict[str, str] = {}
     norm = getattr(model, "norm", None)
     after = trace.by_image(trace.left("norm"))
-    if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) and after:
-        if len(after.shape) >= 3:
-            taps["norm"] = (Tap("norm"),)
+    present = isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity)
+    if present and after and len(after.shape) >= 3:
+        taps["norm"] = (Tap("norm"),)
     names = {id(module): name for name, module in model.named_modules()}
     found = [names[id(module)] for module in classifiers(model) if id(module) in names]
+    found = [_layer(model, trace, name) for name in found]
     entered = [trace.by_image(trace.entered(name)) for name in found]
     vectors = [x for x in entered if x and all(n == 1 for n in x.shape[2:])]
     if len({x.shape for x in vectors}) > 1:

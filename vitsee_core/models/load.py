@@ -76,7 +76,7 @@ def load_model(
     elif random_init is not None:
         weights = {"source": "random", "seed": random_init}
     else:
-        weights = {"source": "local-dir" if full.startswith("local-dir:") else "pretrained"}
+        weights = _pretrained_record(module, full)
     refuse_compiled(module)
     _still(module)
     weights["sha256"] = hash_weights(module)
@@ -93,6 +93,15 @@ def load_model(
         model_args=args,
         class_names=[str(label) for label in names] if names else None,
     )
+
+
+def _pretrained_record(module: nn.Module, full: str) -> dict[str, Any]:
+    """Where weights came from; a timm name without a tag stands for the tag recorded here."""
+    if full.startswith("local-dir:"):
+        return {"source": "local-dir"}
+    config: dict[str, Any] = getattr(module, "pretrained_cfg", None) or {}
+    named = [str(config[key]) for key in ("architecture", "tag") if config.get(key)]
+    return {"source": "pretrained", "pretrained": ".".join(named) or full}
 
 
 def hash_weights(module: nn.Module) -> str:

@@ -77,7 +77,9 @@ def _layouts(builder: TableBuilder, path: str) -> list[TokenLayout]:
     found = []
     for seen, entering in ((trace.entered(path), True), (trace.left(path), False)):
         seen = trace.by_image(seen)
-        view = builder.token_view(path, seen, entering) if seen and len(seen.shape) > 2 else None
+        view = (
+            builder.read.token_view(path, seen, entering) if seen and len(seen.shape) > 2 else None
+        )
         if view and view.layout and view.layout.grid and view.form != "unrolled":
             found.append(view.layout)
     return found
@@ -113,7 +115,7 @@ def _heads_tap(builder: TableBuilder, module: str, event: Attended) -> Tap | Non
     assert event.value is not None
     for name in ("norm", "proj", "attn_out_proj"):
         tap = Tap(f"{module}.{name}" if module else name, "in")
-        seen = builder.seen(tap) if tap.module in builder.modules else None
+        seen = builder.read.seen(tap) if tap.module in builder.modules else None
         if seen and seen.shape == event.value.shape:
             return tap
     return None

@@ -1,25 +1,16 @@
-"""Summaries of softmax attention over token grids.
-
-Definitions, for A (queries by keys) of one image and one head. Queries are spatial, and means go
-over them: entropy = -sum_k A ln A over all keys, in nats; prefix_mass = sum of A over prefix
-keys; query_std = std over queries of A[q, k], mean over spatial keys; head_std = std over heads of
-A[q, k], mean over spatial queries and keys (both with n - 1, as torch.std in the code of Walmer et
-al. 2023, and 0 where there is one query or one head). distance_px, distance_unit and aligned take
-A over spatial keys with its rows renormalised: a query without spatial mass is left out of them,
-n_queries counts the others. distance_px_raw, the class token's row and the received mass take A as
-it is. A query that may attend to no key at all has no distribution: its image and head are NaN.
-"""
+"""The computation of attention summaries (see summary.py for what they are)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from vitsee_core.reductions.geometry import distances, sum_by_offset, unit_step
 from vitsee_core.reductions.passes import row_entropy, spread
+from vitsee_core.reductions.summary import PER_IMAGE, AttentionCall, AttentionSummary
+from vitsee_core.reductions.threads import run_split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,82 +18,23 @@ if TYPE_CHECKING:
     from vitsee_stores.layout import TokenLayout
 
 # Scores of one block of images. On a CPU a block and its probabilities stay in cache over all the
-# passes, with enough work a pass for every thread; on a GPU blocks only bound the memory.
-BLOCK_BYTES_THREAD = 2 << 20
+# passes; on a GPU blocks only bound the memory.
+BLOCK_BYTES_CPU = 2 << 20
 BLOCK_BYTES_GPU = 256 << 20
-PER_IMAGE = (
-    "distance_px",
-    "distance_px_raw",
-    "distance_unit",
-    "prefix_mass",
-    "entropy",
-    "query_std",
-    "n_queries",
-    "head_std",
-)
-
-
-class AttentionCall(Protocol):
-    """One call of attention by the model, as far as it is needed here."""
-
-    @property
-    def n_images(self) -> int:
-        """How many images the batch has."""
-        ...
-
-    @property
-    def n_heads(self) -> int:
-        """How many heads the block has."""
-        ...
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens an image has, prefix included."""
-        ...
-
-    def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """What goes into the softmax: (images, heads, tokens, tokens) float32, in `out`."""
-        ...
-
-
-@dataclass
-class AttentionSummary:
-    """One block's attention over one batch, on the model's device.
-
-    Per image, float32 (images, heads): `distance_px`, `distance_unit` (NaN where no query has
-    spatial mass), `distance_px_raw`, `prefix_mass`, `entropy`, `query_std`, and `n_queries` as
-    int32; `head_std` (images,).
-    Sums over the valid images, float64 where the device has it: `aligned` (heads, 2 gh - 1,
-    2 gw - 1) by the offset key minus query, of total mass 1 an image; `cls_map` (heads, tokens),
-    the class token's row, None without one; `received` (heads, tokens), the mean over queries.
-    On request: `head_mean` (images, tokens, tokens); `cls_rows` (None without a class token) and
-    `received_rows` (images, heads, tokens); `full` (images, heads, tokens, tokens) float16.
-    """
-
-    distance_px: Tensor
-    distance_px_raw: Tensor
-    distance_unit: Tensor
-    prefix_mass: Tensor
-    entropy: Tensor
-    query_std: Tensor
-    n_queries: Tensor
-    head_std: Tensor
-    aligned: Tensor
-    cls_map: Tensor | None
-    received: Tensor
-    head_mean: Tensor | None = None
-    cls_rows: Tensor | None = None
-    received_rows: Tensor | None = None
-    full: Tensor | None = None
+# Where one image's scores are larger, all threads share every pass: one image is work enough for
+# them, and a buffer a thread would be too much.
+THREAD_BYTES = 16 << 20
+# A batch's sums are added up from so many parts, however many threads make them.
+MAX_PARTS = 16
 
 
 class AttentionReducer:
     """Summarises the attention of blocks that share a token layout.
 
-    Holds their constants and its buffers: twice the scores of a block of images (on a CPU 2 MiB a
-    thread, on a GPU 256 MiB, or one image if that is more; `block_bytes` sets it), and once those
-    of one image. Every image is reduced by itself: its values do not depend on blocks or batches,
-    bit for bit, and on a CPU neither do the sums on blocks.
+    Holds their constants and its buffers: for each thread twice the scores of a block of images
+    (2 MiB, on a GPU 256 MiB, or one image if that is more; `block_bytes` sets it), and those of
+    up to 16 images (one if they are large, or on a GPU). Every image is reduced by itself: its
+    values do not depend on blocks, batches or threads, bit for bit, nor do the sums on threads.
 
     `rollout` asks for head means, `rows` for the rows of every image, `full` for A itself.
     Raises ValueError if the layout has no grid or no stride: callers choose blocks that do.
@@ -123,9 +55,8 @@ class AttentionReducer:
         self.layout, self.grid = layout, layout.grid
         self.device = torch.device(device)
         self.rollout, self.rows, self.full = rollout, rows, full
-        by_threads = BLOCK_BYTES_THREAD * torch.get_num_threads()
         on_cpu = self.device.type == "cpu"
-        self._block_bytes = block_bytes or (by_threads if on_cpu else BLOCK_BYTES_GPU)
+        self._block_bytes = block_bytes or (BLOCK_BYTES_CPU if on_cpu else BLOCK_BYTES_GPU)
         self._sum_dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self._buffers: dict[str, Tensor] = {}
         px = distances(self.grid, layout.stride_px)
@@ -162,41 +93,46 @@ class AttentionReducer:
 
         Raises ValueError if the call's tokens are not the layout's.
         """
-        n_tokens, n_heads = call.n_tokens, call.n_heads
+        n, n_tokens = self.layout.n_prefix, call.n_tokens
         if n_tokens != self.layout.n_tokens:
             raise ValueError(f"attention over {n_tokens} tokens; layout: {self.layout.n_tokens}")
-        out = self._empty(call.n_images, n_heads)
         # Only a host tensor tells without waiting for the device.
         all_valid = valid.device.type == "cpu" and bool(valid.all())
-        valid = valid.to(self.device)
-        pairs = self._buffer("pairs", n_heads, n_tokens, n_tokens).zero_()
-        step = max(1, self._block_bytes // (4 * n_heads * n_tokens * n_tokens))
-        for start in range(0, call.n_images, step):
-            images = slice(start, min(start + step, call.n_images))
-            shape = (images.stop - start, n_heads, n_tokens, n_tokens)
-            scores = call.scores(images, out=self._buffer("scores", *shape))
-            a = torch.softmax(scores, -1, out=self._buffer("probabilities", *shape))
-            here = {name: tensor[images] for name, tensor in out.items()}
-            share = self._reduce_images(a, scores, here)
-            self._add_pairs(pairs, a, scores, share, None if all_valid else valid[images])
-        n = self.layout.n_prefix
-        received, cls_rows = out["received_rows"], out.get("cls_rows")
+        kept = None if all_valid else valid.to(self.device)
+        n_parts, n_threads = self._split(call)
+        out = self._empty(call.n_images, call.n_heads)
+        sums = self._empty_sums(n_parts, call.n_heads)
+        bounds = [call.n_images * part // n_parts for part in range(n_parts + 1)]
+
+        def reduce_parts(thread: int, parts: range) -> None:
+            for part in parts:
+                images = range(bounds[part], bounds[part + 1])
+                here = {name: tensor[part] for name, tensor in sums.items()}
+                self._reduce_part(call, images, kept, out, here, thread)
+
+        def sum_pairs(_: int, heads: range) -> None:
+            total = _sum_in_order(sums["pairs"][:, heads.start : heads.stop])
+            total = total[:, n:, n:].to(self._sum_dtype)
+            out["aligned"][heads.start : heads.stop] = sum_by_offset(total, self.grid)
+
+        run_split(reduce_parts, n_parts, n_threads)
+        run_split(sum_pairs, call.n_heads, min(n_threads, call.n_heads))
         return AttentionSummary(
-            **{name: out[name] for name in PER_IMAGE},
-            aligned=sum_by_offset(pairs[:, n:, n:].to(self._sum_dtype), self.grid),
-            received=self._sum_valid(received, valid),
-            cls_map=None if cls_rows is None else self._sum_valid(cls_rows, valid),
+            **{name: out[name] for name in (*PER_IMAGE, "aligned")},
+            received=_sum_in_order(sums["received_rows"]),
+            cls_map=_sum_in_order(sums["cls_rows"]) if "cls_rows" in sums else None,
             head_mean=out.get("head_mean"),
-            received_rows=received if self.rows else None,
-            cls_rows=cls_rows if self.rows else None,
+            received_rows=out["received_rows"] if self.rows else None,
+            cls_rows=out.get("cls_rows") if self.rows else None,
             full=out.get("full"),
         )
 
     def _empty(self, n_images: int, n_heads: int) -> dict[str, Tensor]:
-        """Memory for what is known image by image."""
-        t = self.layout.n_tokens
+        """Memory for what is known image by image, and for `aligned`."""
+        t, (gh, gw) = self.layout.n_tokens, self.grid
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PER_IMAGE, (n_images, n_heads))
         shapes["head_std"] = (n_images,)
+        shapes["aligned"] = (n_heads, 2 * gh - 1, 2 * gw - 1)
         shapes["received_rows"] = (n_images, n_heads, t)
         if self.layout.cls is not None:
             shapes["cls_rows"] = (n_images, n_heads, t)
@@ -204,11 +140,57 @@ class AttentionReducer:
             shapes["head_mean"] = (n_images, t, t)
         if self.full:
             shapes["full"] = (n_images, n_heads, t, t)
-        dtypes = {"n_queries": torch.int32, "full": torch.float16}
+        dtypes = {"n_queries": torch.int32, "full": torch.float16, "aligned": self._sum_dtype}
         return {
             name: torch.empty(shape, dtype=dtypes.get(name, torch.float32), device=self.device)
             for name, shape in shapes.items()
         }
+
+    def _empty_sums(self, n_parts: int, n_heads: int) -> dict[str, Tensor]:
+        """Memory for each part's sums over its images, by what they are sums of."""
+        t = self.layout.n_tokens
+        names = ["received_rows"] if self.layout.cls is None else ["received_rows", "cls_rows"]
+        shape = (n_parts, n_heads, t)
+        sums = {
+            name: torch.empty(shape, dtype=self._sum_dtype, device=self.device) for name in names
+        }
+        return {"pairs": self._buffer("pairs", *shape, t), **sums}
+
+    def _split(self, call: AttentionCall) -> tuple[int, int]:
+        """Into how many parts, runs of images with a sum of their own, and for how many threads."""
+        image_bytes = 4 * call.n_heads * call.n_tokens**2
+        if self.device.type != "cpu" or image_bytes > THREAD_BYTES:
+            return 1, 1
+        n_parts = max(1, min(MAX_PARTS, call.n_images * image_bytes // self._block_bytes))
+        n_parts = min(n_parts, max(1, call.n_images))
+        return n_parts, min(torch.get_num_threads(), n_parts)
+
+    def _reduce_part(
+        self,
+        call: AttentionCall,
+        part: range,
+        valid: Tensor | None,
+        out: dict[str, Tensor],
+        sums: dict[str, Tensor],
+        thread: int,
+    ) -> None:
+        """Fills `out` for a run of images, and the sums over them."""
+        sums["pairs"].zero_()
+        block = max(1, self._block_bytes // (4 * call.n_heads * call.n_tokens**2))
+        for first in range(part.start, part.stop, block):
+            images = slice(first, min(first + block, part.stop))
+            shape = (images.stop - first, call.n_heads, call.n_tokens, call.n_tokens)
+            scores = call.scores(images, out=self._buffer(f"scores {thread}", *shape))
+            a = torch.softmax(scores, -1, out=self._buffer(f"probabilities {thread}", *shape))
+            here = {name: out[name][images] for name in out if name != "aligned"}
+            share = self._reduce_images(a, scores, here)
+            kept = None if valid is None else valid[images]
+            self._add_pairs(sums["pairs"], a, scores, share, kept)
+        for name in sums.keys() - {"pairs"}:
+            rows = out[name][part.start : part.stop]
+            if valid is not None:
+                rows = rows.masked_fill(~valid[part.start : part.stop, None, None], 0.0)
+            torch.sum(rows, 0, dtype=self._sum_dtype, out=sums[name])
 
     def _reduce_images(self, a: Tensor, scores: Tensor, here: dict[str, Tensor]) -> Tensor:
         """Fills the rows of a block's images; returns each query's weight in `aligned`.
@@ -231,7 +213,7 @@ class AttentionReducer:
     ) -> None:
         """Adds the renormalised rows of the valid images (None: of all) to `pairs`.
 
-        Offsets need no sum an image: one sum by offset a batch follows, instead of one an image.
+        One sum by offset a batch follows, instead of one an image.
         """
         n = self.layout.n_prefix
         if valid is not None:
@@ -282,5 +264,10 @@ class AttentionReducer:
         std = spread(squares.sum(1), head_mean, a.shape[1])
         here["head_std"].copy_(std[:, n:, n:].mean(-1).mean(-1))
 
-    def _sum_valid(self, rows: Tensor, valid: Tensor) -> Tensor:
-        return rows.masked_fill(~valid[:, None, None], 0.0).sum(0, dtype=self._sum_dtype)
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """The sum over the first axis, term after term: equal bits whatever else is computed beside."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vitsee_core.reductions.threads import run_split
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -31,12 +33,18 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
         return out
     # The product is a temporary of the input's size: it stays in cache, and channels-first views
     # stay in their order, a few images at a time.
-    step = max(1, CHUNK_BYTES // max(1, 4 * z.shape[1] * z.shape[2]))
-    for first in range(0, len(z), step):
-        images = slice(first, first + step)
-        left, right, here = z[images].float(), f[images].float(), out[images]
-        for column, (a, b) in enumerate(((left, left), (right, right), (left, right))):
-            torch.linalg.vecdot(a, b, out=here[..., column])
+    image_bytes = max(1, 4 * z.shape[1] * z.shape[2])
+    step = max(1, CHUNK_BYTES // image_bytes)
+
+    def multiply(_: int, images: range) -> None:
+        for first in range(images.start, images.stop, step):
+            chunk = slice(first, min(first + step, images.stop))
+            left, right, here = z[chunk].float(), f[chunk].float(), out[chunk]
+            for column, (a, b) in enumerate(((left, left), (right, right), (left, right))):
+                torch.linalg.vecdot(a, b, out=here[..., column])
+
+    n_chunks = max(1, len(z) * image_bytes // CHUNK_BYTES)
+    run_split(multiply, len(z), min(torch.get_num_threads(), n_chunks, max(1, len(z))))
     return out
 
 

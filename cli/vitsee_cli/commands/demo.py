@@ -22,7 +22,7 @@ def steps(folder: Path) -> list[list[str]]:
     ]
 
 
-@click.command(short_help="Run vitsee on its own small models and images: stores and figures.")
+@click.command(short_help="Run vitsee on its own models and images.")
 @click.option(
     "-o",
     "--output",
@@ -48,6 +48,6 @@ def command(ctx: click.Context, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for step in steps(output):
         console.say(f"$ vitsee {shlex.join(step)}")
-        if code := main.main(step, prog_name="vitsee", standalone_mode=False):
+        if code := main.main(step, prog_name="vitsee", standalone_mode=False, parent=ctx):
             ctx.exit(code)
     console.say(f"look at {output}/*.png")

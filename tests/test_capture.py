@@ -1,0 +1,212 @@
+"""What an observer is shown, and that showing it changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models_helpers import VIT, Keeper, images, small
+from vitsee_core.models import (
+    AttentionBlock,
+    AttentionCall,
+    Capture,
+    CaptureError,
+    LoadedModel,
+    SiteTable,
+    Sublayer,
+    site_table,
+)
+from vitsee_stores.layout import SiteSpec, select_names
+
+
+@pytest.fixture(scope="module")
+def vit() -> tuple[LoadedModel, SiteTable]:
+    model = small("vit_tiny_patch16_224", (32, 48), **VIT)
+    return model, site_table(model)
+
+
+@pytest.fixture(scope="module")
+def resnet() -> tuple[LoadedModel, SiteTable]:
+    model = small("resnet18", 32)
+    return model, site_table(model)
+
+
+def n_hooks(module: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+
+def test_hooks_stay_for_many_batches_and_go(vit: tuple[LoadedModel, SiteTable]) -> None:
+    model, table = vit
+    assert n_hooks(model.module) == 0
+    chosen = select_names(["blocks", "head"], table.sites)
+    with (
+        torch.inference_mode(),
+        Capture(
+            model, table, sites=chosen, sublayers=table.sublayers, attention=table.attention
+        ) as capture,
+    ):
+        installed = n_hooks(model.module)
+        for n in (3, 1, 2):
+            x, keeper = images(model, n, seed=n), Keeper()
+            assert torch.equal(capture.run(x, keeper), model.module(x))
+            assert list(keeper.sites) == [site.name for site in chosen]
+            prefix, body = keeper.sites["blocks.1.out"]
+            assert prefix is not None and prefix.shape == (n, 1, 48)
+            assert body.shape == (n, 4, 6, 48)
+            assert keeper.branches["blocks.1.mlp"][0].shape == (n, 25, 48)
+            assert keeper.scores["blocks.1"].shape == (n, 3, 25, 25)
+        assert n_hooks(model.module) == installed
+    assert n_hooks(model.module) == 0
+
+
+def test_a_batch_does_not_depend_on_its_neighbours(vit: tuple[LoadedModel, SiteTable]) -> None:
+    model, table = vit
+    x, together, alone = images(model, 3), Keeper(), Keeper()
+    with (
+        torch.inference_mode(),
+        Capture(model, table, sites=[table["blocks.1.mid"]], attention=table.attention) as capture,
+    ):
+        capture.run(x, together)
+        capture.run(x[1:2], alone)
+    torch.testing.assert_close(together.tokens("blocks.1.mid")[1:2], alone.tokens("blocks.1.mid"))
+    torch.testing.assert_close(together.scores["blocks.2"][1:2], alone.scores["blocks.2"])
+
+
+class Pointers:
+    """Notes where the tensors it is shown live."""
+
+    def __init__(self) -> None:
+        self.storage: dict[str, int] = {}
+
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        self.storage[site.name] = body.untyped_storage().data_ptr()
+        if prefix is not None:
+            assert prefix.untyped_storage().data_ptr() == self.storage[site.name]
+
+    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
+        self.storage[f"{sublayer.name} f"] = f.untyped_storage().data_ptr()
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        self.storage[f"{block.name} v"] = call.value.untyped_storage().data_ptr()
+
+
+def test_tensors_are_shown_without_copies(
+    vit: tuple[LoadedModel, SiteTable], resnet: tuple[LoadedModel, SiteTable]
+) -> None:
+    """Site and branch of one tensor share its memory."""
+    model, table = vit
+    seen = Pointers()
+    chosen = select_names(["blocks.1.mlp.branch", "blocks.1.out"], table.sites)
+    with (
+        torch.inference_mode(),
+        Capture(model, table, sites=chosen, sublayers=table.sublayers) as capture,
+    ):
+        capture.run(images(model), seen)
+    assert seen.storage["blocks.1.mlp.branch"] == seen.storage["blocks.1.mlp f"]
+    model, table = resnet
+    seen = Pointers()
+    with (
+        torch.inference_mode(),
+        Capture(
+            model, table, sites=[table["layer2.0.branch"]], sublayers=table.sublayers
+        ) as capture,
+    ):
+        capture.run(images(model), seen)
+    assert seen.storage["layer2.0.branch"] == seen.storage["layer2.0 f"]
+
+
+def test_aliases_are_not_delivered(vit: tuple[LoadedModel, SiteTable]) -> None:
+    model, table = vit
+    keeper = Keeper()
+    with (
+        torch.inference_mode(),
+        Capture(model, table, sites=[table["blocks.1.in"], table["blocks.0.out"]]) as capture,
+    ):
+        capture.run(images(model), keeper)
+    assert list(keeper.sites) == ["blocks.0.out"]
+
+
+def test_branches_come_before_the_in_place_sum(resnet: tuple[LoadedModel, SiteTable]) -> None:
+    model, table = resnet
+    keeper = Keeper()
+    with (
+        torch.inference_mode(),
+        Capture(
+            model, table, sites=select_names(["blocks"], table.sites), sublayers=table.sublayers
+        ) as capture,
+    ):
+        capture.run(images(model), keeper)
+    for sublayer in table.sublayers:
+        z, f = keeper.branches[sublayer.name]
+        assert torch.equal((z + f).relu(), keeper.tokens(f"{sublayer.name}.out"))
+
+
+def test_nothing_chosen_is_the_plain_pass(vit: tuple[LoadedModel, SiteTable]) -> None:
+    model, table = vit
+    x = images(model)
+    with torch.inference_mode(), Capture(model, table, sites=()) as capture:
+        assert torch.equal(capture.run(x, Keeper()), model.module(x))
+
+
+def test_run_outside_the_context_is_an_error(vit: tuple[LoadedModel, SiteTable]) -> None:
+    model, table = vit
+    capture = Capture(model, table, sites=table.sites)
+    with pytest.raises(CaptureError, match="hooks are not installed"):
+        capture.run(images(model), Keeper())
+
+
+class Stopping(Keeper):
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_observer_that_stops_leaves_no_trace(vit: tuple[LoadedModel, SiteTable]) -> None:
+    model, table = vit
+    x, keeper = images(model), Keeper()
+    with (
+        torch.inference_mode(),
+        Capture(model, table, sites=[table["blocks.0.out"]], attention=table.attention) as capture,
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            capture.run(x, Stopping())
+        capture.run(x, keeper)
+    assert list(keeper.scores) == [block.name for block in table.attention]
+    assert n_hooks(model.module) == 0
+
+
+def test_gradients_reach_the_input(vit: tuple[LoadedModel, SiteTable]) -> None:
+    """Receptive fields need a backward pass through what is captured."""
+    model, table = vit
+    kept: list[Tensor] = []
+
+    class Live(Keeper):
+        def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+            kept.append(body)
+
+    x = images(model).requires_grad_()
+    with Capture(model, table, sites=[table["blocks.1.out"]]) as capture:
+        capture.run(x, Live())
+    kept[0][:, 2, 3].sum().backward()
+    assert x.grad is not None and float(x.grad.abs().sum()) > 0
+
+
+def test_autocast_keeps_the_models_own_types(vit: tuple[LoadedModel, SiteTable]) -> None:
+    from vitsee_core.models import self_check
+
+    model, table = vit
+
+    def half() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    stored = [site for site in table.sites if site.alias_of is None]
+    result = self_check(
+        model,
+        table,
+        images(model),
+        sites=stored,
+        sublayers=table.sublayers,
+        attention=table.attention,
+        autocast=half,
+    )
+    assert result.failures == []

@@ -1,0 +1,56 @@
+"""README's commands: what it marks as tested is run, everything else at least parses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from vitsee_cli.main import main
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+TESTED = re.findall(r"<!-- tested -->\n```(\w+)\n(.*?)```", README, re.DOTALL)
+SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+
+
+def vitsee_lines() -> list[str]:
+    text = "\n".join(SHELL).replace("\\\n", " ")
+    lines = [re.sub(r"^srun ", "", line.strip()) for line in text.splitlines()]
+    return [line for line in lines if line.startswith("vitsee ")]
+
+
+@pytest.mark.parametrize("line", vitsee_lines())
+def test_every_vitsee_line_parses(line: str) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    words = words[: min((words.index(w) for w in ("|", ">") if w in words), default=len(words))]
+    command = main.get_command(click.Context(main), words[0])
+    assert command is not None
+    command.make_context(words[0], words[1:], parent=click.Context(main))
+
+
+def test_what_is_marked_as_tested_runs(tmp_path: Path) -> None:
+    assert [language for language, _ in TESTED] == ["sh", "python"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    for language, text in TESTED:
+        command = ["bash", "-euo", "pipefail", "-c", text]
+        if language == "python":
+            command = [sys.executable, "-c", text]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "dist.png").read_bytes().startswith(b"\x89PNG")
+    header = (tmp_path / "dist.csv").read_text().splitlines()[0]
+    assert header.startswith("store,model,site,depth,rel_depth,head,metric,value")
+
+
+def test_the_two_commands_stand_in_readme() -> None:
+    assert "make demo" in README
+    assert "make test" in README

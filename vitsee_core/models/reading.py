@@ -1,0 +1,86 @@
+"""How the activations of one model are read: which tensor a tap sees, as tokens of which grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import nn
+
+from vitsee_core.models.geometry import in_raster_order, read_map
+from vitsee_core.models.survey import Survey
+from vitsee_core.models.taps import Tap, View
+from vitsee_core.models.trace import Seen
+from vitsee_stores.layout import TokenLayout
+
+
+class Reader:
+    """Reads what a survey of the model has seen."""
+
+    def __init__(self, model: nn.Module, survey: Survey) -> None:
+        self.model, self.trace, self.geometry = model, survey.trace, survey.geometry
+        self.block_index: Mapping[str, int] = {path: i for i, path in enumerate(survey.blocks)}
+
+    def seen(self, tap: Tap) -> Seen | None:
+        """What passes by at a tap, None if its module is called another number of times or the
+        batch is not in front."""
+        calls = self.trace.calls.get(tap.module, [])
+        if len(calls) != tap.calls:
+            return None
+        call = calls[tap.call]
+        return self.trace.by_image(call.entered if tap.when == "in" else call.left)
+
+    def token_view(self, path: str, seen: Seen, entering: bool = False) -> View:
+        """The reading of a block's output, or of its input."""
+        shape = seen.shape
+        if len(shape) == 4:
+            return read_map(seen, self.geometry) or View("raw")
+        if len(shape) == 2:
+            return View("vector")
+        layout = self.geometry.token_layout(shape[1]) if len(shape) == 3 else None
+        if layout is None:
+            return View("raw")
+        if in_raster_order(seen, layout):
+            return View("tokens", layout)
+        reroll = getattr(self.model, "reroll", None)
+        if isinstance(reroll, nn.Module) and not layout.prefix:
+            number = max(self.block_index[path] - entering, 0)
+            return View("unrolled", layout, partial(reroll.forward, block_idx=number))
+        return View("rows", TokenLayout((), None, rows=shape[1]))
+
+    def inner_view(self, seen: Seen, base: Sequence[View]) -> View:
+        """The reading of an inner activation: tokens if it has as many as the block it is in."""
+        shape = seen.shape
+        if len(shape) == 2:
+            return View("vector")
+        if len(shape) == 3:
+            if not base and self.geometry.grid:
+                layout = self.geometry.token_layout(shape[1])
+                if layout and layout.grid == self.geometry.grid:
+                    return View("tokens", layout)
+            for view in base:
+                if view.layout and view.layout.grid and view.layout.n_tokens == shape[1]:
+                    return view if view.form == "unrolled" else View("tokens", view.layout)
+            if any(view.form == "rows" and view.layout for view in base):
+                return View("rows", TokenLayout((), None, rows=shape[1]))
+            return View("raw")
+        if len(shape) != 4:
+            return View("raw")
+        token_grids = [view.layout.grid for view in base if view.form == "tokens" and view.layout]
+        found = read_map(seen, self.geometry)
+        if found is None or found.layout is None:
+            return View("raw")
+        if token_grids and found.layout.grid not in token_grids:
+            return View("raw")
+        return found
+
+    def why_not(self, tap: Tap) -> str:
+        """Why there is nothing to capture at a tap."""
+        calls = self.trace.calls.get(tap.module, [])
+        if len(calls) != tap.calls:
+            return f"called {len(calls)} times in one forward pass"
+        call = calls[tap.call]
+        seen = call.entered if tap.when == "in" else call.left
+        if seen is None:
+            return f"gives a {call.left_type}, not one tensor"
+        return f"its first dimension is {seen.shape[0]} for {self.trace.n_images} images"

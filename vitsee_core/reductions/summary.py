@@ -1,0 +1,84 @@
+"""Summaries of softmax attention over token grids.
+
+Definitions, for A (queries by keys) of one image and one head. Queries are spatial, and means go
+over them: entropy = -sum_k A ln A over all keys, in nats; prefix_mass = sum of A over prefix
+keys; query_std = std over queries of A[q, k], mean over spatial keys; head_std = std over heads of
+A[q, k], mean over spatial queries and keys (both with n - 1, as torch.std in the code of Walmer et
+al. 2023, and 0 where there is one query or one head). distance_px, distance_unit and aligned take
+A over spatial keys with its rows renormalised: a query without spatial mass is left out of them,
+n_queries counts the others. distance_px_raw, the class token's row and the received mass take A as
+it is. A query that may attend to no key at all has no distribution: its image and head are NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PER_IMAGE = (
+    "distance_px",
+    "distance_px_raw",
+    "distance_unit",
+    "prefix_mass",
+    "entropy",
+    "query_std",
+    "n_queries",
+    "head_std",
+)
+
+
+class AttentionCall(Protocol):
+    """One call of attention by the model, as far as it is needed here."""
+
+    @property
+    def n_images(self) -> int:
+        """How many images the batch has."""
+        ...
+
+    @property
+    def n_heads(self) -> int:
+        """How many heads the block has."""
+        ...
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens an image has, prefix included."""
+        ...
+
+    def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
+        """What goes into the softmax: (images, heads, tokens, tokens) float32, in `out`."""
+        ...
+
+
+@dataclass
+class AttentionSummary:
+    """One block's attention over one batch, on the model's device.
+
+    Per image, float32 (images, heads): `distance_px`, `distance_unit` (NaN where no query has
+    spatial mass), `distance_px_raw`, `prefix_mass`, `entropy`, `query_std`, and `n_queries` as
+    int32; `head_std` (images,).
+    Sums over the valid images, float64 where the device has it: `aligned` (heads, 2 gh - 1,
+    2 gw - 1) by the offset key minus query, of total mass 1 an image; `cls_map` (heads, tokens),
+    the class token's row, None without one; `received` (heads, tokens), the mean over queries.
+    On request: `head_mean` (images, tokens, tokens); `cls_rows` (None without a class token) and
+    `received_rows` (images, heads, tokens); `full` (images, heads, tokens, tokens) float16.
+    """
+
+    distance_px: Tensor
+    distance_px_raw: Tensor
+    distance_unit: Tensor
+    prefix_mass: Tensor
+    entropy: Tensor
+    query_std: Tensor
+    n_queries: Tensor
+    head_std: Tensor
+    aligned: Tensor
+    cls_map: Tensor | None
+    received: Tensor
+    head_mean: Tensor | None = None
+    cls_rows: Tensor | None = None
+    received_rows: Tensor | None = None
+    full: Tensor | None = None
