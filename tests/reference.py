@@ -117,7 +117,8 @@ def rollout(
         for q in range(n_tokens):
             matrix[q] /= matrix[q].sum()
         product = matrix @ product
-    return product[cls] if cls is not None else product[n_prefix:].mean(axis=0)
+    row: Float = product[cls] if cls is not None else product[n_prefix:].mean(axis=0)
+    return row
 
 
 # Residual branches and pooled activations

@@ -321,6 +321,14 @@ def test_compiled_and_traced_models_are_refused() -> None:
             site_table(wrapped_as_is(module))
 
 
+def test_an_image_size_that_the_model_cannot_take_is_one_line() -> None:
+    model = small("vit_tiny_patch16_224", 32, **VIT)
+    model.input_size = (3, 33, 32)
+    with pytest.raises(ModelError, match="does not run on images of 33 x 32 pixels") as error:
+        site_table(model)
+    assert "--img-size" in str(error.value) and "\n" not in str(error.value)
+
+
 def wrapped_as_is(module: Any) -> LoadedModel:
     return LoadedModel("toy", module, (3, 32, 32), {}, {}, "toy")
 

@@ -83,7 +83,7 @@ def write_new(path: str, buffers: Sequence[bytes | NDArray[np.uint8]]) -> int:
         _reserve(descriptor, sum(map(len, buffers)))
         size = 0
         for buffer in buffers:
-            view = memoryview(buffer)
+            view = memoryview(cast(bytes, buffer))  # numpy tells type checkers so from 3.12 on
             while view:
                 # One call writes at most 2 GiB, and less where a signal or the disk's end comes.
                 done = os.write(descriptor, view)

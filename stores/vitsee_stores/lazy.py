@@ -159,7 +159,8 @@ class TokenMean(LazyArray):
         """The part that `box` cuts out."""
         rows, channels = box
         values = self.tokens.load((rows, slice(self.first, self.tokens.shape[1]), channels))
-        return values.mean(1, dtype=np.float64).astype(np.float32)
+        mean: NDArray[Any] = values.mean(1, dtype=np.float64).astype(np.float32)
+        return mean
 
 
 class NormalisedInputs(LazyArray):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.attention import AttentionEvent, AttentionWatch
-from vitsee_core.models.taps import first_tensor, input_tensor
+from vitsee_core.models.taps import ModelError, first_tensor, input_tensor
 
 N_CORNERS = 4
 Key = tuple[int, int]
@@ -174,6 +174,9 @@ def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace
 
     Nothing of the activations is kept but shapes and identities, so memory stays that of the
     plain forward pass.
+
+    Raises:
+        ModelError: the model does not take images of this size.
     """
     images = probe_images(size, corners)
     record = Trace(len(images), size[1:])
@@ -182,5 +185,12 @@ def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace
     # no_grad, not inference_mode: only counted versions tell an in-place change.
     watch = AttentionWatch(recorder.event)
     with torch.inference_mode(False), torch.no_grad(), _hooks(module, recorder, watch), watch:
-        module(images.to(device))
+        try:
+            module(images.to(device))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            text = " ".join(str(error).split()).rstrip(".")
+            raise ModelError(
+                f"the model does not run on images of {size[1]} x {size[2]} pixels: {text}; "
+                "expected a size that it takes: try another --img-size"
+            ) from error
     return record
