@@ -201,8 +201,8 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "vit_tiny_patch16_224": ({**VIT, "attn_layer": "diff"}, 32, "2 attention calls"),
     "vit_base_patch16_18x2_224": (VIT, 32, "2 attention calls"),
     "test_maxvit": ({}, 64, "2 attention calls"),
-    "resnet10t": ({}, 32, "no attention"),
-    "mixer_s32_224": ({}, 32, "no attention"),
+    "resnet10t": ({}, 32, "no block has a softmax"),
+    "mixer_s32_224": ({}, 32, "no block has a softmax"),
 }
 
 

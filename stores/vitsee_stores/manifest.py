@@ -164,6 +164,18 @@ def new_manifest(
     )
 
 
+def by_reason(left_out: Mapping[str, str], shown: int = 3) -> list[str]:
+    """`names: reason` lines, one a reason; at most `shown` names each."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    return [
+        f"{', '.join(some[:shown])}{f' and {len(some) - shown} more' if len(some) > shown else ''}"
+        f": {reason}"
+        for reason, some in names.items()
+    ]
+
+
 def check_identity(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Compare the identity fields in `given` with the store's.
 

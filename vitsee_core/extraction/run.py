@@ -35,6 +35,7 @@ from vitsee_core.models.capture import Capture
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError
 from vitsee_stores.layout import n_bytes
+from vitsee_stores.manifest import by_reason
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +106,8 @@ def extract(
         writer = open_writer(prepared, run)
     for note in prepared.notes:
         log.warning("%s", note)
-    for name, reason in prepared.manifest.left_out.items():
-        log.info("left out: %s: %s", name, reason)
+    for line in by_reason(prepared.manifest.left_out):
+        log.info("left out: %s", line)
     if writer.complete:
         log.info("%s is complete (%d images): nothing to do", run.output, prepared.plan.n_images)
         return Outcome(complete=True)

@@ -46,7 +46,7 @@ class TableBuilder:
         by_name = {site.name: site for site in sites}
         sublayers, residuals = self._sublayers(by_name)
         attention = attention_blocks(self)
-        residual_refusal = None if sublayers else "no block of a known family: no known branches"
+        residual_refusal = None if sublayers else "no block whose branches are known"
         return SiteTable(
             sites=tuple(sites),
             sublayers=tuple(sublayers),

@@ -14,7 +14,7 @@ from vitsee_stores.layout import TokenLayout
 if TYPE_CHECKING:
     from vitsee_core.models.build import TableBuilder
 
-NO_ATTENTION = "no attention: no block has a softmax over tokens"
+NO_ATTENTION = "no block has a softmax over tokens"
 
 
 @dataclass

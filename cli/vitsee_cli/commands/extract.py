@@ -209,6 +209,7 @@ def show_plan(prepared: Prepared, output: Path) -> None:
     """The arrays as CSV on stdout, their sum on stderr."""
     from vitsee_core.machine import free_disk_bytes, human_bytes
     from vitsee_stores.layout import arrays, n_bytes
+    from vitsee_stores.manifest import by_reason
 
     sizes = n_bytes(prepared.plan)
     console.out("array,shape,dtype,bytes")
@@ -216,8 +217,8 @@ def show_plan(prepared: Prepared, output: Path) -> None:
         console.out(f"{path},{'x'.join(map(str, spec.shape))},{spec.dtype},{sizes[path]}")
     for note in prepared.notes:
         console.warn(note)
-    for name, reason in prepared.manifest.left_out.items():
-        console.say(f"left out: {name}: {reason}")
+    for line in by_reason(prepared.manifest.left_out):
+        console.say(f"left out: {line}")
     console.say(
         f"{output}: {human_bytes(sum(sizes.values()))} for {prepared.plan.n_images} images in "
         f"slabs of {prepared.plan.slab}; {human_bytes(free_disk_bytes(output))} free; "

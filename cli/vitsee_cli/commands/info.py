@@ -102,6 +102,8 @@ def show(record: Mapping[str, Any]) -> None:
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    from vitsee_stores.manifest import by_reason
+
     model, weights = record["model"], record["model"].get("weights", {})
     identity, data = record["identity"], record["info"].get("data", {})
     slabs = f"{record['n_committed']} of {record['n_slabs']} slabs of {record['slab']} images"
@@ -129,11 +131,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("inputs", "x".join(map(str, record["inputs"] or ()))),
         ("classes", _count(record["class_names"] or (), "class", "es")),
     ]
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in record["left_out"].items():
-        by_reason.setdefault(reason, []).append(name)
-    for reason, names in by_reason.items():
-        facts.append(("left out", f"{_few(names)}: {reason}"))
+    facts += [("left out", line) for line in by_reason(record["left_out"])]
     for maker in record["made_by"]:
         command = str(maker.get("command", "unknown"))
         where = _listed(maker, ("host", "device", "shard"))
@@ -175,11 +173,6 @@ def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     kept = [(key, record[key]) for key in keys if record.get(key) not in (None, "", [], {})]
     texts = [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in kept]
     return ", ".join(v if key == keys[0] else f"{key} {v}" for key, v in texts)
-
-
-def _few(names: list[str], shown: int = 5) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def _count(items: Any, noun: str, plural: str = "s") -> str:

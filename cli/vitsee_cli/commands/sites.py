@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from vitsee_core.models.sites import SiteTable
     from vitsee_stores.layout import SiteSpec
 
-SHOWN_NAMES = 3
-
 
 @click.command()
 @options.model_options
@@ -92,6 +90,8 @@ def _availability(table: SiteTable) -> dict[str, Any]:
 def _show(rows: list[dict[str, Any]], table: SiteTable, n_modules: int) -> None:
     from rich.table import Table
 
+    from vitsee_stores.manifest import by_reason
+
     listing = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("site", "groups", "shape", "grid", "prefix"):
         listing.add_column(title, overflow="fold")
@@ -112,12 +112,8 @@ def _show(rows: list[dict[str, Any]], table: SiteTable, n_modules: int) -> None:
     if attention:
         console.out(f"rollout: {table.rollout_refusal or 'available'}")
     console.out(f"residual: {_range(sublayers, 'sublayer', table.residual_refusal)}")
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in table.left_out.items():
-        by_reason.setdefault(reason, []).append(name)
-    for reason, names in by_reason.items():
-        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-        console.out(f"left out: {', '.join(names[:SHOWN_NAMES])}{more}: {reason}")
+    for line in by_reason(table.left_out):
+        console.out(f"left out: {line}")
 
 
 def _range(names: list[str], noun: str, refusal: str | None) -> str:
