@@ -12,7 +12,6 @@ beside the weights: the recipe, the seed and the accuracy on the 10,000 test ima
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import timm
 import torch
+from make_demo_data import CLASSES, read_idx
 from PIL import Image
 from timm.layers.config import set_fused_attn
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
@@ -29,19 +29,6 @@ from timm.models import save_for_hf
 
 SIZE = 32
 MEAN, STD = 0.2860, 0.3530
-CLASSES = [
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-]
-
 RECIPES: dict[str, dict[str, Any]] = {
     "vit": {
         "architecture": "vit_tiny_patch16_224",
@@ -75,14 +62,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "erase": 0.1,
     },
 }
-
-
-def read_idx(path: Path) -> np.ndarray:
-    """The array in a gzipped IDX file of unsigned bytes."""
-    with gzip.open(path) as file:
-        raw = file.read()
-    shape = np.frombuffer(raw, ">i4", count=raw[3], offset=4)
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
 
 def load_split(folder: Path, stem: str) -> tuple[np.ndarray, np.ndarray]:
@@ -195,7 +174,7 @@ def save(
     save_for_hf(
         model,
         str(folder),
-        model_config={"label_names": CLASSES},
+        model_config={"label_names": list(CLASSES)},
         model_args=recipe["model_args"],
         safe_serialization=True,
     )
@@ -217,7 +196,7 @@ if __name__ == "__main__":
     parser.add_argument("source", type=Path)
     parser.add_argument("model", choices=sorted(RECIPES))
     parser.add_argument(
-        "--target", type=Path, default=Path(__file__).parents[1] / "vitsee_core/images/demo"
+        "--target", type=Path, default=Path(__file__).parents[1] / "vitsee_core/demo"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -6,7 +6,7 @@ A command takes what it needs: `@options.stores_argument`, `@options.output_opti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 
 Decorator = Callable[[Any], Any]
 VERBOSITY = "vitsee.verbosity"  # in the click context, shared by the group and its command
+
+
+def apply(command: Any, decorators: Sequence[Decorator]) -> Any:
+    """The command with these options, which its help lists in this order."""
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
 
 # ---------------------------------------------------------------- every command
 
@@ -249,10 +257,7 @@ def model_options(command: Any) -> Any:
         options: ModelOptions = ModelOptions(name=model_name, model_args=dict(model_args), **own)
         return command(*args, model=options, **kwargs)
 
-    decorated: Any = gathered
-    for option in reversed(_MODEL_OPTIONS):
-        decorated = option(decorated)
-    return decorated
+    return apply(gathered, _MODEL_OPTIONS)
 
 
 _MODEL_OPTIONS: tuple[Decorator, ...] = (

@@ -73,23 +73,13 @@ class RunOptions:
 
 
 def parse_tokens(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
-    """`--tokens` values as (default, {selector: 'all' | 'pooled'}).
+    """`--tokens` values as (default, {selector: "all" | "pooled"}).
 
     Raises:
         VitseeError: a value that is none of all, pooled, GROUP=all, GROUP=pooled.
     """
-    default, per_group = "all", {}
-    for text in texts or ():
-        selector, _, value = text.rpartition("=")
-        if value not in ("all", "pooled"):
-            raise VitseeError(
-                f"--tokens is {text!r}; expected all, pooled, or GROUP=pooled (as norms=pooled)"
-            )
-        if selector:
-            per_group[selector] = value
-        else:
-            default = value
-    return default, per_group
+    expected = "all, pooled, or GROUP=pooled (as norms=pooled)"
+    return _by_selector("--tokens", texts, ("all", "pooled"), expected)
 
 
 def parse_dtypes(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
@@ -98,16 +88,21 @@ def parse_dtypes(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
     Raises:
         VitseeError: a value that is none of float16, float32, SITE=float16, SITE=float32.
     """
-    default, per_site = "float16", {}
+    expected = "float16, float32, or SITE=float32 (Zarr has no bfloat16)"
+    return _by_selector("--dtype", texts, ("float16", "float32"), expected)
+
+
+def _by_selector(
+    option: str, texts: Sequence[str] | None, values: Sequence[str], expected: str
+) -> tuple[str, dict[str, str]]:
+    """(the last plain value or the first allowed one, {selector: value})."""
+    default, chosen = values[0], {}
     for text in texts or ():
         selector, _, value = text.rpartition("=")
-        if value not in ("float16", "float32"):
-            raise VitseeError(
-                f"--dtype is {text!r}; expected float16, float32, or SITE=float32 "
-                "(Zarr has no bfloat16)"
-            )
+        if value not in values:
+            raise VitseeError(f"{option} is {text!r}; expected {expected}")
         if selector:
-            per_site[selector] = value
+            chosen[selector] = value
         else:
             default = value
-    return default, per_site
+    return default, chosen

@@ -1,72 +1,35 @@
-"""model x images -> store: loading, forward pass, reduction and writing, overlapped.
+"""One call of `vitsee extract`: prepare, create or join the store, fill what this process owns.
 
-    images -> batches -> Capture -> SlabObserver -> slab buffers -> writer thread -> store
-
-Two sets of slab buffers go round: while one is written, the forward pass fills the other. Batches
-never cross a slab, so a slab's bytes do not depend on which process makes it.
+Batches never cross a slab, so a slab's bytes do not depend on which process makes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import queue
 import socket
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from vitsee_core.extraction.device import device_name, precision_context
+from vitsee_core.extraction.device import device_name
+from vitsee_core.extraction.loop import SILENT, Progress, SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.prepare import Prepared, prepare, versions
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
-from vitsee_core.extraction.slab import SlabBuffers, SlabObserver, check_peaks, to_store
-from vitsee_core.extraction.timing import Clock, TimedObserver
-from vitsee_core.images import Batch, batches, normalise
+from vitsee_core.images import batches
 from vitsee_core.machine import free_disk_bytes, human_bytes, n_cores
-from vitsee_core.models.capture import Capture
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError
 from vitsee_stores.layout import n_bytes
 from vitsee_stores.manifest import by_reason
 
 log = logging.getLogger(__name__)
-
-
-class Progress(Protocol):
-    """Told how far a run is; the terminal's draws a bar."""
-
-    def start(self, total: int, done: int = 0) -> None:
-        """`total` images are to be done, `done` of them already are."""
-
-    def advance(self, images: int, size_bytes: int = 0) -> None:
-        """That many images more are done, and bytes written."""
-
-    def stop(self) -> None:
-        """The run ended, well or not."""
-
-
-class Silent:
-    """Progress that shows nothing."""
-
-    def start(self, total: int, done: int = 0) -> None:
-        """Nothing."""
-
-    def advance(self, images: int, size_bytes: int = 0) -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
-
-
-SILENT = Silent()
 
 
 @dataclass
@@ -159,7 +122,7 @@ def fill(
         *(total, len(todo), plan.slab, device_name(device), batch_size),
         human_bytes(2 * slab_bytes(plan)),
     )
-    job = _Job(prepared, writer, _provenance(run, shard, device, batch_size, workers))
+    job = SlabLoop(prepared, writer, _provenance(run, shard, device, batch_size, workers))
     ranges = [
         slice(first, min(first + batch_size, span.stop))
         for span in spans
@@ -183,117 +146,6 @@ def fill(
             "committed; repeat the command to resume"
         )
     return Outcome(False, total, job.written, seconds, job.clock.seconds, job.unreadable)
-
-
-class _Job:
-    """The loop over slabs: forward passes here, writing in one thread beside it."""
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        writer: StoreWriter,
-        provenance: dict[str, Any],
-    ):
-        self.prepared, self.writer = prepared, writer
-        self.provenance, self.clock = provenance, Clock()
-        self.written = 0
-        self.unreadable: list[tuple[int, str, str]] = []
-        self._free: queue.SimpleQueue[SlabBuffers] = queue.SimpleQueue()
-        self._pending: list[Future[None]] = []
-
-    def run(
-        self, todo: list[int], loading: Iterator[Batch], stop: StopRequest, progress: Progress
-    ) -> None:
-        self.progress = progress
-        prepared, plan, device = self.prepared, self.prepared.plan, self.prepared.device
-        for _ in range(min(2, len(todo))):
-            self._free.put(SlabBuffers(plan, pinned=device.type == "cuda"))
-        observer = SlabObserver(plan, device)
-        blocks = {block for group in plan.attention for block in group.blocks}
-        sublayers = {name for name, _ in plan.sublayers}
-        table = prepared.table
-        capture = Capture(
-            prepared.model,
-            table,
-            sites=prepared.captured,
-            sublayers=[s for s in table.sublayers if s.name in sublayers],
-            attention=[b for b in table.attention if b.name in blocks],
-        )
-        with (
-            ThreadPoolExecutor(1, "writer") as pool,
-            torch.inference_mode(),
-            precision_context(device, prepared.precision),
-            capture,
-        ):
-            for k in todo:
-                with self.clock("waiting for the writer"):
-                    buffers = self._free_buffers()
-                if not self._forward(k, buffers, observer, capture, loading, stop):
-                    break
-                sums, peaks = observer.finish(), observer.peaks
-                self._pending.append(pool.submit(self._write, k, buffers, sums, peaks))
-        for future in self._pending:
-            future.result()
-
-    def _free_buffers(self) -> SlabBuffers:
-        """Waits for a free set; the writer's error, if it met one, is raised here."""
-        while True:
-            for future in self._pending:
-                if future.done():
-                    future.result()
-            try:
-                return self._free.get(timeout=0.2)
-            except queue.Empty:
-                continue
-
-    def _forward(
-        self,
-        k: int,
-        buffers: SlabBuffers,
-        observer: SlabObserver,
-        capture: Capture,
-        loading: Iterator[Batch],
-        stop: StopRequest,
-    ) -> bool:
-        """One slab through the model; False when a signal came before it was whole."""
-        prepared, clock = self.prepared, self.clock
-        rows = prepared.plan.rows(k)
-        timed = TimedObserver(observer, clock) if prepared.device.type == "cpu" else observer
-        observer.start(buffers)
-        row = rows.start
-        while row < rows.stop:
-            if stop:
-                return False
-            with clock("loading"):
-                batch = next(loading)
-            self.unreadable += batch.errors
-            with clock("model"):
-                pixels = normalise(batch.pixels, prepared.model.transform, prepared.device)
-                observer.begin_batch(row - rows.start, batch)
-                capture.run(pixels, timed)
-            with clock("reductions"):
-                observer.end_batch()
-            row += len(batch.valid)
-            self.progress.advance(len(batch.valid), 0)
-        return True
-
-    def _write(
-        self,
-        k: int,
-        buffers: SlabBuffers,
-        sums: dict[str, torch.Tensor],
-        peaks: dict[str, torch.Tensor],
-    ) -> None:
-        plan = self.prepared.plan
-        rows = plan.rows(k)
-        began = time.perf_counter()
-        slab = to_store(buffers, sums, rows.stop - rows.start, plan)
-        check_peaks(peaks, self.prepared.captured, f"images {rows.start} to {rows.stop - 1}")
-        size = self.writer.write_slab(k, slab, self.provenance)
-        self.clock.add("writing", time.perf_counter() - began)
-        self.written += size
-        self.progress.advance(0, size)
-        self._free.put(buffers)
 
 
 def default_batch(device: torch.device) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitsee_core.reductions import AttentionReducer, pool_sites, residual_products, rollout
+from vitsee_core.reductions.summary import PER_IMAGE
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, arrays
 
@@ -24,15 +25,7 @@ if TYPE_CHECKING:
     from vitsee_core.models.sites import AttentionBlock, Sublayer
 
 FLOAT16_MAX = 65504.0
-PER_IMAGE = (
-    "distance_px",
-    "distance_px_raw",
-    "distance_unit",
-    "prefix_mass",
-    "entropy",
-    "query_std",
-    "n_queries",
-)
+PER_HEAD = tuple(name for name in PER_IMAGE if name != "head_std")
 SUMS = ("aligned", "cls_map", "received")
 
 
@@ -164,7 +157,7 @@ class SlabObserver:
         folder = group.folder
         heads = slice(0, block.n_heads)
         summary = reducer.reduce(call, self._valid)
-        for name in PER_IMAGE:
+        for name in PER_HEAD:
             self._keep(folder + name, getattr(summary, name), (row, heads))
         self._keep(folder + "head_std", summary.head_std, (row,))
         for name in SUMS:
@@ -247,6 +240,6 @@ def _blank_missing_heads(out: dict[str, NDArray[Any]], group: AttentionGroup) ->
     for row, heads in enumerate(group.n_heads):
         if heads == widest:
             continue
-        for name in (*PER_IMAGE, "cls_rows", "received_rows"):
+        for name in (*PER_HEAD, "cls_rows", "received_rows"):
             if (array := out.get(group.folder + name)) is not None:
                 array[:, row, heads:] = 0 if name == "n_queries" else np.nan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
-from vitsee_cli.values import parse_device, parse_path
+from vitsee_cli.values import parse_path
 
 if TYPE_CHECKING:
     from vitsee_core.extraction import Outcome, Prepared
@@ -19,137 +20,118 @@ if TYPE_CHECKING:
 ATTENTION = ("none", "summary", "rows", "full")
 
 
-def data_options(command: Any) -> Any:
-    """Which images, in which order."""
-    for option in reversed(
-        (
-            click.option(
-                "--data",
-                required=True,
-                metavar="DATA",
-                help="Folder of images, CSV/TSV list, .npz, timm data set string (torch/..., "
-                "hfds/..., a tar), demo:train or demo:test.",
-            ),
-            click.option(
-                "--split",
-                metavar="SPLIT",
-                help="Part of the data: train, 'train[:45000]', 'test[10%:20%]', train+test.  "
-                "[default: all]",
-            ),
-            click.option(
-                "--images",
-                metavar="N",
-                type=click.IntRange(min=1),
-                help="Take N images: the first of the order.  [default: all]",
-            ),
-            click.option(
-                "--per-class",
-                metavar="K",
-                type=click.IntRange(min=1),
-                help="Take K images of every class.  [default: all]",
-            ),
-            click.option(
-                "--seed",
-                metavar="SEED",
-                type=click.IntRange(min=0),
-                help="Seed of the order.  [default: 0]",
-            ),
-            click.option(
-                "--order",
-                type=click.Choice(["shuffled", "dataset"]),
-                help="Order of the images in the store.  [default: shuffled]",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+# Which images, in which order.
+DATA_OPTIONS: tuple[options.Decorator, ...] = (
+    click.option(
+        "--data",
+        required=True,
+        metavar="DATA",
+        help="Folder of images, CSV/TSV list, .npz, timm data set string (torch/..., "
+        "hfds/..., a tar), demo:train or demo:test.",
+    ),
+    click.option(
+        "--split",
+        metavar="SPLIT",
+        help="Part of the data: train, 'train[:45000]', 'test[10%:20%]', train+test.  "
+        "[default: all]",
+    ),
+    click.option(
+        "--images",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Take N images: the first of the order.  [default: all]",
+    ),
+    click.option(
+        "--per-class",
+        metavar="K",
+        type=click.IntRange(min=1),
+        help="Take K images of every class.  [default: all]",
+    ),
+    click.option(
+        "--seed",
+        metavar="SEED",
+        type=click.IntRange(min=0),
+        help="Seed of the order.  [default: 0]",
+    ),
+    click.option(
+        "--order",
+        type=click.Choice(["shuffled", "dataset"]),
+        help="Order of the images in the store.  [default: shuffled]",
+    ),
+)
 
-
-def keep_options(command: Any) -> Any:
-    """What the store keeps."""
-    for option in reversed(
-        (
-            click.option(
-                "--sites",
-                metavar="GLOB",
-                multiple=True,
-                help="Sites by name, glob or group (blocks, head, residual, norms, hidden, heads, "
-                "modules, all); see `vitsee sites MODEL`. Repeatable.  [default: blocks head]",
-            ),
-            click.option(
-                "--tokens",
-                metavar="[GROUP=]all|pooled",
-                multiple=True,
-                help="Keep every token, or only pooled vectors; norms=pooled for some sites. "
-                "Repeatable.  [default: all]",
-            ),
-            click.option(
-                "--attention",
-                type=click.Choice(ATTENTION),
-                help="Attention to keep: summaries a head, also CLS and received rows an image, "
-                "also full maps; each level includes those before it.  [default: summary]",
-            ),
-            click.option(
-                "--residual/--no-residual",
-                default=None,
-                help="Dot products of skip and branch, a token and sublayer.  [default: residual]",
-            ),
-            click.option(
-                "--inputs/--no-inputs",
-                default=None,
-                help="Keep the pixels as the model sees them.  [default: no-inputs]",
-            ),
-            click.option(
-                "--dtype",
-                metavar="[SITE=]float16|float32",
-                multiple=True,
-                help="Type of the activations; SITE=float32 for some. Repeatable.  "
-                "[default: float16]",
-            ),
-            click.option(
-                "--codec",
-                type=click.Choice(["none", "zstd", "lz4"]),
-                help="Compression of the chunks.  [default: none]",
-            ),
-            click.option(
-                "--slab",
-                metavar="N",
-                type=click.IntRange(min=1),
-                help="Images to a slab, the unit of work and of commit.  [default: 256, halved "
-                "until two fit a quarter of the memory]",
-            ),
-            click.option(
-                "--precision",
-                type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
-                help="Arithmetic of the forward pass.  [default: fp32]",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+# What the store keeps; without a value: the default of a new store, or what a joined one has.
+KEEP_OPTIONS: tuple[options.Decorator, ...] = (
+    click.option(
+        "--sites",
+        metavar="GLOB",
+        multiple=True,
+        help="Sites by name, glob or group (blocks, head, residual, norms, hidden, heads, "
+        "modules, all); see `vitsee sites MODEL`. Repeatable.  [default: blocks head]",
+    ),
+    click.option(
+        "--tokens",
+        metavar="[GROUP=]all|pooled",
+        multiple=True,
+        help="Keep every token, or only pooled vectors; norms=pooled for some sites. "
+        "Repeatable.  [default: all]",
+    ),
+    click.option(
+        "--attention",
+        type=click.Choice(ATTENTION),
+        help="Attention to keep: summaries a head, also CLS and received rows an image, "
+        "also full maps; each level includes those before it.  [default: summary]",
+    ),
+    click.option(
+        "--residual/--no-residual",
+        default=None,
+        help="Dot products of skip and branch, a token and sublayer.  [default: residual]",
+    ),
+    click.option(
+        "--inputs/--no-inputs",
+        default=None,
+        help="Keep the pixels as the model sees them.  [default: no-inputs]",
+    ),
+    click.option(
+        "--dtype",
+        metavar="[SITE=]float16|float32",
+        multiple=True,
+        help="Type of the activations; SITE=float32 for some. Repeatable.  [default: float16]",
+    ),
+    click.option(
+        "--codec",
+        type=click.Choice(["none", "zstd", "lz4"]),
+        help="Compression of the chunks.  [default: none]",
+    ),
+    click.option(
+        "--slab",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Images to a slab, the unit of work and of commit.  [default: 256, halved "
+        "until two fit a quarter of the memory]",
+    ),
+    click.option(
+        "--precision",
+        type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
+        help="Arithmetic of the forward pass.  [default: fp32]",
+    ),
+)
 
 
 @click.command(short_help="Run a model over images and keep what it computes in a store.")
 @options.model_options
-@data_options
+@functools.partial(options.apply, decorators=DATA_OPTIONS)
 @click.option(
     "-o", "--output", metavar="STORE", type=parse_path, required=True, help="The store to fill."
 )
-@keep_options
+@functools.partial(options.apply, decorators=KEEP_OPTIONS)
 @click.option(
     "--batch-size",
     metavar="N",
     type=click.IntRange(min=1),
     help="Images to a forward pass.  [default: 32, on CUDA 128]",
 )
-@click.option(
-    "--device",
-    metavar="DEVICE",
-    type=parse_device,
-    default="auto",
-    show_default=True,
-    help="auto (a GPU if there is one), cpu, cuda, cuda:INDEX or mps.",
-)
+@options.device_option
 @click.option(
     "--workers",
     metavar="N",
