@@ -56,6 +56,10 @@ PIXELS = np.zeros((2, 4, 4), np.uint8)
         ({"labels": np.zeros(2, int)}, "no array 'images'; found: labels"),
         ({"images": PIXELS.astype(np.float32)}, "'images' of .* is float32 .* expected uint8"),
         ({"images": np.zeros((2, 3, 4, 4), np.uint8)}, "expected uint8"),
+        (
+            {"images": np.zeros((2, 0, 4, 3), np.uint8)},
+            r"\(2, 0, 4, 3\): the images have no pixels",
+        ),
         ({"images": np.array([None, 1], object)}, "Python objects"),
         ({"images": PIXELS, "labels": np.zeros(3, int)}, "'labels' of .* expected integers"),
         ({"images": PIXELS, "labels": np.zeros(2)}, "'labels' of .* is float64"),

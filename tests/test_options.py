@@ -110,6 +110,14 @@ def test_image_sizes_and_floats() -> None:
             values.parse_image_size(text)
     with pytest.raises(click.BadParameter, match="expected numbers"):
         values.parse_floats("0.5,x")
+    for text in ("0.5,0.5", "nan", "0,inf,0"):
+        with pytest.raises(click.BadParameter, match="one or three finite numbers"):
+            values.parse_floats(text)
+    assert values.parse_floats("-1,0,2") == (-1.0, 0.0, 2.0)
+    assert values.parse_positive_floats("0.5,1,2") == (0.5, 1.0, 2.0)
+    for text in ("0", "1,-1,1"):
+        with pytest.raises(click.BadParameter, match="above 0"):
+            values.parse_positive_floats(text)
 
 
 def test_tokens() -> None:

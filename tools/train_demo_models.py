@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import timm
 import torch
 from make_demo_data import CLASSES, read_idx
 from PIL import Image
+from safetensors.torch import load_file
 from timm.layers.config import set_fused_attn
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from timm.models import save_for_hf
@@ -42,9 +44,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         },
         "sincos": True,
         "cfg": {"first_conv": "patch_embed.proj", "classifier": "head"},
-        "epochs": 7,
+        "cycles": [[7, 1.5e-3], [4, 8e-4]],  # epochs, highest rate
         "batch": 64,
-        "lr": 1.5e-3,
         "weight_decay": 0.05,
         "shift": 1,
         "erase": 0.0,
@@ -54,9 +55,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model_args": {"channels": [16, 32, 64, 128]},
         "sincos": False,
         "cfg": {"first_conv": "conv1", "classifier": "fc"},
-        "epochs": 12,
+        "cycles": [[12, 3e-3]],
         "batch": 128,
-        "lr": 3e-3,
         "weight_decay": 0.02,
         "shift": 2,
         "erase": 0.1,
@@ -115,43 +115,57 @@ def accuracy(model: torch.nn.Module, images: np.ndarray, labels: np.ndarray) -> 
     return hits / len(images)
 
 
-def train(name: str, source: Path, target: Path, seed: int) -> None:
+def train(name: str, source: Path, target: Path, seed: int, first_cycle: int) -> None:
+    """All cycles of a recipe; from a later one on, with the weights that `target` holds."""
     recipe = RECIPES[name]
     torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
     set_fused_attn(False)  # the explicit softmax is faster for 65 tokens on a CPU
     model = timm.create_model(recipe["architecture"], num_classes=10, **recipe["model_args"])
     if recipe["sincos"]:
         start_from_sincos(model)
-    images, labels = load_split(source, "train")
-    test_images, test_labels = load_split(source, "t10k")
+    if first_cycle:
+        model.load_state_dict(load_file(target / name / "model.safetensors"))
+    train_split, test_split = load_split(source, "train"), load_split(source, "t10k")
+    done = sum(epochs for epochs, _ in recipe["cycles"][:first_cycle])
+    for cycle, (epochs, rate) in list(enumerate(recipe["cycles"]))[first_cycle:]:
+        rng = np.random.default_rng(seed + cycle)
+        for _ in run_cycle(model, recipe, train_split, epochs, rate, rng):
+            done += 1
+            reached = accuracy(model, *test_split)
+            print(f"{name} epoch {done}: test {reached:.4f}, {time.strftime('%X')}", flush=True)
+            save(model, recipe, target / name, seed, done, reached)
+
+
+def run_cycle(
+    model: torch.nn.Module,
+    recipe: dict[str, Any],
+    split: tuple[np.ndarray, np.ndarray],
+    epochs: int,
+    highest_rate: float,
+    rng: np.random.Generator,
+) -> Iterator[None]:
+    """One warm-up and one half cosine of the learning rate; yields after every epoch."""
+    images, labels = split
     batch = recipe["batch"]
-    steps = len(images) // batch * recipe["epochs"]
+    steps, step = len(images) // batch * epochs, 0
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=recipe["weight_decay"])
     loss_of = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
-    started, step = time.time(), 0
-    for epoch in range(recipe["epochs"]):
+    for _ in range(epochs):
         model.train()
         order = rng.permutation(len(images))
         for start in range(0, len(order) - batch + 1, batch):
             rows = order[start : start + batch]
-            warmup = min(1.0, step / 500)
-            rate = recipe["lr"] * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
+            rate = highest_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
             for group in optimizer.param_groups:
-                group["lr"] = rate
-            loss = loss_of(
-                model(to_input(augment(images[rows], rng, recipe["shift"], recipe["erase"]))),
-                torch.from_numpy(labels[rows]),
-            )
+                group["lr"] = rate * min(1.0, step / 500)
+            inputs = to_input(augment(images[rows], rng, recipe["shift"], recipe["erase"]))
+            loss = loss_of(model(inputs), torch.from_numpy(labels[rows]))
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             step += 1
-        reached = accuracy(model, test_images, test_labels)
-        minutes = (time.time() - started) / 60
-        print(f"{name} epoch {epoch + 1}: test {reached:.4f}, {minutes:.1f} min", flush=True)
-        save(model, recipe, target / name, seed, epoch + 1, reached)
+        yield
 
 
 def save(
@@ -199,5 +213,6 @@ if __name__ == "__main__":
         "--target", type=Path, default=Path(__file__).parents[1] / "vitsee_core/demo"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first-cycle", type=int, default=0, help="go on with the next cycle")
     args = parser.parse_args()
-    train(args.model, args.source, args.target, args.seed)
+    train(args.model, args.source, args.target, args.seed, args.first_cycle)

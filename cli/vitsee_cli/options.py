@@ -20,6 +20,7 @@ from vitsee_cli.values import (
     parse_image_size,
     parse_model_arg,
     parse_path,
+    parse_positive_floats,
     parse_size,
     parse_store,
     token_parser,
@@ -291,7 +292,7 @@ _MODEL_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--img-std",
         metavar="STD",
-        type=parse_floats,
+        type=parse_positive_floats,
         show_default="the model's own",
         help="Standard deviation of the normalisation.",
     ),

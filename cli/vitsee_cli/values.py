@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -74,13 +75,24 @@ def parse_device(text: str) -> str:
 
 
 def parse_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
-    """Comma-separated numbers: one for all channels, or one a channel."""
+    """Comma-separated finite numbers: one for all channels, or one each of red, green, blue."""
     if isinstance(text, tuple):
         return text
     try:
-        return tuple(float(part) for part in text.split(","))
+        numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise click.BadParameter(f"{text!r}; expected numbers, e.g. 0.5,0.5,0.5") from None
+    if len(numbers) not in (1, 3) or not all(map(math.isfinite, numbers)):
+        raise click.BadParameter(f"{text!r}; expected one or three finite numbers")
+    return numbers
+
+
+def parse_positive_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
+    """As `parse_floats`, each above 0: what pixels are divided by."""
+    numbers = parse_floats(text)
+    if min(numbers) <= 0:
+        raise click.BadParameter(f"{text!r}; expected numbers above 0, e.g. 0.5,0.5,0.5")
+    return numbers
 
 
 def parse_image_size(text: str | tuple[int, int]) -> tuple[int, int]:

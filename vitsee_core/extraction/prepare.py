@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -146,13 +147,14 @@ def run_self_check(
     """
     stop = min(CHECK_WITHIN, plan.n_images)
     ranges = [slice(i, min(i + CHECK_IMAGES, stop)) for i in range(0, stop, CHECK_IMAGES)]
-    for batch in batches(selection, model.transform, ranges, workers=0, on_error="nan"):
-        if batch.valid.any():
-            break
-    else:
-        _, first_id, reason = batch.errors[0]
+    with closing(batches(selection, model.transform, ranges, workers=0)) as loading:
+        for batch in loading:
+            if batch.valid.any():
+                break
+    if not batch.valid.any():
+        _, name, reason = batch.errors[-1]
         raise VitseeError(
-            f"none of the first {stop} images can be read (first: {first_id}: {reason}); "
+            f"none of the first {stop} images can be read (the last: {name}: {reason}); "
             "expected image files that Pillow opens"
         )
     pixels = batch.pixels[torch.from_numpy(batch.valid)]
@@ -184,6 +186,7 @@ def _fixed_identity(model: LoadedModel, selection: Selection) -> dict[str, Any]:
         },
         "weights": model.weights["sha256"],
         "transform": model.transform,
+        "n_images": len(selection.samples),
         "samples_fingerprint": selection.samples.fingerprint(),
     }
 

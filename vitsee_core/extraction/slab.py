@@ -178,11 +178,12 @@ class SlabObserver:
         if self._stream is None or not value.is_cuda:
             out.copy_(value)
             return
-        value = value.to(out.dtype).contiguous()
+        # A copy always: the model may overwrite a live tensor before the side stream has read it.
+        staged = torch.empty(value.shape, dtype=out.dtype, device=value.device).copy_(value)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            out.copy_(value, non_blocking=True)
-        value.record_stream(self._stream)
+            out.copy_(staged, non_blocking=True)
+        staged.record_stream(self._stream)
 
     def _note_peak(self, name: str, prefix: Tensor | None, body: Tensor) -> None:
         for part in (prefix, body):

@@ -37,6 +37,8 @@ def open_npz(path: Path, name: str) -> Source:
             f"'images' of {name} is {images.dtype} {images.shape}; "
             "expected uint8 (N, H, W) or (N, H, W, 3)"
         )
+    if 0 in images.shape[1:]:
+        raise DataError(f"'images' of {name} is {images.shape}: the images have no pixels")
     n = len(images)
     class_names = [str(c) for c in _text(arrays, "class_names", None, name)] or None
     splits = [str(s) for s in _text(arrays, "splits", n, name)] or [""] * n
