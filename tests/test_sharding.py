@@ -61,6 +61,7 @@ def test_slurm_arrays_and_ranks(environ: dict[str, str], expected: Shard) -> Non
     ("text", "environ", "phrase"),
     [
         ("8/8", {}, "count from 0"),
+        ("0/0", {}, "no shards; expected i/n"),
         ("1-4", {}, "expected i/n"),
         ("slurm", {}, "neither SLURM_ARRAY_TASK_ID nor SLURM_PROCID"),
         ("slurm", {"SLURM_ARRAY_TASK_ID": "2"}, "SLURM_ARRAY_TASK_COUNT is None"),

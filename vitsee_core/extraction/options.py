@@ -98,8 +98,8 @@ def _by_selector(
     """(the last plain value or the first allowed one, {selector: value})."""
     default, chosen = values[0], {}
     for text in texts or ():
-        selector, _, value = text.rpartition("=")
-        if value not in values:
+        selector, equals, value = text.rpartition("=")
+        if value not in values or (equals and not selector):
             raise VitseeError(f"{option} is {text!r}; expected {expected}")
         if selector:
             chosen[selector] = value

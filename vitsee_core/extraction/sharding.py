@@ -42,6 +42,8 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:
     if match is None:
         raise VitseeError(f"--shard is {text!r}; expected i/n (as 0/8) or slurm")
     index, count = int(match[1]), int(match[2])
+    if count == 0:
+        raise VitseeError(f"--shard {text}: no shards; expected i/n (as 0/8) or slurm")
     if index >= count:
         raise VitseeError(
             f"--shard {text}: shards count from 0, so the last is {count - 1}/{count}"

@@ -102,6 +102,7 @@ class SlabObserver:
         self._rows = slice(first, first + len(batch.valid))
         self._valid = torch.from_numpy(batch.valid)
         self._head_means: dict[str, Tensor] = {}
+        self._staged: dict[str, Tensor] = {}
         self._keep("valid", torch.from_numpy(batch.valid.astype(np.uint8)))
         # torch has no arithmetic for uint64, but copies it bit by bit
         self._keep("hash", torch.from_numpy(batch.hash))
@@ -109,12 +110,14 @@ class SlabObserver:
             self._keep("input", batch.pixels)
 
     def end_batch(self) -> None:
-        """What needs all blocks of a batch: the rollout."""
+        """What needs all blocks of a batch: the rollout, and numbers with a block axis."""
         if self._plan.rollout:
             group = self._plan.attention[0]
             means = [self._head_means[block] for block in group.blocks]
             self._keep("attention/rollout", rollout(means, group.layout))
-        self._head_means = {}
+        for path, value in self._staged.items():
+            self._keep(path, value)
+        self._head_means, self._staged = {}, {}
 
     def finish(self) -> dict[str, Tensor]:
         """The slab's sums (still on the device); the buffers are whole once `done` has passed."""
@@ -158,23 +161,31 @@ class SlabObserver:
         heads = slice(0, block.n_heads)
         summary = reducer.reduce(call, self._valid)
         for name in PER_HEAD:
-            self._keep(folder + name, getattr(summary, name), (row, heads))
-        self._keep(folder + "head_std", summary.head_std, (row,))
+            self._stage(folder + name, getattr(summary, name), row, heads)
+        self._stage(folder + "head_std", summary.head_std, row)
         for name in SUMS:
             value = getattr(summary, name)
             if value is not None:
                 self._sums[folder + name][row, heads] += value
         if summary.cls_rows is not None:
-            self._keep(folder + "cls_rows", summary.cls_rows, (row, heads))
+            self._stage(folder + "cls_rows", summary.cls_rows, row, heads)
         if summary.received_rows is not None:
-            self._keep(folder + "received_rows", summary.received_rows, (row, heads))
+            self._stage(folder + "received_rows", summary.received_rows, row, heads)
         if summary.full is not None:
             self._keep(f"attention/full/{block.name}", summary.full)
         if summary.head_mean is not None:
             self._head_means[block.name] = summary.head_mean
 
-    def _keep(self, path: str, value: Tensor, place: tuple[Any, ...] = ()) -> None:
-        out = self._buffers.arrays[path][(self._rows, *place)]
+    def _stage(self, path: str, value: Tensor, *place: int | slice) -> None:
+        """Put one block's numbers beside the others' on the device, to leave it together: a copy
+        into a strided part of host memory would wait for the device."""
+        if path not in self._staged:
+            out = self._buffers.arrays[path][self._rows]
+            self._staged[path] = torch.empty(out.shape, dtype=out.dtype, device=self._device)
+        self._staged[path][(slice(None), *place)] = value
+
+    def _keep(self, path: str, value: Tensor) -> None:
+        out = self._buffers.arrays[path][self._rows]
         if self._stream is None or not value.is_cuda:
             out.copy_(value)
             return

@@ -8,6 +8,7 @@ import click
 
 from vitsee_cli import console
 from vitsee_cli.values import parse_path
+from vitsee_stores.errors import VitseeError
 
 
 def steps(folder: Path) -> list[list[str]]:
@@ -45,7 +46,11 @@ def command(ctx: click.Context, output: Path) -> None:
 
     from vitsee_cli.main import main
 
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise VitseeError(f"cannot make the folder {output}: {reason}") from None
     for step in steps(output):
         console.say(f"$ vitsee {shlex.join(step)}")
         if code := main.main(step, prog_name="vitsee", standalone_mode=False, parent=ctx):
