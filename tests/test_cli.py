@@ -127,6 +127,16 @@ def test_head_ends_quietly(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- commands
 
 
+def test_demo_into_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    for output in (tmp_path / "taken", tmp_path / "taken" / "below"):
+        result = CliRunner().invoke(main, ["demo", "-o", str(output)])
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr.startswith(f"vitsee demo: cannot make the folder {output}: ")
+        assert result.stderr.count("\n") == 1
+
+
 def test_help_lists_every_command_file() -> None:
     result = CliRunner().invoke(main, ["--help"])
     files = Path(options.__file__).with_name("commands").glob("[!_]*.py")

@@ -40,6 +40,7 @@ def refused(result: Result, *phrases: str) -> None:
         ([*VIT, "--sites", "blokcs.*"], ["blokcs.*", "vitsee sites"]),
         ([*VIT, "--tokens", "some"], ["--tokens is 'some'"]),
         ([*VIT, "--dtype", "bfloat16"], ["--dtype is 'bfloat16'"]),
+        ([*VIT, "--dtype", "=float32"], ["--dtype is '=float32'"]),
         ([*VIT, "--shard", "3/3"], ["count from 0"]),
         ([*VIT, "--device", "cuda:7"], ["--device cuda:7"]),
         ([*VIT, "--precision", "tf32", "--device", "cpu"], ["CUDA only"]),
