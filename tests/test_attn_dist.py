@@ -347,7 +347,7 @@ def test_uniform_attention_is_drawn_where_the_table_tells_it(tmp_path: Path) -> 
     table = run(open_labelled(path))
 
     def dashed(figure: Any) -> list[float]:
-        lines = [x for x in figure.axes[0].lines if str(x.get_label()).startswith("_")]
+        lines = [x for x in figure.axes[0].lines if x.get_label() == "uniform attention"]
         return [float(np.asarray(line.get_ydata())[0]) for line in lines]
 
     assert dashed(plot(table)) == pytest.approx([uniform_distance(groups[0].layout)])

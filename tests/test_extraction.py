@@ -276,6 +276,20 @@ def test_the_same_command_twice_is_complete_and_changes_nothing(
     assert array_bytes(path) == before
 
 
+def test_weights_and_pixels_that_are_not_used_are_named(folder: Path, tmp_path: Path) -> None:
+    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+    state = {k: v for k, v in model.module.state_dict().items() if not k.startswith("head.")}
+    torch.save({**state, "extra.weight": torch.zeros(3)}, tmp_path / "headless.pt")
+    data = ["--data", folder, "-o", tmp_path / "a.zarr", "--dry-run"]
+    said = extracted(VIT[0], "--checkpoint", tmp_path / "headless.pt", *VIT[3:], *data).stderr
+    assert "not in the file, so random: head.weight, head.bias" in said
+    assert "left over: extra.weight" in said
+    assert "never seen" not in said
+    uneven = ["vit_tiny_patch16_224", "--random-init", "0", "--img-size", "34x48"]
+    uneven += ["--model-arg", "patch_size=8", "--model-arg", "depth=1"]
+    assert "patches cover 32x48 of 34x48 input pixels" in extracted(*uneven, *data).stderr
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares CUDA with the CPU")
 def test_cuda_agrees_with_the_cpu(folder: Path, vit_store: Path, tmp_path: Path) -> None:
     path = tmp_path / "cuda.zarr"

@@ -144,7 +144,9 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(VitseeError, match="there is no folder"):
         check_outputs(Outputs(tmp_path / "missing" / "r.csv"))
     with pytest.raises(VitseeError, match="two outputs"):
-        check_outputs(Outputs(tmp_path / "r.csv", tmp_path / "r.csv"))
+        check_outputs(Outputs(tmp_path / "r.png", tmp_path / "r.png"))
+    with pytest.raises(VitseeError, match=r"ends in \.png"):
+        check_outputs(Outputs(tmp_path / "r.csv", tmp_path / "r.pdf"))
     (tmp_path / "file").write_text("")
     with pytest.raises(VitseeError, match="there is no folder"):
         check_outputs(Outputs(tmp_path / "file" / "r.csv"))

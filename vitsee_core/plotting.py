@@ -115,20 +115,9 @@ def integer_ticks(axes: Axes, values: Sequence[int] | NDArray[np.int64], limit: 
 
 
 def reference_line(axes: Axes, value: float, text: str) -> None:
-    """A dashed grey line across the panel, named at its right end."""
-    from matplotlib.patheffects import withStroke
-
-    axes.axhline(value, color=GREY, linestyle=(0, (5, 3)), linewidth=1)
-    axes.annotate(
-        text,
-        (1, value),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        horizontalalignment="right",
-        color=GREY,
-        fontsize=7.5,
-        path_effects=[withStroke(linewidth=2, foreground="white")],  # readable on top of points
+    """A dashed grey line across the panel, in the legend as `text` (not at all if it is "")."""
+    axes.axhline(
+        value, color=GREY, linestyle=(0, (5, 3)), linewidth=1, label=text or "_nolegend_", zorder=1
     )
 
 

@@ -168,6 +168,8 @@ def check_outputs(outputs: Outputs) -> None:
     Raises:
         VitseeError: names the file and what to do.
     """
+    if outputs.png is not None and outputs.png.suffix.lower() != ".png":
+        raise VitseeError(f"--png is {outputs.png}; expected a name that ends in .png")
     check_new_files(reversed(outputs.paths()), force=outputs.force)
 
 

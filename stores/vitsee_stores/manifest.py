@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -203,6 +204,8 @@ def _differences(name: str, stored: Any, given: Any) -> list[str]:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
+    if re.fullmatch("[0-9a-f]{64}", text):
+        return text[:12]
     return text if len(text) <= SHOWN_VALUE else f"{text[: SHOWN_VALUE - 4]} ..."
 
 

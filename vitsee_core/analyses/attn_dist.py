@@ -273,7 +273,7 @@ def _draw_sorted(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
     _draw_uniform(axes, [uniform[site] for site in shown if site in uniform])
     integer_ticks(axes, [1, max(rows["head"]) + 1])
     axes.set_xlabel("heads of a block, sorted")
-    legend_above_data(axes, 2)
+    legend_above_data(axes, 3)
 
 
 def _draw_depth(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
@@ -284,7 +284,7 @@ def _draw_depth(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
     _draw_uniform(axes, uniform.values())
     integer_ticks(axes, rows["depth"])
     axes.set_xlabel("block")
-    legend_above_data(axes, 2)
+    legend_above_data(axes, 3)
 
 
 def _draw_layers(axes: Axes, table: Table, metric: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -88,6 +88,7 @@ def prepare(
         slab, note = fit_slab(keep.slab, choices, table, len(selection.samples.ids))
         plan = build_plan(choices, table, len(selection.samples.ids), slab)
         notes = [note] if note else []
+    notes += [*weight_notes(model.weights), *unseen_pixels(model, table)]
     model.module.to(device)
     check, fingerprint = run_self_check(model, table, plan, selection, device, choices.precision)
     notes += [*selection.notes, *check.notes]
@@ -173,6 +174,38 @@ def run_self_check(
     if not check.ok:
         raise VitseeError(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
     return check, hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
+
+
+def weight_notes(weights: Mapping[str, Any]) -> list[str]:
+    """What of a checkpoint did not fit, in a line."""
+    parts = []
+    if missing := weights.get("missing"):
+        parts.append(f"not in the file, so random: {_few(missing)}")
+    if unexpected := weights.get("unexpected"):
+        parts.append(f"left over: {_few(unexpected)}")
+    if others := weights.get("other_keys"):
+        parts.append(f"other weights in the file: {_few(others)}")
+    return [f"{weights.get('file', 'weights')}: {'; '.join(parts)}"] if parts else []
+
+
+def _few(names: Sequence[str], shown: int = 4) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
+    """A line where whole patches do not cover the input."""
+    first = next((site.layout for site in table.sites if site.part == "embed"), None)
+    if first is None or first.grid is None or first.stride_px is None:
+        return []
+    covered = [round(n * step) for n, step in zip(first.grid, first.stride_px, strict=True)]
+    height, width = model.input_size[1:]
+    if covered == [height, width]:
+        return []
+    return [
+        f"patches cover {covered[0]}x{covered[1]} of {height}x{width} input pixels: the rest is "
+        "never seen (choose an --img-size that the patch size divides)"
+    ]
 
 
 def _fixed_identity(model: LoadedModel, selection: Selection) -> dict[str, Any]:

@@ -130,6 +130,8 @@ def fill(
     total = sum(span.stop - span.start for span in spans)
     if not todo:
         return Outcome(complete=False)
+    if len(todo) < len(mine):
+        log.info("resuming: %d of %d slabs are there", len(mine) - len(todo), len(mine))
     batch_size = min(run.batch_size or default_batch(device), plan.slab)
     workers = run.workers if run.workers is not None else default_workers(device)
     log.info(

@@ -13,6 +13,7 @@ import pathlib
 import pickle
 import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -86,6 +87,8 @@ def read_file(path: Path) -> Any:
     """
     if not path.is_file():
         raise ModelError(f"no checkpoint at {path}; expected a .pth, .pt or .safetensors file")
+    if not path.stat().st_size:
+        raise ModelError(f"{path} is empty; expected a .pth, .pt or .safetensors file")
     if path.suffix in (".npz", ".npy"):
         raise ModelError(f"{path} is a NumPy archive; expected .pth, .pt or .safetensors")
     try:
@@ -93,7 +96,8 @@ def read_file(path: Path) -> Any:
             from safetensors.torch import load_file
 
             return load_file(path)
-        with torch.serialization.safe_globals(_HARMLESS):
+        with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the errors below say what matters, in one line
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         match = re.search(r"(?:GLOBAL|global) (\S+)", str(error))
@@ -103,8 +107,11 @@ def read_file(path: Path) -> Any:
             "torch.load(weights_only=True) reads: save its state dict alone"
         ) from error
     except Exception as error:
-        text = " ".join(str(error).split())[:200]
-        raise ModelError(f"{path} is no readable checkpoint: {text}") from error
+        text = " ".join(str(error).split())[:120]
+        raise ModelError(
+            f"{path} is no readable checkpoint ({type(error).__name__}: {text}); expected a whole "
+            "file of torch.save or safetensors"
+        ) from error
 
 
 def _split_key(path: Path) -> tuple[Path, str | None]:

@@ -232,9 +232,6 @@ def _judge_values(
         if name not in examiner.max_abs:
             check.failures.append(f"{name} did not pass by")
             continue
-        if name in examiner.broken:
-            n = examiner.broken[name]
-            check.failures.append(f"{name} holds {n} values that are NaN or inf")
         dtype, largest = dtypes.get(name, site.dtype), examiner.max_abs[name]
         if dtype == "float16" and largest > FLOAT16_MAX:
             dtype = "float32"
@@ -248,6 +245,10 @@ def _judge_values(
                 f"{name}: |mean|^2 is {ratio:.3g} times its variance over images; "
                 "comparisons need centred features in high precision"
             )
+    if examiner.broken:
+        shown = ", ".join(list(examiner.broken)[:3])
+        more = f" and {len(examiner.broken) - 3} more sites" if len(examiner.broken) > 3 else ""
+        check.failures.append(f"NaN or inf in {shown}{more}: are the weights sound?")
     check.figures["sites"] = {
         site.name: {
             "max_abs": examiner.max_abs[site.name],
