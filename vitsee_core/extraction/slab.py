@@ -199,7 +199,9 @@ class SlabObserver:
     def _note_peak(self, name: str, prefix: Tensor | None, body: Tensor) -> None:
         for part in (prefix, body):
             if part is not None and part.numel():
-                low, high = torch.aminmax(part)
+                # Not every release of torch has aminmax on Metal.
+                on_metal = part.device.type == "mps"
+                low, high = (part.amin(), part.amax()) if on_metal else torch.aminmax(part)
                 peak = torch.maximum(-low, high).float()
                 before = self._peaks.get(name)
                 self._peaks[name] = peak if before is None else torch.maximum(before, peak)
