@@ -336,7 +336,7 @@ def test_panels() -> None:
 
 def test_the_layer_line_is_the_mean_over_heads() -> None:
     table = made_table("a", 3, 4).where(metric="distance_px")
-    line = next(x for x in plot(table).axes[1].lines if x.get_label() == "mean over heads")
+    line = next(x for x in plot(table).axes[1].lines if x.get_label() == "layer mean")
     expected = table["value"].reshape(3, 4).mean(1)
     assert np.asarray(line.get_ydata()) == pytest.approx(expected)
 
@@ -347,7 +347,7 @@ def test_uniform_attention_is_drawn_where_the_table_tells_it(tmp_path: Path) -> 
     table = run(open_labelled(path))
 
     def dashed(figure: Any) -> list[float]:
-        lines = [x for x in figure.axes[0].lines if x.get_label() == "uniform attention"]
+        lines = [x for x in figure.axes[0].lines if x.get_label() == "uniform"]
         return [float(np.asarray(line.get_ydata())[0]) for line in lines]
 
     assert dashed(plot(table)) == pytest.approx([uniform_distance(groups[0].layout)])

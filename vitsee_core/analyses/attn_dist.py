@@ -194,8 +194,7 @@ def plot(table: Table) -> Figure:
     depth, their mean as a line (Dosovitskiy et al. 2021, Fig. 7 right; Walmer et al. 2023, Fig. 4
     left). With several stores, their means over heads against relative depth in one panel (Walmer
     et al. 2023, Figs. 4 right, 15); relative to uniform attention where the stores' inputs differ
-    in size, as pixels do not compare then. Dashed: uniform attention, where the table tells it
-    (for pixels it has to hold `distance_relative` too). The metric is the first of `METRICS`.
+    in size, as pixels do not compare then. Dashed: uniform attention, where the table tells it (for pixels it has to hold `distance_relative` too). The metric is the first of `METRICS`.
     """
     metric = next(m for m in METRICS if m in table.unique("metric"))
     labels = table.unique("store")
@@ -256,7 +255,7 @@ def _draw_uniform(axes: Axes, values: Iterable[float]) -> None:
     drawn: list[float] = []
     for value in sorted(values, reverse=True):
         if not drawn or value < 0.99 * drawn[-1]:
-            reference_line(axes, value, "" if drawn else "uniform attention")
+            reference_line(axes, value, "" if drawn else "uniform")
             drawn.append(value)
 
 
@@ -273,18 +272,18 @@ def _draw_sorted(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
     _draw_uniform(axes, [uniform[site] for site in shown if site in uniform])
     integer_ticks(axes, [1, max(rows["head"]) + 1])
     axes.set_xlabel("heads of a block, sorted")
-    legend_above_data(axes, 3)
+    legend_above_data(axes, 2)
 
 
 def _draw_depth(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
     axes.scatter(
         rows["depth"], rows["value"], s=16, color=COLOURS[0], alpha=0.5, linewidth=0, label="head"
     )
-    axes.plot(*_layer_means(rows, "depth"), color="black", label="mean over heads")
+    axes.plot(*_layer_means(rows, "depth"), color="black", label="layer mean")
     _draw_uniform(axes, uniform.values())
     integer_ticks(axes, rows["depth"])
     axes.set_xlabel("block")
-    legend_above_data(axes, 3)
+    legend_above_data(axes, 2)
 
 
 def _draw_layers(axes: Axes, table: Table, metric: str) -> None:
