@@ -194,7 +194,8 @@ def plot(table: Table) -> Figure:
     depth, their mean as a line (Dosovitskiy et al. 2021, Fig. 7 right; Walmer et al. 2023, Fig. 4
     left). With several stores, their means over heads against relative depth in one panel (Walmer
     et al. 2023, Figs. 4 right, 15); relative to uniform attention where the stores' inputs differ
-    in size, as pixels do not compare then. Dashed: uniform attention, where the table tells it (for pixels it has to hold `distance_relative` too). The metric is the first of `METRICS`.
+    in size, as pixels do not compare then. Dashed: uniform attention, where the table tells it (for
+    pixels it has to hold `distance_relative` too). The metric is the first of `METRICS`.
     """
     metric = next(m for m in METRICS if m in table.unique("metric"))
     labels = table.unique("store")
