@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--model", default="vit_small_patch16_224")
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--slab", type=int, default=64)
+    parser.add_argument("--slab", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
