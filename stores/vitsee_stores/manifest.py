@@ -170,11 +170,13 @@ def by_reason(left_out: Mapping[str, str], shown: int = 3) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         names.setdefault(reason, []).append(name)
-    return [
-        f"{', '.join(some[:shown])}{f' and {len(some) - shown} more' if len(some) > shown else ''}"
-        f": {reason}"
-        for reason, some in names.items()
-    ]
+    return [f"{few(some, shown)}: {reason}" for reason, some in names.items()]
+
+
+def few(names: Sequence[str], shown: int = 3) -> str:
+    """`a, b, c and 9 more`."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def check_identity(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:

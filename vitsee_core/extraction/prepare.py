@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -21,7 +21,7 @@ from vitsee_core.models import LoadedModel, SiteTable, load_model, self_check, s
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import FORMAT_VERSION, SiteSpec, StorePlan
-from vitsee_stores.manifest import Manifest, check_identity, new_manifest
+from vitsee_stores.manifest import Manifest, check_identity, few, new_manifest
 
 if TYPE_CHECKING:
     from vitsee_core.models.selfcheck import SelfCheck
@@ -180,17 +180,12 @@ def weight_notes(weights: Mapping[str, Any]) -> list[str]:
     """What of a checkpoint did not fit, in a line."""
     parts = []
     if missing := weights.get("missing"):
-        parts.append(f"not in the file, so random: {_few(missing)}")
+        parts.append(f"not in the file, so random: {few(missing)}")
     if unexpected := weights.get("unexpected"):
-        parts.append(f"left over: {_few(unexpected)}")
+        parts.append(f"left over: {few(unexpected)}")
     if others := weights.get("other_keys"):
-        parts.append(f"other weights in the file: {_few(others)}")
+        parts.append(f"other weights in the file: {few(others)}")
     return [f"{weights.get('file', 'weights')}: {'; '.join(parts)}"] if parts else []
-
-
-def _few(names: Sequence[str], shown: int = 4) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:

@@ -16,6 +16,7 @@ from vitsee_core.models.capture import Capture
 from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof
 from vitsee_core.models.taps import CaptureError, first_tensor
 from vitsee_stores.layout import SiteSpec
+from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
     from vitsee_core.models.load import LoadedModel
@@ -246,9 +247,8 @@ def _judge_values(
                 "comparisons need centred features in high precision"
             )
     if examiner.broken:
-        shown = ", ".join(list(examiner.broken)[:3])
-        more = f" and {len(examiner.broken) - 3} more sites" if len(examiner.broken) > 3 else ""
-        check.failures.append(f"NaN or inf in {shown}{more}: are the weights sound?")
+        sites = few(list(examiner.broken))
+        check.failures.append(f"NaN or inf in {sites}: are the weights sound?")
     check.figures["sites"] = {
         site.name: {
             "max_abs": examiner.max_abs[site.name],
