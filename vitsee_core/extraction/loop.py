@@ -11,7 +11,7 @@ import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,36 +22,8 @@ from vitsee_core.extraction.slab import SlabBuffers, SlabObserver, check_peaks, 
 from vitsee_core.extraction.timing import Clock, TimedObserver
 from vitsee_core.images import Batch, normalise
 from vitsee_core.models.capture import Capture
+from vitsee_core.progress import Progress
 from vitsee_stores import StoreWriter
-
-
-class Progress(Protocol):
-    """Told how far a run is; the terminal's draws a bar."""
-
-    def start(self, total: int, done: int = 0) -> None:
-        """`total` images are to be done, `done` of them already are."""
-
-    def advance(self, images: int, size_bytes: int = 0) -> None:
-        """That many images more are done, and bytes written."""
-
-    def stop(self) -> None:
-        """The run ended, well or not."""
-
-
-class Silent:
-    """Progress that shows nothing."""
-
-    def start(self, total: int, done: int = 0) -> None:
-        """Nothing."""
-
-    def advance(self, images: int, size_bytes: int = 0) -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
-
-
-SILENT = Silent()
 
 
 class SlabLoop:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vitsee_core.extraction.device import device_name
-from vitsee_core.extraction.loop import SILENT, Progress, SlabLoop
+from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.prepare import Prepared, prepare, versions
@@ -25,6 +25,7 @@ from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
 from vitsee_core.images import batches
 from vitsee_core.machine import free_disk_bytes, human_bytes, n_cores
+from vitsee_core.progress import SILENT, Progress
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError
 from vitsee_stores.layout import n_bytes
