@@ -67,6 +67,7 @@ PLANS: dict[str, StorePlan] = {
         sublayers=(("blocks.0.attn", VIT), ("blocks.0.mlp", VIT)),
         inputs=(3, 6, 10),
         weights=(("patch_filters", (4, 3, 2, 2)),),
+        grams=True,
     ),
     # no prefix, rows that are no grid, a raw output, locations pooled only
     "cnn": StorePlan(
@@ -80,6 +81,7 @@ PLANS: dict[str, StorePlan] = {
             flat_site("module", "raw", (3, 2, 2)),
         ),
         sublayers=(("layer1.0", CNN),),
+        grams=True,
     ),
     # two grids, heads that differ between the blocks of one of them, per-image rows
     "two-grids": StorePlan(
@@ -164,6 +166,11 @@ def values(plan: StorePlan, spec: ArraySpec) -> Array:
         out = (rng.random(spec.shape, np.float32) - 0.5).astype(spec.dtype)
         if spec.per == "image":
             out[~valid] = np.nan
+        if spec.pairs:
+            for k, block in enumerate(out):
+                there = np.zeros(plan.slab, bool)
+                there[: plan.rows(k).stop - plan.rows(k).start] = valid[plan.rows(k)]
+                block[~there] = block[:, ~there] = np.nan
         return out
     info = np.iinfo(spec.dtype)
     return rng.integers(max(info.min, -99), info.max, spec.shape, spec.dtype, endpoint=True)

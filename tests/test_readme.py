@@ -35,7 +35,7 @@ def test_every_vitsee_line_parses(line: str) -> None:
 
 
 def test_what_is_marked_as_tested_runs(tmp_path: Path) -> None:
-    assert [language for language, _ in TESTED] == ["sh", "python"]
+    assert {language for language, _ in TESTED} == {"sh", "python"}
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     for language, text in TESTED:
@@ -46,7 +46,8 @@ def test_what_is_marked_as_tested_runs(tmp_path: Path) -> None:
             command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-    assert (tmp_path / "dist.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("dist.png", "cka.png", "branch.png", "models.png", "heads.png", "all.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     header = (tmp_path / "dist.csv").read_text().splitlines()[0]
     assert header.startswith("store,model,site,depth,rel_depth,head,metric,value")
 

@@ -48,7 +48,7 @@ def table() -> dict[str, dict[str, str]]:
 
 def sizes(plan: StorePlan, path: str) -> dict[str, int]:
     """What the letters of the table stand for in one array of one store."""
-    letters = {"N": plan.n_images, "K": plan.n_slabs, "W": plan.id_bytes}
+    letters = {"N": plan.n_images, "K": plan.n_slabs, "S": plan.slab, "W": plan.id_bytes}
     if plan.inputs is not None:
         letters |= {"height": plan.inputs[1], "width": plan.inputs[2]}
     layouts: dict[str, TokenLayout] = {}
@@ -80,7 +80,7 @@ def sizes(plan: StorePlan, path: str) -> dict[str, int]:
 def pattern_of(path: str) -> str:
     """A path as FORMAT.md writes it."""
     parts = path.split("/")
-    if parts[0] in ("acts", "pooled", "vectors"):
+    if parts[0] in ("acts", "pooled", "vectors", "grams"):
         parts[1] = "SITE"
     elif parts[0] == "residual":
         parts[1] = "SUBLAYER"

@@ -15,7 +15,9 @@ from vitsee_stores import (
     StoreError,
     StoreMismatch,
     describe,
+    layout,
     open_store,
+    remove_store,
     require_paired,
     validate,
 )
@@ -320,3 +322,47 @@ def test_stores_that_do_not_pair(tmp_path: Path) -> None:
         with pytest.raises(StoreMismatch, match=said) as error:
             require_paired(a, open_store(tmp_path / f"{name}.zarr"))
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_gram_matrices_may_be_nan_only_where_an_image_is_missing(
+    tmp_path: Path, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cut:
+        monkeypatch.setattr(layout, "LARGE_CHUNK", 4096)
+        monkeypatch.setattr(layout, "SMALL_CHUNK", 1024)
+    plan = StorePlan(70, 64, "none", VIT.sites[:1], grams=True)
+    path, array = tmp_path / "a.zarr", "grams/embed/all"
+    made = create(path, plan)
+    assert cut == (made.arrays[array].chunks[1] < plan.slab)
+    whole = dict(expected(plan))
+    assert np.isnan(whole[array][0, 1]).all()  # an unreadable image
+    assert np.isnan(whole[array][1, 6:]).all()  # beyond the last one
+    for bad in ([], [(0, 40, 3)], [(0, 40, 3), (1, 2, 5)]):
+        for place in bad:
+            whole[array] = whole[array].copy()
+            whole[array][place] = np.nan
+        remove_store(path)
+        made = create(path, plan)
+        for k in range(plan.n_slabs):
+            made.write_slab(k, slab_of(plan, whole, k), {})
+        made.finish()
+        lines = validate(path, deep=True)
+        assert [line.split(": ")[0] for line in lines] == [f"{array}, slab {k}" for k, _, _ in bad]
+        for line, (k, i, _) in zip(lines, bad, strict=True):
+            said = f"values in 1 rows of readable images, the first is row {64 * k + i}"
+            assert line.endswith(said)
+
+
+def test_a_slab_without_any_readable_image(tmp_path: Path) -> None:
+    path = tmp_path / "a.zarr"
+    made = create(path, VIT)
+    for k in range(VIT.n_slabs):
+        slab = dict(slab_of(VIT, expected(VIT), k))
+        if k == 1:
+            slab["valid"], slab["n_valid"] = np.zeros(4, np.uint8), np.array(0)
+            slab["acts/embed/grid"] = np.full_like(slab["acts/embed/grid"], np.nan)
+            slab["grams/embed/all"] = np.full_like(slab["grams/embed/all"], np.nan)
+        made.write_slab(k, slab, {})
+    made.finish()
+    assert validate(path, deep=True) == []

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vitsee_core.moments import Moments, Summary
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 
 if TYPE_CHECKING:
-    from vitsee_stores import Store
+    from vitsee_stores import Slab, Store
+
+Array = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,29 @@ def _as_site(block: Block) -> SiteSpec:
         depth=block.depth,
         rel_depth=block.rel_depth,
     )
+
+
+class AttentionMoments:
+    """Moments over images of stored arrays (name, group), each (blocks, heads), to be filled by
+    `streaming.fold`; a head that had no spatial mass in an image, or is not there, is NaN and left
+    out."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._moments = {array: Moments() for array in arrays}
+
+    def update(self, slab: Slab) -> None:
+        """Count a slab's valid images."""
+        for (name, group), moments in self._moments.items():
+            moments.add(slab.attention(name, group)[slab.valid])
+
+    def merge(self, other: AttentionMoments) -> None:
+        """Count what `other` counted."""
+        for array, moments in self._moments.items():
+            moments.merge(other._moments[array])
+
+    def result(self) -> dict[Array, Summary]:
+        """Array -> summary over images, entries (blocks, heads)."""
+        return {array: moments.summary() for array, moments in self._moments.items()}
 
 
 def uniform_distance(layout: TokenLayout) -> float:

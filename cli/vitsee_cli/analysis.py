@@ -12,6 +12,7 @@ from vitsee_cli.values import StorePath
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from vitsee_core.progress import Progress
     from vitsee_core.results import Outputs, Table
 
 
@@ -22,6 +23,7 @@ def run_analysis(
     outputs: Outputs,
     *,
     allow_partial: bool = False,
+    progress: Progress | None = None,
     **parameters: Any,
 ) -> None:
     """Open the stores, compute, write: `run(*stores, **parameters)` to `outputs`.
@@ -32,6 +34,7 @@ def run_analysis(
         stores: from `options.stores_argument`.
         outputs: from `options.output_options`; refused before the work if they exist.
         allow_partial: from `options.allow_partial_option`.
+        progress: for an analysis that tells how far it is, e.g. a `console.Reporter`.
         parameters: all that decides the result; they go into the sidecar.
 
     Raises:
@@ -41,7 +44,8 @@ def run_analysis(
 
     check_outputs(outputs)
     opened = options.open_stores(stores, allow_partial=allow_partial)
-    table = run(*opened, **parameters)
+    told = {} if progress is None else {"progress": progress}
+    table = run(*opened, **parameters, **told)
     sidecar = describe_run(
         opened,
         command=console.command_line(),

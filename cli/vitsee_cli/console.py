@@ -113,17 +113,18 @@ class Reporter:
     file, a batch system), and nothing with -q. `advance` may be called from several threads.
     """
 
-    def __init__(self, what: str, *, every: float = LOG_SECONDS) -> None:
-        """Progress of `what`; `every` is the seconds between lines where there is no terminal."""
-        self._what, self._every = what, every
+    def __init__(self, what: str, *, unit: str = "images", every: float = LOG_SECONDS) -> None:
+        """Progress of `what`, counted in `unit`; `every` is the seconds between lines where there
+        is no terminal."""
+        self._what, self._unit, self._every = what, unit, every
         self._lock = threading.Lock()
         self._display: _Bar | _Lines | None = None
 
     def start(self, total: int, done: int = 0) -> None:
-        """`total` images are to be done in this run, `done` of them already are."""
+        """`total` images, or what else `unit` says, are to be done, `done` of them already are."""
         self.stop()
         if log.isEnabledFor(logging.INFO):
-            rate = _Rate(total, done)
+            rate = _Rate(total, done, self._unit)
             bar = stderr().is_terminal
             self._display = _Bar(self._what, rate) if bar else _Lines(self._what, rate, self._every)
 
@@ -143,10 +144,10 @@ class Reporter:
 
 
 class _Rate:
-    """Images and bytes since the start, and what they say about the end."""
+    """Images (or other units) and bytes since the start, and what they say about the end."""
 
-    def __init__(self, total: int, done: int) -> None:
-        self.total, self.done = total, done
+    def __init__(self, total: int, done: int, unit: str) -> None:
+        self.total, self.done, self.unit = total, done, unit
         self.images = self.size_bytes = 0
         self.start = time.monotonic()
 
@@ -161,7 +162,7 @@ class _Rate:
     def text(self) -> str:
         """`31.2 images/s, 96.5 MB/s, 1:42 left`; the bytes only where there are any."""
         seconds = max(time.monotonic() - self.start, 1e-9)
-        parts = [f"{self.images / seconds:.1f} images/s"]
+        parts = [f"{self.images / seconds:.1f} {self.unit}/s"]
         if self.size_bytes:
             parts.append(f"{human_bytes(self.size_bytes / seconds)}/s")
         left = self.total - self.count
@@ -188,7 +189,8 @@ class _Lines:
         self._say()
 
     def _say(self) -> None:
-        say(f"{self.what}: {self.rate.count}/{self.rate.total} images, {self.rate.text()}")
+        rate = self.rate
+        say(f"{self.what}: {rate.count}/{rate.total} {rate.unit}, {rate.text()}")
 
 
 class _Bar:

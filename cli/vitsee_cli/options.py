@@ -192,6 +192,20 @@ def tokens_option(
     )
 
 
+# What makes an image's features one vector; `each` does not.
+FEATURE_TOKENS = tuple(word for word in TOKENS if word != "each")
+
+
+def side_option(side: str, which: str, show_default: str = "as --sites") -> Decorator:
+    """--sites-a or --sites-b, repeatable, as `sites_a` or `sites_b`: sites of `which` only."""
+    return click.option(
+        f"--sites-{side}",
+        metavar="GLOB",
+        multiple=True,
+        help=f"Sites of {which}. Repeatable.  [default: {show_default}]",
+    )
+
+
 images_option = click.option(
     "--images",
     metavar="N",
@@ -238,6 +252,103 @@ jobs_option = click.option(
     default=machine.n_cores,
     show_default="the cores of this process",
     help="Slabs to work on at a time; the result does not depend on it.",
+)
+
+
+# ---------------------------------------------------------------- similarity
+
+ESTIMATORS = ("exact", "minibatch", "biased")
+
+
+def estimator_options(*presets: str) -> Decorator:
+    """--estimator and the sizes of minibatches, and --preset with these names."""
+    sizes = (
+        ("--batch", "images in a minibatch", 4, "1024"),
+        ("--examples", "images in a repeat, drawn without replacement", 4, "10240"),
+        ("--repeats", "how often they are drawn", 1, "20"),
+    )
+    return lambda command: apply(
+        command,
+        (
+            click.option(
+                "--estimator",
+                type=click.Choice(ESTIMATORS),
+                show_default="exact for up to 16384 images, else minibatch",
+                help="exact: unbiased HSIC over all images; minibatch: its mean over batches; "
+                "biased: the original CKA, inflated for few images.",
+            ),
+            *(
+                click.option(
+                    name,
+                    metavar="N",
+                    type=click.IntRange(min=least),
+                    show_default=default,
+                    help=f"Of the minibatch estimator: {text}.",
+                )
+                for name, text, least, default in sizes
+            ),
+            click.option(
+                "--preset",
+                type=click.Choice(presets),
+                help="The estimator of a paper or its code; options given beside it win.  "
+                "[default: none]",
+            ),
+        ),
+    )
+
+
+def gram_options(command: Any) -> Any:
+    """Where Gram matrices are kept and made: `cache`, `no_cache`, `device`, `memory`."""
+
+    @functools.wraps(command)
+    def checked(*args: Any, cache: Any, no_cache: bool, **kwargs: Any) -> Any:
+        if cache is not None and no_cache:
+            raise click.UsageError("--cache and --no-cache exclude each other")
+        return command(*args, cache=cache, no_cache=no_cache, **kwargs)
+
+    return apply(checked, _GRAM_OPTIONS)
+
+
+_GRAM_OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--cache",
+        metavar="DIR",
+        type=parse_path,
+        help="Keep Gram matrices in DIR.  [default: STORE.grams beside each store]",
+    ),
+    click.option(
+        "--no-cache",
+        is_flag=True,
+        help="Keep no Gram matrices.  [default: keep them for later comparisons]",
+    ),
+    device_option,
+    memory_option,
+)
+
+
+# ---------------------------------------------------------------- what a store does not hold
+
+
+def recompute_options(command: Any) -> Any:
+    """Where to compute once more what a store does not hold, and from what: `data`, `checkpoint`,
+    `device`."""
+    return apply(command, _RECOMPUTE_OPTIONS)
+
+
+_RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--data",
+        metavar="DATA",
+        help="Where the images are now, for what has to be computed once more.  [default: where "
+        "extract read them]",
+    ),
+    click.option(
+        "--checkpoint",
+        metavar="FILE",
+        type=parse_path,
+        help="Where the weights are now, for the same.  [default: where extract read them]",
+    ),
+    device_option,
 )
 
 

@@ -54,7 +54,7 @@ def encode(block: NDArray[Any], spec: ArraySpec) -> list[bytes | NDArray[np.uint
     return [data, int(google_crc32c.value(data)).to_bytes(CHECKSUM_BYTES, "little")]
 
 
-def decode(data: bytes, spec: ArraySpec) -> NDArray[Any]:
+def decode(data: bytes | memoryview[int], spec: ArraySpec) -> NDArray[Any]:
     """The chunk that `encode` turned into `data`.
 
     Raises:
@@ -124,7 +124,8 @@ def boxes(spec: ArraySpec, first: int | None = None) -> list[tuple[tuple[int, ..
 
 
 def read_chunk(folder: str, spec: ArraySpec, index: Sequence[int]) -> NDArray[Any]:
-    """One whole chunk, padding included.
+    """One whole chunk, padding included; where chunks are not compressed it lies in memory that
+    this thread's next read takes again.
 
     Raises:
         StoreError: missing, unreadable or damaged; names the array and, where there is one, the
@@ -133,7 +134,14 @@ def read_chunk(folder: str, spec: ArraySpec, index: Sequence[int]) -> NDArray[An
     path = os.path.join(folder, spec.path, file_name(index))
     try:
         with open(path, "rb", buffering=0) as file:
-            data = file.readall()
+            size = os.fstat(file.fileno()).st_size
+            scratch = getattr(_thread, "chunk", None)
+            if scratch is None or len(scratch) < size:
+                scratch = _thread.chunk = bytearray(size)
+            data = memoryview(scratch)[:size]
+            done = 0
+            while done < size and (got := file.readinto(data[done:])):
+                done += got
         return decode(data, spec)
     except FileNotFoundError:
         what = "is missing"

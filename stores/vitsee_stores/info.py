@@ -44,6 +44,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         "sites": {site.name: _site(site) for site in plan.sites},
         "attention": _attention(plan),
         "residual": [name for name, _ in plan.sublayers],
+        "grams": [site.name for site in plan.gram_sites],
         "inputs": None if plan.inputs is None else list(plan.inputs),
         "transform": text["transform"],
         "class_names": text["class_names"],

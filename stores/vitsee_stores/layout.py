@@ -49,7 +49,8 @@ Per = Literal["image", "slab", "once"]
 class ArraySpec:
     """One array. per: what its first axis counts, and so when it is written: "image" (S rows a
     slab), "slab" (one row a slab) or "once" (at creation). nan_ok: NaN may stand in the row of a
-    valid image. codec: what compresses its chunks; a crc32c always follows."""
+    valid image. codec: what compresses its chunks; a crc32c always follows. pairs: the axes after
+    the first both count the images of a slab, and only entries of two valid images are numbers."""
 
     path: str
     shape: tuple[int, ...]
@@ -59,6 +60,7 @@ class ArraySpec:
     nan_ok: bool
     axes: tuple[str, ...]
     codec: str
+    pairs: bool = False
 
     @property
     def fill(self) -> float:
@@ -90,6 +92,9 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     for site in plan.sites:
         if site.alias_of is None:
             _site(table, site)
+    for site in plan.gram_sites:
+        both = (plan.slab, plan.slab)
+        table.slab(f"grams/{site.name}/all", both, ("image_i", "image_j"), pairs=True)
     for group in plan.attention:
         _attention(table, group, plan.attention_level)
     if plan.rollout:
@@ -141,10 +146,11 @@ class _Table:
         axes: tuple[str, ...],
         dtype: str = "float32",
         codec: str | None = None,
+        pairs: bool = False,
     ) -> None:
         chunks = _chunks((1, *shape), ITEM_SIZE[dtype])
         full = (self.plan.n_slabs, *shape)
-        self._add(path, full, chunks, dtype, "slab", False, ("slab", *axes), codec)
+        self._add(path, full, chunks, dtype, "slab", False, ("slab", *axes), codec, pairs)
 
     def once(self, path: str, shape: tuple[int, ...], dtype: str, axes: Sequence[str]) -> None:
         self._add(path, shape, shape, dtype, "once", False, tuple(axes))
@@ -159,8 +165,10 @@ class _Table:
         nan_ok: bool,
         axes: tuple[str, ...],
         codec: str | None = None,
+        pairs: bool = False,
     ) -> None:
-        spec = ArraySpec(path, shape, chunks, dtype, per, nan_ok, axes, codec or self.plan.codec)
+        codec = codec or self.plan.codec
+        spec = ArraySpec(path, shape, chunks, dtype, per, nan_ok, axes, codec, pairs)
         self.specs[path] = spec
 
 

@@ -143,6 +143,7 @@ class StorePlan:
 
     sites: the chosen sites in the model's order, aliases included. attention_level: "none",
     "summary", "rows" or "full". sublayers: (name, layout) of the residual summaries.
+    grams: whether every stored site that is no vector has its Gram matrix within each slab.
     inputs: (3, H, W) where pixels are kept. weights: (name, shape) of small weight arrays.
     places: (name, depth, rel_depth) of every block with attention and every sublayer: its index in
         the model among blocks or sublayers, and that over the last index.
@@ -161,11 +162,20 @@ class StorePlan:
     weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
     places: tuple[tuple[str, int, float], ...] = ()
     id_bytes: int = 1
+    grams: bool = False
 
     @property
     def n_slabs(self) -> int:
         """Number of slabs, the last one perhaps short."""
         return math.ceil(self.n_images / self.slab)
+
+    @property
+    def gram_sites(self) -> tuple[SiteSpec, ...]:
+        """The sites with a Gram matrix within each slab: stored ones, but for vectors, of which
+        every value is kept anyway."""
+        if not self.grams:
+            return ()
+        return tuple(s for s in self.sites if s.alias_of is None and s.kind != "vector")
 
     def rows(self, slab: int) -> slice:
         """The images of a slab, as rows of the store."""

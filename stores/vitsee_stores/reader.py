@@ -256,7 +256,7 @@ class Store:
         path = f"pooled/{spec.name}/{kind}"
         if path not in self.arrays:
             has = "no token layout" if spec.layout is None else describe_layout(spec.layout)
-            raise SiteError(f"{spec.name} has no pooled {kind!r}: it has {has}")
+            raise SiteError(f"{self.label}: {spec.name} has no pooled {kind!r}: it has {has}")
         return self.array(path)
 
     def vectors(self, name: str) -> LazyArray:
@@ -267,6 +267,20 @@ class Store:
         """
         name = self.site(name).name
         return self._array(f"vectors/{name}", f"{self.label}: {name} is no vector, read its acts")
+
+    def grams(self, site: str) -> LazyArray:
+        """(slabs, slab, slab) float32: X X^T within each slab, X the slab's images by all tokens
+        of a site, flattened, less their mean over the slab's valid images. NaN in the rows and
+        columns of images that are not valid, and beyond the last image.
+
+        Raises:
+            MissingInput: the store keeps none, or the site is a vector, which has none.
+        """
+        spec = self.site(site)
+        vector = f"{spec.name} is a vector, kept whole: read vectors"
+        why = vector if spec.kind == "vector" else "extract it with --grams"
+        path = f"grams/{spec.name}/all"
+        return self._array(path, f"{self.label} has no Gram matrices of {spec.name} ({why})")
 
     @property
     def attention_blocks(self) -> list[AttentionGroup]:

@@ -51,6 +51,11 @@ class Slab:
         """As `Store.attention_sums`, of the whole slab: (blocks, heads, ...)."""
         return self.store.attention_sums(name, group)[self.k]
 
+    def grams(self, site: str) -> NDArray[Any]:
+        """As `Store.grams`, of these rows: (rows, rows)."""
+        n = len(self)
+        return self.store.grams(site)[self.k, :n, :n]
+
     def residual(self, sublayer: str) -> NDArray[Any]:
         """As `Store.residual`, of these rows."""
         return self.store.residual(sublayer)[self.rows]

@@ -172,10 +172,11 @@ def _slab(
         not_finite |= rows
     if not_finite:
         kind = "infinite" if spec.nan_ok else "NaN or infinite"
-        first = slab * (spec.chunks[0] if spec.per == "image" else 0) + min(not_finite)
+        images = spec.shape[1] if spec.pairs else spec.chunks[0]  # of a slab
         rows_text = (
-            f"{len(not_finite)} rows of readable images, the first is row {first}"
-            if spec.per == "image"
+            f"{len(not_finite)} rows of readable images, the first is row "
+            f"{slab * images + min(not_finite)}"
+            if spec.pairs or spec.per == "image"
             else "its sums"
         )
         yield f"{where(spec, indices[0])}: {kind} values in {rows_text}"
@@ -186,8 +187,16 @@ def _contents(
 ) -> tuple[str, set[int]]:
     """What is wrong with a chunk's bytes, and its rows with values that should be finite."""
     block, wrong = _read(folder, spec, index)
-    if block is None or block.dtype.kind != "f" or (valid is None and spec.per == "image"):
+    of_images = spec.per == "image" or spec.pairs
+    if block is None or block.dtype.kind != "f" or (valid is None and of_images):
         return wrong, set()
+    if spec.pairs and valid is not None:
+        i, j = (
+            np.flatnonzero(valid[place * length : (place + 1) * length])
+            for place, length in zip(index[1:], spec.chunks[1:], strict=True)
+        )
+        rows_i = i[~np.isfinite(block[0][np.ix_(i, j)]).all(1)]
+        return wrong, set((index[1] * spec.chunks[1] + rows_i).tolist())
     rows = block.reshape(len(block), -1)
     if spec.per == "image" and valid is not None:
         rows = rows[: len(valid)][valid]
@@ -201,7 +210,7 @@ def _contents(
     )
     values = rows.reshape(len(rows), *block.shape[1:])[(slice(None), *inside)]
     bad = np.isinf(values) if spec.nan_ok else ~np.isfinite(values)
-    return wrong, set(numbers[bad.reshape(len(rows), -1).any(1)].tolist())
+    return wrong, set(numbers[bad.any(axis=tuple(range(1, bad.ndim)))].tolist())
 
 
 def _read(folder: str, spec: ArraySpec, index: tuple[int, ...]) -> tuple[NDArray[Any] | None, str]:

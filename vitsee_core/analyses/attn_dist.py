@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.heads import Block, attention_blocks, uniform_distance
-from vitsee_core.moments import INTERVAL_METHOD, Moments, Summary
+from vitsee_core.heads import AttentionMoments, Block, attention_blocks, uniform_distance
+from vitsee_core.moments import INTERVAL_METHOD, Summary
 from vitsee_core.plotting import (
     COLOURS,
     colour,
@@ -51,9 +51,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.streaming import Map
-    from vitsee_stores import Slab, Store
-
-Array = tuple[str, str]
+    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
 
@@ -70,28 +68,6 @@ UNITS = {
 }
 # Two lowest and two highest blocks: cold and warm, the outermost darker.
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
-
-
-class Distances:
-    """Moments over images of stored arrays (name, group), each (blocks, heads); a head that had no
-    spatial mass in an image, or is not there, is NaN and left out."""
-
-    def __init__(self, arrays: Sequence[Array]) -> None:
-        self._moments = {array: Moments() for array in arrays}
-
-    def update(self, slab: Slab) -> None:
-        """Count a slab's valid images."""
-        for (name, group), moments in self._moments.items():
-            moments.add(slab.attention(name, group)[slab.valid])
-
-    def merge(self, other: Distances) -> None:
-        """Count what `other` counted."""
-        for array, moments in self._moments.items():
-            moments.merge(other._moments[array])
-
-    def result(self) -> dict[Array, Summary]:
-        """Array -> summary over images, entries (blocks, heads)."""
-        return {array: moments.summary() for array, moments in self._moments.items()}
 
 
 def run(
@@ -142,7 +118,7 @@ def run(
         arrays = dict.fromkeys(_array(block, metric) for block in blocks for metric in wanted)
         summaries = fold(
             store,
-            partial(Distances, tuple(arrays)),
+            partial(AttentionMoments, tuple(arrays)),
             rows=chosen,
             jobs=jobs,
             memory=memory,
@@ -156,7 +132,7 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def _array(block: Block, metric: str) -> Array:
+def _array(block: Block, metric: str) -> tuple[str, str]:
     """The stored array behind a metric: its name and group."""
     return ("distance_px" if metric == "distance_relative" else metric), block.group
 

@@ -11,11 +11,13 @@ import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from vitsee_core.extraction.device import precision_context
+from vitsee_core.device import precision_context
+from vitsee_core.extraction.grams import GramProducts
+from vitsee_core.extraction.holding import GramRoute, make_room
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabBuffers, SlabObserver, check_peaks, to_store
@@ -24,6 +26,8 @@ from vitsee_core.images import Batch, normalise
 from vitsee_core.models.capture import Capture
 from vitsee_core.progress import Progress
 from vitsee_stores import StoreWriter
+
+T = TypeVar("T")
 
 
 class SlabLoop:
@@ -34,12 +38,14 @@ class SlabLoop:
         prepared: Prepared,
         writer: StoreWriter,
         provenance: dict[str, Any],
+        route: GramRoute,
     ):
-        self.prepared, self.writer = prepared, writer
+        self.prepared, self.writer, self.route = prepared, writer, route
         self.provenance, self.clock = provenance, Clock()
         self.written = 0
         self.unreadable: list[tuple[int, str, str]] = []
         self._free: queue.SimpleQueue[SlabBuffers] = queue.SimpleQueue()
+        self._free_held: queue.SimpleQueue[dict[str, torch.Tensor]] = queue.SimpleQueue()
         self._pending: list[Future[None]] = []
 
     def run(
@@ -48,9 +54,15 @@ class SlabLoop:
         """Make the slabs `todo` from their batches, in order, until done or asked to stop."""
         self.progress = progress
         prepared, plan, device = self.prepared, self.prepared.plan, self.prepared.device
+        on_cuda = device.type == "cuda"
         for _ in range(min(2, len(todo))):
-            self._free.put(SlabBuffers(plan, pinned=device.type == "cuda"))
-        observer = SlabObserver(plan, device)
+            self._free.put(SlabBuffers(plan, pinned=on_cuda))
+        if self.route.holds:
+            for held in make_room(self.route, plan, self.writer.path, pinned=on_cuda):
+                self._free_held.put(held)
+        # In the writer's thread, which on CUDA multiplies nothing: see SlabObserver.finish.
+        self._products = GramProducts(torch.device("cpu"))
+        observer = SlabObserver(plan, device, self.route, self.clock)
         blocks = {block for group in plan.attention for block in group.blocks}
         sublayers = {name for name, _ in plan.sublayers}
         table = prepared.table
@@ -69,22 +81,26 @@ class SlabLoop:
         ):
             for k in todo:
                 with self.clock("waiting for the writer"):
-                    buffers = self._free_buffers()
+                    buffers = self._take(self._free)
+                    if self.route.holds:
+                        buffers.held = self._take(self._free_held)
                 if not self._forward(k, buffers, observer, capture, loading, stop):
                     break
                 sums, peaks = observer.finish(), observer.peaks
+                if self.route.holds and on_cuda:
+                    self._free_held.put(buffers.held)
                 self._pending.append(pool.submit(self._write, k, buffers, sums, peaks))
         for future in self._pending:
             future.result()
 
-    def _free_buffers(self) -> SlabBuffers:
+    def _take(self, free: queue.SimpleQueue[T]) -> T:
         """Waits for a free set; the writer's error, if it met one, is raised here."""
         while True:
             for future in self._pending:
                 if future.done():
                     future.result()
             try:
-                return self._free.get(timeout=0.2)
+                return free.get(timeout=0.2)
             except queue.Empty:
                 continue
 
@@ -128,9 +144,14 @@ class SlabLoop:
     ) -> None:
         plan = self.prepared.plan
         rows = plan.rows(k)
+        n, where = rows.stop - rows.start, f"images {rows.start} to {rows.stop - 1}"
+        check_peaks(peaks, self.prepared.captured, where, self.route.holds)
+        if self.route.holds and self.prepared.device.type != "cuda":
+            with self.clock("grams"):
+                sums = sums | buffers.grams(self._products, plan, n)
+            self._free_held.put(buffers.held)
         began = time.perf_counter()
-        slab = to_store(buffers, sums, rows.stop - rows.start, plan)
-        check_peaks(peaks, self.prepared.captured, f"images {rows.start} to {rows.stop - 1}")
+        slab = to_store(buffers, sums, n, plan)
         size = self.writer.write_slab(k, slab, self.provenance)
         self.clock.add("writing", time.perf_counter() - began)
         self.written += size

@@ -51,6 +51,7 @@ class KeepOptions:
     attention: str | None = None
     residual: bool | None = None
     inputs: bool | None = None
+    grams: bool | None = None
     dtype: tuple[str, ...] | None = None
     codec: str | None = None
     slab: int | None = None

@@ -39,6 +39,7 @@ class Choices:
     attention: str
     residual: bool
     inputs: tuple[int, int, int] | None
+    grams: bool
     codec: str
     precision: str
     left_out: dict[str, str]
@@ -100,6 +101,7 @@ def choose(
         attention=attention,
         residual=residual,
         inputs=input_size if inputs else None,
+        grams=keep.grams if keep.grams is not None else stored.get("grams", False),
         codec=keep.codec or stored.get("codec", "none"),
         precision=keep.precision or stored.get("precision", "fp32"),
         left_out=left_out,
@@ -148,6 +150,7 @@ def build_plan(choices: Choices, table: SiteTable, n_images: int, slab: int) -> 
         sublayers=tuple((s.name, s.layout) for s in table.sublayers) if choices.residual else (),
         places=places(table),
         inputs=choices.inputs,
+        grams=choices.grams,
     )
 
 
@@ -182,11 +185,14 @@ def places(table: SiteTable) -> tuple[tuple[str, int, float], ...]:
 
 
 def slab_bytes(plan: StorePlan) -> int:
-    """Host memory of one slab's buffers."""
+    """Host memory of one slab's buffers and Gram matrices; not what is held to make those, which
+    has other places to go to where memory is short (holding.py)."""
     return sum(
-        plan.slab * int(np.prod(spec.shape[1:], dtype=np.int64)) * np.dtype(spec.dtype).itemsize
+        (plan.slab if spec.per == "image" else 1)
+        * int(np.prod(spec.shape[1:], dtype=np.int64))
+        * np.dtype(spec.dtype).itemsize
         for spec in arrays(plan).values()
-        if spec.per == "image"
+        if spec.per == "image" or spec.pairs
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vitsee_core.extraction.device import precision_context, resolve_device
+from vitsee_core.device import precision_context, resolve_device
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
 from vitsee_core.images import Selection, batches, normalise, open_source, select
@@ -67,7 +67,7 @@ def prepare(
         IdentityMismatch: the store at the output was made from something else.
     """
     writer = None if run.force else StoreWriter.join(run.output)
-    stored = dict(writer.manifest.identity) if writer else {}
+    stored = {"grams": False, **writer.manifest.identity} if writer else {}
     device = resolve_device(run.device)
     source = open_source(data.data, split=data.split)
     selection = select(
@@ -106,6 +106,7 @@ def prepare(
             "attention": choices.attention,
             "residual": choices.residual,
             "inputs": choices.inputs is not None,
+            "grams": choices.grams,
             "precision": choices.precision,
         }
         manifest = new_manifest(
@@ -120,6 +121,7 @@ def prepare(
             info={
                 "data": asdict(data),
                 "data_folder": os.getcwd(),
+                "checkpoint": model_options.checkpoint,
                 "selection": selection.identity,
                 "first_images_sha256": fingerprint,
                 "command": run.command,
@@ -234,6 +236,7 @@ def _given(
         "attention": keep.attention,
         "residual": keep.residual,
         "inputs": keep.inputs,
+        "grams": keep.grams,
         "precision": keep.precision,
     }
     return {key: value for key, value in values.items() if value is not None}

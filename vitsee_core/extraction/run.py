@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from vitsee_core.extraction.device import device_name
+from vitsee_core.device import device_name
+from vitsee_core.extraction.holding import GramRoute, choose_route, no_room
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import slab_bytes
@@ -93,6 +94,7 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
         remove_store(run.output)
     sizes = n_bytes(prepared.plan)
     need, free = sum(sizes.values()), free_disk_bytes(run.output)
+    scratch = gram_route(prepared, run).file_bytes
     log.info("%s takes %s: %s", run.output, human_bytes(need), by_folder(sizes))
     for path, size in sizes.items():
         log.debug("%s: %s", path, human_bytes(size))
@@ -101,6 +103,8 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
             f"{run.output} would take {human_bytes(need)}, the disk has {human_bytes(free)} free; "
             "choose fewer --sites, --tokens pooled or fewer --images (see --dry-run)"
         )
+    if scratch and need + scratch > free:
+        raise VitseeError(no_room(scratch, free - need, prepared.plan.slab))
     return StoreWriter.create_or_join(run.output, prepared.manifest, prepared.selection.samples)
 
 
@@ -133,14 +137,17 @@ def fill(
         return Outcome(complete=False)
     if len(todo) < len(mine):
         log.info("resuming: %d of %d slabs are there", len(mine) - len(todo), len(mine))
-    batch_size = min(run.batch_size or default_batch(device), plan.slab)
+    route = gram_route(prepared, run)
+    batch_size = route.batch_size
     workers = run.workers if run.workers is not None else default_workers(device)
     log.info(
         "%d images in %d slabs of %d on %s, batches of %d; slab buffers: %s of host memory",
         *(total, len(todo), plan.slab, device_name(device), batch_size),
         human_bytes(2 * slab_bytes(plan)),
     )
-    job = SlabLoop(prepared, writer, _provenance(run, shard, device, batch_size, workers))
+    if grams := route.describe(plan):
+        log.info("%s", grams)
+    job = SlabLoop(prepared, writer, _provenance(run, shard, device, route, workers), route)
     ranges = [
         slice(first, min(first + batch_size, span.stop))
         for span in spans
@@ -166,6 +173,13 @@ def fill(
     return Outcome(False, total, job.written, seconds, job.clock.seconds, job.unreadable)
 
 
+def gram_route(prepared: Prepared, run: RunOptions) -> GramRoute:
+    """How this process makes Gram matrices, and its batch size."""
+    device = prepared.device
+    default = default_batch(device)
+    return choose_route(prepared.plan, prepared.table, device, run.batch_size, default)
+
+
 def default_batch(device: torch.device) -> int:
     """Images to a forward pass."""
     return 128 if device.type == "cuda" else 32
@@ -177,14 +191,15 @@ def default_workers(device: torch.device) -> int:
 
 
 def _provenance(
-    run: RunOptions, shard: Shard, device: torch.device, batch_size: int, workers: int
+    run: RunOptions, shard: Shard, device: torch.device, route: GramRoute, workers: int
 ) -> dict[str, Any]:
     return {
         "command": run.command,
         "shard": str(shard),
         "host": socket.gethostname(),
         "device": device_name(device),
-        "batch_size": batch_size,
+        "batch_size": route.batch_size,
+        **({"grams": route.where} if route.where else {}),
         "workers": workers,
         "versions": versions(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

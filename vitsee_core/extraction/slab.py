@@ -14,6 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitsee_core.extraction.grams import GramProducts, as_block
+from vitsee_core.extraction.holding import GramRoute, feature_paths
+from vitsee_core.extraction.timing import Clock
 from vitsee_core.reductions import AttentionReducer, pool_sites, residual_products, rollout
 from vitsee_core.reductions.summary import PER_IMAGE
 from vitsee_stores.errors import VitseeError
@@ -34,7 +37,10 @@ class Overflow(VitseeError):
 
 
 class SlabBuffers:
-    """Host memory for one slab: path -> tensor of (slab, ...), reused from slab to slab."""
+    """Host memory for one slab: path -> tensor of (slab, ...), reused from slab to slab.
+
+    held: what is kept until the slab's Gram matrices are made, and not stored.
+    """
 
     def __init__(self, plan: StorePlan, pinned: bool):
         self.arrays = {
@@ -46,7 +52,22 @@ class SlabBuffers:
             for path, spec in arrays(plan).items()
             if spec.per == "image"
         }
+        self.held: dict[str, Tensor] = {}
         self.done: torch.cuda.Event | None = None
+
+    def __getitem__(self, path: str) -> Tensor:
+        """(slab, ...) of one array."""
+        return self.arrays[path] if path in self.arrays else self.held[path]
+
+    def grams(self, products: GramProducts, plan: StorePlan, n: int) -> dict[str, Tensor]:
+        """Gram matrices of the valid images among the first `n`, from what is held and stored."""
+        valid = self.arrays["valid"][:n] == 1
+        return {
+            f"grams/{site.name}/all": products.gram(
+                [self[path][:n] for path in feature_paths(site)], valid
+            )
+            for site in plan.gram_sites
+        }
 
 
 class SlabObserver:
@@ -54,11 +75,13 @@ class SlabObserver:
 
     Per slab: `start(buffers)`, for each batch `begin_batch`, a captured forward, `end_batch`, and
     `finish()`. Memory: the buffers, plus on the device the attention sums of one slab and the
-    head means of one batch.
+    head means of one batch. Time spent on Gram matrices is booked on `clock`.
     """
 
-    def __init__(self, plan: StorePlan, device: torch.device):
-        self._plan, self._device = plan, device
+    def __init__(self, plan: StorePlan, device: torch.device, route: GramRoute, clock: Clock):
+        self._plan, self._device, self._route, self._clock = plan, device, route, clock
+        self._products = GramProducts(device)
+        self._with_gram = {site.name for site in plan.gram_sites}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._sum_shapes = {
@@ -120,9 +143,18 @@ class SlabObserver:
         self._head_means, self._staged = {}, {}
 
     def finish(self) -> dict[str, Tensor]:
-        """The slab's sums (still on the device); the buffers are whole once `done` has passed."""
+        """The slab's sums (still on the device); the buffers are whole once `done` has passed.
+
+        On CUDA, what was held for Gram matrices may be taken again: copies to come wait for them.
+        """
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            current = torch.cuda.current_stream(self._device)
+            if self._route.holds:
+                current.wait_stream(self._stream)
+                n = self._rows.stop
+                with self._clock("grams"):
+                    self._sums |= self._buffers.grams(self._products, self._plan, n)
+            self._stream.wait_stream(current)
             self._buffers.done = torch.cuda.Event()
             self._buffers.done.record(self._stream)
         return self._sums
@@ -139,16 +171,17 @@ class SlabObserver:
         if stored.kind == "vector":
             self._keep(f"vectors/{site.name}", body)
             return
+        if self._route.where == "forward" and site.name in self._with_gram:
+            self._gram(site.name, prefix, body)
         if stored.kind != "raw" and stored.layout is not None:
             cls, mean = pool_sites(prefix, body, stored.layout)
             if cls is not None:
                 self._keep(f"pooled/{site.name}/cls", cls)
             self._keep(f"pooled/{site.name}/mean", mean)
-        if stored.tokens == "all":
-            part = {"tokens": "grid", "rows": "rows", "raw": "raw"}[stored.kind]
-            if prefix is not None:
-                self._keep(f"acts/{site.name}/prefix", prefix)
-            self._keep(f"acts/{site.name}/{part}", body)
+        if stored.tokens == "all" or self._route.holds:
+            parts = [body] if prefix is None else [prefix, body]
+            for path, value in zip(feature_paths(stored), parts, strict=True):
+                self._keep(path, value)
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
         """Keep the dot products of a skip and its branch."""
@@ -176,6 +209,12 @@ class SlabObserver:
         if summary.head_mean is not None:
             self._head_means[block.name] = summary.head_mean
 
+    def _gram(self, name: str, prefix: Tensor | None, body: Tensor) -> None:
+        outer = "reductions" if self._device.type == "cpu" else "model"
+        parts = [part for part in (prefix, body) if part is not None]
+        with self._clock.within("grams", outer):
+            self._sums[f"grams/{name}/all"] = self._products.gram(parts, self._valid)
+
     def _stage(self, path: str, value: Tensor, *place: int | slice) -> None:
         """Put one block's numbers beside the others' on the device, to leave it together: a copy
         into a strided part of host memory would wait for the device."""
@@ -185,7 +224,7 @@ class SlabObserver:
         self._staged[path][(slice(None), *place)] = value
 
     def _keep(self, path: str, value: Tensor) -> None:
-        out = self._buffers.arrays[path][self._rows]
+        out = self._buffers[path][self._rows]
         if self._stream is None or not value.is_cuda:
             out.copy_(value)
             return
@@ -207,8 +246,11 @@ class SlabObserver:
                 self._peaks[name] = peak if before is None else torch.maximum(before, peak)
 
 
-def check_peaks(peaks: Mapping[str, Tensor], sites: Sequence[SiteSpec], where: str) -> None:
-    """Stop at the first site whose values did not fit.
+def check_peaks(
+    peaks: Mapping[str, Tensor], sites: Sequence[SiteSpec], where: str, held: bool = False
+) -> None:
+    """Stop at the first site whose values did not fit; `held`: sites kept pooled are held in
+    their type for their Gram matrices.
 
     Raises:
         Overflow: names the site, its largest |x| and the option that keeps it.
@@ -217,13 +259,16 @@ def check_peaks(peaks: Mapping[str, Tensor], sites: Sequence[SiteSpec], where: s
         if site.name not in peaks:
             continue
         peak = float(peaks[site.name])
-        stored_half = site.dtype == "float16" and site.tokens == "all" and site.kind != "vector"
+        kept = site.kind != "vector" and (site.tokens == "all" or held)
+        stored_half = kept and site.dtype == "float16"
         if not np.isfinite(peak):
             raise Overflow(f"{site.name} holds {peak} in {where}: the model's own output is broken")
         if stored_half and peak > FLOAT16_MAX:
+            way_on = "" if site.tokens == "all" else ", or go on with whole slabs as --batch-size"
             raise Overflow(
                 f"{site.name} reaches |x| = {peak:.6g} in {where}, more than float16 holds "
-                f"(65504); nothing was clipped: extract anew with --dtype {site.name}=float32"
+                "(65504); nothing was clipped: extract anew with --dtype "
+                f"{site.name}=float32{way_on}"
             )
 
 
@@ -243,7 +288,10 @@ def to_store(
                 array[invalid] = 0
     for group in plan.attention:
         _blank_missing_heads(out, group)
-    out.update({path: value.float().cpu().numpy() for path, value in sums.items()})
+    valid = out["valid"] == 1
+    for path, value in sums.items():
+        array = value.float().cpu().numpy()
+        out[path] = as_block(array, valid, plan.slab) if path.startswith("grams/") else array
     out["n_valid"] = np.asarray(int(out["valid"].sum()), np.int64)
     return out
 

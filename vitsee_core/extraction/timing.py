@@ -39,6 +39,17 @@ class Clock:
         finally:
             self.add(stage, time.perf_counter() - began)
 
+    @contextmanager
+    def within(self, stage: str, outer: str) -> Iterator[None]:
+        """Book the time spent inside on a stage, and take it from the one that is running."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began
+            self.add(stage, spent)
+            self.add(outer, -spent)
+
 
 class TimedObserver:
     """An observer that books the time spent in another as "reductions" and not as "model".
@@ -51,25 +62,15 @@ class TimedObserver:
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         """As the observer's `site`, timed."""
-        with self._book():
+        with self._clock.within("reductions", "model"):
             self._observer.site(site, prefix, body)
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
         """As the observer's `branch`, timed."""
-        with self._book():
+        with self._clock.within("reductions", "model"):
             self._observer.branch(sublayer, z, f)
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
         """As the observer's `attention`, timed."""
-        with self._book():
+        with self._clock.within("reductions", "model"):
             self._observer.attention(block, call)
-
-    @contextmanager
-    def _book(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - began
-            self._clock.add("reductions", spent)
-            self._clock.add("model", -spent)

@@ -14,13 +14,23 @@ from vitsee_stores.errors import VitseeError
 def steps(folder: Path) -> list[list[str]]:
     """The demo's commands, in order: what a user would type."""
     vit, resnet = str(folder / "vit.zarr"), str(folder / "resnet.zarr")
-    dist = folder / "attn-dist"
+    layers = ["--sites", "blocks", "--sites", "norms"]
+    vit_layers = [*layers, "--sites", "hidden"]
+    kept = ["--sites", "head", "--inputs"]
     return [
-        ["extract", "demo:vit", "--data", "demo:test", "-o", vit, "--inputs"],
-        ["extract", "demo:resnet", "--data", "demo:test", "-o", resnet, "--inputs"],
+        ["extract", "demo:vit", "--data", "demo:test", "-o", vit, *vit_layers, *kept],
+        ["extract", "demo:resnet", "--data", "demo:test", "-o", resnet, *layers, *kept],
         ["info", vit],
-        ["attn-dist", vit, "-o", f"{dist}.csv", "--png", f"{dist}.png", "--force"],
+        ["attn-dist", vit, *_results(folder, "attn-dist")],
+        ["cka", vit, *vit_layers, *_results(folder, "cka-vit")],
+        ["cka", resnet, *layers, *_results(folder, "cka-resnet")],
+        ["cka", vit, resnet, *vit_layers, *_results(folder, "cka-vit-resnet")],
     ]
+
+
+def _results(folder: Path, name: str) -> list[str]:
+    """Where a step's table and picture go."""
+    return ["-o", f"{folder / name}.csv", "--png", f"{folder / name}.png", "--force"]
 
 
 @click.command(short_help="Run vitsee on its own models and images.")

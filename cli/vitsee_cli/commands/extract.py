@@ -93,6 +93,12 @@ KEEP_OPTIONS: tuple[options.Decorator, ...] = (
         help="Keep the pixels as the model sees them.  [default: no-inputs]",
     ),
     click.option(
+        "--grams/--no-grams",
+        default=None,
+        help="Keep each site's Gram matrix (all tokens) within every slab: minibatch CKA of whole "
+        "models without their activations.  [default: no-grams]",
+    ),
+    click.option(
         "--dtype",
         metavar="[SITE=]float16|float32",
         multiple=True,
@@ -129,7 +135,8 @@ KEEP_OPTIONS: tuple[options.Decorator, ...] = (
     "--batch-size",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Images to a forward pass.  [default: 32, on CUDA 128]",
+    help="Images to a forward pass.  [default: 32, on CUDA 128; with --grams a whole slab where "
+    "that suits the memory]",
 )
 @options.device_option
 @click.option(

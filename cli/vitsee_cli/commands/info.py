@@ -129,6 +129,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("attention", _attention(record["attention"])),
         ("residual", _count(record["residual"], "sublayer")),
         ("inputs", "x".join(map(str, record["inputs"] or ()))),
+        ("grams", _grams(record)),
         ("classes", _count(record["class_names"] or (), "class", "es")),
     ]
     facts += [("left out", line) for line in by_reason(record["left_out"])]
@@ -143,7 +144,7 @@ def _site_cells(name: str, site: Mapping[str, Any], arrays: Mapping[str, Any]) -
     shape = "x".join(map(str, site["shape"]))
     if "alias_of" in site:
         return [name, shape, "", "", "", "", "", f"= {site['alias_of']}"]
-    places = (f"acts/{name}/", f"pooled/{name}/", f"vectors/{name}")
+    places = (f"acts/{name}/", f"pooled/{name}/", f"grams/{name}/", f"vectors/{name}")
     size = sum(array["size_bytes"] for path, array in arrays.items() if path.startswith(places))
     return [
         name,
@@ -166,6 +167,12 @@ def _attention(attention: Mapping[str, Any]) -> str:
         grid = "x".join(map(str, group["grid"]))
         parts.append(f"{_count(group['blocks'], 'block')} of {heads} heads on a {grid} grid")
     return ", ".join([*parts, *(["rollout"] if attention["rollout"] else [])])
+
+
+def _grams(record: Mapping[str, Any]) -> str:
+    if not record["grams"]:
+        return ""
+    return f"{_count(record['grams'], 'site')}, within slabs of {record['slab']} images"
 
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> str:

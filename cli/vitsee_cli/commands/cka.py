@@ -1,0 +1,67 @@
+"""vitsee cka: how similar the representations of models are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import console, options
+
+if TYPE_CHECKING:
+    from vitsee_cli.values import StorePath
+    from vitsee_core.results import Outputs
+
+PAIRS = ("all", "same-depth", "branch")
+PRESETS = ("raghu", "walmer", "vit_analysis")
+
+
+@click.command()
+@options.stores_argument
+@options.output_options
+@options.sites_option(show_default="blocks")
+@options.side_option("a", "the rows")
+@options.side_option("b", "the columns")
+@options.tokens_option("all", options.FEATURE_TOKENS)
+@click.option(
+    "--pairs",
+    type=click.Choice(PAIRS),
+    default="all",
+    show_default=True,
+    help="same-depth: the first store's sites with each other store's, by name or else one by one; "
+    "branch: skip connections against the long branches they pass by, in one store.",
+)
+@options.estimator_options(*PRESETS)
+@options.images_option
+@options.seed_option
+@options.gram_options
+@options.allow_partial_option
+def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
+    """Compare representations by linear CKA.
+
+    One store: all its sites with each other (Raghu et al. 2021, Fig. 1; Walmer et al. 2023, Figs.
+    20 to 22). Two: the first one's sites (rows) with the second one's (columns; Raghu Fig. 2).
+    Three and more: one site of each, model by model (Walmer Fig. 6). An image is an example, all
+    tokens' channels are its features; --tokens takes fewer. The stores must hold the same images in
+    the same order.
+
+    \b
+      $ vitsee cka b16.zarr -o b16.csv --png b16.png
+      $ vitsee cka b16.zarr r50.zarr --png cross.png > cross.csv
+      $ vitsee cka b16.zarr --sites norms --sites hidden --sites blocks --png fig1.png > fig1.csv
+      $ vitsee cka fs=a.zarr dino=b.zarr mae=c.zarr --sites blocks.-1.out --tokens cls
+      $ vitsee cka full.zarr 10pc.zarr 3pc.zarr --pairs same-depth --png fig12.png > fig12.csv
+      $ vitsee cka b16.zarr --pairs branch --png fig23.png > fig23.csv
+
+    Debiased (HSIC_1) over all images where there are at most 16384, with a jackknife's standard
+    error and 95 % interval; otherwise over minibatches, whose spread is the estimator's own noise.
+    Gram matrices are kept beside each store and used again.
+
+    Columns: store_a, site_a, depth_a, store_b, site_b, depth_b, cka, std, low, high, spread (what
+    std is), n_images.
+    """
+    from vitsee_cli.analysis import run_analysis
+    from vitsee_core.analyses import cka
+
+    progress = console.Reporter("cka", unit="Gram matrices")
+    run_analysis(cka.run, cka.plot, stores, outputs, progress=progress, **parameters)

@@ -1,0 +1,52 @@
+"""CKA by its definition: double loops over images in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def loop_hsic1(x: Array, y: Array) -> float:
+    """HSIC_1 of images by features: the tilde matrices, their row sums and totals."""
+    n = len(x)
+    places = [(i, j) for i in range(n) for j in range(n) if i != j]
+    k = {(i, j): math.fsum(x[i] * x[j]) for i, j in places}
+    m = {(i, j): math.fsum(y[i] * y[j]) for i, j in places}
+    rows_k = [math.fsum(k[i, j] for j in range(n) if j != i) for i in range(n)]
+    rows_m = [math.fsum(m[i, j] for j in range(n) if j != i) for i in range(n)]
+    trace = math.fsum(k[p] * m[p] for p in places)
+    middle = math.fsum(a * b for a, b in zip(rows_k, rows_m, strict=True))
+    last = math.fsum(rows_k) * math.fsum(rows_m) / ((n - 1) * (n - 2))
+    return (trace + last - 2 * middle / (n - 2)) / (n * (n - 3))
+
+
+def loop_cka(x: Array, y: Array) -> float:
+    """Debiased CKA of two sites over all their images, tokens flattened."""
+    x, y = (np.asarray(v, np.float64).reshape(len(v), -1) for v in (x, y))
+    return loop_hsic1(x, y) / math.sqrt(loop_hsic1(x, x) * loop_hsic1(y, y))
+
+
+def loop_jackknife(x: Array, y: Array, blocks: list[Array]) -> float:
+    """The standard error of CKA that leaves out one block of images at a time."""
+    values = []
+    for block in blocks:
+        keep = np.setdiff1d(np.arange(len(x)), block)
+        values.append(loop_cka(x[keep], y[keep]))
+    m, mean = len(values), math.fsum(values) / len(values)
+    return math.sqrt((m - 1) / m * math.fsum((v - mean) ** 2 for v in values))
+
+
+def biased_cka(x: Array, y: Array) -> float:
+    """Kornblith et al. 2019: tr(K H L H), with explicit matrices."""
+    x, y = (np.asarray(v, np.float64).reshape(len(v), -1) for v in (x, y))
+    h = np.eye(len(x)) - 1 / len(x)
+
+    def hsic(a: Array, b: Array) -> float:
+        return float(np.trace(a @ a.T @ h @ b @ b.T @ h))
+
+    return hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))

@@ -1,0 +1,667 @@
+"""HSIC and CKA against double loops, by hand, and whatever way the numbers were come by."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.activation_stores import CNN, activations, write_acts
+from vitsee_core import machine
+from vitsee_core.moments import t_quantile
+from vitsee_core.similarity import (
+    Estimator,
+    GramOptions,
+    Representation,
+    centred_alignment,
+    hsic,
+    summarise,
+)
+from vitsee_core.similarity import estimate as estimate_module
+from vitsee_stores import Store
+from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
+
+Array = NDArray[Any]
+Float = NDArray[np.float64]
+
+
+# The oracle: the definition, in float64 loops over images
+
+
+def loop_hsic1(x: Array, y: Array) -> float:
+    """HSIC_1 of images by features, term by term (Song et al. 2012, Eq. 5)."""
+    n = len(x)
+    k = [[0.0 if i == j else float(np.dot(x[i], x[j])) for j in range(n)] for i in range(n)]
+    m = [[0.0 if i == j else float(np.dot(y[i], y[j])) for j in range(n)] for i in range(n)]
+    trace = math.fsum(k[i][j] * m[j][i] for i in range(n) for j in range(n))
+    sums_k, sums_m = [math.fsum(row) for row in k], [math.fsum(row) for row in m]
+    both = math.fsum(a * b for a, b in zip(sums_k, sums_m, strict=True))
+    one = math.fsum(sums_k) * math.fsum(sums_m) / ((n - 1) * (n - 2))
+    return (trace + one - 2 / (n - 2) * both) / (n * (n - 3))
+
+
+def loop_hsic0(x: Array, y: Array) -> float:
+    """tr(K H L H) / (n - 1)^2 with explicit matrices."""
+    n = len(x)
+    h = np.eye(n) - 1 / n
+    return float(np.trace((x @ x.T) @ h @ (y @ y.T) @ h)) / (n - 1) ** 2
+
+
+def loop_cka(x: Array, y: Array, value: Any = loop_hsic1) -> float:
+    x, y = (np.asarray(v, np.float64).reshape(len(v), -1) for v in (x, y))
+    return float(value(x, y) / math.sqrt(value(x, x) * value(y, y)))
+
+
+def representations(
+    store: Store, tokens: str = "all", sites: Sequence[str] = ("all",)
+) -> list[Representation]:
+    return [Representation(store, site, tokens) for site in store.select(list(sites))]
+
+
+def options(**kwargs: Any) -> GramOptions:
+    return GramOptions(use_cache=False, **kwargs)
+
+
+def one(store: Store, **kwargs: Any) -> Float:
+    return summarise(hsic(representations(store), options=options(), **kwargs)).cka
+
+
+N = 30
+SITES = {f"blocks.{i}.out": activations(N, seed=i) for i in range(3)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return write_acts(tmp_path / "a.zarr", SITES)
+
+
+def expected(
+    sites: dict[str, Array] = SITES, rows: Array | None = None, value: Any = loop_hsic1
+) -> Float:
+    chosen = [v if rows is None else v[rows] for v in sites.values()]
+    return np.array([[loop_cka(x, y, value) for y in chosen] for x in chosen])
+
+
+# Values
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    # four images with one feature each; K~ and L~ written out:
+    # x = 0 1 0 1: x_i x_j is 1 for images 1 and 3 only. y = 1 0 0 1: for 0 and 3 only.
+    # <K~,L~> = 0; row sums 0 1 0 1 and 1 0 0 1: r.r = 1, s s = 4
+    # HSIC_1 = (0 - 2/2 * 1 + 4 / (3 * 2)) / (4 * 1) = (-1 + 2/3) / 4 = -1/12
+    # of x with itself: <K~,K~> = 2, r.r = 2: (2 - 2 + 2/3) / 4 = 1/6, as of y; CKA = -1/2
+    x, y = ([[0.0], [1.0], [0.0], [1.0]], [[1.0], [0.0], [0.0], [1.0]])
+    store = write_acts(tmp_path / "a.zarr", {"x": np.array(x), "y": np.array(y)}, slab=4)
+    h = hsic(representations(store), options=options())
+    assert h.cross == pytest.approx(np.array([[1 / 6, -1 / 12], [-1 / 12, 1 / 6]]), rel=1e-6)
+    assert summarise(h).cka == pytest.approx(np.array([[1, -0.5], [-0.5, 1]]), rel=1e-6)
+    assert h.spread == ""  # 4 images: none can be left out
+    # biased: centred x = -+1/2, y = +-1/2, x.y = 0
+    h = hsic(representations(store), estimator=Estimator("biased"), options=options())
+    assert h.cross == pytest.approx(np.array([[1 / 9, 0], [0, 1 / 9]]), abs=1e-7)
+
+
+def test_exact_is_the_double_loop(store: Store) -> None:
+    assert one(store) == pytest.approx(expected(), abs=1e-6)
+
+
+def test_biased_is_the_trace(store: Store) -> None:
+    found = one(store, estimator=Estimator("biased"))
+    assert found == pytest.approx(expected(value=loop_hsic0), abs=1e-6)
+    assert (found[0, 1:] > one(store)[0, 1:]).all()
+
+
+def test_cross_comparison(store: Store, tmp_path: Path) -> None:
+    others = {"layer1.0.out": activations(N, 3, seed=7, layout=CNN), "pooled": activations(N)[:, 0]}
+    b = write_acts(tmp_path / "b.zarr", others, layout=CNN, slab=7)
+    found = summarise(hsic(representations(store), representations(b), options=options()))
+    wanted = [[loop_cka(x, y) for y in others.values()] for x in SITES.values()]
+    assert found.cka == pytest.approx(np.array(wanted), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen"),
+    [
+        ("patches", lambda v: v[:, 1:]),
+        ("cls", lambda v: v[:, 0]),
+        ("prefix", lambda v: v[:, :1]),
+        ("mean", lambda v: v[:, 1:].mean(1)),
+        ("mean-all", lambda v: v.mean(1)),
+        ("first", lambda v: v[:, 0]),
+        ("rest", lambda v: v[:, 1:].mean(1)),
+        ("1,2", lambda v: v[:, 1 + 5]),
+    ],
+)
+def test_tokens(store: Store, tokens: str, chosen: Any) -> None:
+    found = summarise(hsic(representations(store, tokens), options=options())).cka
+    assert found == pytest.approx(expected({k: chosen(v) for k, v in SITES.items()}), abs=1e-6)
+
+
+def test_tokens_that_are_not_there(store: Store, tmp_path: Path) -> None:
+    cnn = write_acts(tmp_path / "c.zarr", {"x": activations(8, layout=CNN)}, layout=CNN)
+    with pytest.raises(SiteError, match="cls"):
+        representations(cnn, "cls")
+    with pytest.raises(SiteError, match="9,9"):
+        representations(store, "9,9")
+    pooled = write_acts(tmp_path / "p.zarr", {"x": activations(8)}, tokens="pooled")
+    with pytest.raises(MissingInput, match=r"--tokens x=all, or with --grams"):
+        representations(pooled)
+    assert one_of(representations(pooled, "cls")) == pytest.approx(1)
+
+
+def one_of(reps: list[Representation]) -> float:
+    return float(summarise(hsic(reps, options=options())).cka[0, 0])
+
+
+def test_channels_are_a_part_of_every_token(store: Store) -> None:
+    (site,) = store.select(["blocks.1.out"])
+    parts = [Representation(store, site, channels=slice(a, a + 2)) for a in (0, 2)]
+    h = hsic(parts, representations(store), options=options())
+    halves = [SITES[site.name][..., a : a + 2] for a in (0, 2)]
+    wanted = [[loop_cka(x, y) for y in SITES.values()] for x in halves]
+    assert summarise(h).cka == pytest.approx(np.array(wanted), abs=1e-6)
+    # HSIC is bilinear: the parts' sum is the whole
+    whole = hsic([Representation(store, site)], representations(store), options=options())
+    assert h.cross.sum(0) == pytest.approx(whole.cross[0], rel=1e-5)
+
+
+# Invariances (Kornblith et al. 2019, section 2)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), scale=st.floats(0.01, 100))
+def test_invariant_to_rotation_scale_and_order(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, scale: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(2, 12, 6))
+    rotation = np.linalg.qr(rng.normal(size=(6, 6)))[0]
+    order = rng.permutation(12)
+    stretch = np.array([30, 1, 1, 1, 1, 1])
+    sites = {
+        **{"x": x, "y": y, "turned": scale * x @ rotation + 5, "stretched": x * stretch},
+    }
+    path = tmp_path_factory.mktemp("invariant")
+    a = one(write_acts(path / "a.zarr", sites))
+    b = one(write_acts(path / "b.zarr", {k: v[order] for k, v in sites.items()}))
+    assert a[0, 2] == pytest.approx(1, abs=1e-5)
+    assert a[1, 2] == pytest.approx(a[1, 0], abs=1e-5)
+    assert b == pytest.approx(a, abs=1e-5)
+    assert a[0, 3] < 0.99  # not to anisotropic scale
+
+
+def test_independent_data_are_near_zero(tmp_path: Path) -> None:
+    values = []
+    for seed in range(20):
+        x, y = np.random.default_rng(seed).normal(size=(2, 16, 64))
+        values.append(one(write_acts(tmp_path / f"{seed}.zarr", {"x": x, "y": y}))[0, 1])
+    assert abs(np.mean(values)) < 3 * np.std(values) / math.sqrt(20)
+    biased = one(write_acts(tmp_path / "b.zarr", {"x": x, "y": y}), estimator=Estimator("biased"))
+    assert biased[0, 1] > 0.6
+
+
+def test_a_common_offset_changes_nothing(tmp_path: Path) -> None:
+    moved = {k: v + 300 * np.sign(np.arange(4) - 1.5) for k, v in SITES.items()}
+    found = one(write_acts(tmp_path / "a.zarr", moved))
+    assert found == pytest.approx(expected(), abs=1e-5)
+
+
+def test_an_offset_that_cost_digits_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    far = write_acts(tmp_path / "a.zarr", {k: v + 1000 for k, v in SITES.items()})
+    h = hsic(representations(far), options=options())
+    assert "a blocks.0.out, a blocks.1.out" in caplog.text and "--dtype SITE" in caplog.text
+    assert h.notes["common_offset"]["a blocks.0.out"] > 1e4
+
+
+def test_self_comparison_is_one_and_symmetric(store: Store) -> None:
+    h = hsic(representations(store), options=options())
+    found = summarise(h)
+    assert np.diag(found.cka) == pytest.approx(np.ones(3), abs=1e-12)
+    assert np.diag(found.std) == pytest.approx(np.zeros(3), abs=1e-12)
+    assert found.cka == pytest.approx(found.cka.T, abs=1e-7)
+
+
+def test_constant_features_have_no_cka(tmp_path: Path) -> None:
+    sites = {**SITES, "flat": np.ones((N, 3))}
+    store = write_acts(tmp_path / "a.zarr", sites)
+    found = summarise(hsic(representations(store), options=options()))
+    assert np.isnan(found.cka[3]).all() and np.isnan(found.cka[:, 3]).all()
+    assert found.cka[:3, :3] == pytest.approx(expected(), abs=1e-6)
+
+
+def test_centred_alignment_is_nan_where_a_self_hsic_is_not_positive() -> None:
+    found = centred_alignment(np.ones((2, 2)), np.array([4.0, -1.0]), np.array([1.0, 0.0]))
+    assert found[0, 0] == 0.5
+    assert np.isnan(found[1]).all() and np.isnan(found[0, 1])
+
+
+# Whatever way the numbers were come by
+
+
+@pytest.mark.parametrize("slab", [4, 7, 30])
+@pytest.mark.parametrize("memory", [None, 70_000])
+def test_slabs_and_memory_do_not_matter(tmp_path: Path, slab: int, memory: int | None) -> None:
+    store = write_acts(tmp_path / "a.zarr", SITES, slab=slab)
+    h = hsic(representations(store), options=options(memory=memory))
+    assert summarise(h).cka == pytest.approx(expected(), abs=1e-6)
+    assert h.replicates is not None and len(h.replicates.cross) == 20
+
+
+def test_tiles_groups_and_strips_do_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = {**SITES, "pooled": activations(N, seed=9)[:, 0]}
+    store = write_acts(tmp_path / "a.zarr", sites, slab=7, valid=[1] * 11 + [0] + [1] * (N - 12))
+    other = write_acts(tmp_path / "b.zarr", SITES, slab=4, valid=[1] * 20 + [0] + [1] * (N - 21))
+    a, b = representations(store), representations(other)
+    whole = [hsic(a, options=options()), hsic(a, b, options=options())]
+    monkeypatch.setattr("vitsee_core.similarity.gram_file.LARGEST_TILE", 8)
+    monkeypatch.setattr("vitsee_core.similarity.whole.tile_size", lambda n: 7)
+    monkeypatch.setattr("vitsee_core.similarity.products.MOST_COLUMNS", 6)
+    monkeypatch.setattr("vitsee_core.similarity.products.FEWEST_COLUMNS", 1)
+    monkeypatch.setattr("vitsee_core.similarity.whole.bytes_each", lambda n, p, t: 1 << 20)
+    small = options(memory=4 << 20)
+    again = [hsic(a, options=small), hsic(a, b, options=small)]
+    for ours, theirs in zip(again, whole, strict=True):
+        for name in ("cross", "rows", "cols"):
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-5, abs=1e-7)
+        assert ours.replicates is not None and theirs.replicates is not None
+        assert ours.replicates.cross == pytest.approx(theirs.replicates.cross, rel=1e-4, abs=1e-6)
+        assert ours.replicates.cols == pytest.approx(theirs.replicates.cols, rel=1e-4, abs=1e-6)
+
+
+def test_half_precision_agrees_with_what_it_stores(tmp_path: Path) -> None:
+    store = write_acts(tmp_path / "a.zarr", SITES, dtype="float16")
+    rounded = {k: v.astype(np.float16).astype(np.float64) for k, v in SITES.items()}
+    assert one(store) == pytest.approx(expected(rounded), abs=1e-6)
+
+
+def test_too_little_memory_is_one_line(store: Store) -> None:
+    with pytest.raises(VitseeError, match=r"give --memory \d+"):
+        hsic(representations(store), options=options(memory=100))
+
+
+# Which images
+
+
+def test_invalid_and_unfinished_rows_are_left_out(tmp_path: Path) -> None:
+    valid = np.ones(N, int)
+    valid[[0, 9, 29]] = 0
+    a = write_acts(tmp_path / "a.zarr", SITES, valid=valid.tolist())
+    assert one(a) == pytest.approx(expected(rows=valid == 1), abs=1e-6)
+    also = np.ones(N, int)
+    also[5] = 0
+    b = write_acts(tmp_path / "b.zarr", SITES, valid=also.tolist(), slab=5, slabs=[0, 1, 2, 5])
+    rows = (valid == 1) & (also == 1) & ((np.arange(N) < 15) | (np.arange(N) >= 25))
+    h = hsic(representations(a), representations(b), options=options())
+    assert h.n_images == rows.sum()
+    assert summarise(h).cka == pytest.approx(expected(rows=rows), abs=1e-6)
+
+
+def test_images_takes_the_first_rows_of_a_shuffled_store(store: Store) -> None:
+    h = hsic(representations(store), images=12, options=options())
+    assert h.n_images == 12
+    assert summarise(h).cka == pytest.approx(expected(rows=np.arange(12)), abs=1e-6)
+
+
+def test_images_of_other_data_do_not_compare(store: Store, tmp_path: Path) -> None:
+    other = write_acts(tmp_path / "b.zarr", SITES, name="photo")
+    with pytest.raises(StoreMismatch, match="do not pair"):
+        hsic(representations(store), representations(other), options=options())
+
+
+def test_three_images_are_too_few(tmp_path: Path) -> None:
+    few = write_acts(tmp_path / "a.zarr", {k: v[:3] for k, v in SITES.items()})
+    with pytest.raises(VitseeError, match=r"3 images .* at least 4"):
+        one(few)
+
+
+# Spread
+
+
+@pytest.mark.parametrize("estimator", ["exact", "biased"])
+@pytest.mark.parametrize("order", ["shuffled", "dataset"])
+def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path, estimator: str, order: str) -> None:
+    store = write_acts(tmp_path / "a.zarr", SITES, order=order)
+    h = hsic(representations(store), estimator=Estimator(estimator), options=options(), seed=3)
+    labels = np.arange(N) * 20 // N
+    if order == "dataset":
+        labels = np.random.default_rng(3).permutation(labels)
+    value = loop_hsic1 if estimator == "exact" else loop_hsic0
+    each = np.array([expected(rows=labels != g, value=value) for g in range(20)])
+    found = summarise(h)
+    std = np.sqrt(19 / 20 * ((each - each.mean(0)) ** 2).sum(0))
+    assert h.spread == "jackknife"
+    assert found.std == pytest.approx(std, rel=1e-3, abs=1e-7)
+    half = t_quantile(19) * std
+    assert found.low == pytest.approx(np.maximum(found.cka - half, -1), abs=1e-5)
+    assert found.high == pytest.approx(np.minimum(found.cka + half, 1), abs=1e-5)
+
+
+def test_the_jackknife_knows_the_sampling_error(tmp_path: Path) -> None:
+    """Its standard error against the spread over independent samples of images."""
+    values, errors = [], []
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        common = rng.normal(size=(60, 5)) * [4, 2, 1, 1, 1]
+        x, y = (common @ np.eye(5, 9) + rng.normal(size=(60, 9)) for _ in range(2))
+        h = hsic(
+            representations(write_acts(tmp_path / f"{seed}.zarr", {"x": x, "y": y}, slab=60)),
+            options=options(),
+        )
+        values.append(summarise(h).cka[0, 1])
+        errors.append(summarise(h).std[0, 1])
+    assert 0.6 < np.mean(errors) / np.std(values, ddof=1) < 1.6
+
+
+def test_few_images_are_left_out_one_by_one(tmp_path: Path) -> None:
+    few = {k: v[:6] for k, v in SITES.items()}
+    h = hsic(representations(write_acts(tmp_path / "a.zarr", few)), options=options())
+    assert h.replicates is not None and h.replicates.cross.shape == (6, 3, 3)
+
+
+# Minibatches
+
+
+def minibatch(batch: int = 5, examples: int = 20, repeats: int = 3) -> Estimator:
+    return Estimator("minibatch", batch, examples, repeats)
+
+
+def loop_minibatch(batch: int, examples: int, repeats: int, seed: int) -> Float:
+    """(repeats, sites, sites): ratio of sums over the batches of a repeat."""
+    rng = np.random.default_rng(seed)
+    values = list(SITES.values())
+    out = []
+    for _ in range(repeats):
+        order = rng.permutation(N)[:examples]
+        batches = [order[at : at + batch] for at in range(0, examples, batch)]
+
+        def total(x: Array, y: Array, batches: Any = batches) -> float:
+            return math.fsum(
+                loop_hsic1(x[b].reshape(batch, -1), y[b].reshape(batch, -1)) for b in batches
+            )
+
+        own = [total(x, x) for x in values]
+        out.append(
+            [
+                [total(x, y) / math.sqrt(own[i] * own[j]) for j, y in enumerate(values)]
+                for i, x in enumerate(values)
+            ]
+        )
+    return np.array(out)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_minibatch_is_the_ratio_of_sums(
+    store: Store, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitsee_core.similarity.batches._prefer_whole", lambda *_: whole)
+    h = hsic(representations(store), estimator=minibatch(), seed=4, options=options())
+    wanted = loop_minibatch(5, 20, 3, seed=4)
+    found = summarise(h)
+    assert h.spread == "repeats"
+    assert found.cka == pytest.approx(wanted.mean(0), abs=1e-6)
+    assert found.std == pytest.approx(wanted.std(0, ddof=1), abs=1e-6)
+    assert np.isnan(found.low).all()
+    assert h.notes["batch"] == 5 and h.notes["batches"] == 4 and h.notes["repeats"] == 3
+
+
+def test_a_batch_of_everything_is_exact(store: Store) -> None:
+    h = hsic(representations(store), estimator=minibatch(N, N, 1), options=options())
+    assert summarise(h).cka == pytest.approx(expected(), abs=1e-6)
+    assert h.spread == ""
+
+
+def test_minibatch_sizes_are_capped_and_said(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    h = hsic(representations(store), estimator=Estimator("minibatch"), options=options())
+    assert "batch 1024: there are 30 images" in caplog.text
+    assert (h.notes["batch"], h.notes["batches"], h.notes["repeats"]) == (30, 1, 20)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "says"),
+    [
+        (Estimator("minibatch", batch=3), "--batch is 3"),
+        (Estimator("minibatch", batch=10, examples=5), "fewer than a batch"),
+        (Estimator("minibatch", batch=5, repeats=2, rescale=True), "--repeats 1"),
+    ],
+)
+def test_impossible_minibatches(store: Store, estimator: Estimator, says: str) -> None:
+    with pytest.raises(VitseeError, match=says):
+        one(store, estimator=estimator)
+
+
+def test_rescaled_batches_in_order(tmp_path: Path) -> None:
+    """Batches of 8 in order, K -> (K - min) / max(K - min), the last short batch left out."""
+    store = write_acts(tmp_path / "a.zarr", SITES, order="dataset")
+    found = one(store, estimator=Estimator("minibatch", batch=8, rescale=True))
+    values = [v.reshape(N, -1) for v in SITES.values()]
+
+    def scaled(x: Array) -> Array:
+        k = x @ x.T
+        k = k - k.min()
+        return np.asarray(k / k.max())
+
+    def of_grams(k: Array, m: Array) -> float:
+        n = len(k)
+        k, m = k - np.diag(np.diag(k)), m - np.diag(np.diag(m))
+        trace, both = np.trace(k @ m), k.sum(0) @ m.sum(0)
+        return float(
+            (trace + k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 * both / (n - 2)) / (n * (n - 3))
+        )
+
+    def total(x: Array, y: Array) -> float:
+        parts = [slice(at, at + 8) for at in (0, 8, 16)]
+        return sum(of_grams(scaled(x[p]), scaled(y[p])) for p in parts)
+
+    own = [total(x, x) for x in values]
+    wanted = [
+        [total(x, y) / math.sqrt(own[i] * own[j]) for j, y in enumerate(values)]
+        for i, x in enumerate(values)
+    ]
+    assert found == pytest.approx(np.array(wanted), abs=1e-5)
+
+
+# Which estimator
+
+
+def test_exact_gives_way_where_the_disk_is_small(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(estimate_module, "free_disk_bytes", lambda path: 1000)
+    h = hsic(representations(store), options=options())
+    assert h.notes["estimator"] == "minibatch"
+    assert "--estimator exact makes them" in caplog.text and "1.0 kB free" in caplog.text
+
+
+def test_exact_that_does_not_fit_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitsee_core.similarity.job.free_disk_bytes", lambda path: 1000)
+    with pytest.raises(VitseeError, match=r"Gram matrices of 3 sites take .* --cache DIR"):
+        one(store, estimator=Estimator("exact"))
+
+
+# The cache
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.glob("*.json"))
+
+
+def test_gram_matrices_are_made_once(store: Store, tmp_path: Path) -> None:
+    counts: list[int] = []
+
+    class Counting:
+        def start(self, total: int, done: int = 0) -> None:
+            counts.append(total)
+
+        def advance(self, images: int, size_bytes: int = 0) -> None:
+            pass
+
+        def stop(self) -> None:
+            pass
+
+    reps, at_store = representations(store), GramOptions()
+    first = hsic(reps, options=at_store, progress=Counting())
+    folder = store.path.with_name("a.zarr.grams")
+    assert counts == [3] and len(kept(folder)) == 3
+    again = hsic(reps, options=at_store, progress=Counting())
+    assert counts == [3] and np.array_equal(again.cross, first.cross)
+    # a comparison of fewer images, minibatches and other estimators find them too
+    some = hsic(reps, images=12, options=at_store, progress=Counting())
+    assert summarise(some).cka == pytest.approx(expected(rows=np.arange(12)), abs=1e-6)
+    for estimator in (minibatch(), Estimator("biased")):
+        hsic(reps, estimator=estimator, options=at_store, progress=Counting())
+    other = write_acts(tmp_path / "b.zarr", SITES, valid=[0] + [1] * (N - 1))
+    hsic(reps, representations(other), options=at_store, progress=Counting())
+    assert counts == [3, 3] and len(kept(folder)) == 3
+
+
+def test_stores_of_the_same_images_share_no_cache(tmp_path: Path) -> None:
+    a = write_acts(tmp_path / "a.zarr", SITES)
+    changed = {k: v[:, ::-1] ** 3 for k, v in SITES.items()}
+    b = write_acts(tmp_path / "b.zarr", changed)
+    place = GramOptions(cache=tmp_path / "cache")
+    hsic(representations(a), options=place)
+    found = summarise(hsic(representations(b), options=place)).cka
+    assert found == pytest.approx(expected(changed), abs=1e-6)
+
+
+def test_nothing_is_kept_without_a_cache(store: Store) -> None:
+    one(store)
+    assert not store.path.with_name("a.zarr.grams").exists()
+
+
+def test_a_place_that_cannot_be_written_is_said(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    h = hsic(representations(store), options=GramOptions(cache=tmp_path / "file" / "sub"))
+    assert summarise(h).cka == pytest.approx(expected(), abs=1e-6)
+    assert caplog.text.count("are not kept") == 1 and "--cache DIR" in caplog.text
+
+
+def test_a_damaged_cache_is_named(store: Store) -> None:
+    reps = representations(store)
+    hsic(reps, options=GramOptions())
+    tiles = sorted(store.path.with_name("a.zarr.grams").glob("*.tiles"))[0]
+    data = bytearray(tiles.read_bytes())
+    data[100] ^= 1
+    tiles.write_bytes(data)
+    with pytest.raises(VitseeError, match=r"\.tiles is damaged .* delete it"):
+        hsic(reps, options=GramOptions())
+    tiles.unlink()
+    assert summarise(hsic(reps, options=GramOptions())).cka == pytest.approx(expected(), abs=1e-6)
+
+
+def test_a_failure_leaves_no_half_matrix(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vitsee_core.similarity.cache.os.replace", full)
+    with pytest.raises(VitseeError, match=r"cannot keep the Gram matrix of .*no space left"):
+        hsic(representations(store), options=GramOptions())
+    assert list(store.path.with_name("a.zarr.grams").iterdir()) == []
+
+
+# Gram matrices within slabs
+
+
+def test_slab_grams_stand_in_for_activations(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    valid = [1] * 13 + [0] + [1] * (N - 14)
+    a = write_acts(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True, valid=valid)
+    b = write_acts(tmp_path / "b.zarr", SITES, slab=5)
+    cells = [np.array([i for i in range(k, min(k + 8, N)) if valid[i]]) for k in range(0, N, 8)]
+
+    def total(x: Array, y: Array) -> float:
+        return math.fsum(
+            len(c) * loop_hsic1(x[c].reshape(len(c), -1), y[c].reshape(len(c), -1)) for c in cells
+        )
+
+    values = list(SITES.values())
+    wanted = np.array(
+        [[total(x, y) / math.sqrt(total(x, x) * total(y, y)) for y in values] for x in values]
+    )
+    h = hsic(representations(a), options=options())
+    assert summarise(h).cka == pytest.approx(wanted, abs=1e-5)
+    assert "keeps only Gram matrices within slabs" in caplog.text
+    assert h.spread == "" and "fewer than 10" in h.notes["spread"] and h.n_images == N - 1
+    # beside activations, which are cut the same way
+    mixed = hsic(representations(a), representations(b), options=options())
+    assert summarise(mixed).cka == pytest.approx(wanted, abs=1e-5)
+    # pooled vectors are kept, and exact
+    mean = summarise(hsic(representations(a, "mean"), options=options())).cka
+    rows = np.array(valid) == 1
+    assert mean == pytest.approx(
+        expected({k: v[:, 1:].mean(1) for k, v in SITES.items()}, rows), abs=1e-6
+    )
+
+
+def test_slab_grams_have_a_jackknife_from_ten_slabs_on(tmp_path: Path) -> None:
+    sites = {k: activations(50, seed=i) for i, k in enumerate(SITES)}
+    a = write_acts(tmp_path / "a.zarr", sites, tokens="pooled", grams=True, slab=5)
+    h = hsic(representations(a), options=options())
+    without = hsic(
+        representations(
+            write_acts(
+                tmp_path / "b.zarr",
+                {k: v[5:] for k, v in sites.items()},
+                tokens="pooled",
+                grams=True,
+                slab=5,
+            )
+        ),
+        options=options(),
+    )
+    assert h.spread == "slabs" and h.replicates is not None and len(h.replicates.cross) == 10
+    left_out = replace(h.replicates, cross=h.replicates.cross[0])
+    assert centred_alignment(
+        left_out.cross, h.replicates.rows[0], h.replicates.cols[0]
+    ) == pytest.approx(summarise(without).cka, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "says"),
+    [
+        (Estimator("exact"), "--estimator exact needs pairs of images across slabs"),
+        (Estimator("biased"), "--tokens blocks.0.out=all"),
+        (Estimator(repeats=20), "leave out --examples, --repeats"),
+        (Estimator(batch=16), "--batch 16 is not its slab of 8"),
+    ],
+)
+def test_slab_grams_serve_one_estimator(tmp_path: Path, estimator: Estimator, says: str) -> None:
+    a = write_acts(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True)
+    with pytest.raises(MissingInput, match=says):
+        one(a, estimator=estimator)
+
+
+def test_slab_grams_of_other_slabs_do_not_compare(tmp_path: Path) -> None:
+    a = write_acts(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True)
+    b = write_acts(tmp_path / "b.zarr", SITES, tokens="pooled", grams=True, slab=5)
+    with pytest.raises(StoreMismatch, match="same --slab"):
+        hsic(representations(a), representations(b), options=options())
+
+
+def test_an_unset_memory_is_a_quarter_of_the_machines(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(estimate_module, "memory_bytes", lambda: 400)
+    with pytest.raises(VitseeError, match="of memory are too few"):
+        one(store)
+    assert machine.memory_bytes() > 400

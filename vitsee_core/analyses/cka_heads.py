@@ -1,0 +1,293 @@
+"""Which attention heads of the first block see like a CNN: the local ones, or the global ones.
+
+The heads of one block are ordered by mean attention distance. The outputs of some of them (before
+the projection, all tokens, concatenated) are one representation, compared by CKA with the lower
+sites of another store, against the heads' mean distance (Raghu et al. 2021, Fig. 5). They do not
+say how heads are grouped: here windows of neighbours in that order, a third of the heads each, one
+head further at a time; or, cumulative, the k most local heads.
+
+The Gram matrix of concatenated features is the sum of the heads' Gram matrices and HSIC is
+bilinear, so that every group's value, and every replicate behind its spread, is a sum over heads:
+
+    HSIC(G, L) = sum_{h in G} HSIC(h, L)    HSIC(G, G) = sum_{h, h' in G} HSIC(h, h')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.heads import AttentionMoments, Block, attention_blocks
+from vitsee_core.heatmaps import COLOUR_MAP, describe_scale, describe_scope
+from vitsee_core.plotting import new_figure, shorten, styled
+from vitsee_core.presets import PRESETS, choose_estimator
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.results import Table
+from vitsee_core.similarity import GramOptions, Hsic, Representation, hsic, summarise
+from vitsee_core.streaming import choose_rows, fold
+from vitsee_stores import require_paired
+from vitsee_stores.errors import MissingInput, VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_stores import SiteSpec, Store
+
+COLUMNS = (
+    *("store_a", "site_a", "depth_a", "heads", "distance_px", "store_b", "site_b", "depth_b"),
+    *("cka", "std", "low", "high", "spread", "n_images"),
+)
+LEGEND_ENTRIES = 10
+
+
+def run(
+    *stores: Store,
+    block: str | None = None,
+    window: int | None = None,
+    cumulative: bool = False,
+    sites_b: Sequence[str] = (),
+    estimator: str | None = None,
+    batch: int | None = None,
+    examples: int | None = None,
+    repeats: int | None = None,
+    preset: str | None = None,
+    images: int | None = None,
+    seed: int = 0,
+    cache: Path | None = None,
+    no_cache: bool = False,
+    device: str = "auto",
+    memory: int | None = None,
+    progress: Progress = SILENT,
+) -> Table:
+    """One row a group of heads and site of the second store, from the most local group on.
+
+    Columns: see `COLUMNS`; `heads` their numbers from the most local on, "3 0 5"; `distance_px`
+    their mean attention distance in pixels; the rest as in `cka.run`. The images behind both are
+    those that can be read in both stores.
+
+    Args:
+        stores: the one with heads, and the one they are compared with.
+        block: path of the block; by default the first with attention.
+        window: heads a group; by default a third of them.
+        cumulative: groups of the k most local heads, k from 1 to all of them.
+        sites_b: selectors; by default those `blocks` whose relative depth is at most a half.
+        estimator: as for `cka.run`, and so are the following.
+        batch: images a minibatch.
+        examples: images a repeat.
+        repeats: how often they are drawn.
+        preset: "raghu".
+        images: use so many; see `choose_rows`.
+        seed: of minibatches and samples.
+        cache: folder for Gram matrices; by default beside each store.
+        no_cache: keep none.
+        device: where to multiply.
+        memory: bytes to stay within.
+        progress: told of each Gram matrix.
+
+    Raises:
+        StoreMismatch: the stores do not hold the same images in the same order.
+        MissingInput: the first store lacks attention summaries or the heads' outputs.
+        SiteError: no such block or site.
+        VitseeError: not two stores, choices that do not go together, too few images.
+    """
+    if len(stores) != 2:
+        raise VitseeError(
+            f"cka-heads compares the heads of one store with the sites of another; expected two "
+            f"stores, got {len(stores)}"
+        )
+    a, b = stores
+    chosen = _block(a, block)
+    heads, depth = _heads(a, chosen)
+    distances = _distances(a, b, chosen, images, seed)
+    groups = _groups(distances, window, cumulative)
+    sites = b.select(sites_b) if sites_b else _lower_half(b)
+    how = choose_estimator(
+        stores,
+        preset,
+        estimator,
+        batch=batch,
+        examples=examples,
+        repeats=repeats,
+        images=images,
+        seed=seed,
+    )
+    h = hsic(
+        heads,
+        [*heads, *(Representation(b, site) for site in sites)],
+        estimator=how,
+        images=images,
+        seed=seed,
+        options=GramOptions(cache, not no_cache, device, memory),
+        progress=progress,
+    )
+    members = np.zeros((len(groups), len(heads)))
+    for row, group in zip(members, groups, strict=True):
+        row[group] = 1
+    similarity = summarise(over_groups(h, members))
+    notes = {
+        **h.notes,
+        **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
+        "groups": "the most local heads" if cumulative else f"windows of {len(groups[0])} heads",
+        "head_distances_px": distances.tolist(),
+    }
+    rows = [
+        {
+            "store_a": a.label,
+            "site_a": heads[0].site.name,
+            "depth_a": depth,
+            "heads": " ".join(map(str, group)),
+            "distance_px": float(distances[group].mean()),
+            "store_b": b.label,
+            "site_b": site.name,
+            "depth_b": site.depth,
+            **{
+                name: float(getattr(similarity, name)[i, j])
+                for name in ("cka", "std", "low", "high")
+            },
+            "spread": h.spread,
+            "n_images": h.n_images,
+        }
+        for i, group in enumerate(groups)
+        for j, site in enumerate(sites)
+    ]
+    return Table.from_rows(rows, COLUMNS, notes)
+
+
+def _block(store: Store, block: str | None) -> Block:
+    blocks = attention_blocks(store, ("blocks",) if block is None else (block,))
+    if block is not None and len(blocks) > 1:
+        raise VitseeError(f"--block {block} chooses {len(blocks)} blocks; expected one")
+    return blocks[0]
+
+
+def _heads(store: Store, block: Block) -> tuple[list[Representation], int]:
+    """The outputs of each head, and the site's depth. Channels are heads x head dim.
+
+    Raises:
+        MissingInput: they are not stored, or pooled only.
+        VitseeError: the heads' outputs are not of one size.
+    """
+    name = f"{block.site}.attn.heads"
+    try:
+        site = store.site(name)
+        store.acts(name)
+    except MissingInput:
+        raise MissingInput(
+            f"{store.label} does not keep the outputs of the heads of {block.site}; run: vitsee "
+            f"extract MODEL --sites blocks --sites {name} ..."
+        ) from None
+    width, rest = divmod(site.dim, block.n_heads)
+    if rest:
+        raise VitseeError(
+            f"{store.label}: {name} has {site.dim} channels for {block.n_heads} heads"
+        )
+    slices = [slice(h * width, (h + 1) * width) for h in range(block.n_heads)]
+    return [Representation(store, site, channels=part) for part in slices], site.depth
+
+
+def _distances(a: Store, b: Store, block: Block, images: int | None, seed: int) -> NDArray[Any]:
+    """(heads,) mean attention distance in pixels over the images of the comparison."""
+    rows = choose_rows(a, images, seed)
+    rows = replace(rows, mask=rows.mask & require_paired(a, b))
+    stored = ("distance_px", block.group)
+    summary = fold(a, partial(AttentionMoments, (stored,)), rows=rows).result()[stored]
+    mean: NDArray[Any] = summary.mean[block.row, : block.n_heads]
+    return mean
+
+
+def _groups(
+    distances: NDArray[Any], window: int | None, cumulative: bool
+) -> list[NDArray[np.int64]]:
+    """Numbers of the heads in each group, from the most local on."""
+    n = len(distances)
+    if cumulative and window is not None:
+        raise VitseeError("--window and --cumulative exclude each other")
+    if window is not None and not 1 <= window <= n:
+        raise VitseeError(f"--window is {window}; the block has {n} heads")
+    order = np.argsort(distances, kind="stable")
+    if cumulative:
+        return [order[: k + 1] for k in range(n)]
+    size = window or max(1, n // 3)
+    return [order[k : k + size] for k in range(n - size + 1)]
+
+
+def _lower_half(store: Store) -> list[SiteSpec]:
+    return [site for site in store.select("blocks") if site.rel_depth <= 0.5]
+
+
+def over_groups(h: Hsic, members: NDArray[np.float64]) -> Hsic:
+    """HSIC of groups of heads with sites, from that of the heads.
+
+    Args:
+        h: rows are the H heads; cols the heads again, then the sites.
+        members: (groups, H) 1 where a head is in a group, else 0.
+    """
+    n = members.shape[1]
+    own = ((members @ h.cross[..., :n]) * members).sum(-1)
+    return replace(
+        h,
+        cross=members @ h.cross[..., n:],
+        rows=own,
+        cols=h.cols[..., n:],
+        replicates=None if h.replicates is None else over_groups(h.replicates, members),
+    )
+
+
+@styled
+def plot(table: Table) -> Figure:
+    """CKA against the groups' mean distance, one curve a site of the second store, dark to bright
+    with depth; for up to ten sites the 95 % interval as a band, or the estimator's noise as bars.
+    """
+    import matplotlib
+    from matplotlib.lines import Line2D
+
+    figure = new_figure(6.6, 3.8)
+    axes = figure.add_subplot()
+    sites = table.unique("site_b")
+    colours = matplotlib.colormaps[COLOUR_MAP]
+    places = np.linspace(0.1, 0.82, len(sites)) if len(sites) > 1 else [0.4]
+    spread = len(sites) <= LEGEND_ENTRIES  # of more curves it would hide the others
+    for place, (_, rows) in zip(places, table.groups("site_b"), strict=True):
+        _draw_curve(axes, rows, colours(place), spread)
+    shown = sites[:: -(-len(sites) // LEGEND_ENTRIES)]
+    handles = [
+        Line2D([], [], color=colours(places[sites.index(site)]), label=site)
+        for site in reversed(shown)
+    ]
+    first = {name: str(table[name][0]) for name in ("store_a", "site_a", "store_b")}
+    figure.legend(handles=handles, loc="outside right upper", title=shorten(first["store_b"], 20))
+    block = first["site_a"].removesuffix(".attn.heads")
+    heads = f"{shorten(first['store_a'], 22)}, {block}"
+    axes.set_xlabel(f"mean attention distance of the heads (px); {heads}")
+    axes.set_ylabel(describe_scale(table))
+    axes.set_title(describe_scope(table) + (_describe_spread(table) if spread else ""))
+    axes.set_ylim(min(0.0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
+    return figure
+
+
+def _draw_curve(axes: Axes, rows: Table, shade: Any, spread: bool) -> None:
+    rows = rows.take(np.argsort(rows["distance_px"], kind="stable"))
+    x, y = rows["distance_px"], rows["cka"]
+    if not spread:
+        axes.plot(x, y, color=shade, linewidth=0.9, marker="o", markersize=1.5)
+        return
+    if np.isfinite(rows["low"]).any():
+        axes.fill_between(x, rows["low"], rows["high"], color=shade, alpha=0.15, linewidth=0)
+    elif np.isfinite(rows["std"]).any():
+        axes.errorbar(x, y, rows["std"], color=shade, fmt="none", capsize=2, linewidth=0.8)
+    axes.plot(x, y, color=shade, marker="o", markersize=3)
+
+
+def _describe_spread(table: Table) -> str:
+    if np.isfinite(table["low"]).any():
+        return "; bands: 95 % interval over images"
+    if np.isfinite(table["std"]).any():
+        return "; bars: std over minibatch repeats"
+    return ""

@@ -1,0 +1,174 @@
+"""Similarity heatmaps: sites against sites on one honest colour scale.
+
+The origin is at the bottom left and both axes run from the input to the output, as in Raghu et
+al. 2021, Figs. 1, 2 and Walmer et al. 2023, Figs. 20 to 23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.plotting import GREY, new_figure
+from vitsee_core.site_axes import CHARACTER_INCHES, SiteAxis, Ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+    from vitsee_core.results import Table
+
+Float = NDArray[np.float64]
+
+COLOUR_MAP = "magma"
+NO_VALUE = "#9FB4BD"  # bluish grey: not a colour of the map
+BOUNDARY = "#A0A0A0"  # seen on both ends of the map
+MOST_LABELS = 24
+LABEL_INCHES = 0.17  # a line of tick labels, with its gap
+TOKENS = {
+    "all": "all tokens",
+    "patches": "patches",
+    "cls": "class token",
+    "prefix": "prefix tokens",
+    "mean": "mean over patches",
+    "mean-all": "mean over all tokens",
+    "first": "first token",
+    "rest": "mean of all but the first token",
+    "vectors": "vectors",
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One heatmap. values: (rows, cols), NaN for none; numbers: written into the cells."""
+
+    values: Float
+    rows: SiteAxis
+    cols: SiteAxis
+    title: str = ""
+    numbers: bool = False
+
+    @property
+    def cell_inches(self) -> float:
+        """Side of a cell: as large as is useful, the panel's longer side up to 6 inches, or more
+        where numbers have to be read."""
+        longest = max(len(self.rows), len(self.cols))
+        if self.numbers:
+            return max(1.5 / longest, min(max(5 / longest, 0.31), 0.5))
+        return max(1.5 / longest, min(6 / longest, 0.3 if longest > 8 else 0.42))
+
+    def ticks(self) -> tuple[Ticks, Ticks]:
+        """Of the rows and of the columns, as many as can be read."""
+        most = 60 if self.numbers else MOST_LABELS
+        inches = [n * self.cell_inches for n in self.values.shape]
+        y, x = (min(most, max(2, int(length / LABEL_INCHES))) for length in inches)
+        return self.rows.ticks(y), self.cols.ticks(x)
+
+
+def draw_heatmaps(panels: Sequence[Panel], label: str) -> Figure:
+    """The panels side by side, cells square, with one colour bar called `label` for all of them.
+
+    The scale is 0 to 1 whatever the values are; where some lie outside the colour bar has an arrow
+    at that end. Cells without a value are grey, and a line says so. To be called below `styled`.
+    """
+    from matplotlib.patches import Patch
+
+    figure = new_figure(*_figure_size(panels))
+    figure.set_layout_engine("compressed")
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    images = [_draw(axes, panel) for axes, panel in zip(all_axes, panels, strict=True)]
+    values = np.concatenate([panel.values.ravel() for panel in panels])
+    # Rounding takes the CKA of a site with itself a little above 1.
+    outside = (bool((values < -1e-9).any()), bool((values > 1 + 1e-9).any()))
+    extend = {(False, False): "neither", (True, False): "min", (False, True): "max"}
+    bar = figure.colorbar(
+        images[-1],
+        cax=_beside(all_axes[-1], panels[-1]),
+        extend=extend.get(outside, "both"),
+        ticks=np.linspace(0, 1, 6 if _bar_inches(panels[-1]) > 1.8 else 3),
+    )
+    bar.set_label(label)
+    bar.outline.set_linewidth(0.5)  # type: ignore[operator]
+    if np.isnan(values).any():
+        absent = Patch(facecolor=NO_VALUE, label="no value: a self-HSIC is not positive")
+        figure.legend(handles=[absent], loc="outside lower left")
+    return figure
+
+
+def _bar_inches(panel: Panel) -> float:
+    """Length of the colour bar: the panel's height, or what its labels need."""
+    return max(len(panel.rows) * panel.cell_inches, 1.2)
+
+
+def _beside(axes: Axes, panel: Panel) -> Axes:
+    """A place for the colour bar to the right of a panel, of one width whatever the panel's."""
+    height, width = (n * panel.cell_inches for n in panel.values.shape)
+    length = _bar_inches(panel) / height
+    return axes.inset_axes((1 + 0.1 / width, (1 - length) / 2, 0.12 / width, length))
+
+
+def _figure_size(panels: Sequence[Panel]) -> tuple[float, float]:
+    """Inches that leave each panel its size and its labels their room."""
+    width, height = 0.85, 0.0  # the colour bar
+    for panel in panels:
+        y, x = panel.ticks()
+        cols = len(panel.cols) * panel.cell_inches
+        width += cols + 0.45 + CHARACTER_INCHES * max(map(len, y.texts))
+        names = CHARACTER_INCHES * max(map(len, x.texts))
+        height = max(height, _bar_inches(panel) + 0.6 + names)
+    if any(np.isnan(panel.values).any() for panel in panels):
+        height += 0.25
+    return max(width, 3.4), max(height, 2.2)
+
+
+def _draw(axes: Axes, panel: Panel) -> AxesImage:
+    import matplotlib
+
+    colours = matplotlib.colormaps[COLOUR_MAP].with_extremes(bad=NO_VALUE)
+    image = axes.imshow(panel.values, cmap=colours, vmin=0, vmax=1, aspect="equal")
+    axes.grid(False)
+    y, x = panel.ticks()
+    x.put_on(axes.xaxis, panel.cell_inches)
+    y.put_on(axes.yaxis, panel.cell_inches)
+    for edge in panel.rows.boundaries():
+        axes.axhline(edge, color=BOUNDARY, linewidth=0.5, alpha=0.6)
+    for edge in panel.cols.boundaries():
+        axes.axvline(edge, color=BOUNDARY, linewidth=0.5, alpha=0.6)
+    for spine in axes.spines.values():
+        spine.set(visible=True, linewidth=0.5, color=GREY)
+    axes.set_title(panel.title)
+    if panel.numbers:
+        _write_numbers(axes, panel)
+    return image
+
+
+def _write_numbers(axes: Axes, panel: Panel) -> None:
+    size = min(8.5, panel.cell_inches * 72 / 3)
+    for (i, j), value in np.ndenumerate(panel.values):
+        if not np.isnan(value):
+            text = f"{value:.2f}".replace("-0.00", "0.00")
+            ink = "black" if value > 0.62 else "white"
+            axes.text(j, i, text, ha="center", va="center", fontsize=size, color=ink)
+
+
+def describe_scope(table: Table) -> str:
+    """What the similarities of a table are about: `class token, n = 2000`."""
+    tokens = table.notes.get("tokens")
+    low, high = table["n_images"].min(), table["n_images"].max()
+    n = f"n = {low}" if low == high else f"n = {low} to {high}"
+    return n if tokens is None else f"{TOKENS.get(tokens, f'token {tokens}')}, {n}"
+
+
+def describe_scale(table: Table) -> str:
+    """What its values are called, as far as its notes say which CKA they are."""
+    kind = table.notes.get("estimator")
+    if kind is None:
+        return "CKA"
+    if table.notes.get("rescaled"):
+        return "CKA (debiased, rescaled Grams)"
+    return f"CKA ({'biased' if kind == 'biased' else 'debiased'})"

@@ -1,0 +1,225 @@
+"""Which sites of which stores are compared with which."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vitsee_stores.errors import MissingInput, SiteError, VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Store
+
+log = logging.getLogger(__name__)
+
+Side = tuple["Store", "SiteSpec"]
+
+DEFAULT_SITES = ("blocks",)
+PAIRS = ("all", "same-depth", "branch")
+# A sublayer's long branch -> its skip, the first of these that the store holds.
+SKIPS = {
+    "attn.branch": ("in",),
+    "mlp.branch": ("mid",),
+    "token.branch": ("in",),
+    "channel.branch": ("mid",),
+    "branch": ("shortcut", "in"),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sites to compare: rows with cols (None: rows with each other), and of all these pairs the
+    places (row, col) that are wanted, in the table's order."""
+
+    rows: list[Side]
+    cols: list[Side] | None
+    places: list[tuple[int, int]]
+
+
+def choose_pairs(
+    stores: Sequence[Store],
+    sites: Sequence[str] = (),
+    sites_a: Sequence[str] = (),
+    sites_b: Sequence[str] = (),
+    pairs: str = "all",
+) -> Comparison:
+    """What `vitsee cka` compares.
+
+    all: one store's sites with each other, or its `sites_a` with its `sites_b`; two stores' sites;
+    of three and more, one site each, with each other. same-depth: the first store's sites with
+    each other store's, one by one. branch: one store's skips with its long branches, sublayers of
+    one kind with each other.
+
+    Args:
+        stores: one or more.
+        sites: selectors, of every store, by default `blocks`; for `branch` of sites in the blocks
+            that count, by default all.
+        sites_a: for the rows, in place of `sites`.
+        sites_b: for the columns, in place of `sites`.
+        pairs: one of `PAIRS`.
+
+    Raises:
+        SiteError: a selector that nothing matches.
+        MissingInput: the store keeps no skips and branches.
+        VitseeError: a number of stores or sites that gives no such comparison.
+    """
+    if pairs not in PAIRS:
+        raise VitseeError(f"no pairs {pairs!r}; expected {', '.join(PAIRS)}")
+    if sites and sites_a and sites_b:
+        raise VitseeError("--sites-a and --sites-b choose both sides; leave --sites out")
+    if pairs == "branch":
+        if len(stores) > 1 or sites_a or sites_b:
+            raise VitseeError(
+                "--pairs branch compares the skips of one store with its own branches; give one "
+                "store, and --sites to choose its blocks"
+            )
+        return _branches(stores[0], sites)
+    sites = sites or DEFAULT_SITES
+    if pairs == "same-depth":
+        return _same_depth(stores, sites, sites_a, sites_b)
+    if len(stores) > 2:
+        if sites_a or sites_b:
+            raise VitseeError(
+                f"--sites-a and --sites-b are the two sides of one or two stores, not of "
+                f"{len(stores)}; use --sites"
+            )
+        return _square([_one_site(stores, sites)])
+    if len(stores) == 1 and not (sites_a or sites_b):
+        return _square(_of_each(stores, sites))
+    a, b = _two_sides(stores, sites, sites_a, sites_b)
+    return Comparison(a, b, [(i, j) for i in range(len(a)) for j in range(len(b))])
+
+
+def _square(sides: Sequence[Sequence[Side]]) -> Comparison:
+    (rows,) = sides
+    n = len(rows)
+    return Comparison(list(rows), None, [(i, j) for i in range(n) for j in range(n)])
+
+
+def _two_sides(
+    stores: Sequence[Store], sites: Sequence[str], sites_a: Sequence[str], sites_b: Sequence[str]
+) -> tuple[list[Side], list[Side]]:
+    first, last = stores[0], stores[-1]
+    if not sites_a and not sites_b:
+        a, b = _of_each((first, last), sites)
+        return a, b
+    a = _of(first, sites_a or sites)
+    return a, _of(last, sites_b or sites)
+
+
+def _of(store: Store, patterns: Sequence[str]) -> list[Side]:
+    return [(store, site) for site in store.select(patterns)]
+
+
+def _of_each(stores: Sequence[Store], patterns: Sequence[str]) -> list[list[Side]]:
+    """The chosen sites of every store. Models differ in their sites' names: a selector has to
+    match in one of the stores, and in every store one has to; what does not match is said.
+
+    Raises:
+        SiteError: as said.
+    """
+    matching = [[p for p in patterns if _matches(store, p)] for store in stores]
+    for store, found in zip(stores, matching, strict=True):
+        for pattern in patterns:
+            if not found or not any(pattern in others for others in matching):
+                store.select([pattern])
+    for store, found in zip(stores, matching, strict=True):
+        absent = [p for p in patterns if p not in found]
+        if absent:
+            log.info("%s: no site matches %s", store.label, ", ".join(absent))
+    return [_of(store, found) for store, found in zip(stores, matching, strict=True)]
+
+
+def _matches(store: Store, pattern: str) -> bool:
+    try:
+        store.select([pattern])
+    except SiteError:
+        return False
+    return True
+
+
+def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:
+    """One site of every store.
+
+    Raises:
+        VitseeError: several of one.
+    """
+    chosen = _of_each(stores, sites)
+    if any(len(of_store) > 1 for of_store in chosen):
+        counts = ", ".join(f"{len(of_store)} of {of_store[0][0].label}" for of_store in chosen)
+        raise VitseeError(
+            f"{len(stores)} stores are compared by one site each; {' '.join(sites)} chooses "
+            f"{counts} (give e.g. --sites blocks.-1.out, or --sites pooled)"
+        )
+    return [of_store[0] for of_store in chosen]
+
+
+def _same_depth(
+    stores: Sequence[Store], sites: Sequence[str], sites_a: Sequence[str], sites_b: Sequence[str]
+) -> Comparison:
+    """By name where both lists have the same names, else the i-th with the i-th."""
+    if len(stores) == 1 and not (sites_a and sites_b):
+        raise VitseeError(
+            "--pairs same-depth compares two stores, or --sites-a with --sites-b of one; got one "
+            "store"
+        )
+    rows: list[Side] = []
+    cols: list[Side] = []
+    places: list[tuple[int, int]] = []
+    for other in stores[1:] or stores:
+        rows, b = _two_sides((stores[0], other), sites, sites_a, sites_b)
+        if len(rows) != len(b):
+            raise VitseeError(
+                f"--pairs same-depth: {len(rows)} sites of {stores[0].label} against {len(b)} of "
+                f"{other.label}; choose as many of each with --sites-a and --sites-b"
+            )
+        by_name = {site.name: j for j, (_, site) in enumerate(b)}
+        named = by_name.keys() == {site.name for _, site in rows}
+        places += [
+            (i, len(cols) + (by_name[site.name] if named else i))
+            for i, (_, site) in enumerate(rows)
+        ]
+        cols += b
+    return Comparison(rows, cols, places)
+
+
+def _branches(store: Store, sites: Sequence[str]) -> Comparison:
+    """Skips (rows) and long branches (cols), in the model's order within each kind of sublayer.
+
+    Raises:
+        MissingInput: the store has no branches, or not the skips that belong to them.
+    """
+    blocks = {site.block for site in store.select(sites)} if sites else None
+    kinds: dict[str, list[tuple[SiteSpec, SiteSpec]]] = {}
+    for site in store.sites.values():
+        is_branch = site.part in SKIPS and "residual" in site.groups
+        if is_branch and (blocks is None or site.block in blocks):
+            kinds.setdefault(site.part, []).append((_skip(store, site), site))
+    if not kinds:
+        reason = store.manifest.left_out.get("residual")
+        raise MissingInput(
+            f"{store.label} keeps no skips and branches"
+            + (f": {reason}" if reason else "; run: vitsee extract MODEL --sites residual ...")
+        )
+    rows: list[Side] = []
+    cols: list[Side] = []
+    places: list[tuple[int, int]] = []
+    for members in kinds.values():
+        at, n = len(rows), len(members)
+        rows += [(store, skip) for skip, _ in members]
+        cols += [(store, branch) for _, branch in members]
+        places += [(at + i, at + j) for i in range(n) for j in range(n)]
+    return Comparison(rows, cols, places)
+
+
+def _skip(store: Store, branch: SiteSpec) -> SiteSpec:
+    names = [f"{branch.block}.{part}" for part in SKIPS[branch.part]]
+    for name in names:
+        if name in store.sites:
+            return store.sites[name]
+    raise MissingInput(
+        f"{store.label} keeps {branch.name} without its skip {names[0]}; run: vitsee extract MODEL "
+        "--sites residual ..."
+    )

@@ -1,0 +1,122 @@
+"""The estimators of published figures by name, and what a user's own choices change of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vitsee_core.similarity import Estimator
+from vitsee_core.streaming import choose_rows
+from vitsee_stores import require_paired
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+KINDS = ("exact", "minibatch", "biased")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """estimator: its `examples` are all images where they are None. source: of it, in words. sites:
+    what is compared unless the user says otherwise; () for anything. order: of the images, "" for
+    any."""
+
+    estimator: Estimator
+    source: str
+    sites: tuple[str, ...] = ()
+    order: str = ""
+
+
+PRESETS = {
+    "raghu": Preset(
+        Estimator("minibatch", 1024, 10240, 20),
+        "Raghu et al. 2021, appendix A: 10 batches of 1024 images without replacement, 20 times",
+    ),
+    "walmer": Preset(
+        Estimator("minibatch", 1024, None, 1),
+        "Walmer et al. 2023, D.1, their text: the last block, unbiased HSIC over shuffled batches, "
+        "whose size they do not say: here all images once, in equal batches of at most 1024",
+        sites=("blocks.-1.out",),
+    ),
+    "vit_analysis": Preset(
+        Estimator("minibatch", 8, None, 1, rescale=True),
+        "the code of Walmer et al. 2023: batches of 8 in the data's order, Gram matrices rescaled "
+        "batch by batch",
+        order="dataset",
+    ),
+}
+
+
+def choose_estimator(
+    stores: Sequence[Store],
+    preset: str | None = None,
+    kind: str | None = None,
+    *,
+    batch: int | None = None,
+    examples: int | None = None,
+    repeats: int | None = None,
+    images: int | None = None,
+    seed: int = 0,
+) -> Estimator:
+    """The estimator that a preset and a user's own choices, which count more, describe.
+
+    Sizes without a kind mean minibatch.
+
+    Args:
+        stores: to be compared.
+        preset: one of `PRESETS`.
+        kind: one of `KINDS`.
+        batch: images a batch.
+        examples: images a repeat.
+        repeats: how often they are drawn.
+        images: see `choose_rows`.
+        seed: see `choose_rows`.
+
+    Raises:
+        VitseeError: an unknown word, sizes of batches for an estimator without batches, or a
+            preset that needs its images in another order.
+        StoreMismatch: the stores hold other images.
+    """
+    if kind not in (None, *KINDS):
+        raise VitseeError(f"no estimator {kind!r}; expected {', '.join(KINDS)}")
+    sizes = {"--batch": batch, "--examples": examples, "--repeats": repeats}
+    given = [name for name, value in sizes.items() if value is not None]
+    if given and kind not in (None, "minibatch"):
+        raise VitseeError(f"{given[0]} belongs to --estimator minibatch, not to {kind}")
+    if preset is None:
+        return Estimator(kind or ("minibatch" if given else "auto"), batch, examples, repeats)
+    if preset not in PRESETS:
+        raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+    if kind not in (None, "minibatch"):
+        return Estimator(kind)
+    theirs = PRESETS[preset]
+    for store in stores:
+        order = store.manifest.identity.get("order")
+        if theirs.order and order != theirs.order:
+            raise VitseeError(
+                f"--preset {preset} takes the images in the {theirs.order}'s order, {store.label} "
+                f"holds them {order}; extract it with --order {theirs.order}"
+            )
+    size, number = theirs.estimator.batch or 0, theirs.estimator.examples
+    if number is None:
+        number = _count(stores, images, seed)
+        if not theirs.estimator.rescale:
+            # Equal batches: a short last one would have to be left out.
+            size = number // -(-number // size)
+    return Estimator(
+        "minibatch",
+        batch or size,
+        examples or number,
+        repeats or theirs.estimator.repeats,
+        theirs.estimator.rescale,
+    )
+
+
+def _count(stores: Sequence[Store], images: int | None, seed: int) -> int:
+    """Images that all the stores can compare."""
+    counted = choose_rows(stores[0], images, seed).mask & stores[0].valid
+    for store in stores[1:]:
+        counted = counted & require_paired(stores[0], store)
+    return int(counted.sum())

@@ -1,0 +1,224 @@
+"""The minibatch estimator: mean HSIC_1 over batches of images, in one or several repeats.
+
+Every sum over batches is a weighted sum over pairs of images, so where the Gram matrices of all
+images are there, or cost less than the batches' own, all repeats come from them. Otherwise each
+batch has a Gram matrix of its own, and all of them grow while the features are read once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitsee_core.similarity.features import Representation
+from vitsee_core.similarity.gram_file import Float32, GramFile
+from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
+from vitsee_core.similarity.job import Estimator, Job, Rows
+from vitsee_core.similarity.products import Origin, Tile, products
+from vitsee_core.similarity.tiles import (
+    Matrix,
+    Partition,
+    as_one_batch,
+    pair_totals,
+    sum_over_cells,
+)
+from vitsee_core.similarity.whole import full_grams, in_groups
+from vitsee_stores.errors import VitseeError
+
+BATCH, EXAMPLES, REPEATS = 1024, 10240, 20  # Raghu et al. 2021, appendix A
+
+# The Gram matrix of a batch, by the batch's number.
+OfBatch = Callable[[int], Matrix]
+
+log = logging.getLogger(__name__)
+
+
+def minibatch(job: Job, estimator: Estimator) -> Hsic:
+    """The mean HSIC_1 over batches; replicates are the repeats."""
+    n = len(job.rows)
+    batch, examples, repeats = _sizes(estimator, n)
+    drawn = _draw(n, batch, examples, repeats, None if estimator.rescale else job.seed)
+    notes: dict[str, Any] = {
+        "estimator": "minibatch",
+        "hsic": "HSIC_1 (unbiased) in each batch; ratio of means over a repeat's batches",
+        **{"batch": batch, "batches": examples // batch, "repeats": repeats},
+    }
+    if estimator.rescale:
+        notes["hsic"] += "; Gram matrices scaled to [0, 1] batch by batch, images in order"
+        grams = [_rescaled(job, r, drawn[0]) for r in job.representations]
+        values = [weighted_sum(list(each_batch(job, grams, len(drawn[0]))))]
+    elif _prefer_whole(job, repeats * examples * batch):
+        values = _from_whole(job, drawn, batch)
+    else:
+        batches = [places for cells in drawn for places in cells]
+        parts = list(each_batch(job, own_grams(job, batches), len(batches)))
+        step = len(drawn[0])
+        values = [weighted_sum(parts[k : k + step]) for k in range(0, len(parts), step)]
+    if repeats == 1:
+        return replace(values[0], n_images=examples, notes=notes)
+    return replace(
+        values[0],
+        replicates=stacked(values),
+        spread="repeats",
+        n_images=examples,
+        notes=notes,
+    )
+
+
+def _sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
+    """Batch, examples (a multiple of it) and repeats, capped at what there is; caps are said.
+
+    Raises:
+        VitseeError: sizes that make no batch of at least 4 images.
+    """
+    batch = estimator.batch or BATCH
+    examples = estimator.examples or (n if estimator.rescale else EXAMPLES)
+    repeats = estimator.repeats or (1 if estimator.rescale else REPEATS)
+    if batch < 4:
+        raise VitseeError(f"--batch is {batch}; HSIC_1 needs at least 4 images in a batch")
+    if estimator.rescale and repeats > 1:
+        raise VitseeError("batches in the store's order are the same each time; give --repeats 1")
+    for name, value in (("batch", batch), ("examples", examples)):
+        if value > n:
+            log.warning("%s %d: there are %d images, all are used", name, value, n)
+    batch, examples = min(batch, n), min(examples, n)
+    if examples < batch:
+        raise VitseeError(f"--examples {examples} are fewer than a batch of {batch}")
+    return batch, examples - examples % batch, repeats
+
+
+def _draw(n: int, batch: int, examples: int, repeats: int, seed: int | None) -> list[list[Rows]]:
+    """Repeats of batches of places among the images, ascending within a batch; in the images'
+    order where there is no seed."""
+    rng = np.random.default_rng(seed)
+    orders = [np.arange(n) if seed is None else rng.permutation(n) for _ in range(repeats)]
+    return [
+        [np.sort(order[at : at + batch]) for at in range(0, examples, batch)] for order in orders
+    ]
+
+
+def _prefer_whole(job: Job, batch_entries: int) -> bool:
+    """Whether all images' Gram matrices are there, or have fewer entries than the batches'."""
+    n = len(job.rows)
+    return n * n < batch_entries or all(job.find(r) is not None for r in job.representations)
+
+
+def _from_whole(job: Job, drawn: Sequence[Sequence[Rows]], batch: int) -> list[Hsic]:
+    partitions = []
+    for cells in drawn:
+        labels = np.full(len(job.rows), -1)
+        for g, places in enumerate(cells):
+            labels[places] = g
+        partitions.append(Partition(labels, len(cells), crossing=False))
+
+    def work(rows: Sequence[Matrix], cols: Sequence[Matrix] | None, *, tile: int) -> list[Hsic]:
+        totals, _ = pair_totals(rows, cols, partitions, device=job.device, tile=tile)
+        return [sum_over_cells(t, p, batch) for t, p in zip(totals, partitions, strict=True)]
+
+    return in_groups(job, full_grams(job), work, partitions)
+
+
+# A Gram matrix a batch
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A matrix of `n` images that `load` brings as a whole, padded perhaps."""
+
+    n: int
+    load: Callable[[], Float32]
+
+    def block(self, i: slice, j: slice) -> Float32:
+        """(len(i), len(j)) of its entries."""
+        return self.load()[: self.n, : self.n][i, j]
+
+
+def own_grams(job: Job, batches: Sequence[Rows]) -> list[OfBatch]:
+    """The Gram matrices of every representation over each batch (places among the job's images),
+    kept as all Gram matrices are."""
+    in_store = [job.rows[places] for places in batches]
+    missing = {r.features.identity: r for r in job.representations if job.find(r, in_store) is None}
+    if missing:
+        size = 4 * len(batches) * max(map(len, batches)) ** 2
+        job.require_disk([(r, size) for r in missing.values()])
+        job.progress.start(len(missing))
+    try:
+        files = [job.find(r, in_store) or _make(job, r, batches) for r in job.representations]
+    finally:
+        job.progress.stop()
+    return [partial(_from_file, file) for file in files]
+
+
+def _from_file(file: GramFile, batch: int) -> Matrix:
+    return InMemory(file.header.batches[batch], partial(file.tile, batch))
+
+
+def _make(job: Job, of: Representation, batches: Sequence[Rows]) -> GramFile:
+    origin = Origin()
+    tiles = products(
+        of.features,
+        job.rows,
+        [Tile(places, places) for places in batches],
+        device=job.device,
+        memory=job.memory,
+        origin=origin,
+        workspace=job.workspace,
+        progress=lambda read: job.progress.advance(0, read),
+    )
+    lengths = tuple(map(len, batches))
+    made = job.cache.add(
+        of.features,
+        job.rows[np.concatenate(batches)],
+        max(lengths),
+        tiles,
+        lambda: origin.ratio,
+        lengths,
+    )
+    job.progress.advance(1)
+    return made
+
+
+def _rescaled(job: Job, of: Representation, batches: Sequence[Rows]) -> OfBatch:
+    """Gram matrices of plain features, each less its smallest entry and over its then largest; in
+    memory, and in float64 until they are scaled: the features' offset is in them."""
+    tiles = products(
+        of.features,
+        job.rows,
+        [Tile(places, places) for places in batches],
+        device=job.device,
+        memory=job.memory,
+        centred=False,
+        dtype=torch.float64,
+    )
+    scaled = []
+    for gram in tiles:
+        shifted = gram - gram.min()
+        scaled.append((shifted / (shifted.max() or np.nan)).astype(np.float32))
+    return lambda batch: InMemory(len(scaled[batch]), lambda: scaled[batch])
+
+
+def each_batch(job: Job, grams: Sequence[OfBatch], n_batches: int) -> Iterator[Hsic]:
+    """HSIC_1 in each batch."""
+    for batch in range(n_batches):
+        matrices = [of(batch) for of in grams]
+        whole = Partition(np.zeros(matrices[0].n, np.int64), 1, crossing=False)
+        work = partial(_one_batch, partition=whole, device=job.device)
+        yield from in_groups(job, matrices, work, [whole])
+
+
+def _one_batch(
+    rows: Sequence[Matrix],
+    cols: Sequence[Matrix] | None,
+    *,
+    tile: int,
+    partition: Partition,
+    device: torch.device,
+) -> list[Hsic]:
+    (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile)
+    return [as_one_batch(total, diagonals).unbiased()]

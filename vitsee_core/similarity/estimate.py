@@ -1,0 +1,163 @@
+"""HSIC between representations: over which images, by which estimator."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.device import precision_context, resolve_device
+from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch
+from vitsee_core.similarity.cache import gram_cache
+from vitsee_core.similarity.features import Representation
+from vitsee_core.similarity.gram_file import gram_bytes
+from vitsee_core.similarity.hsic import METHODS, Hsic
+from vitsee_core.similarity.job import Estimator, GramOptions, Job, Rows
+from vitsee_core.similarity.slabs import within_slabs
+from vitsee_core.similarity.whole import over_all_images
+from vitsee_core.streaming import choose_rows
+from vitsee_stores import require_paired
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.manifest import few
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+MOST_EXACT = 16384
+ILL_CONDITIONED = 1e4
+
+log = logging.getLogger(__name__)
+
+
+def hsic(
+    rows: Sequence[Representation],
+    cols: Sequence[Representation] | None = None,
+    *,
+    estimator: Estimator | None = None,
+    images: int | None = None,
+    seed: int = 0,
+    options: GramOptions | None = None,
+    progress: Progress = SILENT,
+) -> Hsic:
+    """HSIC of every representation in `rows` with every one in `cols`.
+
+    Each representation's Gram matrix is made once and kept, see `GramOptions`; then all pairs, the
+    spread and all repeats come from the matrices alone. Memory: `options.memory`, whatever the
+    number of images and of representations.
+
+    Args:
+        rows: R representations.
+        cols: C representations; None: `rows` among themselves.
+        estimator: see `Estimator`.
+        images: see `streaming.choose_rows`.
+        seed: of samples, minibatches, and the jackknife's blocks in stores in the data's order.
+        options: see `GramOptions`.
+        progress: told of each Gram matrix that is made, and of the bytes read for it.
+
+    Raises:
+        StoreMismatch: stores of other images, or within-slab Gram matrices of different slabs.
+        MissingInput: an estimate across slabs was asked for, and only those within were kept.
+        VitseeError: fewer than 4 images in common, not enough disk or memory.
+    """
+    estimator, options = estimator or Estimator(), options or GramOptions()
+    representations = (*rows, *(cols or ()))
+    by_slab = any(r.has_blocks_only for r in representations)
+    counted, own, shuffled, remarks = _images(representations, images, seed, by_slab)
+    with gram_cache(options.cache, options.use_cache) as cache:
+        job = Job(
+            representations=representations,
+            n_rows=len(rows),
+            among_themselves=cols is None,
+            rows=counted,
+            own=own,
+            shuffled=shuffled,
+            seed=seed,
+            device=resolve_device(options.device),
+            memory=options.memory or memory_bytes() // 4,
+            cache=cache,
+            progress=progress,
+        )
+        with precision_context(job.device, "fp32"):
+            result = _estimate(job, estimator, by_slab)
+        offsets = {} if by_slab else _offsets(job)
+    notes = {"spread": METHODS[result.spread], **result.notes}
+    notes |= {"images": len(counted), "seed": seed}
+    if offsets:
+        notes["common_offset"] = offsets
+    if remarks:
+        notes["remarks"] = remarks
+    return replace(result, n_images=result.n_images or len(counted), notes=notes)
+
+
+def _images(
+    representations: Sequence[Representation], images: int | None, seed: int, by_slab: bool
+) -> tuple[Rows, dict[str, Rows], bool, list[str]]:
+    """Rows counted in all stores, in each store by store_id, whether they are in random order, and
+    remarks."""
+    stores: dict[str, Store] = {r.store.manifest.store_id: r.store for r in representations}
+    first, *others = stores.values()
+    chosen = choose_rows(first, images, seed, whole_slabs=by_slab)
+    for remark in chosen.remarks:
+        log.info("%s", remark)
+    mask = chosen.mask & first.valid
+    for other in others:
+        mask &= require_paired(first, other)
+    if mask.sum() < 4:
+        raise VitseeError(
+            f"{int(mask.sum())} images are readable in all stores; CKA needs at least 4"
+        )
+    own = {i: np.flatnonzero(chosen.mask & store.valid) for i, store in stores.items()}
+    shuffled = first.manifest.identity.get("order") != "dataset"
+    return np.flatnonzero(mask), own, shuffled, list(chosen.remarks)
+
+
+def _estimate(job: Job, estimator: Estimator, by_slab: bool) -> Hsic:
+    if by_slab:
+        return within_slabs(job, estimator)
+    kind = estimator.kind
+    if kind == "auto":
+        asked = estimator.batch or estimator.examples or estimator.repeats or estimator.rescale
+        kind = "minibatch" if asked else _automatic(job)
+    if kind == "minibatch":
+        return minibatch(job, estimator)
+    return over_all_images(job, biased=kind == "biased")
+
+
+def _automatic(job: Job) -> str:
+    """Exact, unless it would cost too much; then that is said."""
+    n = len(job.rows)
+    missing = {r.features.identity: r for r in job.representations if job.find(r) is None}
+    if not missing:
+        return "exact"
+    need = sum(gram_bytes(len(job.own_rows(r))) for r in missing.values())
+    free = min(free_disk_bytes(job.cache.place(r.store)) for r in missing.values())
+    if n <= MOST_EXACT and need <= free / 2:
+        return "exact"
+    log.warning(
+        "%d images: minibatch CKA (%d images in batches of %d, %d times) in place of exact, whose "
+        "Gram matrices take %s (%s free); --estimator exact makes them, --images N takes fewer",
+        *(n, min(n, EXAMPLES), min(n, BATCH), REPEATS, human_bytes(need), human_bytes(free)),
+    )
+    return "minibatch"
+
+
+def _offsets(job: Job) -> dict[str, float]:
+    """|mean|^2 over the total variance of features that lost digits to it when stored; said."""
+    found: dict[str, float] = {}
+    for r in job.representations:
+        file = job.find(r)
+        if file is not None and file.header.offset > ILL_CONDITIONED:
+            found[f"{r.store.label} {r.stored.name}"] = file.header.offset
+    if found:
+        log.warning(
+            "features that are almost the same for all images, whose differences lost digits when "
+            "they were stored: %s (|mean|^2 up to %.0e times the variance; extract such sites with "
+            "--dtype SITE=float32)",
+            *(few(list(found)), max(found.values())),
+        )
+    return found

@@ -1,0 +1,181 @@
+"""A representation as a matrix, images by features, in strips of columns that fit the memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores.errors import MissingInput
+from vitsee_stores.lazy import LazyArray, StoredArray
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Store
+
+Box = tuple[slice, ...]
+Part = tuple[LazyArray, Box]
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Some columns of a feature matrix: the part of `array` that `box` cuts out of its axes after
+    the first."""
+
+    array: LazyArray
+    box: Box
+
+    @property
+    def n_columns(self) -> int:
+        """Number of features."""
+        return math.prod(part.stop - part.start for part in self.box)
+
+    def read(self, rows: slice, memory: NDArray[np.uint8] | None = None) -> NDArray[Any]:
+        """(rows, columns) of consecutive images, in the type they are stored in; in `memory`,
+        bytes, where that can be."""
+        n = rows.stop - rows.start
+        if memory is None or not isinstance(self.array, StoredArray) or self.array.fixed:
+            return self.array.load((rows, *self.box)).reshape(n, -1)
+        dtype = self.array.dtype
+        flat = memory[: n * self.n_columns * dtype.itemsize].view(dtype)
+        shape = (n, *(part.stop - part.start for part in self.box))
+        return self.array.load((rows, *self.box), flat.reshape(shape)).reshape(n, -1)
+
+
+class Features:
+    """Images by features: columns of stored arrays, side by side.
+
+    key: what tells these features from others of the same store, for a cache.
+    """
+
+    def __init__(self, store: Store, key: Sequence[str], parts: Sequence[Part]) -> None:
+        self.store, self.key, self.parts = store, tuple(key), tuple(parts)
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The store and the key: the same features have the same, others have another."""
+        return (self.store.manifest.store_id, *self.key)
+
+    @property
+    def n_features(self) -> int:
+        """Number of columns."""
+        return sum(Strip(array, box).n_columns for array, box in self.parts)
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of a stored value, of the widest part."""
+        return max(array.dtype.itemsize for array, _ in self.parts)
+
+    def strips(self, columns: int) -> list[Strip]:
+        """All features in strips of at most `columns` columns, cut where chunks end if they can
+        be, so that each byte is read once."""
+        return [
+            Strip(array, piece)
+            for array, box in self.parts
+            for piece in _pieces(box, _chunk_lengths(array), columns)
+        ]
+
+
+def _chunk_lengths(array: LazyArray) -> tuple[int, ...]:
+    if isinstance(array, StoredArray):
+        free = [c for axis, c in enumerate(array.spec.chunks) if axis not in array.fixed]
+        return tuple(free[1:])
+    return array.shape[1:]  # computed from whole tokens: cutting it would read them again
+
+
+def _pieces(box: Box, chunks: Sequence[int], limit: int) -> Iterator[Box]:
+    lengths = [part.stop - part.start for part in box]
+    if math.prod(lengths) <= limit or not box:
+        yield box
+        return
+    first, inner = box[0], math.prod(lengths[1:])
+    if inner <= limit:
+        step = limit // inner
+        if step > chunks[0]:
+            step -= step % chunks[0]
+        for start in range(first.start, first.stop, step):
+            yield (slice(start, min(start + step, first.stop)), *box[1:])
+        return
+    for at in range(first.start, first.stop):
+        for rest in _pieces(box[1:], chunks[1:], limit):
+            yield (slice(at, at + 1), *rest)
+
+
+@dataclass(frozen=True)
+class Representation:
+    """What one site of a store says about an image: its tokens' channels, flattened.
+
+    An example is an image, its features are token x channel; tokens are never examples. `cls` and
+    `mean` are read from the pooled vectors, in float32; a vector site is read as it is.
+
+    Args:
+        store: an open store.
+        site: one of its sites, an alias too.
+        tokens: "all", "patches", "cls", "prefix", "mean", "mean-all", "first", "rest", "ROW,COL".
+        channels: of every token, these channels only.
+
+    Raises:
+        MissingInput: the store keeps neither these tokens nor within-slab Gram blocks of them.
+        SiteError: the site has no such tokens.
+    """
+
+    store: Store
+    site: SiteSpec
+    tokens: str = "all"
+    channels: slice | None = None
+
+    def __post_init__(self) -> None:
+        if not self.has_blocks_only:
+            _ = self.features  # refuse now what cannot be read later
+
+    @property
+    def stored(self) -> SiteSpec:
+        """The site that is stored: the one an alias equals."""
+        return self.store.site(self.site.name)
+
+    @property
+    def has_blocks_only(self) -> bool:
+        """Whether the store keeps no such features, only their Gram matrix within each slab."""
+        site = self.stored
+        return (
+            site.kind != "vector"
+            and site.tokens != "all"
+            and self.tokens == "all"
+            and self.channels is None
+            and self.store.has(f"grams/{site.name}/all")
+        )
+
+    @cached_property
+    def features(self) -> Features:
+        """The matrix, read when its strips are."""
+        arrays = self._arrays()
+        if self.channels is None:
+            parts = [(a, tuple(slice(0, n) for n in a.shape[1:])) for a in arrays]
+            key = [self.stored.name, self.tokens]
+        else:
+            low, high, _ = self.channels.indices(arrays[0].shape[-1])
+            parts = [(a, (*(slice(0, n) for n in a.shape[1:-1]), slice(low, high))) for a in arrays]
+            key = [self.stored.name, self.tokens, f"channels {low}-{high}"]
+        if self.stored.kind == "vector":
+            key[1] = "all"
+        return Features(self.store, key, parts)
+
+    def _arrays(self) -> list[LazyArray]:
+        store, site = self.store, self.stored
+        if site.kind == "vector":
+            return [store.vectors(site.name)]
+        if self.tokens in ("cls", "mean") and site.layout is not None:
+            return [store.pooled(site.name, self.tokens)]
+        try:
+            whole = store.acts(site.name, self.tokens)
+        except MissingInput as error:
+            raise MissingInput(f"{error}, or with --grams where all tokens are compared") from None
+        if self.tokens != "all" or site.layout is None:
+            return [whole]
+        body = "rows" if site.layout.grid is None else "grid"
+        paths = [f"acts/{site.name}/prefix"] if site.layout.prefix else []
+        return [store.array(path) for path in (*paths, f"acts/{site.name}/{body}")]

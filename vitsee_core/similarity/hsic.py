@@ -1,0 +1,177 @@
+"""HSIC and CKA from sums over pairs of images.
+
+With K~ the Gram matrix K without its diagonal, r its row sums and s its total, for n images
+
+    HSIC_1(K, L) = [<K~, L~> - 2/(n-2) r_K . r_L + s_K s_L / ((n-1)(n-2))] / (n (n-3))
+
+(Song et al. 2012; Nguyen et al. 2021; Walmer et al. 2023, D.1) is unbiased: independent
+representations have 0 on average at any n. The biased HSIC_0 = tr(K H L H) / (n-1)^2 of Kornblith
+et al. 2019 follows from the same sums and the diagonals. Both are inner products, hence bilinear:
+HSIC of a sum of kernels is the sum of their HSICs.
+
+    CKA(K, L) = HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.moments import t_quantile
+
+Float = NDArray[np.float64]
+
+JACKKNIFE = (
+    "delete-a-block jackknife over images: std its standard error, low and high cka -+ t(0.975, "
+    "blocks - 1) * std, cut at -1 and 1"
+)
+REPEATS = (
+    "std over the repeats of the minibatch estimator: its own noise on these images, no sampling "
+    "error; no interval"
+)
+SLABS = "as jackknife, a slab of images left out at a time"
+METHODS = {"jackknife": JACKKNIFE, "repeats": REPEATS, "slabs": SLABS, "": "none"}
+
+
+@dataclass(frozen=True)
+class Hsic:
+    """HSIC between representations R (rows) and C (cols).
+
+    cross: (R, C). rows: (R,) of each row with itself, cols: (C,). replicates: the same with a
+    leading axis: without one block of images each, or one a repeat; spread: which ("jackknife",
+    "slabs", "repeats", or "" for none). n_images: images counted. notes: how, for a sidecar.
+    """
+
+    cross: Float
+    rows: Float
+    cols: Float
+    replicates: Hsic | None = None
+    spread: str = ""
+    n_images: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """CKA and its spread, (R, C) each. std: the jackknife's standard error, or the standard
+    deviation over repeats; low, high: 95 % interval, NaN unless from a jackknife."""
+
+    cka: Float
+    std: Float
+    low: Float
+    high: Float
+
+
+def centred_alignment(cross: Float, rows: Float, cols: Float) -> Float:
+    """CKA (..., R, C) from HSICs; NaN where a self-HSIC is not positive, as for constant features
+    (and, for the unbiased one, by chance for noise of few images)."""
+    scale = (
+        np.sqrt(np.where(rows > 0, rows, np.nan))[..., :, np.newaxis]
+        * np.sqrt(np.where(cols > 0, cols, np.nan))[..., np.newaxis, :]
+    )
+    values: Float = cross / scale
+    return values
+
+
+def summarise(h: Hsic) -> Similarity:
+    """CKA with its spread.
+
+    Over repeats of the minibatch estimator the value is the mean of their CKAs (Raghu et al. 2021,
+    appendix A), each a ratio of means over its batches; otherwise it is that of all images.
+    """
+    value = centred_alignment(h.cross, h.rows, h.cols)
+    nothing = np.full_like(value, np.nan)
+    if h.replicates is None:
+        return Similarity(value, nothing, nothing, nothing)
+    each = centred_alignment(h.replicates.cross, h.replicates.rows, h.replicates.cols)
+    m = len(each)
+    if h.spread == "repeats":
+        return Similarity(each.mean(0), each.std(0, ddof=1), nothing, nothing)
+    std = np.sqrt((m - 1) / m * ((each - each.mean(0)) ** 2).sum(0))
+    half = t_quantile(m - 1) * std
+    return Similarity(value, std, np.maximum(value - half, -1), np.minimum(value + half, 1))
+
+
+@dataclass(frozen=True)
+class PairSums:
+    """Sums over pairs of different images of every representation against every other.
+
+    products: (R, C) <K~, L~>; own_rows (R,), own_cols (C,): <K~, K~>. sums_rows: (R, n) row sums
+    of K~, sums_cols (C, n); diag_rows, diag_cols: the diagonals, likewise.
+    """
+
+    products: Float
+    own_rows: Float
+    own_cols: Float
+    sums_rows: Float
+    sums_cols: Float
+    diag_rows: Float
+    diag_cols: Float
+
+    def unbiased(self) -> Hsic:
+        """HSIC_1; n >= 4."""
+        n = self.sums_rows.shape[-1]
+
+        def value(products: Float, a: Float, b: Float, outer: bool) -> Float:
+            q, s = _joint(a, b, outer)
+            centred: Float = products - 2 / (n - 2) * q + s / ((n - 1) * (n - 2))
+            mean: Float = centred / (n * (n - 3))
+            return mean
+
+        return self._all(value, self.sums_rows, self.sums_cols, self)
+
+    def biased(self) -> Hsic:
+        """HSIC_0, diagonals included; n >= 2."""
+        n = self.sums_rows.shape[-1]
+        d, e = self.diag_rows, self.diag_cols
+        whole = PairSums(
+            self.products + d @ e.T,
+            self.own_rows + (d * d).sum(1),
+            self.own_cols + (e * e).sum(1),
+            *(self.sums_rows, self.sums_cols, d, e),
+        )
+
+        def value(products: Float, a: Float, b: Float, outer: bool) -> Float:
+            q, s = _joint(a, b, outer)
+            centred: Float = products - 2 / n * q + s / n**2
+            mean: Float = centred / (n - 1) ** 2
+            return mean
+
+        return self._all(value, self.sums_rows + d, self.sums_cols + e, whole)
+
+    @staticmethod
+    def _all(value: Any, a: Float, b: Float, sums: PairSums) -> Hsic:
+        return Hsic(
+            value(sums.products, a, b, True),
+            value(sums.own_rows, a, a, False),
+            value(sums.own_cols, b, b, False),
+        )
+
+
+def _joint(a: Float, b: Float, outer: bool) -> tuple[Float, Float]:
+    """r_K . r_L and s_K s_L of all pairs (outer), or of each with its own."""
+    s, t = a.sum(1), b.sum(1)
+    return (a @ b.T, np.outer(s, t)) if outer else ((a * b).sum(1), s * t)
+
+
+def weighted_sum(parts: Sequence[Hsic], weights: Sequence[float] | None = None) -> Hsic:
+    """The sum of HSICs, each with its weight (1)."""
+    by = np.ones(len(parts)) if weights is None else np.asarray(weights, np.float64)
+
+    def total(name: str) -> Float:
+        values: Float = np.tensordot(by, np.stack([getattr(part, name) for part in parts]), 1)
+        return values
+
+    return Hsic(total("cross"), total("rows"), total("cols"))
+
+
+def stacked(parts: Sequence[Hsic]) -> Hsic:
+    """Replicates, one behind the other along a new first axis."""
+    cross, rows, cols = (
+        np.stack([getattr(part, name) for part in parts]) for name in ("cross", "rows", "cols")
+    )
+    return Hsic(cross, rows, cols)

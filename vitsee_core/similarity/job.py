@@ -1,0 +1,111 @@
+"""What is to be compared and how: decided once, before the first byte is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vitsee_core.machine import free_disk_bytes, human_bytes
+from vitsee_core.progress import Progress
+from vitsee_core.similarity.cache import GramCache
+from vitsee_core.similarity.features import Representation
+from vitsee_core.similarity.gram_file import GramFile
+from vitsee_core.similarity.products import Workspace
+from vitsee_stores.errors import VitseeError
+
+Rows = NDArray[np.int64]
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """How HSIC is estimated.
+
+    kind: "exact", the unbiased HSIC_1 over all images; "minibatch", its mean over batches (Raghu
+    et al. 2021: 10 batches of 1024 images drawn without replacement, 20 times); "biased", HSIC_0
+    over all images (Kornblith et al. 2019); "auto": exact for up to 16384 images whose Gram
+    matrices fit half the free disk, else minibatch; within slabs where only that was kept.
+    batch, examples, repeats: of minibatch; None: 1024, 10240, 20, or what the data allow.
+    rescale: batches in the store's order, features not centred, every batch's Gram matrix scaled
+    to [0, 1] by its smallest and largest entry, as the code of Walmer et al. 2023 does. It weighs
+    batches by their outliers, and is no estimator of HSIC.
+    """
+
+    kind: str = "auto"
+    batch: int | None = None
+    examples: int | None = None
+    repeats: int | None = None
+    rescale: bool = False
+
+
+@dataclass(frozen=True)
+class GramOptions:
+    """How the work is done; the result does not depend on it. cache: a folder for Gram matrices,
+    None: `<store>.grams` beside each store. use_cache: off, nothing is kept. memory: bytes to stay
+    within, None: a quarter of the machine's."""
+
+    cache: Path | None = None
+    use_cache: bool = True
+    device: str = "auto"
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A comparison. rows: its images; own: the images that each store counts by itself, by
+    store_id: Gram matrices are made of these, so that they serve other comparisons too."""
+
+    representations: tuple[Representation, ...]
+    n_rows: int
+    among_themselves: bool
+    rows: Rows
+    own: dict[str, Rows]
+    shuffled: bool
+    seed: int
+    device: torch.device
+    memory: int
+    cache: GramCache
+    progress: Progress
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def split(self, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T] | None]:
+        """What belongs to rows, and what to cols (None where they are the same)."""
+        return items[: self.n_rows], None if self.among_themselves else items[self.n_rows :]
+
+    def own_rows(self, of: Representation) -> Rows:
+        """The images that a representation's store counts."""
+        return self.own[of.store.manifest.store_id]
+
+    def find(self, of: Representation, batches: Sequence[Rows] = ()) -> GramFile | None:
+        """Its Gram matrix over the comparison's images (or over each of these batches of them),
+        if it was made before."""
+        return self.cache.find(of.features, self.rows, batches)
+
+    def require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
+        """Refuse Gram matrices that the disk cannot hold, before any work; `sizes` in bytes.
+
+        Raises:
+            VitseeError: names the bytes and what to choose.
+        """
+        by_place: dict[Path, int] = {}
+        for of, size in sizes:
+            place = self.cache.place(of.store)
+            by_place[place] = by_place.get(place, 0) + size
+        for place, need in by_place.items():
+            free = free_disk_bytes(place)
+            if need > free:
+                raise VitseeError(
+                    f"the Gram matrices of {len(sizes)} sites take {human_bytes(need)}, {place} "
+                    f"has {human_bytes(free)} free; choose another --cache DIR, fewer --sites, "
+                    "--images or --examples"
+                )
+            log.info("%s: Gram matrices to make, %s", place, human_bytes(need))

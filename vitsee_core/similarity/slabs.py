@@ -1,0 +1,113 @@
+"""Minibatch HSIC where all that was kept is a Gram matrix within each slab (extract --grams)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from vitsee_core.similarity.batches import InMemory, OfBatch, each_batch, own_grams
+from vitsee_core.similarity.features import Representation
+from vitsee_core.similarity.gram_file import Float32
+from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
+from vitsee_core.similarity.job import Estimator, Job, Rows
+from vitsee_core.similarity.tiles import Matrix
+from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
+
+FEWEST_SLABS = 10
+
+log = logging.getLogger(__name__)
+
+
+def within_slabs(job: Job, estimator: Estimator) -> Hsic:
+    """The mean HSIC_1 over slabs, weighed by their images; replicates leave a slab out, where
+    there are at least 10.
+
+    Raises:
+        MissingInput: the estimator needs pairs of images across slabs.
+        StoreMismatch: the stores' slabs differ.
+        VitseeError: no slab has 4 images.
+    """
+    slab, named = _require(job, estimator)
+    labels = job.rows // slab
+    cells = [np.flatnonzero(labels == k) for k in np.unique(labels)]
+    used = [cell for cell in cells if len(cell) >= 4]
+    if not used:
+        raise VitseeError(f"{named}, each of fewer than 4 images; CKA needs at least 4")
+    if len(used) < len(cells):
+        log.warning("%d slabs of fewer than 4 images are left out", len(cells) - len(used))
+    log.warning("%s: minibatch CKA, its %d slabs as batches, once", named, len(used))
+    parts = list(each_batch(job, _grams(job, used, slab), len(used)))
+    sizes = [len(cell) for cell in used]
+    value = weighted_sum(parts, sizes)
+    notes: dict[str, Any] = {
+        "estimator": "minibatch",
+        "hsic": "HSIC_1 (unbiased) in each slab; ratio of means over slabs, weighed by images",
+        **{"batch": slab, "batches": len(used), "repeats": 1},
+    }
+    if len(used) < FEWEST_SLABS:
+        notes["spread"] = f"none: {len(used)} slabs, fewer than {FEWEST_SLABS}"
+        log.warning("no spread: %d slabs, fewer than %d", len(used), FEWEST_SLABS)
+        return replace(value, n_images=sum(sizes), notes=notes)
+    without = [
+        weighted_sum(parts, [0 if k == left_out else size for k, size in enumerate(sizes)])
+        for left_out in range(len(used))
+    ]
+    return replace(
+        value, replicates=stacked(without), spread="slabs", n_images=sum(sizes), notes=notes
+    )
+
+
+def _require(job: Job, estimator: Estimator) -> tuple[int, str]:
+    """The slab size, and which site is short in words."""
+    only = [r for r in job.representations if r.has_blocks_only]
+    site = only[0].stored.name
+    named = f"{only[0].store.label} keeps only Gram matrices within slabs of {site}"
+    sizes = {r.store.plan.slab: r.store.label for r in only}
+    if len(sizes) > 1:
+        found = ", ".join(f"{label}: {size} images" for size, label in sizes.items())
+        raise StoreMismatch(
+            f"Gram matrices within slabs of different sizes ({found}) do not compare; extract "
+            "both with the same --slab"
+        )
+    (slab,) = sizes
+    if estimator.kind in ("exact", "biased"):
+        raise MissingInput(
+            f"{named}: --estimator {estimator.kind} needs pairs of images across slabs (extract "
+            f"it with --tokens {site}=all)"
+        )
+    if estimator.rescale or estimator.examples or estimator.repeats not in (None, 1):
+        raise MissingInput(
+            f"{named}: its slabs are the batches, once; leave out --examples, --repeats, --preset"
+        )
+    if estimator.batch not in (None, slab):
+        raise MissingInput(f"{named}: --batch {estimator.batch} is not its slab of {slab} images")
+    return slab, named
+
+
+def _grams(job: Job, cells: Sequence[Rows], slab: int) -> list[OfBatch]:
+    """Every representation's Gram matrices within the slabs: the store's, or made now."""
+    with_acts = [r for r in job.representations if not r.has_blocks_only]
+    made = iter(own_grams(replace(job, representations=tuple(with_acts)), cells))
+    return [
+        partial(_stored, r, [job.rows[cell] for cell in cells], slab)
+        if r.has_blocks_only
+        else next(made)
+        for r in job.representations
+    ]
+
+
+def _stored(of: Representation, cells: Sequence[Rows], slab: int, batch: int) -> Matrix:
+    rows = cells[batch]
+    k = int(rows[0]) // slab
+    places = rows - k * slab
+
+    def load() -> Float32:
+        gram: Float32 = of.store.grams(of.stored.name)[k][np.ix_(places, places)]
+        return gram
+
+    return InMemory(len(rows), load)

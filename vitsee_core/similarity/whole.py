@@ -1,0 +1,146 @@
+"""From the Gram matrices of all images: exact and biased HSIC, with a jackknife over images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from vitsee_core.similarity.features import Representation
+from vitsee_core.similarity.gram_file import (
+    LARGEST_TILE,
+    GramFile,
+    GramView,
+    gram_bytes,
+    tile_size,
+)
+from vitsee_core.similarity.hsic import Hsic, stacked
+from vitsee_core.similarity.job import Job, Rows
+from vitsee_core.similarity.products import Origin, Tile, products
+from vitsee_core.similarity.tiles import (
+    Matrix,
+    Partition,
+    as_one_batch,
+    bytes_each,
+    pair_totals,
+    without_cell,
+)
+
+BLOCKS = 20
+Work = Callable[..., list[Hsic]]
+
+
+def over_all_images(job: Job, *, biased: bool) -> Hsic:
+    """HSIC_1 or HSIC_0 over all images; replicates without one block of images each."""
+    grams = full_grams(job)
+    labels = _block_labels(len(job.rows), None if job.shuffled else job.seed)
+    partition = Partition(labels, int(labels.max()) + 1, crossing=True)
+    work = partial(_leave_one_out, partition=partition, biased=biased, device=job.device)
+    values = in_groups(job, grams, work, [partition])
+    notes = {
+        "estimator": "biased" if biased else "exact",
+        "hsic": "HSIC_0 (biased) over all images" if biased else "HSIC_1 (unbiased), all images",
+        "jackknife_blocks": len(values) - 1,
+    }
+    if len(values) == 1:
+        return replace(values[0], notes=notes)
+    replicates = stacked(values[1:])
+    return replace(values[0], replicates=replicates, spread="jackknife", notes=notes)
+
+
+def full_grams(job: Job) -> list[GramView]:
+    """The Gram matrix of every representation over the comparison's images, made where it is not
+    there yet.
+
+    Raises:
+        VitseeError: the disk is too small for them.
+    """
+    missing = {r.features.identity: r for r in job.representations if job.find(r) is None}
+    if missing:
+        sizes = [(r, gram_bytes(len(job.own_rows(r)))) for r in missing.values()]
+        job.require_disk(sizes)
+        job.progress.start(len(missing))
+    try:
+        files = [job.find(r) or _make(job, r) for r in job.representations]
+    finally:
+        job.progress.stop()
+    return [GramView(file, job.rows) for file in files]
+
+
+def _make(job: Job, of: Representation) -> GramFile:
+    rows, origin = job.own_rows(of), Origin()
+    size = tile_size(len(rows))
+    edges = [slice(at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
+    tiles = products(
+        of.features,
+        rows,
+        [Tile(i, j) for a, i in enumerate(edges) for j in edges[a:]],
+        device=job.device,
+        memory=job.memory,
+        origin=origin,
+        workspace=job.workspace,
+        progress=lambda read: job.progress.advance(0, read),
+    )
+    made = job.cache.add(of.features, rows, size, tiles, lambda: origin.ratio)
+    job.progress.advance(1)
+    return made
+
+
+def _block_labels(n: int, seed: int | None) -> Rows:
+    """The jackknife's blocks of images: at least 20 (each image one below 24), at most a tile
+    long. Runs of a shuffled store are random samples; other orders are dealt out with `seed`."""
+    blocks = n if n < BLOCKS + 4 else max(BLOCKS, -(-n // LARGEST_TILE))
+    labels = np.arange(n) * blocks // n
+    return labels if seed is None else np.random.default_rng(seed).permutation(labels)
+
+
+def _leave_one_out(
+    rows: Sequence[Matrix],
+    cols: Sequence[Matrix] | None,
+    *,
+    tile: int,
+    partition: Partition,
+    biased: bool,
+    device: torch.device,
+) -> list[Hsic]:
+    """HSIC over all images, then without each block (not where fewer than 4 would stay)."""
+    (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile)
+    whole = as_one_batch(total, diagonals)
+    cells = range(partition.n_cells if len(partition.labels) > 4 else 0)
+    sums = [whole, *(without_cell(whole, total, partition.labels, g) for g in cells)]
+    return [one.biased() if biased else one.unbiased() for one in sums]
+
+
+def in_groups(
+    job: Job, matrices: Sequence[Matrix], work: Work, partitions: Sequence[Partition]
+) -> list[Hsic]:
+    """`work(rows, cols, tile=...)` on all matrices, or on groups of them whose tiles fit the
+    memory together, put together again."""
+    n = matrices[0].n
+    tile = tile_size(n)  # that of the files: every tile is read once
+    while 2 * bytes_each(n, partitions, tile) > job.memory // 2 and tile > 64:
+        tile = -(-tile // 2)
+    at_once = max(2, job.memory // 2 // bytes_each(n, partitions, tile))
+    rows, cols = job.split(matrices)
+    if len(matrices) <= at_once:
+        return work(rows, cols, tile=tile)
+    step = at_once // 2
+    of_rows = [rows[k : k + step] for k in range(0, len(rows), step)]
+    other = rows if cols is None else cols
+    of_cols = [other[k : k + step] for k in range(0, len(other), step)]
+    # A group beside itself is its own columns, as where everything fits.
+    grid = [
+        [work(a, None if cols is None and a is b else b, tile=tile) for b in of_cols]
+        for a in (of_rows if cols is not None else of_cols)
+    ]
+    return [
+        Hsic(
+            np.block([[part[k].cross for part in line] for line in grid]),
+            np.concatenate([line[0][k].rows for line in grid]),
+            np.concatenate([part[k].cols for part in grid[0]]),
+        )
+        for k in range(len(grid[0][0]))
+    ]
