@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 # What decides numbers and files; read without importing any of them.
-VERSIONED = ("vitsee", "numpy", "torch", "timm", "zarr", "matplotlib")
+VERSIONED = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplotlib")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,65 @@
+"""vitsee best-layer: which layer is best for which task."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vitsee_cli import options
+from vitsee_cli.values import parse_path
+
+if TYPE_CHECKING:
+    from vitsee_core.results import Outputs
+
+
+@click.command()
+@click.argument("results", metavar="RESULTS...", nargs=-1, required=True, type=parse_path)
+@options.output_options
+@click.option(
+    "--metric",
+    "metrics",
+    metavar="METRIC",
+    multiple=True,
+    help="Only this metric (top1, purity, iou, ...). Repeatable.  [default: all, without those of "
+    "single classes]",
+)
+def command(results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...]) -> None:
+    """Name the best layer of each model for each task.
+
+    RESULTS are CSV files that other commands wrote with -o and that have a value a layer (probe,
+    knn, cluster, saliency, ...); larger values count as better (Walmer et al. 2023, Tables 1, 5).
+    A task is a file's command and metric, with k and shots.
+
+    \b
+      $ vitsee knn train.zarr b16.zarr -o knn.csv
+      $ vitsee cluster b16.zarr dino.zarr -o cluster.csv
+      $ vitsee best-layer knn.csv cluster.csv --png best.png
+      $ vitsee cka b16.zarr -o cka.csv
+      $ vitsee best-layer knn.csv cka.csv --metric top1 --png redundancy.png > best.csv
+
+    Columns: task, store, model, site and depth of the best layer (counted from 0), metric, value,
+    its spread, n_layers compared, baseline, file. The figure shows the curves and the table; with a
+    self-comparison by cka among RESULTS, also each layer's CKA to the last one beside the scores
+    (Kornblith et al. 2019).
+    """
+    from vitsee_cli import console
+    from vitsee_core.analyses import best_layer
+    from vitsee_core.results import check_outputs, describe_run, write_results
+
+    check_outputs(outputs)
+    files = best_layer.read(results)
+    table = best_layer.run(files, metrics)
+    sidecar = describe_run([], command=console.command_line(), parameters={"metrics": metrics})
+    sidecar["results"] = [
+        {"path": str(file.path.absolute()), "made_by": file.sidecar} for file in files
+    ]
+    write_results(
+        table,
+        outputs,
+        figure=lambda: best_layer.plot(table, files, metrics),
+        sidecar=sidecar,
+        stdout=sys.stdout,
+    )

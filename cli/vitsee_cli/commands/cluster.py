@@ -1,0 +1,91 @@
+"""vitsee cluster: whether clusters of images are classes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import options
+
+if TYPE_CHECKING:
+    from vitsee_cli.values import StorePath
+    from vitsee_core.results import Outputs
+
+TOKENS = ("cls", "mean", "mean-all", "first", "rest")
+BASELINES = ("shuffled", "random")
+
+
+@click.command()
+@options.stores_argument
+@options.output_options
+@options.sites_option("blocks")
+@options.tokens_option(
+    None, TOKENS, show_default="cls where a site has a class token, else mean (over patches)"
+)
+@click.option(
+    "--k",
+    metavar="K",
+    type=click.IntRange(min=1),
+    show_default="the number of classes",
+    help="Number of clusters.",
+)
+@click.option(
+    "--seeds",
+    "n_seeds",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Runs of k-means, with the seeds SEED, SEED + 1, ...",
+)
+@click.option(
+    "--baseline",
+    "baselines",
+    type=click.Choice([*BASELINES, "none"]),
+    multiple=True,
+    default=BASELINES,
+    show_default="shuffled and random",
+    help="shuffled: the same clusters against shuffled labels; random: clusters of Gaussian "
+    "features of the same shape. Repeatable.",
+)
+@options.images_option
+@options.seed_option
+@options.jobs_option
+@options.memory_option
+@options.allow_partial_option
+def command(
+    stores: tuple[StorePath, ...], outputs: Outputs, baselines: tuple[str, ...], **parameters: Any
+) -> None:
+    """Cluster images and compare with their classes.
+
+    k-means on one vector an image, its clusters held against the labels by purity, NMI and ARI
+    (Walmer et al. 2023, Figs. 7, 24, 25). k-means is scikit-learn's (k-means++, best of 10 starts,
+    float32); each value is the mean over seeds. Labels are not used for clustering.
+
+    \b
+      $ vitsee cluster b16.zarr -o cluster.csv --png cluster.png
+      $ vitsee cluster b16.zarr dino=vits16-dino.zarr --k 50 --images 5000 --png both.png
+      $ vitsee cluster b16.zarr --tokens mean --seeds 10
+
+    Columns: store, model, site, depth, rel_depth, k, metric (purity, nmi, ari), value, std over
+    seeds, n_images, baseline. The figure shows the three against depth.
+    """
+    from vitsee_cli.analysis import run_analysis
+    from vitsee_cli.console import Reporter
+    from vitsee_core.analyses import cluster
+
+    if "none" in baselines:
+        if len(set(baselines)) > 1:
+            raise click.UsageError("--baseline none excludes the other baselines")
+        baselines = ()
+    reporter = Reporter("cluster")
+    run_analysis(
+        cluster.run,
+        cluster.plot,
+        stores,
+        outputs,
+        progress=reporter,
+        baselines=baselines,
+        **parameters,
+    )

@@ -1,0 +1,96 @@
+"""vitsee knn: whether images of a class lie together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import options
+from vitsee_cli.values import parse_store
+
+if TYPE_CHECKING:
+    from vitsee_cli.values import StorePath
+    from vitsee_core.results import Outputs
+
+TOKENS = ("cls", "mean", "mean-all", "first", "rest")
+VOTES = ("softmax", "majority")
+
+
+@click.command()
+@click.argument("train", metavar="TRAIN", type=parse_store)
+@click.argument("test", metavar="[NAME=]TEST", type=parse_store)
+@options.output_options
+@options.sites_option("blocks")
+@options.tokens_option(
+    None, TOKENS, show_default="cls where a site has a class token, else mean (over patches)"
+)
+@click.option(
+    "--k",
+    "ks",
+    metavar="K",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(20,),
+    show_default="20",
+    help="Number of neighbours. Repeatable.",
+)
+@click.option(
+    "--vote",
+    type=click.Choice(VOTES),
+    default="softmax",
+    show_default=True,
+    help="A neighbour's vote: exp(cosine / temperature), or 1.",
+)
+@click.option(
+    "--temperature",
+    metavar="T",
+    type=click.FloatRange(min=0, min_open=True),
+    default=0.07,
+    show_default=True,
+    help="Of the softmax vote.",
+)
+@click.option(
+    "--baseline",
+    "baselines",
+    type=click.Choice(["random"]),
+    multiple=True,
+    help="Add the rows of Gaussian features of the same shape.  [default: none]",
+)
+@click.option("--per-class", is_flag=True, help="Add top1_class of each class.")
+@click.option(
+    "--allow-shared",
+    is_flag=True,
+    help="Go on where an image is in both stores.  [default: refuse]",
+)
+@options.images_option
+@options.seed_option
+@options.device_option
+@options.jobs_option
+@options.memory_option
+@options.allow_partial_option
+def command(train: StorePath, test: StorePath, outputs: Outputs, **parameters: Any) -> None:
+    """Classify images by their nearest neighbours.
+
+    A test image gets the class that the k training images nearest by cosine vote for (Walmer et
+    al. 2023, Figs. 9 left, 28; Caron et al. 2021). TRAIN and TEST are stores of the same model over
+    different images of the same classes. Neighbours are exact; memory stays bounded.
+
+    \b
+      $ vitsee extract vit_base_patch16_224 --data imagenet/train --tokens pooled -o train.zarr
+      $ vitsee extract vit_base_patch16_224 --data imagenet/val -o b16.zarr
+      $ vitsee knn train.zarr b16.zarr -o knn.csv --png knn.png
+      $ vitsee knn train.zarr b16.zarr --k 10 --k 100 --sites pooled --baseline random
+
+    Columns: store (TEST), model, site, depth, rel_depth, k, metric (top1, top5), value, std and the
+    95 % interval low, high over test images, n_images, baseline. top5 needs k >= 5 and more than 5
+    classes, and counts only classes that a neighbour has. The figure shows accuracy against depth.
+    """
+    from vitsee_cli.analysis import run_analysis
+    from vitsee_cli.console import Reporter
+    from vitsee_core.analyses import knn
+
+    if train.label == test.label:
+        train = train._replace(label=f"{train.label} (train)")
+    reporter = Reporter("knn")
+    run_analysis(knn.run, knn.plot, (train, test), outputs, progress=reporter, **parameters)

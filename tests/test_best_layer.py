@@ -1,0 +1,371 @@
+"""Best layers from result files, the curves they are drawn as, and what a user sees."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from vitsee_cli.main import main
+from vitsee_core.analyses.best_layer import plot, read, run, tasks
+from vitsee_core.depth_curves import curve_numbers, draw_depth_curves, site_kind
+from vitsee_core.plotting import colour, new_figure
+from vitsee_core.redundancy import to_last
+from vitsee_core.result_files import read_result
+from vitsee_core.results import Table
+from vitsee_stores.errors import VitseeError
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+LAYERS = ("embed", "blocks.0.out", "blocks.1.out", "blocks.2.out")
+
+
+def write(path: Path, rows: list[dict[str, Any]], command: str = "") -> Path:
+    with path.open("w") as file:
+        Table.from_rows(rows).to_csv(file)
+    if command:
+        sidecar = {"command": ["vitsee", command, "a.zarr"]}
+        path.with_name(path.name + ".json").write_text(json.dumps(sidecar))
+    return path
+
+
+def scores(
+    values: list[float], store: str = "vit", metric: str = "top1", **more: Any
+) -> list[dict[str, Any]]:
+    """One row a layer."""
+    return [
+        {"store": store, "model": f"demo:{store}", "site": site, "depth": i, "rel_depth": i / 3}
+        | {"metric": metric, "value": value, "low": value - 0.1, "high": value + 0.1}
+        | {"n_images": 50}
+        | more
+        for i, (site, value) in enumerate(zip(LAYERS, values, strict=False))
+    ]
+
+
+def self_cka(store: str = "vit", half: bool = False) -> list[dict[str, Any]]:
+    """CKA of i and j is 1 - |i - j| / 10; each pair once where `half`."""
+    return [
+        {"store_a": store, "site_a": LAYERS[i], "depth_a": i}
+        | {"store_b": store, "site_b": LAYERS[j], "depth_b": j, "cka": 1 - abs(i - j) / 10}
+        | {"low": 0.1, "high": 0.9}
+        for i in range(4)
+        for j in range(4)
+        if not half or i >= j
+    ]
+
+
+# ---------------------------------------------------------------- the best
+
+
+def test_the_largest_value_and_its_layer(tmp_path: Path) -> None:
+    rows = scores([0.1, 0.5, 0.8, 0.7], k=20, baseline="")
+    rows += scores([0.4, 0.3, 0.2, 0.1], store="cnn", k=20, baseline="")
+    rows += scores([0.1, 0.1, 0.12, 0.1], k=20, baseline="random")
+    table = run(read([write(tmp_path / "r.csv", rows, "knn")]))
+    assert table["task"].tolist() == ["knn top1, k = 20"] * 3
+    assert table["store"].tolist() == ["vit", "vit", "cnn"]
+    assert table["baseline"].tolist() == ["", "random", ""]
+    assert table["site"].tolist() == ["blocks.1.out", "blocks.1.out", "embed"]
+    assert table["depth"].tolist() == [2, 2, 0]
+    assert table["value"].tolist() == [0.8, 0.12, 0.4]
+    assert table["low"].tolist() == [0.8 - 0.1, 0.12 - 0.1, 0.4 - 0.1]
+    assert table["n_layers"].tolist() == [4] * 3
+    assert table["model"].tolist() == ["demo:vit", "demo:vit", "demo:cnn"]
+    assert "shots" not in table.columns and "head" not in table.columns
+    assert table["file"].tolist() == [str(tmp_path / "r.csv")] * 3
+
+
+def test_against_a_loop(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        row | {"head": head}
+        for store in ("a", "b", "c")
+        for metric in ("iou", "purity")
+        for head in range(3)
+        for row in scores(rng.random(4).round(2).tolist(), store, metric)
+    ]
+    table = run(read([write(tmp_path / "r.csv", rows)]))
+    assert len(table) == 6
+    for i in range(6):
+        store, metric = table["store"][i], table["metric"][i]
+        best = None
+        for row in rows:
+            if row["store"] == store and row["metric"] == metric:
+                best = row if best is None or row["value"] > best["value"] else best
+        assert best is not None
+        for name in ("site", "depth", "head", "value", "high"):
+            assert table[name][i] == best[name]
+
+
+def test_ties_gaps_and_nothing(tmp_path: Path) -> None:
+    rows = scores([0.2, 0.9, 0.9, math.nan])
+    rows += scores([math.nan] * 4, store="cnn")
+    table = run(read([write(tmp_path / "r.csv", rows)]))
+    assert table["site"].tolist() == ["blocks.0.out", ""]
+    assert table["n_layers"].tolist() == [3, 0]
+    assert math.isnan(table["value"][1]) and table["depth"].tolist() == [1, None]
+    files = read([tmp_path / "r.csv"])
+    plot(table, files)
+
+
+def test_tasks_join_over_files_and_part_over_repetitions(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.csv", scores([0.1, 0.2]) + scores([0.5], metric="top5"), "probe")
+    other = write(tmp_path / "b.csv", scores([0.3, 0.2], store="cnn"), "probe")
+    again = write(tmp_path / "c.csv", scores([0.7, 0.2], shots=10), "probe")
+    twice = write(tmp_path / "d.csv", scores([0.8, 0.2]), "probe")
+    plain = write(tmp_path / "e.csv", scores([0.4]))
+    found = tasks(read([first, other, again, twice, plain]))
+    assert {task: rows.unique("store") for task, rows in found.items()} == {
+        "probe top1": ["vit", "cnn"],
+        "probe top5": ["vit"],
+        "probe top1, shots = 10": ["vit"],
+        f"probe top1 ({twice})": ["vit"],
+        "top1": ["vit"],
+    }
+    assert found["probe top1"]["value"].tolist() == [0.1, 0.2, 0.3, 0.2]
+
+
+def test_metrics_and_classes(tmp_path: Path) -> None:
+    rows = [row | {"class": ""} for row in scores([0.1, 0.2])]
+    rows += [row | {"class": c} for c in ("cat", "7") for row in scores([0.5], metric="top1_class")]
+    files = read([write(tmp_path / "r.csv", rows)])
+    assert list(tasks(files)) == ["top1"]
+    assert list(tasks(files, ["top1_class"])) == [
+        "top1_class, class = cat",
+        "top1_class, class = 7",
+    ]
+    with pytest.raises(VitseeError, match=r"no result has the metric 'iou'; they have top1, top1_"):
+        run(files, ["iou"])
+
+
+def test_poolings_are_tasks_and_patches_are_not(tmp_path: Path) -> None:
+    rows = [row | {"token": t, "row": ""} for t in ("cls", "mean") for row in scores([0.1, 0.2])]
+    both = write(tmp_path / "both.csv", rows)
+    assert list(tasks(read([both]))) == ["top1, token = cls", "top1, token = mean"]
+    assert list(tasks(read([write(tmp_path / "one.csv", rows[:2])]))) == ["top1"]
+    each = [
+        row | {"token": "", "row": i, "col": 0} for i in range(3) for row in scores([i / 10, 0.1])
+    ]
+    files = read([write(tmp_path / "each.csv", each)])
+    table = run(files)
+    assert (table["value"].tolist(), table["row"].tolist()) == ([0.2], [2])
+    curve = plot(table, files).axes[0].lines[0]
+    assert np.asarray(curve.get_ydata()).tolist() == [0.2, 0.1]
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_read_result(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text('store,site,depth,k,value,metric,class\n5,"a,b",0,,,x,\n5,c,1,3,2,x,1\n')
+    file = read_result(path)
+    assert (file.command, file.sidecar) == ("", {})
+    columns = {name: values.tolist() for name, values in file.table.columns.items()}
+    assert columns["store"] == ["5", "5"] and columns["site"] == ["a,b", "c"]
+    assert columns["depth"] == [0, 1] and columns["k"] == [None, 3]
+    assert columns["class"] == ["", "1"]
+    path.write_text("value\n1.5\n\n2,3\n")
+    with pytest.raises(VitseeError, match="row 2 has 2 cells, its header 1"):
+        read_result(path)
+
+
+def test_a_table_survives_the_file(tmp_path: Path) -> None:
+    rows = scores([0.1, math.nan, 1 / 3], k=20)
+    file = read_result(write(tmp_path / "r.csv", rows, "knn"))
+    made = Table.from_rows(rows)
+    assert file.command == "knn"
+    assert list(file.table.columns) == list(made.columns)
+    for name in made.columns:
+        same = np.array_equal(file.table[name], made[name], equal_nan=made[name].dtype.kind == "f")
+        assert same, name
+
+
+def test_broken_sidecars_say_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.csv", scores([0.1]))
+    for text in ("{", "[1]", '{"command": 3}'):
+        (tmp_path / "r.csv.json").write_text(text)
+        assert read_result(path).command == ""
+
+
+def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
+    good = write(tmp_path / "good.csv", scores([0.1]))
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "picture.csv").write_bytes(b"\x89PNG\xff\xfe")
+    (tmp_path / "other.csv").write_text("name,age\nx,3\n")
+    write(tmp_path / "cka.csv", self_cka())
+    crossed = [row | {"store_b": "cnn"} for row in self_cka()]
+    write(tmp_path / "crossed.csv", crossed)
+    for names, phrase in (
+        (["empty.csv"], "empty.csv has no rows"),
+        (["picture.csv"], "is no CSV text"),
+        (["other.csv"], r"has the columns name, age; expected store, site, depth, metric, value"),
+        ([""], "is a folder"),
+        (["cka.csv"], "only CKA results"),
+        (["good.csv", "crossed.csv"], r"compares cnn, vit with each other; .*vitsee cka STORE"),
+        (["good.csv", "good.csv"], "good.csv is given twice"),
+    ):
+        with pytest.raises(VitseeError, match=phrase):
+            read([tmp_path / name for name in names])
+    assert len(read([good, tmp_path / "cka.csv"])) == 2
+
+
+# ---------------------------------------------------------------- redundancy
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_cka_to_the_last_layer(half: bool) -> None:
+    rows = self_cka(half=half)
+    # a norm of the last block is no layer of the residual stream
+    rows += [
+        {**rows[0], "site_a": "blocks.2.norm1", "depth_a": 9, "cka": 0.3},
+        {**rows[0], "site_b": "norm", "depth_b": 9, "cka": 0.3},
+    ]
+    ((store, last, table),) = to_last(Table.from_rows(rows))
+    assert (store, last) == ("vit", "blocks.2.out")
+    assert table["site"].tolist() == list(LAYERS)
+    assert table["value"].tolist() == pytest.approx([0.7, 0.8, 0.9, 1.0])
+    assert table["rel_depth"].tolist() == [0, 1 / 3, 2 / 3, 1]
+
+
+def test_the_redundancy_panel(tmp_path: Path) -> None:
+    rows = scores([0.1, 0.6, 0.7, 0.7]) + scores([0.5] * 4, store="cnn")
+    files = read([write(tmp_path / "r.csv", rows), write(tmp_path / "cka.csv", self_cka())])
+    figure = plot(run(files), files)
+    panel = figure.axes[1]
+    assert panel.get_title(loc="left").startswith("vit")
+    lines = {str(line.get_label()): np.asarray(line.get_ydata()) for line in panel.lines}
+    assert lines["CKA to blocks.2.out"].tolist() == pytest.approx([0.7, 0.8, 0.9, 1.0])
+    assert lines["top1"].tolist() == [0.1, 0.6, 0.7, 0.7]
+
+
+# ---------------------------------------------------------------- curves
+
+
+def test_kinds_of_sites() -> None:
+    for site, kind in {
+        "embed": "out",
+        "stem": "out",
+        "blocks.11.out": "out",
+        "layer1.0.out": "out",
+        "stages.0.blocks.1.out": "out",
+        "blocks.3.attn.branch": "attn.branch",
+        "stages.0.blocks.1.norm1": "norm1",
+        "blocks.3": "block",
+        "norm": "head",
+        "logits": "head",
+    }.items():
+        assert site_kind(site) == kind, site
+
+
+def test_curves_keep_their_colour_and_sites_of_no_block_their_place() -> None:
+    rows = scores([0.1, 0.2, 0.3, 0.4]) + scores([0.3] * 4, store="cnn")
+    head = {**rows[3], "site": "logits", "value": 0.9}
+    norms = [{**row, "site": f"blocks.{i}.norm1"} for i, row in enumerate(rows[:3])]
+    chance = [{**row, "baseline": "random", "value": 0.05} for row in [*rows[:4], head]]
+    everything = Table.from_rows(
+        [{"baseline": "", **row} for row in [*rows, head, *norms]] + chance
+    )
+    numbers = curve_numbers(everything)
+    assert numbers == {
+        ("vit", "out"): 0,
+        ("cnn", "out"): 1,
+        ("vit", "norm1"): 2,
+        ("vit", "head"): 0,
+    }
+    axes = new_figure(4, 3).add_subplot()
+    draw_depth_curves(axes, everything.where(store="cnn"), among=everything, ylabel="top1")
+    lines = {
+        str(line.get_label()): line for line in axes.lines if len(np.asarray(line.get_xdata()))
+    }
+    assert np.asarray(lines["cnn, out"].get_ydata()).tolist() == [0.3] * 4
+    axes = new_figure(4, 3).add_subplot()
+    draw_depth_curves(axes, everything)
+    point = next(line for line in axes.lines if np.asarray(line.get_ydata()).tolist() == [0.9])
+    assert float(np.asarray(point.get_xdata())[0]) > 1 and point.get_color() == colour(0)
+    assert [text.get_text() for text in axes.get_xticklabels()][-1] == "logits"
+    assert axes.get_ylim()[0] == 0
+
+
+def test_panels_and_stars(tmp_path: Path) -> None:
+    rows = scores([0.1, 0.6, 0.7, 0.65], k=20) + scores([0.5, 0.4, 0.3, 0.2], store="cnn", k=20)
+    rows += [{**row, "metric": "top5"} for row in rows]
+    rows += [{**rows[3], "site": "logits", "value": 0.95}]
+    files = read([write(tmp_path / "r.csv", rows, "knn")])
+    table = run(files)
+    figure = plot(table, files)
+    assert len(figure.axes) == 2 + 1
+    stars = [line for line in figure.axes[0].lines if line.get_marker() == "*"]
+    places = [
+        (np.asarray(s.get_xdata()).tolist(), np.asarray(s.get_ydata()).tolist()) for s in stars
+    ]
+    ticks = dict(
+        zip(
+            [text.get_text() for text in figure.axes[0].get_xticklabels()],
+            figure.axes[0].get_xticks(),
+            strict=True,
+        )
+    )
+    assert places == [([ticks["logits"]], [0.95]), ([0.0], [0.5]), ([], [])]
+    written = [cell.get_text().get_text() for cell in figure.axes[2].tables[0].get_celld().values()]
+    assert "0.950  logits" in written and "0.500  embed" in written
+
+
+# ---------------------------------------------------------------- the command
+
+
+def best_layer_command(*args: str | Path) -> Result:
+    return CliRunner().invoke(main, ["best-layer", *map(str, args)])
+
+
+def test_command(tmp_path: Path) -> None:
+    knn = write(tmp_path / "knn.csv", scores([0.1, 0.3, 0.2, 0.2], k=20), "knn")
+    cka = write(tmp_path / "cka.csv", self_cka(), "cka")
+    csv, png = tmp_path / "best.csv", tmp_path / "best.png"
+    result = best_layer_command(knn, cka, "-o", csv, "--png", png)
+    assert (result.exit_code, result.stdout) == (0, "")
+    lines = csv.read_text().splitlines()
+    assert lines[0].startswith("task,store,model,site,depth,rel_depth,metric,k,value,low,high,")
+    assert lines[1].startswith('"knn top1, k = 20",vit,demo:vit,blocks.0.out,1,')
+    sidecar = json.loads((tmp_path / "best.csv.json").read_text())
+    assert [Path(r["path"]).name for r in sidecar["results"]] == ["knn.csv", "cka.csv"]
+    assert sidecar["results"][0]["made_by"]["command"][1] == "knn"
+    assert png.read_bytes()[1:4] == b"PNG"
+    assert best_layer_command(knn).stdout == csv.read_text()
+    # its own output is a result too
+    assert best_layer_command(csv).exit_code == 0
+
+
+def test_command_refuses_in_one_line(tmp_path: Path) -> None:
+    good = write(tmp_path / "good.csv", scores([0.1]))
+    (tmp_path / "other.csv").write_text("name,age\nx,3\n")
+    csv = tmp_path / "best.csv"
+    for args, phrase in (
+        ((tmp_path / "other.csv",), "it has the columns name, age"),
+        ((tmp_path / "none.csv",), "none.csv: no such file"),
+        ((good, "--metric", "iou"), "they have top1"),
+        ((good, "--png", tmp_path / "best.pdf"), ".png"),
+    ):
+        result = best_layer_command(*args, "-o", csv)
+        assert (result.exit_code, result.stdout) == (1, ""), args
+        assert phrase in result.stderr and len(result.stderr.splitlines()) == 1
+        assert not csv.exists()
+    assert best_layer_command().exit_code == 2
+
+
+def test_importing_these_analyses_imports_nothing_heavy() -> None:
+    names = ("knn", "cluster", "best_layer")
+    code = (
+        f"import sys, {', '.join(f'vitsee_core.analyses.{name}' for name in names)}; "
+        "print([m for m in ('torch', 'matplotlib', 'sklearn', 'timm') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,307 @@
+"""Clusters: whether images of a class lie together without anybody having asked for classes.
+
+k-means on one vector an image, the clusters held against the labels (Walmer et al. 2023, Figs. 7,
+24, 25, with k = 50 on 5000 images):
+
+    purity   (1 / n) sum over clusters of the largest number of images of one class in it
+    nmi      mutual information of clusters and classes over the mean of their entropies
+    ari      pairs that agree, corrected for chance (Hubert and Arabie 1985)
+
+Purity is not corrected for chance and grows with k; so each site stands beside the same numbers
+for shuffled labels (the same clusters) and for Gaussian features of the same shape (clusters of
+noise). k-means is scikit-learn's: k-means++, the best of 10 starts, Lloyd's iterations, float32,
+features as they are (not normalised). Values are means over seeds of k-means, `std` is the spread
+over those seeds: that of the method, not of the sample of images.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.labelled import (
+    LabelledRows,
+    choose_tokens,
+    each_vectors,
+    labelled_rows,
+    random_features,
+    site_vectors,
+)
+from vitsee_core.machine import human_bytes
+from vitsee_core.plotting import new_figure, styled
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.results import Table
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_stores import Store
+    from vitsee_stores.layout import SiteSpec
+
+log = logging.getLogger(__name__)
+
+Float32 = NDArray[np.float32]
+Integers = NDArray[np.int64]
+Score = dict[str, Any]
+
+METRICS = ("purity", "nmi", "ari")
+BASELINES = ("shuffled", "random")
+N_INIT = 10
+COLUMNS = (
+    *("store", "model", "site", "depth", "rel_depth", "k", "metric", "value", "std"),
+    *("n_images", "baseline"),
+)
+UNITS = {
+    "purity": "purity",
+    "nmi": "normalised mutual information",
+    "ari": "adjusted Rand index",
+}
+METHOD = (
+    f"scikit-learn KMeans, init k-means++, n_init {N_INIT}, float32, random_state seed, seed + 1, "
+    "...; nmi normalised by the arithmetic mean of the entropies"
+)
+SPREAD = "std: standard deviation (n - 1) over the seeds of k-means; empty with one seed"
+
+
+def run(
+    *stores: Store,
+    sites: Sequence[str] = ("blocks",),
+    tokens: str | None = None,
+    k: int | None = None,
+    n_seeds: int = 3,
+    baselines: Sequence[str] = BASELINES,
+    images: int | None = None,
+    seed: int = 0,
+    jobs: int = 1,
+    memory: int | None = None,
+    progress: Progress = SILENT,
+) -> Table:
+    """One row a site and metric, then those of the baselines.
+
+    Columns: see `COLUMNS`; `baseline` is empty in the rows about the model.
+
+    Memory: the vectors of one site, in float32, three times.
+
+    Args:
+        stores: with labels; they need not hold the same images.
+        sites: names, globs and groups.
+        tokens: which token stands for an image; see `choose_tokens`.
+        k: number of clusters; by default each store's number of classes.
+        n_seeds: runs of k-means, with seeds from `seed` on.
+        baselines: `shuffled`: labels permuted, one permutation a seed; `random`: standard normal
+            features of the same shape (one draw for each seed and number of channels).
+        images: use so many; see `choose_rows`.
+        seed: of that sample, of k-means and of the baselines.
+        jobs: slabs read at a time.
+        memory: bytes to stay within.
+        progress: counts runs of k-means times images.
+
+    Raises:
+        MissingInput: no labels, or a store lacks what is asked for.
+        VitseeError: more clusters than images, vectors beyond the memory, or an unknown choice.
+    """
+    for name in baselines:
+        if name not in BASELINES:
+            raise VitseeError(f"no baseline {name!r}; expected {' or '.join(BASELINES)}")
+    if n_seeds < 1:
+        raise VitseeError(f"{n_seeds} seeds were asked for; expected at least 1")
+    plans = [(labelled_rows(store, images, seed), store.select(list(sites))) for store in stores]
+    read = {}
+    for data, chosen in plans:
+        _check(data, k if k is not None else data.n_classes, chosen, memory)
+        words = {site.name: choose_tokens(data.store, site.name, tokens) for site in chosen}
+        for name, word in words.items():
+            site_vectors(data.store, name, word)  # before any work: refuses what is not there
+        read[data.store.label] = words
+    dims = [len({site.dim for site in chosen}) * ("random" in baselines) for _, chosen in plans]
+    counts = [len(data) * (len(sites_) + n) for (data, sites_), n in zip(plans, dims, strict=True)]
+    notes: dict[str, Any] = {
+        "method": METHOD,
+        "spread": SPREAD,
+        "seeds": [seed + i for i in range(n_seeds)],
+        "images": {data.store.label: data.describe() for data, _ in plans},
+        "tokens": read,
+        "remarks": [],
+    }
+    progress.start(n_seeds * sum(counts))
+    tables = []
+    try:
+        for data, chosen in plans:
+            n_clusters = k if k is not None else data.n_classes
+            work = _Clusters(data, n_clusters, notes["seeds"], progress)
+            tables += _store_rows(work, chosen, baselines, jobs, memory, notes)
+    finally:
+        progress.stop()
+    return Table.from_rows(tables, COLUMNS, notes)
+
+
+def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | None) -> None:
+    """Refuse what cannot be clustered, before any work."""
+    label, n = data.store.label, len(data)
+    if k < 1:
+        raise VitseeError(f"k is {k}; expected at least 1 cluster")
+    if k > n:
+        raise VitseeError(
+            f"{k} clusters were asked for, but {label} has {n} labelled images; expected --k of at "
+            f"most {n}"
+        )
+    widest = max(sites, key=lambda site: site.dim)
+    size_bytes = 3 * n * widest.dim * 4
+    if memory is not None and size_bytes > memory:
+        raise VitseeError(
+            f"k-means of {n} images of {label} at {widest.name} ({widest.dim} channels) takes "
+            f"{human_bytes(size_bytes)} of memory; --memory is {human_bytes(memory)} (use fewer "
+            f"--images, {memory // (12 * widest.dim)} fit, or give more --memory)"
+        )
+
+
+class _Clusters:
+    """k-means of one store's images with each seed, and what the clusters say about labels."""
+
+    def __init__(
+        self, data: LabelledRows, k: int, seeds: Sequence[int], progress: Progress
+    ) -> None:
+        self.data, self.k, self.seeds, self.progress = data, k, seeds, progress
+
+    def of(self, features: Callable[[int], Float32]) -> list[Integers]:
+        """(n,) cluster of each image, one array a seed; features: the vectors of a seed."""
+        found = []
+        for seed in self.seeds:
+            found.append(k_means(features(seed), self.k, seed))
+            self.progress.advance(len(self.data))
+        return found
+
+    def of_noise(self, dim: int) -> list[Integers]:
+        """The same of standard normal vectors, drawn anew for each seed."""
+        return self.of(lambda seed: random_features(len(self.data), dim, (seed, 2)))
+
+    def scores(self, clusters: Sequence[Integers], shuffled: bool = False) -> list[Score]:
+        """One entry a metric: mean and spread over seeds."""
+        values = []
+        for seed, assigned in zip(self.seeds, clusters, strict=True):
+            labels = self.data.labels
+            if shuffled:
+                labels = np.random.default_rng((seed, 1)).permutation(labels)
+            values.append(agreement(assigned, labels))
+        out = []
+        for metric in METRICS:
+            over = [value[metric] for value in values]
+            std = statistics.stdev(over) if len(over) > 1 else np.nan
+            out.append({"metric": metric, "value": statistics.fmean(over), "std": std})
+        return out
+
+
+def _store_rows(
+    work: _Clusters,
+    sites: Sequence[SiteSpec],
+    baselines: Sequence[str],
+    jobs: int,
+    memory: int | None,
+    notes: dict[str, Any],
+) -> list[Score]:
+    """The rows of one store, the baselines' last."""
+    data, store = work.data, work.data.store
+    rows: dict[str, list[Score]] = {name: [] for name in ("", *dict.fromkeys(baselines))}
+    drawn: dict[int, list[Score]] = {}
+    read = notes["tokens"][store.label]
+    for site in sites:
+        vectors = np.concatenate(
+            list(each_vectors(data, site.name, read[site.name], jobs=jobs, memory=memory))
+        )
+        if (vectors == vectors[0]).all():
+            remark = (
+                f"{store.label} {site.name}: the {read[site.name]} vector of every image is the "
+                "same, so all are one cluster"
+            )
+            notes["remarks"].append(remark)
+            log.info("%s", remark)
+        clusters = work.of(partial(_of_any_seed, vectors))
+        found = {"": work.scores(clusters)}
+        if "shuffled" in rows:
+            found["shuffled"] = work.scores(clusters, shuffled=True)
+        if "random" in rows:
+            if site.dim not in drawn:
+                drawn[site.dim] = work.scores(work.of_noise(site.dim))
+            found["random"] = drawn[site.dim]
+        place = {
+            "store": store.label,
+            "model": store.manifest.model.get("name", ""),
+            "site": site.name,
+            "depth": site.depth,
+            "rel_depth": site.rel_depth,
+            "k": work.k,
+            "n_images": len(data),
+        }
+        for name, scores in found.items():
+            rows[name] += [place | score | {"baseline": name} for score in scores]
+    return [row for some in rows.values() for row in some]
+
+
+def _of_any_seed(vectors: Float32, seed: int) -> Float32:
+    return vectors
+
+
+def k_means(vectors: Float32, k: int, seed: int) -> Integers:
+    """(n,) cluster of each vector; fewer than k clusters where fewer vectors differ."""
+    if (vectors == vectors[0]).all():
+        # k-means would fill its empty clusters with some of the equal vectors.
+        return np.zeros(len(vectors), np.int64)
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    with warnings.catch_warnings():
+        # Fewer distinct vectors than clusters, which is no failure to converge.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model = KMeans(k, init="k-means++", n_init=N_INIT, random_state=seed)
+        labels: Integers = model.fit_predict(vectors).astype(np.int64)
+    return labels
+
+
+def agreement(clusters: Integers, labels: Integers) -> dict[str, float]:
+    """Purity, NMI (0 to 1) and ARI (at most 1, 0 by chance) of a clustering.
+
+    Args:
+        clusters: (n,) numbers from 0.
+        labels: (n,) classes from 0.
+    """
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
+    n_classes = int(labels.max()) + 1
+    cells = (int(clusters.max()) + 1) * n_classes
+    table = np.bincount(clusters * n_classes + labels, minlength=cells).reshape(-1, n_classes)
+    return {
+        "purity": float(table.max(1).sum()) / len(labels),
+        "nmi": float(normalized_mutual_info_score(labels, clusters, average_method="arithmetic")),
+        "ari": float(adjusted_rand_score(labels, clusters)),
+    }
+
+
+@styled
+def plot(table: Table) -> Figure:
+    """Purity, NMI and ARI against relative depth, a panel each and one curve a store, baselines
+    dashed (Walmer et al. 2023, Figs. 7, 24, 25); the band is one standard deviation over seeds."""
+    figure = new_figure(11.4, 3.6)
+    panels = figure.subplots(1, len(METRICS), squeeze=False)[0]
+    drawn = Table(
+        {
+            **table.columns,
+            "low": table["value"].astype(float) - table["std"].astype(float),
+            "high": table["value"].astype(float) + table["std"].astype(float),
+        }
+    )
+    ks = ", ".join(str(k) for k in table.unique("k"))
+    for axes, metric in zip(panels, METRICS, strict=True):
+        draw_depth_curves(axes, drawn.where(metric=metric), ylabel=UNITS[metric], among=drawn)
+    panels[0].set_title(f"clusters against classes (k-means, k = {ks})")
+    panels[1].set_title("band: one std over seeds" if np.isfinite(drawn["low"]).any() else "")
+    add_curve_legend(figure, list(panels))
+    return figure

@@ -1,0 +1,298 @@
+"""k-nearest-neighbour classification: whether images of a class lie together.
+
+A test image is given the class that its k nearest training images vote for, nearest by the cosine
+of one vector an image (Walmer et al. 2023, Figs. 9 left, 28, with k = 20 and the class token;
+the protocol of DINO, Caron et al. 2021):
+
+    softmax    a neighbour's vote is exp(cos / temperature)
+    majority   a neighbour's vote is 1
+
+`top1` is the share of test images whose class gets the most votes, `top5` that of images whose
+class is among the five most voted; equal votes go to the lower class. A class that no neighbour
+has is never among the five, so that `top5` needs k >= 5; with five classes or fewer it would say
+nothing. Elsewhere it is left out. Neighbours are exact (`neighbours`): equal cosines go to the
+lower row of the training store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.labelled import (
+    INTERVAL_METHOD,
+    LabelledRows,
+    accuracy_interval,
+    check_disjoint,
+    check_label_spaces,
+    check_same_model,
+    choose_tokens,
+    each_vectors,
+    labelled_rows,
+    random_pieces,
+    site_vectors,
+)
+from vitsee_core.machine import memory_bytes
+from vitsee_core.plotting import new_figure, styled
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.results import Table
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_core.neighbours import Nearest
+    from vitsee_stores import Store
+    from vitsee_stores.layout import SiteSpec
+
+log = logging.getLogger(__name__)
+
+Float32 = NDArray[np.float32]
+Integers = NDArray[np.int64]
+Pieces = Callable[[], Iterator[Float32]]
+
+VOTES = ("softmax", "majority")
+BASELINES = ("random",)
+TOP = 5
+COLUMNS = (
+    *("store", "model", "site", "depth", "rel_depth", "k", "metric", "class"),
+    *("value", "std", "low", "high", "n_images", "baseline"),
+)
+UNITS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
+VOTED_AT_ONCE = 4096
+
+
+def run(
+    train: Store,
+    test: Store,
+    *,
+    sites: Sequence[str] = ("blocks",),
+    tokens: str | None = None,
+    ks: Sequence[int] = (20,),
+    vote: str = "softmax",
+    temperature: float = 0.07,
+    baselines: Sequence[str] = (),
+    per_class: bool = False,
+    allow_shared: bool = False,
+    images: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    jobs: int = 1,
+    memory: int | None = None,
+    progress: Progress = SILENT,
+) -> Table:
+    """One row a site, k and metric: the accuracy on the test images and its 95 % interval.
+
+    Columns: see `COLUMNS`; `class` only with `per_class`; `store` is the test store; `baseline` is
+    empty in the rows about the model.
+
+    Memory: the test vectors in float64 and float32, as many of them at a time as fit; the training
+    vectors pass by.
+
+    Args:
+        train: its labelled images vote.
+        test: its labelled images are classified; both hold activations of the same model.
+        sites: names, globs and groups.
+        tokens: which token stands for an image; see `choose_tokens`.
+        ks: numbers of neighbours.
+        vote: one of `VOTES`.
+        temperature: of the softmax vote.
+        baselines: `random`: standard normal features of the same shape (one draw for each number
+            of channels).
+        per_class: add the `top1_class` of each class.
+        allow_shared: go on where both stores hold the same image.
+        images: look at so many rows of each store; see `choose_rows`.
+        seed: of that sample and of the baseline.
+        device: where similarities are computed.
+        jobs: slabs read at a time.
+        memory: bytes to stay within.
+        progress: counts training images, once a site.
+
+    Raises:
+        MissingInput: no labels, or a store lacks a site.
+        StoreMismatch: other models, other classes, or images that are in both.
+        VitseeError: k larger than the number of training images, or an unknown choice.
+    """
+    from vitsee_core.device import resolve_device
+    from vitsee_core.neighbours import nearest
+
+    a, b = labelled_rows(train, images, seed), labelled_rows(test, images, seed)
+    check_same_model(train, test)
+    check_label_spaces(a, b)
+    ks = _checked(a, ks, vote, temperature, baselines)
+    n_shared = check_disjoint(a, b, allow_shared)
+    chosen = test.select(list(sites))
+    read = {site.name: choose_tokens(test, site.name, tokens) for site in chosen}
+    for name, word in read.items():
+        site_vectors(train, name, word)  # before any work: refuses what is not there
+        site_vectors(test, name, word)
+    n_top = [k for k in ks if k >= TOP and a.n_classes > TOP]
+    if not n_top:
+        log.info("top5 is left out: it needs k >= %d and more than %d classes", TOP, TOP)
+    budget = memory if memory is not None else memory_bytes() // 4
+    search = partial(
+        nearest, k=max(ks), device=resolve_device(device), memory=3 * budget // 4, progress=progress
+    )
+    progress.start(len(a) * (len(chosen) + len(baselines) * len({s.dim for s in chosen})))
+    rows: list[dict[str, Any]] = []
+    random_rows: list[dict[str, Any]] = []
+    remarks: list[str] = []
+    drawn: dict[int, list[dict[str, Any]]] = {}
+
+    def scored(found: Nearest) -> list[dict[str, Any]]:
+        return list(_scores(found, a, b, ks, vote, temperature, per_class))
+
+    def stored(data: LabelledRows, site: str) -> Pieces:
+        return lambda: each_vectors(data, site, read[site], jobs=jobs, memory=budget // 4)
+
+    try:
+        for site in chosen:
+            found = search(stored(a, site.name), stored(b, site.name), len(b), site.dim)
+            if found.constant:
+                remarks.append(
+                    f"{site.name}: the {read[site.name]} vector of every training image is the "
+                    "same; its value is the vote of the first rows"
+                )
+                log.info("%s", remarks[-1])
+            rows += [_place(test, site) | score | {"baseline": ""} for score in scored(found)]
+            for name in baselines:
+                if site.dim not in drawn:
+                    ours = partial(random_pieces, len(a), site.dim, (seed, 0))
+                    theirs = partial(random_pieces, len(b), site.dim, (seed, 1))
+                    drawn[site.dim] = scored(search(ours, theirs, len(b), site.dim))
+                random_rows += [
+                    _place(test, site) | score | {"baseline": name} for score in drawn[site.dim]
+                ]
+    finally:
+        progress.stop()
+    notes = {
+        "interval": INTERVAL_METHOD,
+        "train": {"store": train.label, **a.describe()},
+        "test": {"store": test.label, **b.describe(), "also_in_train": n_shared},
+        "tokens": read,
+        "seed": seed,
+        "remarks": remarks,
+    }
+    names = [name for name in COLUMNS if name != "class" or per_class]
+    return Table.from_rows(rows + random_rows, names, notes)
+
+
+def _checked(
+    train: LabelledRows,
+    ks: Sequence[int],
+    vote: str,
+    temperature: float,
+    baselines: Sequence[str],
+) -> list[int]:
+    """The numbers of neighbours, each once, in ascending order."""
+    if vote not in VOTES:
+        raise VitseeError(f"no vote {vote!r}; expected {' or '.join(VOTES)}")
+    if not temperature > 0:
+        raise VitseeError(f"the temperature is {temperature}; expected a number above 0")
+    for name in baselines:
+        if name not in BASELINES:
+            raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
+    if not ks or min(ks) < 1:
+        raise VitseeError(f"k is {min(ks, default='not given')}; expected at least 1")
+    if max(ks) > len(train):
+        raise VitseeError(
+            f"{max(ks)} neighbours were asked for, but {train.store.label} has {len(train)} "
+            f"labelled images; expected --k of at most {len(train)}"
+        )
+    return sorted(set(ks))
+
+
+def _place(store: Store, site: SiteSpec) -> dict[str, Any]:
+    return {
+        "store": store.label,
+        "model": store.manifest.model.get("name", ""),
+        "site": site.name,
+        "depth": site.depth,
+        "rel_depth": site.rel_depth,
+    }
+
+
+def _scores(
+    found: Nearest,
+    train: LabelledRows,
+    test: LabelledRows,
+    ks: Sequence[int],
+    vote: str,
+    temperature: float,
+    per_class: bool,
+) -> Iterator[dict[str, Any]]:
+    cosines, neighbours = found.cosines, train.labels[found.rows]
+    for k in ks:
+        rank = ranks(
+            cosines[:, :k], neighbours[:, :k], test.labels, train.n_classes, vote, temperature
+        )
+        metrics = ["top1", "top5"] if k >= TOP and train.n_classes > TOP else ["top1"]
+        for metric in metrics:
+            right = rank < (1 if metric == "top1" else TOP)
+            yield {"k": k, "metric": metric} | _accuracy(right)
+        for number, name in enumerate(train.classes if per_class else ()):
+            right = rank[test.labels == number] == 0
+            yield {"k": k, "metric": "top1_class", "class": name} | _accuracy(right)
+
+
+def _accuracy(right: NDArray[np.bool_]) -> dict[str, Any]:
+    value, std, low, high = accuracy_interval(right)
+    return {"value": value, "std": std, "low": low, "high": high, "n_images": len(right)}
+
+
+def ranks(
+    cosines: Float32,
+    neighbours: Integers,
+    labels: Integers,
+    n_classes: int,
+    vote: str = "softmax",
+    temperature: float = 0.07,
+) -> Integers:
+    """(m,) how many classes come before each test image's own; `n_classes` if nobody votes for it.
+
+    Args:
+        cosines: (m, k) of each test image with its neighbours.
+        neighbours: (m, k) their classes.
+        labels: (m,) the test images' own classes.
+        n_classes: number of classes.
+        vote: one of `VOTES`.
+        temperature: of the softmax vote.
+    """
+    out = np.empty(len(labels), np.int64)
+    for start in range(0, len(labels), VOTED_AT_ONCE):
+        part = slice(start, start + VOTED_AT_ONCE)
+        own, voters = labels[part], neighbours[part]
+        votes = np.ones(voters.shape)
+        if vote == "softmax":
+            # Only ratios count: divided by the nearest one's, small temperatures stay finite.
+            votes = np.exp((cosines[part] - cosines[part, :1].astype(float)) / temperature)
+        cells = np.arange(len(own))[:, np.newaxis] * n_classes + voters
+        sums = np.bincount(cells.ravel(), votes.ravel(), len(own) * n_classes)
+        scores = sums.reshape(len(own), n_classes)
+        mine = scores[np.arange(len(own)), own][:, np.newaxis]
+        lower = np.arange(n_classes) < own[:, np.newaxis]
+        before = ((scores > mine) | ((scores == mine) & lower)).sum(1)
+        voted = (voters == own[:, np.newaxis]).any(1)
+        out[part] = np.where(voted, before, n_classes)
+    return out
+
+
+@styled
+def plot(table: Table) -> Figure:
+    """Accuracy against relative depth, one panel a metric and one curve a store and k, with the
+    95 % interval as a band and the baseline dashed (Walmer et al. 2023, Figs. 9 left, 28)."""
+    metrics = [metric for metric in UNITS if metric in table.unique("metric")]
+    figure = new_figure(0.6 + 4.4 * len(metrics), 3.6)
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for axes, metric in zip(panels, metrics, strict=True):
+        rows = table.where(metric=metric)
+        draw_depth_curves(axes, rows, by=["k"], ylabel=UNITS[metric], among=table)
+        axes.set_title(f"nearest neighbours ({metric}, n = {rows['n_images'].max()})")
+    add_curve_legend(figure, list(panels))
+    return figure

@@ -1,0 +1,300 @@
+"""Images with labels: which rows of a store have one, whether two stores fit together, and the
+vectors and baselines that are scored against labels.
+
+Labels are class numbers, -1 for none. The space of classes is that of the data set (the store's
+class names), not what happens to occur among the rows used. Where one store trains and another
+tests, the results' rows bear the label of the test store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.moments import LEVEL
+from vitsee_core.streaming import Rows, choose_rows, each_slab
+from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores import LazyArray, Slab, Store
+
+Mask = NDArray[np.bool_]
+Integers = NDArray[np.int64]
+
+INTERVAL_METHOD = (
+    "95 % Wilson score interval of the share of test images that are right (training images, "
+    "features and seeds held fixed); std is the standard deviation of right (1) and wrong (0) over "
+    "test images"
+)
+SHOWN = 4
+DRAWN_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """The rows of a store that were chosen, could be read and have a label, in the store's order.
+
+    mask: (images,) over all rows of the store. rows: (n,) their numbers. labels: (n,) classes.
+    classes: names of all classes of the data set ("0", "1", ... where it names none). index: (n,)
+    positions in the data set's own order. hashes: (n,) of the images' encoded bytes.
+    n_invalid, n_unlabelled: chosen rows left out. how: in words.
+    """
+
+    store: Store
+    mask: Mask
+    rows: Integers
+    labels: Integers
+    classes: list[str]
+    index: Integers
+    hashes: NDArray[np.uint64]
+    n_invalid: int
+    n_unlabelled: int
+    how: str
+    remarks: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def n_classes(self) -> int:
+        """Number of classes of the data set."""
+        return len(self.classes)
+
+    def describe(self) -> dict[str, Any]:
+        """For a sidecar."""
+        counts = {"invalid": self.n_invalid, "unlabelled": self.n_unlabelled}
+        remarks = {"remarks": list(self.remarks)} if self.remarks else {}
+        return {"rows": len(self), "left_out": counts, "chosen": self.how, **remarks}
+
+
+def labelled_rows(
+    store: Store, images: int | None = None, seed: int = 0, split: str | None = None
+) -> LabelledRows:
+    """The rows of a store that have a label.
+
+    Args:
+        store: the store.
+        images: look at so many rows, as `choose_rows` does, before the others are left out.
+        seed: of a sample, where one is drawn.
+        split: only rows of this split of the data.
+
+    Raises:
+        MissingInput: none of the rows has a label, or there is no such split.
+    """
+    chosen = choose_rows(store, images, seed)
+    samples = store.samples
+    wanted, how = chosen.mask, chosen.how
+    if split is not None:
+        names = [name for name in dict.fromkeys(samples.split.tolist()) if name]
+        if split not in names:
+            has = f"splits {', '.join(names)}" if names else "no splits"
+            raise MissingInput(f"{store.label} has no split {split!r}; its data has {has}")
+        wanted, how = wanted & (samples.split == split), f"{how}, of split {split}"
+    readable = wanted & samples.valid
+    mask = readable & (samples.label >= 0)
+    if not mask.any():
+        raise MissingInput(
+            f"{store.label} has no label for any of its {int(readable.sum())} readable images"
+            f"{f' of split {split}' if split else ''}; extract it from data with classes (one "
+            "folder a class, or a list with labels)"
+        )
+    rows = np.flatnonzero(mask)
+    return LabelledRows(
+        store=store,
+        mask=mask,
+        rows=rows,
+        labels=samples.label[rows].astype(np.int64),
+        classes=_classes(store),
+        index=samples.index[rows].astype(np.int64),
+        hashes=samples.hash[rows],
+        n_invalid=int((wanted & ~samples.valid).sum()),
+        n_unlabelled=int((readable & ~mask).sum()),
+        how=how,
+        remarks=chosen.remarks,
+    )
+
+
+def _classes(store: Store) -> list[str]:
+    names = list(store.class_names or ())
+    n = max(len(names), int(store.samples.label.max()) + 1)
+    return names + [str(i) for i in range(len(names), n)]
+
+
+def check_label_spaces(train: LabelledRows, test: LabelledRows) -> None:
+    """Refuse rows whose class numbers do not mean the same classes.
+
+    Where one of the stores names no classes, it has only to stay within the other's.
+
+    Raises:
+        StoreMismatch: names what differs.
+    """
+    a, b = train.store, test.store
+    named = a.class_names is not None and b.class_names is not None
+    first = next(
+        (
+            f"class {i} is {x!r} against {y!r}"
+            for i, (x, y) in enumerate(zip(train.classes, test.classes, strict=False))
+            if x != y
+        ),
+        "",
+    )
+    if named and train.classes != test.classes:
+        counts = f"{train.n_classes} classes against {test.n_classes}"
+        what = counts if train.n_classes != test.n_classes else ""
+        what = "; ".join(part for part in (what, first) if part)
+    elif not named and test.labels.max() >= train.n_classes:
+        what = f"{b.label} has label {test.labels.max()}, {a.label} {train.n_classes} classes"
+    else:
+        return
+    raise StoreMismatch(
+        f"{a.label} and {b.label} have different labels: {what} (extract both from data with the "
+        "same classes)"
+    )
+
+
+def check_same_model(train: Store, test: Store) -> None:
+    """Refuse stores of different models or weights: their vectors do not compare.
+
+    Raises:
+        StoreMismatch: names what differs.
+    """
+    a, b = train.manifest.identity, test.manifest.identity
+    for what in ("model", "weights"):
+        if a.get(what) != b.get(what):
+            names = [store.manifest.model.get("name") for store in (train, test)]
+            models = (
+                f"{names[0]} against {names[1]}" if names[0] != names[1] else f"both {names[0]}"
+            )
+            raise StoreMismatch(
+                f"{train.label} and {test.label} were made with different {what.rstrip('s')}s "
+                f"({models}); extract both with the same model"
+            )
+
+
+def check_disjoint(train: LabelledRows, test: LabelledRows, allow_shared: bool = False) -> int:
+    """How many of the test rows hold an image (equal encoded bytes) that is in train too.
+
+    Raises:
+        StoreMismatch: there are any, and `allow_shared` is not set.
+    """
+    shared = np.isin(test.hashes, train.hashes)
+    n_shared = int(shared.sum())
+    if n_shared and not allow_shared:
+        names = test.store.samples.id[test.rows[shared][:SHOWN]].tolist()
+        more = ", ..." if n_shared > len(names) else ""
+        raise StoreMismatch(
+            f"{n_shared} of the {len(test)} test images of {test.store.label} are in "
+            f"{train.store.label} too ({', '.join(names)}{more}); give other data, or count them "
+            "with --allow-shared"
+        )
+    return n_shared
+
+
+def choose_tokens(store: Store, site: str, tokens: str | None = None) -> str:
+    """Which tokens of a site to read: as asked, by default `cls` where the site has a class token
+    and `mean` (over patches) elsewhere; `all` of a site without tokens, which is read as it is."""
+    layout = store.layout(site)
+    if layout is None:
+        return "all"
+    return tokens or ("cls" if layout.cls is not None else "mean")
+
+
+def site_vectors(store: Store, site: str, tokens: str) -> LazyArray:
+    """(images, dim): one vector an image; (images, ...) of a raw output.
+
+    What extract pooled (`cls`, `mean`) is read in the float32 of `pooled/`, and so from stores
+    that keep nothing else; other tokens in the type in which they are stored.
+
+    Args:
+        store: the store.
+        site: its name.
+        tokens: `cls`, `mean`, `first`, `mean-all`, `rest` or `ROW,COL`; see `choose_tokens`.
+
+    Raises:
+        SiteError: the site has no such tokens, or they are more than one.
+        MissingInput: the site is stored pooled only.
+    """
+    pooled = tokens in ("cls", "mean") and store.layout(site) is not None
+    vectors = store.pooled(site, tokens) if pooled else store.acts(site, tokens)
+    if store.layout(site) is not None and vectors.ndim != 2:
+        raise SiteError(f"--tokens {tokens} is several tokens of {site}; expected one vector")
+    return vectors
+
+
+def each_vectors(
+    data: LabelledRows,
+    site: str,
+    tokens: str,
+    *,
+    jobs: int = 1,
+    memory: int | None = None,
+) -> Iterator[NDArray[np.float32]]:
+    """The vectors of these rows in the store's order, (rows of a slab, dim) float32 at a time.
+
+    Args:
+        data: the rows.
+        site: its name.
+        tokens: as in `site_vectors`; a raw output is flattened.
+        jobs: slabs read at a time.
+        memory: bytes to stay within: fewer slabs are read at a time.
+
+    Raises:
+        VitseeError: a vector is not finite.
+    """
+    store, spec = data.store, data.store.site(site)
+    whole = tokens in ("mean-all", "rest")
+    size_bytes = store.plan.slab * 4 * (math.prod(spec.shape) if whole else spec.dim)
+    if memory is not None:
+        jobs = max(1, min(jobs, memory // (2 * size_bytes)))
+    rows = Rows(data.mask, 0, data.how)
+    yield from each_slab(store, partial(_vectors, site=site, tokens=tokens), rows=rows, jobs=jobs)
+
+
+def _vectors(slab: Slab, site: str, tokens: str) -> NDArray[np.float32]:
+    values = site_vectors(slab.store, site, tokens)[slab.rows][slab.valid]
+    flat = values.reshape(len(values), -1).astype(np.float32, copy=False)
+    if not np.isfinite(flat).all():
+        raise VitseeError(
+            f"{slab.store.label} holds numbers in {site} that are not finite, in rows "
+            f"{slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
+        )
+    return flat
+
+
+def random_features(n: int, dim: int, seed: int | Sequence[int]) -> NDArray[np.float32]:
+    """(n, dim) independent standard normal numbers: features that know nothing."""
+    return np.random.default_rng(seed).standard_normal((n, dim), np.float32)
+
+
+def accuracy_interval(correct: Mask) -> tuple[float, float, float, float]:
+    """Value, std, low and high of an accuracy; see `INTERVAL_METHOD` (Wilson 1927).
+
+    Unlike mean -+ t std / sqrt(n) it stays within 0 and 1, and keeps a width where all test images
+    are right. NaN without a test image; std NaN with one.
+
+    Args:
+        correct: (n,) whether each test image is right.
+    """
+    n = len(correct)
+    if n == 0:
+        return (math.nan,) * 4
+    p = float(np.count_nonzero(correct)) / n
+    std = math.sqrt(p * (1 - p) * n / (n - 1)) if n > 1 else math.nan
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    # At 0 and 1 one end of the interval is p itself, but for the last digit.
+    return p, std, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
+
+
+def random_pieces(n: int, dim: int, seed: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+    """`random_features` in pieces, each drawn for itself: memory does not grow with n."""
+    for i, start in enumerate(range(0, n, DRAWN_AT_ONCE)):
+        yield random_features(min(DRAWN_AT_ONCE, n - start), dim, (*seed, i))

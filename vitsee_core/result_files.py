@@ -1,0 +1,104 @@
+"""Results read back from their CSV, with the sidecar where there is one."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.results import Table
+from vitsee_stores.errors import VitseeError
+
+# Never numbers, whatever they look like: a store may be called 5.
+TEXT = frozenset(
+    (
+        *("store", "model", "site", "metric", "class", "token", "baseline"),
+        *("store_a", "site_a", "store_b", "site_b"),
+    )
+)
+SHOWN_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A CSV that a command wrote. command: the command's name and sidecar: the content of
+    `r.csv.json`; "" and empty without that file."""
+
+    path: Path
+    table: Table
+    command: str
+    sidecar: dict[str, Any]
+
+    def has(self, columns: Sequence[str]) -> bool:
+        """Whether the table has all these columns."""
+        return all(name in self.table.columns for name in columns)
+
+    def describe_columns(self) -> str:
+        """The first of its columns, for a message."""
+        names = list(self.table.columns)
+        more = f" and {len(names) - SHOWN_COLUMNS} more" if len(names) > SHOWN_COLUMNS else ""
+        return ", ".join(names[:SHOWN_COLUMNS]) + more
+
+
+def read_result(path: str | Path) -> ResultFile:
+    """The table in a CSV, and how it was made.
+
+    A column of numbers is float64 (an empty cell NaN) or, where all of it are whole numbers, int64
+    (an object array with None where a cell is empty); every other column is text.
+
+    Raises:
+        VitseeError: a folder, no CSV text, no rows, or rows of different lengths.
+        OSError: it cannot be opened.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise VitseeError(f"{path} is a folder; expected a CSV that a vitsee command wrote with -o")
+    try:
+        text = io.StringIO(path.read_bytes().decode("utf-8-sig"), newline="")
+        lines = [line for line in csv.reader(text) if line]
+    except (UnicodeDecodeError, csv.Error):
+        raise VitseeError(f"{path} is no CSV text; expected what vitsee wrote with -o") from None
+    if len(lines) < 2:
+        raise VitseeError(f"{path} has no rows; expected a CSV that a vitsee command wrote with -o")
+    header, body = lines[0], lines[1:]
+    for number, line in enumerate(body, 1):
+        if len(line) != len(header):
+            raise VitseeError(
+                f"{path}, row {number} has {len(line)} cells, its header {len(header)}; "
+                "expected a CSV that a vitsee command wrote with -o"
+            )
+    columns = {name: _column(name, [line[i] for line in body]) for i, name in enumerate(header)}
+    sidecar = _sidecar(path)
+    words = sidecar.get("command")
+    command = words[1] if isinstance(words, list) and len(words) > 1 else ""
+    return ResultFile(path, Table(columns), str(command), sidecar)
+
+
+def _column(name: str, cells: list[str]) -> NDArray[Any]:
+    if name in TEXT or not any(cells):
+        return np.array(cells, object if name in TEXT else None)
+    for kind in (int, float):
+        try:
+            values = [kind(cell) if cell else None for cell in cells]
+        except ValueError:
+            continue
+        if kind is float:
+            return np.array([np.nan if v is None else v for v in values], np.float64)
+        return np.array(values, object if None in values else np.int64)
+    return np.array(cells, object)
+
+
+def _sidecar(path: Path) -> dict[str, Any]:
+    """What stands beside the CSV; nothing where it is missing or not ours."""
+    try:
+        found = json.loads(path.with_name(path.name + ".json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
