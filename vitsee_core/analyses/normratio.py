@@ -1,0 +1,282 @@
+"""Norm ratio: whether a residual sublayer's output comes through its skip or its branch.
+
+Per image, token and sublayer (attention or MLP of a transformer, a residual block of a CNN, token
+or channel mixing of a Mixer), from skip z and branch f(z) over channels (Raghu et al. 2021,
+section 6):
+
+- `norm_ratio`, `norm_ratio_median`, `norm_ratio_geomean`: mean, median and geometric mean over
+  images of |z| / |f(z)| (Figs. 7, E.1). Above 1 the skip dominates. The paper does not say which
+  mean; the plain one is drawn up by images with a small branch, which the other two show.
+- `cos_branch`: mean over images of the cosine of z and f(z) (Fig. E.2 by its caption).
+- `cos_out`: of z and z + f(z), what the sublayer hands on (Fig. E.2 by the text).
+- `skip_norm`, `branch_norm`: mean over images of |z| and |f(z)|; of all tokens as one vector
+  (`flat`) the norms that the code of Walmer et al. 2023 dumps. Not by default.
+
+Images first, then tokens: a row about several tokens holds the mean of the tokens' own statistics.
+The branch includes a layer scale; the skip of the first block of a CNN's stage is the shortcut's
+output; the sum is the one before the activation.
+
+Where f(z) = 0, as in every block of a freshly initialised ResNet, there is no ratio and no
+`cos_branch`: such tokens of images are left out, counted and named; `cos_out` is 1 there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.image_statistics import (
+    METHODS,
+    Estimates,
+    block_labels,
+    statistic,
+)
+from vitsee_core.machine import memory_bytes
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.residuals import (
+    Place,
+    ReadQuantities,
+    Sublayer,
+    choose_sublayers,
+    missing_tokens,
+    places_of,
+)
+from vitsee_core.results import Table
+from vitsee_core.streaming import Rows, choose_rows, each_slab
+from vitsee_core.token_pictures import draw_norm_ratios
+from vitsee_core.token_statistics import Places
+from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.manifest import few
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_core.streaming import Map
+    from vitsee_stores import Store
+
+log = logging.getLogger(__name__)
+
+Float = NDArray[np.float64]
+
+# metric -> (quantity of each image, statistic over images)
+METRICS = {
+    "norm_ratio": ("norm_ratio", "mean"),
+    "norm_ratio_median": ("norm_ratio", "median"),
+    "norm_ratio_geomean": ("norm_ratio", "geomean"),
+    "cos_branch": ("cos_branch", "mean"),
+    "cos_out": ("cos_out", "mean"),
+    "skip_norm": ("skip_norm", "mean"),
+    "branch_norm": ("branch_norm", "mean"),
+}
+DEFAULT_METRICS = tuple(METRICS)[:5]
+COLUMNS = (
+    *("store", "model", "site", "depth", "rel_depth", "token", "row", "col", "metric"),
+    *("value", "std", "low", "high", "n_images"),
+)
+# A token of an image: three quantities, and what a statistic takes beside them.
+BYTES_A_TOKEN = 8 * 12
+PIECE_BYTES = 16 << 20  # statistics are computed of so many tokens at a time, to stay in cache
+
+
+def run(
+    *stores: Store,
+    metrics: Sequence[str] = DEFAULT_METRICS,
+    sites: Sequence[str] = ("blocks",),
+    tokens: Sequence[str] = ("each",),
+    images: int | None = None,
+    seed: int = 0,
+    jobs: int = 1,
+    memory: int | None = None,
+    map: Map | None = None,
+    progress: Progress = SILENT,
+) -> Table:
+    """One row a store, metric, sublayer and token, or kind of token.
+
+    Columns: see `COLUMNS`; only the norms have a unit, that of the activations; `token` as
+    `residuals.Place` says, with `row` and `col` for a cell; `low`, `high` the 95 % interval and
+    `std` as `image_statistics.METHODS` says; `n_images` the images with a value. NaN: no image has
+    a value (`value`), or fewer than two (the others). The stores need not hold the same images.
+
+    Memory: all images of as many tokens of one sublayer as fit; a sublayer that does not fit is
+    read several times.
+
+    Args:
+        stores: with residual dot products.
+        metrics: some of `METRICS`.
+        sites: see `choose_sublayers`.
+        tokens: see `places_of`; a word need not stand for something in every store.
+        images: use so many; see `choose_rows`.
+        seed: of a sample of images, and of the jackknife's blocks in the data set's order.
+        jobs: slabs read at a time.
+        memory: bytes to stay within.
+        map: see `fold`.
+        progress: counts images, once a sublayer.
+
+    Raises:
+        MissingInput: a store has no dot products.
+        SiteError: a pattern that matches in no store or tokens that no store has, or a store left
+            without any.
+        VitseeError: unknown metric, or no valid image among those asked for.
+    """
+    for metric in metrics:
+        if metric not in METRICS:
+            raise VitseeError(f"no metric {metric!r}; metrics of normratio: {', '.join(METRICS)}")
+    wanted = [metric for metric in METRICS if metric in metrics]
+    plans = choose_sublayers(stores, sites)
+    _check_tokens(stores, plans, tokens)
+    chosen = [choose_rows(store, images, seed) for store in stores]
+    budget = memory if memory is not None else memory_bytes() // 4
+    rows: list[dict[str, Any]] = []
+    zero: dict[str, dict[str, str]] = {}
+    progress.start(sum(r.n * len(plan) for r, plan in zip(chosen, plans, strict=True)))
+    for store, plan, picked in zip(stores, plans, chosen, strict=True):
+        for remark in picked.remarks:
+            log.info("%s", remark)
+        measure = _Measure(store, picked, seed, jobs, budget, map)
+        counts: dict[str, tuple[int, int]] = {}
+        for sublayer in plan:
+            places = places_of(sublayer.layout, tokens)
+            if places:
+                found, counts[sublayer.site] = measure(sublayer, places, wanted)
+                for metric in wanted:
+                    rows += _rows(store, sublayer, metric, places, found[metric])
+            progress.advance(picked.n)
+        zero[store.label] = _report_zeros(store.label, counts)
+    progress.stop()
+    notes = {
+        "interval": {
+            m: METHODS["mean" if METRICS[m][1] == "mean" else "jackknife"] for m in wanted
+        },
+        "std": METHODS["std"],
+        "tokens": "rows about several tokens: the mean over them of each one's statistic",
+        "zero_branch": {label: sites for label, sites in zero.items() if sites},
+        "seed": seed,
+        "images": {s.label: r.describe() for s, r in zip(stores, chosen, strict=True)},
+    }
+    return Table.from_rows(rows, COLUMNS, notes)
+
+
+def plot(table: Table) -> Figure:
+    """From the table alone; see `token_pictures.draw_norm_ratios`."""
+    return draw_norm_ratios(table)
+
+
+def _check_tokens(
+    stores: Sequence[Store], plans: Sequence[Sequence[Sublayer]], words: Sequence[str]
+) -> None:
+    """Say which tokens are missing where; refuse those that are missing everywhere.
+
+    Raises:
+        SiteError: see `run`.
+    """
+    for word in words:
+        served = [any(places_of(s.layout, [word]) for s in plan) for plan in plans]
+        for store, plan in zip(stores, plans, strict=True):
+            said = missing_tokens(store.label, plan, word)
+            if said is not None and not any(served):
+                raise SiteError(said)
+            if said is not None:
+                log.info("%s: no row for these", said)
+    for store, plan in zip(stores, plans, strict=True):
+        if not any(places_of(s.layout, words) for s in plan):
+            raise SiteError(
+                missing_tokens(store.label, plan, words[0])
+                or f"no tokens of {store.label} were asked for; give --tokens"
+            )
+
+
+class _Measure:
+    """The statistics of one store's sublayers."""
+
+    def __init__(
+        self, store: Store, rows: Rows, seed: int, jobs: int, memory: int, map: Map | None
+    ) -> None:
+        self.store, self.rows, self.jobs, self.map = store, rows, jobs, map
+        self.n = int((rows.mask & store.valid).sum())
+        shuffled = store.manifest.identity.get("order") != "dataset"
+        self.labels = block_labels(self.n, None if shuffled else seed)
+        self.tokens_at_once = max(1, memory // (BYTES_A_TOKEN * self.n))
+
+    def __call__(
+        self, sublayer: Sublayer, places: Sequence[Place], metrics: Sequence[str]
+    ) -> tuple[dict[str, Estimates], tuple[int, int]]:
+        """metric -> an entry a place; and how many tokens of images have f(z) = 0, of how many."""
+        tokens = np.array(sorted({token for place in places for token in place.members}))
+        found = {metric: Places([place.members for place in places]) for metric in metrics}
+        names = tuple(dict.fromkeys(METRICS[metric][0] for metric in metrics))
+        n_zero = 0
+        for some in _pieces(tokens, self.tokens_at_once):
+            values, zeros = self._read(ReadQuantities(sublayer.site, tuple(some.tolist()), names))
+            n_zero += zeros
+            few_tokens = max(1, PIECE_BYTES // (BYTES_A_TOKEN * self.n))
+            for at in _pieces(np.arange(len(some)), few_tokens):
+                for metric, places_of_metric in found.items():
+                    quantity, estimator = METRICS[metric]
+                    of = statistic(values[quantity][at], estimator, self.labels)
+                    places_of_metric.add(of, some[at])
+        estimates = {metric: of.estimates() for metric, of in found.items()}
+        return estimates, (n_zero, len(tokens) * self.n)
+
+    def _read(self, work: ReadQuantities) -> tuple[dict[str, Float], int]:
+        """Quantity -> (tokens, images) of all slabs; and how many f(z) are 0."""
+        values = {name: np.empty((len(work.tokens), self.n)) for name in work.names}
+        done = n_zero = 0
+        for piece in each_slab(self.store, work, rows=self.rows, jobs=self.jobs, map=self.map):
+            n_zero += piece.n_zero
+            for name, of_slab in piece.quantities.items():
+                values[name][:, done : done + of_slab.shape[1]] = of_slab
+            done += of_slab.shape[1]
+        return values, n_zero
+
+
+def _pieces(items: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
+
+
+def _rows(
+    store: Store, sublayer: Sublayer, metric: str, places: Sequence[Place], of: Estimates
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "store": store.label,
+            "model": store.manifest.model.get("name", ""),
+            "site": sublayer.site,
+            "depth": sublayer.depth,
+            "rel_depth": sublayer.rel_depth,
+            "token": place.token,
+            "row": place.row,
+            "col": place.col,
+            "metric": metric,
+            "value": float(of.value[i]),
+            "std": float(of.std[i]),
+            "low": float(of.low[i]),
+            "high": float(of.high[i]),
+            "n_images": int(of.n[i]),
+        }
+        for i, place in enumerate(places)
+    ]
+
+
+def _report_zeros(label: str, counts: dict[str, tuple[int, int]]) -> dict[str, str]:
+    """Name the sublayers with f(z) = 0 on stderr; site -> where, for the sidecar."""
+    whole = [site for site, (zero, of) in counts.items() if zero == of]
+    part = {site: (zero, of) for site, (zero, of) in counts.items() if 0 < zero < of}
+    if whole:
+        log.warning(
+            "%s: the branch is 0 in every image and token of %s: no norm ratio, no cos_branch",
+            label,
+            ", ".join(whole),
+        )
+    if part:
+        shown = [f"{site} ({zero} of {of} tokens of images)" for site, (zero, of) in part.items()]
+        log.warning("%s: the branch is 0, and left out, in %s", label, few(shown))
+    return {
+        site: f"f(z) = 0 in {zero} of {of} tokens of images"
+        for site, (zero, of) in counts.items()
+        if zero
+    }

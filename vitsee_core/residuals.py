@@ -1,0 +1,265 @@
+"""Skip against branch: what the stored dot products of residual sublayers say, image by image.
+
+A sublayer adds its branch f(z) to its skip z. A store keeps z.z, f.f and z.f of every token
+(float32), and from these follow (Raghu et al. 2021, section 6, Figs. 7, E.1, E.2)
+
+    norm_ratio = |z| / |f|
+    cos_branch = z.f / (|z| |f|)
+    cos_out    = z.(z + f) / (|z| |z + f|)
+
+with z.(z + f) = z.z + z.f and |z + f|^2 = z.z + 2 z.f + f.f. Dot products add up over tokens, so
+that all tokens of an image taken as one vector (Frobenius norms) have the same three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores.errors import MissingInput, SiteError
+from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
+from vitsee_stores.tokens import describe_layout
+
+if TYPE_CHECKING:
+    from vitsee_stores import Slab, Store
+
+Float = NDArray[np.float64]
+
+QUANTITIES = ("norm_ratio", "cos_branch", "cos_out", "skip_norm", "branch_norm")
+TOKENS = ("each", "cls", "prefix", "patches", "all", "flat")
+FLAT = -1  # stands for all tokens of an image, flattened
+# |z + f|^2 from float32 products is off by up to about this part of z.z + f.f.
+ROUNDING = 2.0**-22
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One residual sublayer: its name, index in the model, index over the last, its tokens."""
+
+    site: str
+    depth: int
+    rel_depth: float
+    layout: TokenLayout
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a row of a table is about: one token, or the mean over several.
+
+    token: "cls", "dist", "reg0", or "registers", "patches" for means; "flat" for all tokens as one
+    vector; the number of a row where the tokens are no grid; None for a cell. row, col: of a cell.
+    members: indices of the tokens, or `FLAT`.
+    """
+
+    token: str | None
+    row: int | None
+    col: int | None
+    members: tuple[int, ...]
+
+
+def quantities(
+    products: NDArray[np.floating], names: Sequence[str] = QUANTITIES
+) -> dict[str, Float]:
+    """Ratio, cosines and norms of each image and token, in float64, shape (...) each.
+
+    NaN: `norm_ratio` where f = 0; `cos_branch` where z or f is 0; `cos_out` where z is 0 or z + f
+    is 0 to within the rounding of the products. Where f = 0, `cos_out` is 1: the sublayer hands z
+    on. Cosines that rounding takes beyond -1 or 1 are cut there.
+
+    Args:
+        products: (..., 3) z.z, f.f, z.f.
+        names: some of `QUANTITIES`.
+    """
+    zz, ff, zf = np.moveaxis(products, -1, 0).astype(np.float64)
+    return {name: _QUANTITY[name](zz, ff, zf) for name in names}
+
+
+def _norm_ratio(zz: Float, ff: Float, zf: Float) -> Float:
+    return np.sqrt(_over(zz, ff))
+
+
+def _cos_branch(zz: Float, ff: Float, zf: Float) -> Float:
+    return np.clip(_over(zf, np.sqrt(zz * ff)), -1, 1)
+
+
+def _cos_out(zz: Float, ff: Float, zf: Float) -> Float:
+    total = zz + 2 * zf + ff
+    total[total <= ROUNDING * (zz + ff)] = 0
+    return np.clip(_over(zz + zf, np.sqrt(zz * total)), -1, 1)
+
+
+_QUANTITY: dict[str, Callable[[Float, Float, Float], Float]] = {
+    "norm_ratio": _norm_ratio,
+    "cos_branch": _cos_branch,
+    "cos_out": _cos_out,
+    "skip_norm": lambda zz, ff, zf: np.sqrt(zz),
+    "branch_norm": lambda zz, ff, zf: np.sqrt(ff),
+}
+
+
+def _over(a: Float, b: Float) -> Float:
+    """a / b, NaN where b is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Float = a / b
+    found[b == 0] = np.nan
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slab's images. quantities: name -> (tokens, images); n_zero: how many tokens of images
+    have f = 0."""
+
+    quantities: dict[str, Float]
+    n_zero: int
+
+
+@dataclass(frozen=True)
+class ReadQuantities:
+    """The work on one slab: a sublayer's tokens in this order (`FLAT` comes first), of the images
+    that count."""
+
+    site: str
+    tokens: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __call__(self, slab: Slab) -> Piece:
+        """Reads the dot products of one sublayer, and nothing else."""
+        products = slab.residual(self.site)[slab.valid]
+        if self.tokens != tuple(range(products.shape[1])):
+            flat = products.sum(1, dtype=np.float64, keepdims=True) if FLAT in self.tokens else None
+            products = products[:, [token for token in self.tokens if token != FLAT]]
+            if flat is not None:
+                products = np.concatenate([flat, products], axis=1)
+        n_zero = int((products[..., 1] == 0).sum())
+        found = quantities(products, self.names)
+        return Piece({name: values.T for name, values in found.items()}, n_zero)
+
+
+def choose_sublayers(stores: Sequence[Store], patterns: Sequence[str]) -> list[list[Sublayer]]:
+    """The sublayers of each store that the patterns name, in the model's order.
+
+    A pattern is a sublayer's name (`blocks.3.attn`, `layer1.0`, `blocks.-1.mlp`), a glob, a kind
+    (`attn`, `mlp`, `token`, `channel`), or `blocks` for all. It need not match in every store.
+
+    Raises:
+        MissingInput: a store has no dot products.
+        SiteError: a pattern that matches in no store, or a store where none matches.
+    """
+    known = [_sublayers(store) for store in stores]
+    chosen: list[list[Sublayer]] = []
+    unmatched: dict[str, SiteError] = {}
+    matched: set[str] = set()
+    for store, sublayers in zip(stores, known, strict=True):
+        names: set[str] = set()
+        errors: list[SiteError] = []
+        for pattern in patterns:
+            try:
+                names |= _select(store, sublayers, pattern)
+                matched.add(pattern)
+            except SiteError as caught:
+                errors.append(caught)
+                unmatched.setdefault(pattern, caught)
+        if not names:
+            raise errors[0]
+        chosen.append([sublayer for sublayer in sublayers if sublayer.site in names])
+    for pattern, error in unmatched.items():
+        if pattern not in matched:
+            raise error
+    return chosen
+
+
+def _sublayers(store: Store) -> list[Sublayer]:
+    plan = store.manifest.plan
+    if not plan.sublayers:
+        reason = store.manifest.left_out.get("residual", "it was extracted with --no-residual")
+        raise MissingInput(f"{store.label} lacks what extract keeps with --residual: {reason}")
+    places = {name: (depth, rel_depth) for name, depth, rel_depth in plan.places}
+    return [Sublayer(name, *places[name], layout) for name, layout in plan.sublayers]
+
+
+def _select(store: Store, sublayers: Sequence[Sublayer], pattern: str) -> set[str]:
+    kinds = {s.site.rpartition(".")[2] for s in sublayers}
+    wanted = f"*.{pattern}" if pattern in kinds and not pattern.isdigit() else pattern
+    sites = [_as_site(sublayer) for sublayer in sublayers]
+    hint = f"vitsee info {store.path}"
+    return {s.name for s in select_names([wanted], sites, what="store's sublayers", hint=hint)}
+
+
+def _as_site(sublayer: Sublayer) -> SiteSpec:
+    """The sublayer in the form that selectors search."""
+    return SiteSpec(
+        name=sublayer.site,
+        part="",
+        block=None,
+        groups=("blocks", "residual"),
+        kind="raw",
+        dim=0,
+        shape=(),
+        layout=sublayer.layout,
+        depth=sublayer.depth,
+        rel_depth=sublayer.rel_depth,
+    )
+
+
+def places_of(layout: TokenLayout, words: Iterable[str]) -> list[Place]:
+    """The places that words of --tokens stand for, each once; none for what the layout lacks.
+
+    `each`: every token alone. `cls`: the class token. `prefix`: the prefix tokens, one place a
+    kind, registers as their mean. `patches`: the mean over the grid (or over rows that are none).
+    `all`: `prefix` and `patches`. `flat`: all tokens as one vector. ROW,COL: one cell.
+    """
+    found: dict[Place, None] = {}
+    for word in words:
+        if word == "each":
+            found |= dict.fromkeys([*_singles(layout), *_cells(layout)])
+        elif word == "cls":
+            found |= dict.fromkeys(p for p in _singles(layout) if p.token == "cls")
+        elif word == "flat":
+            found[Place("flat", None, None, (FLAT,))] = None
+        elif word in ("prefix", "patches", "all"):
+            kinds = [] if word == "patches" else _prefix_kinds(layout)
+            body = Place("patches", None, None, tuple(range(layout.n_prefix, layout.n_tokens)))
+            found |= dict.fromkeys([*kinds, *([] if word == "prefix" else [body])])
+        else:
+            row, col = map(int, word.split(","))
+            found |= dict.fromkeys(p for p in _cells(layout) if (p.row, p.col) == (row, col))
+    return list(found)
+
+
+def _singles(layout: TokenLayout) -> list[Place]:
+    return [Place(kind, None, None, (i,)) for i, kind in enumerate(layout.prefix)]
+
+
+def _cells(layout: TokenLayout) -> list[Place]:
+    first = layout.n_prefix
+    if layout.grid is None:
+        return [Place(str(i), None, None, (first + i,)) for i in range(layout.rows)]
+    return [
+        Place(None, row, col, (first + row * layout.grid[1] + col,))
+        for row, col in np.ndindex(layout.grid)
+    ]
+
+
+def _prefix_kinds(layout: TokenLayout) -> list[Place]:
+    kinds: dict[str, list[int]] = {}
+    for i, name in enumerate(layout.prefix):
+        kinds.setdefault("registers" if name.startswith("reg") else name, []).append(i)
+    return [Place(kind, None, None, tuple(members)) for kind, members in kinds.items()]
+
+
+def missing_tokens(label: str, sublayers: Sequence[Sublayer], word: str) -> str | None:
+    """What is to be said where a word of --tokens stands for nothing in some sublayers of a store;
+    None where it stands for something in all."""
+    without = [s for s in sublayers if not places_of(s.layout, [word])]
+    if not without:
+        return None
+    names = ", ".join(s.site for s in without[:4]) + (", ..." if len(without) > 4 else "")
+    return (
+        f"{label} has no tokens {word!r} in {len(without)} of {len(sublayers)} sublayers ({names}: "
+        f"{describe_layout(without[0].layout)})"
+    )

@@ -1,0 +1,195 @@
+"""A map of tokens against sublayers: prefix tokens named, on top; patches row by row below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.plotting import GREY
+from vitsee_core.site_axes import SiteAxis, Ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.colors import Normalize
+    from matplotlib.image import AxesImage
+
+Float = NDArray[np.float64]
+Column = tuple[str, Mapping[Any, float]]  # sublayer; token's name or (row, col) -> value
+
+NO_VALUE = "#C9C9C9"
+SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
+# Heights, the patches' being 1: of each prefix token, and of the line below them.
+PREFIX_SHARE, GAP = 0.08, 0.012
+LABELS_INCHES = 0.75
+MEANS = ("patches", "registers", "flat")  # are about several tokens
+
+
+@dataclass(frozen=True)
+class MapPanel:
+    """One store's map of one kind of sublayer. sites: the columns. prefix: names and (prefix
+    tokens, columns). bodies: each column's other tokens in order; cells: their (row, col), empty
+    where the columns differ."""
+
+    title: str
+    store: str
+    sites: tuple[str, ...]
+    prefix: tuple[str, ...]
+    prefix_values: Float
+    bodies: tuple[Float, ...]
+    cells: tuple[Any, ...]
+    kind: str
+
+    @classmethod
+    def of(cls, title: str, store: str, columns: Sequence[Column], kind: str) -> MapPanel:
+        """From the tokens of each column; means over several tokens are no part of a map."""
+        names = dict.fromkeys(t for _, of in columns for t in of if isinstance(t, str))
+        prefix = tuple(n for n in names if n not in MEANS and not n.isdigit())
+        values = np.array([[of.get(name, np.nan) for _, of in columns] for name in prefix])
+        cells = [sorted(t for t in of if isinstance(t, tuple)) for _, of in columns]
+        bodies = tuple(
+            np.array([of[t] for t in own]) for (_, of), own in zip(columns, cells, strict=True)
+        )
+        alike = all(own == cells[0] for own in cells)
+        return cls(
+            title,
+            store,
+            tuple(site for site, _ in columns),
+            prefix,
+            values.reshape(len(prefix), len(columns)),
+            bodies,
+            tuple(cells[0]) if alike else (),
+            kind,
+        )
+
+    @property
+    def width_inches(self) -> float:
+        """Of the panel, its labels included."""
+        return max(1.6, min(0.22 * len(self.sites), 4)) + LABELS_INCHES
+
+    def all_values(self) -> Float:
+        """Every value, in one row."""
+        return np.concatenate([self.prefix_values.ravel(), *self.bodies])
+
+    def ticks(self) -> Ticks:
+        """Of the columns."""
+        axis = SiteAxis.of([(self.store, site) for site in self.sites], {})
+        return axis.ticks(max(2, int((self.width_inches - LABELS_INCHES) / 0.24)))
+
+
+def colour_scale(metric: str, values: Float) -> Normalize:
+    """From the smallest to the largest value; logarithmic for ratios and norms that span more than
+    a factor of 10, symmetric about 0 for `cos_branch`, up to 1 for `cos_out`."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return Normalize(0, 1)
+    low, high = float(finite.min()), float(finite.max())
+    if metric == "cos_branch":
+        reach = max(abs(low), abs(high)) or 1.0
+        return Normalize(-reach, reach)
+    if not metric.startswith("cos") and low > 0 and high > 10 * low:
+        return LogNorm(low, high)
+    if metric == "cos_out":
+        return Normalize(min(low, 0.9), 1)
+    return Normalize(low, high if high > low else 1.1 * low + 0.1)
+
+
+def value_ticks(axis: Axis, scale: Normalize) -> None:
+    """Plain numbers (0.5, 2, 10; powers of 10 beyond) on an axis with a logarithmic scale; others
+    stay as they are."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if not isinstance(scale, LogNorm):
+        return
+    decades = np.log10(float(scale.vmax or 1) / float(scale.vmin or 1))
+    subs = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _plain(value: float) -> str:
+    return f"{value:g}" if 1e-3 <= value < 1e5 else f"$10^{{{np.log10(value):.3g}}}$"
+
+
+def draw_map(
+    axes: Axes, panel: MapPanel, scale: Normalize, *, title: bool, first: bool
+) -> AxesImage:
+    """Draw the panel, below `styled`; its image, for a colour bar.
+
+    Args:
+        axes: an empty panel.
+        panel: what to draw.
+        scale: from `colour_scale`.
+        title: write the title.
+        first: say what the y axis is.
+    """
+    n = len(panel.sites)
+    tops = [-GAP - PREFIX_SHARE * (len(panel.prefix) - i) for i in range(len(panel.prefix))]
+    for top, values in zip(tops, panel.prefix_values, strict=True):
+        image = _image(axes, values[np.newaxis], scale, (-0.5, n - 0.5), (top, top + PREFIX_SHARE))
+    for k, values in enumerate(panel.bodies):
+        if len(values):
+            image = _image(axes, values[:, np.newaxis], scale, (k - 0.5, k + 0.5), (0, 1))
+    axes.set_xlim(-0.5, n - 0.5)
+    axes.set_ylim(1, min([0.0, *tops]))
+    if title:
+        axes.set_title(panel.title)
+    ticks = panel.ticks()
+    ticks.put_on(axes.xaxis, (panel.width_inches - LABELS_INCHES) / n)
+    names = ticks.label.partition("(")
+    axes.set_xlabel(f"block {names[1]}{names[2]}".strip())
+    _label_tokens(axes, panel, tops, first)
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set(visible=True, linewidth=0.5, color=GREY)
+    return image
+
+
+def _image(
+    axes: Axes,
+    values: Float,
+    scale: Normalize,
+    x: tuple[float, float],
+    y: tuple[float, float],
+) -> AxesImage:
+    """Cells that fill the box x, y; the first row on top."""
+    import matplotlib
+
+    diverging = scale.vmin is not None and scale.vmin == -(scale.vmax or 0)
+    colours = matplotlib.colormaps[DIVERGING if diverging else SEQUENTIAL]
+    return axes.imshow(
+        values,
+        cmap=colours.with_extremes(bad=NO_VALUE),
+        norm=scale,
+        aspect="auto",
+        origin="upper",
+        extent=(*x, y[1], y[0]),
+    )
+
+
+def _label_tokens(axes: Axes, panel: MapPanel, tops: Sequence[float], first: bool) -> None:
+    """Prefix tokens by name; rows of the grid where all columns have one, else its ends."""
+    places = [top + PREFIX_SHARE / 2 for top in tops]
+    texts = ["CLS" if name == "cls" else name for name in panel.prefix]
+    if panel.cells:
+        starts = [k for k, (_, col) in enumerate(panel.cells) if col == panel.cells[0][1]]
+        shown = starts[:: -(-len(starts) // 8)]
+        places += [(k + 0.5) / len(panel.cells) for k in shown]
+        texts += [f"{panel.cells[k][0]},{panel.cells[k][1]}" for k in shown]
+        word = "patch (row, col)"
+    else:
+        places += [0, 1]
+        texts += ["first", "last"]
+        word = "location, row by row"
+    axes.set_yticks(places, texts)
+    axes.tick_params(length=2, width=0.5)
+    if first:
+        axes.set_ylabel(word)

@@ -1,0 +1,280 @@
+"""Pictures of a quantity of tokens in sublayers: tokens against sublayers, and means against depth.
+
+Drawn from the columns of `vitsee normratio`'s table: store, site, depth, rel_depth, token, row,
+col, metric, value, low, high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.depth_curves import site_kind
+from vitsee_core.plotting import (
+    colour,
+    integer_ticks,
+    new_figure,
+    reference_line,
+    shorten,
+    styled,
+)
+from vitsee_core.token_maps import NO_VALUE, MapPanel, colour_scale, draw_map, value_ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_core.results import Table
+
+Float = NDArray[np.float64]
+
+LABELS = {
+    "norm_ratio": "|z| / |f(z)|, mean",
+    "norm_ratio_median": "|z| / |f(z)|, median",
+    "norm_ratio_geomean": "|z| / |f(z)|, geometric mean",
+    "cos_branch": "cosine of z and f(z)",
+    "cos_out": "cosine of z and z + f(z)",
+    "skip_norm": "|z|, mean",
+    "branch_norm": "|f(z)|, mean",
+}
+KINDS = {
+    "attn": "attention",
+    "mlp": "MLP",
+    "token": "token mixing",
+    "channel": "channel mixing",
+    "block": "blocks",
+}
+TOKENS = {"cls": "CLS", "dist": "distillation", "patches": "spatial", "flat": "all tokens"}
+STROKES = (("o", "-"), ("s", (0, (4, 2))), ("^", (0, (1, 1.5))), ("D", (0, (5, 2, 1, 2))))
+NOTHING = "no value: f(z) = 0"
+FEW_CELLS = 6  # so many patches or fewer are curves, more are a map
+Curve = tuple[str, str, str]  # store, token or kind of token, kind of sublayer
+
+
+@styled
+def draw_norm_ratios(table: Table) -> Figure:
+    """A line of panels a metric, from the table alone.
+
+    Where a store's tokens are in the table one by one: tokens against sublayers, a panel a store
+    and kind of sublayer, prefix tokens named and drawn large on top (Raghu et al. 2021, Figs. 7
+    left, E.1). Of a CNN, whose grids differ, each block's locations fill the height. All panels of
+    a metric have one colour scale, logarithmic where a ratio spans more than a factor of 10.
+
+    Then class token, registers and the mean over patches against depth, all stores together, with
+    the 95 % interval as a band where the table has it (Figs. 7 right, E.2).
+    """
+    metrics = [m for m in LABELS if m in table.unique("metric")]
+    maps = [panel for _, rows in table.groups("store") for panel in _map_panels(rows, metrics[0])]
+    curves = _curves(table)
+    if not maps:
+        return _draw_curves_alone(table, metrics, curves)
+    widths = [panel.width_inches for panel in maps]
+    figure = new_figure(sum(widths) + 0.9 + 4.2, 3.1 * len(metrics) + 0.5)
+    grid = figure.add_gridspec(len(metrics), len(maps) + 2, width_ratios=[*widths, 0.12, 3.6])
+    curve_panels, absent = [], False
+    for i, metric in enumerate(metrics):
+        panels = [p for _, rows in table.groups("store") for p in _map_panels(rows, metric)]
+        scale = colour_scale(metric, _on_one_scale(table, metric))
+        for j, panel in enumerate(panels):
+            axes = figure.add_subplot(grid[i, j])
+            first = j == 0 or panels[j - 1].store != panel.store
+            image = draw_map(axes, panel, scale, title=i == 0, first=first)
+            absent |= bool(np.isnan(panel.all_values()).any())
+        if not all(np.isnan(panel.all_values()).all() for panel in panels):
+            bar = figure.colorbar(image, cax=figure.add_subplot(grid[i, len(maps)]))
+            bar.set_label(LABELS[metric])
+            bar.outline.set_linewidth(0.5)  # type: ignore[operator]
+            value_ticks(bar.ax.yaxis, scale)
+        axes = figure.add_subplot(grid[i, len(maps) + 1])
+        _draw_curves(axes, table, metric, curves)
+        curve_panels.append(axes)
+    _legend(figure, curve_panels, absent)
+    return figure
+
+
+def _draw_curves_alone(table: Table, metrics: Sequence[str], curves: Sequence[Curve]) -> Figure:
+    across = min(len(metrics), 3)
+    down = -(-len(metrics) // across)
+    width = 5.4 if across == 1 else 3.7 * across
+    figure = new_figure(width, 2.9 * down + 0.35 + 0.2 * len(curves) / across)
+    panels = []
+    for i, metric in enumerate(metrics):
+        axes = figure.add_subplot(down, across, i + 1)
+        _draw_curves(axes, table, metric, curves)
+        panels.append(axes)
+    _legend(figure, panels)
+    return figure
+
+
+# ---------------------------------------------------------------- tokens against sublayers
+
+
+def _map_panels(of_store: Table, metric: str) -> list[MapPanel]:
+    """The maps of one store and metric, one a kind of sublayer; none where the table has no more
+    than a few of its tokens one by one."""
+    rows, store = of_store.where(metric=metric), str(of_store["store"][0])
+    count = max(of_store["n_images"].tolist())
+    tokens = _tokens(rows)
+    cells = [k for k, token in enumerate(tokens) if isinstance(token, tuple)]
+    if len({tokens[k] for k in cells}) <= FEW_CELLS:
+        return []
+    kinds = np.array([site_kind(site) for site in rows["site"].tolist()])
+    panels = []
+    for kind in dict.fromkeys(kinds.tolist()):
+        of_kind = rows.take(kinds == kind)
+        title = f"{shorten(store, 20)}, {KINDS.get(kind, kind)} (n = {count})"
+        columns = [
+            (site, dict(zip(_tokens(one), one["value"].astype(float).tolist(), strict=True)))
+            for site, one in of_kind.groups("site")
+        ]
+        panels.append(MapPanel.of(title, store, columns, kind))
+    return panels
+
+
+def _tokens(rows: Table) -> list[Any]:
+    """Of each row (row, col) of a cell, or the token's name."""
+    places = zip(rows["token"].tolist(), rows["row"].tolist(), rows["col"].tolist(), strict=True)
+    return [str(t) if _given(t) else (int(float(r)), int(float(c))) for t, r, c in places]
+
+
+def _given(value: Any) -> bool:
+    """Whether a cell of a column holds something, before and after a CSV."""
+    return value is not None and value == value and value != ""
+
+
+def _on_one_scale(table: Table, metric: str) -> Float:
+    """The values that share the scale of a metric's panels: all ratios, all norms, or its own."""
+    alike = (
+        ("norm_ratio", "norm_ratio_median", "norm_ratio_geomean"),
+        ("skip_norm", "branch_norm"),
+    )
+    rows = table.where(metric=next((of for of in alike if metric in of), metric))
+    values: Float = rows["value"].astype(np.float64)
+    return values
+
+
+# ---------------------------------------------------------------- means against depth
+
+
+def _kind_of(token: Any, several_cells: bool) -> str:
+    """The curve that a token's row belongs to: its own, or that of all patches or registers."""
+    if isinstance(token, tuple):
+        return "patches" if several_cells else f"{token[0]},{token[1]}"
+    if token.startswith("reg"):
+        return "registers"
+    return "patches" if token.isdigit() and several_cells else token
+
+
+def _curve_of_rows(rows: Table) -> list[Curve]:
+    tokens = _tokens(rows)
+    cells: dict[str, set[Any]] = {}
+    for store, token in zip(rows["store"].tolist(), tokens, strict=True):
+        if isinstance(token, tuple) or token.isdigit():
+            cells.setdefault(store, set()).add(token)
+    return [
+        (store, _kind_of(token, len(cells.get(store, ())) > FEW_CELLS), site_kind(site))
+        for store, token, site in zip(
+            rows["store"].tolist(), tokens, rows["site"].tolist(), strict=True
+        )
+    ]
+
+
+def _curves(table: Table) -> list[Curve]:
+    return list(dict.fromkeys(_curve_of_rows(table)))
+
+
+def _draw_curves(axes: Axes, table: Table, metric: str, curves: Sequence[Curve]) -> None:
+    from matplotlib.colors import LogNorm
+
+    rows = table.where(metric=metric)
+    own = _curve_of_rows(rows)
+    several = len({store for store, *_ in curves}) > 1
+    depth = "rel_depth" if several else "depth"
+    tints = list(dict.fromkeys(curve[:2] for curve in curves))
+    strokes = list(dict.fromkeys(curve[2] for curve in curves))
+    for curve in curves:
+        picked = rows.take(np.array([other == curve for other in own], bool))
+        tint, number = colour(tints.index(curve[:2])), strokes.index(curve[2])
+        mark, line = STROKES[number % len(STROKES)]
+        x, y, low, high = _curve(picked, depth, curve[1])
+        axes.fill_between(x, low, high, color=tint, alpha=0.18, linewidth=0)
+        label = _label(curve, several, len(strokes) > 1)
+        axes.plot(x, y, color=tint, marker=mark, linestyle=line, label=label)
+    scale = colour_scale(metric, _on_one_scale(table, metric))
+    if isinstance(scale, LogNorm):
+        axes.set_yscale("log")
+        value_ticks(axes.yaxis, scale)
+    if metric.startswith("norm_ratio"):
+        reference_line(axes, 1, "skip = branch")
+    elif metric == "cos_branch":
+        reference_line(axes, 0, "")
+    if not metric.startswith("cos") and not isinstance(scale, LogNorm):
+        axes.set_ylim(bottom=0)
+    if np.isnan(rows["value"].astype(float)).all():
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, NOTHING, transform=axes.transAxes, ha="center")
+    if several:
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
+    else:
+        integer_ticks(axes, rows["depth"])
+    axes.set_xlabel("relative depth of the sublayer" if several else "sublayer")
+    axes.set_ylabel(LABELS[metric])
+
+
+def _curve(rows: Table, depth: str, kind: str) -> tuple[Float, Float, Float, Float]:
+    """Depths, values and intervals of one curve: the rows about the kind itself, or the means of
+    its tokens (then without an interval), which are the same numbers."""
+    tokens = _tokens(rows)
+    names = [f"{t[0]},{t[1]}" if isinstance(t, tuple) else t for t in tokens]
+    exact = np.array([name == kind for name in names], bool)
+    points = []
+    for _, of_site in _by_site(rows, exact):
+        value = of_site["value"].astype(float)
+        bounds = [of_site[name].astype(float) for name in ("low", "high")]
+        ends = [float(b[0]) if len(value) == 1 else np.nan for b in bounds]
+        there = value[~np.isnan(value)]
+        mean = float(there.mean()) if len(there) else np.nan
+        points.append((float(of_site[depth][0]), mean, *ends))
+    points.sort()
+    x, y, low, high = np.array(points).reshape(-1, 4).T
+    return x, y, low, high
+
+
+def _by_site(rows: Table, exact: NDArray[np.bool_]) -> list[tuple[str, Table]]:
+    """Each site's rows: those about the kind itself where there are any."""
+    found = []
+    sites = rows["site"]
+    for site in rows.unique("site"):
+        here = sites == site
+        found.append((site, rows.take(here & exact if (here & exact).any() else here)))
+    return found
+
+
+def _label(curve: Curve, several: bool, kinds: bool) -> str:
+    store, token, kind = curve
+    name = TOKENS.get(token, token)
+    return (
+        (f"{shorten(store, 24)} " if several else "")
+        + name
+        + (f", {KINDS.get(kind, kind)}" if kinds else "")
+    )
+
+
+def _legend(figure: Figure, panels: Sequence[Axes], absent: bool = False) -> None:
+    """One legend below all panels; absent: with the colour of cells without a value."""
+    from matplotlib.patches import Patch
+
+    found: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if absent:
+        found[NOTHING] = Patch(facecolor=NO_VALUE)
+    if found:
+        widest = max(map(len, found))
+        columns = max(1, min(len(found), int(figure.get_figwidth() * 13 / (widest + 6))))
+        columns = -(-len(found) // -(-len(found) // columns))  # lines of about one length
+        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)
