@@ -87,7 +87,7 @@ def choose_pairs(
             )
         return _square([_one_site(stores, sites)])
     if len(stores) == 1 and not (sites_a or sites_b):
-        return _square(_of_each(stores, sites))
+        return _square(sites_of_each(stores, sites))
     a, b = _two_sides(stores, sites, sites_a, sites_b)
     return Comparison(a, b, [(i, j) for i in range(len(a)) for j in range(len(b))])
 
@@ -103,7 +103,7 @@ def _two_sides(
 ) -> tuple[list[Side], list[Side]]:
     first, last = stores[0], stores[-1]
     if not sites_a and not sites_b:
-        a, b = _of_each((first, last), sites)
+        a, b = sites_of_each((first, last), sites)
         return a, b
     a = _of(first, sites_a or sites)
     return a, _of(last, sites_b or sites)
@@ -113,7 +113,7 @@ def _of(store: Store, patterns: Sequence[str]) -> list[Side]:
     return [(store, site) for site in store.select(patterns)]
 
 
-def _of_each(stores: Sequence[Store], patterns: Sequence[str]) -> list[list[Side]]:
+def sites_of_each(stores: Sequence[Store], patterns: Sequence[str]) -> list[list[Side]]:
     """The chosen sites of every store. Models differ in their sites' names: a selector has to
     match in one of the stores, and in every store one has to; what does not match is said.
 
@@ -146,7 +146,7 @@ def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:
     Raises:
         VitseeError: several of one.
     """
-    chosen = _of_each(stores, sites)
+    chosen = sites_of_each(stores, sites)
     if any(len(of_store) > 1 for of_store in chosen):
         counts = ", ".join(f"{len(of_store)} of {of_store[0][0].label}" for of_store in chosen)
         raise VitseeError(

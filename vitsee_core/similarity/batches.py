@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 def minibatch(job: Job, estimator: Estimator) -> Hsic:
     """The mean HSIC_1 over batches; replicates are the repeats."""
     n = len(job.rows)
-    batch, examples, repeats = _sizes(estimator, n)
-    drawn = _draw(n, batch, examples, repeats, None if estimator.rescale else job.seed)
+    batch, examples, repeats = batch_sizes(estimator, n)
+    drawn = draw_batches(n, batch, examples, repeats, None if estimator.rescale else job.seed)
     notes: dict[str, Any] = {
         "estimator": "minibatch",
         "hsic": "HSIC_1 (unbiased) in each batch; ratio of means over a repeat's batches",
@@ -71,7 +71,7 @@ def minibatch(job: Job, estimator: Estimator) -> Hsic:
     )
 
 
-def _sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
+def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
     """Batch, examples (a multiple of it) and repeats, capped at what there is; caps are said.
 
     Raises:
@@ -93,7 +93,9 @@ def _sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
     return batch, examples - examples % batch, repeats
 
 
-def _draw(n: int, batch: int, examples: int, repeats: int, seed: int | None) -> list[list[Rows]]:
+def draw_batches(
+    n: int, batch: int, examples: int, repeats: int, seed: int | None
+) -> list[list[Rows]]:
     """Repeats of batches of places among the images, ascending within a batch; in the images'
     order where there is no seed."""
     rng = np.random.default_rng(seed)

@@ -7,6 +7,7 @@ numbers, with no second look at the features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -93,8 +94,10 @@ def pair_totals(
     first_col = 0 if cols is None else n_rows
     totals = [_Running(len(matrices), n_rows, n_cols, first_col, n, p) for p in partitions]
     diagonals = np.zeros((len(matrices), n))
+    memory = np.empty(len(matrices) * min(tile, n) ** 2, np.float32)
     for i, j in _tiles(n, tile):
-        stack = np.empty((len(matrices), i.stop - i.start, j.stop - j.start), np.float32)
+        shape = (len(matrices), i.stop - i.start, j.stop - j.start)
+        stack = memory[: math.prod(shape)].reshape(shape)
         for k, matrix in enumerate(matrices):
             stack[k] = matrix.block(i, j)
         if i == j:

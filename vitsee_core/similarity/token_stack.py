@@ -18,7 +18,7 @@ Cells = NDArray[np.int64]
 
 
 class GridTokens:
-    """Each chosen token of a site's grid, images by channels: an `on_the_fly.Stack`."""
+    """Each chosen token of a site's grid, images by channels: an `stacks.Stack`."""
 
     def __init__(self, store: Store, site: str, cells: Cells) -> None:
         """Of these cells of the grid, counted row by row.

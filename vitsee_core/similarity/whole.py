@@ -36,9 +36,9 @@ Work = Callable[..., list[Hsic]]
 def over_all_images(job: Job, *, biased: bool) -> Hsic:
     """HSIC_1 or HSIC_0 over all images; replicates without one block of images each."""
     grams = full_grams(job)
-    labels = _block_labels(len(job.rows), None if job.shuffled else job.seed)
+    labels = block_labels(len(job.rows), None if job.shuffled else job.seed)
     partition = Partition(labels, int(labels.max()) + 1, crossing=True)
-    work = partial(_leave_one_out, partition=partition, biased=biased, device=job.device)
+    work = partial(leave_one_out, partition=partition, biased=biased, device=job.device)
     values = in_groups(job, grams, work, [partition])
     notes = {
         "estimator": "biased" if biased else "exact",
@@ -89,7 +89,7 @@ def _make(job: Job, of: Representation) -> GramFile:
     return made
 
 
-def _block_labels(n: int, seed: int | None) -> Rows:
+def block_labels(n: int, seed: int | None) -> Rows:
     """The jackknife's blocks of images: at least 20 (each image one below 24), at most a tile
     long. Runs of a shuffled store are random samples; other orders are dealt out with `seed`."""
     blocks = n if n < BLOCKS + 4 else max(BLOCKS, -(-n // LARGEST_TILE))
@@ -97,7 +97,7 @@ def _block_labels(n: int, seed: int | None) -> Rows:
     return labels if seed is None else np.random.default_rng(seed).permutation(labels)
 
 
-def _leave_one_out(
+def leave_one_out(
     rows: Sequence[Matrix],
     cols: Sequence[Matrix] | None,
     *,

@@ -1,0 +1,728 @@
+"""Localisation: maps against double loops and by hand, however they are made; what a user sees."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from matplotlib.text import Text
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.extractions import VIT, extracted, plant_images
+from vitsee_cli.commands.localize import SUMMARIES as COMMAND_SUMMARIES
+from vitsee_cli.main import main
+from vitsee_core import location_maps
+from vitsee_core.analyses import localize
+from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, SUMMARIES, TOKEN_COLUMNS, plot, run
+from vitsee_core.localisation import own_patch
+from vitsee_core.moments import t_quantile
+from vitsee_core.patch_pixels import PatchPixels
+from vitsee_core.results import Table
+from vitsee_core.similarity import Estimator, GramOptions, Hsic, Representation, hsic
+from vitsee_core.similarity import on_the_fly as engine
+from vitsee_core.similarity.on_the_fly import hsic_on_the_fly
+from vitsee_core.similarity.token_stack import ClassToken, GridTokens
+from vitsee_stores import Store, StoreWriter, open_store
+from vitsee_stores.errors import MissingInput, SiteError, VitseeError
+from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout, arrays
+from vitsee_stores.manifest import Samples, new_manifest
+
+Array = NDArray[Any]
+Float = NDArray[np.float64]
+
+LAYOUT = TokenLayout(("cls",), (2, 3), stride_px=(4.0, 4.0))
+MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+N = 30
+
+
+# Stores
+
+
+def pictures(n: int, height: int = 8, width: int = 12, seed: int = 0) -> NDArray[np.uint8]:
+    """(n, 3, height, width)"""
+    return np.random.default_rng(seed).integers(0, 256, (n, 3, height, width), np.uint8)
+
+
+def normalised(pixels: Array) -> Float:
+    mean, std = (np.array(x).reshape(1, 3, 1, 1) for x in (MEAN, STD))
+    return np.asarray((pixels / 255.0 - mean) / std)
+
+
+def tokens_of(pixels: Array, dim: int = 5, seed: int = 1, layout: TokenLayout = LAYOUT) -> Float:
+    """(n, tokens, dim): noise, and something of the whole image."""
+    rng = np.random.default_rng(seed)
+    flat = normalised(pixels).reshape(len(pixels), -1)
+    mixed = flat @ rng.normal(size=(flat.shape[1], layout.n_tokens * dim)) / 10
+    return (mixed + rng.normal(size=mixed.shape)).reshape(len(pixels), layout.n_tokens, dim)
+
+
+def write(
+    path: Path,
+    sites: Mapping[str, tuple[Array, TokenLayout]],
+    pixels: Array | None,
+    *,
+    slab: int = 8,
+    valid: Sequence[int] | None = None,
+    order: str = "shuffled",
+    tokens: str = "all",
+    slabs: Sequence[int] | None = None,
+) -> Store:
+    n = len(next(iter(sites.values()))[0])
+    specs = [
+        SiteSpec(
+            name=name,
+            part="out",
+            block=name.removesuffix(".out"),
+            groups=("blocks",),
+            kind="tokens",
+            dim=values.shape[-1],
+            shape=values.shape[1:],
+            layout=layout,
+            depth=i,
+            rel_depth=i / max(len(sites) - 1, 1),
+            tokens=tokens,
+            dtype="float32",
+        )
+        for i, (name, (values, layout)) in enumerate(sites.items())
+    ]
+    specs.append(
+        SiteSpec(
+            name="pooled", part="pooled", block=None, groups=("head",), kind="vector", dim=3,
+            shape=(3,), layout=None, depth=9, rel_depth=1.0,
+        )
+    )  # fmt: skip
+    size = None if pixels is None else (3, *pixels.shape[2:])
+    plan = StorePlan(n, slab, "none", tuple(specs), inputs=size)  # type: ignore[arg-type]
+    samples = Samples(np.arange(n), [f"i{k}" for k in range(n)], np.arange(n) % 2, [""] * n)
+    transform = {"mean": MEAN, "std": STD}
+    manifest = new_manifest(
+        {"order": order}, plan, samples, model={"name": "tiny"}, transform=transform
+    )
+    writer = StoreWriter.create_or_join(path, manifest, samples)
+    keep = np.ones(n, bool) if valid is None else np.array(valid, bool)
+    for k in range(plan.n_slabs) if slabs is None else slabs:
+        rows = plan.rows(k)
+        writer.write_slab(k, slab_arrays(plan, rows, sites, pixels, keep[rows]), {})
+    writer.finish()
+    return open_store(path, allow_partial=slabs is not None)
+
+
+def slab_arrays(
+    plan: StorePlan, rows: slice, sites: Mapping[str, Any], pixels: Array | None, keep: Array
+) -> dict[str, Array]:
+    out: dict[str, Array] = {}
+    for path, spec in arrays(plan).items():
+        folder, *rest = path.split("/")
+        if path == "valid":
+            out[path] = keep.astype(np.uint8)
+        elif path == "n_valid":
+            out[path] = np.asarray(keep.sum(), np.int64)
+        elif path == "hash":
+            out[path] = np.arange(rows.start, rows.stop, dtype=np.uint64)
+        elif path == "input":
+            assert pixels is not None
+            out[path] = pixels[rows]
+        elif folder in ("acts", "pooled", "vectors"):
+            n = rows.stop - rows.start
+            values = np.zeros((n, *spec.shape[1:]))
+            if folder != "vectors":
+                whole, layout = sites[rest[0]]
+                whole, p = whole[rows].astype(np.float64), layout.n_prefix
+                parts = {"cls": whole[:, 0], "prefix": whole[:, :p], "mean": whole[:, p:].mean(1)}
+                values = parts.get(rest[1], whole[:, p:]).reshape(values.shape)
+            values[~keep] = np.nan
+            out[path] = values.astype(spec.dtype)
+    return out
+
+
+PIXELS = pictures(N)
+ACTS = tokens_of(PIXELS)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return write(tmp_path / "a.zarr", {"blocks.0.out": (ACTS, LAYOUT)}, PIXELS)
+
+
+# The oracle: float64 loops over images, tokens and patches
+
+
+def loop_hsic(x: Array, y: Array) -> float:
+    """HSIC_1, term by term (Song et al. 2012, Eq. 5)."""
+    n = len(x)
+    k = [[0.0 if i == j else math.fsum(x[i] * x[j]) for j in range(n)] for i in range(n)]
+    m = [[0.0 if i == j else math.fsum(y[i] * y[j]) for j in range(n)] for i in range(n)]
+    trace = math.fsum(k[i][j] * m[j][i] for i in range(n) for j in range(n))
+    a, b = [math.fsum(row) for row in k], [math.fsum(row) for row in m]
+    both = math.fsum(p * q for p, q in zip(a, b, strict=True))
+    one = math.fsum(a) * math.fsum(b) / ((n - 1) * (n - 2))
+    return (trace + one - 2 / (n - 2) * both) / (n * (n - 3))
+
+
+def loop_cka(x: Array, y: Array) -> float:
+    own = loop_hsic(x, x), loop_hsic(y, y)
+    return loop_hsic(x, y) / math.sqrt(own[0] * own[1]) if min(own) > 0 else math.nan
+
+
+def cell_pixels(pixels: Array, grid: tuple[int, int], step: int) -> list[Array]:
+    """Each cell's pixels, (n, features), row by row."""
+    x = normalised(pixels)
+    return [
+        x[:, :, r * step : (r + 1) * step, c * step : (c + 1) * step].reshape(len(x), -1)
+        for r in range(grid[0])
+        for c in range(grid[1])
+    ]
+
+
+def loop_maps(acts: Array, pixels: Array, grid: tuple[int, int], step: int) -> Float:
+    """(tokens, patches) of the grid's tokens."""
+    patches = cell_pixels(pixels, grid, step)
+    first = acts.shape[1] - len(patches)
+    return np.array(
+        [[loop_cka(acts[:, first + t], p) for p in patches] for t in range(len(patches))]
+    )
+
+
+def maps_of(table: Table, name: str = "cka") -> Float:
+    """(tokens, patches) in the table's order."""
+    return np.asarray(table[name].reshape(len(table.unique("token")), -1))
+
+
+# Values
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    # four images, one pixel a patch. Token 0,0 is 0 1 0 1; patch 0,0 is 1 0 0 1 and patch 0,1 is
+    # as the token. <K~,L~> = 0, r.r = 1, s s = 4: HSIC_1 = (0 - 2/2 + 4/6) / 4 = -1/12; of each
+    # with itself (2 - 2 + 4/6) / 4 = 1/6. CKA = -1/2, and 1 with its equal.
+    x, y = [0, 1, 0, 1], [1, 0, 0, 1]
+    pixels = np.zeros((4, 3, 1, 2), np.uint8)
+    pixels[:, :, 0, 0] = np.array(y)[:, None] * 200
+    pixels[:, :, 0, 1] = np.array(x)[:, None] * 100
+    layout = TokenLayout((), (1, 2), stride_px=(1.0, 1.0))
+    acts = np.array([x, y], np.float64).T[..., np.newaxis]
+    table = run(write(tmp_path / "a.zarr", {"blocks.0.out": (acts, layout)}, pixels))
+    assert tuple(table.columns) == COLUMNS
+    assert table["token"].tolist() == ["0,0", "0,0", "0,1", "0,1"]
+    assert table["row"].tolist() == [0] * 4 and table["col"].tolist() == [0, 1, 0, 1]
+    assert table["cka"] == pytest.approx([-0.5, 1, 1, -0.5], rel=1e-6)
+    assert table.unique("spread") == [""]  # of four images none can be left out
+    # both tokens are most similar to the other's patch: margin -1.5, rank 2 of 2, 1 px away
+    table = run(open_store(tmp_path / "a.zarr"), summary="site")
+    values = dict(zip(table["metric"].tolist()[:-1], table["value"].tolist()[:-1], strict=True))
+    assert values == pytest.approx(
+        {"own_top1": 0, "own_cka": -0.5, "own_rank": 2, "own_rank_relative": 1, "own_margin": -1.5}
+        | {"peak_distance_px": 1}
+    )
+    assert table["value"][-1] == 0.5 and table["baseline"].tolist() == [""] * 6 + ["chance"]
+
+
+def test_every_token_and_patch_is_the_double_loop(store: Store) -> None:
+    table = run(store)
+    assert maps_of(table) == pytest.approx(loop_maps(ACTS, PIXELS, (2, 3), 4), abs=1e-6)
+    assert table["n_images"].tolist() == [N] * 36
+    assert table["token"].tolist()[::6] == ["0,0", "0,1", "0,2", "1,0", "1,1", "1,2"]
+    assert table["row"].tolist()[:6] == [0, 0, 0, 1, 1, 1]
+
+
+def test_invalid_rows_are_left_out(tmp_path: Path) -> None:
+    valid = np.ones(N, int)
+    valid[[0, 3, 8, 9, 10, 11, 12, 13, 14, 15, 29]] = 0  # a whole slab among them
+    store = write(tmp_path / "a.zarr", {"b.0.out": (ACTS, LAYOUT)}, PIXELS, valid=valid.tolist())
+    keep = valid == 1
+    expected = loop_maps(ACTS[keep], PIXELS[keep], (2, 3), 4)
+    table = run(store, sites=["b.0.out"])
+    assert maps_of(table) == pytest.approx(expected, abs=1e-6)
+    assert table["n_images"][0] == keep.sum()
+
+
+def test_chosen_tokens_and_the_class_token(store: Store) -> None:
+    everything = maps_of(run(store))
+    table = run(store, tokens=["1,2", "0,1", "1,2", "cls"])
+    assert table.unique("token") == ["cls", "1,2", "0,1"]
+    assert maps_of(table)[1:] == pytest.approx(everything[[5, 1]], abs=1e-6)
+    expected = [loop_cka(ACTS[:, 0], p) for p in cell_pixels(PIXELS, (2, 3), 4)]
+    assert maps_of(table)[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_class_token_needs_no_other(tmp_path: Path, store: Store) -> None:
+    sites = {"blocks.0.out": (ACTS, LAYOUT)}
+    pooled = write(tmp_path / "p.zarr", sites, PIXELS, tokens="pooled")
+    found = run(pooled, tokens=["cls"])["cka"]
+    assert found == pytest.approx(run(store, tokens=["cls"])["cka"], rel=1e-12)
+    with pytest.raises(MissingInput, match=r"pooled only: extract it with --tokens blocks"):
+        run(pooled)
+
+
+def test_tokens_that_copy_their_patch(tmp_path: Path) -> None:
+    patches = cell_pixels(PIXELS, (2, 3), 4)
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(48, 48)))[0]
+    copies = np.stack([5 * p @ turn + 3 for p in patches], 1)
+    store = write(
+        tmp_path / "a.zarr",
+        {"blocks.0.out": (np.concatenate([copies[:, :1], copies], 1), LAYOUT)},
+        PIXELS,
+    )
+    table = run(store, summary="token")
+    by_metric = {name: rows["value"] for name, rows in table.groups("metric")}
+    assert by_metric["own_cka"] == pytest.approx(np.ones(6), abs=1e-5)
+    assert by_metric["own_rank"].tolist() == [1] * 6
+    assert by_metric["own_rank_relative"].tolist() == by_metric["peak_distance_px"].tolist()
+    assert by_metric["own_margin"].min() > 0.5
+    table = run(store, summary="site")
+    assert table.where(metric="own_top1")["value"].tolist() == [1, pytest.approx(1 / 6)]
+    assert table["n_tokens"].tolist() == [6] * 7
+
+
+def test_shuffled_pairs_have_none(tmp_path: Path) -> None:
+    pixels = pictures(200, 4, 8)
+    layout = TokenLayout((), (1, 2), stride_px=(4.0, 4.0))
+    copies = np.stack(cell_pixels(pixels, (1, 2), 4), 1)[np.random.default_rng(5).permutation(200)]
+    store = write(tmp_path / "a.zarr", {"blocks.0.out": (copies, layout)}, pixels, slab=50)
+    table = run(store)
+    # HSIC_1 has mean 0; its std for 48 white features and 200 images is about 0.005 of CKA
+    assert np.abs(table["cka"]).max() < 0.03
+    biased = run(store, estimator="biased")
+    assert biased["cka"].min() > 0.1
+
+
+# Grids and pixels
+
+
+def test_grids_of_different_size_in_one_call(tmp_path: Path) -> None:
+    pixels = PIXELS[:14]
+    small = TokenLayout((), (1, 1), stride_px=(8.0, 8.0))
+    odd = TokenLayout((), (2, 3), stride_px=(3.0, 3.0))  # covers 6 x 9 of 8 x 12 pixels
+    acts = {
+        "a.out": (tokens_of(pixels, 4, 2), LAYOUT),
+        "b.out": (tokens_of(pixels, 3, 3, small), small),
+        "c.out": (tokens_of(pixels, 6, 4, odd), odd),
+        "d.out": (tokens_of(pixels, 2, 5), LAYOUT),
+    }
+    table = run(write(tmp_path / "a.zarr", acts, pixels), sites=["blocks"])
+    assert table.unique("site") == list(acts)
+    for (name, (values, layout)), step in zip(acts.items(), (4, 8, 3, 4), strict=True):
+        expected = loop_maps(values, pixels, layout.grid or (0, 0), step)
+        assert maps_of(table.where(site=name)) == pytest.approx(expected, abs=1e-6)
+    patch = table.notes["stores"]["a"]["patch_px"]
+    assert patch == {"a.out": [4, 4], "b.out": [8, 8], "c.out": [3, 3], "d.out": [4, 4]}
+    summary = run(open_store(tmp_path / "a.zarr"), sites=["b.out"], summary="site")
+    assert np.isnan(summary["value"]).all() and summary["n_tokens"].tolist() == [0] * 7
+    # two sites with the same patches: their Gram matrices serve both, the result is that of one
+    alone = run(open_store(tmp_path / "a.zarr"), sites=["d.out"])
+    assert alone["cka"] == pytest.approx(table.where(site="d.out")["cka"], rel=1e-12)
+
+
+def test_patches_cut_at_the_edge(tmp_path: Path) -> None:
+    # 8 pixels in steps of 3, rounded up: rows 0-2, 3-5, 6-7
+    pixels = pictures(12, 8, 8)
+    layout = TokenLayout((), (3, 3), stride_px=(3.0, 3.0))
+    acts = tokens_of(pixels, 3, 1, layout)
+    table = run(write(tmp_path / "a.zarr", {"blocks.0.out": (acts, layout)}, pixels))
+    assert maps_of(table) == pytest.approx(loop_maps(acts, pixels, (3, 3), 3), abs=1e-6)
+
+
+def test_fractional_strides() -> None:
+    class Pixels:
+        shape = (2, 3, 10, 10)
+
+    layout = TokenLayout((), (3, 4), stride_px=(10 / 3, 2.5))
+    patches = PatchPixels(None, Pixels(), layout)  # type: ignore[arg-type]
+    assert [edges.tolist() for edges in patches.bounds] == [[0, 3, 7, 10], [0, 2, 5, 8, 10]]
+    assert patches.shape == (3, 4, 3)
+
+
+def test_a_constant_patch_has_no_value(tmp_path: Path) -> None:
+    pixels = PIXELS.copy()
+    pixels[:, :, :4, :4] = 77
+    acts = ACTS.copy()
+    acts[:, 2] = 0.1  # token 0,1; 0.1 is no number of float32
+    store = write(tmp_path / "a.zarr", {"blocks.0.out": (acts, LAYOUT)}, pixels)
+    maps = maps_of(run(store))
+    assert np.isnan(maps[:, 0]).all() and np.isnan(maps[1]).all()
+    assert np.isfinite(np.delete(maps[:, 1:], 1, 0)).all()
+    table = run(store, summary="site")
+    assert table["n_tokens"].tolist() == [4] * 7 and np.isfinite(table["value"]).all()
+    assert table["value"][-1] == 1 / 5
+    tokens = run(store, summary="token")
+    assert np.isnan(tokens.where(token="0,0")["value"]).all()
+    for table in (tokens, run(store, tokens=["0,1"])):  # the latter is nothing but NaN
+        plot(table).savefig(io.BytesIO(), dpi=40)
+
+
+# The engine: the same numbers however they were come by
+
+
+def both_ways(store: Store, estimator: Estimator, **kwargs: Any) -> tuple[Hsic, Hsic]:
+    cells = np.arange(6)
+    fast = hsic_on_the_fly(
+        [ClassToken(store, "a.out"), GridTokens(store, "a.out", cells)],
+        [GridTokens(store, "b.out", cells)],
+        np.flatnonzero(store.valid),
+        estimator=estimator,
+        shuffled=store.manifest.identity["order"] == "shuffled",
+        seed=3,
+        device=torch.device("cpu"),
+        memory=kwargs.pop("memory", 1 << 28),
+    )
+    a, b = store.site("a.out"), store.site("b.out")
+    names = [f"{r},{c}" for r in range(2) for c in range(3)]
+    slow = hsic(
+        [Representation(store, a, token) for token in ("cls", *names)],
+        [Representation(store, b, token) for token in names],
+        estimator=estimator,
+        seed=3,
+        options=GramOptions(use_cache=False),
+    )
+    return fast, slow
+
+
+@pytest.mark.parametrize("order", ["shuffled", "dataset"])
+@pytest.mark.parametrize(
+    "estimator",
+    [Estimator("exact"), Estimator("biased"), Estimator("minibatch", 8, 24, 3)],
+    ids=lambda e: e.kind,
+)
+def test_as_the_gram_matrices_on_disk(tmp_path: Path, estimator: Estimator, order: str) -> None:
+    sites = {"a.out": (tokens_of(PIXELS, 4, 2), LAYOUT), "b.out": (tokens_of(PIXELS, 3, 3), LAYOUT)}
+    valid = [int(k != 5) for k in range(N)]
+    store = write(tmp_path / "a.zarr", sites, None, valid=valid, order=order)
+    fast, slow = both_ways(store, estimator)
+    assert (fast.spread, fast.n_images) == (slow.spread, slow.n_images)
+    for one, other in ((fast, slow), (fast.replicates, slow.replicates)):
+        assert one is not None and other is not None
+        for name in ("cross", "rows", "cols"):
+            expected = getattr(other, name)
+            assert getattr(one, name) == pytest.approx(expected, abs=1e-6 * np.abs(expected).max())
+
+
+def planned(store: Store, **kwargs: Any) -> tuple[Table, Any]:
+    """The result, and the last plan of the work that its memory gave."""
+    made: list[Any] = []
+    divide = engine._divide
+
+    def watch(*args: Any) -> Any:
+        made.append(divide(*args))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_divide", watch)
+        return run(store, **kwargs), made[-1]
+
+
+def test_memory_and_tiles_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = pictures(70)
+    layout = TokenLayout((), (4, 6), stride_px=(2.0, 2.0))
+    sites = {f"blocks.{k}.out": (tokens_of(pixels, 4, k, layout), layout) for k in range(2)}
+    store = write(tmp_path / "a.zarr", sites, pixels)
+    table, plan = planned(store, sites=["blocks"])
+    assert (len(plan.rows), len(plan.cols), plan.tile) == (1, 1, 70)
+    # the same blocks of images: what is left is the order in which single precision rounds
+    for memory, groups in ((7_000_000, (2, 1)), (4_000_000, (3, 2)), (2_500_000, (5, 2))):
+        other, plan = planned(store, sites=["blocks"], memory=memory)
+        assert (len(plan.rows), len(plan.cols)) == groups
+        for name in ("cka", "std", "low"):
+            assert other[name] == pytest.approx(table[name], abs=1e-6)
+    monkeypatch.setattr(engine, "GOOD_TILE", 16)
+    monkeypatch.setattr(engine, "TILES_ALONG", 7)
+    divide = engine._divide
+    for kept in (99, 4, 3, 2):  # of five tiles' images
+        monkeypatch.setattr(engine, "_divide", lambda *args, k=kept: replace(divide(*args), kept=k))
+        other, plan = planned(store, sites=["blocks"])
+        assert (plan.tile, plan.kept) == (16, kept)
+        assert other["cka"] == pytest.approx(table["cka"], abs=1e-6)
+
+
+def test_each_byte_is_read_once_where_it_fits(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "GOOD_TILE", 8)
+    rows: list[int] = []
+    read = GridTokens.read
+
+    def watch(self: GridTokens, span: slice) -> Any:
+        rows.extend(range(span.start, span.stop))
+        return read(self, span)
+
+    monkeypatch.setattr(GridTokens, "read", watch)
+    run(store)
+    assert sorted(rows) == list(range(N))
+
+
+def test_too_little_memory(store: Store) -> None:
+    with pytest.raises(VitseeError, match=r"of memory are too few for 30 images; give --memory"):
+        run(store, tokens=["0,0"], memory=50_000)
+    with pytest.raises(VitseeError, match=r"maps of 6 tokens .* choose some with --tokens ROW,COL"):
+        run(store, memory=6_000)
+
+
+# Spread
+
+
+def test_the_jackknife_leaves_images_out(tmp_path: Path) -> None:
+    n = 20  # fewer than 24 images: each is a block
+    acts = tokens_of(PIXELS[:n])
+    store = write(tmp_path / "a.zarr", {"blocks.0.out": (acts, LAYOUT)}, PIXELS[:n])
+    table = run(store, tokens=["0,1"])
+    patch = cell_pixels(PIXELS[:n], (2, 3), 4)[4]
+    without = np.array(
+        [loop_cka(np.delete(acts[:, 2], k, 0), np.delete(patch, k, 0)) for k in range(n)]
+    )
+    std = math.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())
+    row = table.where(row=1, col=1)
+    value = loop_cka(acts[:, 2], patch)
+    assert row["std"][0] == pytest.approx(std, rel=1e-4)
+    half = t_quantile(n - 1) * std
+    assert row["low"][0] == pytest.approx(max(value - half, -1), abs=1e-5)
+    assert row["high"][0] == pytest.approx(min(value + half, 1), abs=1e-5)
+    assert row["spread"][0] == "jackknife"
+    # summaries: the margin's spread is that of the margin without each image
+    maps = [loop_maps(np.delete(acts, k, 0), np.delete(PIXELS[:n], k, 0), (2, 3), 4) for k in (0,)]
+    assert own_patch(maps[0], np.arange(6))[3, 1] == pytest.approx(
+        maps[0][1, 1] - np.delete(maps[0][1], 1).max()
+    )
+
+
+def test_spread_of_summaries(store: Store) -> None:
+    table = run(store, summary="site")
+    smooth = table.where(metric=["own_cka", "own_margin"])
+    assert (smooth["low"] < smooth["value"]).all() and (smooth["value"] < smooth["high"]).all()
+    others = table.where(metric=["own_top1", "own_rank", "own_rank_relative", "peak_distance_px"])
+    assert np.isnan(others["std"]).all()  # a jackknife has nothing to say of ranks
+    repeats = run(store, summary="site", batch=10, repeats=3)
+    assert np.isfinite(repeats.where(baseline="")["std"]).all()
+    assert np.isnan(repeats["low"]).all() and repeats.unique("spread") == ["repeats"]
+    assert tuple(repeats.columns) == SITE_COLUMNS
+    assert tuple(run(store, summary="token").columns) == TOKEN_COLUMNS
+
+
+def test_minibatches_are_means_of_repeats(store: Store) -> None:
+    table = run(store, tokens=["0,0"], batch=N, repeats=2)  # one batch of all images
+    assert table["cka"] == pytest.approx(run(store, tokens=["0,0"])["cka"], rel=1e-6)
+    assert table["std"] == pytest.approx(np.zeros(6), abs=1e-12)
+    assert table.notes["stores"]["a"]["estimator"] == "minibatch"
+    preset = run(store, tokens=["0,0"], preset="raghu", batch=10)
+    notes = preset.notes["stores"]["a"]
+    assert (notes["batch"], notes["batches"], notes["repeats"]) == (10, 3, 20)
+    assert run(store, tokens=["0,0"], batch=10, seed=1)["cka"][0] != preset["cka"][0]
+
+
+def test_summaries_are_those_of_the_maps(store: Store) -> None:
+    maps = maps_of(run(store))
+    table = run(store, summary="token")
+    for t in range(6):
+        row, col = divmod(t, 3)
+        others = [v for p, v in enumerate(maps[t]) if p != t]
+        rank = 1 + sum(v > maps[t, t] for v in others)
+        peak = divmod(int(np.argmax(maps[t])), 3)
+        expected = {
+            "own_cka": maps[t, t],
+            "own_rank": rank,
+            "own_rank_relative": (rank - 1) / 5,
+            "own_margin": maps[t, t] - max(others),
+            "peak_distance_px": 4 * math.hypot(peak[0] - row, peak[1] - col),
+        }
+        rows = table.where(token=f"{row},{col}")
+        assert dict(zip(rows["metric"].tolist(), rows["value"].tolist(), strict=True)) == (
+            pytest.approx(expected, rel=1e-12)
+        )
+        assert rows["row"].tolist() == [row] * 5 and rows["col"].tolist() == [col] * 5
+    site = run(store, summary="site")
+    first = np.mean(table.where(metric="own_rank")["value"] == 1)
+    assert site["value"][0] == pytest.approx(first)
+    assert site.where(metric="own_margin")["value"][0] == pytest.approx(
+        table.where(metric="own_margin")["value"].mean()
+    )
+
+
+def test_ranks_of_equal_patches() -> None:
+    maps = np.array([[0.5, 0.5, 0.1], [0.9, np.nan, 0.2], [0.3, np.nan, 0.3]])
+    cka, rank, relative, margin = own_patch(maps, [0, 1, 2])
+    assert rank.tolist()[::2] == [1, 1] and margin.tolist()[::2] == [0, 0]
+    assert relative.tolist()[::2] == [0, 0] and cka.tolist()[::2] == [0.5, 0.3]
+    assert np.isnan([cka[1], rank[1], relative[1], margin[1]]).all()
+
+
+# Images
+
+
+def test_which_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    sites = {"blocks.0.out": (ACTS, LAYOUT)}
+    store = write(tmp_path / "a.zarr", sites, PIXELS)
+    table = run(store, images=12)
+    assert maps_of(table) == pytest.approx(loop_maps(ACTS[:12], PIXELS[:12], (2, 3), 4), abs=1e-6)
+    monkeypatch.setattr(localize, "MOST_EXACT", 12)
+    assert run(store)["cka"] == pytest.approx(table["cka"], rel=1e-12)
+    assert "a: 12 of its 30 images, as a sample; --images N takes more or fewer" in caplog.text
+    assert run(store, images=20)["n_images"][0] == 20
+    assert run(store, estimator="exact")["n_images"][0] == N
+    monkeypatch.undo()
+    part = write(tmp_path / "p.zarr", sites, PIXELS, slabs=[0, 2])
+    keep = np.r_[0:8, 16:24]
+    expected = loop_maps(ACTS[keep], PIXELS[keep], (2, 3), 4)
+    assert maps_of(run(part)) == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(VitseeError, match="a: 3 images are readable; CKA needs at least 4"):
+        run(store, images=3)
+
+
+# What a user sees
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(main, ["localize", *map(str, args)])
+
+
+def refused(*args: object) -> str:
+    result = invoke(*args)
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    return result.stderr
+
+
+def test_command_writes_all_three(tmp_path: Path, store: Store) -> None:
+    out, png = tmp_path / "r.csv", tmp_path / "r.png"
+    result = invoke(store.path, "--tokens", "0,0", "--tokens", "1,2", "-o", out, "--png", png)
+    assert result.exit_code == 0, result.output
+    with open(out) as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == list(COLUMNS) and len(rows) == 12
+    assert float(rows[7]["cka"]) == run(store, tokens=["0,0", "1,2"])["cka"][7]
+    notes = json.loads((tmp_path / "r.csv.json").read_text())["notes"]
+    assert notes["estimator"] == "exact" and "jackknife" in notes["stores"]["a"]["spread"]
+    assert notes["stores"]["a"]["pixels"] == "as the model saw them, normalised"
+    with Image.open(png) as picture:
+        assert min(picture.size) > 200
+    assert COMMAND_SUMMARIES == SUMMARIES
+
+
+def test_refusals(tmp_path: Path, store: Store) -> None:
+    png = tmp_path / "r.png"
+    assert "a: blocks.0.out has no token 2,0: it has prefix cls and a grid of 2 x 3" in refused(
+        store.path, "--tokens", "2,0", "--png", png
+    )
+    cnn = TokenLayout((), (2, 3), stride_px=(4.0, 4.0))
+    write(tmp_path / "cnn.zarr", {"blocks.0.out": (tokens_of(PIXELS, 2, 0, cnn), cnn)}, PIXELS)
+    assert "has no class token" in refused(tmp_path / "cnn.zarr", "--tokens", "cls")
+    assert "pooled has no tokens on a grid" in refused(store.path, "--sites", "pooled")
+    assert "no site" in refused(store.path, "--sites", "blocks.7.out")
+    assert "--batch" in refused(store.path, "--estimator", "exact", "--batch", 8)
+    line = refused(store.path, "--summary", "site", "--tokens", "cls")
+    assert "own patches of grid tokens" in line
+    assert invoke(store.path, "--tokens", "mean").exit_code == 2
+    assert not png.exists()
+    with pytest.raises(SiteError, match="no tokens 'mean'; expected each, cls or ROW,COL"):
+        run(store, tokens=["mean"])
+    with pytest.raises(VitseeError, match="no summary"):
+        run(store, summary="block")
+
+
+def test_other_sites_are_left_out_aloud(store: Store) -> None:
+    result = invoke(store.path, "--sites", "blocks", "--sites", "pooled", "--tokens", "0,0")
+    assert result.exit_code == 0, result.output
+    assert "left out, as no grid of the image: pooled" in result.stderr
+
+
+def test_no_pixels(tmp_path: Path) -> None:
+    path = tmp_path / "a.zarr"
+    write(path, {"blocks.0.out": (ACTS, LAYOUT)}, None)
+    line = refused(path)
+    assert "a keeps no pixels" in line and "it does not say what it was made of" in line
+    assert "run: vitsee extract ... --inputs" in line
+
+
+def test_pixels_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plant_images(tmp_path / "data", 12)
+    (tmp_path / "data" / "class0" / "004.png").write_bytes(b"no image")
+    without, with_ = tmp_path / "without.zarr", tmp_path / "with.zarr"
+    for out, option in ((without, "--no-inputs"), (with_, "--inputs")):
+        extracted(*VIT, "--data", "data", "-o", out, option, "--slab", 5)
+    monkeypatch.chdir("/")  # the data is where it was, not where the user is now
+    expected = run(open_store(with_), sites=["blocks"])
+    table = run(open_store(without), sites=["blocks"])
+    assert np.array_equal(table["cka"], expected["cka"], equal_nan=True)
+    assert "loaded again" in table.notes["stores"]["without"]["pixels"]
+    few = run(open_store(without), images=7)
+    again = run(open_store(with_), images=7)
+    assert np.array_equal(few["cka"], again["cka"], equal_nan=True)
+    # another picture in one place, found out by its hash and by the first images' pixels
+    image = tmp_path / "data" / "class1" / "007.png"
+    Image.new("RGB", (60, 50), (9, 9, 9)).save(image)
+    line = refused(without)
+    assert "without keeps no pixels, and its images cannot be loaded again" in line
+    assert "007.png is not the image it was" in line or "other pixels here than then" in line
+    image.unlink()
+    assert "holds other images now" in refused(without)
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    assert "no file or folder data" in refused(without)
+
+
+# Pictures
+
+
+def from_csv(table: Table, path: Path) -> Table:
+    """The table as a reader of its CSV has it: no notes, no types."""
+    with open(path, "w") as file:
+        table.to_csv(file)
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+
+    def column(name: str) -> Array:
+        values = [row[name] for row in rows]
+        if name in ("token", "site", "store", "model", "metric", "spread", "baseline"):
+            return np.array(values)
+        return np.array([float(v) if v else np.nan for v in values])
+
+    return Table({name: column(name) for name in rows[0]})
+
+
+def many(tmp_path: Path) -> Store:
+    pixels = pictures(12, 20, 20)
+    layout = TokenLayout(("cls",), (20, 20), stride_px=(1.0, 1.0))
+    small = TokenLayout(("cls",), (2, 2), stride_px=(10.0, 10.0))
+    sites = {f"blocks.{k}.out": (tokens_of(pixels, 2, k, small), small) for k in range(3)}
+    sites["blocks.3.out"] = (tokens_of(pixels, 2, 0, layout), layout)
+    return write(tmp_path / "m.zarr", sites, pixels)
+
+
+def test_pictures_from_the_csv(tmp_path: Path, store: Store) -> None:
+    wide = many(tmp_path)
+    for table, texts in (
+        (run(store, tokens=["0,0", "cls"]), ["token 0,0", "cls"]),
+        (run(store, wide, tokens=["each", "cls"]), ["a: blocks.0.out"]),
+        (run(store, summary="token"), []),
+        (run(store, wide, sites=["blocks"], summary="site"), []),
+    ):
+        again = from_csv(table, tmp_path / "r.csv")
+        figure = plot(again)
+        figure.savefig(io.BytesIO(), dpi=40)
+        titles = [axes.get_title(loc="left") for axes in figure.axes]
+        assert all(text in titles for text in texts)
+
+
+def test_a_mosaic_draws_every_token_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = many(tmp_path)
+    table = run(wide, sites=["blocks"])
+    figure = plot(table)
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert "m: blocks.3.out, every 2nd token" in titles and "m: blocks.2.out" in titles
+    axes = figure.axes[titles.index("m: blocks.2.out")]
+    drawn: Any = axes.images[0].get_array()
+    shown = np.ma.filled(drawn, np.nan)
+    assert shown.shape == (5, 5)  # 2 x 2 maps of 2 x 2 patches, a gap between them
+    one = table.where(site="blocks.2.out", token="1,0")
+    assert shown[3:, :2] == pytest.approx(one["cka"].reshape(2, 2))
+    assert len(axes.collections[0].get_paths()) == 4
+    monkeypatch.setattr(location_maps, "MOST_MOSAICS", 2)
+    texts: list[Any] = plot(table).findobj(match=Text)
+    assert any("2 of 4 sites" in text.get_text() for text in texts)

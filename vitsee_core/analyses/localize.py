@@ -1,0 +1,255 @@
+"""Localisation: which input patches one token still tells of.
+
+For a token t of a site and a patch p of the input, over images,
+
+    K_t = X_t X_t^T, X_t: images by the token's channels
+    L_p = Y_p Y_p^T, Y_p: images by the patch's pixels
+    cka = HSIC(K_t, L_p) / sqrt(HSIC(K_t, K_t) HSIC(L_p, L_p))
+
+with the unbiased HSIC_1 (see `similarity.hsic`) over all images, or over minibatches: one map of
+patches for each token (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3). A CNN's token is all channels
+at one location.
+
+- The pixels are those that the model saw, normalised: CKA ignores one scale of all channels, but
+  not one for each. The patches are the cells of the site's own grid (7 x 7 locations of a ResNet:
+  patches of 32 pixels); see `PatchPixels` for their edges.
+- Tokens at the border resemble other patches at the border too (Raghu et al., Fig. 9): they share
+  the images' background.
+- NaN: a patch (or token) that is the same in all images.
+
+Of a grid token the own patch is the one in its place. Summaries compare it with the others:
+
+- `own_cka`: their CKA. `own_margin`: less that of the most similar other patch.
+- `own_rank`: 1 where no other patch is more similar. `own_rank_relative`: from 0 (first) to 1
+  (last), comparable between grids; 0.5 by chance.
+- `peak_distance_px`: from the own patch to the most similar one, 0 where it is that itself.
+- `own_top1`, of a site: the fraction of tokens whose own patch ranks first, beside what chance
+  gives. Tokens without a value, and grids of a single patch, count nowhere.
+
+A location of a CNN need not look at the middle of its cell: each padded convolution of stride 2
+shifts it by half a pixel of its input, a ResNet's stem by almost half a cell up and left, so that
+the own patch may come second to a neighbour although the location is sharp; `peak_distance_px`
+tells the two apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.localisation import (
+    SITE_METRICS,
+    TOKEN_METRICS,
+    Maps,
+    chance,
+    site_summary,
+    token_summary,
+)
+from vitsee_core.location_curves import draw_curves
+from vitsee_core.location_maps import draw_maps, draw_token_summary
+from vitsee_core.machine import memory_bytes
+from vitsee_core.pairs import sites_of_each
+from vitsee_core.patch_pixels import input_pixels
+from vitsee_core.plotting import styled
+from vitsee_core.presets import PRESETS, choose_estimator
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.results import Table
+from vitsee_core.similarity import Estimator
+from vitsee_core.similarity.batches import batch_sizes
+from vitsee_core.similarity.estimate import MOST_EXACT
+from vitsee_core.site_maps import SiteMaps
+from vitsee_core.streaming import choose_rows
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_stores import Store
+
+log = logging.getLogger(__name__)
+
+SUMMARIES = ("site", "token")
+SITE = ("store", "model", "site", "depth", "rel_depth")
+SPREAD = ("std", "low", "high", "spread")
+COLUMNS = (*SITE, "token", "row", "col", "cka", *SPREAD, "n_images")
+TOKEN_COLUMNS = (*SITE, "token", "row", "col", "metric", "value", *SPREAD, "n_images")
+SITE_COLUMNS = (*SITE, "metric", "value", *SPREAD, "n_tokens", "n_images", "baseline")
+Rows = NDArray[np.int64]
+
+
+def run(
+    *stores: Store,
+    sites: Sequence[str] = (),
+    tokens: Sequence[str] = ("each",),
+    summary: str | None = None,
+    estimator: str | None = None,
+    batch: int | None = None,
+    examples: int | None = None,
+    repeats: int | None = None,
+    preset: str | None = None,
+    images: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    memory: int | None = None,
+    progress: Progress = SILENT,
+) -> Table:
+    """One row a token and patch; with `summary` one row a metric and token, or a metric and site.
+
+    Columns: see `COLUMNS`, `TOKEN_COLUMNS`, `SITE_COLUMNS`; `token` is "ROW,COL" or "cls", `row`
+    and `col` the patch (of a summary by tokens, the own one). `spread` says what `std` is, as for
+    `cka`: "jackknife", the standard error over images, with the 95 % interval `low` to `high`;
+    "repeats", the minibatch estimator's own noise. `cka` is NaN where a self-HSIC is not positive.
+    Rows with a `baseline` hold what chance gives. The stores need not hold the same images.
+
+    Args:
+        stores: with their pixels, or whose data can be loaded again.
+        sites: selectors, by default the last of `blocks`, for summaries all of them.
+        tokens: "each" (of the grid), "cls", "ROW,COL".
+        summary: None, "token" or "site".
+        estimator: "exact", "biased" or "minibatch"; None: exact, over 16384 images where a store
+            holds more and `images` does not say otherwise.
+        batch: images a minibatch.
+        examples: images a repeat.
+        repeats: how often they are drawn.
+        preset: "raghu": his minibatches.
+        images: use so many; see `choose_rows`.
+        seed: of minibatches, samples, and the jackknife's blocks in stores in the data's order.
+        device: where to multiply.
+        memory: bytes to stay within.
+        progress: told of the tiles of images.
+
+    Raises:
+        MissingInput: no pixels, or a site that is not stored with all its tokens.
+        SiteError: a selector that nothing matches, or tokens that a site has not.
+        VitseeError: choices that do not go together, too few images or too little memory.
+    """
+    if summary not in (None, *SUMMARIES):
+        raise VitseeError(f"no summary {summary!r}; expected {' or '.join(SUMMARIES)}")
+    if summary is not None and set(tokens) == {"cls"}:
+        raise VitseeError("a summary is about the own patches of grid tokens; cls has none")
+    how = choose_estimator(
+        stores,
+        preset,
+        estimator,
+        batch=batch,
+        examples=examples,
+        repeats=repeats,
+        images=images,
+        seed=seed,
+    )
+    chosen = sites_of_each(stores, sites or ("blocks",))
+    if not sites and summary is None:
+        chosen = [of_store[-1:] for of_store in chosen]
+    works = [
+        SiteMaps(store, [site for _, site in of_store], tokens, summary)
+        for store, of_store in zip(stores, chosen, strict=True)
+    ]
+    budget = memory or memory_bytes() // 4
+    notes: dict[str, Any] = {"tokens": list(tokens), "seed": seed, "stores": {}}
+    if preset is not None:
+        notes["preset"] = f"{preset}: {PRESETS[preset].source}"
+    tables = []
+    for work in works:
+        counted, about = _rows(work.store, images, seed, how)
+        of_store = how
+        if how.kind == "minibatch":  # what there is fewer of is said once, not for each grid
+            of_store = Estimator("minibatch", *batch_sizes(how, len(counted)))
+        pixels = input_pixels(work.store, counted, progress)
+        for maps in work.maps(pixels, counted, of_store, seed, device, budget, progress):
+            tables.append(_table(maps, work.store, summary))
+            notes |= {"estimator": maps.notes["estimator"]}
+            about |= maps.notes
+            about.setdefault("patch_px", {})[maps.site.name] = list(maps.patch_px)
+        about["pixels"] = "as the model saw them, normalised" + (
+            "" if work.store.has("input") else "; loaded again from the store's data"
+        )
+        notes["stores"][work.store.label] = about
+    return Table.concat(tables, notes)
+
+
+def _rows(
+    store: Store, images: int | None, seed: int, how: Estimator
+) -> tuple[Rows, dict[str, Any]]:
+    """The images that count, and what is to be said of them. Minibatches of all images cost as
+    much here as the exact value, so that not those but a sample takes its place where it is long.
+
+    Raises:
+        VitseeError: fewer than 4.
+    """
+    if images is None and how.kind == "auto" and store.valid.sum() > MOST_EXACT:
+        images = MOST_EXACT
+        log.warning(
+            "%s: %d of its %d images, as a sample; --images N takes more or fewer",
+            *(store.label, images, int(store.valid.sum())),
+        )
+    chosen = choose_rows(store, images, seed)
+    for remark in chosen.remarks:
+        log.info("%s", remark)
+    counted = np.flatnonzero(chosen.mask & store.valid)
+    if len(counted) < 4:
+        raise VitseeError(
+            f"{store.label}: {len(counted)} images are readable; CKA needs at least 4"
+        )
+    return counted, {"chosen": chosen.describe()}
+
+
+def _table(maps: Maps, store: Store, summary: str | None) -> Table:
+    site = maps.site
+    alike: dict[str, Any] = {
+        "store": store.label,
+        "model": store.manifest.model.get("name", ""),
+        "site": site.name,
+        "depth": site.depth,
+        "rel_depth": site.rel_depth,
+        "spread": maps.spread,
+        "n_images": maps.n_images,
+    }
+    rows_, cols_ = np.divmod(np.arange(maps.cka.shape[1]), maps.grid[1])
+    if summary is None:
+        n_tokens, n_patches = maps.cka.shape
+        columns: dict[str, NDArray[Any]] = {
+            "token": np.repeat(maps.tokens, n_patches),
+            "row": np.tile(rows_, n_tokens),
+            "col": np.tile(cols_, n_tokens),
+            **{name: getattr(maps, name).ravel() for name in ("cka", "std", "low", "high")},
+        }
+        names: Sequence[str] = COLUMNS
+    elif summary == "token":
+        numbers = token_summary(maps)
+        columns = {
+            "token": np.repeat(maps.tokens, len(TOKEN_METRICS)),
+            "row": np.repeat(rows_[maps.cells], len(TOKEN_METRICS)),
+            "col": np.repeat(cols_[maps.cells], len(TOKEN_METRICS)),
+            "metric": np.tile(TOKEN_METRICS, len(maps.tokens)),
+            **{name: values.ravel() for name, values in numbers.items()},
+        }
+        names = TOKEN_COLUMNS
+    else:
+        n_tokens, numbers = site_summary(maps)
+        nothing = np.array([np.nan])
+        columns = {
+            "metric": np.array([*SITE_METRICS, "own_top1"]),
+            "value": np.append(numbers["value"], chance(maps)),
+            **{name: np.append(numbers[name], nothing) for name in ("std", "low", "high")},
+            "n_tokens": np.full(len(SITE_METRICS) + 1, n_tokens),
+            "baseline": np.array(["" for _ in SITE_METRICS] + ["chance"]),
+        }
+        names = SITE_COLUMNS
+    length = len(next(iter(columns.values())))
+    columns |= {name: np.full(length, value) for name, value in alike.items()}
+    return Table({name: columns[name] for name in names})
+
+
+@styled
+def plot(table: Table) -> Figure:
+    """Maps: one for each token, its own place marked, on one colour scale from 0, a line of them
+    for each store and site (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3); where the tokens are many,
+    a mosaic of maps, each in its token's place, and curves over depth where there are several
+    sites. Summaries by site: curves over relative depth. By token: maps of the metrics."""
+    if "cka" in table.columns:
+        return draw_maps(table)
+    return draw_token_summary(table) if "token" in table.columns else draw_curves(table)

@@ -1,0 +1,162 @@
+"""What maps of patches say about each token's own patch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.moments import t_quantile
+from vitsee_core.similarity import Hsic, centred_alignment, summarise
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec
+    from vitsee_stores.layout import TokenLayout
+
+Float = NDArray[np.float64]
+Rows = NDArray[np.int64]
+
+OWN_METRICS = ("own_cka", "own_rank", "own_rank_relative", "own_margin")
+TOKEN_METRICS = (*OWN_METRICS, "peak_distance_px")
+# A jackknife says nothing of ranks, places and counts: leaving some images out seldom changes them.
+SMOOTH = ("own_cka", "own_margin")
+SITE_METRICS = ("own_top1", *TOKEN_METRICS)
+
+
+@dataclass(frozen=True)
+class Maps:
+    """One site's maps. cka, std, low, high: (tokens, patches), patches row by row of `grid`;
+    replicates: (m, tokens, patches) CKA, m = 0 without a spread; cells: each token's place among
+    the patches, -1 for none; stride_px: between patches; patch_px: (channels, rows, cols)."""
+
+    site: SiteSpec
+    tokens: list[str]
+    cells: Rows
+    grid: tuple[int, int]
+    stride_px: tuple[float, float]
+    patch_px: tuple[int, ...]
+    cka: Float
+    std: Float
+    low: Float
+    high: Float
+    replicates: Float
+    spread: str
+    n_images: int
+    notes: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        h: Hsic,
+        site: SiteSpec,
+        tokens: list[str],
+        cells: Rows,
+        layout: TokenLayout,
+        patch_px: tuple[int, ...],
+    ) -> Maps:
+        """From HSICs of a site's tokens (rows) with the patches (cols)."""
+        assert layout.grid is not None
+        values, each = summarise(h), h.replicates
+        replicates = (
+            np.zeros((0, *values.cka.shape))
+            if each is None
+            else centred_alignment(each.cross, each.rows, each.cols)
+        )
+        return cls(
+            *(site, tokens, cells, layout.grid, layout.stride_px or (np.nan, np.nan), patch_px),
+            *(values.cka, values.std, values.low, values.high),
+            *(replicates, h.spread, h.n_images, h.notes),
+        )
+
+
+def own_patch(cka: Float, own: Rows | Sequence[int]) -> Float:
+    """(metrics, ..., tokens): `OWN_METRICS` of maps (..., tokens, patches).
+
+    NaN where a token has no value at its own patch, or at no other. Of patches that are equally
+    similar none comes before the other.
+
+    Args:
+        cka: maps.
+        own: (tokens,) the own patch of each token.
+    """
+    places = np.broadcast_to(np.asarray(own), cka.shape[:-1])[..., np.newaxis]
+    value = np.take_along_axis(cka, places, -1)
+    others = cka.copy()
+    np.put_along_axis(others, places, np.nan, -1)
+    n_others = (~np.isnan(others)).sum(-1)
+    best = np.where(np.isnan(others), -np.inf, others).max(-1)
+    before = (others > value).sum(-1)
+    value = value[..., 0]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        metrics = np.stack([value, 1.0 + before, before / n_others, value - best])
+    return np.where(np.isnan(value) | (n_others == 0), np.nan, metrics)
+
+
+def token_summary(maps: Maps) -> dict[str, Float]:
+    """value, std, low, high, (tokens, TOKEN_METRICS) each."""
+    value, replicates = (_all_metrics(maps, cka) for cka in (maps.cka, maps.replicates))
+    numbers = _with_spread(value, np.moveaxis(replicates, 1, 0), maps.spread, TOKEN_METRICS)
+    return {name: array.T for name, array in numbers.items()}
+
+
+def site_summary(maps: Maps) -> tuple[int, dict[str, Float]]:
+    """How many tokens count, and value, std, low, high over them, (SITE_METRICS,) each."""
+    value, replicates = (_all_metrics(maps, cka) for cka in (maps.cka, maps.replicates))
+    over_tokens = _over_tokens(value), _over_tokens(replicates).T
+    numbers = _with_spread(*over_tokens, maps.spread, SITE_METRICS)
+    return int((~np.isnan(value[0])).sum()), numbers
+
+
+def _all_metrics(maps: Maps, cka: Float) -> Float:
+    """(TOKEN_METRICS, ..., tokens) of maps (..., tokens, patches)."""
+    own = own_patch(cka, maps.cells)
+    peak = np.where(np.isnan(cka), -np.inf, cka).argmax(-1)
+    between = [
+        (a - b) * step
+        for a, b, step in zip(
+            np.divmod(peak, maps.grid[1]),
+            np.divmod(maps.cells, maps.grid[1]),
+            maps.stride_px,
+            strict=True,
+        )
+    ]
+    distance = np.where(np.isnan(own[0]), np.nan, np.hypot(*between))
+    return np.concatenate([own, distance[np.newaxis]])
+
+
+def chance(maps: Maps) -> float:
+    """`own_top1` of tokens that tell of no patch more than of another."""
+    n_patches = int((~np.isnan(maps.cka)).any(0).sum())
+    return 1 / n_patches if n_patches > 1 else np.nan
+
+
+def _over_tokens(metrics: Float) -> Float:
+    """(SITE_METRICS, ...) of (TOKEN_METRICS, ..., tokens): means over the tokens with a value."""
+    rank = metrics[TOKEN_METRICS.index("own_rank")]
+    known = ~np.isnan(rank)
+    n = known.sum(-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        first = np.where(known, rank == 1, 0.0).sum(-1) / n
+        means = np.where(known, metrics, 0.0).sum(-1) / n
+    return np.concatenate([first[np.newaxis], means])
+
+
+def _with_spread(
+    value: Float, replicates: Float, spread: str, metrics: Sequence[str]
+) -> dict[str, Float]:
+    """Of (metrics, ...), as `similarity.summarise`: replicates, (m, metrics, ...), without a block
+    of images each, or one a repeat."""
+    nothing = np.full_like(value, np.nan)
+    m = len(replicates)
+    if m < 2:
+        return {"value": value, "std": nothing, "low": nothing, "high": nothing}
+    if spread == "repeats":
+        std = replicates.std(0, ddof=1)
+        return {"value": value, "std": std, "low": nothing, "high": nothing}
+    std = np.sqrt((m - 1) / m * ((replicates - replicates.mean(0)) ** 2).sum(0))
+    std[[name not in SMOOTH for name in metrics]] = np.nan
+    half = t_quantile(m - 1) * std
+    return {"value": value, "std": std, "low": value - half, "high": value + half}

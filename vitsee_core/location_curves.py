@@ -1,0 +1,105 @@
+"""Curves of localisation over depth, from a table of summaries or from the maps of all tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.localisation import OWN_METRICS, own_patch
+from vitsee_core.plotting import GREY, new_figure, shorten
+from vitsee_core.results import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Float = NDArray[np.float64]
+
+METRICS = {
+    "own_top1": "own patch first (fraction of tokens)",
+    "own_rank_relative": "own patch's rank (0 first, 1 last)",
+    "own_margin": "own patch's CKA less best other's",
+    "own_cka": "own patch's CKA",
+    "own_rank": "own patch's rank (1 first)",
+    "peak_distance_px": "from own to most similar patch (px)",
+}
+CURVES = ("own_top1", "own_margin", "peak_distance_px")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The maps of one site. tokens: their names; maps: (tokens, rows, cols)."""
+
+    store: str
+    site: str
+    rel_depth: float
+    tokens: list[str]
+    maps: Float
+
+    @property
+    def title(self) -> str:
+        """Store and site."""
+        return f"{shorten(self.store, 22)}: {self.site}"
+
+    @property
+    def complete(self) -> bool:
+        """Whether every cell of the grid is there as a token."""
+        return bool(len(self.placed()) == math.prod(self.maps.shape[1:]))
+
+    def placed(self) -> dict[int, tuple[int, int]]:
+        """Of the tokens that lie on the grid: which they are, and where."""
+        found = {}
+        for k, token in enumerate(self.tokens):
+            row, comma, col = token.partition(",")
+            if comma:
+                found[k] = int(row), int(col)
+        return found
+
+
+def derived_curves(panels: Sequence[Panel]) -> Table | None:
+    """The summaries that maps of all tokens give; None unless a store has several sites."""
+    complete = [panel for panel in panels if panel.complete]
+    stores = [panel.store for panel in complete]
+    if len(set(stores)) == len(stores):
+        return None
+    rows = []
+    for panel in complete:
+        places = panel.placed()
+        maps = panel.maps[list(places)].reshape(len(places), -1)
+        own = [row * panel.maps.shape[2] + col for row, col in places.values()]
+        metrics = own_patch(maps, own)
+        known = metrics[:, ~np.isnan(metrics[0])]
+        if not known.size:
+            continue
+        n_patches = int((~np.isnan(maps)).any(0).sum())
+        rank, margin = (known[OWN_METRICS.index(name)] for name in ("own_rank", "own_margin"))
+        where = {"store": panel.store, "site": panel.site, "rel_depth": panel.rel_depth}
+        for metric, value, baseline in (
+            ("own_top1", (rank == 1).mean(), ""),
+            ("own_top1", 1 / n_patches, "chance"),
+            ("own_margin", margin.mean(), ""),
+        ):
+            rows.append(where | {"metric": metric, "value": float(value), "baseline": baseline})
+    return Table.from_rows(rows) if rows else None
+
+
+def draw_curves(table: Table) -> Figure:
+    """A panel a metric: its mean over tokens against relative depth, a curve a store. To be
+    called below `styled`."""
+    figure = new_figure(4.0 * len(CURVES), 3.7)
+    draw_curve_panels(figure, table, CURVES)
+    return figure
+
+
+def draw_curve_panels(figure: Any, table: Table, metrics: Sequence[str]) -> None:
+    """As `draw_curves`, of these metrics into a figure or a part of one."""
+    all_axes = list(figure.subplots(1, len(metrics), squeeze=False)[0])
+    for axes, metric in zip(all_axes, metrics, strict=True):
+        draw_depth_curves(axes, table.where(metric=metric), ylabel=METRICS[metric], among=table)
+        axes.axhline(0, color=GREY, linewidth=0.6)
+    add_curve_legend(figure, all_axes)

@@ -1,0 +1,236 @@
+"""The pixels of each input patch, as the model saw them: normalised, patch by patch.
+
+From the store where `extract --inputs` kept them; else the images are loaded again from the data
+that the store says it was made of, and refused unless they are the same, pixel by pixel where that
+can be known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.machine import free_disk_bytes, human_bytes
+from vitsee_core.progress import SILENT, Progress
+from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.lazy import LazyArray
+
+if TYPE_CHECKING:
+    from vitsee_core.images import Selection
+    from vitsee_stores import Store
+    from vitsee_stores.layout import TokenLayout
+
+AT_ONCE = 64
+Rows = NDArray[np.int64]
+
+log = logging.getLogger(__name__)
+
+
+class PatchPixels:
+    """Each patch's pixels as features, channels first: a `similarity.stacks.Stack`.
+
+    The patch of a grid cell is what its stride gives it: pixels round(row stride) to
+    round((row + 1) stride) and the same across, cut at the image's edge. Pixels beyond the last
+    cell belong to no patch. Patches that are smaller than others are filled with zeros, which no
+    similarity sees.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        pixels: LazyArray,
+        layout: TokenLayout,
+        cells: Rows | None = None,
+    ) -> None:
+        """Of a site's layout with a grid; cells: only these of it, row by row."""
+        assert layout.grid is not None
+        self.store, self.pixels, self.layout = store, pixels, layout
+        self.cells = np.arange(layout.n_body) if cells is None else cells
+        self.bounds = tuple(
+            _bounds(n, length, None if layout.stride_px is None else layout.stride_px[axis])
+            for axis, (n, length) in enumerate(zip(layout.grid, pixels.shape[2:], strict=True))
+        )
+        self.shape = (pixels.shape[1], *(int(np.diff(edges).max()) for edges in self.bounds))
+
+    @property
+    def n_matrices(self) -> int:
+        """Number of patches."""
+        return len(self.cells)
+
+    @property
+    def n_features(self) -> int:
+        """Values of a patch."""
+        return int(np.prod(self.shape))
+
+    def part(self, wanted: slice) -> PatchPixels:
+        """Some of the patches."""
+        return PatchPixels(self.store, self.pixels, self.layout, self.cells[wanted])
+
+    def read(self, rows: slice) -> NDArray[np.float32]:
+        """(rows, patches, features) of consecutive rows of the store."""
+        assert self.layout.grid is not None
+        images = self.pixels[rows]
+        # Patch by patch in memory, as they are multiplied.
+        out = np.zeros((self.n_matrices, len(images), *self.shape), np.float32)
+        for k, cell in enumerate(self.cells.tolist()):
+            (y0, y1), (x0, x1) = (
+                edges[at : at + 2].tolist()
+                for edges, at in zip(self.bounds, divmod(cell, self.layout.grid[1]), strict=True)
+            )
+            out[k, :, :, : y1 - y0, : x1 - x0] = images[:, :, y0:y1, x0:x1]
+        return out.reshape(self.n_matrices, len(images), -1).swapaxes(0, 1)
+
+
+def _bounds(n: int, length: int, stride: float | None) -> Rows:
+    """Where n cells along an axis of so many pixels begin and end."""
+    step = length / n if stride is None else stride
+    edges: Rows = np.minimum(np.rint(np.arange(n + 1) * step), length).astype(np.int64)
+    return edges
+
+
+def input_pixels(store: Store, rows: Rows, progress: Progress = SILENT) -> LazyArray:
+    """(images, channels, height, width) float32, normalised; only `rows` may be read.
+
+    Raises:
+        MissingInput: the store keeps none, and they cannot be had again from its data.
+        VitseeError: no room for them.
+    """
+    if store.has("input"):
+        return store.inputs()
+    again = f"run: vitsee extract ... --inputs -o {store.path}, the rest as its vitsee info says"
+    try:
+        selection = _same_selection(store)
+        pixels = _load(store, selection, rows, progress)
+    except MissingInput:
+        raise
+    except VitseeError as error:
+        raise MissingInput(
+            f"{store.label} keeps no pixels, and its images cannot be loaded again: {error}; "
+            f"{again}"
+        ) from None
+    return pixels
+
+
+class _Differs(VitseeError):
+    """The data is not what the store was made of."""
+
+
+def _same_selection(store: Store) -> Selection:
+    """The images that the store was made of, in its order.
+
+    Raises:
+        VitseeError: the data is not there, or other images are.
+    """
+    from vitsee_core.images import open_source, select
+
+    info = store.manifest.info
+    data, chosen = info.get("data"), info.get("selection")
+    if not data or not chosen:
+        raise _Differs("it does not say what it was made of")
+    name = str(data["data"])
+    beside = Path(str(info.get("data_folder", "."))) / Path(name).expanduser()
+    source = open_source(str(beside) if beside.exists() else name, split=data.get("split"))
+    selection = select(
+        source,
+        images=chosen.get("images"),
+        per_class=chosen.get("per_class"),
+        seed=chosen["seed"],
+        order=chosen["order"],
+    )
+    if selection.samples.fingerprint() != store.manifest.samples_fingerprint:
+        raise _Differs(f"{name} holds other images now, or other labels")
+    return selection
+
+
+def _load(store: Store, selection: Selection, rows: Rows, progress: Progress) -> LazyArray:
+    """The pixels of these rows in a temporary file.
+
+    Raises:
+        VitseeError: an image has changed or is gone, or there is no room.
+    """
+    from vitsee_core.images import batches
+
+    transform = store.manifest.transform
+    shape = (store.n_images, *(int(n) for n in transform["input_size"]))
+    need, free = len(rows) * int(np.prod(shape[1:])), free_disk_bytes(Path(tempfile.gettempdir()))
+    if need > free:
+        raise _Differs(f"they take {human_bytes(need)}, {human_bytes(free)} are free for it")
+    log.info(
+        "%s keeps no pixels: loading %d images of %s again",
+        *(store.label, len(rows), selection.source.name),
+    )
+    _check_decoding(store, selection)
+    with tempfile.TemporaryFile(prefix="vitsee-pixels") as file:
+        file.truncate(int(np.prod(shape)))  # sparse: only the rows that are used take room
+        kept = np.memmap(file, np.uint8, "r+", shape=shape)
+    hashes = store.samples.hash
+    parts = _ranges(rows)
+    progress.start(sum(part.stop - part.start for part in parts))
+    try:
+        with closing(batches(selection, transform, parts)) as loading:
+            for batch in loading:
+                known = store.valid[batch.rows]
+                differs = np.flatnonzero(known & (batch.hash != hashes[batch.rows]))
+                if len(differs):
+                    name = selection.samples.ids[batch.rows.start + int(differs[0])]
+                    raise _Differs(f"{name} is not the image it was")
+                kept[batch.rows] = batch.pixels.numpy()
+                progress.advance(len(known))
+    finally:
+        progress.stop()
+    return _Reloaded(kept, store.valid, transform)
+
+
+def _ranges(rows: Rows) -> list[slice]:
+    """Consecutive rows, a batch at most, that hold all of `rows` and little else."""
+    groups = np.split(rows, np.flatnonzero(np.diff(rows // AT_ONCE)) + 1)
+    return [slice(int(group[0]), int(group[-1]) + 1) for group in groups]
+
+
+def _check_decoding(store: Store, selection: Selection) -> None:
+    """Refuse libraries that decode or resize otherwise: the first readable images' pixels.
+
+    Raises:
+        VitseeError: they differ from those that the store was made with.
+    """
+    from vitsee_core.extraction.prepare import CHECK_IMAGES, CHECK_WITHIN
+    from vitsee_core.images import batches
+
+    expected = store.manifest.info.get("first_images_sha256")
+    stop = min(CHECK_WITHIN, store.n_images)
+    ranges = [slice(i, min(i + CHECK_IMAGES, stop)) for i in range(0, stop, CHECK_IMAGES)]
+    with closing(batches(selection, store.manifest.transform, ranges)) as loading:
+        for batch in loading:
+            if batch.valid.any():
+                pixels = batch.pixels.numpy()[batch.valid]
+                if hashlib.sha256(pixels.tobytes()).hexdigest() != expected:
+                    raise _Differs("the images come out with other pixels here than then")
+                return
+
+
+class _Reloaded(LazyArray):
+    """As `Store.inputs`, from pixels that were loaded again."""
+
+    def __init__(
+        self, pixels: NDArray[np.uint8], valid: NDArray[np.bool_], transform: dict[str, Any]
+    ) -> None:
+        self.pixels, self.valid, self.transform = pixels, valid, transform
+        self.shape, self.dtype = pixels.shape, np.dtype(np.float32)
+
+    def load(self, box: tuple[slice, ...]) -> NDArray[np.float32]:
+        """The part that `box` cuts out; all channels and pixels of its images are normalised."""
+        import torch
+
+        from vitsee_core.images import normalise
+
+        whole = normalise(torch.from_numpy(self.pixels[box[0]]), self.transform, "cpu").numpy()
+        whole[~self.valid[box[0]]] = np.nan
+        out: NDArray[np.float32] = whole[(slice(None), *box[1:])]
+        return out

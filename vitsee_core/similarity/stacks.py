@@ -1,0 +1,149 @@
+"""Stacks of small feature matrices, and their Gram matrices, computed when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitsee_core.progress import Progress
+from vitsee_core.similarity.job import Rows
+from vitsee_core.similarity.tiles import Float32, Matrix
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+MEAN_ROWS = 256
+
+
+class Stack(Protocol):
+    """Feature matrices of the same images, all of one width, that are read together."""
+
+    @property
+    def store(self) -> Store:
+        """Whose rows they have."""
+
+    @property
+    def n_matrices(self) -> int:
+        """How many."""
+
+    @property
+    def n_features(self) -> int:
+        """Columns of each."""
+
+    def read(self, rows: slice) -> NDArray[Any]:
+        """(rows, matrices, features) of consecutive rows of the store."""
+
+    def part(self, wanted: slice) -> Stack:
+        """Some of the matrices."""
+
+
+@dataclass(frozen=True)
+class _Gram:
+    """The Gram matrix of one matrix of a stack."""
+
+    features: _Features
+    k: int
+
+    @property
+    def n(self) -> int:
+        """Number of images."""
+        return len(self.features.images)
+
+    def block(self, i: slice, j: slice) -> Float32:
+        """(len(i), len(j)) of its entries."""
+        a, b = (x[self.k] for x in self.features.both(i, j))
+        if a.is_cuda:
+            product: Float32 = (a @ b.T).cpu().numpy()
+        else:  # numpy calls syrk where both sides are the same memory: half the work
+            product = np.matmul(a.numpy(), b.numpy().T)
+        return product
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A matrix that tells of each block that is asked of it."""
+
+    matrix: Matrix
+    progress: Progress
+
+    @property
+    def n(self) -> int:
+        """Number of images."""
+        return self.matrix.n
+
+    def block(self, i: slice, j: slice) -> Float32:
+        """(len(i), len(j)) of its entries."""
+        self.progress.advance(1)
+        return self.matrix.block(i, j)
+
+
+def matrices(
+    stacks: Sequence[Stack], images: Rows, kept: int, device: torch.device, progress: Progress
+) -> Iterator[Matrix]:
+    """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
+    `kept` tiles' images stay in memory, at least two, and `progress` is told of bytes read."""
+    for stack in stacks:
+        features = _Features(stack, images, kept, device, progress)
+        yield from (_Gram(features, k) for k in range(stack.n_matrices))
+
+
+class _Features:
+    """A stack's features by runs of images: (matrices, images, features) float32 on the device,
+    less a fixed vector each, which changes no HSIC and keeps single precision good: the mean over
+    the first images. Features that never change become 0, to the bit. `kept` runs stay in memory,
+    at least two."""
+
+    def __init__(
+        self, stack: Stack, images: Rows, kept: int, device: torch.device, progress: Progress
+    ) -> None:
+        self.stack, self.images, self.device, self._progress = stack, images, device, progress
+        self._kept = max(2, kept)
+        self._runs: dict[int, Tensor] = {}
+        self._mean: Tensor | None = None
+
+    def both(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
+        """Of the images in `i` and of those in `j`, i <= j; one tensor twice where i is j."""
+        for run in (i, j):
+            if run.start not in self._runs:
+                self._make_room(i.start, j.start)
+                self._runs[run.start] = self._read(run)
+        return self._runs[i.start], self._runs[j.start]
+
+    def _make_room(self, i: int, j: int) -> None:
+        """Tiles come row by row of the upper triangle: runs before i are not needed again, and of
+        the others the last one before j is needed last."""
+        while len(self._runs) >= self._kept:
+            others = sorted(run for run in self._runs if run not in (i, j))
+            below = [run for run in others if run < j]
+            del self._runs[others[0] if others[0] < i else (below or others)[-1]]
+
+    def _read(self, run: slice) -> Tensor:
+        x = self._load(run)
+        if self._mean is None:
+            first = x[:, :1]
+            self._mean = first + (x[:, :MEAN_ROWS] - first).mean(1, keepdim=True)
+        return x.sub_(self._mean)
+
+    def _load(self, run: slice) -> Tensor:
+        rows, plan = self.images[run], self.stack.store.plan
+        out = torch.empty(
+            (self.stack.n_matrices, len(rows), self.stack.n_features), device=self.device
+        )
+        for slab in range(int(rows[0]) // plan.slab, int(rows[-1]) // plan.slab + 1):
+            span = plan.rows(slab)
+            low, high = np.searchsorted(rows, [span.start, span.stop])
+            if high == low:
+                continue
+            inside = rows[low:high]
+            values = self.stack.read(slice(int(inside[0]), int(inside[-1]) + 1))
+            if len(values) > len(inside):
+                values = values[inside - inside[0]]
+            self._progress.advance(0, values.nbytes)
+            out[:, low:high].copy_(torch.from_numpy(values).to(self.device).transpose(0, 1))
+        return out

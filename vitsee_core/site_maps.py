@@ -1,0 +1,177 @@
+"""The maps of a store's sites: checked before any work, then compared together where that goes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.device import resolve_device
+from vitsee_core.localisation import Maps
+from vitsee_core.machine import human_bytes
+from vitsee_core.patch_pixels import PatchPixels
+from vitsee_core.progress import Progress
+from vitsee_core.similarity import Estimator, Hsic
+from vitsee_core.similarity.on_the_fly import hsic_on_the_fly
+from vitsee_core.similarity.stacks import Stack
+from vitsee_core.similarity.token_stack import ClassToken, GridTokens
+from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.tokens import describe_layout
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores.layout import TokenLayout
+
+log = logging.getLogger(__name__)
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The chosen tokens of a site: the stack they are read from, their names, their cells of the
+    grid (-1 for the class token)."""
+
+    site: SiteSpec
+    layout: TokenLayout
+    stacks: list[Stack]
+    names: list[str]
+    cells: Rows
+
+
+class SiteMaps:
+    """The sites of a store, checked before any work."""
+
+    def __init__(
+        self, store: Store, sites: Sequence[SiteSpec], tokens: Sequence[str], summary: str | None
+    ) -> None:
+        words = [word for word in tokens if word != "cls"] if summary else list(tokens)
+        self.store = store
+        self.sites = [_tokens(store, site, words) for site in _with_grid(store, sites)]
+
+    def maps(
+        self,
+        pixels: Any,
+        images: Rows,
+        how: Estimator,
+        seed: int,
+        device: str,
+        memory: int,
+        progress: Progress,
+    ) -> list[Maps]:
+        """Of all sites, in their order; those with the same patches are compared together."""
+        found: dict[str, Maps] = {}
+        for sites in self._together(how, len(images), memory):
+            patches = PatchPixels(self.store, pixels, sites[0].layout)
+            h = hsic_on_the_fly(
+                [stack for site in sites for stack in site.stacks],
+                [patches],
+                images,
+                estimator=how,
+                shuffled=self.store.manifest.identity.get("order") != "dataset",
+                seed=seed,
+                device=resolve_device(device),
+                memory=memory - memory // 4,
+                progress=progress,
+            )
+            at = 0
+            for site in sites:
+                of_site = slice(at, at + len(site.names))
+                found[site.site.name] = Maps.of(
+                    _some_rows(h, of_site),
+                    *(site.site, site.names, site.cells, site.layout, patches.shape[1:]),
+                )
+                at = of_site.stop
+        return [found[site.site.name] for site in self.sites]
+
+    def _together(self, how: Estimator, n: int, memory: int) -> list[list[_Tokens]]:
+        """Sites with the same patches, as many as have room for their maps and replicates.
+
+        Raises:
+            VitseeError: one site's maps are too large.
+        """
+        copies = 3 * 21 if how.kind != "minibatch" else 3 * ((how.repeats or 20) + 1)
+        groups: dict[Any, list[list[_Tokens]]] = {}
+        for site in self.sites:
+            size = 8 * copies * len(site.names) * site.layout.n_body
+            if size > memory // 4:
+                raise VitseeError(
+                    f"{self.store.label}: the maps of {len(site.names)} tokens of {site.site.name} "
+                    f"take {human_bytes(size)}; choose some with --tokens ROW,COL, or give "
+                    f"--memory {human_bytes(4 * size).replace(' ', '')}"
+                )
+            lists = groups.setdefault((site.layout.grid, site.layout.stride_px), [[]])
+            sizes = [8 * copies * len(s.names) * s.layout.n_body for s in lists[-1]]
+            if sum(sizes) + size > memory // 4:
+                lists.append([])
+            lists[-1].append(site)
+        return [sites for lists in groups.values() for sites in lists]
+
+
+def _tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> _Tokens:
+    """What --tokens says of a site.
+
+    Raises:
+        SiteError: it has no such tokens.
+        MissingInput: they are not stored.
+    """
+    layout = store.layout(site.name)
+    assert layout is not None and layout.grid is not None
+    n_cols = layout.grid[1]
+    cells: dict[int, None] = {}
+    for word in words:
+        if word == "each":
+            cells |= dict.fromkeys(range(layout.n_body))
+        elif word != "cls":
+            row, _, col = word.partition(",")
+            if not (row.isdigit() and col.isdigit()):
+                raise SiteError(f"no tokens {word!r}; expected each, cls or ROW,COL")
+            if int(row) >= layout.grid[0] or int(col) >= n_cols:
+                raise SiteError(
+                    f"{store.label}: {site.name} has no token {word}: it has "
+                    f"{describe_layout(layout)}, counted from 0"
+                )
+            cells[int(row) * n_cols + int(col)] = None
+    stacks: list[Stack] = [ClassToken(store, site.name)] if "cls" in words else []
+    names, places = ["cls"] * len(stacks), [-1] * len(stacks)
+    if cells:
+        stacks.append(GridTokens(store, site.name, np.array(list(cells))))
+        names += [f"{cell // n_cols},{cell % n_cols}" for cell in cells]
+        places += list(cells)
+    return _Tokens(site, layout, stacks, names, np.array(places))
+
+
+def _some_rows(h: Hsic, rows: slice) -> Hsic:
+    """Of some of the rows."""
+    inner = None if h.replicates is None else h.replicates
+    return Hsic(
+        h.cross[rows],
+        h.rows[rows],
+        h.cols,
+        None if inner is None else Hsic(inner.cross[:, rows], inner.rows[:, rows], inner.cols),
+        h.spread,
+        h.n_images,
+        h.notes,
+    )
+
+
+def _with_grid(store: Store, sites: Sequence[SiteSpec]) -> list[SiteSpec]:
+    """The sites whose tokens lie on a grid; others are said.
+
+    Raises:
+        SiteError: none of them.
+    """
+    kept = [s for s in sites if s.layout is not None and s.layout.grid is not None]
+    others = ", ".join(s.name for s in sites if s not in kept)
+    if not kept:
+        raise SiteError(
+            f"{store.label}: {others} has no tokens on a grid of the image; choose other --sites "
+            f"(vitsee info {store.path} -f sites lists them)"
+        )
+    if others:
+        log.warning("%s: left out, as no grid of the image: %s", store.label, others)
+    return kept
