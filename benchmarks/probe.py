@@ -1,0 +1,174 @@
+"""Ridge probes against scikit-learn on the same features: `Ridge` in a loop over l2, and `RidgeCV`
+with exact leave-one-out; every layer of a model, and every token of one layer.
+
+    python benchmarks/probe.py                   # 4 layers and 8 tokens of 384 channels
+    python benchmarks/probe.py --layers 12 --tokens 196 --dim 768 --train 10000 --classes 1000
+
+Everybody gets features in memory and computes in float64. A claim: `loop` reports test accuracy at
+each of 20 l2; `cv` chooses one of 30 (`vitsee probe`'s grid) by leave-one-out and tests it. Random
+features with a signal for each class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from common import interleaved, machine, paired_ratio
+from numpy.typing import NDArray
+from sklearn.linear_model import Ridge, RidgeCV
+
+from vitsee_core.machine import memory_bytes, n_cores
+from vitsee_core.probing.draws import Draw
+from vitsee_core.probing.fit import Task
+from vitsee_core.probing.score import Prober
+from vitsee_core.probing.sources import Block
+from vitsee_core.ridge import GRID, Algebra
+
+Float32 = NDArray[np.float32]
+Integers = NDArray[np.int64]
+
+L2S = tuple(2.0**e for e in range(-8, 12))
+SLAB = 256
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A source of features (tokens, images, dim), slab by slab as from a store."""
+
+    x: Float32
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.x)
+
+    @property
+    def dim(self) -> int:
+        return int(self.x.shape[2])
+
+    def groups(self, n_tokens: int) -> list[slice]:
+        step = max(1, n_tokens)
+        return [slice(a, min(a + step, len(self.x))) for a in range(0, len(self.x), step)]
+
+    def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
+        for start in range(0, len(places), SLAB):
+            rows = places[start : start + SLAB]
+            yield rows, self.x[part][:, rows].swapaxes(0, 1)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Features of training and test images, and their classes."""
+
+    x: Float32
+    y: Float32
+    labels: Integers
+    test_labels: Integers
+    classes: int
+
+
+def make(vectors: int, args: argparse.Namespace) -> Data:
+    """Random features."""
+    rng = np.random.default_rng(0)
+    labels, test_labels = (rng.integers(0, args.classes, n) for n in (args.train, args.test))
+    means = 0.12 * rng.standard_normal((vectors, args.classes, args.dim), np.float32)
+    x, y = (
+        means[:, own] + rng.standard_normal((vectors, len(own), args.dim), np.float32)
+        for own in (labels, test_labels)
+    )
+    return Data(x, y, labels, test_labels, args.classes)
+
+
+def ours(data: Data, l2s: tuple[float, ...], choose: str, per_call: int) -> NDArray[np.float64]:
+    """(vectors, l2s) test accuracies. per_call: vectors that one pass reads: 1 for layers."""
+    n = len(data.labels)
+    draw = Draw(None, 0, np.arange(n), np.zeros(n, bool))
+    memory = memory_bytes() // 4
+    task = Task(data.labels, data.classes, Algebra(), l2s, choose, n_cores(), memory)
+    prober = Prober(task, [draw], data.test_labels)
+    found = []
+    for start in range(0, len(data.x), per_call):
+        some = slice(start, start + per_call)
+        tally = prober.each(InMemory(data.x[some]), InMemory(data.y[some]), "these")
+        found.append(tally.right[0, :, :, 0].sum(-1).T / len(data.test_labels))
+    return np.concatenate(found)
+
+
+def loop(data: Data) -> NDArray[np.float64]:
+    """scikit-learn's Ridge, fitted anew for every l2."""
+    targets = 2.0 * np.eye(data.classes)[data.labels] - 1
+    out = []
+    for x, y in zip(data.x, data.y, strict=True):
+        wide, test = x.astype(np.float64), y.astype(np.float64)
+        fits = (Ridge(alpha=l2).fit(wide, targets) for l2 in L2S)
+        out.append([_accuracy(fit.predict(test), data) for fit in fits])
+    return np.array(out)
+
+
+def cross_validated(data: Data) -> NDArray[np.float64]:
+    """scikit-learn's RidgeCV by leave-one-out."""
+    targets = 2.0 * np.eye(data.classes)[data.labels] - 1
+    out = []
+    for x, y in zip(data.x, data.y, strict=True):
+        fit = RidgeCV(alphas=GRID).fit(x.astype(np.float64), targets)
+        out.append([_accuracy(fit.predict(y.astype(np.float64)), data)])
+    return np.array(out)
+
+
+def _accuracy(scores: NDArray[np.float64], data: Data) -> float:
+    return float((scores.argmax(axis=1) == data.test_labels).mean())
+
+
+def compare(name: str, data: Data, per_call: int, rounds: int) -> None:
+    """Two lines: against the loop, and against RidgeCV."""
+    claims: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        f"loop over {len(L2S)} l2": (lambda: loop(data), lambda: ours(data, L2S, "", per_call)),
+        "RidgeCV": (lambda: cross_validated(data), lambda: ours(data, (), "loo", per_call)),
+    }
+    for claim, (theirs, own) in claims.items():
+        kept: dict[str, NDArray[np.float64]] = {}
+
+        def keep(side: str, run: Callable[[], object], kept: dict[str, object] = kept) -> None:  # type: ignore[assignment]
+            kept[side] = run()
+
+        seconds = interleaved(
+            {
+                "scikit-learn": lambda run=theirs: keep("theirs", run),  # type: ignore[misc]
+                "vitsee": lambda run=own: keep("ours", run),  # type: ignore[misc]
+            },
+            rounds,
+        )
+        a, b = (statistics.median(seconds[side]) for side in ("scikit-learn", "vitsee"))
+        ratio = paired_ratio(seconds["scikit-learn"], seconds["vitsee"])
+        gap = float(abs(kept["theirs"] - kept["ours"]).max())
+        accuracy = float(kept["ours"].max())
+        print(f"{name:28} {claim:18} {a:9.2f} {b:9.2f} {ratio:7.1f}   {gap:.4f}  {accuracy:.3f}")
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (
+        ("layers", 4), ("tokens", 8), ("dim", 384), ("train", 10000), ("test", 1000),
+        ("classes", 100), ("rounds", 3),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    print(machine())
+    print(
+        f"{args.train} training and {args.test} test images, {args.dim} channels, "
+        f"{args.classes} classes, float64; medians of {args.rounds} rounds"
+    )
+    head = ("scikit-learn", "vitsee", "ratio")
+    print(f"{'':28} {'':18} {head[0]:>9} {head[1]:>7} {head[2]:>7}   largest difference, best")
+    compare(f"{args.layers} layers", make(args.layers, args), 1, args.rounds)
+    compare(f"{args.tokens} tokens of a layer", make(args.tokens, args), args.tokens, args.rounds)
+    print(f"peak RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()

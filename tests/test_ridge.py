@@ -1,0 +1,211 @@
+"""Ridge regression in closed form: against hand, normal equations, scikit-learn and brute force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from sklearn.linear_model import Ridge, RidgeCV
+
+from tests.reference_probe import padded_ridge, ridge
+from vitsee_core.ridge import (
+    GRID,
+    Algebra,
+    Factors,
+    Gathered,
+    HeldOut,
+    LeaveOneOut,
+    from_kernel,
+    solve,
+)
+from vitsee_core.ridge.solver import targets
+
+Array = NDArray[Any]
+
+PLAIN = Algebra()
+BIG_VISION = Algebra(standardise=True, constant=100.0)
+SHAPES = [(40, 7), (7, 40), (12, 12), (13, 12), (11, 12)]
+
+
+def data(n: int, dim: int, classes: int = 4, seed: int = 0) -> tuple[Array, Array]:
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, classes, n)
+    labels[:classes] = np.arange(classes)
+    scales = rng.uniform(0.1, 5, dim)
+    x = (rng.normal(size=(n, dim)) + 0.5 * labels[:, np.newaxis]) * scales + 3
+    return x.astype(np.float32), labels
+
+
+def gathered(x: Array, labels: Array, classes: int = 4, piece: int = 5) -> Gathered:
+    out = Gathered(x.shape[1], classes)
+    for start in range(0, len(x), piece):
+        out.add(x[start : start + piece], labels[start : start + piece])
+    return out
+
+
+def test_by_hand() -> None:
+    # x = 0, 1, 3 with targets -1, 1, 1 for class 1: mean 4/3, scatter 14/3, x'y = 4 - 4/3 = 8/3;
+    # with l2 = 2/3 the weight is (8/3) / (16/3) = 1/2 and the intercept 1/3 - 1/2 x 4/3 = -1/3.
+    x, labels = np.array([[0], [1], [3]], np.float32), np.array([0, 1, 1])
+    linear = solve(gathered(x, labels, 2), PLAIN, 2 / 3)
+    assert linear.weights == pytest.approx(np.array([[-0.5, 0.5]]), rel=1e-14)
+    assert linear.bias == pytest.approx([1 / 3, -1 / 3], rel=1e-14)
+    # with a constant column of 1, the mean target 1/3 shrinks by 3 / (3 + 2/3) = 9/11
+    penalised = solve(gathered(x, labels, 2), Algebra(constant=1.0), 2 / 3)
+    assert penalised.bias[1] == pytest.approx(1 / 3 * 9 / 11 - 0.5 * 4 / 3, rel=1e-14)
+
+
+@pytest.mark.parametrize(("n", "dim"), SHAPES)
+@pytest.mark.parametrize("l2", [1e-3, 1.0, 300.0])
+def test_normal_equations_and_scikit_learn(n: int, dim: int, l2: float) -> None:
+    x, labels = data(n, dim)
+    weights, bias = ridge(x, labels, 4, l2)
+    theirs = Ridge(alpha=l2).fit(x.astype(float), 2.0 * np.eye(4)[labels] - 1)
+    one = solve(gathered(x, labels), PLAIN, l2)
+    many = Factors.of(gathered(x, labels), PLAIN).linear(l2)
+    for linear in (one, many):
+        # X'X has entries of 1e3 and l2 goes down to 1e-3: six digits of float64 are lost
+        np.testing.assert_allclose(linear.weights, weights, rtol=1e-7, atol=1e-9)
+        np.testing.assert_allclose(linear.bias, bias, rtol=1e-7, atol=1e-8)
+        np.testing.assert_allclose(linear.weights, theirs.coef_.T, rtol=1e-7, atol=1e-9)
+        np.testing.assert_allclose(linear.bias, theirs.intercept_, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize(("n", "dim"), SHAPES)
+def test_constant_column_of_big_vision(n: int, dim: int) -> None:
+    x, labels = data(n, dim)
+    test, _ = data(9, dim, seed=1)
+    for l2 in (1.0, 1024.0, 2.0**19):
+        expected = padded_ridge(x, labels, test, 4, l2)
+        for linear in (
+            solve(gathered(x, labels), BIG_VISION, l2),
+            Factors.of(gathered(x, labels), BIG_VISION).linear(l2),
+        ):
+            # their X'X has entries of 1e4 n
+            np.testing.assert_allclose(linear.scores(test), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_primal_is_dual() -> None:
+    x, labels = data(12, 12)
+    primal = Factors.of(gathered(x, labels), PLAIN)
+    assert not gathered(x, labels).by_rows
+    centred = x.astype(float) - x.mean(0, dtype=float)
+    dual = from_kernel(centred @ centred.T, labels, 4, PLAIN)
+    test, _ = data(5, 12, seed=2)
+    others = (test - x.mean(0, dtype=float)) @ centred.T
+    for l2 in (0.01, 10.0):
+        a = primal.scores(primal.coordinates(test.astype(float)), l2)
+        b = dual.scores(dual.coordinates(others), l2)
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(0, 39), st.integers(1, 9), st.booleans())
+def test_pieces_and_parts_do_not_matter(dim: int, cut: int, piece: int, standardise: bool) -> None:
+    x, labels = data(40, dim)
+    algebra = Algebra(standardise)
+    whole = solve(gathered(x, labels, piece=40), algebra, 1.0)
+    parts = gathered(x[:cut], labels[:cut], piece=piece)
+    joined = parts.joined(gathered(x[cut:], labels[cut:], piece=piece))
+    assert joined.n == 40
+    # other order of float64 additions, and divisions by standard deviations
+    np.testing.assert_allclose(
+        solve(joined, algebra, 1.0).weights, whole.weights, rtol=1e-9, atol=1e-10
+    )
+    assert parts.n == cut
+
+
+@pytest.mark.parametrize(("n", "dim"), [(40, 7), (7, 40)])
+def test_a_large_common_offset_costs_nothing(n: int, dim: int) -> None:
+    rng = np.random.default_rng(0)
+    labels = np.arange(n) % 3
+    x = rng.integers(-8, 8, (n, dim)).astype(np.float32)  # exact beside 2^20 in float32
+    plain = solve(gathered(x, labels, 3), PLAIN, 0.5)
+    moved = solve(gathered(x + np.float32(2**20), labels, 3), PLAIN, 0.5)
+    np.testing.assert_allclose(moved.weights, plain.weights, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("algebra", [PLAIN, BIG_VISION])
+@pytest.mark.parametrize("n", [3, 30])
+def test_equal_features_give_equal_scores(algebra: Algebra, n: int) -> None:
+    x, labels = np.full((n, 8), 0.1, np.float32), np.arange(n) % 3
+    for linear in (
+        solve(gathered(x, labels, 3), algebra, 2.0**-10),
+        Factors.of(gathered(x, labels, 3), algebra).linear(2.0**-10),
+    ):
+        assert not linear.weights.any()
+
+
+# ---------------------------------------------------------------- the choice of l2
+
+
+@pytest.mark.parametrize(("n", "dim"), [(20, 6), (9, 30), (8, 8)])
+def test_leave_one_out_is_brute_force(n: int, dim: int) -> None:
+    x, labels = data(n, dim, classes=3)
+    l2s = (0.1, 3.0, 200.0)
+    judge = LeaveOneOut(Factors.of(gathered(x, labels, 3), PLAIN), l2s)
+    judge.add(x[:5], labels[:5])
+    judge.add(x[5:], labels[5:])
+    y = 2.0 * np.eye(3)[labels] - 1
+    for l2, found in zip(l2s, judge.squared_error, strict=True):
+        error = 0.0
+        for i in range(n):
+            rest = np.arange(n) != i
+            weights, bias = ridge(x[rest], labels[rest], 3, l2)
+            error += float(((x[i] @ weights + bias - y[i]) ** 2).sum())
+        assert found == pytest.approx(error, rel=1e-7)
+    theirs = RidgeCV(alphas=l2s).fit(x.astype(float), y)
+    assert judge.best() == theirs.alpha_
+
+
+def test_leave_one_out_with_a_penalised_constant() -> None:
+    x, labels = data(15, 4, classes=3)
+    algebra, l2 = Algebra(constant=2.0), 5.0
+    judge = LeaveOneOut(Factors.of(gathered(x, labels, 3), algebra), [l2])
+    judge.add(x, labels)
+    centred = x - x.mean(0, dtype=float)
+    padded = np.concatenate([centred, np.full((15, 1), 2.0)], axis=1)
+    y = 2.0 * np.eye(3)[labels] - 1
+    error = 0.0
+    for i in range(15):
+        rest = np.arange(15) != i
+        gram = padded[rest].T @ padded[rest] + l2 * np.eye(5)
+        error += ((padded[i] @ np.linalg.solve(gram, padded[rest].T @ y[rest]) - y[i]) ** 2).sum()
+    assert judge.squared_error[0] == pytest.approx(error, rel=1e-9)
+
+
+def test_held_out_images_choose() -> None:
+    x, labels = data(30, 6)
+    others, own = data(50, 6, seed=3)
+    judge = HeldOut(Factors.of(gathered(x, labels), PLAIN), GRID)
+    judge.add(others[:20], own[:20])
+    judge.add(others[20:], own[20:])
+    right, errors = [], []
+    for l2 in GRID:
+        weights, bias = ridge(x, labels, 4, l2)
+        scores = others @ weights + bias
+        right.append(int((scores.argmax(1) == own).sum()))
+        errors.append(float(((scores - (2.0 * np.eye(4)[own] - 1)) ** 2).sum()))
+    assert judge.right.tolist() == right
+    assert judge.squared_error == pytest.approx(errors, rel=1e-7)
+    best = max(range(30), key=lambda i: (right[i], -errors[i]))
+    assert judge.best() == GRID[best]
+
+
+def test_features_that_say_nothing_get_the_largest_l2() -> None:
+    x, labels = np.ones((12, 3), np.float32), np.arange(12) % 3
+    judge = HeldOut(Factors.of(gathered(x, labels, 3), PLAIN), GRID)
+    judge.add(x, labels)
+    assert judge.best() == GRID[-1]
+
+
+def test_targets() -> None:
+    assert targets(np.array([0, 1, 1]), 2).tolist() == [
+        pytest.approx([4 / 3, -4 / 3]),
+        pytest.approx([-2 / 3, 2 / 3]),
+        pytest.approx([-2 / 3, 2 / 3]),
+    ]

@@ -1,0 +1,336 @@
+"""Linear probes: which classes can be read off a layer's tokens by a linear map.
+
+One linear map a site (or token) from features to one target a class, +1 for an image's own class
+and -1 for the others, by ridge regression in closed form; a test image is given the class with the
+highest score (Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3 and appendix A; Dosovitskiy et al.
+2021, few-shot). Classes are those of the data set, not those seen. By SGD: Walmer et al. 2023,
+Table 6.
+
+- `top1`: share of test images whose class has the highest score.
+- `top5`: share whose class is among the five highest, where there are more than five classes.
+- `top1_class`: `top1` of the images of one class.
+
+Equal scores go to the lower class. `value` is the mean over seeds, `std` the standard deviation
+over seeds (n - 1; empty with one), `low` and `high` the 95 % interval over test images, its ends
+averaged over seeds. Nothing is chosen by looking at the test images.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.labelled import (
+    LabelledRows,
+    check_disjoint,
+    check_label_spaces,
+    check_same_model,
+)
+from vitsee_core.machine import memory_bytes
+from vitsee_core.probing.draws import check_classes, draw_images, split_rows
+from vitsee_core.probing.figure import plot
+from vitsee_core.probing.fit import Task
+from vitsee_core.probing.rows import INTERVAL, Scorer, tokens_of
+from vitsee_core.probing.score import Prober
+from vitsee_core.probing.settings import Settings, choose_settings, choose_training
+from vitsee_core.probing.sgd import Training
+from vitsee_core.probing.sources import Random, Stored
+from vitsee_core.probing.tally import Tally
+from vitsee_core.probing.tokens import Features, Token, check_alike, choose_features
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.results import Table
+from vitsee_core.ridge import GRID
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+    from vitsee_stores.layout import SiteSpec
+
+__all__ = ["plot", "run"]
+
+log = logging.getLogger(__name__)
+
+BASELINES = ("random",)
+COLUMNS = (
+    *("store", "model", "site", "depth", "rel_depth", "token", "row", "col", "shots", "l2"),
+    *("metric", "class", "value", "std", "low", "high", "n_images", "baseline"),
+)
+
+
+def run(
+    train: Store,
+    test: Store | None = None,
+    *,
+    test_split: str | None = None,
+    holdout: float | None = None,
+    preset: str | None = None,
+    sites: Sequence[str] = (),
+    tokens: Sequence[str] = (),
+    match_last_stage: bool | None = None,
+    shots: Sequence[int] = (),
+    seeds: int | None = None,
+    l2: Sequence[float | str] = (),
+    standardise: bool | None = None,
+    intercept: float | str | None = None,
+    solver: str = "ridge",
+    batch_norm: bool = False,
+    epochs: int = 20,
+    lr: float = 0.1,
+    batch: int = 1024,
+    baselines: Sequence[str] = (),
+    per_class: bool = False,
+    allow_shared: bool = False,
+    images: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    jobs: int = 1,
+    memory: int | None = None,
+    progress: Progress = SILENT,
+) -> Table:
+    """One row a site, token, shots, l2 and metric: the accuracy on the test images.
+
+    Columns: see `COLUMNS`. `store` is the store that tests. `token`, `row`, `col`: what was
+    probed, empty for a vector; with `each` one row a token, and one called `each`, the mean over
+    the patches' probes (prefix tokens apart, as in Raghu et al. 2021, Fig. 11). `shots` is empty
+    for all images. `l2` is the value used, the geometric mean where seeds chose different ones;
+    empty for SGD. `class` only with `per_class`; `baseline` is empty in the rows about the model.
+    NaN: SGD diverged, or a class without test images.
+
+    Memory: as many tokens at a time as fit; each byte of a site is read once as far as groups of
+    tokens can follow the store's chunks, and the training images that choose l2 fit.
+
+    Args:
+        train: its labelled images train.
+        test: its labelled images are classified; both hold activations of the same model.
+        test_split: in place of `test`, images of this split of `train`.
+        holdout: in place of `test`, this share of each class of `train`.
+        preset: see `settings`; what is given beside it counts more.
+        sites: names, globs and groups; default `blocks`.
+        tokens: one or several words; default `cls` where a site has a class token, else `mean`.
+        match_last_stage: bring a CNN's grids and channels to the last stage's; see `tokens`.
+        shots: training images a class, one or several numbers; all images by default.
+        seeds: how many draws of them (3): `seed`, `seed` + 1, ...
+        l2: numbers or `grid`, of which all are reported, or `holdout` (default) or `loo`.
+        standardise: divide features by their standard deviation over the training images.
+        intercept: `free` (default), or the value of a penalised constant column.
+        solver: `ridge` or `sgd`.
+        batch_norm: of SGD: batch-normalise the features.
+        epochs: of SGD.
+        lr: of SGD, for 256 images a step.
+        batch: of SGD, images a step.
+        baselines: `random`: standard normal features of the same shape (one draw for each number
+            of channels).
+        per_class: add the `top1_class` of each class.
+        allow_shared: go on where an image trains and tests.
+        images: look at so many rows of each store; see `choose_rows`.
+        seed: of everything random.
+        device: where SGD runs; ridge runs on the CPU in float64.
+        jobs: slabs read, and probes solved, at a time.
+        memory: bytes to stay within.
+        progress: counts probes.
+
+    Raises:
+        MissingInput: no labels, no such split, or a store lacks a site.
+        SiteError: a site has no such tokens.
+        StoreMismatch: other models, other classes, or images that train and test.
+        VitseeError: too few images of a class, choices that exclude each other, or too little
+            memory.
+    """
+    settings = choose_settings(
+        preset,
+        sites=sites,
+        tokens=tokens,
+        shots=shots,
+        seeds=seeds,
+        seed=seed,
+        l2=l2,
+        standardise=standardise,
+        intercept=intercept,
+        match_last_stage=match_last_stage,
+    )
+    training = choose_training(solver, l2, Training(epochs, lr, batch, batch_norm, device))
+    for name in baselines:
+        if name not in BASELINES:
+            raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
+    ours, theirs = split_rows(
+        train, test, test_split=test_split, holdout=holdout, images=images, seed=seed
+    )
+    if test is not None:
+        check_same_model(train, test)
+        check_label_spaces(ours, theirs)
+    n_shared = check_disjoint(ours, theirs, allow_shared)
+    remarks = check_classes(ours, theirs, settings.shots)
+    draws = [
+        draw_images(ours, number, s) for number in settings.shots or (None,) for s in settings.seeds
+    ]
+    task = Task(
+        ours.labels,
+        ours.n_classes,
+        settings.algebra,
+        settings.l2s if training is None else (math.nan,),
+        settings.choose,
+        jobs,
+        memory if memory is not None else memory_bytes() // 4,
+    )
+    prober = Prober(task, draws, theirs.labels, training)
+    work = _Work(prober, ours, theirs, settings, per_class, tuple(baselines), seed, progress)
+    try:
+        rows = work.rows()
+    finally:
+        progress.stop()
+    for remark in [*remarks, *work.remarks]:
+        log.info("%s", remark)
+    notes = {
+        "interval": INTERVAL,
+        "solver": settings.describe() if training is None else training.describe(),
+        "train": {"store": train.label, **ours.describe()},
+        "test": {"store": theirs.store.label, **theirs.describe(), "also_in_train": n_shared},
+        "classes": ours.n_classes,
+        "shots": list(settings.shots) or "all",
+        "seeds": list(settings.seeds),
+        "seed": seed,
+        "tokens": work.words,
+        "matched_to_last_stage": work.matched,
+        "remarks": [*remarks, *work.remarks],
+    }
+    names = [name for name in COLUMNS if name != "class" or per_class]
+    return Table.from_rows(rows, names, notes)
+
+
+class _Work:
+    """Probes every site, and turns tallies into rows. words: of tokens, by site; matched: sites
+    that were brought to the last stage's grid."""
+
+    def __init__(
+        self,
+        prober: Prober,
+        train: LabelledRows,
+        test: LabelledRows,
+        settings: Settings,
+        per_class: bool,
+        baselines: Sequence[str],
+        seed: int,
+        progress: Progress,
+    ) -> None:
+        self.prober, self.train, self.test, self.settings = prober, train, test, settings
+        self.scorer = Scorer(prober.draws, test.labels, train.classes if per_class else ())
+        self.baselines, self.seed = baselines, seed
+        self.progress = progress
+        self.words: dict[str, list[str]] = {}
+        self.matched: dict[str, str] = {}
+        self.remarks: list[str] = []
+        self._drawn: dict[tuple[int, int], Tally] = {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, the baselines' last."""
+        chosen = list(self._features())
+        self.progress.start(
+            len(self.prober.draws) * sum(_n_probes(features) for features, _ in chosen)
+        )
+        rows: list[dict[str, Any]] = []
+        random_rows: list[dict[str, Any]] = []
+        for features, other in chosen:
+            tally = self._probe(features, other)
+            self._remark(features, tally)
+            place = _place(self.test.store, features.site)
+            tokens = tokens_of(features)
+            each = features.word == "each"
+            rows += [
+                place | row | {"baseline": ""} for row in self.scorer.rows(tokens, tally, each)
+            ]
+            for name in self.baselines:
+                word = features.word
+                mean = Token("" if features.site.layout is None else word)
+                random_rows += [
+                    place | row | {"baseline": name}
+                    for row in self.scorer.rows([mean], self._random(features), False)
+                ]
+        return rows + random_rows
+
+    def _features(self) -> Iterator[tuple[Features, Features]]:
+        """What is probed: of the training images and of the test images."""
+        train, test = self.train.store, self.test.store
+        for site in train.select(list(self.settings.sites)):
+            other = test.site(site.name)
+            site = train.site(site.name)
+            words: Sequence[str | None] = self.settings.tokens or (None,)
+            seen: set[str] = set()
+            for word in words:
+                match = self.settings.match_last_stage
+                ours = choose_features(train, site, word, match_last_stage=match)
+                theirs = choose_features(test, other, word, match_last_stage=match)
+                check_alike(ours, theirs)
+                # A vector has no tokens to choose from: it is probed once.
+                if ours.word in seen or (site.layout is None and seen):
+                    continue
+                seen.add(ours.word)
+                self.words.setdefault(site.name, []).append(ours.word)
+                if ours.matching is not None:
+                    grid = " x ".join(map(str, ours.matching.grid))
+                    self.matched[site.name] = (
+                        f"patches of {ours.matching.patch} x {ours.matching.patch} cells "
+                        f"flattened to {ours.dim} channels, averaged to {grid} cells"
+                    )
+                yield ours, theirs
+
+    def _probe(self, features: Features, other: Features) -> Tally:
+        task, what = self.prober.task, f"{features.site.name} ({features.word})"
+        ours = Stored(features, self.train, task.jobs, task.memory)
+        theirs = Stored(other, self.test, task.jobs, task.memory)
+        if features.site.layout is not None and features.word == "all":
+            tally = self.prober.side_by_side(ours, theirs, what)
+            self.progress.advance(len(self.prober.draws))
+            return tally
+        first = features.n_prefix if features.word == "each" else 0
+        return self.prober.each(ours, theirs, what, first, self.progress.advance)
+
+    def _random(self, features: Features) -> Tally:
+        """The baseline's tally for features of this shape; of `each`, for one token."""
+        n = len(features.tokens) if features.word == "all" else 1
+        key = (n, features.dim)
+        if key not in self._drawn:
+            ours = Random(len(self.train), n, features.dim, (self.seed, 0))
+            theirs = Random(len(self.test), n, features.dim, (self.seed, 1))
+            self._drawn[key] = self.prober.side_by_side(ours, theirs, "random features")
+        return self._drawn[key]
+
+    def _remark(self, features: Features, tally: Tally) -> None:
+        name = features.site.name
+        if tally.failed.any():
+            self.remarks.append(
+                f"{name}: SGD diverged for {int(tally.failed.sum())} of {tally.failed.size} "
+                "probes, which have no value (give a smaller --lr)"
+            )
+        if tally.blind.any():
+            tokens = tally.blind.any((0, 1))
+            count = f" of {int(tokens.sum())} of {tokens.size} tokens" if tokens.size > 1 else ""
+            which = "" if count or features.site.layout is None else f"{features.word} "
+            self.remarks.append(
+                f"{name}: the {which}features{count} are the same in all training images; their "
+                "probe gives every image the class that most of them have"
+            )
+        ends = np.isin(tally.l2s, (GRID[0], GRID[-1])) & ~tally.blind
+        edge = 0 if self.prober.task.l2s else int(ends.sum())
+        if edge:
+            self.remarks.append(
+                f"{name}: the chosen l2 of {edge} of {tally.l2s.size} probes is at an end of the "
+                "grid"
+            )
+
+
+def _n_probes(features: Features) -> int:
+    return 1 if features.word == "all" else len(features.tokens)
+
+
+def _place(store: Store, site: SiteSpec) -> dict[str, Any]:
+    return {
+        "store": store.label,
+        "model": store.manifest.model.get("name", ""),
+        "site": site.name,
+        "depth": site.depth,
+        "rel_depth": site.rel_depth,
+    }

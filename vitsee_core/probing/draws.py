@@ -1,0 +1,166 @@
+"""Which images train a probe, which of them choose its l2, and which test it.
+
+All of it is decided over the data set's own order (`samples.index`), so that a shuffled store
+chooses the same images as one in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.labelled import LabelledRows, labelled_rows
+from vitsee_stores import Store
+from vitsee_stores.errors import VitseeError
+
+Integers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+HELD_OUT = 0.2  # of each class, to choose l2
+SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Training images of one probe. shots: a class, None for all; places: (n,) among the labelled
+    training rows, ascending; held_out: (n,) which of them choose l2, none where all classes have
+    one image."""
+
+    shots: int | None
+    seed: int
+    places: Integers
+    held_out: Mask
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def draw_images(train: LabelledRows, shots: int | None, seed: int) -> Draw:
+    """All images, or `shots` of each class: the first of a permutation of the class, drawn class
+    after class by one generator, so that fewer shots are among more (as in big_vision).
+
+    Raises:
+        VitseeError: classes with fewer images; names and counts them.
+    """
+    rng = np.random.default_rng(seed)
+    order, classes = _by_class(train)
+    picked = [members if shots is None else rng.permutation(members)[:shots] for members in classes]
+    if shots is not None:
+        _check_shots(train, picked, shots)
+    places = np.sort(order[np.concatenate(picked)])
+    held_out = np.zeros(len(train), bool)
+    held_out[order[_share_of_each(picked, HELD_OUT, np.random.default_rng((seed, 1)))]] = True
+    return Draw(shots, seed, places, held_out[places])
+
+
+def _by_class(data: LabelledRows) -> tuple[Integers, list[Integers]]:
+    """The labelled rows in the data set's order, and where in that order each class's are."""
+    order = np.argsort(data.index, kind="stable")
+    labels = data.labels[order]
+    return order, [np.flatnonzero(labels == number) for number in range(data.n_classes)]
+
+
+def _check_shots(train: LabelledRows, picked: Sequence[Integers], shots: int) -> None:
+    short = [
+        f"{train.classes[number]} ({len(members)})"
+        for number, members in enumerate(picked)
+        # A class of which there is no image anywhere asks for none.
+        if 0 < len(members) < shots
+    ]
+    if short:
+        names = ", ".join(short[:SHOWN]) + (", ..." if len(short) > SHOWN else "")
+        raise VitseeError(
+            f"{len(short)} of the {train.n_classes} classes of {train.store.label} have fewer than "
+            f"{shots} training images: {names} (give a smaller --shots, or extract more images)"
+        )
+
+
+def _share_of_each(classes: Sequence[Integers], share: float, rng: np.random.Generator) -> Integers:
+    """This share of each class's images, at least one, and none of a single one."""
+    chosen = [
+        np.sort(rng.permutation(members)[: max(1, round(share * len(members)))])
+        for members in map(np.sort, classes)
+        if len(members) > 1
+    ]
+    return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
+
+
+def check_classes(train: LabelledRows, test: LabelledRows, shots: Sequence[int]) -> list[str]:
+    """What to say of classes that are tested and have no training image.
+
+    Raises:
+        VitseeError: there are any, and so many images of each class were asked for.
+    """
+    tested = np.bincount(test.labels, minlength=train.n_classes)
+    trained = np.bincount(train.labels, minlength=train.n_classes)
+    missing = [train.classes[i] for i in np.flatnonzero((tested > 0) & (trained == 0))]
+    if not missing:
+        return []
+    names = ", ".join(missing[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
+    if shots:
+        raise VitseeError(
+            f"{len(missing)} of the {train.n_classes} classes are tested and have no image (0) in "
+            f"{train.store.label}: {names}; --shots {min(shots)} needs as many of each"
+        )
+    return [f"no training image of {len(missing)} classes that are tested: {names}"]
+
+
+def split_rows(
+    train: Store,
+    test: Store | None,
+    *,
+    test_split: str | None = None,
+    holdout: float | None = None,
+    images: int | None = None,
+    seed: int = 0,
+) -> tuple[LabelledRows, LabelledRows]:
+    """The rows that train and those that test.
+
+    Args:
+        train: its labelled rows train.
+        test: its labelled rows test; None where `train` has to give both.
+        test_split: rows of this split of the data test, those of all others train.
+        holdout: this share of each class tests, drawn with `seed`, at least one image of a class
+            with two.
+        images: look at so many rows of each store, as `choose_rows` does.
+        seed: of the sample and of the held-out share.
+
+    Raises:
+        MissingInput: no labels, or no such split.
+        VitseeError: not exactly one of `test`, `test_split`, `holdout`; or nothing is left to
+            train or test.
+    """
+    ways = {"a second store": test, "--test-split NAME": test_split, "--holdout SHARE": holdout}
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise VitseeError(f"expected one of {', '.join(ways)} to test on; found {found}")
+    data = labelled_rows(train, images, seed)
+    if test is not None:
+        return data, labelled_rows(test, images, seed)
+    if test_split is not None:
+        tested = labelled_rows(train, images, seed, split=test_split)
+        trained = _subset(data, ~tested.mask[data.rows], f"{data.how}, not of split {test_split}")
+        return trained, tested
+    assert holdout is not None
+    if not 0 < holdout < 1:
+        raise VitseeError(f"--holdout is {holdout}; expected a share between 0 and 1, e.g. 0.2")
+    held = np.zeros(len(data), bool)
+    order, classes = _by_class(data)
+    held[order[_share_of_each(classes, holdout, np.random.default_rng((seed, 2)))]] = True
+    how = f"{holdout:g} of each class held out with seed {seed}"
+    return _subset(data, ~held, f"{data.how}, {how}"), _subset(data, held, f"{data.how}, the {how}")
+
+
+def _subset(data: LabelledRows, keep: Mask, how: str) -> LabelledRows:
+    if not keep.any():
+        raise VitseeError(
+            f"{data.store.label}: none of the {len(data)} labelled images are left ({how})"
+        )
+    mask = np.zeros_like(data.mask)
+    mask[data.rows[keep]] = True
+    fields = {name: getattr(data, name)[keep] for name in ("rows", "labels", "index", "hashes")}
+    return replace(data, mask=mask, how=how, **fields)

@@ -1,0 +1,172 @@
+"""Pictures of probes, drawn from the table alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.plotting import new_figure, shorten, styled
+from vitsee_core.results import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+UNITS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
+MAPS_ACROSS = 7
+EACH = "each"
+
+
+@styled
+def plot(table: Table) -> Figure:
+    """Accuracy against relative depth, one panel a metric and one curve a store, token and shots,
+    with the 95 % interval as a band and the baseline dashed (Raghu et al. 2021, Figs. 11, 13, F).
+
+    Where every token was probed, their mean is the curve, and below it stand maps of each site's
+    tokens, on one scale (Fig. D.4; the paper's panels have one each). Where several l2 were asked
+    for, accuracy is drawn against l2 instead, one curve a site.
+    """
+    curves = _with_vectors(table.take(~_cells(table)))
+    metrics = [metric for metric in UNITS if metric in curves.unique("metric")]
+    maps = _maps(table)
+    width = max(0.6 + 4.4 * len(metrics), 5.2)
+    heights = [3.6, *(0.5 + _map_lines(sites) * 1.35 for _, sites in maps)]
+    figure = new_figure(max(width, 8.4) if maps else width, sum(heights))
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    panels = parts[0].subplots(1, len(metrics), squeeze=False)[0]
+    several_l2 = _several_l2(curves)
+    only_each = set(curves["token"].tolist()) == {EACH}
+    title = "mean over the patches' probes" if only_each else "linear probes"
+    for axes, metric in zip(panels, metrics, strict=True):
+        rows = curves.where(metric=metric)
+        axes.set_title(f"{title} ({metric}, n = {rows['n_images'].max()})")
+        if several_l2:
+            _draw_l2(axes, rows, UNITS[metric])
+        else:
+            draw_depth_curves(axes, rows, by=["token", "shots"], ylabel=UNITS[metric], among=curves)
+    if not several_l2:
+        add_curve_legend(parts[0], list(panels))
+    scale = _scale([site for _, sites in maps for site in sites])
+    for part, (title, sites) in zip(parts[1:], maps, strict=True):
+        _draw_maps(part, title, sites, scale)
+    return figure
+
+
+def _text(values: Any) -> list[str]:
+    """A column's cells as text, empty for None and NaN."""
+    return ["" if v is None or v != v else str(v) for v in values.tolist()]
+
+
+def _with_vectors(table: Table) -> Table:
+    """Vectors have no token: they are drawn with the first kind of token that there is."""
+    tokens = _text(table["token"])
+    first = next((token for token in tokens if token), "")
+    token = np.array([token or first for token in tokens], object)
+    return Table({**table.columns, "token": token}, table.notes)
+
+
+def _cells(table: Table) -> Any:
+    """(rows,) whether a row is one of the tokens of `each`, and so drawn in a map."""
+    token, site, store = (np.array(_text(table[c]), object) for c in ("token", "site", "store"))
+    out = np.zeros(len(table), bool)
+    each = token == EACH
+    for pair in set(zip(store[each], site[each], strict=True)):
+        out |= (store == pair[0]) & (site == pair[1]) & ~each
+    single = np.array([re.fullmatch(r"\d+(,\d+)?|cls|dist|reg\d+", t) is not None for t in token])
+    return out & single
+
+
+def _several_l2(rows: Table) -> bool:
+    """Whether one probe has several rows that differ in l2 only."""
+    names = ("store", "site", "token", "shots", "metric", "baseline", "class")
+    columns = [name for name in names if name in rows.columns]
+    keys = list(zip(*(_text(rows[name]) for name in columns), strict=True))
+    return len(set(keys)) < len(keys)
+
+
+def _draw_l2(axes: Any, rows: Table, ylabel: str) -> None:
+    """Accuracy against l2, a curve a site from dark (low) to light (high)."""
+    import matplotlib
+
+    colours = matplotlib.colormaps["viridis"]
+    columns = ("store", "site", "token", "shots", "baseline")
+    keys = list(zip(*(_text(rows[name]) for name in columns), strict=True))
+    shown: set[tuple[str, ...]] = set()
+    for key in dict.fromkeys(keys):
+        own = rows.take(np.array([other == key for other in keys]))
+        own = own.take(np.argsort(own["l2"], kind="stable"))
+        varied = [text for i, text in enumerate(key) if len({k[i] for k in keys}) > 1 and i != 4]
+        label = ", ".join(shorten(text, 24) for text in varied) or key[1]
+        axes.plot(
+            own["l2"],
+            own["value"],
+            color=colours(0.92 * float(own["rel_depth"][0])),
+            linestyle="--" if key[4] else "-",
+            label="_nolegend_" if key[4] else label,
+        )
+        shown.add(key)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="l2", ylabel=ylabel, ylim=(0, None))
+    axes.legend(ncols=2 if len(shown) > 7 else 1, fontsize=7)
+
+
+Site = tuple[str, Any]  # name, map
+
+
+def _maps(table: Table) -> list[tuple[str, list[Site]]]:
+    """(title, maps) of each store whose tokens were probed one by one; with several numbers of
+    shots those with most."""
+    cells = table.take(_cells(table) & (table["metric"] == "top1"))
+    cells = cells.take(np.array([not text for text in _text(cells["baseline"])], bool))
+    out = []
+    for store in dict.fromkeys(_text(cells["store"])):
+        own = cells.where(store=store)
+        shots = _text(own["shots"])
+        most = max(shots, key=lambda text: float(text or "inf"), default="")
+        own = own.take(np.array([text == most for text in shots], bool))
+        sites = []
+        for site, rows in own.groups("site"):
+            places = [re.fullmatch(r"(\d+),(\d+)", token) for token in _text(rows["token"])]
+            found = [(int(p[1]), int(p[2]), i) for i, p in enumerate(places) if p]
+            if not found:
+                continue
+            values = np.full([max(at) + 1 for at in list(zip(*found, strict=True))[:2]], np.nan)
+            for row, col, i in found:
+                values[row, col] = rows["value"][i]
+            sites.append((site, values))
+        if sites:
+            title = f"{shorten(store, 28)}: one probe for each token"
+            out.append((title + (f", {most} shots" if most else ""), sites))
+    return out
+
+
+def _map_lines(sites: Sequence[Site]) -> int:
+    return -(-len(sites) // MAPS_ACROSS)
+
+
+def _scale(sites: Sequence[Site]) -> tuple[float, float]:
+    """Lowest and highest value of all maps."""
+    values = np.concatenate([values.ravel() for _, values in sites] or [np.zeros(1)])
+    values = values[np.isfinite(values)]
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    return (low, high) if high > low else (low - 0.01, high + 0.01)
+
+
+def _draw_maps(part: Any, title: str, sites: Sequence[Site], scale: tuple[float, float]) -> None:
+    lines = _map_lines(sites)
+    across = min(MAPS_ACROSS, -(-len(sites) // lines))
+    panels = part.subplots(lines, across, squeeze=False).ravel()
+    image = None
+    for axes, (name, values) in zip(panels, sites, strict=False):
+        image = axes.imshow(values, vmin=scale[0], vmax=scale[1], origin="upper")
+        axes.set_title(shorten(name, 18), fontsize=7.5, loc="center")
+    for axes in panels:
+        axes.set(xticks=[], yticks=[])
+        axes.grid(False)
+        axes.set_frame_on(False)
+    part.suptitle(title, fontsize=9.5, x=0.01, ha="left")
+    if image is not None:
+        part.colorbar(image, ax=list(panels), label=UNITS["top1"], shrink=0.9, aspect=14)

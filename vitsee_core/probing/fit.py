@@ -1,0 +1,204 @@
+"""Ridge probes of a group of tokens, fitted in one pass over the training images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.probing.draws import Draw
+from vitsee_core.probing.sources import Block, Source
+from vitsee_core.ridge import GRID, Algebra, Factors, Gathered, HeldOut, LeaveOneOut, Linear, solve
+from vitsee_core.ridge.gathered import n_bytes
+
+Float = NDArray[np.float64]
+Integers = NDArray[np.int64]
+T = TypeVar("T")
+
+ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all probes of a run share.
+
+    labels: (n,) of the labelled training images. l2s: given values, of which all are reported;
+    empty where `choose`, "holdout" or "loo", decides. jobs: threads. memory: bytes.
+    """
+
+    labels: Integers
+    n_classes: int
+    algebra: Algebra
+    l2s: tuple[float, ...]
+    choose: str
+    jobs: int
+    memory: int
+
+    def method(self, draw: Draw) -> str:
+        """given, holdout or loo; loo where a draw has no images to hold out (one shot)."""
+        if self.l2s:
+            return "given"
+        return self.choose if self.choose == "loo" or draw.held_out.any() else "loo"
+
+    @property
+    def n_l2(self) -> int:
+        """How many l2 each probe is reported at."""
+        return max(1, len(self.l2s))
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """One probe at one or several l2."""
+
+    l2s: tuple[float, ...]
+    model: Linear | Factors
+
+    @property
+    def blind(self) -> bool:
+        """Whether it gives every image the same scores: its training features were all equal."""
+        weights = self.model.weights if isinstance(self.model, Linear) else self.model.rhs
+        return not weights.any()
+
+    def scores(self, x: Float) -> Iterator[Float]:
+        """(m, classes) at each l2, of features (m, dim)."""
+        if isinstance(self.model, Linear):
+            yield self.model.scores(x)
+            return
+        z = self.model.coordinates(x)
+        for l2 in self.l2s:
+            yield self.model.scores(z, l2)
+
+
+def token_bytes(task: Task, draws: Sequence[Draw], dim: int) -> int:
+    """Memory that one token takes while it is probed, roughly."""
+    probes = sum(n_bytes(len(draw), dim, task.n_classes) for draw in draws)
+    again = len(_looked_at_again(task, draws))
+    return probes + (4 * again * dim if 4 * again * dim <= task.memory // 2 else 0)
+
+
+def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[list[Fitted]]:
+    """A probe for each draw and token of the part.
+
+    The training images are read once; twice where those that choose l2 do not fit the memory.
+
+    Args:
+        source: of the training images.
+        part: of its tokens.
+        draws: which images train.
+        task: see `Task`.
+    """
+    tokens = len(range(*part.indices(source.n_tokens)))
+    n = len(task.labels)
+    methods = [task.method(draw) for draw in draws]
+    fit_to, judged_by = [np.zeros((len(draws), n), bool) for _ in range(2)]
+    for d, (draw, method) in enumerate(zip(draws, methods, strict=True)):
+        held = draw.held_out & (method == "holdout")
+        fit_to[d, draw.places[~held]] = True
+        judged_by[d, draw.places[held]] = True
+
+    def gathered() -> list[list[Gathered]]:
+        return [[Gathered(source.dim, task.n_classes) for _ in range(tokens)] for _ in draws]
+
+    fitted, held_out = gathered(), gathered()
+    again = _looked_at_again(task, draws)
+    keep = len(again) > 0 and 4 * len(again) * tokens * source.dim <= task.memory // 2
+    kept = np.empty((len(again) if keep else 0, tokens, source.dim), np.float32)
+    wanted = np.zeros(n, bool)
+    wanted[again] = keep
+    done = 0
+    for places, x in source.blocks(part, _union(draws)):
+        for d in range(len(draws)):
+            for mask, sums in ((fit_to[d], fitted[d]), (judged_by[d], held_out[d])):
+                rows = np.flatnonzero(mask[places])
+                labels = task.labels[places[rows]]
+                for t in range(tokens if len(rows) else 0):
+                    sums[t].add(x[rows, t], labels)
+        rows = np.flatnonzero(wanted[places])
+        kept[done : done + len(rows)] = x[rows]
+        done += len(rows)
+    pairs = [(d, t) for d in range(len(draws)) for t in range(tokens)]
+    blocks = _in_memory(again, kept) if keep else source.blocks(part, again)
+    judges = _judge(pairs, methods, fitted, task, blocks, draws)
+
+    def finish(pair: tuple[int, int]) -> Fitted:
+        d, t = pair
+        if methods[d] == "given":
+            if len(task.l2s) > 1:
+                return Fitted(task.l2s, Factors.of(fitted[d][t], task.algebra))
+            l2 = task.l2s[0]
+        else:
+            l2 = judges[pair].best()
+        whole = fitted[d][t].joined(held_out[d][t])
+        return Fitted((l2,), solve(whole, task.algebra, l2))
+
+    probes = spread(finish, pairs, task.jobs)
+    return [probes[d * tokens : (d + 1) * tokens] for d in range(len(draws))]
+
+
+def _judge(
+    pairs: Sequence[tuple[int, int]],
+    methods: Sequence[str],
+    fitted: Sequence[Sequence[Gathered]],
+    task: Task,
+    blocks: Iterable[Block],
+    draws: Sequence[Draw],
+) -> dict[tuple[int, int], HeldOut | LeaveOneOut]:
+    """How each probe's l2 does, on held-out images or by leaving out one."""
+    pairs = [pair for pair in pairs if methods[pair[0]] != "given"]
+    if not pairs:
+        return {}
+
+    def decompose(pair: tuple[int, int]) -> HeldOut | LeaveOneOut:
+        d, t = pair
+        factors = Factors.of(fitted[d][t], task.algebra)
+        return (LeaveOneOut if methods[d] == "loo" else HeldOut)(factors, GRID)
+
+    judges = dict(zip(pairs, spread(decompose, pairs, task.jobs), strict=True))
+    masks = np.zeros((len(draws), len(task.labels)), bool)
+    for mask, draw, method in zip(masks, draws, methods, strict=True):
+        mask[draw.places if method == "loo" else draw.places[draw.held_out]] = True
+    for places, x in blocks:
+        chosen = [np.flatnonzero(mask[places]) for mask in masks]
+
+        def look(pair: tuple[int, int], x: NDArray[np.float32] = x) -> None:
+            d, t = pair
+            rows = chosen[d]  # noqa: B023
+            if len(rows):
+                judges[pair].add(x[rows, t], task.labels[places[rows]])  # noqa: B023
+
+        spread(look, pairs, task.jobs)
+    return judges
+
+
+def _in_memory(places: Integers, x: NDArray[np.float32]) -> Iterator[Block]:
+    """Larger blocks than slabs: at every l2 each costs a division of the right-hand sides."""
+    for start in range(0, len(places), ROWS):
+        yield places[start : start + ROWS], x[start : start + ROWS]
+
+
+def _union(draws: Sequence[Draw]) -> Integers:
+    return np.unique(np.concatenate([draw.places for draw in draws]))
+
+
+def _looked_at_again(task: Task, draws: Sequence[Draw]) -> Integers:
+    """Places of the images that choose some draw's l2."""
+    chosen = [np.zeros(0, np.int64)]
+    for draw in draws:
+        method = task.method(draw)
+        if method != "given":
+            chosen.append(draw.places if method == "loo" else draw.places[draw.held_out])
+    return np.unique(np.concatenate(chosen))
+
+
+def spread(
+    work: Callable[[tuple[int, int]], T], pairs: Sequence[tuple[int, int]], jobs: int
+) -> list[T]:
+    """`work` of each pair, by `jobs` threads; the results in the pairs' order."""
+    if jobs == 1 or len(pairs) == 1:
+        return [work(pair) for pair in pairs]
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(work, pairs))

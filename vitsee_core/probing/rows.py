@@ -1,0 +1,113 @@
+"""Rows of a table from tallies: one site's accuracies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.labelled import accuracy_interval
+from vitsee_core.moments import INTERVAL_METHOD as MEAN_INTERVAL
+from vitsee_core.moments import Moments
+from vitsee_core.probing.draws import Draw
+from vitsee_core.probing.tally import Tally
+from vitsee_core.probing.tokens import Features, Token
+
+INTERVAL = (
+    "95 % Wilson score interval of the share of test images that are right, training images and "
+    "features held fixed; with several seeds its ends are averaged; std is over seeds (n - 1). "
+    "Rows of token `each` (mean over the probes of all patches): "
+) + MEAN_INTERVAL.removeprefix("95 % interval of the mean over images: ")
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What is the same for every site. draws: of the tally; test_labels: (n,) of the test images;
+    classes: names of those that have rows of their own."""
+
+    draws: Sequence[Draw]
+    test_labels: NDArray[np.int64]
+    classes: Sequence[str]
+
+    def rows(self, tokens: Sequence[Token], tally: Tally, each: bool) -> Iterator[dict[str, Any]]:
+        """Rows of one site: tokens, of `each` then their mean, for each number of shots and l2."""
+        for shots in dict.fromkeys(draw.shots for draw in self.draws):
+            own = np.array([d for d, draw in enumerate(self.draws) if draw.shots == shots])
+            for i in range(tally.right.shape[1]):
+                for t, token in enumerate(tokens):
+                    base = {
+                        **{"token": token.name, "row": token.row, "col": token.col},
+                        **{"shots": shots, "l2": _mean_l2(tally.l2s[own, i, t])},
+                    }
+                    for row in self._of_probe(tally, own, i, t):
+                        yield base | row
+                if each:
+                    base = {"token": "each", "shots": shots}
+                    l2 = tally.l2s[own, i]
+                    base["l2"] = _mean_l2(l2) if (l2 == l2.flat[0]).all() else None
+                    for m, metric in enumerate(tally.metrics):
+                        share = tally.share[own, i, m] / (len(tokens) - tally.first)
+                        if tally.failed[own, i, tally.first :].any():
+                            share = np.full_like(share, np.nan)
+                        yield base | {"metric": metric} | _mean_share(share)
+
+    def _of_probe(
+        self, tally: Tally, own: NDArray[np.int64], i: int, t: int
+    ) -> Iterator[dict[str, Any]]:
+        right = tally.right[own, i, t]
+        failed = tally.failed[own, i, t]
+        counts = np.bincount(self.test_labels, minlength=tally.n_classes)
+        for m, metric in enumerate(tally.metrics):
+            yield {"metric": metric} | _over_seeds(
+                right[:, m].sum(-1), len(self.test_labels), failed
+            )
+        for c, name in enumerate(self.classes):
+            scores = _over_seeds(right[:, 0, c], int(counts[c]), failed)
+            yield {"metric": "top1_class", "class": name} | scores
+
+
+def tokens_of(features: Features) -> list[Token]:
+    """What the rows call the probed vectors."""
+    if features.site.layout is not None and features.word == "all":
+        return [Token("all")]
+    return features.tokens
+
+
+def _mean_l2(values: NDArray[np.float64]) -> float | None:
+    """The value, or the geometric mean of several; None where there is none."""
+    if not np.isfinite(values).all():
+        return None
+    if (values == values.flat[0]).all():
+        return float(values.flat[0])
+    return float(np.exp(np.log(values).mean()))
+
+
+def _over_seeds(right: NDArray[np.int64], n: int, failed: NDArray[np.bool_]) -> dict[str, Any]:
+    """Of the numbers of right answers among n, one a seed."""
+    found = [accuracy_interval(np.arange(n) < count) for count in right]
+    _, _, low, high = (np.array(column) for column in zip(*found, strict=True))
+    if failed.any():
+        return _summary(np.full(len(right), math.nan), low * math.nan, high * math.nan, n)
+    # Equal counts have exactly their mean, and no spread.
+    scores = _summary(right, low, high, n)
+    for name in ("value", "std"):
+        scores[name] = scores[name] / n if n else math.nan
+    return scores
+
+
+def _mean_share(share: NDArray[np.float32]) -> dict[str, Any]:
+    """Of (seeds, images): which share of the probes is right about each image."""
+    moments = Moments()
+    moments.add(share.T)
+    found = moments.summary()
+    return _summary(found.mean, found.low, found.high, share.shape[1])
+
+
+def _summary(value: Any, low: Any, high: Any, n: int) -> dict[str, Any]:
+    spread = float(value.std(ddof=1)) if len(value) > 1 else math.nan
+    ends = {"low": float(low.mean()), "high": float(high.mean())}
+    return {"value": float(value.mean()), "std": spread, **ends, "n_images": n}

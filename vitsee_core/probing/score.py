@@ -1,0 +1,110 @@
+"""Probes of one site's tokens, fitted and tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.machine import human_bytes
+from vitsee_core.probing.concatenated import probe_concatenated
+from vitsee_core.probing.draws import Draw
+from vitsee_core.probing.fit import Fitted, Task, fit, spread, token_bytes
+from vitsee_core.probing.sgd import Training, fit_sgd
+from vitsee_core.probing.sources import SideBySide, Source
+from vitsee_core.probing.tally import Tally
+from vitsee_stores.errors import VitseeError
+
+
+@dataclass(frozen=True)
+class Prober:
+    """What is the same for every site. test_labels: of the labelled test images; training: of SGD,
+    None for ridge."""
+
+    task: Task
+    draws: Sequence[Draw]
+    test_labels: NDArray[np.int64]
+    training: Training | None = None
+
+    def each(
+        self,
+        train: Source,
+        test: Source,
+        what: str,
+        first: int = 0,
+        done: Callable[[int], object] = lambda n: None,
+    ) -> Tally:
+        """A probe for every token.
+
+        Memory: as many tokens at a time as fit.
+
+        Args:
+            train: features of the training images.
+            test: features of the test images.
+            what: in words, for errors.
+            first: tokens from this one on are averaged in the tally's `share`.
+            done: told the number of probes that are done.
+
+        Raises:
+            VitseeError: not even one token fits the memory.
+        """
+        tally = self._tally(train.n_tokens, first)
+        size = self._token_bytes(train.dim)
+        if size > self.task.memory:
+            raise VitseeError(
+                f"probing {what} takes about {human_bytes(size)} of memory, more than "
+                f"{human_bytes(self.task.memory)} (give more with --memory, or use fewer images)"
+            )
+        for part in train.groups(max(1, self.task.memory // size)):
+            if self.training is not None:
+                fitted = fit_sgd(train, part, self.draws, self.task, self.training)
+            else:
+                fitted = [list(probes) for probes in fit(train, part, self.draws, self.task)]
+            self._test(test, part, fitted, tally)
+            done(len(self.draws) * (part.stop - part.start))
+        return tally
+
+    def side_by_side(self, train: Source, test: Source, what: str) -> Tally:
+        """One probe of all tokens together: by inner products where features are more than
+        images."""
+        wide = train.n_tokens * train.dim > max(map(len, self.draws))
+        if train.n_tokens > 1 and wide and self.training is None:
+            tally = self._tally(1, 0)
+            probe_concatenated(train, test, self.draws, self.task, tally)
+            return tally
+        return self.each(SideBySide(train), SideBySide(test), what)
+
+    def _tally(self, tokens: int, first: int) -> Tally:
+        sizes = {"draws": len(self.draws), "l2s": self.task.n_l2, "tokens": tokens}
+        return Tally(self.test_labels, self.task.n_classes, first=first, **sizes)
+
+    def _token_bytes(self, dim: int) -> int:
+        if self.training is None:
+            return token_bytes(self.task, self.draws, dim)
+        return 8 * dim * sum(map(len, self.draws))
+
+    def _test(
+        self, test: Source, part: slice, fitted: list[list[Fitted | None]], tally: Tally
+    ) -> None:
+        pairs = [(d, t) for d, probes in enumerate(fitted) for t in range(len(probes))]
+        for d, t in pairs:
+            probe, where = fitted[d][t], (d, slice(None), part.start + t)
+            tally.failed[where] = probe is None
+            tally.blind[where] = probe is not None and probe.blind
+            tally.l2s[where] = np.nan if probe is None else probe.l2s
+        for places, x in test.blocks(part, np.arange(len(self.test_labels))):
+
+            def score(pair: tuple[int, int]) -> list[NDArray[np.float64]]:
+                d, t = pair
+                probe = fitted[d][t]
+                wide = x[:, t].astype(np.float64)  # noqa: B023
+                return [] if probe is None else list(probe.scores(wide))
+
+            # A few at a time: the scores of one take (images, classes).
+            for start in range(0, len(pairs), 4 * self.task.jobs):
+                some = pairs[start : start + 4 * self.task.jobs]
+                for (d, t), found in zip(some, spread(score, some, self.task.jobs), strict=True):
+                    for i, scores in enumerate(found):
+                        tally.add((d, i, part.start + t), places, scores)

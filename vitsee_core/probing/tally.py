@@ -1,0 +1,66 @@
+"""How often probes are right, class by class."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+TOP = 5
+METRICS = ("top1", "top5")
+
+
+class Tally:
+    """Right answers on the test images, for each draw, l2, token and class.
+
+    right: (draws, l2s, tokens, metrics, classes). share: (draws, l2s, metrics, images), for how
+    many of the tokens from `first` on each image is right. metrics: `top1` and, with more than
+    five classes, `top5` (with five or fewer it would be 1 whatever the probe does).
+    """
+
+    def __init__(
+        self, labels: Integers, n_classes: int, *, draws: int, l2s: int, tokens: int, first: int = 0
+    ) -> None:
+        self.labels, self.n_classes, self.first = labels, n_classes, first
+        self.metrics = METRICS if n_classes > TOP else METRICS[:1]
+        n = len(self.metrics)
+        self.right = np.zeros((draws, l2s, tokens, n, n_classes), np.int64)
+        self.l2s = np.zeros((draws, l2s, tokens))
+        self.failed = np.zeros((draws, l2s, tokens), bool)  # probes without a result
+        self.blind = np.zeros((draws, l2s, tokens), bool)  # that give all images the same scores
+        self.share = np.zeros((draws, l2s, n, len(labels)), np.float32)
+
+    def add(self, where: tuple[int, int, int], places: Integers, scores: Float) -> None:
+        """Count images.
+
+        Args:
+            where: draw, l2 and token.
+            places: (m,) which of the test images.
+            scores: (m, classes); of equal scores the lower class comes first.
+        """
+        draw, l2, token = where
+        labels = self.labels[places]
+        if len(self.metrics) == 1:
+            right = (scores.argmax(axis=1) == labels)[np.newaxis]
+        else:
+            rank = ranks(scores, labels)
+            right = np.stack([rank == 0, rank < TOP])
+        for m, one in enumerate(right):
+            counts = np.bincount(labels[one], minlength=self.n_classes)
+            self.right[draw, l2, token, m] += counts
+        if token >= self.first:
+            self.share[draw, l2, :, places] += right.T
+
+
+def ranks(scores: Float, labels: Integers) -> Integers:
+    """(m,) how many classes are before an image's own; of equal scores the lower class is first."""
+    own = scores[np.arange(len(labels)), labels][:, np.newaxis]
+    rank: Integers = np.count_nonzero(scores > own, axis=1)
+    equal = scores == own
+    tied = np.flatnonzero(np.count_nonzero(equal, axis=1) > 1)
+    if len(tied):
+        lower = np.arange(scores.shape[1]) < labels[tied, np.newaxis]
+        rank[tied] += np.count_nonzero(equal[tied] & lower, axis=1)
+    return rank
