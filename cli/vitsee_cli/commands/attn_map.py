@@ -1,0 +1,142 @@
+"""vitsee attn-map: where each attention head looks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import console, options
+from vitsee_cli.values import parse_store
+
+if TYPE_CHECKING:
+    from vitsee_cli.values import StorePath
+    from vitsee_core.results import Outputs
+
+KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy")
+SCALES = ("shared", "head")
+
+
+def parse_cell(text: str | tuple[int, int]) -> tuple[int, int]:
+    """`ROW,COL` of the token grid."""
+    if isinstance(text, tuple):
+        return text
+    match = re.fullmatch(r"(\d+),(\d+)", text)
+    if match is None:
+        raise click.BadParameter(f"{text!r}; expected ROW,COL of the token grid, e.g. 3,5")
+    return int(match[1]), int(match[2])
+
+
+@click.command()
+@click.argument("store", metavar="[NAME=]STORE", type=parse_store)
+@options.output_options
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    help="What to map: means over images (aligned: by offset from the query), or one number a head "
+    "(prefix-mass, entropy).  [default: none, with --image]",
+)
+@click.option(
+    "--image",
+    metavar="ID",
+    multiple=True,
+    show_default="none",
+    help="Map this image, named by its id or its row in the store, in place of a mean. Repeatable.",
+)
+@click.option(
+    "--query",
+    metavar="ROW,COL",
+    multiple=True,
+    type=parse_cell,
+    show_default="none",
+    help="With --image: map what this patch of the token grid attends to, too. Repeatable.",
+)
+@click.option(
+    "--sites",
+    metavar="BLOCK",
+    multiple=True,
+    show_default="every block with attention; the last one with --image",
+    help="Blocks by path or glob (blocks.0, 'blocks.1?'); blocks.-1 counts from the end. "
+    "Repeatable.",
+)
+@click.option(
+    "--heads",
+    metavar="N",
+    multiple=True,
+    type=click.IntRange(min=0),
+    show_default="all",
+    help="Heads of each block, counted from 0. Repeatable.",
+)
+@click.option(
+    "--coverage",
+    is_flag=True,
+    help="With --kind aligned: divide each offset by the share of queries that have a key there.",
+)
+@click.option(
+    "--residual/--no-residual",
+    default=True,
+    show_default=True,
+    help="With --kind rollout: multiply 0.5 A + 0.5 I, or A alone (from a store of --attention "
+    "full, else computed once more).",
+)
+@click.option(
+    "--scale",
+    type=click.Choice(SCALES),
+    default="shared",
+    show_default=True,
+    help="Colours of the figure: one scale for all heads, or each head over its own range.",
+)
+@options.images_option
+@options.seed_option
+@options.recompute_options
+@options.jobs_option
+@options.memory_option
+@options.allow_partial_option
+def command(
+    store: StorePath,
+    outputs: Outputs,
+    scale: str,
+    data: str | None,
+    checkpoint: Path | None,
+    **parameters: Any,
+) -> None:
+    """Map where each attention head looks.
+
+    Means over images of what the class token or the patches attend to, head by head (Walmer et al.
+    2023, Figs. 1, 2, 17), the same aligned by offset from the query (Figs. 3, 14, 18), attention
+    rollout (Dosovitskiy et al. 2021, Figs. 6, 13), or one number a head. They come from the
+    summaries that extract keeps unless told otherwise, in seconds. With --image single images: the
+    picture, the heads' maps and the rollout over it, from a store of extract --attention full or
+    computed once more with the store's model.
+
+    \b
+      $ vitsee attn-map b16.zarr --kind mean-cls -o cls.csv --png cls.png
+      $ vitsee attn-map b16.zarr --kind aligned --scale head --png aligned.png > aligned.csv
+      $ vitsee attn-map b16.zarr --kind entropy --sites blocks.-1
+      $ vitsee attn-map b16.zarr --image 0 --image 7 --query 3,5 --png images.png > images.csv
+
+    Columns: store, model, site (the block), depth, rel_depth, head, row and col (of the key; the
+    signed offset key minus query for aligned), metric, value, n_images; std and the 95 % interval
+    low, high over images where there is one number a head or a rollout. Single images have columns
+    image and token (the query: cls, mean or ROW,COL) in place of n_images.
+    """
+    from functools import partial
+
+    from vitsee_cli.analysis import run_analysis
+    from vitsee_core.analyses import attn_map
+    from vitsee_core.origin import Origin
+
+    if (parameters["kind"] is None) == (not parameters["image"]):
+        raise click.UsageError("give either --kind or --image")
+    progress = console.Reporter("attn-map")
+    run_analysis(
+        attn_map.run,
+        partial(attn_map.plot, scale=scale),
+        (store,),
+        outputs,
+        origin=Origin(data, checkpoint),
+        progress=progress,
+        **parameters,
+    )

@@ -1,0 +1,102 @@
+"""vitsee head-types: strict, soft, axial and offset local, repeating and global attention heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import options
+
+if TYPE_CHECKING:
+    from vitsee_cli.values import StorePath
+    from vitsee_core.results import Outputs
+
+THRESHOLDS = {
+    "strict": (0.5, "strict local: excess mass on the query itself, at least."),
+    "focus": (0.5, "local: excess mass around the place where it gathers; axial: along an axis."),
+    "offset": (0.5, "offset local: cells from the query to that place, at least."),
+    "elongation": (2.0, "axial local: how much longer than wide, at least."),
+    "repetition": (0.5, "repeating: how far all queries share their keys (1: wholly), at least."),
+    "keys": (0.25, "repeating: share of the keys in use, at most."),
+}
+
+
+def threshold_options(command: Any) -> Any:
+    """One option a threshold."""
+    return options.apply(
+        command,
+        [
+            click.option(
+                f"--{name}",
+                metavar="X",
+                type=click.FloatRange(min=0, min_open=True),
+                default=default,
+                show_default=True,
+                help=text,
+            )
+            for name, (default, text) in THRESHOLDS.items()
+        ],
+    )
+
+
+@click.command()
+@options.stores_argument
+@options.output_options
+@click.option(
+    "--sites",
+    metavar="BLOCK",
+    multiple=True,
+    default=("blocks",),
+    show_default="every block with attention",
+    help="Blocks by path or glob (blocks.0, 'blocks.1?'); blocks.-1 counts from the end. "
+    "Repeatable.",
+)
+@threshold_options
+@click.option(
+    "--radius",
+    metavar="CELLS",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Half the side of the square in which a local head's mass is counted.",
+)
+@options.images_option
+@options.seed_option
+@options.jobs_option
+@options.memory_option
+@options.allow_partial_option
+def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
+    """Class attention heads by what they look at.
+
+    Strict, soft, axial and offset local heads (Walmer et al. 2023, Figs. 3, 14) by where their
+    aligned maps have their mass, offset ones with direction and distance; repeating ones (their
+    sparse repeating patterns) by the few keys that all queries share; the rest are global. A share
+    of mass counts by its excess over uniform attention's: 0 as uniform, 1 all of it. Reads the
+    summaries that extract keeps unless told otherwise.
+
+    \b
+      $ vitsee head-types b16.zarr -o types.csv --png types.png
+      $ vitsee head-types mae=a.zarr dino=b.zarr --png both.png > both.csv
+      $ vitsee head-types b16.zarr --strict 0.4 | grep same_type_thresholds
+
+    Columns: store, model, site (the block), depth, rel_depth, head, type, detail (the direction of
+    an offset head; row, column or cross of an axial one), row, col, metric, value, std, low, high,
+    n_images. One row a head and score; same_type_thresholds is the share of other thresholds (each
+    one times 0.8 and times 1.25) that give the same type, same_type_slabs that of the images
+    without one slab. Rows of the metric aligned are the map of one head of each type, row and col
+    the offset from the query. The figure shows counts by block and these maps.
+    """
+    from vitsee_cli.analysis import run_analysis
+    from vitsee_core.analyses import head_types
+    from vitsee_core.head_geometry import Thresholds
+
+    values = {name: parameters.pop(name) for name in THRESHOLDS}
+    run_analysis(
+        head_types.run,
+        head_types.plot,
+        stores,
+        outputs,
+        thresholds=Thresholds(**values),
+        **parameters,
+    )

@@ -1,0 +1,185 @@
+"""Stores made from whole attention of a test's choosing, every summary by a slow float64 loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores import Store, StoreWriter, open_store
+from vitsee_stores.layout import AttentionGroup, StorePlan, TokenLayout, arrays
+from vitsee_stores.manifest import Samples, new_manifest
+
+Array = NDArray[Any]
+Float = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Blocks that share a layout. a: one (images, heads, tokens, tokens) array a block."""
+
+    layout: TokenLayout
+    a: tuple[Float, ...]
+    blocks: tuple[str, ...]
+    prefix: str = ""
+
+    @property
+    def group(self) -> AttentionGroup:
+        heads = tuple(a.shape[1] for a in self.a)
+        return AttentionGroup(self.prefix, self.blocks, heads, self.layout)
+
+
+def layout(
+    grid: tuple[int, int] = (2, 3), prefix: Sequence[str] = ("cls",), step: float = 8.0
+) -> TokenLayout:
+    return TokenLayout(tuple(prefix), grid, stride_px=(step, step))
+
+
+def random_attention(
+    layout: TokenLayout, n: int, heads: Sequence[int], *, seed: int = 0, prefix: str = ""
+) -> Attention:
+    """Softmax of random scores, blocks named blocks.0 and so on (below `prefix` where given)."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for h in heads:
+        e = np.exp(2 * rng.standard_normal((n, h, layout.n_tokens, layout.n_tokens)))
+        # What a store of --attention full can hold, so that singles compare to the last digit.
+        found.append((e / e.sum(-1, keepdims=True)).astype(np.float16).astype(np.float64))
+    names = tuple(f"{prefix or 'blocks'}.{i}" for i in range(len(heads)))
+    return Attention(layout, tuple(found), names, prefix)
+
+
+def aligned(a: Float, layout: TokenLayout) -> Float:
+    """One image and head: mean over queries with spatial mass of the renormalised, shifted row."""
+    assert layout.grid is not None
+    (gh, gw), first = layout.grid, layout.n_prefix
+    out, counted = np.zeros((2 * gh - 1, 2 * gw - 1)), 0
+    for q in range(gh * gw):
+        row = a[first + q, first:]
+        if row.sum() == 0:
+            continue
+        counted += 1
+        for k in range(gh * gw):
+            dy, dx = k // gw - q // gw, k % gw - q % gw
+            out[gh - 1 + dy, gw - 1 + dx] += row[k] / row.sum()
+    return out / max(counted, 1)
+
+
+def rollout(head_means: Sequence[Float], layout: TokenLayout, residual: bool) -> Float:
+    """The whole product, matrix by matrix: (tokens,)."""
+    eye = np.eye(layout.n_tokens)
+    product = eye
+    for mean in head_means:
+        mixed = 0.5 * mean + 0.5 * eye if residual else mean
+        product = (mixed / mixed.sum(1, keepdims=True)) @ product
+    row: Float = product[layout.n_prefix :].mean(0)
+    return row if layout.cls is None else product[layout.cls]
+
+
+def write(
+    path: Path,
+    groups: Sequence[Attention],
+    *,
+    slab: int = 4,
+    valid: Sequence[int] | None = None,
+    level: str = "summary",
+    order: str = "shuffled",
+    slabs: Sequence[int] | None = None,
+    left_out: dict[str, str] | None = None,
+    with_rollout: bool = True,
+) -> Store:
+    """A store of these blocks' attention; images with valid 0 are NaN and in no sum."""
+    n = len(groups[0].a[0])
+    ok = np.ones(n, bool) if valid is None else np.array(valid, bool)
+    with_rollout = with_rollout and len(groups) == 1
+    names = [name for group in groups for name in group.blocks]
+    places = tuple((name, i, i / max(len(names) - 1, 1)) for i, name in enumerate(names))
+    plan = StorePlan(
+        *(n, slab, "none", ()),
+        attention=tuple(group.group for group in groups),
+        attention_level=level,
+        rollout=with_rollout,
+        places=places,
+    )
+    index = np.arange(n, dtype=np.int64)
+    ids = [f"test/{i}.png" for i in index]
+    samples = Samples(index, ids, np.zeros(n, np.int64), [""] * n)
+    manifest = new_manifest(
+        {"order": order, "seed": 0}, plan, samples, model={"name": "tiny"}, left_out=left_out
+    )
+    images: dict[str, Array] = {}
+    for group in groups:
+        images |= _images(group, level)
+    if with_rollout:
+        means = [a.mean(1) for a in groups[0].a]
+        images["attention/rollout"] = np.stack(
+            [rollout([m[i] for m in means], groups[0].layout, True) for i in range(n)]
+        )
+    writer = StoreWriter.create_or_join(path, manifest, samples)
+    for k in range(plan.n_slabs) if slabs is None else slabs:
+        writer.write_slab(k, _slab(plan, k, images, ok), {})
+    writer.finish()
+    return open_store(path, label=path.stem, allow_partial=slabs is not None)
+
+
+def _images(group: Attention, level: str) -> dict[str, Array]:
+    """Every array of the group image by image; what the store sums, too."""
+    n, first = len(group.a[0]), group.layout.n_prefix
+    folder, widest = group.group.folder, max(a.shape[1] for a in group.a)
+    assert group.layout.grid is not None
+    gh, gw = group.layout.grid
+    t = group.layout.n_tokens
+    heads = (n, len(group.a), widest)
+    per_head = {name: np.full(heads, np.nan) for name in ("entropy", "prefix_mass", "query_std")}
+    head_std = np.zeros(heads[:2])
+    maps = np.zeros((*heads, 2 * gh - 1, 2 * gw - 1))
+    received, cls = np.zeros((*heads, t)), np.zeros((*heads, t))
+    for i, row, h in np.ndindex(heads):
+        if h >= group.a[row].shape[1]:
+            continue
+        a = group.a[row][i, h]
+        spatial = a[first:]
+        logs = np.log(np.where(spatial > 0, spatial, 1))
+        per_head["entropy"][i, row, h] = -(spatial * logs).sum(1).mean()
+        per_head["prefix_mass"][i, row, h] = spatial[:, :first].sum(1).mean()
+        per_head["query_std"][i, row, h] = spatial[:, first:].std(0, ddof=1).mean()
+        maps[i, row, h] = aligned(a, group.layout)
+        received[i, row, h] = spatial.mean(0)
+        if group.layout.cls is not None:
+            cls[i, row, h] = a[group.layout.cls]
+    for i, row in np.ndindex(heads[:2]):
+        a = group.a[row][i][:, first:, first:]
+        head_std[i, row] = a.std(0, ddof=1).mean() if len(a) > 1 else 0.0
+    out: dict[str, Array] = {folder + name: values for name, values in per_head.items()}
+    out |= {folder + "head_std": head_std, folder + "aligned": maps, folder + "received": received}
+    if group.layout.cls is not None:
+        out[folder + "cls_map"] = cls
+    if level == "full":
+        for name, values in zip(group.blocks, group.a, strict=True):
+            out[f"attention/full/{name}"] = values
+    return out
+
+
+def _slab(plan: StorePlan, k: int, images: dict[str, Array], valid: Array) -> dict[str, Array]:
+    place = plan.rows(k)
+    ok = valid[place]
+    out: dict[str, Array] = {}
+    for path, spec in arrays(plan).items():
+        if spec.per == "once" or path == "commits":
+            continue
+        shape = (len(ok), *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
+        values = np.zeros(shape, spec.dtype)
+        if path in images and spec.per == "image":
+            values[...] = images[path][place]
+            values[~ok] = np.nan
+        elif path in images:
+            values[...] = images[path][place][ok].sum(0)
+        out[path] = values
+    out["valid"] = ok.astype(np.uint8)
+    out["hash"] = np.arange(place.start, place.stop, dtype=np.uint64)
+    out["n_valid"] = np.array(ok.sum(), np.int64)
+    return out

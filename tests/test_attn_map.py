@@ -1,0 +1,656 @@
+"""Attention maps: numbers against hand and loops, single images, and what a user sees."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.extractions import VIT, extracted, plant_images
+from tests.head_stores import Attention, aligned, layout, random_attention, rollout, write
+from vitsee_cli.commands import attn_map as attn_map_command
+from vitsee_cli.main import main
+from vitsee_core import recompute
+from vitsee_core.analyses import attn_map
+from vitsee_core.analyses.attn_map import KINDS, MAP_COLUMNS, NUMBER_COLUMNS, plot, run
+from vitsee_core.head_tiles import SCALES, Tiles, tile_table
+from vitsee_core.origin import Origin
+from vitsee_core.recompute import attention_of_images, find_rows
+from vitsee_core.results import Table
+from vitsee_stores import open_store
+from vitsee_stores.errors import MissingInput, SiteError, VitseeError
+
+Array = NDArray[Any]
+REGISTERS = ("reg0", "cls", "reg1")
+
+
+def cells(table: Table, site: str, head: int, shape: tuple[int, ...]) -> Array:
+    """One head's map; the table holds its cells row by row."""
+    values: Array = table.where(site=site, head=head)["value"].reshape(shape)
+    return values
+
+
+def equal(a: Table, b: Table) -> bool:
+    """Bit for bit."""
+    return list(a.columns) == list(b.columns) and all(
+        np.array_equal(a[c], b[c], equal_nan=a[c].dtype.kind == "f") for c in a.columns
+    )
+
+
+def one_head(path: Path, a: Array, **kwargs: Any) -> Any:
+    """A store of one image whose single head has this attention over patches, no prefix."""
+    shape = kwargs.pop("grid")
+    made = Attention(layout(shape, ()), (np.asarray(a, np.float64)[None, None],), ("blocks.0",))
+    return write(path, [made], **kwargs)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_uniform_attention(tmp_path: Path) -> None:
+    store = one_head(tmp_path / "a.zarr", np.full((6, 6), 1 / 6), grid=(2, 3))
+    # pairs of cells by offset: 1 2 3 2 1 across times 1 2 1 down, of 36
+    pairs = np.outer([1, 2, 1], [1, 2, 3, 2, 1])
+    table = run(store, kind="aligned")
+    assert tuple(table.columns) == MAP_COLUMNS
+    # the store keeps float32
+    assert cells(table, "blocks.0", 0, (3, 5)) == pytest.approx(pairs / 36, rel=1e-6)
+    assert table["row"].tolist() == [-1] * 5 + [0] * 5 + [1] * 5
+    assert table["col"].tolist() == [-2, -1, 0, 1, 2] * 3
+    corrected = run(store, kind="aligned", coverage=True)
+    assert corrected["value"] == pytest.approx(np.full(15, 1 / 6), rel=1e-6)
+    assert set(corrected["metric"].tolist()) == {"aligned_coverage"}
+    received = run(store, kind="mean-spatial")
+    assert received["value"] == pytest.approx(np.full(6, 1 / 6), rel=1e-6)
+    assert received["row"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert run(store, kind="entropy")["value"][0] == pytest.approx(np.log(6), rel=1e-6)
+    assert run(store, kind="prefix-mass")["value"][0] == 0
+
+
+def test_identity_attention(tmp_path: Path) -> None:
+    store = one_head(tmp_path / "a.zarr", np.eye(6), grid=(2, 3))
+    expected = np.zeros((3, 5))
+    expected[1, 2] = 1
+    assert cells(run(store, kind="aligned"), "blocks.0", 0, (3, 5)).tolist() == expected.tolist()
+    assert run(store, kind="entropy")["value"][0] == 0
+    # every query of the rollout keeps to itself: the mean over patches is even
+    assert run(store, kind="rollout")["value"] == pytest.approx(np.full(6, 1 / 6), rel=1e-6)
+
+
+def test_a_pure_shift(tmp_path: Path) -> None:
+    # each patch looks one down and one to the right; at the rim it has nobody to look at
+    a = np.zeros((6, 6))
+    for q, k in ((0, 4), (1, 5)):
+        a[q, k] = 1
+    table = run(one_head(tmp_path / "a.zarr", a, grid=(2, 3)), kind="aligned")
+    peak = table.take(table["value"] > 0)
+    assert (peak["row"].tolist(), peak["col"].tolist(), peak["value"].tolist()) == ([1], [1], [1])
+    # clamped on one row of three: two queries of three look one to the right, one at itself
+    a = np.array([[0, 1, 0], [0, 0, 1], [0, 0, 1]])
+    table = run(one_head(tmp_path / "b.zarr", a, grid=(1, 3)), kind="aligned")
+    assert table["value"] == pytest.approx([0, 0, 1 / 3, 2 / 3, 0], rel=1e-6)
+
+
+def test_the_class_token_and_prefix_mass(tmp_path: Path) -> None:
+    # tokens: reg, cls, and two patches
+    a = np.array([[1, 0, 0, 0], [0.1, 0.2, 0.3, 0.4], [0.2, 0.1, 0.7, 0], [0.5, 0.1, 0, 0.4]])
+    made = Attention(layout((1, 2), ("reg0", "cls")), (a[None, None],), ("blocks.0",))
+    store = write(tmp_path / "a.zarr", [made])
+    assert run(store, kind="mean-cls")["value"] == pytest.approx([0.3, 0.4], rel=1e-6)
+    assert run(store, kind="mean-spatial")["value"] == pytest.approx([0.35, 0.2], rel=1e-6)
+    numbers = run(store, kind="prefix-mass")
+    assert tuple(numbers.columns) == NUMBER_COLUMNS
+    assert numbers["value"][0] == pytest.approx(0.45, rel=1e-6)
+    assert np.isnan(numbers["std"][0])  # one image
+
+
+# ---------------------------------------------------------------- against loops
+
+
+@pytest.mark.parametrize("prefix", [("cls",), REGISTERS, ()])
+def test_means_against_a_loop(tmp_path: Path, prefix: tuple[str, ...]) -> None:
+    n, valid = 7, [1, 1, 0, 1, 1, 1, 1]
+    fine = random_attention(layout((3, 2), prefix), n, [2, 3])
+    coarse = random_attention(layout((1, 2), prefix), n, [4], seed=1, prefix="grid_1x2")
+    store = write(tmp_path / "a.zarr", [fine, coarse], slab=3, valid=valid)
+    kept = [i for i in range(n) if valid[i]]
+    for group in (fine, coarse):
+        first, grid = len(prefix), group.layout.grid
+        assert grid is not None
+        for site, a in zip(group.blocks, group.a, strict=True):
+            for head in range(a.shape[1]):
+                rows: dict[str, Any] = {}
+                rows |= {"mean-spatial": a[kept, head, first:, first:].mean((0, 1)).reshape(grid)}
+                rows["aligned"] = sum(aligned(a[i, head], group.layout) for i in kept) / len(kept)
+                if "cls" in prefix:
+                    cls = prefix.index("cls")
+                    rows["mean-cls"] = a[kept, head, cls, first:].mean(0).reshape(grid)
+                for kind, expected in rows.items():
+                    table = run(store, kind=kind)
+                    found = cells(table, site, head, expected.shape)
+                    assert found == pytest.approx(expected, rel=1e-5), (kind, site, head)
+                    assert set(table["n_images"].tolist()) == {6}
+    table = run(store, kind="aligned")
+    totals = [t["value"].sum() for _, s in table.groups("site") for _, t in s.groups("head")]
+    assert totals == pytest.approx([1.0] * 9, rel=1e-12)
+
+
+def test_numbers_against_a_loop(tmp_path: Path) -> None:
+    made = random_attention(layout((2, 3), REGISTERS), 6, [2, 2])
+    store = write(tmp_path / "a.zarr", [made], slab=4)
+    table = run(store, kind="entropy")
+    for row in range(len(table)):
+        a = made.a[table["depth"][row]][:, table["head"][row], 3:]
+        per_image = -(a * np.log(np.where(a > 0, a, 1))).sum(-1).mean(-1)
+        assert table["value"][row] == pytest.approx(per_image.mean(), rel=1e-6)
+        assert table["std"][row] == pytest.approx(per_image.std(ddof=1), rel=1e-4)
+        assert table["low"][row] < table["value"][row] < table["high"][row]
+
+
+@pytest.mark.parametrize("prefix", [("cls",), REGISTERS, ()])
+def test_rollout_against_the_matrix_product(tmp_path: Path, prefix: tuple[str, ...]) -> None:
+    n, valid = 5, [1, 0, 1, 1, 1]
+    made = random_attention(layout((2, 2), prefix), n, [2, 3, 2])
+    store = write(tmp_path / "a.zarr", [made], slab=2, valid=valid, level="full")
+    for residual in (True, False):
+        rolled = [
+            rollout([a[i].mean(0) for a in made.a], made.layout, residual)
+            for i in range(n)
+            if valid[i]
+        ]
+        table = run(store, kind="rollout", residual=residual)
+        expected = np.mean(rolled, 0)[len(prefix) :]
+        assert table["value"] == pytest.approx(expected, rel=1e-6)
+        assert table["std"] == pytest.approx(np.std(rolled, 0, ddof=1)[len(prefix) :], rel=1e-4)
+        assert table["metric"][0] == ("rollout" if residual else "rollout_no_residual")
+        assert (table["site"][0], table["head"][0]) == ("blocks.2", None)
+        assert set(table["n_images"].tolist()) == {4}
+
+
+def test_a_head_without_spatial_mass_has_no_aligned_map(tmp_path: Path) -> None:
+    made = random_attention(layout((2, 2)), 4, [2])
+    made.a[0][:, 1] = [1, 0, 0, 0, 0]  # all to the class token
+    made.a[0][0, 0] = [1, 0, 0, 0, 0]  # in one image only
+    store = write(tmp_path / "a.zarr", [made])
+    table = run(store, kind="aligned")
+    assert np.isnan(table.where(head=1)["value"]).all()
+    assert set(table.where(head=1)["n_images"].tolist()) == {0}
+    expected = sum(aligned(made.a[0][i, 0], made.layout) for i in (1, 2, 3)) / 3
+    assert cells(table, "blocks.0", 0, (3, 3)) == pytest.approx(expected, rel=1e-5)
+    assert set(table.where(head=0)["n_images"].tolist()) == {3}
+    for scale in SCALES:
+        plot(table, scale)
+
+
+# ---------------------------------------------------------------- which images, blocks, heads
+
+
+def test_slabs_jobs_and_memory_do_not_matter(tmp_path: Path) -> None:
+    made = random_attention(layout(), 9, [2, 2])
+    whole = write(tmp_path / "a.zarr", [made], slab=9)
+    cut = write(tmp_path / "b.zarr", [made], slab=2)
+    for kind in KINDS:
+        once = run(cut, kind=kind)
+        assert equal(once, run(cut, kind=kind, jobs=3))
+        assert equal(once, run(cut, kind=kind, jobs=3, memory=1))
+        # the store keeps float32 sums of another number of images
+        assert once["value"] == pytest.approx(run(whole, kind=kind)["value"], rel=1e-6)
+
+
+def test_sums_take_whole_slabs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = random_attention(layout(), 10, [2])
+    store = write(tmp_path / "a.zarr", [made], slab=4)
+    with caplog.at_level(logging.INFO, "vitsee_core"):
+        table = run(store, kind="mean-cls", images=5)
+    assert "rounded up to 2 whole slabs (8 images)" in caplog.text
+    expected = made.a[0][:8, :, 0, 1:].mean(0)
+    assert table["value"] == pytest.approx(expected.ravel(), rel=1e-5)
+    assert set(table["n_images"].tolist()) == {8}
+    assert set(run(store, kind="entropy", images=5)["n_images"].tolist()) == {5}
+
+
+def test_only_committed_slabs(tmp_path: Path) -> None:
+    made = random_attention(layout(), 10, [2])
+    store = write(tmp_path / "a.zarr", [made], slab=4, slabs=[0, 2])
+    expected = made.a[0][[0, 1, 2, 3, 8, 9], :, 0, 1:].mean(0)
+    assert run(store, kind="mean-cls")["value"] == pytest.approx(expected.ravel(), rel=1e-5)
+
+
+def test_blocks_and_heads_are_chosen(tmp_path: Path) -> None:
+    store = write(tmp_path / "a.zarr", [random_attention(layout(), 3, [3, 3, 3])])
+    everything = run(store, kind="mean-cls")
+    table = run(store, kind="mean-cls", sites=["blocks.-1"], heads=[2, 0])
+    assert equal(table, everything.where(site="blocks.2", head=[0, 2]))
+    with pytest.raises(SiteError, match=r"no site matches 'blocks\.9'"):
+        run(store, kind="entropy", sites=["blocks.9"])
+    with pytest.raises(VitseeError, match=r"no head 3 in blocks\.0; expected 0 to 2"):
+        run(store, kind="entropy", heads=[3])
+
+
+def test_refusals(tmp_path: Path) -> None:
+    registers = write(tmp_path / "r.zarr", [random_attention(layout((2, 2), ("reg0",)), 2, [1])])
+    with pytest.raises(MissingInput, match=r"no class token in blocks\.0 .*reg0.*mean-spatial"):
+        run(registers, kind="mean-cls")
+    groups = [
+        random_attention(layout(), 2, [1]),
+        random_attention(layout((1, 2)), 2, [1], prefix="grid_1x2"),
+    ]
+    left_out = {"rollout": "attention lies on several grids"}
+    several = write(tmp_path / "s.zarr", groups, left_out=left_out)
+    with pytest.raises(MissingInput, match="left out: attention lies on several grids"):
+        run(several, kind="rollout")
+    for options, phrase in (
+        ({}, "a kind of map or single images"),
+        ({"kind": "mean-cls", "image": ["0"]}, "and not both"),
+        ({"kind": "cls"}, "no kind 'cls'; kinds of attn-map: mean-cls"),
+        ({"kind": "mean-cls", "coverage": True}, "coverage corrects aligned maps only"),
+        ({"kind": "mean-cls", "residual": False}, "only the kind rollout goes without"),
+        ({"kind": "mean-cls", "query": [(0, 0)]}, "name an --image"),
+        ({"kind": "rollout", "sites": ["blocks.0"]}, "through all blocks"),
+        ({"image": ["0"], "coverage": True}, "aligned maps only, not single images"),
+        ({"image": ["0"], "images": 1}, "leave the number of images out"),
+    ):
+        with pytest.raises(VitseeError, match=phrase):
+            run(registers, **options)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- single images
+
+
+@pytest.mark.parametrize("prefix", [REGISTERS, ()])
+def test_single_images_are_the_stored_maps(tmp_path: Path, prefix: tuple[str, ...]) -> None:
+    made = random_attention(layout((2, 3), prefix), 6, [2, 2])
+    store = write(tmp_path / "a.zarr", [made], slab=4, level="full")
+    table = run(store, image=["5", "test/2.png"], query=[(1, 2)])
+    assert table.unique("image") == ["test/5.png", "test/2.png"]
+    assert table.unique("site") == ["blocks.1"]
+    first = len(prefix)
+    for image, i in (("test/5.png", 5), ("test/2.png", 2)):
+        own = table.where(image=image)
+        for head in range(2):
+            a = made.a[1][i, head]
+            token = "cls" if prefix else "mean"
+            expected = a[prefix.index("cls"), first:] if prefix else a[first:].mean(0)
+            rows = own.where(metric="attention", token=token, head=head)
+            assert rows["value"] == pytest.approx(expected, rel=1e-6)
+            rows = own.where(metric="attention", token="1,2", head=head)
+            # float16 is exact here: the attention was made of such numbers
+            assert rows["value"].tolist() == a[first + 5, first:].tolist()
+        for metric, residual in (("rollout", True), ("rollout_no_residual", False)):
+            rolled = rollout([a[i].mean(0) for a in made.a], made.layout, residual)
+            # head means are float32
+            assert own.where(metric=metric)["value"] == pytest.approx(rolled[first:], rel=1e-5)
+    assert table.notes["attention"] == "stored (float16)"
+    assert table.notes["pictures"] == {}  # made without a data set
+    for scale in SCALES:
+        plot(table, scale)
+
+
+def test_single_images_are_found(tmp_path: Path) -> None:
+    made = random_attention(layout(), 4, [1])
+    store = write(tmp_path / "a.zarr", [made], valid=[1, 1, 0, 1], level="full")
+    assert find_rows(store, ["test/3.png", "0"]).tolist() == [3, 0]
+    for name, phrase in (
+        ("nine.png", r"no image 'nine.png'; expected an id like 'test/0.png' or a row from 0 to 3"),
+        ("4", "no image '4'"),
+        ("2", "'2': it is not valid"),
+    ):
+        with pytest.raises(VitseeError, match=phrase):
+            run(store, image=[name])
+    with pytest.raises(VitseeError, match=r"no patch 2,0: its grid is 2 x 3"):
+        run(store, image=["0"], query=[(2, 0)])
+
+
+def test_stored_attention_is_read_in_bounded_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = random_attention(layout(), 11, [2])
+    store = write(tmp_path / "a.zarr", [made], slab=4, level="full")
+    monkeypatch.setattr(recompute, "MOST_IMAGES", 3)
+    rows = np.array([9, 0, 1, 2, 3, 8, 5])
+    batches = list(attention_of_images(store, rows, lambda _, a: {"all": a}))
+    assert [b.rows.tolist() for b in batches] == [[0, 1, 2], [3], [5], [8, 9]]
+    for batch in batches:
+        stored = made.a[0][batch.rows]
+        assert np.array_equal(batch.values["blocks.0"]["all"], stored.astype(np.float32))
+
+
+def test_single_images_of_blocks_on_several_grids(tmp_path: Path) -> None:
+    groups = [
+        random_attention(layout((3, 4)), 2, [2, 2]),
+        random_attention(layout((2, 2)), 2, [3], prefix="grid_2x2"),
+    ]
+    store = write(tmp_path / "a.zarr", groups, level="full", left_out={"rollout": "two grids"})
+    assert run(store, image=["1"]).unique("site") == ["grid_2x2.0"]  # the last of all
+    table = run(store, image=["1"], sites=["blocks"])
+    assert table.unique("metric") == ["attention"]
+    figure = plot(table)
+    # the picture, and each grid's tiles with a colour bar
+    assert len(figure.axes) == 1 + 2 * 2
+
+
+# ---------------------------------------------------------------- computed once more
+
+
+@pytest.fixture(scope="module")
+def extractions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pictures and two stores of them: whole attention and summaries only."""
+    folder = tmp_path_factory.mktemp("attn-map")
+    data = plant_images(folder / "data", 6)
+    common = [*VIT, "--data", data, "--tokens", "pooled", "--slab", "4", "--sites", "logits"]
+    extracted(*common, "--attention", "full", "--inputs", "-o", folder / "full.zarr")
+    extracted(*common, "-o", folder / "summary.zarr")
+    return folder
+
+
+def test_summaries_equal_those_of_whole_maps(extractions: Path) -> None:
+    store = open_store(extractions / "full.zarr")
+    (group,) = store.attention_blocks
+    full = np.stack([store.attention(f"full/{b}")[:].astype(float) for b in group.blocks], 1)
+    cls, first = group.layout.cls, group.layout.n_prefix
+    table = run(store, kind="mean-cls")
+    # float16 keeps three to four digits
+    assert table["value"] == pytest.approx(full[..., cls, first:].mean(0).ravel(), rel=2e-3)
+    table = run(store, kind="mean-spatial")
+    expected = full[..., first:, first:].mean((0, 3)).ravel()
+    assert table["value"] == pytest.approx(expected, rel=2e-3)
+    table = run(store, kind="aligned", sites=["blocks.0"], heads=[0])
+    maps = [aligned(full[i, 0, 0], group.layout) for i in range(6)]
+    assert table["value"] == pytest.approx(np.mean(maps, 0).ravel(), rel=2e-3)
+
+
+def test_computed_attention_equals_the_stored(extractions: Path) -> None:
+    full, summary = (open_store(extractions / f"{n}.zarr", label="x") for n in ("full", "summary"))
+    image = str(full.samples.id[4])
+    options: dict[str, Any] = {"image": [image, "1"], "sites": ["blocks"], "query": [(1, 3)]}
+    stored, computed = run(full, **options), run(summary, **options)
+    assert computed.notes["attention"] == "computed once more"
+    for name in stored.columns:
+        if name != "value":
+            assert stored[name].tolist() == computed[name].tolist()
+    # float16 keeps three to four digits
+    assert computed["value"] == pytest.approx(stored["value"], rel=2e-3)
+    # one store keeps the pixels, the other's are read again: the same pictures
+    assert computed.notes["pictures"] == stored.notes["pictures"]
+    rolled = run(summary, kind="rollout", residual=False)
+    assert rolled["value"] == pytest.approx(
+        run(full, kind="rollout", residual=False)["value"], rel=2e-3
+    )
+    row = int(np.flatnonzero(full.samples.id == image)[0])
+    own = computed.where(image=image, metric="rollout")
+    assert own["value"] == pytest.approx(full.attention("rollout")[row, 1:], rel=1e-5)
+
+
+def test_images_that_are_gone_or_changed(extractions: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(extractions / "data", moved)
+    shutil.copytree(extractions / "summary.zarr", tmp_path / "s.zarr")
+    root = tmp_path / "s.zarr" / "zarr.json"
+    root.write_text(root.read_text().replace(str(extractions / "data"), "/gone/data"))
+    result = attn_map_cli(tmp_path / "s.zarr", "--image", "0")
+    assert (result.exit_code, result.stdout) == (1, "")
+    last = result.stderr.splitlines()[-1]
+    assert "the images of s cannot be read again" in last and "--data" in last
+    result = attn_map_cli(tmp_path / "s.zarr", "--image", "0", "--data", moved)
+    assert result.exit_code == 0, result.stderr
+    name = str(open_store(tmp_path / "s.zarr").samples.id[0])
+    Image.new("RGB", (60, 50)).save(moved / name)
+    result = attn_map_cli(tmp_path / "s.zarr", "--image", "0", "--data", moved)
+    assert result.exit_code == 1
+    assert f"{name!r} in {moved} is another picture now" in result.stderr
+    (moved / name).unlink()
+    result = attn_map_cli(tmp_path / "s.zarr", "--image", "0", "--data", moved)
+    assert result.exit_code == 1
+    assert f"no longer has the image {name!r}" in result.stderr
+
+
+def test_weights_that_are_others(extractions: Path, tmp_path: Path) -> None:
+    shutil.copytree(extractions / "summary.zarr", tmp_path / "s.zarr")
+    root = tmp_path / "s.zarr" / "zarr.json"
+    manifest = json.loads(root.read_text())
+    weights = manifest["attributes"]["vitsee"]["model"]["weights"]
+    weights["seed"] = 1
+    root.write_text(json.dumps(manifest))
+    with pytest.raises(VitseeError, match=r"test_vit now has other weights \(\w{12}\) than s was"):
+        run(open_store(tmp_path / "s.zarr"), image=["0"])
+    weights |= {"source": "checkpoint", "file": "lost.pth"}
+    del weights["seed"]
+    root.write_text(json.dumps(manifest))
+    with pytest.raises(VitseeError, match=r"cannot be had again: no checkpoint at .*--checkpoint"):
+        run(open_store(tmp_path / "s.zarr"), image=["0"])
+
+
+def test_weights_of_a_checkpoint_are_found_again(tmp_path: Path) -> None:
+    import torch
+
+    from vitsee_core.models import load_model
+
+    model = load_model("test_vit", random_init=3, img_size=(32, 48), model_args={"patch_size": 8})
+    torch.save(model.module.state_dict(), tmp_path / "w.pth")
+    data = plant_images(tmp_path / "data", 2)
+    options = ["test_vit", "--checkpoint", tmp_path / "w.pth", *VIT[3:], "--data", data]
+    extracted(*options, "--tokens", "pooled", "-o", tmp_path / "s.zarr")
+    store = open_store(tmp_path / "s.zarr")
+    table = run(store, image=["0"])
+    (tmp_path / "w.pth").rename(tmp_path / "elsewhere.pth")
+    with pytest.raises(VitseeError, match=r"no checkpoint at .*w\.pth"):
+        run(store, image=["0"])
+    origin = Origin(checkpoint=tmp_path / "elsewhere.pth")
+    assert equal(table, run(store, image=["0"], origin=origin))
+
+
+def test_a_store_that_does_not_say_what_made_it(tmp_path: Path) -> None:
+    store = write(tmp_path / "a.zarr", [random_attention(layout(), 2, [1])])
+    with pytest.raises(MissingInput, match="does not say which weights made it"):
+        run(store, image=["0"])
+
+
+# ---------------------------------------------------------------- figures
+
+
+def fake_maps(layers: int, heads: int, grid: tuple[int, int], metric: str = "mean_cls") -> Table:
+    cells = grid[0] * grid[1]
+    n = layers * heads * cells
+    depth = np.repeat(np.arange(layers), heads * cells)
+    columns: dict[str, Array] = {
+        "store": np.full(n, "a"),
+        "model": np.full(n, "m"),
+        "site": np.char.add("blocks.", depth.astype(str)),
+        "depth": depth,
+        "rel_depth": depth / max(layers - 1, 1),
+        "head": np.tile(np.repeat(np.arange(heads), cells), layers),
+        "row": np.tile(np.repeat(np.arange(grid[0]), grid[1]), layers * heads),
+        "col": np.tile(np.arange(grid[1]), layers * heads * grid[0]),
+        "metric": np.full(n, metric),
+        "value": np.random.default_rng(0).random(n),
+        "n_images": np.full(n, 10),
+    }
+    return Table(columns)
+
+
+def test_tiles_stand_where_they_belong() -> None:
+    table = fake_maps(3, 2, (2, 5))
+    shuffled = table.take(np.random.default_rng(1).permutation(len(table)))
+    (tiles,) = tile_table(shuffled)
+    assert (tiles.row_labels, tiles.column_labels) == (
+        ["blocks.0", "blocks.1", "blocks.2"],
+        ["0", "1"],
+    )
+    image = plot(shuffled).axes[0].images[0]
+    drawn = np.asarray(image.get_array())
+    for (row, column), values in tiles.maps.items():
+        assert np.array_equal(values, cells(table, f"blocks.{row}", column, (2, 5)))
+        y, x = (int(v) for v in tiles.centre(row, column))  # 2 x 5 cells: above the middle
+        assert np.array_equal(drawn[y : y + 2, x - 2 : x + 3], values)
+    assert image.norm.vmin == 0
+    assert image.norm.vmax == table["value"].max()
+
+
+def test_each_head_over_its_own_range() -> None:
+    figure = plot(fake_maps(2, 2, (3, 3)), "head")
+    drawn = np.ma.filled(np.ma.asarray(figure.axes[0].images[0].get_array()), np.nan)
+    for row in (slice(0, 3), slice(4, 7)):
+        for column in (slice(0, 3), slice(4, 7)):
+            assert (drawn[row, column].min(), drawn[row, column].max()) == (0, 1)
+    assert figure.axes[-1].get_ylabel() == "each head scaled to its own range"
+
+
+def test_aligned_maps_have_midlines() -> None:
+    axes = plot(fake_maps(2, 3, (3, 5), "aligned")).axes[0]
+    (lines,) = axes.collections
+    segments = lines.get_segments()  # type: ignore[attr-defined]
+    assert len(segments) == 2 * 6
+    assert segments[0].tolist() == [[-0.5, 1.0], [4.5, 1.0]]
+    assert not plot(fake_maps(2, 3, (3, 5))).axes[0].collections
+
+
+def test_every_token_grid_has_its_own_tiles() -> None:
+    coarse = fake_maps(4, 3, (2, 2))
+    table = Table.concat([fake_maps(2, 2, (4, 6)), coarse.where(depth=[2, 3])])
+    figure = plot(table)
+    assert len(figure.axes) == 3
+    assert [t.size for t in tile_table(table)] == [(4, 6), (2, 2)]
+    assert "4 x 6" in figure.axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (6, 4), (32, 16)])
+def test_sizes_of_models(size: tuple[int, int]) -> None:
+    figure = plot(fake_maps(*size, (4, 4)))
+    width, height = figure.get_size_inches()
+    assert width < 14 and height < 24
+    axes = figure.axes[0]
+    shown = axes.get_position()
+    # at 200 dots an inch a tile has at least 90
+    assert shown.width * width * 200 / size[1] >= 90
+    if size != (1, 1):
+        figure.canvas.draw()
+        boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
+        assert min(box.x0 for box in boxes) > 0
+        pairs = itertools.pairwise(boxes)
+        assert all(abs(a.y0 - b.y0) > a.height for a, b in pairs)
+
+
+def test_a_table_from_csv_draws_the_same(tmp_path: Path) -> None:
+    store = write(tmp_path / "a.zarr", [random_attention(layout(), 3, [2, 2])])
+    table = run(store, kind="aligned")
+    text = io.StringIO()
+    table.to_csv(text)
+    text.seek(0)
+    rows = list(csv.DictReader(text))
+    read = {
+        name: np.array([row[name] for row in rows]).astype(table[name].dtype) for name in rows[0]
+    }
+    (a,), (b,) = tile_table(table), tile_table(Table(read))
+    assert isinstance(a, Tiles)
+    assert all(np.array_equal(a.maps[place], b.maps[place]) for place in a.maps)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def attn_map_cli(*args: object) -> Result:
+    return CliRunner().invoke(main, ["attn-map", *map(str, args)])
+
+
+def test_command_prints_the_table(tmp_path: Path) -> None:
+    store = write(tmp_path / "a.zarr", [random_attention(layout(), 3, [2, 2])])
+    for kind in KINDS:
+        result = attn_map_cli(f"mine={store.path}", "--kind", kind)
+        assert result.exit_code == 0, result.stderr
+        text = io.StringIO()
+        run(open_store(store.path, label="mine"), kind=kind).to_csv(text)
+        assert result.stdout == text.getvalue()
+
+
+def test_command_writes_files(extractions: Path, tmp_path: Path) -> None:
+    out, png = tmp_path / "r.csv", tmp_path / "r.png"
+    result = attn_map_cli(
+        *(extractions / "full.zarr", "--image", "0", "--query", "1,2", "-o", out, "--png", png)
+    )
+    assert (result.exit_code, result.stdout) == (0, ""), result.stderr
+    assert png.read_bytes()[1:4] == b"PNG"
+    assert "token" in out.read_text().splitlines()[0]
+    sidecar = json.loads((tmp_path / "r.csv.json").read_text())
+    assert sidecar["parameters"]["query"] == [[1, 2]]
+    for kind in KINDS:
+        png = tmp_path / f"{kind}.png"
+        result = attn_map_cli(extractions / "full.zarr", "--kind", kind, "--png", png)
+        assert result.exit_code == 0, result.stderr
+        assert png.exists()
+
+
+def test_command_refuses_in_one_line(tmp_path: Path) -> None:
+    store = write(tmp_path / "a.zarr", [random_attention(layout(), 3, [2])])
+    plain = write(tmp_path / "w.zarr", [random_attention(layout(), 3, [2])], with_rollout=False)
+    (tmp_path / "r.csv").write_text("mine")
+    for args, phrase in (
+        ((store.path, "--kind", "mean-cls", "-o", tmp_path / "r.csv"), "--force"),
+        ((tmp_path / "missing.zarr", "--kind", "mean-cls"), "missing.zarr"),
+        ((store.path, "--kind", "mean-cls", "--sites", "blocks.7"), "no site matches"),
+        ((store.path, "--kind", "mean-cls", "--heads", "7"), "no head 7"),
+        ((plain.path, "--kind", "rollout"), "attention/rollout"),
+        ((store.path, "--image", "9"), "no image '9'"),
+    ):
+        result = attn_map_cli(*args)
+        assert (result.exit_code, result.stdout) == (1, ""), args
+        assert phrase in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    assert (tmp_path / "r.csv").read_text() == "mine"
+    assert not (tmp_path / "r.csv.json").exists()
+    wrong: tuple[tuple[object, ...], ...] = (
+        (store.path,),
+        (store.path, "--kind", "mean-cls", "--image", "0"),
+        (store.path, "--kind", "saliency"),
+        (store.path, "--image", "0", "--query", "3"),
+    )
+    assert [attn_map_cli(*args).exit_code for args in wrong] == [2] * len(wrong)
+
+
+def test_windowed_and_channel_attention_are_named(tmp_path: Path) -> None:
+    from tests.attention_stores import write_store
+
+    reason = {"attention": "attention within windows (49 an image)"}
+    path = write_store(tmp_path / "swin.zarr", [], {}, n_images=3, left_out=reason)
+    result = attn_map_cli(path, "--kind", "aligned")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "attention within windows (49 an image)" in result.stderr
+
+
+def test_blocks_that_were_left_out_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left_out = {"stages.0 attention": "attention within windows (4 an image)", "rollout": "no"}
+    made = random_attention(layout(), 2, [2])
+    store = write(tmp_path / "a.zarr", [made], left_out=left_out, with_rollout=False)
+    with pytest.raises(MissingInput, match=r"no attention of stages\.0: attention within windows"):
+        run(store, kind="mean-cls", sites=["stages.0"])
+    with caplog.at_level(logging.INFO, "vitsee_core"):
+        run(store, kind="mean-cls")
+    assert "lacks the attention of stages.0: attention within windows" in caplog.text
+
+
+def test_command_and_analysis_name_the_same() -> None:
+    assert attn_map_command.KINDS == KINDS
+    assert attn_map_command.SCALES == SCALES
+
+
+def test_importing_the_analysis_imports_no_torch_and_no_matplotlib() -> None:
+    code = (
+        f"import sys, {attn_map.__name__}; "
+        "print([m for m in ('torch', 'matplotlib', 'timm', 'PIL') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,291 @@
+"""Attention maps: where the class token, the patches and the model as a whole look, head by head.
+
+For A (queries by keys) of one image and one head, over spatial keys k; means go over images:
+
+- `mean-cls`: A[cls, k] (Walmer et al. 2023, Figs. 1 top, 2, 13, 17).
+- `mean-spatial`: mean over spatial queries of A[q, k]. Both are taken as they are, so that a map's
+  total is 1 less what goes to prefix tokens; Walmer et al. draw each head over its own range
+  (`--scale head`), where intensities do not compare between heads.
+- `aligned`: every query's map is shifted so that the query is at the centre, rows renormalised
+  over spatial keys, and averaged over queries and images (Aligned Aggregated Attention Maps; Walmer
+  et al. 2023, Figs. 3, 14, 18). Cells are offsets key minus query, of total mass 1 (their code's
+  sum to its batch size). Far offsets exist for few queries: `coverage` divides each cell by the
+  share of queries that have a key there, which turns uniform attention into the constant 1 / keys.
+- `rollout`: the class token's row (without one: the mean over spatial queries) of the product of
+  all blocks' 0.5 mean_h A + 0.5 I, rows renormalised (Abnar & Zuidema 2020). Dosovitskiy et al.
+  2021, Figs. 6, 13, name no residual term: `residual=False` leaves I out.
+- `prefix-mass`: mean over spatial queries of the attention to class, register and distillation
+  tokens. `entropy`: mean over spatial queries of -sum_k A ln A over all keys, in nats.
+
+Single images: see `vitsee_core.image_maps`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.head_maps import (
+    SUMS,
+    check_class_token,
+    check_heads,
+    chosen_blocks,
+    map_columns,
+    mean_maps,
+    query_coverage,
+    spatial,
+    sum_slabs,
+)
+from vitsee_core.head_numbers import draw_numbers
+from vitsee_core.head_tiles import draw_grid
+from vitsee_core.heads import AttentionMoments, Block, attention_blocks
+from vitsee_core.image_figure import draw_images
+from vitsee_core.image_maps import map_images, mean_rollout
+from vitsee_core.moments import INTERVAL_METHOD, Summary
+from vitsee_core.origin import Origin
+from vitsee_core.plotting import styled
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.results import Table
+from vitsee_core.streaming import Rows, choose_rows, fold
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_core.streaming import Map
+    from vitsee_stores import Store
+
+log = logging.getLogger(__name__)
+
+Float = NDArray[np.float64]
+
+NUMBERS = {"prefix-mass": "prefix_mass", "entropy": "entropy"}
+KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy")
+PLACE = ("store", "model", "site", "depth", "rel_depth", "head")
+SPREAD = ("value", "std", "low", "high", "n_images")
+MAP_COLUMNS = (*PLACE, "row", "col", "metric", "value", "n_images")
+ROLLOUT_COLUMNS = (*PLACE, "row", "col", "metric", *SPREAD)
+NUMBER_COLUMNS = (*PLACE, "metric", *SPREAD)
+TITLES = {
+    "mean_cls": "mean attention of the class token",
+    "mean_spatial": "mean attention of the patches",
+    "aligned": "aligned attention, share of mass by offset",
+    "aligned_coverage": "aligned attention, per query with a key at the offset",
+    "rollout": "attention rollout",
+    "rollout_no_residual": "attention rollout without residual term",
+}
+
+
+def run(
+    store: Store,
+    *,
+    kind: str | None = None,
+    sites: Sequence[str] = (),
+    heads: Sequence[int] = (),
+    coverage: bool = False,
+    residual: bool = True,
+    image: Sequence[str] = (),
+    query: Sequence[tuple[int, int]] = (),
+    images: int | None = None,
+    seed: int = 0,
+    jobs: int = 1,
+    memory: int | None = None,
+    device: str = "auto",
+    origin: Origin | None = None,
+    map: Map | None = None,
+    progress: Progress = SILENT,
+) -> Table:
+    """One row a cell of a head's map, or one a head; without `kind` those of single images.
+
+    Columns: `MAP_COLUMNS`, `ROLLOUT_COLUMNS` or `NUMBER_COLUMNS`; `image_maps.COLUMNS` for single
+    images. `row`, `col`: the key's cell, for `aligned` the signed offset; `metric`: the kind, with
+    `_coverage` or `_no_residual`. The `site` of a rollout is the block it starts from. NaN: no
+    image counts.
+
+    Args:
+        store: with attention summaries.
+        kind: one of `KINDS`.
+        sites: blocks by path or glob; by default all, for single images the last one.
+        heads: which of each block; by default all.
+        coverage: of `aligned`.
+        residual: of `rollout`; without it the attention of every image is read whole (extract
+            --attention full) or computed once more.
+        image: ids or row numbers of single images, in place of a kind.
+        query: cells of the grid whose maps are wanted of the single images.
+        images: use so many; whole slabs where the store keeps sums.
+        seed: of a sample of images, where one is drawn.
+        jobs: slabs read at a time.
+        memory: bytes to stay within.
+        device: for what has to be computed once more.
+        origin: where data and weights are now, for the same.
+        map: see `fold`.
+        progress: told the images computed once more.
+
+    Raises:
+        MissingInput: the store has no such summaries, or no class token.
+        SiteError: a pattern matches no block.
+        VitseeError: options that do not go together, no such head, image or cell.
+    """
+    if (kind is None) == (not image):
+        raise VitseeError("expected a kind of map or single images, and not both")
+    if kind not in (*KINDS, None):
+        raise VitseeError(f"no kind {kind!r}; kinds of attn-map: {', '.join(KINDS)}")
+    what = kind or "single images"
+    if coverage and kind != "aligned":
+        raise VitseeError(f"coverage corrects aligned maps only, not {what}")
+    if not residual and kind != "rollout":
+        raise VitseeError(f"only the kind rollout goes without residual term, not {what}")
+    if query and not image:
+        raise VitseeError("the maps of a query are those of single images: name an --image")
+    if kind is None:
+        if images is not None:
+            raise VitseeError("single images were named: leave the number of images out")
+        return map_images(
+            store, image, sites, heads, query, device=device, origin=origin, progress=progress
+        )
+    chosen = choose_rows(store, images, seed, whole_slabs=kind in SUMS)
+    for remark in chosen.remarks:
+        log.info("%s", remark)
+    notes: dict[str, Any] = {"kind": kind, "seed": seed, "images": chosen.describe()}
+    if kind == "rollout":
+        if sites or heads:
+            raise VitseeError("a rollout goes through all blocks and heads: leave their choice out")
+        summary, block = _rollout(store, chosen, residual, jobs, map, device, origin, progress)
+        metric = "rollout" if residual else "rollout_no_residual"
+        notes["interval"] = INTERVAL_METHOD
+        return Table(_rollout_columns(store, block, summary, metric), notes)
+    blocks = chosen_blocks(store, sites or ("blocks",))
+    picked = check_heads(store, blocks, heads)
+    if kind in NUMBERS:
+        notes["interval"] = INTERVAL_METHOD
+        return _numbers(store, blocks, picked, NUMBERS[kind], chosen, jobs, memory, map, notes)
+    if kind == "mean-cls":
+        check_class_token(store, blocks, "take --kind mean-spatial")
+    found = _means(store, blocks, picked, kind, coverage, chosen, jobs, memory, map)
+    metric = kind.replace("-", "_") + ("_coverage" if coverage else "")
+    columns = [map_columns(store, *entry, metric) for entry in found]
+    return Table({name: np.concatenate([c[name] for c in columns]) for name in MAP_COLUMNS}, notes)
+
+
+def _means(
+    store: Store,
+    blocks: Sequence[Block],
+    picked: Sequence[NDArray[np.int64]],
+    kind: str,
+    corrected: bool,
+    rows: Rows,
+    jobs: int,
+    memory: int | None,
+    map: Map | None,
+) -> list[tuple[Block, NDArray[np.int64], Float, NDArray[np.int64]]]:
+    """(block, heads, maps, images counted) of each block."""
+    keys = list(dict.fromkeys((SUMS[kind], block.group) for block in blocks))
+    total = sum_slabs(store, keys, rows, jobs=jobs, memory=memory, map=map)
+    found = []
+    for block, heads in zip(blocks, picked, strict=True):
+        sums = total.sums[SUMS[kind], block.group][0, block.row, heads]
+        maps, n = mean_maps(sums, int(total.n_images[0]), block.layout, kind)
+        if corrected:
+            assert block.layout.grid is not None
+            maps = maps / query_coverage(block.layout.grid)
+        found.append((block, heads, maps, n))
+    return found
+
+
+def _rollout(
+    store: Store,
+    rows: Rows,
+    residual: bool,
+    jobs: int,
+    map: Map | None,
+    device: str,
+    origin: Origin | None,
+    progress: Progress,
+) -> tuple[Summary, Block]:
+    """Moments over images of each token, and the block the rollout starts from."""
+    store.attention("rollout")  # refused with its reason where blocks cannot be multiplied
+    blocks = attention_blocks(store)
+    if residual:
+        key = ("rollout", "")
+        folded = fold(store, partial(AttentionMoments, (key,)), rows=rows, jobs=jobs, map=map)
+        return folded.result()[key], blocks[-1]
+    counted = np.flatnonzero(rows.mask & store.valid)
+    found = mean_rollout(store, counted, blocks, device=device, origin=origin, progress=progress)
+    return found, blocks[-1]
+
+
+def _rollout_columns(
+    store: Store, block: Block, summary: Summary, metric: str
+) -> dict[str, NDArray[Any]]:
+    assert block.layout.grid is not None
+    layout = block.layout
+    maps = {name: spatial(getattr(summary, name), layout)[None] for name in ("mean", *SPREAD[1:4])}
+    counts = spatial(summary.n.astype(np.float64), layout).ravel().astype(np.int64)
+    one = np.zeros(1, np.int64)
+    columns = map_columns(store, block, one, maps["mean"], one, metric)
+    columns |= {name: maps[name].ravel() for name in SPREAD[1:4]}
+    columns |= {"head": np.full(len(counts), None, object), "n_images": counts}
+    return {name: columns[name] for name in ROLLOUT_COLUMNS}
+
+
+def _numbers(
+    store: Store,
+    blocks: Sequence[Block],
+    picked: Sequence[NDArray[np.int64]],
+    metric: str,
+    rows: Rows,
+    jobs: int,
+    memory: int | None,
+    map: Map | None,
+    notes: dict[str, Any],
+) -> Table:
+    keys = tuple(dict.fromkeys((metric, block.group) for block in blocks))
+    make = partial(AttentionMoments, keys)
+    summaries = fold(store, make, rows=rows, jobs=jobs, memory=memory, map=map).result()
+    found = []
+    for block, heads in zip(blocks, picked, strict=True):
+        summary = summaries[metric, block.group]
+        for head in heads.tolist():
+            at = (block.row, head)
+            found.append(
+                {
+                    "store": store.label,
+                    "model": store.manifest.model.get("name", ""),
+                    "site": block.site,
+                    "depth": block.depth,
+                    "rel_depth": block.rel_depth,
+                    "head": head,
+                    "metric": metric,
+                    "value": float(summary.mean[at]),
+                    "std": float(summary.std[at]),
+                    "low": float(summary.low[at]),
+                    "high": float(summary.high[at]),
+                    "n_images": int(summary.n[at]),
+                }
+            )
+    return Table.from_rows(found, NUMBER_COLUMNS, notes)
+
+
+@styled
+def plot(table: Table, scale: str = "shared") -> Figure:
+    """A grid of maps, layers in rows and heads in columns, each token grid of a model for itself;
+    for single images their pictures, maps and rollouts; for one number a head, the heads against
+    depth. From the table alone (a single image's picture is in its notes).
+
+    Args:
+        table: from `run`.
+        scale: "shared": all maps on one colour scale; "head": each over its own range, so that
+            intensities do not compare between heads.
+    """
+    if "token" in table.columns:
+        return draw_images(table, scale)
+    if "row" not in table.columns:
+        return draw_numbers(table)
+    metric = str(table["metric"][0])
+    unit = "attention" if metric == "aligned_coverage" else "share of attention"
+    return draw_grid(table, TITLES[metric], scale, unit, midlines=metric.startswith("aligned"))

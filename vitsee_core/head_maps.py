@@ -1,0 +1,208 @@
+"""Mean attention maps of heads, from the sums over slabs that a store keeps.
+
+A map is an array over spatial keys, (rows, cols) of the grid, or for `aligned` over the offsets key
+minus query, (2 rows - 1, 2 cols - 1) from -(rows - 1) and -(cols - 1) on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.heads import Block, attention_blocks
+from vitsee_core.streaming import Rows, each_slab
+from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.manifest import by_reason
+
+if TYPE_CHECKING:
+    from vitsee_core.streaming import Map
+    from vitsee_stores import Slab, Store
+    from vitsee_stores.layout import TokenLayout
+
+Float = NDArray[np.float64]
+Key = tuple[str, str]  # array and group
+
+log = logging.getLogger(__name__)
+
+LEFT_OUT = " attention"  # follows a block's name in the manifest's list of what was left out
+SUMS = {"mean-cls": "cls_map", "mean-spatial": "received", "aligned": "aligned"}
+
+
+@dataclass(frozen=True)
+class SlabSums:
+    """Sums over images. sums: (array, group) -> (parts, blocks, ...) float64, NaN where an image
+    has none; n_images: (parts,) valid images in each part, a part being consecutive slabs."""
+
+    sums: dict[Key, Float]
+    n_images: NDArray[np.int64]
+
+
+def sum_slabs(
+    store: Store,
+    keys: Sequence[Key],
+    rows: Rows,
+    *,
+    parts: int = 1,
+    jobs: int = 1,
+    memory: int | None = None,
+    map: Map | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> SlabSums:
+    """The stored sums of these slabs, added up in float64 to at most `parts` parts; of arrays
+    that are kept image by image their sums over the valid images.
+
+    Memory: `parts` times the arrays, and `jobs` slabs of them (fewer where `memory` is
+    short). Further arguments as for `fold`;
+    `rows` has to be whole slabs.
+    """
+    counted = rows.mask & store.valid
+    places = [store.plan.rows(k) for k in range(store.n_slabs)]
+    n_slabs = sum(bool(counted[place].any()) for place in places)
+    parts = max(1, min(parts, n_slabs))
+    sums: dict[Key, Float] = {}
+    n_images = np.zeros(parts, np.int64)
+    work = partial(_read, tuple(keys))
+    slab_bytes = sum(store.attention(*key).size_bytes for key in keys) // store.n_slabs
+    if memory is not None:
+        jobs = min(jobs, max(1, memory // max(1, 3 * slab_bytes)))
+    found = each_slab(store, work, rows=rows, jobs=jobs, map=map, progress=progress)
+    for i, (n, arrays) in enumerate(found):
+        part = i * parts // n_slabs
+        n_images[part] += n
+        for key, array in zip(keys, arrays, strict=True):
+            if key not in sums:
+                sums[key] = np.zeros((parts, *array.shape))
+            sums[key][part] += array
+    return SlabSums(sums, n_images)
+
+
+def _read(keys: Sequence[Key], slab: Slab) -> tuple[int, list[NDArray[Any]]]:
+    found = []
+    for name, group in keys:
+        if name in SUMS.values():
+            found.append(slab.attention_sums(name, group))
+        else:
+            found.append(slab.attention(name, group)[slab.valid].sum(0, dtype=np.float64))
+    return int(slab.valid.sum()), found
+
+
+def spatial(per_token: Float, layout: TokenLayout) -> Float:
+    """(..., tokens) as (..., rows, cols): prefix tokens left out, nothing renormalised."""
+    assert layout.grid is not None
+    return per_token[..., layout.n_prefix :].reshape(*per_token.shape[:-1], *layout.grid)
+
+
+def mean_maps(
+    sums: Float, n_images: int, layout: TokenLayout, kind: str
+) -> tuple[Float, NDArray[np.int64]]:
+    """Means over images of one block's heads, and how many images each counts.
+
+    sums: (heads, ...) as stored under `SUMS[kind]`. `mean-cls` and `mean-spatial`: attention as it
+    is, so that a map's total is 1 less what goes to prefix tokens. `aligned`: of total mass 1; an
+    image without spatial mass in a head is not counted there. NaN where no image counts.
+    """
+    n_heads = len(sums)
+    if kind != "aligned":
+        return spatial(sums / n_images, layout), np.full(n_heads, n_images)
+    # Each image's map has mass 1, or none at all.
+    mass = sums.sum((-2, -1), keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        maps = np.where(mass > 0, sums / mass, np.nan)
+    counted = np.nan_to_num(np.rint(mass[:, 0, 0])).astype(np.int64)
+    return maps, counted
+
+
+def query_coverage(grid: tuple[int, int]) -> Float:
+    """The share of queries that have a key at each offset: (2 rows - 1, 2 cols - 1), 1 in the
+    middle, 1 / cells in the corners. Divided by its sum it is uniform attention's aligned map."""
+    (gh, gw) = grid
+    dy, dx = np.arange(1 - gh, gh), np.arange(1 - gw, gw)
+    return np.outer(gh - abs(dy), gw - abs(dx)) / (gh * gw)
+
+
+def chosen_blocks(store: Store, sites: Sequence[str]) -> list[Block]:
+    """The blocks that `sites` choose (see `attention_blocks`); those whose attention extract left
+    out are named with their reasons.
+
+    Raises:
+        MissingInput: the store has no attention, or one of `sites` is a block without.
+        SiteError: a pattern matches no block.
+    """
+    left_out = {
+        name.removesuffix(LEFT_OUT): reason
+        for name, reason in store.manifest.left_out.items()
+        if name.endswith(LEFT_OUT)
+    }
+    for site in sites:
+        if site in left_out:
+            raise MissingInput(f"{store.label} has no attention of {site}: {left_out[site]}")
+    blocks = attention_blocks(store, sites)
+    for line in by_reason(left_out):
+        log.info("%s lacks the attention of %s", store.label, line)
+    return blocks
+
+
+def check_class_token(store: Store, blocks: Sequence[Block], instead: str) -> None:
+    """Raises MissingInput where a block has no class token; `instead` names what it has."""
+    for block in blocks:
+        if block.layout.cls is None:
+            held = ", ".join(block.layout.prefix) or "none"
+            raise MissingInput(
+                f"{store.label} has no class token in {block.site} (prefix tokens: {held}); "
+                f"{instead}"
+            )
+
+
+def check_heads(
+    store: Store, blocks: Sequence[Block], heads: Sequence[int]
+) -> list[NDArray[np.int64]]:
+    """The heads to look at in each block: those of `heads` that it has, or all.
+
+    Raises:
+        VitseeError: a head that some block has not.
+    """
+    for block in blocks:
+        missing = [head for head in heads if not 0 <= head < block.n_heads]
+        if missing:
+            raise VitseeError(
+                f"{store.label} has no head {missing[0]} in {block.site}; expected 0 to "
+                f"{block.n_heads - 1}"
+            )
+    return [np.array(sorted(set(heads)) or range(block.n_heads), np.int64) for block in blocks]
+
+
+def map_columns(
+    store: Store,
+    block: Block,
+    heads: NDArray[np.int64],
+    maps: Float,
+    n_images: NDArray[np.int64],
+    metric: str,
+) -> dict[str, NDArray[Any]]:
+    """The rows of one block's maps, (heads, height, width), in a table: columns as arrays, as it
+    may have half a million rows. `aligned` ones have offsets, the others cells, in row and col."""
+    n_heads, height, width = maps.shape
+    first = (-(height // 2), -(width // 2)) if metric.startswith("aligned") else (0, 0)
+    cells, n = height * width, maps.size
+    constants: dict[str, Any] = {
+        "store": store.label,
+        "model": store.manifest.model.get("name", ""),
+        "site": block.site,
+        "depth": block.depth,
+        "rel_depth": block.rel_depth,
+        "metric": metric,
+    }
+    return {
+        **{name: np.full(n, value) for name, value in constants.items()},
+        "head": np.repeat(heads, cells),
+        "row": np.tile(np.repeat(np.arange(height) + first[0], width), n_heads),
+        "col": np.tile(np.arange(width) + first[1], n_heads * height),
+        "value": maps.ravel(),
+        "n_images": np.repeat(n_images, cells),
+    }

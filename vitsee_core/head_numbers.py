@@ -1,0 +1,74 @@
+"""The picture of a table with one number a head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.plotting import (
+    COLOURS,
+    integer_ticks,
+    legend_above_data,
+    new_figure,
+    shorten,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_core.results import Table
+
+UNITS = {
+    "prefix_mass": "attention to prefix tokens (share)",
+    "entropy": "entropy of attention (nats)",
+}
+
+
+def draw_numbers(table: Table) -> Figure:
+    """Left: every head with its 95 % interval against depth, the layers' means as a line. Right:
+    the same by layer and head. To be called below `styled`."""
+    metric = str(table["metric"][0])
+    depths = np.unique(table["depth"])
+    n_heads = int(table["head"].max()) + 1
+    cell = min(0.34, max(0.16, 8 / max(n_heads, 1)))
+    height = max(3.1, 1.2 + cell * len(depths))
+    figure = new_figure(4.3 + 2.0 + cell * n_heads, height)
+    left, right = figure.subplots(1, 2, width_ratios=[4.0, 1.9 + cell * n_heads])
+    offsets = (table["head"] - (n_heads - 1) / 2) * 0.6 / max(n_heads, 1)
+    error = np.abs(np.stack([table["value"] - table["low"], table["high"] - table["value"]]))
+    left.errorbar(
+        table["depth"] + offsets,
+        table["value"],
+        yerr=np.nan_to_num(error),
+        fmt="o",
+        markersize=3,
+        color=COLOURS[0],
+        elinewidth=0.8,
+        alpha=0.7,
+        label="head, 95 % interval",
+    )
+    layers = [table["value"][table["depth"] == depth] for depth in depths]
+    means = [v[~np.isnan(v)].mean() if (~np.isnan(v)).any() else np.nan for v in layers]
+    left.plot(depths, means, color="black", label="layer mean")
+    integer_ticks(left, depths)
+    left.set_xlabel("block")
+    left.set_ylabel(UNITS.get(metric, metric))
+    left.set_title(f"{shorten(str(table['store'][0]), 24)} (n = {table['n_images'].max()})")
+    legend_above_data(left, 2)
+    values = np.full((len(depths), n_heads), np.nan)
+    values[np.searchsorted(depths, table["depth"]), table["head"]] = table["value"]
+    image = right.imshow(values, vmin=0, origin="upper", aspect="equal")
+    right.grid(False)
+    labels = [shorten(str(table["site"][table["depth"] == d][0]), 18) for d in depths]
+    right.set_yticks(range(len(depths)), labels)
+    every = -(-n_heads // 16)
+    right.set_xticks(range(0, n_heads, every))
+    right.set_xlabel("head")
+    for spine in right.spines.values():
+        spine.set_visible(False)
+    right.tick_params(length=0)
+    bar = figure.colorbar(image, ax=right, fraction=0.05, pad=0.03)
+    bar.set_label(UNITS.get(metric, metric))
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    return figure

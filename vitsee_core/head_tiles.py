@@ -1,0 +1,270 @@
+"""Small maps side by side in one picture: layers in rows, heads in columns.
+
+All tiles of one grid size are one image, so that 512 heads draw as fast as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.plotting import GREY, new_figure, shorten
+from vitsee_core.site_axes import CHARACTER_INCHES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+    from vitsee_core.results import Table
+
+Float = NDArray[np.float64]
+
+SCALES = ("shared", "head")
+GAP = 0.08  # of a tile
+MIDLINE = "#E8002B"
+LARGEST, ALONE = 1.1, 3.2  # inches of a tile, and of one that has no others beside it
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Maps of one size. maps: (row, column) -> (height, width); labels of the rows and columns."""
+
+    maps: dict[tuple[int, int], Float]
+    row_labels: list[str]
+    column_labels: list[str]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of a map in cells."""
+        height, width = next(iter(self.maps.values())).shape
+        return height, width
+
+    def gaps(self) -> tuple[int, int]:
+        """Cells between neighbouring tiles."""
+        height, width = self.size
+        gap = max(1, round(GAP * max(height, width)))
+        return gap, gap
+
+    def centre(self, row: int, column: int) -> tuple[float, float]:
+        """Where the middle of a tile lies in the picture, (y, x)."""
+        (height, width), (down, across) = self.size, self.gaps()
+        return row * (height + down) + (height - 1) / 2, column * (width + across) + (width - 1) / 2
+
+    def shape(self) -> tuple[int, int]:
+        """Cells of the whole picture."""
+        (height, width), (down, across) = self.size, self.gaps()
+        n_rows, n_columns = len(self.row_labels), len(self.column_labels)
+        return n_rows * (height + down) - down, n_columns * (width + across) - across
+
+
+def cut_maps(table: Table) -> Iterator[tuple[int, int, str, Float]]:
+    """(depth, head, site, map) of each head of a table with columns row and col, by depth and head;
+    a row without a head counts as head 0. The cells of a map are in the table once each."""
+    head = np.array([0 if h is None else h for h in table["head"].tolist()], np.int64)
+    depth, row, col = (table[name].astype(np.int64) for name in ("depth", "row", "col"))
+    order = np.lexsort((col, row, head, depth))
+    depth, head, row, col = depth[order], head[order], row[order], col[order]
+    values, sites = table["value"][order], table["site"][order]
+    new = np.flatnonzero(np.diff(depth, prepend=-1) | np.diff(head, prepend=-1))
+    for start, stop in zip(new, [*new[1:], len(values)], strict=True):
+        height = int(row[stop - 1] - row[start]) + 1
+        cells = values[start:stop].reshape(height, -1)
+        yield int(depth[start]), int(head[start]), str(sites[start]), cells
+
+
+def tile_table(table: Table) -> list[Tiles]:
+    """The maps of a table by grid size, the largest first; rows are the layers that have it."""
+    by_size: dict[tuple[int, ...], list[tuple[int, int, str, Float]]] = {}
+    for entry in cut_maps(table):
+        by_size.setdefault(entry[3].shape, []).append(entry)
+    found = []
+    for entries in by_size.values():
+        depths = list(dict.fromkeys(entry[0] for entry in entries))
+        heads = sorted({entry[1] for entry in entries})
+        sites = {depth: site for depth, _, site, _ in entries}
+        maps = {(depths.index(d), heads.index(h)): values for d, h, _, values in entries}
+        labels = [shorten(sites[depth], 18) for depth in depths]
+        found.append(Tiles(maps, labels, [str(h) for h in heads]))
+    return sorted(found, key=lambda tiles: -np.prod(tiles.size))
+
+
+def value_range(tiles: Sequence[Tiles]) -> tuple[float, float]:
+    """0 and the largest value of all tiles."""
+    largest = max(
+        (float(np.nanmax(m)) for t in tiles for m in t.maps.values() if np.isfinite(m).any()),
+        default=0.0,
+    )
+    return 0.0, largest if largest > 0 else 1.0
+
+
+def draw_tiles(
+    axes: Axes,
+    tiles: Tiles,
+    *,
+    scale: str,
+    limits: tuple[float, float],
+    midlines: bool = False,
+    every: int = 1,
+) -> AxesImage:
+    """Draw the tiles into `axes`, which loses its frame; what `imshow` gave.
+
+    The shared colours follow the cube root: beside one head that looks at one key, all others would
+    be black on a straight scale (uniform attention on 16 x 16 cells is 1 / 256 of it).
+
+    Args:
+        axes: below `styled`.
+        tiles: the maps.
+        scale: "shared" or "plain": values as they are over `limits`, coloured by their cube root or
+            straight; "head": each map over its own range, 0 its least and 1 its largest value.
+        limits: of the colours, unless "head".
+        midlines: red lines through the middle of each tile.
+        every: label each so many-th column.
+    """
+    from matplotlib.colors import Normalize, PowerNorm
+
+    whole = np.full(tiles.shape(), np.nan)
+    (height, width), (down, across) = tiles.size, tiles.gaps()
+    for (row, column), values in tiles.maps.items():
+        top, left = row * (height + down), column * (width + across)
+        shown = stretched(values) if scale == "head" else values
+        whole[top : top + height, left : left + width] = shown
+    norms = {
+        "head": Normalize(0, 1),
+        "plain": Normalize(*limits),
+        "shared": PowerNorm(1 / 3, *limits),
+    }
+    image = axes.imshow(whole, origin="upper", aspect="equal", norm=norms[scale])
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(length=0, pad=2)
+    columns = range(0, len(tiles.column_labels), every)
+    axes.set_xticks([tiles.centre(0, c)[1] for c in columns])
+    axes.set_xticklabels([tiles.column_labels[c] for c in columns])
+    axes.xaxis.tick_top()
+    axes.xaxis.set_label_position("top")
+    axes.set_yticks([tiles.centre(r, 0)[0] for r in range(len(tiles.row_labels))])
+    axes.set_yticklabels(tiles.row_labels)
+    if midlines:
+        _draw_midlines(axes, tiles)
+    return image
+
+
+def stretched(values: Float) -> Float:
+    """A map over its own range, 0 to 1; 0 where it is constant, NaN as it is."""
+    if np.isnan(values).all():
+        return values
+    low, high = np.nanmin(values), np.nanmax(values)
+    return (values - low) / (high - low) if high > low else np.where(np.isnan(values), values, 0.0)
+
+
+def _draw_midlines(axes: Axes, tiles: Tiles) -> None:
+    from matplotlib.collections import LineCollection
+
+    height, width = tiles.size
+    lines = []
+    for row, column in tiles.maps:
+        y, x = tiles.centre(row, column)
+        lines.append([(x - width / 2, y), (x + width / 2, y)])
+        lines.append([(x, y - height / 2), (x, y + height / 2)])
+    axes.add_collection(LineCollection(lines, colors=MIDLINE, linewidths=0.5, alpha=0.75))
+
+
+def mark_middle(axes: Axes, size: tuple[int, ...]) -> None:
+    """Red lines through the middle of one map of this size, drawn by `imshow`."""
+    axes.axhline((size[0] - 1) / 2, color=MIDLINE, linewidth=0.5, alpha=0.75)
+    axes.axvline((size[1] - 1) / 2, color=MIDLINE, linewidth=0.5, alpha=0.75)
+
+
+def mark_cell(axes: Axes, tiles: Tiles, cell: tuple[int, int]) -> None:
+    """A frame around one cell of every tile."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    height, width = tiles.size
+    frames = []
+    for row, column in tiles.maps:
+        y, x = tiles.centre(row, column)
+        top, left = y - (height - 1) / 2 + cell[0] - 0.5, x - (width - 1) / 2 + cell[1] - 0.5
+        frames.append(Rectangle((left, top), 1, 1))
+    axes.add_collection(
+        PatchCollection(frames, facecolor="none", edgecolor=MIDLINE, linewidths=0.9)
+    )
+
+
+def style_bar(bar: Any, unit: str, scale: str) -> None:
+    """The look of every colour bar beside tiles, and what it says."""
+    if scale == "head":
+        bar.set_label("each head scaled to its own range")
+        bar.set_ticks([0, 1])
+        bar.set_ticklabels(["least", "most"])
+    else:
+        bar.set_label(unit if scale == "plain" else f"{unit} (cube-root colours)")
+    bar.outline.set_linewidth(0.5)
+    bar.outline.set_edgecolor(GREY)
+
+
+# ---------------------------------------------------------------- whole figures
+
+
+def draw_grid(table: Table, title: str, scale: str, unit: str, *, midlines: bool = False) -> Figure:
+    """The maps of a table, one picture for each grid size below one another, largest grid first.
+
+    To be called below `styled`.
+
+    Args:
+        table: with columns row and col.
+        title: of the figure, after the store's label.
+        scale: see `draw_tiles`.
+        unit: what the values are.
+        midlines: see `draw_tiles`.
+    """
+    all_tiles = tile_table(table)
+    alone = len(all_tiles) == 1 and len(all_tiles[0].maps) == 1
+    limits = value_range(all_tiles)
+    if alone:
+        values = all_tiles[0].maps[0, 0]
+        scale, limits = "plain", (float(values.min()), float(values.max()))
+    sizes = [_inches(tiles) for tiles in all_tiles]
+    labels = [label for tiles in all_tiles for label in tiles.row_labels]
+    left = 0.2 + (0 if alone else CHARACTER_INCHES * max(map(len, labels)))
+    # Laid out by hand: the tiles' sizes are known, and so is the room for their labels.
+    width = max(left + max(w for _, w in sizes) + 1.1, 4.8)
+    above = 0.15 if alone else 0.5
+    height = 0.3 + sum(h + above for h, _ in sizes) + 0.15
+    figure = new_figure(width, height)
+    figure.set_layout_engine("none")
+    top = height - 0.3
+    for tiles, (tall, wide) in zip(all_tiles, sizes, strict=True):
+        top -= above + tall
+        axes = figure.add_axes((left / width, top / height, wide / width, tall / height))
+        every = -(-len(tiles.column_labels) // 32)
+        image = draw_tiles(axes, tiles, scale=scale, limits=limits, midlines=midlines, every=every)
+        rows, columns = tiles.size
+        of = "" if len(all_tiles) == 1 else f" of the blocks with maps of {rows} x {columns}"
+        axes.set_xlabel(f"head{of}")
+        if alone:
+            axes.set(xticks=[], yticks=[], xlabel="")
+    low, high = table["n_images"].min(), table["n_images"].max()
+    n = f"n = {high}" if low == high else f"n = {low} to {high}"
+    text = f"{shorten(str(table['store'][0]), 28)}: {title} ({n})"
+    figure.text(0.15 / width, 1 - 0.25 / height, text, fontsize=10)
+    long = min(sizes[0][0], 5.0)
+    beside = (left + max(w for _, w in sizes) + 0.15) / width
+    place = (beside, (height - 0.3 - above - long) / height, 0.16 / width, long / height)
+    style_bar(figure.colorbar(image, cax=figure.add_axes(place)), unit, scale)
+    return figure
+
+
+def _inches(tiles: Tiles) -> tuple[float, float]:
+    """Height and width of the tiles' picture: tiles as large as is useful, together no more than a
+    page of 20 x 11."""
+    height, width = tiles.shape()
+    side = LARGEST if len(tiles.maps) > 1 else ALONE
+    cell = min(side / max(tiles.size), 11 / width, 20 / height)
+    return height * cell, width * cell

@@ -1,0 +1,163 @@
+"""The figure of single images: each one's picture, rollouts, and heads' maps of each query."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.head_tiles import (
+    Tiles,
+    cut_maps,
+    draw_tiles,
+    mark_cell,
+    style_bar,
+    value_range,
+)
+from vitsee_core.plotting import GREY, new_figure, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_core.results import Table
+
+ROLLOUTS = {"rollout": "rollout", "rollout_no_residual": "without residual term"}
+TOKENS = {"cls": "class token", "mean": "mean over patches"}
+SIDE = 2.1  # inches of a picture
+
+
+def draw_images(table: Table, scale: str) -> Figure:
+    """A line of panels an image: its picture, the rollouts over it, the heads' maps of each query
+    (tiles; layers in rows and heads in columns where there are several layers, else the layer's
+    heads wrapped). To be called below `styled`."""
+    images = table.unique("image")
+    heads = table.where(metric="attention")
+    tokens = heads.unique("token")
+    wrapped = len(heads.unique("depth")) == 1
+    rollouts = [m for m in ROLLOUTS if m in table.unique("metric")]
+    samples = _tiles(heads.where(image=images[0], token=tokens[0]), wrapped)
+    n_rows = max(len(sample.row_labels) for sample in samples)
+    line = max(SIDE, n_rows * (0.5 if n_rows > 6 else 0.62))
+    across = [min(line * s.shape()[1] / s.shape()[0], 9.0) + 0.9 for s in samples]
+    widths = [SIDE] * (1 + len(rollouts)) + across * len(tokens)
+    figure = new_figure(sum(widths) + 0.4, len(images) * (line + 0.75) + 0.3)
+    panels = figure.subplots(len(images), len(widths), squeeze=False, width_ratios=widths)
+    for line_of_axes, image in zip(panels, images, strict=True):
+        own = table.where(image=image)
+        picture = _picture(table, image)
+        _show_picture(line_of_axes[0], picture, shorten(image, 26))
+        for axes, metric in zip(line_of_axes[1:], rollouts, strict=False):
+            _show_rollout(axes, own.where(metric=metric), picture, ROLLOUTS[metric])
+        rest = iter(line_of_axes[1 + len(rollouts) :])
+        for token in tokens:
+            maps = own.where(metric="attention", token=token)
+            who = TOKENS.get(token, f"patch {token}")
+            where = f" in {shorten(maps['site'][0], 18)}" if wrapped else ""
+            for tiles in _tiles(maps, wrapped):
+                axes = next(rest)
+                axes.set_title(f"{who}{where}")
+                _show_heads(figure, axes, tiles, token, scale)
+                if wrapped:
+                    _number_heads(axes, tiles, maps.unique("head"))
+    return figure
+
+
+def _tiles(maps: Table, wrapped: bool) -> list[Tiles]:
+    """The heads' maps of one image and query; one layer's heads in lines of about equal length."""
+    entries = list(cut_maps(maps))
+    sizes = dict.fromkeys(entry[3].shape for entry in entries)
+    found = []
+    for size in sizes:
+        same = [entry for entry in entries if entry[3].shape == size]
+        if wrapped:
+            n_columns = math.ceil(math.sqrt(len(same)))
+            n_rows = -(-len(same) // n_columns)
+            placed = {divmod(i, n_columns): entry[3] for i, entry in enumerate(same)}
+            found.append(Tiles(placed, [""] * n_rows, [""] * n_columns))
+            continue
+        depths = list(dict.fromkeys(entry[0] for entry in same))
+        heads = sorted({entry[1] for entry in same})
+        names = {entry[0]: shorten(entry[2], 18) for entry in same}
+        placed = {(depths.index(d), heads.index(h)): values for d, h, _, values in same}
+        found.append(Tiles(placed, [names[d] for d in depths], [str(h) for h in heads]))
+    return found
+
+
+def _picture(table: Table, image: str) -> NDArray[np.uint8] | None:
+    from PIL import Image
+
+    encoded = table.notes.get("pictures", {}).get(image)
+    if encoded is None:
+        return None
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB"))
+
+
+def _plain(axes: Axes) -> None:
+    axes.grid(False)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> None:
+    _plain(axes)
+    axes.set_title(title)
+    if picture is None:
+        axes.text(0.5, 0.5, "no picture", ha="center", va="center", color=GREY)
+        axes.set_aspect("equal")
+        return
+    axes.imshow(picture, origin="upper")
+
+
+def _show_rollout(axes: Axes, rows: Table, picture: NDArray[np.uint8] | None, title: str) -> None:
+    """The rollout over the grey picture, enlarged smoothly: its least value dark, its largest
+    bright."""
+    _plain(axes)
+    ((_, _, _, values),) = cut_maps(rows)
+    low, high = float(values.min()), float(values.max())
+    axes.set_title(title)
+    axes.text(
+        0.0, -0.04, f"{low:.3g} to {high:.3g}", transform=axes.transAxes, va="top", fontsize=8
+    )
+    height, width = values.shape if picture is None else picture.shape[:2]
+    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+    look: dict[str, Any] = {"origin": "upper", "extent": extent}
+    if picture is not None:
+        axes.imshow(picture.mean(-1), cmap="gray", vmin=0, vmax=255, **look)
+    axes.imshow(
+        values, cmap="inferno", interpolation="bilinear", alpha=0.65 if picture is not None else 1,
+        **look,
+    )  # fmt: skip
+
+
+def _number_heads(axes: Axes, tiles: Tiles, heads: list[int]) -> None:
+    """Each head's number in the corner of its tile."""
+    from matplotlib.patheffects import withStroke
+
+    height, width = tiles.size
+    for (row, column), head in zip(tiles.maps, heads, strict=True):
+        y, x = tiles.centre(row, column)
+        axes.text(
+            x - width * 0.46,
+            y - height * 0.46,
+            str(head),
+            color="white",
+            fontsize=7,
+            va="top",
+            path_effects=[withStroke(linewidth=1.2, foreground="black")],
+        )
+
+
+def _show_heads(figure: Figure, axes: Axes, tiles: Tiles, token: str, scale: str) -> None:
+    image = draw_tiles(axes, tiles, scale=scale, limits=value_range([tiles]))
+    if "," in token:
+        row, col = token.split(",")
+        mark_cell(axes, tiles, (int(row), int(col)))
+    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02)
+    style_bar(bar, "attention", scale)

@@ -1,0 +1,221 @@
+"""Attention of single images of a store, whole: as it was stored, or computed once more.
+
+A store keeps summaries of attention by default. What its manifest says of the model, the weights,
+the transform and the data is enough to compute the rest again for a few images, and its hashes
+tell whether the weights and the images are still those it was made from:
+
+    def rows(block, a):                         # a: (images, heads, tokens, tokens), on the device
+        return {"cls": a[:, :, block.layout.cls]}
+
+    for some in attention_of_images(store, find_rows(store, ["test/0"]), rows):
+        some.rows, some.values["blocks.0"]["cls"]       # (images,), (images, heads, tokens)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.heads import Block, attention_blocks
+from vitsee_core.origin import Origin, Pictures, model_of
+from vitsee_core.progress import SILENT, Progress
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitsee_core.models import AttentionBlock, AttentionCall
+    from vitsee_stores import Store
+
+log = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+Rows = NDArray[np.int64]
+Take = Callable[[Block, "Tensor"], Mapping[str, "Tensor"]]
+
+BATCH_BYTES = 256 << 20  # attention of one block over one batch
+MOST_IMAGES = 32
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What was taken of some images. rows: (images,) in the store. values: block -> name -> array
+    (images, ...)."""
+
+    rows: Rows
+    values: dict[str, dict[str, Array]]
+
+
+def find_rows(store: Store, names: Sequence[str]) -> Rows:
+    """The rows of these images, each named by its id or by its row number in the store.
+
+    Raises:
+        VitseeError: no such image, or it could not be read when the store was made.
+    """
+    ids = store.samples.id
+    found = []
+    for name in names:
+        rows = np.flatnonzero(ids == name)
+        if not len(rows) and name.isdigit() and int(name) < len(ids):
+            rows = np.array([int(name)])
+        if not len(rows):
+            raise VitseeError(
+                f"{store.label} has no image {name!r}; expected an id like {str(ids[0])!r} or a "
+                f"row from 0 to {len(ids) - 1}"
+            )
+        if not store.valid[rows[0]]:
+            raise VitseeError(f"{store.label} holds nothing of the image {name!r}: it is not valid")
+        found.append(int(rows[0]))
+    return np.array(found, np.int64)
+
+
+def has_full(store: Store, blocks: Sequence[Block]) -> bool:
+    """Whether the store itself holds the whole attention of these blocks."""
+    return all(store.has(f"attention/full/{block.site}") for block in blocks)
+
+
+def attention_of_images(
+    store: Store,
+    rows: Rows,
+    take: Take,
+    *,
+    blocks: Sequence[Block] | None = None,
+    origin: Origin | None = None,
+    device: str = "auto",
+    progress: Progress = SILENT,
+) -> Iterator[Attended]:
+    """What `take` makes of each block's attention, a batch of images at a time.
+
+    `take(block, a)` gets (images, heads, tokens, tokens) float32: softmax attention as it is,
+    queries by keys, prefix tokens first. Read from a store of `extract --attention full` (float16
+    there), else computed with the model on `device`. Memory: one block's attention over a batch
+    (256 MiB, or one image), and what was taken.
+
+    Args:
+        store: with attention summaries.
+        rows: valid rows of the store, each once.
+        take: what to keep.
+        blocks: all that the store has attention of, by default.
+        origin: see `Origin`.
+        device: as --device; of stored attention it is not needed.
+        progress: told the images done.
+
+    Raises:
+        MissingInput: the store has no attention summaries.
+        VitseeError: images or weights are gone, or are others than the store's.
+    """
+    chosen = attention_blocks(store) if blocks is None else list(blocks)
+    progress.start(len(rows))
+    try:
+        stored = has_full(store, chosen)
+        found = (
+            _stored(store, rows, take, chosen)
+            if stored
+            else _computed(store, rows, take, chosen, origin or Origin(), device)
+        )
+        for part in found:
+            yield part
+            progress.advance(len(part.rows))
+    finally:
+        progress.stop()
+
+
+def _batch_size(blocks: Sequence[Block]) -> int:
+    image_bytes = max(4 * block.n_heads * block.layout.n_tokens**2 for block in blocks)
+    return max(1, min(MOST_IMAGES, BATCH_BYTES // image_bytes))
+
+
+def _keep(taken: Mapping[str, Tensor]) -> dict[str, Array]:
+    # Copies: `take` may give views of a tensor that the next block overwrites.
+    return {name: value.float().cpu().numpy().copy() for name, value in taken.items()}
+
+
+def _stored(store: Store, rows: Rows, take: Take, blocks: Sequence[Block]) -> Iterator[Attended]:
+    import torch
+
+    most = _batch_size(blocks)
+    order = np.sort(rows)
+    start = 0
+    while start < len(order):
+        # Rows of one slab, near to each other: what lies between them is read too.
+        near = (order // store.plan.slab == order[start] // store.plan.slab) & (
+            order < order[start] + most
+        )
+        part = order[start:][near[start:]]
+        start += len(part)
+        values = {}
+        for block in blocks:
+            array = store.attention(f"full/{block.site}")
+            wide = array[int(part[0]) : int(part[-1]) + 1][part - part[0]]
+            values[block.site] = _keep(take(block, torch.from_numpy(wide.astype(np.float32))))
+        yield Attended(part, values)
+
+
+def _computed(
+    store: Store,
+    rows: Rows,
+    take: Take,
+    blocks: Sequence[Block],
+    origin: Origin,
+    device: str,
+) -> Iterator[Attended]:
+    import torch
+
+    from vitsee_core.device import precision_context, resolve_device
+    from vitsee_core.images import normalise
+    from vitsee_core.models import site_table
+    from vitsee_core.models.capture import Capture
+
+    where = resolve_device(device)
+    model = model_of(store, origin.checkpoint)
+    table = site_table(model)
+    known = {block.name: block for block in table.attention}
+    for block in blocks:
+        now = known.get(block.site)
+        if now is None or (now.n_heads, now.layout) != (block.n_heads, block.layout):
+            raise VitseeError(
+                f"{model.name} has no attention like the store's in {block.site} any more; "
+                f"extract {store.label} anew"
+            )
+    model.module.to(where)
+    precision = store.manifest.identity.get("precision", "fp32")
+    if precision == "tf32" and where.type != "cuda":
+        precision = "fp32"
+    log.info("computing the attention of %d images with %s on %s", len(rows), model.name, where)
+    size = _batch_size(blocks)
+    pixels_of = Pictures(store, origin.data)
+    observer = _Taker({block.site: block for block in blocks}, take)
+    capture = Capture(model, table, sites=[], attention=[known[block.site] for block in blocks])
+    with torch.inference_mode(), precision_context(where, precision), capture:
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            pixels = torch.from_numpy(pixels_of(part))
+            observer.values = {}
+            capture.run(normalise(pixels, store.manifest.transform, where), observer)
+            yield Attended(part, observer.values)
+
+
+class _Taker:
+    """An observer that keeps what `take` makes of each block's attention."""
+
+    def __init__(self, blocks: Mapping[str, Block], take: Take) -> None:
+        self._blocks, self._take = blocks, take
+        self.values: dict[str, dict[str, Array]] = {}
+
+    def site(self, *_: Any) -> None:
+        """Nothing: no site is asked for."""
+
+    def branch(self, *_: Any) -> None:
+        """Nothing: no sublayer is asked for."""
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """Take what is wanted of a block's attention."""
+        import torch
+
+        a = torch.softmax(call.scores(slice(None)), -1)
+        self.values[block.name] = _keep(self._take(self._blocks[block.name], a))
