@@ -45,6 +45,7 @@ def write_acts(
     name: str = "image",
     grams: bool = False,
     groups: Sequence[str] = ("blocks",),
+    command: str = "",
 ) -> Store:
     """A store of these sites; (n, tokens, dim) an array, or (n, dim) for a vector.
 
@@ -61,6 +62,7 @@ def write_acts(
         name: decides the samples' ids, and so which stores pair.
         grams: keep Gram matrices within slabs.
         groups: of every site.
+        command: what the slabs' commit markers say.
     """
     n = len(next(iter(sites.values())))
     specs = tuple(
@@ -75,7 +77,7 @@ def write_acts(
     writer = StoreWriter.create_or_join(path, manifest, samples)
     keep = np.ones(n, np.uint8) if valid is None else np.array(valid, np.uint8)
     for k in range(plan.n_slabs) if slabs is None else slabs:
-        writer.write_slab(k, _slab(plan, k, sites, keep), {})
+        writer.write_slab(k, _slab(plan, k, sites, keep), {"command": command})
     writer.finish()
     return open_store(path, allow_partial=slabs is not None)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -79,6 +81,33 @@ def equal(a: Table, b: Table) -> bool:
 
 
 # ---------------------------------------------------------------- numbers
+
+
+def test_a_stopped_run_keeps_what_it_made_and_says_so(tmp_path: Path) -> None:
+    sites = {f"blocks.{i}.out": activations(40, 64, seed=i) for i in range(300)}
+    store = write_acts(tmp_path / "a.zarr", sites, slab=40)
+    command = [sys.executable, "-m", "vitsee_cli.main", "cka", str(store.path), "-o"]
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "out.csv")], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    folder = tmp_path / "a.zarr.grams"
+    while process.poll() is None and not list(folder.glob("*.json")):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate()
+    assert process.returncode == 75, errors
+    assert b"interrupted; finished Gram matrices are kept" in errors and out == b""
+    assert not (tmp_path / "out.csv").exists()
+    assert not list(folder.glob("*.partial"))
+    assert 0 < len(list(folder.glob("*.json"))) < 300
+
+
+def test_results_do_not_go_into_a_store(tmp_path: Path) -> None:
+    store = write_acts(tmp_path / "a.zarr", {"x": activations(8), "y": activations(8, seed=1)})
+    result = CliRunner().invoke(main, ["cka", str(store.path), "-o", str(store.path / "out.csv")])
+    assert result.exit_code == 1
+    assert "results do not go into a store" in result.stderr
+    assert not (store.path / "out.csv").exists()
 
 
 def test_by_hand(tmp_path: Path) -> None:
@@ -467,7 +496,7 @@ def test_stores_of_other_images(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_store_cannot_give(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SiteError, match="cls"):
+    with pytest.raises(SiteError, match="no class token"):
         compare(folder, "cnn", tokens="cls")
     pooled = write_store(tmp_path / "a.zarr", {"embed": activations(N)}, n=N, tokens="pooled")
     with pytest.raises(MissingInput, match=r"--tokens embed=all.*--grams"):
@@ -672,8 +701,8 @@ def test_command_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
         ((tmp_path / "missing.zarr",), "missing.zarr"),
         ((vit, tmp_path / "photos.zarr"), "do not pair"),
         ((vit, "--sites", "blocks.9.out"), "no site matches 'blocks.9.out'"),
-        ((cnn, "--tokens", "cls"), "cls"),
-        ((vit, cnn, other), "give e.g. --sites blocks.-1.out"),
+        ((cnn, "--tokens", "cls"), "no class token"),
+        ((vit, cnn, other), "--sites pooled, --sites blocks.-1.out"),
         ((vit, cnn, "--pairs", "same-depth", "--sites-a", "norms"), "4 sites of vit against 3"),
         ((vit, "--preset", "vit_analysis"), "--order dataset"),
         ((vit, "--estimator", "exact", "--repeats", "3"), "--estimator minibatch"),

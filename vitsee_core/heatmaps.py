@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.plotting import GREY, new_figure
-from vitsee_core.site_axes import CHARACTER_INCHES, SiteAxis, Ticks
+from vitsee_core.site_axes import CHARACTER_INCHES, SMALL_INCHES, SiteAxis, Ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,9 +65,14 @@ class Panel:
     def ticks(self) -> tuple[Ticks, Ticks]:
         """Of the rows and of the columns, as many as can be read."""
         most = 60 if self.numbers else MOST_LABELS
-        inches = [n * self.cell_inches for n in self.values.shape]
-        y, x = (min(most, max(2, int(length / LABEL_INCHES))) for length in inches)
-        return self.rows.ticks(y), self.cols.ticks(x)
+        y, x = (
+            side.ticks(
+                min(most, max(2, int(n * self.cell_inches / LABEL_INCHES))),
+                int(n * self.cell_inches / SMALL_INCHES),
+            )
+            for side, n in zip((self.rows, self.cols), self.values.shape, strict=True)
+        )
+        return y, x
 
 
 def draw_heatmaps(panels: Sequence[Panel], label: str) -> Figure:
@@ -171,4 +176,6 @@ def describe_scale(table: Table) -> str:
         return "CKA"
     if table.notes.get("rescaled"):
         return "CKA (debiased, rescaled Grams)"
+    if kind == "minibatch":
+        return f"CKA (debiased, batches of {table.notes['batch']})"
     return f"CKA ({'biased' if kind == 'biased' else 'debiased'})"

@@ -151,7 +151,8 @@ def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:
         counts = ", ".join(f"{len(of_store)} of {of_store[0][0].label}" for of_store in chosen)
         raise VitseeError(
             f"{len(stores)} stores are compared by one site each; {' '.join(sites)} chooses "
-            f"{counts} (give e.g. --sites blocks.-1.out, or --sites pooled)"
+            f"{counts} (give --sites pooled, --sites blocks.-1.out, or one site for each family: "
+            "--sites blocks.11.out --sites layer4.2.out)"
         )
     return [of_store[0] for of_store in chosen]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import XAxis, YAxis
 
 CHARACTER_INCHES = 0.068  # of a tick label
+SMALL, SMALL_INCHES = 5.5, 0.095  # size in points of labels in a dense axis, and a line of them
 STEPS = (1, 2, 4, 5, 10, 20, 25, 50, 100, 200)
 
 
@@ -26,6 +27,7 @@ class Ticks:
     places: list[float]
     texts: list[str]
     label: str
+    small: bool = False
 
     def put_on(self, axis: XAxis | YAxis, unit_inches: float) -> None:
         """Label the axis; below a panel the texts that are too long for their place stand upright.
@@ -37,6 +39,8 @@ class Ticks:
         axis.set_ticks(self.places, self.texts)
         axis.set_label_text(self.label)
         axis.set_tick_params(length=2, width=0.5)
+        if self.small:
+            axis.set_tick_params(labelsize=SMALL)
         gaps = np.abs(np.subtract.outer(self.places, self.places))
         np.fill_diagonal(gaps, np.inf)
         too_long = {
@@ -89,8 +93,13 @@ class SiteAxis:
         edges = {e for block, at, n in self.runs() if n > 1 for e in (at, at + n)}
         return [edge - 0.5 for edge in sorted(edges - {0, len(self)})]
 
-    def ticks(self, most: int) -> Ticks:
-        """At most about `most` labels: every site's, or every block's, or some of those."""
+    def ticks(self, most: int, small: int = 0) -> Ticks:
+        """At most about `most` labels, or `small` ones in small type where these name every site:
+        every site's, or every block's, or some of those."""
+        if most < len(self) <= small:
+            return replace(self.ticks(len(self)), small=True)
+        if len(set(zip(self.stores, self.sites, strict=True))) == 1:
+            return self._labelled([(0, self.sites[0])], "site", "")
         if len(set(self.stores)) > 1:
             return self._store_ticks(most)
         if not any(self.blocks):
@@ -125,7 +134,7 @@ class SiteAxis:
     def _labelled(self, shown: Iterable[tuple[float, str]], word: str, pattern: str) -> Ticks:
         places, texts = zip(*shown, strict=True)
         where = f" ({pattern})" if "*" in pattern else ""
-        label = f"{shorten(self.stores[0], 28)}, {self.role or word}{where}"
+        label = f"{shorten(self.stores[0], 22)}, {self.role or word}{where}"
         return Ticks(list(map(float, places)), list(texts), label)
 
     def _store_ticks(self, most: int) -> Ticks:

@@ -6,8 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from vitsee_cli import console, options
 from vitsee_cli.values import StorePath
+from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +27,7 @@ def run_analysis(
     *,
     allow_partial: bool = False,
     progress: Progress | None = None,
+    resumes: str = "",
     **parameters: Any,
 ) -> None:
     """Open the stores, compute, write: `run(*stores, **parameters)` to `outputs`.
@@ -35,6 +39,7 @@ def run_analysis(
         outputs: from `options.output_options`; refused before the work if they exist.
         allow_partial: from `options.allow_partial_option`.
         progress: for an analysis that tells how far it is, e.g. a `console.Reporter`.
+        resumes: what is kept where the command is stopped, so that repeating it goes on.
         parameters: all that decides the result; they go into the sidecar.
 
     Raises:
@@ -43,6 +48,11 @@ def run_analysis(
     from vitsee_core.results import check_outputs, describe_run, write_results
 
     check_outputs(outputs)
+    for store in stores:
+        if any(path.resolve().is_relative_to(store.path.resolve()) for path in outputs.paths()):
+            raise VitseeError(f"results do not go into a store ({store.path}); name another place")
+    if resumes:
+        click.get_current_context().meta[console.RESUMES] = resumes
     opened = options.open_stores(stores, allow_partial=allow_partial)
     told = {} if progress is None else {"progress": progress}
     table = run(*opened, **parameters, **told)

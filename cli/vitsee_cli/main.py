@@ -8,7 +8,12 @@ import importlib
 import os
 import pkgutil
 import select
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
@@ -32,7 +37,8 @@ PATH_ERRNOS = frozenset(
         errno.EROFS,
     }
 )
-EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT; resumable work ends with 75 instead
+# What a shell reports for SIGINT and SIGTERM; resumable work ends with 75 instead.
+EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_RESUMABLE = 130, 143, 75
 
 
 class CommandGroup(click.Group):
@@ -78,7 +84,8 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; errors that a user can cause become one line on stderr."""
         try:
-            result = super().invoke(ctx)
+            with _terminated_like_interrupted():
+                result = super().invoke(ctx)
             sys.stdout.flush()
         except Exception as error:
             if isinstance(error, BrokenPipeError):
@@ -90,9 +97,29 @@ class CommandGroup(click.Group):
             if line is None:
                 raise
             _fail(ctx, line, getattr(error, "exit_code", 1))
-        except KeyboardInterrupt:
-            _fail(ctx, "interrupted", EXIT_INTERRUPTED)
+        except KeyboardInterrupt as stop:
+            resumes = ctx.meta.get(console.RESUMES)
+            if resumes:
+                _fail(ctx, f"interrupted; {resumes}", EXIT_RESUMABLE)
+            _fail(ctx, "interrupted", EXIT_TERMINATED if stop.args else EXIT_INTERRUPTED)
         return result
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """While entered SIGTERM is a KeyboardInterrupt that says so: what is half-made is removed."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
@@ -152,7 +179,7 @@ def main() -> None:
 
     \b
     Exit codes: 0 done; 1 wrong input or damaged data; 2 wrong option;
-    75 stopped by a signal, the same command resumes.
+    75 stopped by a signal, the same command goes on where it was.
     """
 
 

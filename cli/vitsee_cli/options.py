@@ -164,6 +164,15 @@ def sites_option(*default: str, show_default: str | None = None) -> Decorator:
     )
 
 
+_TOKEN_WORDS = {
+    "prefix": "class token and registers",
+    "mean": "of the patches",
+    "mean-all": "of all tokens",
+    "rest": "mean of all but the first",
+    "each": "one by one",
+}
+
+
 def tokens_option(
     default: str | None,
     choices: Iterable[str] = TOKENS,
@@ -180,7 +189,7 @@ def tokens_option(
         show_default: the default in words.
     """
     words = tuple(choices)
-    listed = ", ".join(words)
+    listed = ", ".join(f"{w} ({_TOKEN_WORDS[w]})" if w in _TOKEN_WORDS else w for w in words)
     return click.option(
         "--tokens",
         metavar="TOKENS",
@@ -372,8 +381,7 @@ def model_options(command: Any) -> Any:
     return apply(gathered, _MODEL_OPTIONS)
 
 
-_MODEL_OPTIONS: tuple[Decorator, ...] = (
-    click.argument("model_name", metavar="MODEL"),
+_WEIGHT_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--checkpoint",
         metavar="FILE",
@@ -393,6 +401,20 @@ _MODEL_OPTIONS: tuple[Decorator, ...] = (
         show_default="the model's own",
         help="Input size in pixels, 224 or HEIGHTxWIDTH; position tables are resampled.",
     ),
+)
+
+_MODEL_ARG_OPTION: Decorator = click.option(
+    "--model-arg",
+    "model_args",
+    metavar="KEY=VALUE",
+    multiple=True,
+    type=parse_model_arg,
+    help="Passed to timm's create_model, e.g. dynamic_img_size=true. Repeatable.  [default: none]",
+)
+
+_MODEL_OPTIONS: tuple[Decorator, ...] = (
+    click.argument("model_name", metavar="MODEL"),
+    *_WEIGHT_OPTIONS,
     click.option(
         "--img-mean",
         metavar="MEAN",
@@ -414,13 +436,11 @@ _MODEL_OPTIONS: tuple[Decorator, ...] = (
         show_default="the model's own",
         help="Part of the resized image that the centre crop keeps.",
     ),
-    click.option(
-        "--model-arg",
-        "model_args",
-        metavar="KEY=VALUE",
-        multiple=True,
-        type=parse_model_arg,
-        help="Passed to timm's create_model, e.g. dynamic_img_size=true. Repeatable.  "
-        "[default: none]",
-    ),
+    _MODEL_ARG_OPTION,
 )
+
+
+def weight_options(command: Any) -> Any:
+    """Those of `model_options` that decide a model's weights, as click gives them: `checkpoint`,
+    `random_init`, `img_size`, `model_args`."""
+    return apply(command, (*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION))

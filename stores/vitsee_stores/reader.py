@@ -22,6 +22,8 @@ Rows of unreadable images have `valid` False and hold NaN: leave them out.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +146,12 @@ class Store:
         return values
 
     @cached_property
+    def revision(self) -> str:
+        """Digest of the slabs' commit markers: another one once a slab was written anew."""
+        markers = root.read_markers(self.path, self.plan)
+        return hashlib.sha256(json.dumps(markers, sort_keys=True).encode()).hexdigest()[:16]
+
+    @cached_property
     def samples(self) -> StoreSamples:
         """The images in the store's order."""
         made = self._made_samples
@@ -166,7 +174,7 @@ class Store:
         """
         patterns = [patterns] if isinstance(patterns, str) else patterns
         hint = f"vitsee info {self.path} -f sites"
-        return select_names(patterns, self.plan.sites, what="store", hint=hint)
+        return select_names(patterns, self.plan.sites, what=f"store, {self.label}", hint=hint)
 
     def site(self, name: str) -> SiteSpec:
         """The stored site behind one name, an alias or `blocks.-1.out`.
@@ -256,7 +264,8 @@ class Store:
         path = f"pooled/{spec.name}/{kind}"
         if path not in self.arrays:
             has = "no token layout" if spec.layout is None else describe_layout(spec.layout)
-            raise SiteError(f"{self.label}: {spec.name} has no pooled {kind!r}: it has {has}")
+            what = "class token" if kind == "cls" else f"pooled {kind!r}"
+            raise SiteError(f"{self.label}: {spec.name} has no {what}: it has {has}")
         return self.array(path)
 
     def vectors(self, name: str) -> LazyArray:
@@ -281,6 +290,31 @@ class Store:
         why = vector if spec.kind == "vector" else "extract it with --grams"
         path = f"grams/{spec.name}/all"
         return self._array(path, f"{self.label} has no Gram matrices of {spec.name} ({why})")
+
+    def erf(self, site: str) -> LazyArray:
+        """(erf slabs, H, W) float32: |d centre / d input| of a site summed over RGB and over the
+        slab's images that `erf_counts` counts, in input pixels. Only the first slabs have any.
+
+        Raises:
+            MissingInput: the store keeps none, or none of this site.
+        """
+        spec = self.site(site)
+        known = self.plan.erf.sites if self.plan.erf is not None else ()
+        reason = self.manifest.left_out.get(f"{spec.name} erf") if known else None
+        why = f"left out: {reason}" if reason else "extract it with --erf 256"
+        return self._array(
+            f"erf/{spec.name}", f"{self.label} has no receptive field of {spec.name} ({why})"
+        )
+
+    def erf_counts(self) -> LazyArray:
+        """(erf slabs,) int64: the valid images whose gradients `erf` sums up, 0 where a slab is
+        not committed.
+
+        Raises:
+            MissingInput: the store keeps no receptive fields.
+        """
+        missing = f"{self.label} keeps no receptive fields (extract them with --erf 256)"
+        return self._array("erf/count", missing)
 
     @property
     def attention_blocks(self) -> list[AttentionGroup]:

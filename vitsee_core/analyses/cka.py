@@ -44,6 +44,7 @@ COLUMNS = (
     *("store_a", "site_a", "depth_a", "store_b", "site_b", "depth_b"),
     *("cka", "std", "low", "high", "spread", "n_images"),
 )
+MOST_NUMBERS = 16  # cells of a single row or column that have room for their numbers
 # Titles of panels, by the part of a block that their columns are.
 SUBLAYERS = {
     "attn.branch": "attention",
@@ -224,7 +225,9 @@ def _panel(
         SiteAxis.of(rows, blocks, roles[0]),
         SiteAxis.of(cols, blocks, roles[1]),
         title,
-        numbers=max(len(rows), len(cols)) == 1 or len({store for store, _ in rows}) > 1,
+        numbers=max(len(rows), len(cols)) == 1
+        or (min(len(rows), len(cols)) == 1 and max(len(rows), len(cols)) <= MOST_NUMBERS)
+        or len({store for store, _ in rows}) > 1,
     )
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.heads import AttentionMoments, Block, attention_blocks
 from vitsee_core.heatmaps import COLOUR_MAP, describe_scale, describe_scope
-from vitsee_core.plotting import new_figure, shorten, styled
+from vitsee_core.plotting import marker, new_figure, shorten, styled
 from vitsee_core.presets import PRESETS, choose_estimator
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
@@ -44,6 +44,7 @@ COLUMNS = (
     *("store_a", "site_a", "depth_a", "heads", "distance_px", "store_b", "site_b", "depth_b"),
     *("cka", "std", "low", "high", "spread", "n_images"),
 )
+ARROW = "\N{RIGHTWARDS ARROW}"
 LEGEND_ENTRIES = 10
 
 
@@ -133,8 +134,8 @@ def run(
     similarity = summarise(over_groups(h, members))
     notes = {
         **h.notes,
+        "groups": _describe_groups(groups, cumulative),
         **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
-        "groups": "the most local heads" if cumulative else f"windows of {len(groups[0])} heads",
         "head_distances_px": distances.tolist(),
     }
     rows = [
@@ -218,6 +219,13 @@ def _groups(
     return [order[k : k + size] for k in range(n - size + 1)]
 
 
+def _describe_groups(groups: Sequence[NDArray[np.int64]], cumulative: bool) -> str:
+    size = len(groups[0])
+    if cumulative:
+        return "the most local heads, one more each time"
+    return "single heads" if size == 1 else f"windows of {size} heads"
+
+
 def _lower_half(store: Store) -> list[SiteSpec]:
     return [site for site in store.select("blocks") if site.rel_depth <= 0.5]
 
@@ -243,7 +251,7 @@ def over_groups(h: Hsic, members: NDArray[np.float64]) -> Hsic:
 @styled
 def plot(table: Table) -> Figure:
     """CKA against the groups' mean distance, one curve a site of the second store, dark to bright
-    with depth; for up to ten sites the 95 % interval as a band, or the estimator's noise as bars.
+    with depth; for up to ten sites the 95 % interval, or the estimator's noise, as bars.
     """
     import matplotlib
     from matplotlib.lines import Line2D
@@ -254,40 +262,45 @@ def plot(table: Table) -> Figure:
     colours = matplotlib.colormaps[COLOUR_MAP]
     places = np.linspace(0.1, 0.82, len(sites)) if len(sites) > 1 else [0.4]
     spread = len(sites) <= LEGEND_ENTRIES  # of more curves it would hide the others
-    for place, (_, rows) in zip(places, table.groups("site_b"), strict=True):
-        _draw_curve(axes, rows, colours(place), spread)
+    for i, (place, (_, rows)) in enumerate(zip(places, table.groups("site_b"), strict=True)):
+        _draw_curve(axes, rows, colours(place), marker(i), spread)
     shown = sites[:: -(-len(sites) // LEGEND_ENTRIES)]
     handles = [
-        Line2D([], [], color=colours(places[sites.index(site)]), label=site)
-        for site in reversed(shown)
+        Line2D([], [], color=colours(places[i]), marker=marker(i) if spread else "o", label=site)
+        for i, site in reversed([(sites.index(site), site) for site in shown])
     ]
     first = {name: str(table[name][0]) for name in ("store_a", "site_a", "store_b")}
     figure.legend(handles=handles, loc="outside right upper", title=shorten(first["store_b"], 20))
     block = first["site_a"].removesuffix(".attn.heads")
     heads = f"{shorten(first['store_a'], 22)}, {block}"
-    axes.set_xlabel(f"mean attention distance of the heads (px); {heads}")
+    axes.set_xlabel(f"local   {ARROW}   mean attention distance (px)   {ARROW}   global\n{heads}")
     axes.set_ylabel(describe_scale(table))
-    axes.set_title(describe_scope(table) + (_describe_spread(table) if spread else ""))
+    axes.set_title(
+        f"{table.notes.get('groups', 'heads')}, {describe_scope(table)}"
+        + (_describe_spread(table) if spread else "")
+    )
     axes.set_ylim(min(0.0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
     return figure
 
 
-def _draw_curve(axes: Axes, rows: Table, shade: Any, spread: bool) -> None:
+def _draw_curve(axes: Axes, rows: Table, shade: Any, symbol: str, spread: bool) -> None:
     rows = rows.take(np.argsort(rows["distance_px"], kind="stable"))
     x, y = rows["distance_px"], rows["cka"]
     if not spread:
         axes.plot(x, y, color=shade, linewidth=0.9, marker="o", markersize=1.5)
         return
+    # What is measured are the groups of heads: bars there, and a thin line to guide the eye.
     if np.isfinite(rows["low"]).any():
-        axes.fill_between(x, rows["low"], rows["high"], color=shade, alpha=0.15, linewidth=0)
+        bars = np.stack([y - rows["low"], rows["high"] - y])
+        axes.errorbar(x, y, bars, color=shade, fmt="none", capsize=2.5, linewidth=0.9)
     elif np.isfinite(rows["std"]).any():
-        axes.errorbar(x, y, rows["std"], color=shade, fmt="none", capsize=2, linewidth=0.8)
-    axes.plot(x, y, color=shade, marker="o", markersize=3)
+        axes.errorbar(x, y, rows["std"], color=shade, fmt="none", capsize=2.5, linewidth=0.9)
+    axes.plot(x, y, color=shade, linewidth=0.7, marker=symbol, markersize=4)
 
 
 def _describe_spread(table: Table) -> str:
     if np.isfinite(table["low"]).any():
-        return "; bands: 95 % interval over images"
+        return "; bars: 95 % interval over images"
     if np.isfinite(table["std"]).any():
         return "; bars: std over minibatch repeats"
     return ""

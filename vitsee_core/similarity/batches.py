@@ -90,6 +90,9 @@ def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
     batch, examples = min(batch, n), min(examples, n)
     if examples < batch:
         raise VitseeError(f"--examples {examples} are fewer than a batch of {batch}")
+    if batch == n and repeats > 1:
+        log.warning("a batch of all %d images is the same each time: one repeat", n)
+        repeats = 1
     return batch, examples - examples % batch, repeats
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 
-PARTIAL = ".partial"
+PARTIAL, SCRATCH = ".partial", "vitsee-grams-"
 ABANDONED_SECONDS = 24 * 3600
 
 log = logging.getLogger(__name__)
@@ -81,11 +82,11 @@ class GramCache:
 
     def find(self, features: Features, rows: Rows, batches: Sequence[Rows] = ()) -> GramFile | None:
         """A matrix that holds `rows`, or the matrices of these batches, if they were made."""
-        store_id, folder = features.store.manifest.store_id, self.place(features.store)
+        store, folder = _revision(features.store), self.place(features.store)
         stem = _stem(features)
         for path in sorted(folder.glob(f"{stem}.*.json")) if folder.is_dir() else ():
             header = Header.load(_bytes(path))
-            if header is None or (header.store_id, header.key) != (store_id, features.key):
+            if header is None or (header.store, header.key) != (store, features.key):
                 continue
             if same_batches(header, batches) if batches else covers(header, rows):
                 tiles = path.with_suffix(".tiles")
@@ -116,7 +117,7 @@ class GramCache:
             VitseeError: the disk refused it.
         """
         folder = self.place(features.store)
-        digest = sha256(repr((features.store.manifest.store_id, features.key, batches)).encode())
+        digest = sha256(repr((_revision(features.store), features.key, batches)).encode())
         digest.update(rows.astype("<i8").tobytes())
         # A run of its own, so that two processes that make the same one do not meet.
         name = f"{_stem(features)}.{digest.hexdigest()[:12]}-{secrets.token_hex(3)}"
@@ -125,7 +126,7 @@ class GramCache:
         try:
             checksums = write_tiles(partial[0], tiles, tile)
             header = Header(
-                features.store.manifest.store_id,
+                _revision(features.store),
                 features.key,
                 rows,
                 batches,
@@ -133,6 +134,9 @@ class GramCache:
                 offset(),
                 checksums,
             )
+            if len(batches) == 0 and (theirs := self.find(features, rows)) is not None:
+                partial[0].unlink()  # another process was faster
+                return theirs
             partial[1].write_bytes(header.dump())
             for path, final in zip(partial, (data, header_file), strict=True):
                 os.replace(path, final)
@@ -152,7 +156,10 @@ class GramCache:
 @contextmanager
 def gram_cache(folder: Path | None, persistent: bool) -> Iterator[GramCache]:
     """A cache; what was put into its scratch folder is gone at the end."""
-    with tempfile.TemporaryDirectory(prefix="vitsee-grams-") as scratch:
+    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        if _abandoned(left):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch:
         yield GramCache(folder, persistent, Path(scratch))
 
 
@@ -162,11 +169,23 @@ def _stem(features: Features) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", text)
 
 
+def _revision(store: Store) -> str:
+    """What a store's numbers are known by: its identity, and when its slabs were committed."""
+    return f"{store.manifest.store_id}:{store.revision}"
+
+
 def _sweep(folder: Path) -> None:
     """Remove what killed processes left a day ago or earlier."""
     for path in folder.glob(f"*{PARTIAL}"):
-        if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+        if _abandoned(path):
             path.unlink(missing_ok=True)
+
+
+def _abandoned(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > ABANDONED_SECONDS
+    except OSError:  # its process removed it meanwhile
+        return False
 
 
 def _bytes(path: Path) -> bytes:

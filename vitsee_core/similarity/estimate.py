@@ -15,8 +15,8 @@ from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch
 from vitsee_core.similarity.cache import gram_cache
 from vitsee_core.similarity.features import Representation
-from vitsee_core.similarity.gram_file import gram_bytes
-from vitsee_core.similarity.hsic import METHODS, Hsic
+from vitsee_core.similarity.gram_file import DamagedGram, gram_bytes
+from vitsee_core.similarity.hsic import METHODS, Hsic, symmetric, without
 from vitsee_core.similarity.job import Estimator, GramOptions, Job, Rows
 from vitsee_core.similarity.slabs import within_slabs
 from vitsee_core.similarity.whole import over_all_images
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 MOST_EXACT = 16384
+# |mean|^2 over the total variance: above, float16 lost digits; and what rounding to float32 leaves
+# of features that are the same for all images.
 ILL_CONDITIONED = 1e4
+CONSTANT = (8 * np.finfo(np.float32).eps) ** -2.0
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +87,9 @@ def hsic(
         )
         with precision_context(job.device, "fp32"):
             result = _estimate(job, estimator, by_slab)
-        offsets = {} if by_slab else _offsets(job)
+        if job.among_themselves:
+            result = symmetric(result)
+        result, offsets = (result, {}) if by_slab else _conditioned(job, result)
     notes = {"spread": METHODS[result.spread], **result.notes}
     notes |= {"images": len(counted), "seed": seed}
     if offsets:
@@ -117,6 +122,17 @@ def _images(
 
 
 def _estimate(job: Job, estimator: Estimator, by_slab: bool) -> Hsic:
+    """By the estimator that was chosen; a damaged Gram matrix is made again."""
+    for _ in range(len(job.representations)):
+        try:
+            return _by_kind(job, estimator, by_slab)
+        except DamagedGram as error:
+            log.warning("%s; it is made again", error)
+            error.path.unlink(missing_ok=True)
+    return _by_kind(job, estimator, by_slab)
+
+
+def _by_kind(job: Job, estimator: Estimator, by_slab: bool) -> Hsic:
     if by_slab:
         return within_slabs(job, estimator)
     kind = estimator.kind
@@ -146,13 +162,20 @@ def _automatic(job: Job) -> str:
     return "minibatch"
 
 
-def _offsets(job: Job) -> dict[str, float]:
-    """|mean|^2 over the total variance of features that lost digits to it when stored; said."""
+def _conditioned(job: Job, result: Hsic) -> tuple[Hsic, dict[str, float]]:
+    """No value where features are constant but for rounding; and |mean|^2 over the total variance
+    of those that lost digits to it when they were stored. Both are said."""
     found: dict[str, float] = {}
-    for r in job.representations:
+    constant: list[int] = []
+    names: dict[int, str] = {}
+    for place, r in enumerate(job.representations):
         file = job.find(r)
-        if file is not None and file.header.offset > ILL_CONDITIONED:
-            found[f"{r.store.label} {r.stored.name}"] = file.header.offset
+        offset = 0.0 if file is None else file.header.offset
+        names[place] = f"{r.store.label} {r.stored.name}"
+        if offset > CONSTANT:
+            constant.append(place)
+        elif offset > ILL_CONDITIONED:
+            found[names[place]] = offset
     if found:
         log.warning(
             "features that are almost the same for all images, whose differences lost digits when "
@@ -160,4 +183,11 @@ def _offsets(job: Job) -> dict[str, float]:
             "--dtype SITE=float32)",
             *(few(list(found)), max(found.values())),
         )
-    return found
+    if constant:
+        log.warning(
+            "the same for all images, so without a value: %s",
+            few(list(dict.fromkeys(names[place] for place in constant))),
+        )
+    rows = [place for place in constant if place < job.n_rows]
+    cols = rows if job.among_themselves else [p - job.n_rows for p in constant if p >= job.n_rows]
+    return without(result, rows, cols), found

@@ -3,7 +3,7 @@
     <name>.tiles   float32, (tiles, t, t): of one matrix the tiles of the upper triangle row by row
                    (diagonal tiles whole, the last row and column padded with 0), or one matrix a
                    batch
-    <name>.json    store_id, features, rows, size of the tiles, a crc32c of each; written last
+    <name>.json    store, features, rows, size of the tiles, a crc32c of each; written last
 
 The matrix is that of the features less one common vector, in the plain sense: not centred, with
 its diagonal. HSIC, centred kernels and ridge regression follow from it.
@@ -35,14 +35,21 @@ Rows = NDArray[np.int64]
 class DamagedGram(VitseeError):
     """A cached Gram matrix that does not match its checksums."""
 
+    def __init__(self, path: Path, tile: int) -> None:
+        super().__init__(f"{path} is damaged (tile {tile})")
+        self.path = path
+
 
 @dataclass(frozen=True)
 class Header:
-    """What a Gram file holds. rows: the images, in rows of the store; batches: empty for one matrix
-    of all rows, else the lengths of the batches that `rows` is cut into, in their order. offset:
-    |mean|^2 of the features over their total variance."""
+    """What a Gram file holds.
 
-    store_id: str
+    store: its identity and revision. rows: the images, in rows of the store; batches: empty for one
+    matrix of all rows, else the lengths of the batches that `rows` is cut into, in their order.
+    offset: |mean|^2 of the features over their total variance.
+    """
+
+    store: str
     key: tuple[str, ...]
     rows: Rows
     batches: tuple[int, ...]
@@ -67,7 +74,9 @@ class Header:
             fields["rows"] = np.frombuffer(packed, "<i8").astype(np.int64)
             for name in ("key", "batches", "checksums"):
                 fields[name] = tuple(fields[name])
-            return cls(**fields)
+            header = cls(**fields)
+            expected = len(header.batches) or n_tiles(len(header.rows), header.tile)
+            return header if len(header.checksums) == expected else None
         except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
             return None
 
@@ -77,15 +86,16 @@ def tile_size(n: int) -> int:
     return math.ceil(n / math.ceil(n / LARGEST_TILE))
 
 
-def n_tiles(n: int) -> int:
+def n_tiles(n: int, size: int) -> int:
     """Number of tiles of the upper triangle of an n x n matrix."""
-    along = math.ceil(n / tile_size(n))
+    along = math.ceil(n / size)
     return along * (along + 1) // 2
 
 
 def gram_bytes(n: int) -> int:
     """Bytes on disk of the Gram matrix of n images."""
-    return n_tiles(n) * tile_size(n) ** 2 * 4
+    size = tile_size(n)
+    return n_tiles(n, size) * size**2 * 4
 
 
 def write_tiles(path: Path, tiles: Iterable[NDArray[np.float64]], size: int) -> tuple[int, ...]:
@@ -126,9 +136,7 @@ class GramFile:
         if whole and k not in self._checked:
             whole = int(google_crc32c.value(block)) == self.header.checksums[k]
         if not whole:
-            raise DamagedGram(
-                f"{self.path} is damaged (tile {k}); delete it, and it is computed again"
-            )
+            raise DamagedGram(self.path, k)
         self._checked.add(k)
         return block.reshape(size, size)
 

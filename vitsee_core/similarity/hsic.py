@@ -15,7 +15,7 @@ HSIC of a sum of kernels is the sum of their HSICs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -69,11 +69,9 @@ class Similarity:
 def centred_alignment(cross: Float, rows: Float, cols: Float) -> Float:
     """CKA (..., R, C) from HSICs; NaN where a self-HSIC is not positive, as for constant features
     (and, for the unbiased one, by chance for noise of few images)."""
-    scale = (
-        np.sqrt(np.where(rows > 0, rows, np.nan))[..., :, np.newaxis]
-        * np.sqrt(np.where(cols > 0, cols, np.nan))[..., np.newaxis, :]
-    )
-    values: Float = cross / scale
+    own_rows, own_cols = (np.where(own > 0, own, np.nan) for own in (rows, cols))
+    # One root of the product: a representation with itself is 1 and not almost 1.
+    values: Float = cross / np.sqrt(own_rows[..., :, np.newaxis] * own_cols[..., np.newaxis, :])
     return values
 
 
@@ -93,7 +91,9 @@ def summarise(h: Hsic) -> Similarity:
         return Similarity(each.mean(0), each.std(0, ddof=1), nothing, nothing)
     std = np.sqrt((m - 1) / m * ((each - each.mean(0)) ** 2).sum(0))
     half = t_quantile(m - 1) * std
-    return Similarity(value, std, np.maximum(value - half, -1), np.minimum(value + half, 1))
+    low = np.maximum(value - half, np.minimum(value, -1))
+    high = np.minimum(value + half, np.maximum(value, 1))
+    return Similarity(value, std, low, high)
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,23 @@ def weighted_sum(parts: Sequence[Hsic], weights: Sequence[float] | None = None) 
         return values
 
     return Hsic(total("cross"), total("rows"), total("cols"))
+
+
+def symmetric(h: Hsic) -> Hsic:
+    """HSIC among the same representations, the same both ways to the last bit."""
+    again = None if h.replicates is None else symmetric(h.replicates)
+    return replace(h, cross=(h.cross + h.cross.swapaxes(-1, -2)) / 2, replicates=again)
+
+
+def without(h: Hsic, rows: Sequence[int], cols: Sequence[int]) -> Hsic:
+    """`h` with no value for these rows and columns."""
+    again = None if h.replicates is None else without(h.replicates, rows, cols)
+    cross, own_rows, own_cols = h.cross.copy(), h.rows.copy(), h.cols.copy()
+    cross[..., list(rows), :] = np.nan
+    cross[..., :, list(cols)] = np.nan
+    own_rows[..., list(rows)] = np.nan
+    own_cols[..., list(cols)] = np.nan
+    return replace(h, cross=cross, rows=own_rows, cols=own_cols, replicates=again)
 
 
 def stacked(parts: Sequence[Hsic]) -> Hsic:

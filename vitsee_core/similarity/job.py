@@ -108,4 +108,5 @@ class Job:
                     f"has {human_bytes(free)} free; choose another --cache DIR, fewer --sites, "
                     "--images or --examples"
                 )
-            log.info("%s: Gram matrices to make, %s", place, human_bytes(need))
+            kept = "" if self.cache.persistent and place != self.cache.scratch else "temporary "
+            log.info("%sGram matrices to make: %s in %s", kept, human_bytes(need), place)

@@ -17,6 +17,7 @@ from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
 from vitsee_core.similarity.job import Estimator, Job, Rows
 from vitsee_core.similarity.tiles import Matrix
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
+from vitsee_stores.manifest import few
 
 FEWEST_SLABS = 10
 
@@ -37,10 +38,10 @@ def within_slabs(job: Job, estimator: Estimator) -> Hsic:
     cells = [np.flatnonzero(labels == k) for k in np.unique(labels)]
     used = [cell for cell in cells if len(cell) >= 4]
     if not used:
-        raise VitseeError(f"{named}, each of fewer than 4 images; CKA needs at least 4")
+        raise VitseeError(f"{named}, all slabs of fewer than 4 images; CKA needs at least 4")
     if len(used) < len(cells):
-        log.warning("%d slabs of fewer than 4 images are left out", len(cells) - len(used))
-    log.warning("%s: minibatch CKA, its %d slabs as batches, once", named, len(used))
+        log.warning("slabs of fewer than 4 images are left out: %d", len(cells) - len(used))
+    log.warning("%s: minibatch CKA with slabs as batches, once (slabs: %d)", named, len(used))
     parts = list(each_batch(job, _grams(job, used, slab), len(used)))
     sizes = [len(cell) for cell in used]
     value = weighted_sum(parts, sizes)
@@ -50,8 +51,8 @@ def within_slabs(job: Job, estimator: Estimator) -> Hsic:
         **{"batch": slab, "batches": len(used), "repeats": 1},
     }
     if len(used) < FEWEST_SLABS:
-        notes["spread"] = f"none: {len(used)} slabs, fewer than {FEWEST_SLABS}"
-        log.warning("no spread: %d slabs, fewer than %d", len(used), FEWEST_SLABS)
+        notes["spread"] = f"none: fewer than {FEWEST_SLABS} slabs"
+        log.warning("no error bars: fewer than %d slabs", FEWEST_SLABS)
         return replace(value, n_images=sum(sizes), notes=notes)
     without = [
         weighted_sum(parts, [0 if k == left_out else size for k, size in enumerate(sizes)])
@@ -66,7 +67,8 @@ def _require(job: Job, estimator: Estimator) -> tuple[int, str]:
     """The slab size, and which site is short in words."""
     only = [r for r in job.representations if r.has_blocks_only]
     site = only[0].stored.name
-    named = f"{only[0].store.label} keeps only Gram matrices within slabs of {site}"
+    names = list(dict.fromkeys(f"{r.store.label} {r.stored.name}" for r in only))
+    named = f"only Gram matrices within slabs were kept of {few(names)}"
     sizes = {r.store.plan.slab: r.store.label for r in only}
     if len(sizes) > 1:
         found = ", ".join(f"{label}: {size} images" for size, label in sizes.items())
@@ -82,10 +84,10 @@ def _require(job: Job, estimator: Estimator) -> tuple[int, str]:
         )
     if estimator.rescale or estimator.examples or estimator.repeats not in (None, 1):
         raise MissingInput(
-            f"{named}: its slabs are the batches, once; leave out --examples, --repeats, --preset"
+            f"{named}: the slabs are the batches, once; leave out --examples, --repeats, --preset"
         )
     if estimator.batch not in (None, slab):
-        raise MissingInput(f"{named}: --batch {estimator.batch} is not its slab of {slab} images")
+        raise MissingInput(f"{named}: --batch {estimator.batch} is not their slab of {slab} images")
     return slab, named
 
 

@@ -64,4 +64,12 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     from vitsee_core.analyses import cka
 
     progress = console.Reporter("cka", unit="Gram matrices")
-    run_analysis(cka.run, cka.plot, stores, outputs, progress=progress, **parameters)
+    run_analysis(
+        cka.run,
+        cka.plot,
+        stores,
+        outputs,
+        progress=progress,
+        resumes=console.GRAMS_KEPT,
+        **parameters,
+    )

@@ -63,4 +63,12 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     from vitsee_core.analyses import cka_heads
 
     progress = console.Reporter("cka-heads", unit="Gram matrices")
-    run_analysis(cka_heads.run, cka_heads.plot, stores, outputs, progress=progress, **parameters)
+    run_analysis(
+        cka_heads.run,
+        cka_heads.plot,
+        stores,
+        outputs,
+        progress=progress,
+        resumes=console.GRAMS_KEPT,
+        **parameters,
+    )
