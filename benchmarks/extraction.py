@@ -21,6 +21,7 @@ import torch
 from common import interleaved, machine, paired_ratio
 from PIL import Image
 
+from vitsee_core.device import precision_context, resolve_device
 from vitsee_core.extraction import (
     DataOptions,
     KeepOptions,
@@ -29,7 +30,6 @@ from vitsee_core.extraction import (
     Shard,
     extract,
 )
-from vitsee_core.device import precision_context, resolve_device
 from vitsee_core.extraction.run import default_workers
 from vitsee_core.images import batches, normalise, open_source, select
 from vitsee_core.models import load_model

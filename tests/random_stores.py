@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import StoreWriter
-from vitsee_stores.layout import ArraySpec, AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
+from vitsee_stores.layout import (
+    ArraySpec,
+    AttentionGroup,
+    ErfPlan,
+    SiteSpec,
+    StorePlan,
+    TokenLayout,
+    arrays,
+)
 from vitsee_stores.manifest import Manifest, Samples, new_manifest
 
 Array = NDArray[Any]
@@ -68,6 +76,7 @@ PLANS: dict[str, StorePlan] = {
         inputs=(3, 6, 10),
         weights=(("patch_filters", (4, 3, 2, 2)),),
         grams=True,
+        erf=ErfPlan(6, ("embed", "blocks.1.out"), (6, 10)),  # 2 of 3 slabs
     ),
     # no prefix, rows that are no grid, a raw output, locations pooled only
     "cnn": StorePlan(
@@ -190,6 +199,7 @@ def slab_of(plan: StorePlan, whole: dict[str, Array], k: int) -> dict[str, Array
     return {
         path: array[plan.rows(k)] if specs[path].per == "image" else array[k]
         for path, array in whole.items()
+        if specs[path].has_slab(k)
     }
 
 

@@ -217,6 +217,35 @@ def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
     assert len(read([good, tmp_path / "cka.csv"])) == 2
 
 
+def test_columns_of_numbers(tmp_path: Path) -> None:
+    empty = write(tmp_path / "empty.csv", scores([math.nan, math.nan]))
+    assert np.isnan(read_result(empty).table["value"]).all()
+    table = run(read([empty]))
+    assert table["site"].tolist() == [""] and table["n_layers"].tolist() == [0]
+    plot(table, read([empty]))
+    placeless = scores([0.2, 0.4], depth=math.nan, rel_depth=math.nan)
+    plot(run(read([path := write(tmp_path / "placeless.csv", placeless)])), read([path]))
+    for name in ("value", "depth"):
+        words = write(tmp_path / "words.csv", scores([0.2, 0.4], **{name: "high"}))
+        with pytest.raises(VitseeError, match=f"column {name} has the text 'high'"):
+            read([words])
+
+
+def test_what_is_not_finite_is_not_best(tmp_path: Path) -> None:
+    table = run(read([write(tmp_path / "r.csv", scores([math.inf, 0.5, math.nan]))]))
+    assert (table["site"].tolist(), table["value"].tolist()) == (["blocks.0.out"], [0.5])
+
+
+def test_no_l2_is_chosen_on_the_reported_images(tmp_path: Path) -> None:
+    chosen = [row | {"l2": 2.0**i} for i, row in enumerate(scores([0.1, 0.4]))]
+    table = run(read([write(tmp_path / "a.csv", chosen, "probe")]))
+    assert (table["task"].tolist(), table["l2"].tolist()) == (["probe top1"], [2.0])
+    several = scores([0.1, 0.2], l2=1.0) + scores([0.4, 0.3], l2=8.0)
+    table = run(read([write(tmp_path / "b.csv", several, "probe")]))
+    assert table["task"].tolist() == ["probe top1, l2 = 1.0", "probe top1, l2 = 8.0"]
+    assert table["value"].tolist() == [0.2, 0.4]
+
+
 # ---------------------------------------------------------------- redundancy
 
 
@@ -292,6 +321,15 @@ def test_curves_keep_their_colour_and_sites_of_no_block_their_place() -> None:
     assert float(np.asarray(point.get_xdata())[0]) > 1 and point.get_color() == colour(0)
     assert [text.get_text() for text in axes.get_xticklabels()][-1] == "logits"
     assert axes.get_ylim()[0] == 0
+
+
+def test_one_point_has_its_baseline_and_interval() -> None:
+    rows = [{**scores([0.5])[0], "baseline": name} for name in ("", "random")]
+    axes = new_figure(4, 3).add_subplot()
+    draw_depth_curves(axes, Table.from_rows(rows))
+    ends = [np.ptp(path.vertices, axis=0) for c in axes.collections for path in c.get_paths()]
+    assert any(width > 0 and height == 0 for width, height in ends)  # the baseline's dash
+    assert any(height == pytest.approx(0.2) for _, height in ends)  # low to high
 
 
 def test_panels_and_stars(tmp_path: Path) -> None:

@@ -458,6 +458,7 @@ def test_command_writes_files(tmp_path: Path) -> None:
     assert png.read_bytes()[1:4] == b"PNG"
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert sidecar["notes"]["thresholds"]["strict"] == 0.4
+    assert sidecar["parameters"]["thresholds"] == sidecar["notes"]["thresholds"]
     assert set(sidecar["notes"]["changed"]) == {"x"}
 
 

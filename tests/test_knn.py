@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,15 @@ def test_ties_go_to_the_lower_row_however_the_rows_are_cut() -> None:
             assert rows[i].tolist() == [i, i + 4, i + 8, i + 12, i + 16, i + 20], cut
 
 
+def test_orthogonal_vectors_are_ties() -> None:
+    rng = np.random.default_rng(5)
+    train = rng.integers(-2, 3, (18, 3)).astype(np.float32)
+    test = rng.integers(-2, 3, (5, 3)).astype(np.float32)
+    cosines, rows = search(train, test, 4)
+    assert rows[3].tolist() == [3, 5, 8, 2] and cosines[3, 3] == 0
+    assert search(train, test, 4, 1, 2)[1].tolist() == rows.tolist()
+
+
 def test_equal_and_zero_vectors() -> None:
     constant = np.full((9, 3), 0.1, np.float32)
     for cut in (2, 4, 9):
@@ -180,6 +190,9 @@ def test_equal_votes_go_to_the_lower_class() -> None:
 def test_small_temperatures_stay_finite() -> None:
     cosines = np.array([[0.9, 0.2]], np.float32)
     assert ranks(cosines, np.array([[1, 0]]), np.array([1]), 2, "softmax", 1e-4).tolist() == [0]
+    with warnings.catch_warnings(action="error"):
+        found = ranks(cosines, np.array([[1, 0]]), np.array([1]), 2, "softmax", 1e-320)
+    assert found.tolist() == [0]
 
 
 # ---------------------------------------------------------------- run
@@ -347,7 +360,7 @@ def test_constant_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO"):
         table = run(a, b, sites=["pooled"], ks=(1,))
     assert table["value"].tolist() == [pytest.approx(1 / 3)]
-    assert "vector of every training image is the same" in caplog.text
+    assert "pooled: the vector of every training image is the same" in caplog.text
     assert len(table.notes["remarks"]) == 1
 
 

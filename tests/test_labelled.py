@@ -24,6 +24,7 @@ from vitsee_core.labelled import (
     site_vectors,
 )
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
+from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
 
@@ -180,6 +181,14 @@ def test_several_tokens_are_no_vector(tmp_path: Path) -> None:
         site_vectors(store, "embed", "patches")
     with pytest.raises(SiteError, match="9,9"):
         site_vectors(store, "embed", "9,9")
+
+
+def test_one_token_has_no_rest(tmp_path: Path) -> None:
+    one = TokenLayout((), (1, 1), stride_px=(16.0, 16.0))
+    values = {"embed": np.ones((4, 1, 3))}
+    store = write_labelled(tmp_path / "a.zarr", values, [0, 1, 0, 1], layout=one)
+    with pytest.raises(SiteError, match="embed has one token, so that --tokens rest has none"):
+        site_vectors(store, "embed", "rest")
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:

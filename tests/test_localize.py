@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -460,6 +461,21 @@ def test_each_byte_is_read_once_where_it_fits(
     assert sorted(rows) == list(range(N))
 
 
+def test_memory_that_is_asked_for_is_enough(tmp_path: Path) -> None:
+    """2419200 bytes here, which are not to be rounded to 2.4 MB."""
+    options = (
+        "--sites",
+        "blocks.3.out",
+        *("--tokens", "0,0"),
+        *("--tokens", "0,1", "--tokens", "1,1"),
+    )
+    path = many(tmp_path).path
+    line = refused(path, *options, "--memory", "1M")
+    asked = line.split("--memory ")[1].strip()
+    assert asked == "3M"
+    assert invoke(path, *options, "--memory", asked).exit_code == 0
+
+
 def test_too_little_memory(store: Store) -> None:
     with pytest.raises(VitseeError, match=r"of memory are too few for 30 images; give --memory"):
         run(store, tokens=["0,0"], memory=50_000)
@@ -572,7 +588,7 @@ def test_which_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: A
     keep = np.r_[0:8, 16:24]
     expected = loop_maps(ACTS[keep], PIXELS[keep], (2, 3), 4)
     assert maps_of(run(part)) == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(VitseeError, match="a: 3 images are readable; CKA needs at least 4"):
+    with pytest.raises(VitseeError, match="a: 3 readable images chosen; CKA needs at least 4"):
         run(store, images=3)
 
 
@@ -636,7 +652,7 @@ def test_no_pixels(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     write(path, {"blocks.0.out": (ACTS, LAYOUT)}, None)
     line = refused(path)
-    assert "a keeps no pixels" in line and "it does not say what it was made of" in line
+    assert "a keeps no pixels: a does not say where its images are" in line
     assert "run: vitsee extract ... --inputs" in line
 
 
@@ -655,16 +671,33 @@ def test_pixels_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     few = run(open_store(without), images=7)
     again = run(open_store(with_), images=7)
     assert np.array_equal(few["cka"], again["cka"], equal_nan=True)
-    # another picture in one place, found out by its hash and by the first images' pixels
-    image = tmp_path / "data" / "class1" / "007.png"
-    Image.new("RGB", (60, 50), (9, 9, 9)).save(image)
-    line = refused(without)
-    assert "without keeps no pixels, and its images cannot be loaded again" in line
-    assert "007.png is not the image it was" in line or "other pixels here than then" in line
-    image.unlink()
-    assert "holds other images now" in refused(without)
+    # an image that came to the folder since then moves the others on, and is none of the store's
+    shutil.copy(tmp_path / "data" / "class0" / "000.png", tmp_path / "data" / "class0" / "0.png")
+    table = run(open_store(without), sites=["blocks"])
+    assert np.array_equal(table["cka"], expected["cka"], equal_nan=True)
     (tmp_path / "data").rename(tmp_path / "elsewhere")
-    assert "no file or folder data" in refused(without)
+    line = refused(without)
+    assert "without keeps no pixels: the images of without cannot be read again" in line
+    assert "no file or folder" in line and "--data" in line and "run: vitsee extract" in line
+    moved = tmp_path / "elsewhere"
+    found = invoke(without, "--data", moved)
+    assert (found.exit_code, found.stdout) == (0, invoke(with_).stdout.replace("with,", "without,"))
+    image = moved / "class1" / "007.png"
+    Image.new("RGB", (60, 50), (9, 9, 9)).save(image)
+    assert "class1/007.png' in" in (line := refused(without, "--data", moved))
+    assert "is another picture now" in line
+    image.unlink()
+    assert "no longer has the image 'class1/007.png'" in refused(without, "--data", moved)
+
+
+def test_pixels_that_come_out_otherwise(tmp_path: Path) -> None:
+    data, out = plant_images(tmp_path / "data", 6), tmp_path / "a.zarr"
+    extracted(*VIT, "--data", data, "-o", out, "--slab", 5)
+    root = out / "zarr.json"
+    manifest = json.loads(root.read_text())
+    manifest["attributes"]["vitsee"]["info"]["first_images_sha256"] = "0" * 64
+    root.write_text(json.dumps(manifest))
+    assert "come out with other pixels here than then" in refused(out)
 
 
 # Pictures

@@ -25,6 +25,7 @@ from vitsee_core.analyses.probe import COLUMNS, plot, run
 from vitsee_core.labelled import accuracy_interval, labelled_rows
 from vitsee_core.probing import settings, tokens
 from vitsee_core.probing.draws import draw_images, split_rows
+from vitsee_core.probing.rows import _mean_l2
 from vitsee_core.probing.tokens import flatten_patches, largest_patch, pooled
 from vitsee_core.results import Table
 from vitsee_stores import Store
@@ -243,6 +244,22 @@ def test_equal_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "the same in all training images" in table.notes["remarks"][0]
 
 
+def test_one_class_is_not_called_equal_features(tmp_path: Path, pair: Pair) -> None:
+    labels = np.zeros(12, int)
+    x = class_features(labels, 7, DIM)
+    names = ["c0", "c1", "c2"]
+    one = write_labelled(
+        tmp_path / "a.zarr", {"blocks.0.out": (x, VIT)}, labels, classes=names, hash_offset=500
+    )
+    remarks = run(one, pair.test).notes["remarks"]
+    assert "all training images are of one class, c0: every image is given it" in remarks
+    assert not any("the same in all" in remark for remark in remarks)
+
+
+def test_the_mean_of_several_l2_is_a_round_number() -> None:
+    assert _mean_l2(np.array([2.0**3, 2.0**19])) == 2.0**11
+
+
 # ---------------------------------------------------------------- each, all
 
 
@@ -358,6 +375,19 @@ def test_holdout_is_stratified(pair: Pair) -> None:
     assert held[0] == held[1] != held[2]
 
 
+def test_a_large_share_leaves_an_image_of_each_class_to_train(pair: Pair) -> None:
+    notes = run(pair.train, holdout=0.999).notes
+    assert (notes["train"]["rows"], notes["test"]["rows"]) == (CLASSES, N - CLASSES)
+
+
+def test_a_single_image_of_each_class_cannot_be_held_out(tmp_path: Path) -> None:
+    labels = np.arange(3)
+    sites = {"pooled": (class_features(labels, 1, DIM)[:, 0], None)}
+    store = write_labelled(tmp_path / "a.zarr", sites, labels)
+    with pytest.raises(VitseeError, match="none of the 3 labelled images are left to test"):
+        run(store, holdout=0.5, sites=["pooled"])
+
+
 def test_a_split_tests(tmp_path: Path) -> None:
     labels = balanced(40, 2)
     x = class_features(labels, 1, 3)
@@ -443,7 +473,13 @@ def test_bad_choices(pair: Pair) -> None:
         ({"l2": [0.0]}, "above 0"),
         ({"seeds": 3}, "give --shots too"),
         ({"solver": "sgd", "l2": [1.0]}, "--l2 belongs to --solver ridge"),
+        ({"solver": "sgd", "standardise": True}, "--standardise belongs to --solver ridge"),
+        ({"solver": "sgd", "intercept": 1.0}, "--intercept belongs to --solver ridge"),
+        ({"solver": "sgd", "preset": "big_vision"}, "--preset big_vision belongs to --solver rid"),
         ({"batch_norm": True}, "--batch-norm belongs to --solver sgd"),
+        ({"epochs": 3}, "--epochs belongs to --solver sgd"),
+        ({"lr": 0.1}, "--lr belongs to --solver sgd"),
+        ({"intercept": 0.0}, "expected free or a number above 0"),
         ({"solver": "lbfgs"}, "no solver"),
         ({"baselines": ["zero"]}, "no baseline"),
         ({"intercept": "none"}, "expected free or a number"),
@@ -526,8 +562,19 @@ def test_maps_at_the_last_stage(cnn: tuple[Store, Store, Array, Array]) -> None:
     assert values(table, site="layer2.0.out", token="mean") == values(plain)
     with pytest.raises(SiteError, match="2 x 2 cells, none at 3,3"):
         run(train, test, match_last_stage=True, tokens=["3,3"])
-    with pytest.raises(SiteError, match="cls"):
+    with pytest.raises(SiteError, match="no class token"):
         run(train, test, match_last_stage=True, tokens=["cls"])
+
+
+def test_one_token_has_no_rest(tmp_path: Path) -> None:
+    labels = balanced(12, 3, 1)
+    early, late = class_features(labels, 4, 3), class_features(labels, 1, 12)
+    sites = {"layer1.0.out": (early, grid(2, 2)), "layer2.0.out": (late, grid(1, 1))}
+    store = write_labelled(tmp_path / "a.zarr", sites, labels)
+    run(store, holdout=0.5, sites=["layer1.0.out"], tokens=["rest"])
+    for site, match in (("layer2.0.out", False), ("layer1.0.out", True)):
+        with pytest.raises(SiteError, match="rest"):
+            run(store, holdout=0.5, sites=[site], tokens=["rest"], match_last_stage=match)
 
 
 # ---------------------------------------------------------------- baseline, SGD
@@ -577,6 +624,17 @@ def test_batch_normalisation_ignores_the_scale_of_channels(tmp_path: Path) -> No
     assert scaled[0] == pytest.approx(plain[0], abs=0.1)
 
 
+def test_one_image_cannot_be_batch_normalised(tmp_path: Path) -> None:
+    labels = np.zeros(4, int)
+    sites = {"pooled": (class_features(labels, 1, DIM)[:, 0], None)}
+    store = write_labelled(tmp_path / "a.zarr", sites, labels)
+    with pytest.raises(VitseeError, match="at least 2 training images"):
+        run(
+            store, holdout=0.5, sites=["pooled"], shots=[1], solver="sgd", batch_norm=True,
+            device="cpu",
+        )  # fmt: skip
+
+
 def test_training_that_diverges_has_no_value(pair: Pair) -> None:
     table = run(pair.train, pair.test, solver="sgd", lr=9e38, device="cpu", tokens=["each"])
     assert np.isnan(table["value"]).all()
@@ -622,6 +680,10 @@ def test_maps_and_curves(pair: Pair, tmp_path: Path) -> None:
 def test_curves_against_l2(pair: Pair) -> None:
     axes = plot(run(pair.train, pair.test, l2=["grid"])).axes
     assert [(panel.get_xlabel(), len(panel.lines)) for panel in axes] == [("l2", 1)]
+    axes = plot(run(pair.train, pair.test, l2=["grid"], shots=[2, 5], seeds=1)).axes
+    legend = [text.get_text() for text in axes[0].get_legend().get_texts()]
+    assert legend == ["shots = 2", "shots = 5"]
+    assert len({str(line.get_marker()) for line in axes[0].lines}) == 2
 
 
 def test_several_stores_in_one_picture(pair: Pair, cnn: tuple[Store, Store, Array, Array]) -> None:

@@ -89,6 +89,18 @@ def test_constant_column_of_big_vision(n: int, dim: int) -> None:
             np.testing.assert_allclose(linear.scores(test), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("constant", [1e-200, 1e-3, 100.0, 1e200])
+def test_a_constant_column_of_any_size(constant: float) -> None:
+    x, labels = data(12, 3)
+    images, algebra = gathered(x, labels), Algebra(constant=constant)
+    shares = {1e-200: 0.0, 1e-3: 12e-6 / (12e-6 + 2), 100.0: 12e4 / (12e4 + 2), 1e200: 1.0}
+    share = shares[constant]
+    target = 2 * np.bincount(labels, minlength=4) / 12 - 1
+    at_mean = solve(images, algebra, 2.0).scores(x.astype(float).mean(axis=0)[np.newaxis])[0]
+    assert at_mean == pytest.approx(share * target, rel=1e-9, abs=1e-12)
+    assert algebra.leverage(12, 2.0) == pytest.approx(share / 12, rel=1e-9)
+
+
 def test_primal_is_dual() -> None:
     x, labels = data(12, 12)
     primal = Factors.of(gathered(x, labels), PLAIN)

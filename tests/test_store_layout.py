@@ -51,6 +51,9 @@ def sizes(plan: StorePlan, path: str) -> dict[str, int]:
     letters = {"N": plan.n_images, "K": plan.n_slabs, "S": plan.slab, "W": plan.id_bytes}
     if plan.inputs is not None:
         letters |= {"height": plan.inputs[1], "width": plan.inputs[2]}
+    if plan.erf is not None and path.startswith("erf/"):
+        letters |= {"E": math.ceil(plan.erf.n_images / plan.slab)}
+        letters |= dict(zip(("height", "width"), plan.erf.size, strict=True))
     layouts: dict[str, TokenLayout] = {}
     for site in plan.sites:
         if path.split("/")[0] in ("acts", "pooled", "vectors") and path.split("/")[1] == site.name:
@@ -80,7 +83,7 @@ def sizes(plan: StorePlan, path: str) -> dict[str, int]:
 def pattern_of(path: str) -> str:
     """A path as FORMAT.md writes it."""
     parts = path.split("/")
-    if parts[0] in ("acts", "pooled", "vectors", "grams"):
+    if parts[0] in ("acts", "pooled", "vectors", "grams", "erf") and path != "erf/count":
         parts[1] = "SITE"
     elif parts[0] == "residual":
         parts[1] = "SUBLAYER"
@@ -103,7 +106,8 @@ def test_format_text(name: str) -> None:
         if "..." not in shape:
             numbers = tuple(letters[s] if s in letters else int(s) for s in shape)
             assert numbers == spec.shape, path
-        assert spec.shape[0] == {"image": plan.n_images, "slab": plan.n_slabs}.get(
+        n_slabs = plan.n_erf_slabs if path.startswith("erf/") else plan.n_slabs
+        assert spec.shape[0] == {"image": plan.n_images, "slab": n_slabs}.get(
             spec.per, spec.shape[0]
         )
         dtypes = {word.strip() for word in row["dtype"].split(" or ")}

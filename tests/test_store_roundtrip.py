@@ -142,7 +142,7 @@ def test_tokens_of_other_layouts(tmp_path: Path) -> None:
     ]:
         with pytest.raises(SiteError, match=said):
             store.acts(site, tokens)
-    with pytest.raises(SiteError, match="no pooled 'cls'"):
+    with pytest.raises(SiteError, match="no class token"):
         store.pooled("stem", "cls")
 
 

@@ -148,13 +148,15 @@ def _draw(
         rows = table.take(picked & (names == name))
         rows = rows.take(np.argsort(rows["rel_depth"], kind="stable"))
         x, y = rows["rel_depth"], rows["value"].astype(float)
-        if name:
+        if len(rows) == 1:  # a line or band of one point would not be seen
+            _draw_points(axes, x, rows, i, dashes.get(name))
+        elif name:
             axes.plot(x, y, color=colour(i), linestyle=dashes[name], linewidth=1)
-            continue
-        if "low" in rows.columns and "high" in rows.columns:
+        elif "low" in rows.columns and "high" in rows.columns:
             low, high = rows["low"].astype(float), rows["high"].astype(float)
             axes.fill_between(x, low, high, color=colour(i), alpha=0.18, linewidth=0)
-        axes.plot(x, y, color=colour(i), marker=marker(i), label=text)
+        if not name:
+            axes.plot(x, y, color=colour(i), marker=marker(i), label=text)
 
 
 def _draw_heads(
@@ -171,16 +173,22 @@ def _draw_heads(
     for name in dict.fromkeys(names[picked].tolist()):
         rows = table.take(picked & (names == name))
         x = np.array([places[site] for site in rows["site"].tolist()])
-        y = rows["value"].astype(float)
+        _draw_points(axes, x, rows, i, dashes.get(name))
         if name:
-            left, right = x - 0.4 * HEAD_STEP, x + 0.4 * HEAD_STEP
-            style = dashes[name]
-            axes.hlines(y, left, right, color=colour(i), linestyle=style, linewidth=1)
             continue
-        if "low" in rows.columns and "high" in rows.columns:
-            axes.vlines(x, rows["low"].astype(float), rows["high"].astype(float), color=colour(i))
+        y = rows["value"].astype(float)
         label = "_nolegend_" if any(other.startswith(text) for other in known) else text
         axes.plot(x, y, linestyle="none", color=colour(i), marker=marker(i), label=label)
+
+
+def _draw_points(axes: Axes, x: Any, rows: Table, i: int, dash: Any) -> None:
+    """Of each point what its curve has beside the line: a baseline's dash, or the interval."""
+    if dash is not None:
+        left, right = x - 0.4 * HEAD_STEP, x + 0.4 * HEAD_STEP
+        values = rows["value"].astype(float)
+        axes.hlines(values, left, right, color=colour(i), linestyle=dash, linewidth=1)
+    elif "low" in rows.columns and "high" in rows.columns:
+        axes.vlines(x, rows["low"].astype(float), rows["high"].astype(float), color=colour(i))
 
 
 def _finish(axes: Axes, places: dict[str, float], ylabel: str) -> None:

@@ -218,12 +218,15 @@ def site_vectors(store: Store, site: str, tokens: str) -> LazyArray:
         tokens: `cls`, `mean`, `first`, `mean-all`, `rest` or `ROW,COL`; see `choose_tokens`.
 
     Raises:
-        SiteError: the site has no such tokens, or they are more than one.
+        SiteError: the site has no such tokens, or those asked for are several or none.
         MissingInput: the site is stored pooled only.
     """
-    pooled = tokens in ("cls", "mean") and store.layout(site) is not None
+    layout = store.layout(site)
+    if tokens == "rest" and layout is not None and layout.n_tokens == 1:
+        raise SiteError(f"{store.label}: {site} has one token, so that --tokens rest has none")
+    pooled = tokens in ("cls", "mean") and layout is not None
     vectors = store.pooled(site, tokens) if pooled else store.acts(site, tokens)
-    if store.layout(site) is not None and vectors.ndim != 2:
+    if layout is not None and vectors.ndim != 2:
         raise SiteError(f"--tokens {tokens} is several tokens of {site}; expected one vector")
     return vectors
 

@@ -29,6 +29,7 @@ TILE_BYTES = 32
 # Beyond this share of a tile one product of all of it is cheaper than many single ones.
 FEW = 1 / 50
 PIECE = 512  # vectors multiplied at a time: they stay in cache
+ORTHOGONAL = 2.0**-40  # more than the rounding errors of a float64 product
 UNUSED = torch.iinfo(torch.int64).min
 
 
@@ -82,14 +83,14 @@ class Neighbours:
         """The best k of `keys` and the rows that `near` marks."""
         k = keys.shape[1]
         if int(torch.count_nonzero(near)) > FEW * near.numel():
-            cosines = (queries @ rows.T).to(torch.float32)
+            cosines = _rounded(queries @ rows.T)
             numbers = torch.arange(self._n, self._n + len(rows), device=rows.device)
             new = _keys_of(cosines, numbers)
         else:
             of, row = torch.nonzero(near, as_tuple=True)
             pieces = zip(of.split(PIECE), row.split(PIECE), strict=True)
             products = [torch.linalg.vecdot(queries[q], rows[r]) for q, r in pieces]
-            cosines = torch.cat([*products, rows.new_empty(0)]).to(torch.float32)
+            cosines = _rounded(torch.cat([*products, rows.new_empty(0)]))
             better = cosines > bar[of]
             of, row, cosines = of[better], row[better], cosines[better]
             counts = torch.bincount(of, minlength=len(keys))
@@ -170,6 +171,11 @@ def _normalised(rows: Float32, device: torch.device) -> torch.Tensor:
     exact = torch.from_numpy(np.ascontiguousarray(rows)).to(device).to(torch.float64)
     length = torch.linalg.vector_norm(exact, dim=1, keepdim=True)
     return exact / torch.where(length > 0, length, 1.0)
+
+
+def _rounded(cosines: torch.Tensor) -> torch.Tensor:
+    """Cosines in float32; those of orthogonal vectors 0, which float32 alone would not make so."""
+    return torch.where(cosines.abs() < ORTHOGONAL, 0.0, cosines).to(torch.float32)
 
 
 def _keys_of(cosines: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

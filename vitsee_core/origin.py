@@ -6,6 +6,7 @@ the images are still those. Relative paths are taken from the folder that extrac
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,8 +86,13 @@ class Pictures:
         self._store, self._data = store, data
 
     @cached_property
-    def _source(self) -> Source:
+    def source(self) -> Source:
+        """The data set, as `source_of` finds it."""
         return source_of(self._store, self._data)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.source.ids)}
 
     def __call__(self, rows: Rows) -> NDArray[np.uint8]:
         """(images, channels, height, width) uint8 of these valid rows.
@@ -100,12 +106,14 @@ class Pictures:
             return np.stack([stored[int(row)] for row in rows])
         from vitsee_core.images import Selection, batches
 
-        source, samples = self._source, store.samples
-        index, ids = samples.index[rows], samples.id[rows].tolist()
+        source, samples = self.source, store.samples
+        ids = samples.id[rows].tolist()
         hint = f"(name the data that {store.label} was made from with --data)"
-        for place, name in zip(index.tolist(), ids, strict=True):
-            if place >= len(source) or source.ids[place] != name:
+        for name in ids:
+            if name not in self._places:
                 raise VitseeError(f"{source.name} no longer has the image {name!r} {hint}")
+        # By name: images that came to a folder since then have moved the others on.
+        index = np.array([self._places[name] for name in ids], np.int64)
         selection = Selection(source.samples_at(index), source, {})
         transform, whole = store.manifest.transform, [slice(0, len(rows))]
         with closing(batches(selection, transform, whole, on_error="fail")) as loading:
@@ -115,6 +123,26 @@ class Pictures:
                 raise VitseeError(f"{name!r} in {source.name} is another picture now {hint}")
         pixels: NDArray[np.uint8] = batch.pixels.numpy()
         return pixels
+
+    def check_decoding(self) -> None:
+        """Refuse libraries that decode or resize otherwise: the first images' pixels.
+
+        Raises:
+            VitseeError: they differ from those that the store was made with, or cannot be read.
+        """
+        from vitsee_core.extraction.prepare import CHECK_IMAGES, CHECK_WITHIN
+
+        valid = self._store.valid
+        for start in range(0, min(CHECK_WITHIN, len(valid)), CHECK_IMAGES):
+            rows = start + np.flatnonzero(valid[start : start + CHECK_IMAGES])
+            if len(rows):
+                found = hashlib.sha256(self(rows).tobytes()).hexdigest()
+                if found != self._store.manifest.info.get("first_images_sha256"):
+                    raise VitseeError(
+                        f"the images of {self._store.label} come out with other pixels here than "
+                        "then (by another version of Pillow or timm)"
+                    )
+                return
 
 
 def source_of(store: Store, data: str | None = None) -> Source:

@@ -1,16 +1,13 @@
 """The pixels of each input patch, as the model saw them: normalised, patch by patch.
 
 From the store where `extract --inputs` kept them; else the images are loaded again from the data
-that the store says it was made of, and refused unless they are the same, pixel by pixel where that
-can be known.
+that the store says it was made of, and refused unless they are the same; see `origin.Pictures`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import tempfile
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.machine import free_disk_bytes, human_bytes
+from vitsee_core.origin import Pictures
 from vitsee_core.progress import SILENT, Progress
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.lazy import LazyArray
 
 if TYPE_CHECKING:
-    from vitsee_core.images import Selection
     from vitsee_stores import Store
     from vitsee_stores.layout import TokenLayout
 
@@ -95,124 +92,54 @@ def _bounds(n: int, length: int, stride: float | None) -> Rows:
     return edges
 
 
-def input_pixels(store: Store, rows: Rows, progress: Progress = SILENT) -> LazyArray:
-    """(images, channels, height, width) float32, normalised; only `rows` may be read.
+def input_pixels(
+    store: Store, rows: Rows, data: str | None = None, progress: Progress = SILENT
+) -> LazyArray:
+    """(images, channels, height, width) float32, normalised; only `rows`, valid ones in their
+    order, may be read. `data`: see `Pictures`.
 
     Raises:
         MissingInput: the store keeps none, and they cannot be had again from its data.
-        VitseeError: no room for them.
     """
     if store.has("input"):
         return store.inputs()
-    again = f"run: vitsee extract ... --inputs -o {store.path}, the rest as its vitsee info says"
     try:
-        selection = _same_selection(store)
-        pixels = _load(store, selection, rows, progress)
-    except MissingInput:
-        raise
+        return _load(store, rows, Pictures(store, data), progress)
     except VitseeError as error:
         raise MissingInput(
-            f"{store.label} keeps no pixels, and its images cannot be loaded again: {error}; "
-            f"{again}"
+            f"{store.label} keeps no pixels: {error}; "
+            f"or run: vitsee extract ... --inputs -o {store.path}, the rest as its vitsee info says"
         ) from None
-    return pixels
 
 
-class _Differs(VitseeError):
-    """The data is not what the store was made of."""
-
-
-def _same_selection(store: Store) -> Selection:
-    """The images that the store was made of, in its order.
-
-    Raises:
-        VitseeError: the data is not there, or other images are.
-    """
-    from vitsee_core.images import open_source, select
-
-    info = store.manifest.info
-    data, chosen = info.get("data"), info.get("selection")
-    if not data or not chosen:
-        raise _Differs("it does not say what it was made of")
-    name = str(data["data"])
-    beside = Path(str(info.get("data_folder", "."))) / Path(name).expanduser()
-    source = open_source(str(beside) if beside.exists() else name, split=data.get("split"))
-    selection = select(
-        source,
-        images=chosen.get("images"),
-        per_class=chosen.get("per_class"),
-        seed=chosen["seed"],
-        order=chosen["order"],
-    )
-    if selection.samples.fingerprint() != store.manifest.samples_fingerprint:
-        raise _Differs(f"{name} holds other images now, or other labels")
-    return selection
-
-
-def _load(store: Store, selection: Selection, rows: Rows, progress: Progress) -> LazyArray:
+def _load(store: Store, rows: Rows, pictures: Pictures, progress: Progress) -> LazyArray:
     """The pixels of these rows in a temporary file.
 
     Raises:
         VitseeError: an image has changed or is gone, or there is no room.
     """
-    from vitsee_core.images import batches
-
-    transform = store.manifest.transform
+    name, transform = pictures.source.name, store.manifest.transform
     shape = (store.n_images, *(int(n) for n in transform["input_size"]))
     need, free = len(rows) * int(np.prod(shape[1:])), free_disk_bytes(Path(tempfile.gettempdir()))
     if need > free:
-        raise _Differs(f"they take {human_bytes(need)}, {human_bytes(free)} are free for it")
+        raise VitseeError(f"they take {human_bytes(need)}, {human_bytes(free)} are free for it")
     log.info(
         "%s keeps no pixels: loading %d images of %s again",
-        *(store.label, len(rows), selection.source.name),
+        *(store.label, len(rows), name),
     )
-    _check_decoding(store, selection)
+    pictures.check_decoding()
     with tempfile.TemporaryFile(prefix="vitsee-pixels") as file:
         file.truncate(int(np.prod(shape)))  # sparse: only the rows that are used take room
         kept = np.memmap(file, np.uint8, "r+", shape=shape)
-    hashes = store.samples.hash
-    parts = _ranges(rows)
-    progress.start(sum(part.stop - part.start for part in parts))
+    progress.start(len(rows))
     try:
-        with closing(batches(selection, transform, parts)) as loading:
-            for batch in loading:
-                known = store.valid[batch.rows]
-                differs = np.flatnonzero(known & (batch.hash != hashes[batch.rows]))
-                if len(differs):
-                    name = selection.samples.ids[batch.rows.start + int(differs[0])]
-                    raise _Differs(f"{name} is not the image it was")
-                kept[batch.rows] = batch.pixels.numpy()
-                progress.advance(len(known))
+        for start in range(0, len(rows), AT_ONCE):
+            some = rows[start : start + AT_ONCE]
+            kept[some] = pictures(some)
+            progress.advance(len(some))
     finally:
         progress.stop()
     return _Reloaded(kept, store.valid, transform)
-
-
-def _ranges(rows: Rows) -> list[slice]:
-    """Consecutive rows, a batch at most, that hold all of `rows` and little else."""
-    groups = np.split(rows, np.flatnonzero(np.diff(rows // AT_ONCE)) + 1)
-    return [slice(int(group[0]), int(group[-1]) + 1) for group in groups]
-
-
-def _check_decoding(store: Store, selection: Selection) -> None:
-    """Refuse libraries that decode or resize otherwise: the first readable images' pixels.
-
-    Raises:
-        VitseeError: they differ from those that the store was made with.
-    """
-    from vitsee_core.extraction.prepare import CHECK_IMAGES, CHECK_WITHIN
-    from vitsee_core.images import batches
-
-    expected = store.manifest.info.get("first_images_sha256")
-    stop = min(CHECK_WITHIN, store.n_images)
-    ranges = [slice(i, min(i + CHECK_IMAGES, stop)) for i in range(0, stop, CHECK_IMAGES)]
-    with closing(batches(selection, store.manifest.transform, ranges)) as loading:
-        for batch in loading:
-            if batch.valid.any():
-                pixels = batch.pixels.numpy()[batch.valid]
-                if hashlib.sha256(pixels.tobytes()).hexdigest() != expected:
-                    raise _Differs("the images come out with other pixels here than then")
-                return
 
 
 class _Reloaded(LazyArray):

@@ -23,6 +23,13 @@ TEXT = frozenset(
         *("store_a", "site_a", "store_b", "site_b"),
     )
 )
+# Always numbers, empty for NaN: a whole column of them may be empty.
+NUMBERS = frozenset(
+    (
+        *("depth", "rel_depth", "value", "std", "low", "high", "n_images"),
+        *("depth_a", "depth_b", "cka"),
+    )
+)
 SHOWN_COLUMNS = 8
 
 
@@ -54,7 +61,8 @@ def read_result(path: str | Path) -> ResultFile:
     (an object array with None where a cell is empty); every other column is text.
 
     Raises:
-        VitseeError: a folder, no CSV text, no rows, or rows of different lengths.
+        VitseeError: a folder, no CSV text, no rows, rows of different lengths, or text where
+            every command writes numbers.
         OSError: it cannot be opened.
     """
     path = Path(path)
@@ -74,16 +82,19 @@ def read_result(path: str | Path) -> ResultFile:
                 f"{path}, row {number} has {len(line)} cells, its header {len(header)}; "
                 "expected a CSV that a vitsee command wrote with -o"
             )
-    columns = {name: _column(name, [line[i] for line in body]) for i, name in enumerate(header)}
+    columns = {
+        name: _column(path, name, [line[i] for line in body]) for i, name in enumerate(header)
+    }
     sidecar = _sidecar(path)
     words = sidecar.get("command")
     command = words[1] if isinstance(words, list) and len(words) > 1 else ""
     return ResultFile(path, Table(columns), str(command), sidecar)
 
 
-def _column(name: str, cells: list[str]) -> NDArray[Any]:
+def _column(path: Path, name: str, cells: list[str]) -> NDArray[Any]:
     if name in TEXT or not any(cells):
-        return np.array(cells, object if name in TEXT else None)
+        empty = np.full(len(cells), np.nan) if name in NUMBERS else np.array(cells)
+        return np.array(cells, object) if name in TEXT else empty
     for kind in (int, float):
         try:
             values = [kind(cell) if cell else None for cell in cells]
@@ -92,7 +103,21 @@ def _column(name: str, cells: list[str]) -> NDArray[Any]:
         if kind is float:
             return np.array([np.nan if v is None else v for v in values], np.float64)
         return np.array(values, object if None in values else np.int64)
+    if name in NUMBERS:
+        raise VitseeError(
+            f"{path}: column {name} has the text {_first_text(cells)!r}; expected numbers"
+        )
     return np.array(cells, object)
+
+
+def _first_text(cells: list[str]) -> str:
+    """The first cell that is no number."""
+    for cell in filter(None, cells):
+        try:
+            float(cell)
+        except ValueError:
+            return cell
+    return ""
 
 
 def _sidecar(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import io
 import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -230,6 +230,7 @@ def describe_run(
                 "store_id": store.manifest.store_id,
                 "samples_fingerprint": store.manifest.samples_fingerprint,
                 "model": store.manifest.model.get("name"),
+                "ablations": list(store.manifest.model.get("ablate_skip", ())),
                 "complete": bool(store.complete),
             }
             for store in stores
@@ -252,6 +253,8 @@ def versions() -> dict[str, str]:
 
 def _plain(value: Any) -> Any:
     """`value` as JSON can hold it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain({f.name: getattr(value, f.name) for f in fields(value)})
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

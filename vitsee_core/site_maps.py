@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,7 @@ class SiteMaps:
                 raise VitseeError(
                     f"{self.store.label}: the maps of {len(site.names)} tokens of {site.site.name} "
                     f"take {human_bytes(size)}; choose some with --tokens ROW,COL, or give "
-                    f"--memory {human_bytes(4 * size).replace(' ', '')}"
+                    f"--memory {math.ceil(4 * size / 1e6)}M"
                 )
             lists = groups.setdefault((site.layout.grid, site.layout.stride_px), [[]])
             sizes = [8 * copies * len(s.names) * s.layout.n_body for s in lists[-1]]

@@ -215,7 +215,8 @@ def _draw_curves(axes: Axes, table: Table, metric: str, curves: Sequence[Curve])
         axes.set_ylim(bottom=0)
     if np.isnan(rows["value"].astype(float)).all():
         axes.set_yticks([])
-        axes.text(0.5, 0.5, NOTHING, transform=axes.transAxes, ha="center")
+        # Beside the line of `skip = branch` or of 0, which lies in the middle or at an end.
+        axes.text(0.5, 0.25, NOTHING, transform=axes.transAxes, ha="center")
     if several:
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
     else:

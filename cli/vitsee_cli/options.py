@@ -338,6 +338,14 @@ _GRAM_OPTIONS: tuple[Decorator, ...] = (
 # ---------------------------------------------------------------- what a store does not hold
 
 
+data_again_option = click.option(
+    "--data",
+    metavar="DATA",
+    help="Where the images are now, for what has to be computed once more.  [default: where "
+    "extract read them]",
+)
+
+
 def recompute_options(command: Any) -> Any:
     """Where to compute once more what a store does not hold, and from what: `data`, `checkpoint`,
     `device`."""
@@ -345,12 +353,7 @@ def recompute_options(command: Any) -> Any:
 
 
 _RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
-    click.option(
-        "--data",
-        metavar="DATA",
-        help="Where the images are now, for what has to be computed once more.  [default: where "
-        "extract read them]",
-    ),
+    data_again_option,
     click.option(
         "--checkpoint",
         metavar="FILE",

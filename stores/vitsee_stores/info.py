@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections import Counter
@@ -45,6 +46,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         "attention": _attention(plan),
         "residual": [name for name, _ in plan.sublayers],
         "grams": [site.name for site in plan.gram_sites],
+        "erf": None if plan.erf is None else dataclasses.asdict(plan.erf),
         "inputs": None if plan.inputs is None else list(plan.inputs),
         "transform": text["transform"],
         "class_names": text["class_names"],

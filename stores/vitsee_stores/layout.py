@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vitsee_stores.plan import AttentionGroup, SiteSpec, StorePlan, TokenLayout
+from vitsee_stores.plan import AttentionGroup, ErfPlan, SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.selectors import GROUPS, select_names
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "GROUPS",
     "ArraySpec",
     "AttentionGroup",
+    "ErfPlan",
     "SiteSpec",
     "StorePlan",
     "TokenLayout",
@@ -48,9 +49,10 @@ Per = Literal["image", "slab", "once"]
 @dataclass(frozen=True)
 class ArraySpec:
     """One array. per: what its first axis counts, and so when it is written: "image" (S rows a
-    slab), "slab" (one row a slab) or "once" (at creation). nan_ok: NaN may stand in the row of a
-    valid image. codec: what compresses its chunks; a crc32c always follows. pairs: the axes after
-    the first both count the images of a slab, and only entries of two valid images are numbers."""
+    slab), "slab" (one row a slab, of all slabs or of the first ones) or "once" (at creation).
+    nan_ok: NaN may stand in the row of a valid image. codec: what compresses its chunks; a crc32c
+    always follows. pairs: the axes after the first both count the images of a slab, and only
+    entries of two valid images are numbers."""
 
     path: str
     shape: tuple[int, ...]
@@ -71,6 +73,10 @@ class ArraySpec:
     def grid(self) -> tuple[int, ...]:
         """Number of chunks along each axis."""
         return tuple(math.ceil(n / c) for n, c in zip(self.shape, self.chunks, strict=True))
+
+    def has_slab(self, slab: int) -> bool:
+        """Whether slab `slab` brings chunks of this array."""
+        return self.per != "once" and slab < self.grid[0]
 
     @property
     def chunk_bytes(self) -> int:
@@ -102,6 +108,10 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     for name, layout in plan.sublayers:
         n = layout.n_tokens
         table.image(f"residual/{name}", (n, 3), (f"token_{n}", "product"))
+    if plan.erf is not None:
+        for name in plan.erf.sites:
+            table.first_slabs(f"erf/{name}", plan.n_erf_slabs, plan.erf.size, ("y", "x"))
+        table.first_slabs("erf/count", plan.n_erf_slabs, (), (), "int64")
     if plan.inputs is not None:
         table.image("input", plan.inputs, ("rgb", "y", "x"), "uint8")
     for name, shape in plan.weights:
@@ -151,6 +161,18 @@ class _Table:
         chunks = _chunks((1, *shape), ITEM_SIZE[dtype])
         full = (self.plan.n_slabs, *shape)
         self._add(path, full, chunks, dtype, "slab", False, ("slab", *axes), codec, pairs)
+
+    def first_slabs(
+        self,
+        path: str,
+        n_slabs: int,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        dtype: str = "float32",
+    ) -> None:
+        chunks = _chunks((1, *shape), ITEM_SIZE[dtype])
+        full, names = (n_slabs, *shape), ("first_slab", *axes)
+        self._add(path, full, chunks, dtype, "slab", False, names)
 
     def once(self, path: str, shape: tuple[int, ...], dtype: str, axes: Sequence[str]) -> None:
         self._add(path, shape, shape, dtype, "once", False, tuple(axes))

@@ -138,12 +138,29 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True)
+class ErfPlan:
+    """Effective receptive fields: of the images with a row below `n_images`, at these sites (stored
+    names); size: the input's (rows, cols) in pixels."""
+
+    n_images: int
+    sites: tuple[str, ...]
+    size: tuple[int, int]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ErfPlan:
+        """The fields that JSON describes."""
+        height, width = data["size"]
+        return cls(int(data["n_images"]), tuple(data["sites"]), (int(height), int(width)))
+
+
+@dataclass(frozen=True)
 class StorePlan:
     """Everything that decides which arrays a store has.
 
     sites: the chosen sites in the model's order, aliases included. attention_level: "none",
     "summary", "rows" or "full". sublayers: (name, layout) of the residual summaries.
     grams: whether every stored site that is no vector has its Gram matrix within each slab.
+    erf: the effective receptive fields, None without any.
     inputs: (3, H, W) where pixels are kept. weights: (name, shape) of small weight arrays.
     places: (name, depth, rel_depth) of every block with attention and every sublayer: its index in
         the model among blocks or sublayers, and that over the last index.
@@ -163,6 +180,7 @@ class StorePlan:
     places: tuple[tuple[str, int, float], ...] = ()
     id_bytes: int = 1
     grams: bool = False
+    erf: ErfPlan | None = None
 
     @property
     def n_slabs(self) -> int:
@@ -176,6 +194,11 @@ class StorePlan:
         if not self.grams:
             return ()
         return tuple(s for s in self.sites if s.alias_of is None and s.kind != "vector")
+
+    @property
+    def n_erf_slabs(self) -> int:
+        """Number of slabs with an image whose receptive fields are kept: the first ones."""
+        return 0 if self.erf is None else math.ceil(self.erf.n_images / self.slab)
 
     def rows(self, slab: int) -> slice:
         """The images of a slab, as rows of the store."""
@@ -197,5 +220,6 @@ class StorePlan:
                 "inputs": None if data["inputs"] is None else tuple(data["inputs"]),
                 "places": tuple((n, int(depth), float(rel)) for n, depth, rel in data["places"]),
                 "weights": tuple((name, tuple(shape)) for name, shape in data["weights"]),
+                "erf": None if data.get("erf") is None else ErfPlan.from_json(data["erf"]),
             }
         )

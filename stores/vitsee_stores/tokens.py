@@ -44,7 +44,8 @@ def token_array(store: Store, spec: SiteSpec, layout: TokenLayout, tokens: Token
     if cell is not None and cell[0] < grid[0] and cell[1] < grid[1]:
         return store.array(body_path, {1: cell[0], 2: cell[1]})
     raise SiteError(
-        f"{store.label}: {spec.name} has no tokens {word!r}: it has {describe_layout(layout)} (expected {TOKENS})"
+        f"{store.label}: {spec.name} has no tokens {word!r}: it has {describe_layout(layout)} "
+        f"(expected {TOKENS})"
     )
 
 

@@ -1,11 +1,12 @@
 """The best layer of each model for each task, from result files (Walmer et al. 2023, Tables 1, 5).
 
 A task is a metric of the result files: the command that wrote it, the metric, and where the file
-has them k, shots, class and (where it compares several) the token that stands for an image. For
-each task and store the row with the largest value is taken; of equal ones the first, which is the
-lower layer. Layers are named by their site and counted from 0 as in the results (the paper's
-tables count from 1). Choosing the best of many layers on the images that are reported favours all
-models alike, but the value is higher than a layer chosen elsewhere would get.
+has them k, shots, class and (where it compares several) the token that stands for an image and the
+l2. For each task and store the row with the largest value is taken; of equal ones the first, which
+is the lower layer. Layers are named by their site and counted from 0 as in the results (the
+paper's tables count from 1). Choosing the best of many layers on the images that are reported
+favours all models alike, but the value is higher than a layer chosen elsewhere would get; no l2 is
+chosen so.
 
 The figure shows the curves that were compared. Where a CKA self-comparison is among the files it
 also shows the CKA of each layer with the last one beside the tasks' scores: layers that resemble
@@ -42,13 +43,16 @@ RESULT = ("store", "site", "depth", "metric", "value")
 SETTINGS = ("k", "shots", "class")  # with the metric they make the task
 COLUMNS = (
     *("task", "store", "model", "site", "depth", "rel_depth", "head", "token", "row", "col"),
-    *("metric", *SETTINGS, "value", "std", "low", "high", "n_images", "n_layers"),
+    *("metric", *SETTINGS, "l2", "value", "std", "low", "high", "n_images", "n_layers"),
     *("baseline", "file"),
 )
 OPTIONAL = frozenset(
-    (*SETTINGS, "model", "head", "token", "row", "col", "std", "low", "high", "n_images")
+    (*SETTINGS, "l2", "model", "head", "token", "row", "col", "std", "low", "high", "n_images")
 )
-PLACE = ("depth", "rel_depth", "head", "token", "row", "col", "std", "low", "high", "n_images")
+PLACE = (
+    *("depth", "rel_depth", "head", "token", "row", "col", "l2"),
+    *("std", "low", "high", "n_images"),
+)
 MADE = frozenset(("task", "n_layers"))
 RULE = (
     "the largest value over sites (and heads, tokens), of equal ones the first; chosen on the "
@@ -132,9 +136,9 @@ def tasks(files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> dict[str,
     for file in results:
         table = _uniform(file)
         columns = [table[name].tolist() for name in ("metric", *SETTINGS)]
-        keys = list(zip(*columns, _poolings(table), strict=True))
+        keys = list(zip(*columns, _poolings(table), _l2s(table), strict=True))
         for key in dict.fromkeys(keys):
-            metric, settings = key[0], dict(zip((*SETTINGS, "token"), key[1:], strict=True))
+            metric, settings = key[0], dict(zip((*SETTINGS, "token", "l2"), key[1:], strict=True))
             if metric not in metrics and (metrics or _given(settings["class"])):
                 continue
             given = [f"{name} = {value}" for name, value in settings.items() if _given(value)]
@@ -173,6 +177,15 @@ def _poolings(table: Table) -> list[str]:
     return words if len({*words} - {""}) > 1 else [""] * len(words)
 
 
+def _l2s(table: Table) -> list[str]:
+    """Each row's l2, where the file reports the same probe at several of them; else ""."""
+    names = ("store", "site", "head", "token", "row", "col", "metric", *SETTINGS, "baseline")
+    cells = (map(str, table[name].tolist()) for name in names)
+    repeated = len({*zip(*cells, strict=True)}) < len(table)
+    l2s = table["l2"].tolist()
+    return [str(value) if repeated and _given(value) else "" for value in l2s]
+
+
 def _given(value: Any) -> bool:
     return value is not None and value != "" and value == value
 
@@ -180,7 +193,7 @@ def _given(value: Any) -> bool:
 def _best(task: str, rows: Table) -> dict[str, Any]:
     values = rows["value"].astype(float)
     finite = np.isfinite(values)
-    place = int(np.nanargmax(values)) if finite.any() else 0
+    place = int(np.argmax(np.where(finite, values, -np.inf)))
     row = {name: column.tolist()[place] for name, column in rows.columns.items()}
     if not finite.any():
         # What is left is who it is.
@@ -231,7 +244,10 @@ def _curve(rows: Table) -> Table:
             best[key] = i
     chosen = rows.take(np.array([*best.values()], np.int64))
     depth = chosen["depth"].astype(float)
-    top = {s: max(np.nanmax(part["depth"].astype(float)), 1) for s, part in chosen.groups("store")}
+    top = {
+        store: np.nan_to_num(part["depth"].astype(float)).max(initial=1)
+        for store, part in chosen.groups("store")
+    }
     relative = depth / np.array([top[s] for s in chosen["store"].tolist()])
     columns: dict[str, NDArray[Any]] = {
         name: chosen[name] for name in ("store", "site", "baseline", "value")

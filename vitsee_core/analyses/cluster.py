@@ -19,8 +19,8 @@ from __future__ import annotations
 import logging
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -172,17 +172,17 @@ class _Clusters:
     ) -> None:
         self.data, self.k, self.seeds, self.progress = data, k, seeds, progress
 
-    def of(self, features: Callable[[int], Float32]) -> list[Integers]:
-        """(n,) cluster of each image, one array a seed; features: the vectors of a seed."""
+    def of(self, features: Iterable[Float32]) -> list[Integers]:
+        """(n,) cluster of each image, one array a seed; features: the vectors of each seed."""
         found = []
-        for seed in self.seeds:
-            found.append(k_means(features(seed), self.k, seed))
+        for seed, vectors in zip(self.seeds, features, strict=False):
+            found.append(k_means(vectors, self.k, seed))
             self.progress.advance(len(self.data))
         return found
 
     def of_noise(self, dim: int) -> list[Integers]:
         """The same of standard normal vectors, drawn anew for each seed."""
-        return self.of(lambda seed: random_features(len(self.data), dim, (seed, 2)))
+        return self.of(random_features(len(self.data), dim, (seed, 2)) for seed in self.seeds)
 
     def scores(self, clusters: Sequence[Integers], shuffled: bool = False) -> list[Score]:
         """One entry a metric: mean and spread over seeds."""
@@ -218,13 +218,14 @@ def _store_rows(
             list(each_vectors(data, site.name, read[site.name], jobs=jobs, memory=memory))
         )
         if (vectors == vectors[0]).all():
+            which = "" if site.layout is None else f"{read[site.name]} "
             remark = (
-                f"{store.label} {site.name}: the {read[site.name]} vector of every image is the "
-                "same, so all are one cluster"
+                f"{store.label} {site.name}: the {which}vector of every image is the same, so all "
+                "are one cluster"
             )
             notes["remarks"].append(remark)
             log.info("%s", remark)
-        clusters = work.of(partial(_of_any_seed, vectors))
+        clusters = work.of(repeat(vectors))
         found = {"": work.scores(clusters)}
         if "shuffled" in rows:
             found["shuffled"] = work.scores(clusters, shuffled=True)
@@ -244,10 +245,6 @@ def _store_rows(
         for name, scores in found.items():
             rows[name] += [place | score | {"baseline": name} for score in scores]
     return [row for some in rows.values() for row in some]
-
-
-def _of_any_seed(vectors: Float32, seed: int) -> Float32:
-    return vectors
 
 
 def k_means(vectors: Float32, k: int, seed: int) -> Integers:

@@ -156,8 +156,9 @@ def run(
             found = search(stored(a, site.name), stored(b, site.name), len(b), site.dim)
             if found.constant:
                 remarks.append(
-                    f"{site.name}: the {read[site.name]} vector of every training image is the "
-                    "same; its value is the vote of the first rows"
+                    f"{site.name}: the {'' if site.layout is None else read[site.name] + ' '}"
+                    "vector of every training image is the same; its value is the vote of the "
+                    "first rows"
                 )
                 log.info("%s", remarks[-1])
             rows += [_place(test, site) | score | {"baseline": ""} for score in scored(found)]
@@ -271,7 +272,8 @@ def ranks(
         votes = np.ones(voters.shape)
         if vote == "softmax":
             # Only ratios count: divided by the nearest one's, small temperatures stay finite.
-            votes = np.exp((cosines[part] - cosines[part, :1].astype(float)) / temperature)
+            with np.errstate(over="ignore"):  # to -inf: a vote of 0
+                votes = np.exp((cosines[part] - cosines[part, :1].astype(float)) / temperature)
         cells = np.arange(len(own))[:, np.newaxis] * n_classes + voters
         sums = np.bincount(cells.ravel(), votes.ravel(), len(own) * n_classes)
         scores = sums.reshape(len(own), n_classes)

@@ -93,6 +93,7 @@ def run(
     preset: str | None = None,
     images: int | None = None,
     seed: int = 0,
+    data: str | None = None,
     device: str = "auto",
     memory: int | None = None,
     progress: Progress = SILENT,
@@ -118,6 +119,7 @@ def run(
         preset: "raghu": his minibatches.
         images: use so many; see `choose_rows`.
         seed: of minibatches, samples, and the jackknife's blocks in stores in the data's order.
+        data: where the images are now, for stores without their pixels.
         device: where to multiply.
         memory: bytes to stay within.
         progress: told of the tiles of images.
@@ -158,7 +160,7 @@ def run(
         of_store = how
         if how.kind == "minibatch":  # what there is fewer of is said once, not for each grid
             of_store = Estimator("minibatch", *batch_sizes(how, len(counted)))
-        pixels = input_pixels(work.store, counted, progress)
+        pixels = input_pixels(work.store, counted, data, progress)
         for maps in work.maps(pixels, counted, of_store, seed, device, budget, progress):
             tables.append(_table(maps, work.store, summary))
             notes |= {"estimator": maps.notes["estimator"]}
@@ -192,7 +194,7 @@ def _rows(
     counted = np.flatnonzero(chosen.mask & store.valid)
     if len(counted) < 4:
         raise VitseeError(
-            f"{store.label}: {len(counted)} images are readable; CKA needs at least 4"
+            f"{store.label}: {len(counted)} readable images chosen; CKA needs at least 4"
         )
     return counted, {"chosen": chosen.describe()}
 

@@ -34,21 +34,19 @@ from vitsee_core.machine import memory_bytes
 from vitsee_core.probing.draws import check_classes, draw_images, split_rows
 from vitsee_core.probing.figure import plot
 from vitsee_core.probing.fit import Task
-from vitsee_core.probing.rows import INTERVAL, Scorer, tokens_of
+from vitsee_core.probing.remarks import remarks_on
+from vitsee_core.probing.rows import INTERVAL, Scorer, place_of, tokens_of
 from vitsee_core.probing.score import Prober
 from vitsee_core.probing.settings import Settings, choose_settings, choose_training
-from vitsee_core.probing.sgd import Training
 from vitsee_core.probing.sources import Random, Stored
 from vitsee_core.probing.tally import Tally
 from vitsee_core.probing.tokens import Features, Token, check_alike, choose_features
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
-from vitsee_core.ridge import GRID
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
-    from vitsee_stores.layout import SiteSpec
 
 __all__ = ["plot", "run"]
 
@@ -78,9 +76,9 @@ def run(
     intercept: float | str | None = None,
     solver: str = "ridge",
     batch_norm: bool = False,
-    epochs: int = 20,
-    lr: float = 0.1,
-    batch: int = 1024,
+    epochs: int | None = None,
+    lr: float | None = None,
+    batch: int | None = None,
     baselines: Sequence[str] = (),
     per_class: bool = False,
     allow_shared: bool = False,
@@ -119,9 +117,9 @@ def run(
         intercept: `free` (default), or the value of a penalised constant column.
         solver: `ridge` or `sgd`.
         batch_norm: of SGD: batch-normalise the features.
-        epochs: of SGD.
-        lr: of SGD, for 256 images a step.
-        batch: of SGD, images a step.
+        epochs: of SGD (20).
+        lr: of SGD (0.1), for 256 images a step.
+        batch: of SGD (1024), images a step.
         baselines: `random`: standard normal features of the same shape (one draw for each number
             of channels).
         per_class: add the `top1_class` of each class.
@@ -152,7 +150,18 @@ def run(
         intercept=intercept,
         match_last_stage=match_last_stage,
     )
-    training = choose_training(solver, l2, Training(epochs, lr, batch, batch_norm, device))
+    training = choose_training(
+        solver,
+        device,
+        sgd={
+            **{"--epochs": epochs, "--lr": lr, "--batch": batch},
+            "--batch-norm": batch_norm or None,
+        },
+        ridge={
+            **{"--l2": l2 or None, "--standardise": standardise, "--intercept": intercept},
+            "--preset big_vision": preset if preset == "big_vision" else None,
+        },
+    )
     for name in baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
@@ -233,10 +242,11 @@ class _Work:
         )
         rows: list[dict[str, Any]] = []
         random_rows: list[dict[str, Any]] = []
+        one_class = len(np.unique(self.train.labels)) == 1
         for features, other in chosen:
             tally = self._probe(features, other)
-            self._remark(features, tally)
-            place = _place(self.test.store, features.site)
+            self.remarks += remarks_on(features, tally, self.prober.task, one_class)
+            place = place_of(self.test.store, features.site)
             tokens = tokens_of(features)
             each = features.word == "each"
             rows += [
@@ -298,39 +308,6 @@ class _Work:
             self._drawn[key] = self.prober.side_by_side(ours, theirs, "random features")
         return self._drawn[key]
 
-    def _remark(self, features: Features, tally: Tally) -> None:
-        name = features.site.name
-        if tally.failed.any():
-            self.remarks.append(
-                f"{name}: SGD diverged for {int(tally.failed.sum())} of {tally.failed.size} "
-                "probes, which have no value (give a smaller --lr)"
-            )
-        if tally.blind.any():
-            tokens = tally.blind.any((0, 1))
-            count = f" of {int(tokens.sum())} of {tokens.size} tokens" if tokens.size > 1 else ""
-            which = "" if count or features.site.layout is None else f"{features.word} "
-            self.remarks.append(
-                f"{name}: the {which}features{count} are the same in all training images; their "
-                "probe gives every image the class that most of them have"
-            )
-        ends = np.isin(tally.l2s, (GRID[0], GRID[-1])) & ~tally.blind
-        edge = 0 if self.prober.task.l2s else int(ends.sum())
-        if edge:
-            self.remarks.append(
-                f"{name}: the chosen l2 of {edge} of {tally.l2s.size} probes is at an end of the "
-                "grid"
-            )
-
 
 def _n_probes(features: Features) -> int:
     return 1 if features.word == "all" else len(features.tokens)
-
-
-def _place(store: Store, site: SiteSpec) -> dict[str, Any]:
-    return {
-        "store": store.label,
-        "model": store.manifest.model.get("name", ""),
-        "site": site.name,
-        "depth": site.depth,
-        "rel_depth": site.rel_depth,
-    }

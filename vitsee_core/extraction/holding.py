@@ -34,6 +34,7 @@ from vitsee_stores.layout import ITEM_SIZE, ArraySpec, SiteSpec, StorePlan, arra
 # ViT, ResNet, Swin and Mixer on the CPU; the rest for what is reduced beside it.
 FORWARD_FACTOR = 8
 ALIGNED = 64
+FEWEST_SLABS = 10  # of a leave-one-slab-out spread
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,19 @@ class GramRoute:
         if self.where == "memory":
             return f"{start}: from the slab buffers"
         return f"{start}: each from one forward pass over its slab" if self.where else ""
+
+
+def gram_notes(plan: StorePlan) -> list[str]:
+    """A line where slabs are too small for CKA, or too few for its error bars."""
+    if not plan.gram_sites:
+        return []
+    start = f"Gram matrices within {plan.n_slabs} slabs of {plan.slab} images"
+    if plan.slab < 4:
+        return [f"{start}: CKA needs at least 4 images in each (choose a larger --slab)"]
+    if plan.n_slabs < FEWEST_SLABS:
+        few = f"CKA has error bars from {FEWEST_SLABS} slabs on"
+        return [f"{start}: {few} (choose a smaller --slab)"]
+    return []
 
 
 def held_arrays(plan: StorePlan) -> dict[str, ArraySpec]:

@@ -14,8 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+from numpy.typing import NDArray
 
 from vitsee_core.device import precision_context
+from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.grams import GramProducts
 from vitsee_core.extraction.holding import GramRoute, make_room
 from vitsee_core.extraction.prepare import Prepared
@@ -39,8 +41,9 @@ class SlabLoop:
         writer: StoreWriter,
         provenance: dict[str, Any],
         route: GramRoute,
+        erf: ErfSums | None = None,
     ):
-        self.prepared, self.writer, self.route = prepared, writer, route
+        self.prepared, self.writer, self.route, self.erf = prepared, writer, route, erf
         self.provenance, self.clock = provenance, Clock()
         self.written = 0
         self.unreadable: list[tuple[int, str, str]] = []
@@ -87,9 +90,10 @@ class SlabLoop:
                 if not self._forward(k, buffers, observer, capture, loading, stop):
                     break
                 sums, peaks = observer.finish(), observer.peaks
+                fields = self._finish_erf(k)
                 if self.route.holds and on_cuda:
                     self._free_held.put(buffers.held)
-                self._pending.append(pool.submit(self._write, k, buffers, sums, peaks))
+                self._pending.append(pool.submit(self._write, k, buffers, sums, peaks, fields))
         for future in self._pending:
             future.result()
 
@@ -118,6 +122,8 @@ class SlabLoop:
         rows = prepared.plan.rows(k)
         timed = TimedObserver(observer, clock) if prepared.device.type == "cpu" else observer
         observer.start(buffers)
+        if self.erf is not None:
+            self.erf.start()
         row = rows.start
         while row < rows.stop:
             if stop:
@@ -131,9 +137,28 @@ class SlabLoop:
                 capture.run(pixels, timed)
             with clock("reductions"):
                 observer.end_batch()
+            if not self._add_erf(row, pixels, batch, capture, stop):
+                return False
             row += len(batch.valid)
             self.progress.advance(len(batch.valid), 0)
         return True
+
+    def _add_erf(
+        self, row: int, pixels: torch.Tensor, batch: Batch, capture: Capture, stop: StopRequest
+    ) -> bool:
+        """Receptive fields of a batch that begins at this row of the store; False when a signal
+        came before they were whole."""
+        plan = self.prepared.plan
+        if self.erf is None or plan.erf is None or row >= plan.erf.n_images:
+            return True
+        valid = torch.from_numpy(batch.valid[: plan.erf.n_images - row])
+        with self.clock("erf"), capture.paused():
+            return self.erf.add(pixels[: len(valid)][valid.to(pixels.device)], lambda: bool(stop))
+
+    def _finish_erf(self, k: int) -> dict[str, NDArray[Any]]:
+        if self.erf is None or k >= self.prepared.plan.n_erf_slabs:
+            return {}
+        return self.erf.finish(f"slab {k}")
 
     def _write(
         self,
@@ -141,6 +166,7 @@ class SlabLoop:
         buffers: SlabBuffers,
         sums: dict[str, torch.Tensor],
         peaks: dict[str, torch.Tensor],
+        fields: dict[str, NDArray[Any]],
     ) -> None:
         plan = self.prepared.plan
         rows = plan.rows(k)
@@ -151,7 +177,7 @@ class SlabLoop:
                 sums = sums | buffers.grams(self._products, plan, n)
             self._free_held.put(buffers.held)
         began = time.perf_counter()
-        slab = to_store(buffers, sums, n, plan)
+        slab = to_store(buffers, sums, n, plan) | fields
         size = self.writer.write_slab(k, slab, self.provenance)
         self.clock.add("writing", time.perf_counter() - began)
         self.written += size

@@ -27,6 +27,7 @@ class ModelOptions:
     img_std: tuple[float, ...] | None = None
     crop_pct: float | None = None
     model_args: dict[str, Any] = field(default_factory=dict)
+    ablate_skip: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class KeepOptions:
     residual: bool | None = None
     inputs: bool | None = None
     grams: bool | None = None
+    erf: int | None = None
     dtype: tuple[str, ...] | None = None
     codec: str | None = None
     slab: int | None = None

@@ -20,6 +20,7 @@ from vitsee_core.machine import human_bytes, memory_bytes
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import (
     AttentionGroup,
+    ErfPlan,
     SiteSpec,
     StorePlan,
     TokenLayout,
@@ -40,6 +41,7 @@ class Choices:
     residual: bool
     inputs: tuple[int, int, int] | None
     grams: bool
+    erf: ErfPlan | None
     codec: str
     precision: str
     left_out: dict[str, str]
@@ -96,12 +98,14 @@ def choose(
         left_out["rollout"] = table.rollout_refusal
     inputs = keep.inputs if keep.inputs is not None else stored.get("inputs", False)
     aliases = tuple(s for s in table.sites if s.alias_of in names)
+    n_erf = keep.erf if keep.erf is not None else stored.get("erf", 0)
     return Choices(
         sites=in_order((*sites, *aliases), table),
         attention=attention,
         residual=residual,
         inputs=input_size if inputs else None,
         grams=keep.grams if keep.grams is not None else stored.get("grams", False),
+        erf=choose_erf(n_erf, sites, input_size, left_out) if n_erf else None,
         codec=keep.codec or stored.get("codec", "none"),
         precision=keep.precision or stored.get("precision", "fp32"),
         left_out=left_out,
@@ -111,6 +115,27 @@ def choose(
             "dtype": {"default": dtype_default, **dtype_by},
         },
     )
+
+
+def choose_erf(
+    n_images: int,
+    sites: Sequence[SiteSpec],
+    input_size: tuple[int, int, int],
+    left_out: dict[str, str],
+) -> ErfPlan:
+    """Receptive fields of the chosen sites with a grid; the others go into `left_out`.
+
+    Raises:
+        VitseeError: no chosen site has a grid.
+    """
+    with_grid = [s.name for s in sites if s.layout is not None and s.layout.grid is not None]
+    if not with_grid:
+        raise VitseeError(
+            f"--erf {n_images} cannot be served: no chosen site has an image grid (choose others "
+            "with --sites)"
+        )
+    left_out |= {f"{s.name} erf": "no image grid" for s in sites if s.name not in with_grid}
+    return ErfPlan(n_images, tuple(with_grid), input_size[1:])
 
 
 def stored_choices(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,6 +176,8 @@ def build_plan(choices: Choices, table: SiteTable, n_images: int, slab: int) -> 
         places=places(table),
         inputs=choices.inputs,
         grams=choices.grams,
+        erf=choices.erf
+        and dataclasses.replace(choices.erf, n_images=min(choices.erf.n_images, n_images)),
     )
 
 

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitsee_core.device import precision_context, resolve_device
+from vitsee_core.extraction.erf import ErfCost, ErfPasses, prepare_erf
+from vitsee_core.extraction.holding import gram_notes
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
 from vitsee_core.images import Selection, batches, normalise, open_source, select
+from vitsee_core.input_weights import InputWeights, of_model
 from vitsee_core.models import LoadedModel, SiteTable, load_model, self_check, site_table
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
@@ -32,7 +35,8 @@ CHECK_WITHIN = 64
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked extraction: `writer` is None until the store exists."""
+    """A checked extraction: `writer` is None until the store exists, `weights` where it does; erf:
+    where receptive fields are asked for, what makes them and what they cost."""
 
     model: LoadedModel
     table: SiteTable
@@ -42,6 +46,8 @@ class Prepared:
     manifest: Manifest
     writer: StoreWriter | None
     notes: tuple[str, ...]
+    erf: tuple[ErfPasses, ErfCost] | None = None
+    weights: InputWeights | None = None
 
     @property
     def plan(self) -> StorePlan:
@@ -67,7 +73,8 @@ def prepare(
         IdentityMismatch: the store at the output was made from something else.
     """
     writer = None if run.force else StoreWriter.join(run.output)
-    stored = {"grams": False, **writer.manifest.identity} if writer else {}
+    later = {"grams": False, "erf": 0, "ablate_skip": []}  # what older stores do not say
+    stored = {**later, **writer.manifest.identity} if writer else {}
     device = resolve_device(run.device)
     source = open_source(data.data, split=data.split)
     selection = select(
@@ -81,16 +88,23 @@ def prepare(
     table = site_table(model)
     choices = choose(keep, stored, table, model.input_size)
     base = _fixed_identity(model, selection)
+    weights: InputWeights | None = None
     if writer is not None:
         check_identity(stored, {**base, **_given(keep, data, choices, writer.manifest.plan)})
         plan, notes = writer.manifest.plan, []
     else:
         slab, note = fit_slab(keep.slab, choices, table, len(selection.samples.ids))
         plan = build_plan(choices, table, len(selection.samples.ids), slab)
-        notes = [note] if note else []
+        weights = of_model(model)
+        plan = replace(plan, weights=weights.shapes)
+        notes = [*([note] if note else []), *gram_notes(plan)]
     notes += [*weight_notes(model.weights), *unseen_pixels(model, table)]
     model.module.to(device)
-    check, fingerprint = run_self_check(model, table, plan, selection, device, choices.precision)
+    pixels = first_images(model, plan, selection)
+    check = run_self_check(model, table, plan, pixels, device, choices.precision)
+    erf, without_erf = None, dict[str, str]()
+    if plan.erf is not None and (writer is None or not writer.complete):
+        plan, erf, without_erf = prepare_erf(model, table, plan, plan.erf, pixels, device)
     notes += [*selection.notes, *check.notes]
     if writer is not None:
         manifest = writer.manifest
@@ -107,6 +121,7 @@ def prepare(
             "residual": choices.residual,
             "inputs": choices.inputs is not None,
             "grams": choices.grams,
+            "erf": 0 if plan.erf is None else plan.erf.n_images,
             "precision": choices.precision,
         }
         manifest = new_manifest(
@@ -117,36 +132,31 @@ def prepare(
             transform=model.transform,
             class_names=selection.class_names,
             selfcheck=check.figures,
-            left_out={**choices.left_out, **table.left_out},
+            left_out={**choices.left_out, **without_erf, **table.left_out},
             info={
                 "data": asdict(data),
                 "data_folder": os.getcwd(),
                 "checkpoint": model_options.checkpoint,
                 "selection": selection.identity,
-                "first_images_sha256": fingerprint,
+                "first_images_sha256": hashlib.sha256(pixels.numpy().tobytes()).hexdigest(),
                 "command": run.command,
                 "versions": versions(),
+                "input_weights": None if weights is None else weights.record(),
             },
         )
     return Prepared(
-        model, table, selection, device, choices.precision, manifest, writer, tuple(notes)
+        *(model, table, selection, device, choices.precision, manifest, writer, tuple(notes)),
+        erf=erf,
+        weights=weights,
     )
 
 
-def run_self_check(
-    model: LoadedModel,
-    table: SiteTable,
-    plan: StorePlan,
-    selection: Selection,
-    device: torch.device,
-    precision: str,
-) -> tuple[SelfCheck, str]:
-    """The self-check on the first readable images of the store's order, and their fingerprint.
-
-    The same images for every process and batch size, so that all agree on the types.
+def first_images(model: LoadedModel, plan: StorePlan, selection: Selection) -> torch.Tensor:
+    """Pixels of the first readable images of the store's order: the same for every process and
+    batch size.
 
     Raises:
-        VitseeError: the check failed, or none of the first images can be read.
+        VitseeError: none of the first images can be read.
     """
     stop = min(CHECK_WITHIN, plan.n_images)
     ranges = [slice(i, min(i + CHECK_IMAGES, stop)) for i in range(0, stop, CHECK_IMAGES)]
@@ -160,7 +170,22 @@ def run_self_check(
             f"none of the first {stop} images can be read (the last: {name}: {reason}); "
             "expected image files that Pillow opens"
         )
-    pixels = batch.pixels[torch.from_numpy(batch.valid)]
+    return batch.pixels[torch.from_numpy(batch.valid)]
+
+
+def run_self_check(
+    model: LoadedModel,
+    table: SiteTable,
+    plan: StorePlan,
+    pixels: torch.Tensor,
+    device: torch.device,
+    precision: str,
+) -> SelfCheck:
+    """The self-check on these images, from which every process takes the same types.
+
+    Raises:
+        VitseeError: the check failed.
+    """
     blocks = {block for group in plan.attention for block in group.blocks}
     chosen = {name for name, _ in plan.sublayers}
     with torch.inference_mode(), precision_context(device, precision):
@@ -175,7 +200,7 @@ def run_self_check(
         )
     if not check.ok:
         raise VitseeError(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
-    return check, hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
+    return check
 
 
 def weight_notes(weights: Mapping[str, Any]) -> list[str]:
@@ -215,6 +240,7 @@ def _fixed_identity(model: LoadedModel, selection: Selection) -> dict[str, Any]:
             "input_size": list(model.input_size),
         },
         "weights": model.weights["sha256"],
+        "ablate_skip": list(model.ablate_skip),
         "transform": model.transform,
         "n_images": len(selection.samples),
         "samples_fingerprint": selection.samples.fingerprint(),
@@ -237,6 +263,7 @@ def _given(
         "residual": keep.residual,
         "inputs": keep.inputs,
         "grams": keep.grams,
+        "erf": None if keep.erf is None else min(keep.erf, plan.n_images),
         "precision": keep.precision,
     }
     return {key: value for key, value in values.items() if value is not None}
@@ -255,6 +282,7 @@ def _model_record(model: LoadedModel) -> dict[str, Any]:
         "input_size": list(model.input_size),
         "n_params": sum(p.numel() for p in model.module.parameters()),
         "weights": model.weights,
+        **({"ablate_skip": list(model.ablate_skip)} if model.ablate_skip else {}),
     }
 
 

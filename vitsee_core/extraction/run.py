@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vitsee_core.device import device_name
+from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.holding import GramRoute, choose_route, no_room
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
@@ -105,7 +106,13 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
         )
     if scratch and need + scratch > free:
         raise VitseeError(no_room(scratch, free - need, prepared.plan.slab))
-    return StoreWriter.create_or_join(run.output, prepared.manifest, prepared.selection.samples)
+    weights = {} if prepared.weights is None else prepared.weights.arrays
+    return StoreWriter.create_or_join(
+        run.output,
+        prepared.manifest,
+        prepared.selection.samples,
+        once={f"weights/{name}": values for name, values in weights.items()},
+    )
 
 
 def by_folder(sizes: Mapping[str, int]) -> str:
@@ -147,7 +154,13 @@ def fill(
     )
     if grams := route.describe(plan):
         log.info("%s", grams)
-    job = SlabLoop(prepared, writer, _provenance(run, shard, device, route, workers), route)
+    erf = None
+    if prepared.erf is not None and plan.erf is not None:
+        passes, cost = prepared.erf
+        erf = ErfSums(passes, plan.erf.size, cost.batch_size(device, batch_size))
+        if line := erf_cost(prepared, batch_size, spans):
+            log.info("%s", line)
+    job = SlabLoop(prepared, writer, _provenance(run, shard, device, route, workers), route, erf)
     ranges = [
         slice(first, min(first + batch_size, span.stop))
         for span in spans
@@ -171,6 +184,22 @@ def fill(
             "committed; repeat the command to resume"
         )
     return Outcome(False, total, job.written, seconds, job.clock.seconds, job.unreadable)
+
+
+def erf_cost(prepared: Prepared, batch_size: int, spans: Sequence[slice]) -> str:
+    """What the receptive fields of these rows will cost, in words; "" without any."""
+    plan = prepared.plan
+    if prepared.erf is None or plan.erf is None:
+        return ""
+    passes, cost = prepared.erf
+    size = cost.batch_size(prepared.device, batch_size)
+    loaded = [
+        min(batch_size, stop - first)
+        for start, stop in ((span.start, min(span.stop, plan.erf.n_images)) for span in spans)
+        for first in range(start, stop, batch_size)
+    ]
+    pieces = [min(size, n - first) for n in loaded for first in range(0, n, size)]
+    return cost.describe(pieces, len(passes.names)) if pieces else ""
 
 
 def gram_route(prepared: Prepared, run: RunOptions) -> GramRoute:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -14,7 +14,7 @@ from vitsee_core.models.families import describe
 from vitsee_core.models.families.base import Description, Part, Residual
 from vitsee_core.models.head import head_taps
 from vitsee_core.models.reading import Reader
-from vitsee_core.models.served import attention_blocks, rollout_refusal
+from vitsee_core.models.served import Attention, attention_blocks, rollout_refusal
 from vitsee_core.models.sites import Point, SiteTable, Sublayer
 from vitsee_core.models.survey import Survey
 from vitsee_core.models.taps import Tap, View
@@ -22,10 +22,17 @@ from vitsee_stores.layout import SiteSpec, TokenLayout
 
 
 class TableBuilder:
-    """Builds the table of one model; `demoted` names blocks whose sums or attention failed."""
+    """Builds the table of one model; `demoted` names blocks whose sums or attention failed,
+    `ablated` sublayers that work without their skip."""
 
-    def __init__(self, model: nn.Module, survey: Survey, demoted: Mapping[str, str]) -> None:
-        self.model, self.survey, self.demoted = model, survey, demoted
+    def __init__(
+        self,
+        model: nn.Module,
+        survey: Survey,
+        demoted: Mapping[str, str],
+        ablated: Sequence[str] = (),
+    ) -> None:
+        self.model, self.survey, self.demoted, self.ablated = model, survey, demoted, set(ablated)
         self.trace, self.geometry, self.blocks = survey.trace, survey.geometry, survey.blocks
         self.left_out: dict[str, str] = {}
         self.entered: set[str] = set()
@@ -53,13 +60,20 @@ class TableBuilder:
             attention=tuple(attention.blocks),
             attention_refusal=attention.refusal,
             residual_refusal=residual_refusal,
-            rollout_refusal=rollout_refusal(attention, len(self.blocks)),
+            rollout_refusal=self._rollout_refusal(attention),
             left_out={**self.left_out, **self.demoted, **attention.left_out},
             points={entry.name: Point(entry.taps, entry.view) for entry in entries},
             residuals=residuals,
             attention_modules=attention.modules,
             heads=attention.heads,
         )
+
+    def _rollout_refusal(self, attention: Attention) -> str | None:
+        """Rollout's identity matrix stands for the skips around the attention."""
+        cut = sorted(name for name in self.ablated if name.endswith(".attn"))
+        if cut:
+            return f"its identity stands for skips, and {cut[0]} works without its own"
+        return rollout_refusal(attention, len(self.blocks))
 
     def _entries(self) -> Iterator[Entry]:
         """All sites in the model's order."""
@@ -229,13 +243,14 @@ class TableBuilder:
         residuals: dict[str, Residual] = {}
         for path, described in self.described.items():
             for residual in described.residuals:
+                name = f"{path}.{residual.name}" if residual.name else path
                 named = replace(
                     residual,
                     skip=f"{path}.{residual.skip}",
                     branch=f"{path}.{residual.branch}",
                     total=f"{path}.{residual.total}",
+                    ablated=name in self.ablated,
                 )
-                name = f"{path}.{residual.name}" if residual.name else path
                 ends = [sites.get(s) for s in (named.skip, named.branch, named.total)]
                 if any(site is None or site.kind != "tokens" for site in ends):
                     self.left_out[name] = "skip, branch or sum are not tokens of one grid"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
@@ -214,6 +215,15 @@ class Capture:
 
     def __exit__(self, *_error: object) -> None:
         self.hooks.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Without hooks inside, e.g. for a forward pass that another capture watches."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def _add_site(self, site: SiteSpec) -> None:
         view = self.table.points[site.name].view

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class LoadedModel:
     input_size: (channels, rows, cols). transform: input_size, interpolation, crop_pct, crop_mode,
     mean, std. weights: source ("pretrained", "random", "checkpoint", "local-dir"), sha256 of all
     tensors, and for a checkpoint its file, the key used, and what was missing or unexpected.
+    ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
     """
 
     name: str
@@ -36,6 +37,7 @@ class LoadedModel:
     architecture: str
     model_args: dict[str, Any] = field(default_factory=dict)
     class_names: list[str] | None = None
+    ablate_skip: tuple[str, ...] = ()
 
 
 def load_model(
@@ -48,16 +50,18 @@ def load_model(
     img_std: tuple[float, ...] | None = None,
     crop_pct: float | None = None,
     model_args: Mapping[str, Any] | None = None,
+    ablate_skip: Sequence[str] = (),
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
     `local-dir:/path`, `demo:vit`, `demo:resnet`.
 
     checkpoint: a file with weights instead of the pretrained ones. random_init: a seed; fresh
-    weights instead of the pretrained ones. The others override the model's own configuration.
+    weights instead of the pretrained ones. ablate_skip: blocks or sublayers to run without their
+    skip connections. The others override the model's own configuration.
 
     Raises:
-        ModelError: unknown model, weights that cannot be had or do not fit, or an option that the
-            architecture does not take.
+        ModelError: unknown model, weights that cannot be had or do not fit, an option that the
+            architecture does not take, or a skip that cannot be ablated.
     """
     import timm
 
@@ -83,7 +87,7 @@ def load_model(
     transform = _transform(timm, module, wanted.get("img_size"), img_mean, img_std, crop_pct)
     config: dict[str, Any] = getattr(module, "pretrained_cfg", {}) or {}
     names = config.get("label_names")
-    return LoadedModel(
+    model = LoadedModel(
         name=name,
         module=module,
         input_size=tuple(transform["input_size"]),
@@ -93,6 +97,11 @@ def load_model(
         model_args=args,
         class_names=[str(label) for label in names] if names else None,
     )
+    if ablate_skip:
+        from vitsee_core.models.ablation import ablate_skips
+
+        ablate_skips(model, ablate_skip)
+    return model
 
 
 def _pretrained_record(module: nn.Module, full: str) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def rounding_error(total: Tensor, *terms: Tensor) -> float:
 class SumProof:
     """Collects skip, branch and sum of every residual sublayer as they pass, and compares them.
 
-    errors: sublayer -> rounding_error of activation(skip + branch) against the sum.
+    errors: sublayer -> rounding_error of activation(skip + branch) against the sum, of the branch
+    alone where the skip is ablated.
     """
 
     def __init__(self, module: nn.Module, table: SiteTable, names: Sequence[str]) -> None:
@@ -74,10 +75,11 @@ class SumProof:
                 skip, branch, total = held["skip"], held["branch"], held["total"]
                 del self.held[name]
                 if name in self.activations:
-                    summed = self.activations[name](branch + skip)
-                    self.errors[name] = rounding_error(total, summed)
+                    summed = branch if residual.ablated else branch + skip
+                    self.errors[name] = rounding_error(total, self.activations[name](summed))
                 else:
-                    self.errors[name] = rounding_error(total, skip, branch)
+                    terms = (branch,) if residual.ablated else (skip, branch)
+                    self.errors[name] = rounding_error(total, *terms)
 
         return gather
 

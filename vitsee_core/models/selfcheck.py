@@ -112,7 +112,8 @@ def self_check(
     """Run one normalised batch (images, channels, rows, cols) plainly and with hooks, and compare.
 
     Checked: the hooked output equals the plain one (bit for bit on the CPU); skip + branch == sum
-    for every chosen sublayer and for every sublayer that a chosen site belongs to; aliases equal
+    for every chosen sublayer and for every sublayer that a chosen site belongs to (branch == sum
+    where the skip is ablated); aliases equal
     what they stand for; softmax(scores) @ value is what the block goes on with; every site passed
     by as often as expected; no NaN or inf, nor after the cast to the site's type. The model is
     left as it was; nothing of the batch is kept.
@@ -161,12 +162,13 @@ def _attention_tolerance(device: torch.device) -> float:
 
 
 def _sums(table: SiteTable, wanted: set[str], sublayers: Sequence[Sublayer]) -> list[str]:
-    """Sublayers to prove: those chosen, and those whose skip, branch or sum is a chosen site."""
+    """Sublayers to prove: those chosen, those whose skip, branch or sum is a chosen site, and those
+    whose skip is ablated."""
     chosen = {sublayer.name for sublayer in sublayers}
     alias = {site.name: site.alias_of or site.name for site in table.sites}
     for name, residual in table.residuals.items():
         ends = {alias[s] for s in (residual.skip, residual.branch, residual.total)}
-        if ends & wanted:
+        if ends & wanted or residual.ablated:
             chosen.add(name)
     return [name for name in table.residuals if name in chosen]
 
@@ -192,9 +194,9 @@ def _judge_sums(
         error = errors.get(name, math.inf)
         if not error <= 1:
             residual = table.residuals[name]
-            how = f"{residual.skip} + {residual.branch}"
-            how = f"activation({how})" if residual.activation else how
-            check.failures.append(f"{how} is not {residual.total} ({error:.3g} roundings apart)")
+            check.failures.append(
+                f"{residual.formula} is not {residual.total} ({error:.3g} roundings apart)"
+            )
     check.figures["sums"] = _worst(errors)
 
 

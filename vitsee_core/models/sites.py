@@ -89,7 +89,7 @@ def site_table(model: LoadedModel) -> SiteTable:
     found = survey(model.module, model.input_size)
     demoted: dict[str, str] = {}
     while True:
-        table = TableBuilder(model.module, found, demoted).build()
+        table = TableBuilder(model.module, found, demoted, model.ablate_skip).build()
         failed = verify(model, table)
         if not failed:
             return table

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from vitsee_core.models.alone import plain
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
@@ -86,7 +87,7 @@ def first_tensor(value: Any, n_images: int | None = None) -> Tensor | None:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        yield value
+        yield plain(value)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
     elif isinstance(value, tuple | list):
@@ -97,8 +98,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def input_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor a module works on: its first argument."""
     if args:
-        return args[0] if isinstance(args[0], Tensor) else None
-    return next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+        return plain(args[0]) if isinstance(args[0], Tensor) else None
+    return next((plain(value) for value in kwargs.values() if isinstance(value, Tensor)), None)
 
 
 def refuse_compiled(module: nn.Module) -> None:

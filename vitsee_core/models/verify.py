@@ -56,7 +56,7 @@ def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
         if not error <= 1:
             residual = table.residuals[name]
             block = residual.total.rpartition(".")[0]
-            failed[block] = f"{residual.skip} + {residual.branch} is not {residual.total}"
+            failed[block] = f"{residual.formula} is not {residual.total}"
     for block_served in table.attention:
         error = heads.errors.get(block_served.name, float("inf"))
         if not error <= ATTENTION_TOLERANCE:

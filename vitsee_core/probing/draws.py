@@ -79,17 +79,17 @@ def _check_shots(train: LabelledRows, picked: Sequence[Integers], shots: int) ->
 
 
 def _share_of_each(classes: Sequence[Integers], share: float, rng: np.random.Generator) -> Integers:
-    """This share of each class's images, at least one, and none of a single one."""
-    chosen = [
-        np.sort(rng.permutation(members)[: max(1, round(share * len(members)))])
-        for members in map(np.sort, classes)
-        if len(members) > 1
-    ]
+    """This share of each class's images, at least one but not all, and none of a single one."""
+    chosen = []
+    for members in map(np.sort, classes):
+        if (n := len(members)) > 1:
+            some = min(max(1, round(share * n)), n - 1)
+            chosen.append(np.sort(rng.permutation(members)[:some]))
     return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
 
 
 def check_classes(train: LabelledRows, test: LabelledRows, shots: Sequence[int]) -> list[str]:
-    """What to say of classes that are tested and have no training image.
+    """What to say of training images of a single class, and of tested classes without any.
 
     Raises:
         VitseeError: there are any, and so many images of each class were asked for.
@@ -97,15 +97,19 @@ def check_classes(train: LabelledRows, test: LabelledRows, shots: Sequence[int])
     tested = np.bincount(test.labels, minlength=train.n_classes)
     trained = np.bincount(train.labels, minlength=train.n_classes)
     missing = [train.classes[i] for i in np.flatnonzero((tested > 0) & (trained == 0))]
+    remarks = []
+    if np.count_nonzero(trained) == 1:
+        only = train.classes[int(trained.argmax())]
+        remarks.append(f"all training images are of one class, {only}: every image is given it")
     if not missing:
-        return []
+        return remarks
     names = ", ".join(missing[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
     if shots:
         raise VitseeError(
             f"{len(missing)} of the {train.n_classes} classes are tested and have no image (0) in "
             f"{train.store.label}: {names}; --shots {min(shots)} needs as many of each"
         )
-    return [f"no training image of {len(missing)} classes that are tested: {names}"]
+    return [f"no training image of {len(missing)} classes that are tested: {names}", *remarks]
 
 
 def split_rows(
@@ -143,7 +147,8 @@ def split_rows(
         return data, labelled_rows(test, images, seed)
     if test_split is not None:
         tested = labelled_rows(train, images, seed, split=test_split)
-        trained = _subset(data, ~tested.mask[data.rows], f"{data.how}, not of split {test_split}")
+        rest = ~tested.mask[data.rows]
+        trained = _subset(data, rest, f"{data.how}, not of split {test_split}", "train")
         return trained, tested
     assert holdout is not None
     if not 0 < holdout < 1:
@@ -152,13 +157,16 @@ def split_rows(
     order, classes = _by_class(data)
     held[order[_share_of_each(classes, holdout, np.random.default_rng((seed, 2)))]] = True
     how = f"{holdout:g} of each class held out with seed {seed}"
-    return _subset(data, ~held, f"{data.how}, {how}"), _subset(data, held, f"{data.how}, the {how}")
+    return (
+        _subset(data, ~held, f"{data.how}, without {how}", "train"),
+        _subset(data, held, f"{data.how}, the {how}", "test"),
+    )
 
 
-def _subset(data: LabelledRows, keep: Mask, how: str) -> LabelledRows:
+def _subset(data: LabelledRows, keep: Mask, how: str, use: str) -> LabelledRows:
     if not keep.any():
         raise VitseeError(
-            f"{data.store.label}: none of the {len(data)} labelled images are left ({how})"
+            f"{data.store.label}: none of the {len(data)} labelled images are left to {use} ({how})"
         )
     mask = np.zeros_like(data.mask)
     mask[data.rows[keep]] = True

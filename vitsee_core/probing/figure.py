@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.plotting import new_figure, shorten, styled
+from vitsee_core.plotting import marker, new_figure, shorten, styled
 from vitsee_core.results import Table
 
 if TYPE_CHECKING:
@@ -88,24 +88,29 @@ def _several_l2(rows: Table) -> bool:
 
 
 def _draw_l2(axes: Any, rows: Table, ylabel: str) -> None:
-    """Accuracy against l2, a curve a site from dark (low) to light (high)."""
+    """Accuracy against l2, a curve a site from dark (low) to light (high); what else differs has
+    markers of its own."""
     import matplotlib
 
     colours = matplotlib.colormaps["viridis"]
     columns = ("store", "site", "token", "shots", "baseline")
     keys = list(zip(*(_text(rows[name]) for name in columns), strict=True))
     shown: set[tuple[str, ...]] = set()
+    kinds = list(dict.fromkeys((key[0], *key[2:4]) for key in keys))
+    varied = [i for i in range(4) if len({key[i] for key in keys}) > 1]
     for key in dict.fromkeys(keys):
         own = rows.take(np.array([other == key for other in keys]))
         own = own.take(np.argsort(own["l2"], kind="stable"))
-        varied = [text for i, text in enumerate(key) if len({k[i] for k in keys}) > 1 and i != 4]
-        label = ", ".join(shorten(text, 24) for text in varied) or key[1]
+        parts = [f"shots = {key[i]}" if i == 3 else shorten(key[i], 24) for i in varied]
+        kind = kinds.index((key[0], *key[2:4]))
         axes.plot(
             own["l2"],
             own["value"],
             color=colours(0.92 * float(own["rel_depth"][0])),
             linestyle="--" if key[4] else "-",
-            label="_nolegend_" if key[4] else label,
+            marker=marker(kind) if len(kinds) > 1 and not key[4] else None,
+            markersize=3.5,
+            label="_nolegend_" if key[4] else ", ".join(parts) or key[1],
         )
         shown.add(key)
     axes.set_xscale("log", base=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from vitsee_core.moments import Moments
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.tally import Tally
 from vitsee_core.probing.tokens import Features, Token
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Store
 
 INTERVAL = (
     "95 % Wilson score interval of the share of test images that are right, training images and "
@@ -70,6 +73,17 @@ class Scorer:
             yield {"metric": "top1_class", "class": name} | scores
 
 
+def place_of(store: Store, site: SiteSpec) -> dict[str, Any]:
+    """The columns that say what was probed."""
+    return {
+        "store": store.label,
+        "model": store.manifest.model.get("name", ""),
+        "site": site.name,
+        "depth": site.depth,
+        "rel_depth": site.rel_depth,
+    }
+
+
 def tokens_of(features: Features) -> list[Token]:
     """What the rows call the probed vectors."""
     if features.site.layout is not None and features.word == "all":
@@ -83,7 +97,7 @@ def _mean_l2(values: NDArray[np.float64]) -> float | None:
         return None
     if (values == values.flat[0]).all():
         return float(values.flat[0])
-    return float(np.exp(np.log(values).mean()))
+    return float(np.exp2(np.log2(values).mean()))
 
 
 def _over_seeds(right: NDArray[np.int64], n: int, failed: NDArray[np.bool_]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ of 100, l2 = 2^10, the pooled vector. With shots 1, 5, 10, 25 and seeds 0 to 2 i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vitsee_core.probing.draws import HELD_OUT
 from vitsee_core.probing.sgd import Training
@@ -112,6 +113,8 @@ def choose_settings(
         intercept = 100.0 if big_vision else FREE
     if isinstance(intercept, str) and intercept != FREE:
         raise VitseeError(f"--intercept is {intercept!r}; expected {FREE} or a number")
+    if not isinstance(intercept, str) and not 0 < intercept < float("inf"):
+        raise VitseeError(f"--intercept is {intercept}; expected {FREE} or a number above 0")
     l2s, choose = _parse_l2(l2 or ((1024.0,) if big_vision else ()))
     return Settings(
         tuple(sites) or (("pooled",) if big_vision else ("blocks",)),
@@ -145,18 +148,30 @@ def _parse_l2(values: Sequence[float | str]) -> tuple[tuple[float, ...], str]:
     return tuple(sorted(numbers | set(GRID if "grid" in words else ()))), "given"
 
 
-def choose_training(solver: str, l2: Sequence[float | str], training: Training) -> Training | None:
+def choose_training(
+    solver: str, device: str, *, sgd: Mapping[str, Any], ridge: Mapping[str, Any]
+) -> Training | None:
     """How SGD trains; None for ridge.
+
+    Args:
+        solver: one of `SOLVERS`.
+        device: of SGD.
+        sgd: options of SGD alone by name, None where not given: `Training`'s fields.
+        ridge: options of ridge alone by name, None where not given.
 
     Raises:
         VitseeError: an unknown solver, or options of the other one.
     """
     if solver not in SOLVERS:
         raise VitseeError(f"no solver {solver!r}; expected {' or '.join(SOLVERS)}")
-    if solver == "sgd":
-        if l2:
-            raise VitseeError("--l2 belongs to --solver ridge; SGD is not regularised")
-        return training
-    if training.batch_norm:
-        raise VitseeError("--batch-norm belongs to --solver sgd; see --standardise for ridge")
-    return None
+    other, others = ("ridge", ridge) if solver == "sgd" else ("sgd", sgd)
+    if wrong := [name for name, value in others.items() if value is not None]:
+        raise VitseeError(f"{wrong[0]} belongs to --solver {other}, not to {solver}; leave it out")
+    if solver == "ridge":
+        return None
+    given = {
+        name.removeprefix("--").replace("-", "_"): value
+        for name, value in sgd.items()
+        if value is not None
+    }
+    return Training(device=device, **given)

@@ -21,6 +21,7 @@ from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.fit import Fitted, Task
 from vitsee_core.probing.sources import Source
 from vitsee_core.ridge import Linear
+from vitsee_stores.errors import VitseeError
 
 Float32 = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -102,7 +103,13 @@ def train_linear(
 def fit_sgd(
     source: Source, part: slice, draws: Sequence[Draw], task: Task, training: Training
 ) -> list[list[Fitted | None]]:
-    """A trained layer for each draw and token of the part; None where training diverged."""
+    """A trained layer for each draw and token of the part; None where training diverged.
+
+    Raises:
+        VitseeError: a single image, to be batch-normalised.
+    """
+    if training.batch_norm and min(map(len, draws)) < 2:
+        raise VitseeError("--batch-norm needs the variance of at least 2 training images; found 1")
     union = np.unique(np.concatenate([draw.places for draw in draws]))
     tokens = range(*part.indices(source.n_tokens))
     x = np.empty((len(tokens), len(union), source.dim), np.float32)

@@ -192,7 +192,8 @@ def choose_features(
     else:
         store.acts(site.name, "all")
         row, col = _cell(word) or (0, 0)
-        if row >= matching.grid[0] or col >= matching.grid[1]:
+        nothing = word == "rest" and math.prod(matching.grid) == 1
+        if nothing or row >= matching.grid[0] or col >= matching.grid[1]:
             grid = " x ".join(map(str, matching.grid))
             raise SiteError(f"{site.name}: the last stage's grid has {grid} cells, none at {word}")
     return features

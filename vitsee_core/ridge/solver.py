@@ -40,12 +40,12 @@ class Algebra:
         """(classes,) the score of an image at the mean of the training images."""
         if self.constant is None:
             return mean_target
-        weight = self.constant**2 * n
-        return mean_target * (weight / (weight + l2))
+        # c^2 n / (c^2 n + l2), for any c.
+        return mean_target / (1 + l2 / self.constant / self.constant / n)
 
     def leverage(self, n: int, l2: float) -> float:
         """The intercept's share in each training image's leverage."""
-        return 1 / n if self.constant is None else self.constant**2 / (self.constant**2 * n + l2)
+        return 1 / (n if self.constant is None else n + l2 / self.constant / self.constant)
 
     def scales(self, sums_of_squares: Float, n: int) -> Float | None:
         """(dim,) what centred features are multiplied by; None for nothing."""

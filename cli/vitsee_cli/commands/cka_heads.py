@@ -43,7 +43,7 @@ PRESETS = ("raghu",)
 @options.gram_options
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
-    """Compare local and global heads of one block with another model.
+    """Compare local and global heads with another model.
 
     The heads of the first block, from those that look at their neighbourhood to those that look
     everywhere (by mean attention distance), in groups: CKA between the outputs of a group's heads

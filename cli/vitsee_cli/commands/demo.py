@@ -13,19 +13,46 @@ from vitsee_stores.errors import VitseeError
 
 def steps(folder: Path) -> list[list[str]]:
     """The demo's commands, in order: what a user would type."""
-    vit, resnet = str(folder / "vit.zarr"), str(folder / "resnet.zarr")
+    models = ("vit", "resnet")
+    vit, resnet = (str(folder / f"{name}.zarr") for name in models)
     layers = ["--sites", "blocks", "--sites", "norms"]
     vit_layers = [*layers, "--sites", "hidden"]
-    kept = ["--sites", "head", "--inputs"]
+    kept = ["--sites", "head", "--inputs", "--erf", "256"]
+    pooled = ["--tokens", "pooled", "--attention", "none", "--no-residual"]
+    two_kinds = ["--tokens", "cls", "--tokens", "patches", "--metric", "norm_ratio"]
+    tokens = ["--sites", "blocks.0.out", "--sites", "blocks.5.out", "--tokens", "3,4"]
+    few = ["--shots", "10"]
+    probes = [f"{folder / f'probe-{name}'}.csv" for name in models]
     return [
         ["extract", "demo:vit", "--data", "demo:test", "-o", vit, *vit_layers, *kept],
         ["extract", "demo:resnet", "--data", "demo:test", "-o", resnet, *layers, *kept],
+        *(
+            ["extract", f"demo:{name}", "--data", "demo:train", "-o", _train(folder, name), *pooled]
+            for name in models
+        ),
         ["info", vit],
         ["attn-dist", vit, *_results(folder, "attn-dist")],
+        ["attn-map", vit, "--kind", "mean-cls", *_results(folder, "attn-map-cls")],
+        ["attn-map", vit, "--kind", "aligned", *_results(folder, "attn-map-aligned")],
+        ["head-types", vit, *_results(folder, "head-types")],
         ["cka", vit, *vit_layers, *_results(folder, "cka-vit")],
         ["cka", resnet, *layers, *_results(folder, "cka-resnet")],
         ["cka", vit, resnet, *vit_layers, *_results(folder, "cka-vit-resnet")],
+        ["normratio", vit, resnet, *two_kinds, *_results(folder, "normratio")],
+        ["localize", vit, *tokens, "--tokens", "6,2", *_results(folder, "localize")],
+        ["localize", vit, resnet, "--summary", "site", *_results(folder, "localize-depth")],
+        ["erf", vit, resnet, "--sites", "blocks", *_results(folder, "erf")],
+        *(
+            ["probe", _train(folder, name), store, *few, *_results(folder, f"probe-{name}")]
+            for name, store in zip(models, (vit, resnet), strict=True)
+        ),
+        ["best-layer", *probes, "--metric", "top1", *_results(folder, "probe")],
+        ["weights", "demo:vit", *_results(folder, "weights")],
     ]
+
+
+def _train(folder: Path, name: str) -> str:
+    return str(folder / f"{name}-train.zarr")
 
 
 def _results(folder: Path, name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shlex
@@ -15,7 +16,7 @@ from vitsee_cli.values import parse_path
 
 if TYPE_CHECKING:
     from vitsee_core.extraction import Outcome, Prepared
-    from vitsee_core.extraction.options import ModelOptions
+    from vitsee_core.extraction.options import ModelOptions, RunOptions
 
 ATTENTION = ("none", "summary", "rows", "full")
 
@@ -99,6 +100,13 @@ KEEP_OPTIONS: tuple[options.Decorator, ...] = (
         "models without their activations.  [default: no-grams]",
     ),
     click.option(
+        "--erf",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Keep effective receptive fields of the sites with a grid, over the first N images "
+        "(256 gives smooth ones): a backward pass a site and batch.  [default: none]",
+    ),
+    click.option(
         "--dtype",
         metavar="[SITE=]float16|float32",
         multiple=True,
@@ -131,6 +139,13 @@ KEEP_OPTIONS: tuple[options.Decorator, ...] = (
     "-o", "--output", metavar="STORE", type=parse_path, required=True, help="The store to fill."
 )
 @functools.partial(options.apply, decorators=KEEP_OPTIONS)
+@click.option(
+    "--ablate-skip",
+    metavar="BLOCK[.attn|.mlp]",
+    multiple=True,
+    help="Run the model without this skip connection: z + f(z) becomes f(z). A block alone: all of "
+    "its own. Repeatable.  [default: none]",
+)
 @click.option(
     "--batch-size",
     metavar="N",
@@ -185,17 +200,19 @@ def command(model: ModelOptions, **given: Any) -> None:
         names = [n for n in cls.__dataclass_fields__ if n in given]
         return cls(**{n: given[n] if given[n] != () else None for n in names})
 
+    model = dataclasses.replace(model, ablate_skip=given.pop("ablate_skip"))
     shard = parse_shard(given.pop("shard"), os.environ)
     given["command"] = shlex.join(console.command_line())
     data, keep, run = take(DataOptions), take(KeepOptions), take(RunOptions)
     if run.dry_run:
-        show_plan(prepare(model, data, keep, run), run.output)
+        show_plan(prepare(model, data, keep, run), run)
         return
     report(extract(model, data, keep, run, shard, console.Reporter(run.output.name)), run.output)
 
 
-def show_plan(prepared: Prepared, output: Path) -> None:
+def show_plan(prepared: Prepared, run: RunOptions) -> None:
     """The arrays as CSV on stdout, their sum on stderr."""
+    from vitsee_core.extraction.run import erf_cost, gram_route
     from vitsee_core.machine import free_disk_bytes, human_bytes
     from vitsee_stores.layout import arrays, n_bytes
     from vitsee_stores.manifest import by_reason
@@ -206,11 +223,14 @@ def show_plan(prepared: Prepared, output: Path) -> None:
         console.out(f"{path},{'x'.join(map(str, spec.shape))},{spec.dtype},{sizes[path]}")
     for note in prepared.notes:
         console.warn(note)
+    batch_size = gram_route(prepared, run).batch_size
+    if cost := erf_cost(prepared, batch_size, [slice(0, prepared.plan.n_images)]):
+        console.say(cost)
     for line in by_reason(prepared.manifest.left_out):
         console.say(f"left out: {line}")
     console.say(
-        f"{output}: {human_bytes(sum(sizes.values()))} for {prepared.plan.n_images} images in "
-        f"slabs of {prepared.plan.slab}; {human_bytes(free_disk_bytes(output))} free; "
+        f"{run.output}: {human_bytes(sum(sizes.values()))} for {prepared.plan.n_images} images in "
+        f"slabs of {prepared.plan.slab}; {human_bytes(free_disk_bytes(run.output))} free; "
         "nothing was written"
     )
 

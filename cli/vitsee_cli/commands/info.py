@@ -123,6 +123,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("size", f"{console.human_bytes(record['size_bytes'])}, codec {record['codec']}"),
         ("model", model.get("name", "")),
         ("built as", _listed(model, ("architecture", "args", "input_size", "n_params"))),
+        ("no skip in", ", ".join(model.get("ablate_skip", ()))),
         ("weights", _listed(weights, ("source", "seed", "file", "key", "missing", "unexpected"))),
         ("transform", _listed(record["transform"], tuple(record["transform"]))),
         ("precision", str(identity.get("precision", ""))),
@@ -130,6 +131,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("residual", _count(record["residual"], "sublayer")),
         ("inputs", "x".join(map(str, record["inputs"] or ()))),
         ("grams", _grams(record)),
+        ("erf", _erf(record)),
         ("classes", _count(record["class_names"] or (), "class", "es")),
     ]
     facts += [("left out", line) for line in by_reason(record["left_out"])]
@@ -144,8 +146,11 @@ def _site_cells(name: str, site: Mapping[str, Any], arrays: Mapping[str, Any]) -
     shape = "x".join(map(str, site["shape"]))
     if "alias_of" in site:
         return [name, shape, "", "", "", "", "", f"= {site['alias_of']}"]
-    places = (f"acts/{name}/", f"pooled/{name}/", f"grams/{name}/", f"vectors/{name}")
-    size = sum(array["size_bytes"] for path, array in arrays.items() if path.startswith(places))
+    below = tuple(f"{folder}/{name}/" for folder in ("acts", "pooled", "grams"))
+    whole = (f"vectors/{name}", f"erf/{name}")
+    size = sum(
+        a["size_bytes"] for path, a in arrays.items() if path.startswith(below) or path in whole
+    )
     return [
         name,
         shape,
@@ -173,6 +178,11 @@ def _grams(record: Mapping[str, Any]) -> str:
     if not record["grams"]:
         return ""
     return f"{_count(record['grams'], 'site')}, within slabs of {record['slab']} images"
+
+
+def _erf(record: Mapping[str, Any]) -> str:
+    erf = record["erf"]
+    return f"{_count(erf['sites'], 'site')}, first {erf['n_images']} images" if erf else ""
 
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> str:

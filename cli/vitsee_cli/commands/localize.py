@@ -29,6 +29,7 @@ SUMMARIES = ("site", "token")
 @options.estimator_options("raghu")
 @options.images_option
 @options.seed_option
+@options.data_again_option
 @options.device_option
 @options.memory_option
 @options.allow_partial_option

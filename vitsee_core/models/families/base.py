@@ -27,7 +27,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Residual:
-    """total = activation(skip + branch), all three being parts of one block.
+    """total = activation(skip + branch), all three being parts of one block; without the skip
+    where that is ablated.
 
     name: the sublayer ("attn", "mlp", "token", "channel"), "" for a block that is one sublayer.
     activation: path of the module that is applied to the sum, if any.
@@ -39,6 +40,13 @@ class Residual:
     branch: str
     total: str
     activation: str | None = None
+    ablated: bool = False
+
+    @property
+    def formula(self) -> str:
+        """What gives the total, in words."""
+        summed = self.branch if self.ablated else f"{self.skip} + {self.branch}"
+        return f"activation({summed})" if self.activation else summed
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""vitsee saliency: how well each head's attention covers the objects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import console, options
+from vitsee_cli.values import parse_path
+
+if TYPE_CHECKING:
+    from vitsee_cli.values import StorePath
+    from vitsee_core.results import Outputs
+
+TOKENS = ("cls", "mean")
+RULES = ("half", "any")
+BESTS = ("head", "image")
+
+
+def parse_void(text: str | int) -> str | int:
+    """A pixel value, or `none`."""
+    if text == "none" or isinstance(text, int):
+        return text
+    if not text.isdigit():
+        raise click.BadParameter(f"{text!r}; expected a pixel value like 255, or none")
+    return int(text)
+
+
+@click.command()
+@options.stores_argument
+@options.output_options
+@click.option(
+    "--masks",
+    metavar="PATH",
+    type=parse_path,
+    required=True,
+    help="A folder of PNG masks, whose paths or names are the images' but for the ending, or a "
+    "COCO .json file.",
+)
+@click.option(
+    "--tokens",
+    multiple=True,
+    type=click.Choice(TOKENS),
+    show_default="both, mean without a class token",
+    help="Whose attention: the class token's, or the mean over patches. Repeatable.",
+)
+@click.option(
+    "--mass",
+    metavar="SHARE",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.6,
+    show_default=True,
+    help="Keep the most attended tokens with this share of the attention.",
+)
+@click.option(
+    "--foreground",
+    type=click.Choice(RULES),
+    default="half",
+    show_default=True,
+    help="Which tokens are foreground: half of their pixels are, or any.",
+)
+@click.option(
+    "--background",
+    metavar="VALUE",
+    multiple=True,
+    type=click.IntRange(min=0),
+    show_default="0",
+    help="Pixel value of PNG masks that is no object. Repeatable.",
+)
+@click.option(
+    "--void",
+    metavar="VALUE",
+    type=parse_void,
+    show_default="255",
+    help="Pixel value of PNG masks to leave out, or none.",
+)
+@click.option(
+    "--best",
+    type=click.Choice(BESTS),
+    default="head",
+    show_default=True,
+    help="head: flag each block's head with the highest mean over images. image: also add the mean "
+    "of each image's best head, as released code has it; an oracle.",
+)
+@click.option(
+    "--sites",
+    metavar="BLOCK",
+    multiple=True,
+    default=("blocks",),
+    show_default="every block with attention",
+    help="Blocks by path or glob (blocks.0, 'blocks.1?'); blocks.-1 counts from the end. "
+    "Repeatable.",
+)
+@options.images_option
+@options.seed_option
+@options.recompute_options
+@options.jobs_option
+@options.memory_option
+@options.allow_partial_option
+def command(
+    stores: tuple[StorePath, ...],
+    outputs: Outputs,
+    data: str | None,
+    checkpoint: Path | None,
+    **parameters: Any,
+) -> None:
+    """Measure how well each head's attention covers the objects.
+
+    The most attended tokens that hold 60 % of a head's attention are compared with the union of the
+    ground-truth masks, as intersection over union, averaged over images (Walmer et al. 2023, Figs.
+    5, 16). Masks are resized and cropped as the images were. Images without a mask or without a
+    foreground token are left out and counted. Reads stores of extract --attention rows; for others
+    the attention is computed once more with the store's model.
+
+    \b
+      $ vitsee extract vit_base_patch16_224 --data voc/JPEGImages --attention rows -o b16.zarr
+      $ vitsee saliency b16.zarr --masks voc/SegmentationClass -o iou.csv --png iou.png
+      $ vitsee saliency b16.zarr dino.zarr --masks instances_val2017.json --png both.png > both.csv
+      $ vitsee saliency b16.zarr --masks saliency/ --void none --tokens cls --best image
+
+    PNG masks hold one number a pixel: 0 is background, 255 void, all else foreground. Of a COCO
+    file every annotation is foreground, crowd regions are void. Tokens that are void by more than
+    half count on neither side.
+
+    Columns: store, model, site (the block), depth, rel_depth, token (cls or mean: whose attention),
+    head, metric (iou), baseline, best (head: the block's best one), value, std and the 95 %
+    interval low, high over images, n_images. Rows with a baseline tell what blind maps reach:
+    uniform (chance decides among equal tokens), centre (a Gaussian about the middle), random.
+    """
+    from vitsee_cli.analysis import run_analysis
+    from vitsee_core.analyses import saliency
+    from vitsee_core.origin import Origin
+
+    run_analysis(
+        saliency.run,
+        saliency.plot,
+        stores,
+        outputs,
+        origin=Origin(data, checkpoint),
+        progress=console.Reporter("saliency"),
+        **parameters,
+    )

@@ -1,0 +1,528 @@
+"""First-layer filters and position embeddings: numbers against hand and loops, and what a user
+sees."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.extractions import extracted, plant_images
+from tests.models_helpers import VIT, small
+from vitsee_cli.commands.weights import SCALES, WHAT
+from vitsee_cli.main import main
+from vitsee_core.analyses import weights
+from vitsee_core.analyses.weights import COLUMNS, cosines, plot, principal_components, run
+from vitsee_core.input_weights import InputWeights, of_model, of_store
+from vitsee_core.models import LoadedModel, load_model
+from vitsee_core.results import Table
+from vitsee_core.weights_figure import colours, percent
+from vitsee_stores import open_store
+from vitsee_stores.errors import VitseeError
+
+Array = NDArray[Any]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+def loop_variance(filters: Array, direction: Array) -> float:
+    """Of the filters along a direction, by loops."""
+    mean = [math.fsum(f[j] for f in filters) / len(filters) for j in range(filters.shape[1])]
+    total = 0.0
+    for f in filters:
+        total += math.fsum((f[j] - mean[j]) * direction[j] for j in range(len(mean))) ** 2
+    return total
+
+
+def loop_cosine(a: Array, b: Array) -> float:
+    na, nb = (math.sqrt(math.fsum(x * x for x in v)) for v in (a, b))
+    return (
+        math.fsum(x * y for x, y in zip(a, b, strict=True)) / (na * nb) if na and nb else math.nan
+    )
+
+
+@pytest.fixture(scope="module")
+def vit() -> LoadedModel:
+    return small("vit_tiny_patch16_224", (24, 32), **VIT)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, vit: LoadedModel) -> Any:
+    """`made(filters, positions, **more)`: a table of weights made by hand."""
+
+    def make(filters: Any = None, positions: Any = None, **more: Any) -> Table:
+        given = {"filters": filters, "positions": positions}
+        own = InputWeights(
+            store="",
+            model="tiny",
+            arrays={k: np.asarray(v, np.float32) for k, v in given.items() if v is not None},
+            sites={"filters": "conv", "positions": "pos_embed"},
+            kind="learned",
+            absent={k: "for a reason" for k, v in given.items() if v is None},
+        )
+        monkeypatch.setattr(weights, "of_model", lambda _: own)
+        return run(vit, **more)
+
+    return make
+
+
+# ---------------------------------------------------------------- components
+
+
+def test_components_by_hand() -> None:
+    # Two directions with sums of squares 2 * 3^2 = 18 and 2 * 1^2 = 2 about a mean that is not 0.
+    mean = np.array([[[[5.0, 7.0]], [[-1.0, 2.0]], [[0.0, 0.0]]]])
+    first = np.zeros((1, 3, 1, 2))
+    first[0, 1, 0, 1] = -3
+    second = np.zeros((1, 3, 1, 2))
+    second[0, 2] = [[-0.6, 0.8]]
+    filters = np.concatenate([mean + first, mean - first, mean + second, mean - second])
+    shares, vectors = principal_components(filters)
+    assert shares == pytest.approx([0.9, 0.1, 0.0], abs=1e-15)
+    # norm 1, the largest weight positive whatever the sign that made it
+    assert vectors[0] == pytest.approx(-first[0] / 3, abs=1e-12)
+    assert vectors[1] == pytest.approx(second[0], abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(9, 3, 2, 2), (5, 3, 2, 3), (40, 3, 2, 2), (6, 1, 3, 3)])
+def test_components_against_eigenvectors_and_loops(shape: tuple[int, ...]) -> None:
+    filters = np.random.default_rng(0).normal(1.0, 1.0, shape)
+    shares, vectors = principal_components(filters)
+    flat, directions = filters.reshape(len(filters), -1), vectors.reshape(len(vectors), -1)
+    n = min(len(filters) - 1, flat.shape[1])
+    assert len(shares) == len(vectors) == n
+    values, eigenvectors = np.linalg.eigh(np.cov(flat.T))
+    values, eigenvectors = values[::-1], eigenvectors.T[::-1]
+    assert np.allclose(shares, (values / values.sum())[:n], rtol=1e-10, atol=1e-14)
+    total = sum(loop_variance(flat, axis) for axis in np.eye(flat.shape[1]))
+    for k in range(n):
+        assert shares[k] == pytest.approx(loop_variance(flat, directions[k]) / total, rel=1e-10)
+        # eigenvectors are equal up to sign; gaps of random spectra cost digits
+        assert abs(directions[k] @ eigenvectors[k]) == pytest.approx(1, abs=1e-8)
+        assert directions[k].max() == np.abs(directions[k]).max()
+    assert np.allclose(directions @ directions.T, np.eye(n), atol=1e-12)
+    assert shares.sum() == pytest.approx(1, rel=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000), scale=st.sampled_from([1e-4, -1.0, 30.0]))
+def test_shift_scale_and_order_of_filters_do_not_matter(seed: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    filters = rng.normal(size=(7, 3, 2, 2)) * np.arange(1, 8).reshape(7, 1, 1, 1)
+    shares, vectors = principal_components(filters)
+    moved = scale * filters[rng.permutation(7)] + rng.normal(size=(3, 2, 2))
+    other_shares, other_vectors = principal_components(moved)
+    assert np.allclose(other_shares, shares, rtol=1e-8)
+    first = (vectors[0].ravel() @ other_vectors[0].ravel(), shares[0] - shares[1])
+    assert first[0] == pytest.approx(1, abs=1e-6) or first[1] < 1e-3
+
+
+def test_a_tie_in_the_largest_weight_goes_to_the_first() -> None:
+    edge = np.array([[[[-0.5, 0.5 + 1e-9], [-0.5, 0.5]]]])
+    _, vectors = principal_components(np.concatenate([edge, -edge, 2 * edge]))
+    assert np.sign(vectors[0]).ravel().tolist() == [1, -1, 1, -1]
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1])
+def test_filters_that_are_all_alike(made: Any, value: float) -> None:
+    table = made(np.full((5, 3, 2, 2), value))
+    assert np.isnan(table.where(metric="variance_share")["value"]).all()
+    assert np.isnan(table.where(metric="component")["value"]).all()
+    plot(table)
+    assert math.isnan(principal_components(np.ones((1, 3, 2, 2)))[0][0])
+
+
+# ---------------------------------------------------------------- cosines
+
+
+def test_cosines_by_hand() -> None:
+    positions = np.zeros((1, 4, 2), np.float32)
+    positions[0, :3] = [[2, 0], [0, 3], [-1, 1]]  # and a vector of zeros
+    queries, values = cosines(positions)
+    assert queries.tolist() == [[0, 0], [0, 1], [0, 2], [0, 3]]
+    root = math.sqrt(0.5)
+    expected = [[1, 0, -root], [0, 1, root], [-root, root, 1]]
+    assert np.allclose(values[:3, 0, :3], expected, rtol=1e-15, atol=1e-15)
+    assert np.isnan(values[3]).all()
+    assert np.isnan(values[:, 0, 3]).all()
+
+
+@pytest.mark.parametrize(("step", "rows", "cols"), [(1, 5, 7), (2, 5, 7), (3, 5, 7), (9, 5, 7)])
+def test_cosines_against_loops(made: Any, step: int, rows: int, cols: int) -> None:
+    positions = np.random.default_rng(1).normal(0.3, 1, (rows, cols, 6)).astype(np.float32)
+    wide = positions.astype(np.float64)
+    table = made(None, positions, what=("positions",), every=step)
+    down, across = (list(range((n - 1) % step // 2, n, step)) for n in (rows, cols))
+    assert len(table) == len(down) * len(across) * rows * cols
+    i = 0
+    for r in down:
+        for c in across:
+            for y in range(rows):
+                for x in range(cols):
+                    place = [table[k][i] for k in ("row", "col", "other_row", "other_col")]
+                    assert place == [r, c, y, x]
+                    expected = loop_cosine(wide[r, c], wide[y, x])
+                    assert table["value"][i] == pytest.approx(expected, abs=1e-14)
+                    i += 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_lengths_and_rotations_do_not_matter(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    positions = rng.normal(size=(3, 4, 5))
+    _, values = cosines(positions)
+    rotation = np.linalg.qr(rng.normal(size=(5, 5)))[0]
+    _, other = cosines(positions @ rotation * rng.uniform(0.1, 9, (3, 4, 1)))
+    assert np.allclose(other, values, atol=1e-12)
+    square = values.reshape(12, 12)
+    assert np.allclose(square, square.T, atol=1e-15)
+    assert np.allclose(np.diag(square), 1, atol=1e-15)
+    assert np.abs(square).max() <= 1
+
+
+def test_an_embedding_of_waves_looks_alike_from_everywhere() -> None:
+    waves = np.arange(1, 5) / 3
+    y, x = np.indices((4, 6))
+    parts = [f(np.multiply.outer(axis, waves)) for axis in (y, x) for f in (np.sin, np.cos)]
+    _, values = cosines(np.concatenate(parts, -1))
+    maps = values.reshape(4, 6, 4, 6)
+    assert np.allclose(maps[1, 2, 1:, 2:], maps[0, 0, :3, :4], atol=1e-12)
+
+
+def test_large_grids_are_thinned_and_that_is_said(
+    made: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "MOST_ROWS", 1000)
+    positions = np.random.default_rng(0).normal(size=(8, 8, 3))
+    with caplog.at_level("INFO", logger="vitsee_core"):
+        table = made(None, positions)
+    # every third: 3 x 3 queries of 64; every second: 4 x 4 queries, 1024 rows
+    assert len(table) == 9 * 64
+    assert table.notes["positions"] == {"kind": "learned", "every": 3}
+    assert "one row and column in 3" in caplog.text
+    monkeypatch.setattr(weights, "MOST_ROWS", 1)
+    assert len(made(None, positions)) == 64
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_the_table(vit: LoadedModel) -> None:
+    table = run(vit)
+    assert tuple(table.columns) == COLUMNS
+    assert table.unique("metric") == ["variance_share", "component", "filter", "cosine"]
+    assert (table["store"] == None).all()  # noqa: E711 - elementwise
+    assert table.unique("model") == ["vit_tiny_patch16_224"]
+    shares = table.where(metric="variance_share")
+    assert shares["component"].tolist() == list(range(47))
+    assert np.allclose(shares["cumulative"], np.cumsum(shares["value"]), rtol=1e-15)
+    assert shares["cumulative"][-1] == pytest.approx(1)
+    filters = vit.module.get_parameter("patch_embed.proj.weight").numpy()
+    expected, vectors = principal_components(filters)
+    assert shares["value"].tolist() == expected.tolist()
+    assert np.array_equal(table.where(metric="component")["value"], vectors[:28].ravel())
+    of_filters = table.where(metric="filter")
+    assert np.array_equal(of_filters["value"], filters.ravel())
+    one = {"filter": 5, "channel": 2, "row": 3, "col": 7}
+    assert of_filters.where(**one)["value"].tolist() == [filters[5, 2, 3, 7]]
+    pos = vit.module.get_parameter("pos_embed")[0, 1:].reshape(3, 4, -1).numpy()
+    assert np.allclose(table.where(metric="cosine")["value"], cosines(pos)[1].ravel(), atol=1e-6)
+    assert table.where(metric="cosine").unique("site") == ["pos_embed"]
+
+
+def test_the_csv_has_whole_numbers_and_empty_cells(made: Any) -> None:
+    text = io.StringIO()
+    made(np.random.default_rng(0).normal(size=(3, 1, 1, 2)), np.eye(2)[None]).to_csv(text)
+    rows = list(csv.DictReader(io.StringIO(text.getvalue())))
+    assert {name: rows[0][name] for name in COLUMNS if rows[0][name]}.keys() == {
+        *("model", "site", "metric", "component", "value", "cumulative")
+    }
+    last = {name: value for name, value in rows[-1].items() if value}
+    assert last == {
+        "model": "tiny",
+        "site": "pos_embed",
+        "metric": "cosine",
+        "row": "0",
+        "col": "1",
+        "other_row": "0",
+        "other_col": "1",
+        "value": "1.0",
+    }
+
+
+def test_what_is_shown(made: Any) -> None:
+    rng = np.random.default_rng(0)
+    few, many = rng.normal(size=(4, 3, 2, 2)), rng.normal(size=(129, 3, 2, 2))
+    positions = rng.normal(size=(2, 2, 3))
+    assert "filter" in made(few, positions).unique("metric")
+    assert "filter" not in made(many, positions).unique("metric")
+    assert made(many, positions, what=("filters",)).unique("metric") == ["filter"]
+    assert made(few, positions, what=("positions",)).unique("metric") == ["cosine"]
+    table = made(many, positions, what=("components",), components=2)
+    assert len(table.where(metric="component")) == 2 * 12
+    assert len(table.where(metric="variance_share")) == 12
+    with pytest.raises(VitseeError, match="tiny has no positions to show: for a reason"):
+        made(few, None, what=("positions",))
+    with pytest.raises(VitseeError, match="tiny has no components to show: for a reason"):
+        made(None, positions, what=("components",))
+    with pytest.raises(VitseeError, match="no 'pos' in weights"):
+        made(few, positions, what=("pos",))
+    table = made(few, None)
+    assert table.notes["absent"] == {"positions": "for a reason"}
+    assert len(made(None, None)) == 0
+    assert WHAT == weights.WHAT
+
+
+# ---------------------------------------------------------------- figure
+
+
+def test_colours() -> None:
+    values = np.zeros((2, 3, 1, 2))
+    values[0, :, 0, 0] = [1.0, -2.0, 0.5]
+    values[1, :, 0, 1] = [0.2, 0.2, 0.0]
+    shared, largest = colours(values, "shared")
+    assert largest == 2
+    assert shared[0, 0, 0].tolist() == [0.75, 0.0, 0.625]
+    assert shared[1, 0, 1] == pytest.approx([0.55, 0.55, 0.5])
+    assert shared[0, 0, 1].tolist() == [0.5] * 3
+    tile, _ = colours(values, "tile")
+    assert tile[0, 0, 0] == pytest.approx([1.0, 0.0, 2.5 / 3])
+    assert tile[1, 0, 1].tolist() == [1.0, 1.0, 0.0]
+    for scale in SCALES:
+        flat, _ = colours(values * 0, scale)
+        assert (flat == 0.5).all()
+        one, _ = colours(np.array([[[[1.0, -1.0]]]]), scale)
+        assert one[0, 0].tolist() == [[1.0] * 3, [0.0] * 3]
+
+
+def test_percent() -> None:
+    values = [percent(x) for x in (0.114, 0.05, 0.0099, 0.0003, 4e-5, 0.0)]
+    assert values == ["11.4 %", "5.0 %", "0.99 %", "0.03 %", "< 0.01 %", "< 0.01 %"]
+
+
+def texts(table: Table, scale: str = "shared") -> str:
+    figure = plot(table, scale)
+    found = [text.get_text() for text in figure.texts]
+    all_axes = [a for axes in figure.axes for a in (axes, *axes.child_axes)]
+    found += [a.get_xlabel() + a.get_ylabel() for a in all_axes]
+    return "\n".join(found)
+
+
+def test_panels(made: Any) -> None:
+    rng = np.random.default_rng(0)
+    filters, positions = rng.normal(size=(6, 3, 2, 2)), rng.normal(size=(2, 5, 3))
+    table = made(filters, positions)
+    figure = plot(table)
+    assert len([a for a in figure.axes if a.images]) == 3
+    tiles = figure.axes[0].images
+    assert len(tiles) == 5  # of 6 filters
+    _, vectors = principal_components(filters)
+    drawn = np.asarray(tiles[1].get_array())
+    assert np.allclose(drawn, colours(vectors, "shared")[0][1], atol=1e-12)
+    said = texts(table)
+    assert "(conv; 5 of 5, share of variance)" in said
+    assert "6 filters of 2 x 2 px" in said
+    assert "grey: 0, full colour: a weight of ±" in said
+    assert "(pos_embed; learned)" in said
+    assert "cosine similarity" in said
+    assert "each tile over its own range" in texts(table, "tile")
+    assert "positions: n/a: for a reason" in texts(made(filters, None))
+    assert "mean of 4 channels" in texts(made(rng.normal(size=(5, 4, 2, 2)), None))
+    plot(made(None, None))
+
+
+def test_the_figure_comes_back_from_the_csv(made: Any) -> None:
+    rng = np.random.default_rng(0)
+    table = made(rng.normal(size=(6, 3, 2, 2)), rng.normal(size=(2, 3, 3)))
+    text = io.StringIO()
+    table.to_csv(text)
+    rows = list(csv.DictReader(io.StringIO(text.getvalue())))
+    kinds = {"store": str, "model": str, "site": str, "metric": str, "value": float}
+    back = Table.from_rows(
+        [{k: kinds.get(k, float if k == "cumulative" else int)(v) for k, v in row.items() if v}
+         for row in rows],
+        COLUMNS,
+    )  # fmt: skip
+    for a, b in zip(plot(table).axes, plot(back).axes, strict=True):
+        for one, other in zip(a.images, b.images, strict=True):
+            first, second = (np.asarray(image.get_array()) for image in (one, other))
+            assert np.array_equal(first, second, equal_nan=True)
+
+
+def test_a_large_grid_shows_some_patches(made: Any) -> None:
+    positions = np.random.default_rng(0).normal(size=(20, 20, 3))
+    table = made(None, positions)
+    assert len(table) == 20**4
+    said = texts(table)
+    assert "100 of 400 patches" in said
+    figure = plot(table)
+    picture = figure.axes[0].images[0].get_array()
+    assert picture is not None
+    # tiles of 20 cells and gaps of 2; the second tile is the query (0, 2)
+    expected = table.where(row=0, col=2)["value"].reshape(20, 20)
+    assert np.array_equal(np.asarray(picture)[:20, 22:42], expected)
+
+
+# ---------------------------------------------------------------- stores
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores of a ViT (`vit.zarr`) and of a ResNet (`cnn.zarr`), images beside them."""
+    folder = tmp_path_factory.mktemp("weights")
+    images = plant_images(folder / "images", 4)
+    vit = ["test_vit", "--random-init", "0", "--img-size", "32x48", "--model-arg", "patch_size=8"]
+    cnn = ["test_resnet", "--random-init", "0", "--img-size", "64"]
+    for name, model in (("vit", vit), ("cnn", cnn)):
+        common = ["--data", images, "--tokens", "pooled", "--workers", "0"]
+        extracted(*model, *common, "-o", folder / f"{name}.zarr")
+    return folder
+
+
+def equal(a: Table, b: Table, *without: str) -> bool:
+    return all(
+        np.array_equal(a[c], b[c], equal_nan=a[c].dtype.kind == "f")
+        for c in COLUMNS
+        if c not in without
+    )
+
+
+def test_a_store_holds_them(stores: Path) -> None:
+    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+    store = open_store(stores / "vit.zarr")
+    assert store.array("weights/filters").shape == (64, 3, 8, 8)
+    assert store.array("weights/positions").shape == (4, 6, 64)
+    table = run(store)
+    assert equal(table, run(model), "store")
+    assert table.unique("store") == ["vit"]
+    cnn = open_store(stores / "cnn.zarr")
+    assert [name for name, _ in cnn.plan.weights] == ["filters"]
+    assert run(cnn).notes["absent"] == run(load_model("test_resnet", random_init=0)).notes["absent"]
+    with pytest.raises(VitseeError, match="no position embedding is added"):
+        run(cnn, what=["positions"])
+
+
+def test_an_old_store_gives_them_from_its_model(
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "vit.zarr"
+    shutil.copytree(stores / "vit.zarr", path)
+    document = json.loads((path / "zarr.json").read_text())
+    manifest = document["attributes"]["vitsee"]
+    del manifest["info"]["input_weights"]
+    manifest["plan"]["weights"] = []
+    (path / "zarr.json").write_text(json.dumps(document))
+    shutil.rmtree(path / "weights")
+    old = open_store(path)
+    assert not old.has("weights/filters")
+    assert equal(run(old), run(open_store(stores / "vit.zarr")))
+    manifest["model"]["weights"]["sha256"] = "0" * 64
+    (path / "zarr.json").write_text(json.dumps(document))
+    with pytest.raises(VitseeError, match="now has other weights"):
+        run(open_store(path))
+
+
+def test_of_model_and_of_store_say_the_same(stores: Path) -> None:
+    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+    mine, stored = of_model(model), of_store(open_store(stores / "vit.zarr"))
+    assert mine.record() == stored.record()
+    assert mine.shapes == stored.shapes
+    assert replace(mine, arrays={}) == replace(stored, arrays={}, store="")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def weights_command(*args: str | Path) -> Result:
+    return CliRunner().invoke(main, ["weights", *map(str, args)])
+
+
+def test_command_of_a_store(stores: Path, tmp_path: Path) -> None:
+    csv_file, png = tmp_path / "w.csv", tmp_path / "w.png"
+    result = weights_command(f"mine={stores / 'vit.zarr'}", "-o", csv_file, "--png", png)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "position embeddings (pos_embed): learned" in result.stderr
+    lines = csv_file.read_text().splitlines()
+    assert lines[0] == ",".join(COLUMNS)
+    assert lines[1].startswith("mine,test_vit,patch_embed.proj,variance_share,0,")
+    sidecar = json.loads((tmp_path / "w.csv.json").read_text())
+    assert sidecar["stores"][0]["label"] == "mine"
+    assert sidecar["notes"]["sites"]["positions"] == "pos_embed"
+    assert "mean filter subtracted" in sidecar["notes"]["components"]
+    assert png.read_bytes()[1:4] == b"PNG"
+
+
+def test_command_of_a_model(tmp_path: Path) -> None:
+    args = ["test_vit", "--random-init", "3", "--img-size", "32x48", "--model-arg", "patch_size=8"]
+    result = weights_command(*args, "--what", "positions")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 1 + 24**2
+    model = load_model("test_vit", random_init=3, img_size=(32, 48), model_args={"patch_size": 8})
+    torch.save(model.module.state_dict(), tmp_path / "w.pth")
+    args[1:3] = ["--checkpoint", str(tmp_path / "w.pth")]
+    assert weights_command(*args, "--what", "positions").stdout == result.stdout
+    out = tmp_path / "r.csv"
+    result = weights_command("test_resnet", "--random-init", "0", "-o", out, "--scale", "tile")
+    assert result.exit_code == 0
+    assert "positions: n/a: no position embedding is added to its features" in result.stderr
+    sidecar = json.loads((tmp_path / "r.csv.json").read_text())
+    assert sidecar["parameters"]["model"]["random_init"] == 0
+
+
+def test_command_refuses_in_one_line(stores: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "taken.csv"
+    taken.write_text("mine")
+    vit = stores / "vit.zarr"
+    wrong: tuple[tuple[tuple[Any, ...], str], ...] = (
+        ((vit, "-o", taken), "--force"),
+        ((vit, "-o", vit / "r.csv"), "do not go into a store"),
+        ((tmp_path / "missing.zarr",), "missing.zarr"),
+        ((tmp_path / "missing",), "missing"),
+        ((tmp_path,), "no vitsee store"),
+        (("vit_tinny_patch16_224",), "near names: vit_tiny_patch16_224"),
+        (("test_vit", "--checkpoint", tmp_path / "none.pth"), "none.pth"),
+        ((stores / "cnn.zarr", "--what", "positions", "-o", tmp_path / "p.csv"), "no positions"),
+    )
+    for args, phrase in wrong:
+        result = weights_command(*args)
+        assert (result.exit_code, result.stdout) == (1, ""), (args, result.output)
+        assert phrase in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    assert taken.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [taken]
+    usage: tuple[tuple[Any, ...], ...] = (
+        (vit, "--random-init", "0"),
+        (vit, "--img-size", "64"),
+        ("test_vit", "--checkpoint", "w.pth", "--random-init", "0"),
+        (vit, "--what", "position"),
+        (vit, "--every", "0"),
+    )
+    for args in usage:
+        result = weights_command(*args)
+        assert (result.exit_code, result.stdout) == (2, ""), args
+
+
+def test_importing_the_analysis_imports_no_torch_and_no_matplotlib() -> None:
+    code = (
+        f"import sys, {weights.__name__}, vitsee_cli.commands.weights; "
+        "print([m for m in ('torch', 'matplotlib', 'timm') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,220 @@
+"""What a model's weights say before it sees an image: first-layer filters, position embeddings.
+
+- `variance_share`, `component`: principal components of the D filters of the first layer, each a
+  vector of channels x height x width weights (Dosovitskiy et al. 2021, Fig. 7 left, shows the first
+  28 of ViT-L/32, and does not say whether the mean filter is subtracted). Here it is, so that the
+  shares are shares of variance; components have norm 1, and their sign makes the largest weight
+  positive (of weights as large to a millionth the first, so that no rounding decides).
+- `filter`: the filters themselves.
+- `cosine`: of each patch's position embedding with all others (Fig. 7 centre, Fig. 9), on the grid
+  of the model's input size; the parts of prefix tokens are left out. NaN: a vector of zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.input_weights import FILTERS, POSITIONS, InputWeights, of_model, of_store
+from vitsee_core.plotting import styled
+from vitsee_core.results import Table
+from vitsee_core.weights_figure import draw_weights
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_core.models import LoadedModel
+    from vitsee_stores import Store
+
+log = logging.getLogger(__name__)
+
+Float = NDArray[np.float64]
+
+WHAT = ("components", "filters", "positions")
+COLUMNS = (
+    *("store", "model", "site", "metric", "component", "filter", "channel", "row", "col"),
+    *("other_row", "other_col", "value", "cumulative"),
+)
+MOST_FILTERS = 128  # shown unless they were asked for
+MOST_ROWS = 1 << 20  # 32 x 32 patches with one another; half a GiB
+_TIED = 1e-6
+_KINDS = {
+    "learned": "learned",
+    "fixed": "fixed, not learned",
+    "sine-cosine": "the fixed sine-cosine table, not learned",
+    "computed": "computed by a module, no table",
+}
+
+
+def run(
+    source: Store | LoadedModel,
+    *,
+    what: Sequence[str] = (),
+    components: int = 28,
+    every: int | None = None,
+    checkpoint: Path | None = None,
+) -> Table:
+    """One row a component (`variance_share`; `cumulative` is the share of it and all before), a
+    weight of a component or of a filter, or a pair of patches (`cosine`).
+
+    Columns: `COLUMNS`. `component`, `filter`, `channel` count from 0. In rows of weights `row`,
+    `col` are pixels of the filter; of a cosine the query's patch, `other_row`, `other_col` the
+    other one. NaN: filters that are all alike have no components, zeros no direction.
+
+    Args:
+        source: an open store, or a model on the CPU.
+        what: some of `WHAT`; by default what the model has, filters up to `MOST_FILTERS`.
+        components: the weights of so many.
+        every: cosines of every so many-th row and column of queries, beginning so that as much is
+            left out before as after; by default the least that keeps their rows to `MOST_ROWS`.
+        checkpoint: where a store's weights are now, if it does not hold these arrays.
+
+    Raises:
+        VitseeError: the model has not what was asked for, or its weights are gone.
+    """
+    from vitsee_stores import Store
+
+    for name in what:
+        if name not in WHAT:
+            raise VitseeError(f"no {name!r} in weights; expected some of {', '.join(WHAT)}")
+    own = of_store(source, checkpoint) if isinstance(source, Store) else of_model(source)
+    needs = {"components": FILTERS, "filters": FILTERS, "positions": POSITIONS}
+    for name in what:
+        if needs[name] in own.absent:
+            raise VitseeError(f"{own.model} has no {name} to show: {own.absent[needs[name]]}")
+    notes: dict[str, Any] = {"sites": own.sites, "absent": {}}
+    for name, reason in own.absent.items():
+        if not what:
+            log.info("%s: n/a: %s", name, reason)
+            notes["absent"][name] = reason
+    parts = []
+    if (filters := own.arrays.get(FILTERS)) is not None:
+        if not what or "components" in what:
+            parts.append(_component_rows(own, filters, components))
+            notes["components"] = f"of {len(filters)} filters, mean filter subtracted, norm 1"
+        if "filters" in what or (not what and len(filters) <= MOST_FILTERS):
+            parts.append(_weight_rows(own, "filter", filters.astype(np.float64)))
+        elif not what:
+            log.info("%d filters: more than are shown without --what filters", len(filters))
+    if (positions := own.arrays.get(POSITIONS)) is not None and (not what or "positions" in what):
+        step = every if every is not None else _step(positions.shape[:2])
+        if step > 1:
+            log.info("position embeddings: cosines of one row and column in %d with all", step)
+        parts.append(_cosine_rows(own, positions, step))
+        notes["positions"] = {"kind": _KINDS[own.kind], "every": step}
+        log.info("position embeddings (%s): %s", own.sites[POSITIONS], _KINDS[own.kind])
+    if not parts:
+        parts.append(_rows(own, "", 0))
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+    return Table(columns, notes)
+
+
+@styled
+def plot(table: Table, scale: str = "shared") -> Figure:
+    """Components with their shares of variance, filters, and a grid of grids of cosines, as far as
+    the table holds them, side by side.
+
+    Args:
+        table: from `run`.
+        scale: "shared": one scale for all tiles of a panel, grey a weight of 0; "tile": each over
+            its own range, so that sizes do not compare.
+    """
+    return draw_weights(table, scale)
+
+
+def principal_components(filters: NDArray[Any]) -> tuple[Float, Float]:
+    """Shares of variance (components,) and components (components, ...) of filters (n, ...), at
+    most n - 1 of them; NaN where all filters are alike."""
+    flat = filters.reshape(len(filters), -1).astype(np.float64)
+    _, sizes, vectors = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
+    count = min(max(len(flat) - 1, 1), len(sizes))
+    variances, vectors = sizes**2, vectors[:count]
+    total = variances.sum()
+    # Rounding leaves a trace of variance among equal filters.
+    if total <= (1e-12 * np.abs(flat).max()) ** 2 * flat.size:
+        return np.full(count, np.nan), np.full((count, *filters.shape[1:]), np.nan)
+    size = np.abs(vectors)
+    largest = np.argmax(size >= size.max(1, keepdims=True) * (1 - _TIED), axis=1)
+    signs = np.sign(vectors[np.arange(count), largest])
+    vectors = vectors * signs[:, np.newaxis]
+    return variances[:count] / total, vectors.reshape(count, *filters.shape[1:])
+
+
+def cosines(positions: NDArray[Any], step: int = 1) -> tuple[NDArray[np.int64], Float]:
+    """Queries (queries, 2), their row and column, and cosines (queries, rows, cols) of positions
+    (rows, cols, dim); NaN with a vector of zeros."""
+    rows, cols, dim = positions.shape
+    flat = positions.reshape(-1, dim).astype(np.float64)
+    norms = np.linalg.norm(flat, axis=1, keepdims=True)
+    directions = np.divide(flat, norms, out=np.full_like(flat, np.nan), where=norms > 0)
+    down, across = (np.arange((n - 1) % step // 2, n, step) for n in (rows, cols))
+    queries = np.stack(np.meshgrid(down, across, indexing="ij"), -1).reshape(-1, 2)
+    of_queries = directions[queries[:, 0] * cols + queries[:, 1]]
+    values = np.clip(of_queries @ directions.T, -1, 1)
+    return queries, values.reshape(-1, rows, cols)
+
+
+def _step(grid: tuple[int, ...]) -> int:
+    rows, cols = grid
+    return next(
+        step
+        for step in range(1, rows + cols)
+        if -(-rows // step) * -(-cols // step) * rows * cols <= MOST_ROWS or step > max(rows, cols)
+    )
+
+
+def _rows(own: InputWeights, site: str, n: int, **columns: Any) -> dict[str, NDArray[Any]]:
+    """`n` rows of these columns; the others are empty."""
+    names = {"store": own.store or None, "model": own.model, "site": site}
+    found = {}
+    for name in COLUMNS:
+        given = columns.get(name, names.get(name))
+        number = name in ("value", "cumulative")
+        empty = np.nan if number else None
+        # Whole numbers beside empty cells stay whole in the CSV.
+        column = np.empty(n, np.float64 if number else object)
+        column[:] = empty if given is None else given
+        found[name] = column
+    return found
+
+
+def _component_rows(
+    own: InputWeights, filters: NDArray[Any], count: int
+) -> dict[str, NDArray[Any]]:
+    shares, vectors = principal_components(filters)
+    n = len(shares)
+    shares_rows = _rows(
+        *(own, own.sites[FILTERS], n),
+        metric="variance_share",
+        component=np.arange(n),
+        value=shares,
+        cumulative=np.cumsum(shares),
+    )
+    weights = _weight_rows(own, "component", vectors[:count])
+    return {name: np.concatenate([shares_rows[name], weights[name]]) for name in COLUMNS}
+
+
+def _weight_rows(own: InputWeights, metric: str, values: Float) -> dict[str, NDArray[Any]]:
+    index, channel, row, col = (axis.ravel() for axis in np.indices(values.shape))
+    of = {metric: index, "channel": channel, "row": row, "col": col}
+    return _rows(own, own.sites[FILTERS], values.size, metric=metric, value=values.ravel(), **of)
+
+
+def _cosine_rows(own: InputWeights, positions: NDArray[Any], step: int) -> dict[str, NDArray[Any]]:
+    queries, values = cosines(positions, step)
+    query, row, col = (axis.ravel() for axis in np.indices(values.shape))
+    return _rows(
+        *(own, own.sites[POSITIONS], values.size),
+        metric="cosine",
+        row=queries[query, 0],
+        col=queries[query, 1],
+        other_row=row,
+        other_col=col,
+        value=values.ravel(),
+    )

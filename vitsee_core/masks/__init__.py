@@ -1,0 +1,16 @@
+"""Ground-truth masks: where they come from, and which tokens of a model lie on an object."""
+
+from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, MaskSource
+from vitsee_core.masks.opening import open_masks
+from vitsee_core.masks.truth import RULES, Truth, ground_truth
+
+__all__ = [
+    "BACKGROUND",
+    "FOREGROUND",
+    "RULES",
+    "VOID",
+    "MaskSource",
+    "Truth",
+    "ground_truth",
+    "open_masks",
+]

@@ -1,0 +1,99 @@
+"""From a mask of the original image to the tokens of a model: the image's own way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitsee_core.images import ImageError
+from vitsee_core.images.transform import Recipe, make_recipe
+from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import TokenLayout
+
+_RESIZES = ("resize", "resize_keep_ratio")  # their last argument is the interpolation
+
+
+def mask_recipe(transform: Mapping[str, Any]) -> Recipe:
+    """The steps that a store's images went through, for masks: every resize takes the nearest
+    pixel, and what a crop adds around the image is background.
+
+    Raises:
+        VitseeError: the transform does more than resize and crop.
+    """
+    recipe = make_recipe(transform)
+    if recipe.whole is not None:
+        raise VitseeError(
+            f"masks cannot follow the images' transform: {recipe.whole}; expected only resize and "
+            "crop"
+        )
+    steps = tuple((name, _for_labels(name, arguments)) for name, arguments in recipe.steps)
+    return Recipe((1, *recipe.shape[1:]), steps)
+
+
+def _for_labels(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    if name in _RESIZES:
+        return (*arguments[:-1], "nearest")
+    return (arguments[0], 0) if name == "center_crop" else arguments
+
+
+def as_seen(labels: Labels, recipe: Recipe, where: str) -> Labels:
+    """Labels of the original image's pixels as those of the model's input: (height, width).
+
+    Raises:
+        VitseeError: the mask cannot be brought to that size.
+    """
+    try:
+        seen = recipe.apply(Image.fromarray(labels))
+    except ImageError as error:
+        raise VitseeError(f"{where}: the mask {error.reason}") from None
+    only: Labels = seen[0]
+    return only
+
+
+def token_labels(labels: Labels, layout: TokenLayout, foreground: str) -> Labels:
+    """Labels of the grid's tokens, (tokens,) row by row.
+
+    A token is the pixels round(row stride) to round((row + 1) stride), and the same across, cut at
+    the edge. With more void pixels than others, or none at all, it is void. Of the others it is
+    foreground with `half` where at least half of the pixels that are not void are, with `any` where
+    any is.
+
+    Args:
+        labels: of the model's input, (height, width).
+        layout: with a grid.
+        foreground: `half` or `any`.
+    """
+    assert layout.grid is not None
+    edges = [
+        _edges(n, length, None if layout.stride_px is None else layout.stride_px[axis])
+        for axis, (n, length) in enumerate(zip(layout.grid, labels.shape, strict=True))
+    ]
+    objects, unknown = (_per_cell(labels == kind, edges) for kind in (FOREGROUND, VOID))
+    pixels = np.multiply.outer(*(np.diff(edge) for edge in edges))
+    known = pixels - unknown
+    on = objects > 0
+    if foreground == "half":
+        on &= 2 * objects >= known
+    tokens = on.astype(np.uint8) * np.uint8(FOREGROUND)
+    tokens[(unknown > known) | (pixels == 0)] = VOID
+    return tokens.ravel()
+
+
+def _edges(n: int, length: int, stride: float | None) -> NDArray[np.int64]:
+    """Where n cells along an axis of so many pixels begin and end."""
+    step = length / n if stride is None else stride
+    return np.minimum(np.rint(np.arange(n + 1) * step), length).astype(np.int64)
+
+
+def _per_cell(mask: NDArray[np.bool_], edges: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """How many pixels of each cell are set: differences of sums over all that is above and left."""
+    sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int64)
+    sums[1:, 1:] = mask.cumsum(0, dtype=np.int64).cumsum(1)
+    corners = sums[np.ix_(*edges)]
+    counts: NDArray[np.int64] = np.diff(np.diff(corners, axis=0), axis=1)
+    return counts

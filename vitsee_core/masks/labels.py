@@ -1,0 +1,46 @@
+"""What a mask says of a pixel or a token, and what a source of masks is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Labels = NDArray[np.uint8]
+
+BACKGROUND, FOREGROUND, VOID = 0, 1, 2
+
+
+class MaskSource(Protocol):
+    """Masks by number, each with the name of an image.
+
+    name: what the user calls the source. keys: the masks' names, matched with the images'. rules:
+    how pixels become labels, for a sidecar. void: what makes a pixel void, in words.
+    """
+
+    @property
+    def name(self) -> str:
+        """See the class."""
+
+    @property
+    def keys(self) -> list[str]:
+        """See the class."""
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """See the class."""
+
+    @property
+    def void(self) -> str:
+        """See the class."""
+
+    def where(self, i: int) -> str:
+        """The mask's file, or its place in one, for a message."""
+
+    def read(self, i: int) -> Labels:
+        """(height, width): BACKGROUND, FOREGROUND (the union of all objects) or VOID.
+
+        Raises:
+            VitseeError: the mask cannot be read.
+        """

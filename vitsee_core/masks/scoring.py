@@ -1,0 +1,165 @@
+"""The overlap of each head's attention with the foreground, image by image, and its moments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.heads import Block
+from vitsee_core.masks.labels import Labels
+from vitsee_core.masks.overlap import overlap, top_mass
+from vitsee_core.moments import Moments
+from vitsee_core.origin import Origin
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.recompute import attention_of_images
+from vitsee_core.streaming import Rows, fold
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitsee_core.streaming import Map
+    from vitsee_stores import Slab, Store
+
+log = logging.getLogger(__name__)
+
+ARRAYS = {"cls": "cls_rows", "mean": "received_rows"}
+TOKENS = tuple(ARRAYS)
+Wanted = tuple[tuple[Block, tuple[str, ...]], ...]
+
+
+def overlaps(
+    store: Store,
+    wanted: Wanted,
+    labels: Mapping[str, Labels],
+    rows: Rows,
+    mass: float,
+    *,
+    jobs: int = 1,
+    memory: int | None = None,
+    device: str = "auto",
+    origin: Origin | None = None,
+    map: Map | None = None,
+    progress: Progress = SILENT,
+) -> Overlaps:
+    """The moments over these rows, from the store's rows of attention; where it has none, the
+    attention is computed once more.
+
+    Args:
+        store: with attention summaries.
+        wanted: blocks, and some of `TOKENS` for each.
+        labels: group -> (images, tokens), as `Truth` has them.
+        rows: the images that count.
+        mass: see `top_mass`.
+        jobs: slabs at a time; results do not depend on it.
+        memory: bytes to stay within.
+        device: where attention is computed.
+        origin: where data and weights are now.
+        map: see `fold`.
+        progress: told the images computed.
+
+    Raises:
+        VitseeError: attention has to be computed, and images or weights are gone.
+    """
+    make = partial(Overlaps, wanted, labels, mass)
+    if not _has_rows(store, wanted):
+        found = make()
+        _compute(store, found, wanted, rows, origin or Origin(), device, progress)
+        return found
+    slab_bytes = _slab_bytes(store, wanted)
+    return fold(store, make, rows=rows, jobs=jobs, memory=memory, slab_bytes=slab_bytes, map=map)
+
+
+class Overlaps:
+    """Moments over images of each block's IoUs, to be filled by `streaming.fold` or with `add`."""
+
+    def __init__(self, wanted: Wanted, labels: Mapping[str, Labels], mass: float) -> None:
+        """labels: group -> (images, tokens), as `Truth` has them."""
+        self._wanted, self._labels, self._mass = wanted, labels, mass
+        keys = [(block.site, token) for block, tokens in wanted for token in tokens]
+        self.heads = {key: Moments() for key in keys}
+        self.oracle = {key: Moments() for key in keys}
+
+    def update(self, slab: Slab) -> None:
+        """Count a slab's images."""
+        valid = slab.valid
+        rows = np.arange(slab.rows.start, slab.rows.stop)[valid]
+        held: dict[tuple[str, str], NDArray[Any]] = {}
+        for block, tokens in self._wanted:
+            for token in tokens:
+                array = ARRAYS[token], block.group
+                if array not in held:
+                    # One at a time: of a model with several grids, a slab may be large.
+                    held = {k: v for k, v in held.items() if k[1] == block.group}
+                    held[array] = slab.attention(*array)[valid]
+                self.add(block, token, held[array][:, block.row, : block.n_heads], rows)
+
+    def add(self, block: Block, token: str, a: NDArray[Any], rows: NDArray[np.int64]) -> None:
+        """Count some images' attention over all keys, (images, heads, keys), rows of the store."""
+        kept = top_mass(a[..., block.layout.n_prefix :], self._mass)
+        iou = overlap(kept, self._labels[block.group][rows])
+        self.heads[block.site, token].add(iou)
+        highest = np.where(np.isnan(iou), -np.inf, iou).max(1)
+        self.oracle[block.site, token].add(np.where(np.isneginf(highest), np.nan, highest))
+
+    def merge(self, other: Overlaps) -> None:
+        """Count what `other` counted."""
+        for key in self.heads:
+            self.heads[key].merge(other.heads[key])
+            self.oracle[key].merge(other.oracle[key])
+
+    def result(self) -> Overlaps:
+        """Itself: `heads` has entries (heads,), `oracle` scalars."""
+        return self
+
+
+def _has_rows(store: Store, wanted: Wanted) -> bool:
+    folders = [(f"{b.group}/" if b.group else "", tokens) for b, tokens in wanted]
+    return all(store.has(f"attention/{f}{ARRAYS[t]}") for f, tokens in folders for t in tokens)
+
+
+def _slab_bytes(store: Store, wanted: Wanted) -> int:
+    """A slab's rows of a group, and what one block takes while its maps are sorted."""
+    largest = 0
+    for block, tokens in wanted:
+        stored = store.attention(ARRAYS[tokens[0]], block.group).size_bytes // store.n_slabs
+        one = store.plan.slab * block.n_heads * block.layout.n_tokens
+        largest = max(largest, stored + 40 * one)
+    return largest
+
+
+def _compute(
+    store: Store,
+    found: Overlaps,
+    wanted: Wanted,
+    used: Rows,
+    origin: Origin,
+    device: str,
+    progress: Progress,
+) -> None:
+    """Add the overlaps of a store without rows of attention."""
+    log.info("%s keeps no rows of attention (extract --attention rows does)", store.label)
+    tokens_of = {block.site: tokens for block, tokens in wanted}
+
+    def take(block: Block, a: Tensor) -> dict[str, Tensor]:
+        maps = {}
+        if "cls" in tokens_of[block.site]:
+            maps["cls"] = a[:, :, block.layout.cls]
+        if "mean" in tokens_of[block.site]:
+            maps["mean"] = a[:, :, block.layout.n_prefix :].mean(2)
+        return maps
+
+    parts = attention_of_images(
+        store, np.flatnonzero(used.mask), take,
+        blocks=[block for block, _ in wanted], origin=origin, device=device, progress=progress,
+    )  # fmt: skip
+    for part in parts:
+        for block, tokens in wanted:
+            for token in tokens:
+                # Rounded as a store rounds them: rows that are kept give the same result.
+                maps = part.values[block.site][token].astype(np.float16)
+                found.add(block, token, maps, part.rows)

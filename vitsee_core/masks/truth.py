@@ -1,0 +1,178 @@
+"""Which tokens of a store's images lie on an object."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitsee_core.images import ImageError
+from vitsee_core.images.openers import FileOpener
+from vitsee_core.masks.geometry import as_seen, mask_recipe, token_labels
+from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource
+from vitsee_core.masks.matching import match_names
+from vitsee_core.origin import source_of
+from vitsee_core.progress import SILENT, Progress
+from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.manifest import few
+
+if TYPE_CHECKING:
+    from vitsee_core.images import Source
+    from vitsee_core.streaming import Rows
+    from vitsee_stores import Store
+    from vitsee_stores.layout import TokenLayout
+
+log = logging.getLogger(__name__)
+
+Mask = NDArray[np.bool_]
+RULES = ("half", "any")
+_NAMES_SHOWN = 2
+
+
+@dataclass(frozen=True)
+class Truth:
+    """labels: group of attention blocks -> (images, tokens) over all rows of the store, VOID
+    throughout where there is no mask. mask: (images,) which rows have a foreground token in some
+    group. counts: what became of the rows, for a sidecar."""
+
+    labels: dict[str, Labels]
+    mask: Mask
+    counts: dict[str, int]
+
+
+def ground_truth(
+    store: Store,
+    masks: MaskSource,
+    rows: Rows,
+    layouts: Mapping[str, TokenLayout],
+    *,
+    foreground: str = "half",
+    data: str | None = None,
+    jobs: int = 1,
+    progress: Progress = SILENT,
+) -> Truth:
+    """The labels of the tokens of the images in `rows`.
+
+    Images without a mask, and those without a foreground token, are left out, counted and logged.
+    A mask has the size of its original image, which is looked up in the data that the store was
+    made from; where that is gone, this is logged and not checked.
+
+    Args:
+        store: its transform is the masks' too.
+        masks: see `match_names` for which mask belongs to which image.
+        rows: the images to look at.
+        layouts: group -> layout with a grid.
+        foreground: one of `RULES`, see `token_labels`.
+        data: where the images are now, as for `extract --data`.
+        jobs: threads.
+        progress: told the masks read.
+
+    Raises:
+        VitseeError: no image has a mask or a foreground token, or a mask is damaged or not of its
+            image's size.
+    """
+    if not store.manifest.transform:
+        raise MissingInput(f"{store.label} does not say how its images were resized; extract anew")
+    recipe = mask_recipe(store.manifest.transform)
+    ids = store.samples.id.tolist()
+    found = match_names(ids, masks.keys)
+    wanted = np.flatnonzero(rows.mask & store.valid)
+    matched = wanted[found[wanted] >= 0]
+    if not len(matched):
+        raise VitseeError(
+            f"no image of {store.label} has a mask in {masks.name}: images are called "
+            f"{few([ids[row] for row in wanted], _NAMES_SHOWN)}; masks "
+            f"{few(masks.keys, _NAMES_SHOWN)}; expected the same names but for the ending"
+        )
+    size_of = _Sizes(store, data)
+    labels = {
+        group: np.full((store.n_images, layout.n_body), VOID, np.uint8)
+        for group, layout in layouts.items()
+    }
+
+    def load(row: int) -> tuple[bool, bool]:
+        """Fill in one image's labels; whether its mask has foreground and void pixels."""
+        i = int(found[row])
+        pixels = masks.read(i)
+        _check_size(masks.where(i), pixels, ids[row], size_of(row))
+        seen = as_seen(pixels, recipe, masks.where(i))
+        for group, layout in layouts.items():
+            labels[group][row] = token_labels(seen, layout, foreground)
+        return bool((pixels == FOREGROUND).any()), bool((pixels == VOID).any())
+
+    pool = ThreadPoolExecutor(jobs)
+    progress.start(len(matched))
+    some_on = some_void = False
+    try:
+        for on, void in pool.map(load, matched.tolist()):
+            some_on, some_void = some_on or on, some_void or void
+            progress.advance(1)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        progress.stop()
+    mask = np.zeros(store.n_images, bool)
+    for values in labels.values():
+        mask |= (values == FOREGROUND).any(1)
+    if not mask.any():
+        only = f": no pixel is, and void are {masks.void}" if some_void and not some_on else ""
+        raise VitseeError(
+            f"no token is foreground in any of the {len(matched)} images of {store.label} that "
+            f"have a mask in {masks.name}{only}"
+        )
+    counts = {
+        "with_mask": len(matched),
+        "left_out_without_mask": len(wanted) - len(matched),
+        "left_out_without_foreground": len(matched) - int(mask.sum()),
+    }
+    _tell(store, len(wanted), counts)
+    return Truth(labels, mask, counts)
+
+
+def _tell(store: Store, n: int, counts: Mapping[str, int]) -> None:
+    for key, what in (("without_mask", "a mask"), ("without_foreground", "a foreground token")):
+        if left := counts[f"left_out_{key}"]:
+            log.info("%s: %d of %d images are left out: without %s", store.label, left, n, what)
+
+
+def _check_size(where: str, mask: Labels, image: str, size: tuple[int, int] | None) -> None:
+    if size is not None and mask.shape != size:
+        raise VitseeError(
+            f"{where} is {mask.shape[1]} x {mask.shape[0]} pixels, its image {image} is "
+            f"{size[1]} x {size[0]}; expected masks of the original images' size"
+        )
+
+
+class _Sizes:
+    """Row -> (height, width) of the original image, None where it cannot be known."""
+
+    def __init__(self, store: Store, data: str | None) -> None:
+        self._index, self._ids = store.samples.index, store.samples.id
+        self._source: Source | None = None
+        try:
+            self._source = source_of(store, data)
+        except VitseeError as error:
+            if data is not None:
+                raise
+            log.warning("the masks' sizes are not compared with the images': %s", error)
+
+    def __call__(self, row: int) -> tuple[int, int] | None:
+        source, place = self._source, int(self._index[row])
+        if source is None or place >= len(source) or source.ids[place] != self._ids[row]:
+            return None
+        try:
+            if isinstance(source.opener, FileOpener):
+                # The header is enough.
+                path = os.path.join(source.opener.root, source.locations[place])
+                with Image.open(path) as image:
+                    return image.height, image.width
+            found: Any = source.read(place)[0]
+            return found.height, found.width
+        except (ImageError, OSError, ValueError):
+            return None

@@ -1,0 +1,107 @@
+"""Forward passes without some skip connections: z + f(z) becomes f(z) (Raghu et al. 2021, Fig. 8).
+
+The branch's last module hands its output on as a tensor that stays what it is when the skip is
+added (alone.py), so the result is f to the bit and nothing of the block's code is rewritten. That
+the model does hand on f is proven: first on random images, then by every extraction's self-check,
+as branch == sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from vitsee_core.models.alone import alone
+from vitsee_core.models.sites import SiteTable, site_table
+from vitsee_core.models.taps import ModelError, Tap
+from vitsee_stores.errors import SiteError
+from vitsee_stores.manifest import few
+from vitsee_stores.selectors import GROUPS, select_names
+
+if TYPE_CHECKING:
+    from vitsee_core.models.load import LoadedModel
+
+SHOWN = 8
+
+
+def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
+    """Take the skips of these sublayers out of the model's forward pass, for good.
+
+    A name is a sublayer (`blocks.3.attn`, `blocks.3.mlp`, `blocks.3.token`), a block (all its
+    sublayers; a residual CNN block has one), a glob of either, or counts from the end
+    (`blocks.-1`). `model.ablate_skip` becomes the sorted names of the sublayers.
+
+    Raises:
+        ModelError: no such sublayer or block, or one whose sum cannot be told apart; the model is
+            left as it was.
+    """
+    table = site_table(model)
+    chosen = sorted({found for name in names for found in _sublayers(model, table, name)})
+    if not chosen:
+        return
+    ends = [table.points[table.residuals[name].branch].taps[0] for name in chosen]
+    cuts = _Cuts(model.module, ends)
+    before, model.ablate_skip = model.ablate_skip, tuple(chosen)
+    proven = site_table(model)
+    for name in chosen:
+        if name not in proven.residuals:
+            cuts.remove()
+            model.ablate_skip = before
+            block = table.residuals[name].total.rpartition(".")[0]
+            reason = proven.left_out.get(block, "without its skip the block is no longer read")
+            raise ModelError(f"--ablate-skip {name} cannot be done in {model.name}: {reason}")
+
+
+def _sublayers(model: LoadedModel, table: SiteTable, text: str) -> list[str]:
+    """The sublayers that one name stands for."""
+    places: dict[str, list[str]] = {}
+    for name, residual in table.residuals.items():
+        block = residual.total.rpartition(".")[0]
+        for place in dict.fromkeys((block, name)):
+            places.setdefault(place, []).append(name)
+    known = [replace(table.sites[0], name=name, groups=(), alias_of=None) for name in places]
+    try:
+        found = [] if text in GROUPS else select_names([text], known)
+    except SiteError:
+        found = []
+    if found:
+        return [name for site in found for name in places[site.name]]
+    if reason := table.left_out.get(text):
+        raise ModelError(f"--ablate-skip {text} cannot be done in {model.name}: {reason}")
+    if not places:
+        raise ModelError(f"--ablate-skip {text}: {model.name} has {table.residual_refusal}")
+    raise ModelError(
+        f"--ablate-skip {text}: {model.name} has no residual block or sublayer of this name whose "
+        f"skip is known; there are: {few(list(places), SHOWN)} (run: vitsee sites {model.name})"
+    )
+
+
+class _Cuts:
+    """Hooks behind the branches' last modules, counting the calls of those that several share."""
+
+    def __init__(self, module: nn.Module, ends: Sequence[Tap]) -> None:
+        self.counts: Counter[str] = Counter()
+        self.handles = [module.register_forward_pre_hook(lambda _m, _a: self.counts.clear())]
+        by_module: dict[str, set[int]] = {}
+        for tap in ends:
+            by_module.setdefault(tap.module, set()).add(tap.call)
+        for path, calls in by_module.items():
+            child = module.get_submodule(path)
+            self.handles.append(child.register_forward_hook(self._cut(path, calls)))
+
+    def _cut(self, path: str, calls: set[int]) -> Callable[..., Tensor | None]:
+        def cut(_module: nn.Module, _args: Any, output: Any) -> Tensor | None:
+            call = self.counts[path]
+            self.counts[path] += 1
+            return alone(output) if call in calls and isinstance(output, Tensor) else None
+
+        return cut
+
+    def remove(self) -> None:
+        """Give the skips back."""
+        for handle in self.handles:
+            handle.remove()

@@ -1,0 +1,172 @@
+"""A model run on the same images with one of its tensors changed: where that is first seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitsee_core.models.blocks import CONTAINERS, is_leaf
+from vitsee_core.models.taps import input_tensor
+
+LEARNED, FIXED, COMPUTED = "learned", "fixed", "computed"
+
+
+class _Enough(Exception):
+    """The forward pass came as far as was wanted."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that may be added to the tokens. changed(a, b): while that lasts it is a times
+    itself plus b."""
+
+    name: str
+    kind: str
+    changed: Callable[[float, float], AbstractContextManager[None]]
+
+
+class Runner:
+    """Runs a model on the same images again and again, and sees what goes into its modules."""
+
+    def __init__(self, module: nn.Module, images: Tensor) -> None:
+        self.module, self.images = module, images
+        self.plain: list[tuple[Any, ...]] = []
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Tensors that belong to no layer and to no block, with several positions; and modules
+        that make a tensor out of none."""
+        found, makers = [], {}
+        for path, child in self.module.named_modules():
+            if is_leaf(child) or any(part in CONTAINERS for part in path.split(".")):
+                continue
+            makers[path] = child
+            for kind, tensors in (
+                (LEARNED, child.named_parameters(recurse=False)),
+                (FIXED, child.named_buffers(recurse=False)),
+            ):
+                for name, tensor in tensors:
+                    if tensor.is_floating_point() and sum(n > 1 for n in tensor.shape) > 1:
+                        full = f"{path}.{name}" if path else name
+                        found.append(Candidate(full, kind, _changed_tensor(tensor)))
+        made = self._first_run(makers)
+        yield from found
+        for path in made:
+            yield Candidate(path, COMPUTED, _changed_output(makers[path]))
+
+    def effect(self, candidate: Candidate) -> tuple[int, Tensor] | None:
+        """The first call of a module where one more in the candidate is seen, by its number, and
+        the difference in what goes in there; None where it is nowhere seen."""
+
+        def differs(call: int, x: Tensor) -> bool:
+            return call >= len(self.plain) or _fingerprint(x) != self.plain[call]
+
+        with candidate.changed(1.0, 1.0):
+            seen = self._until(differs)
+        if seen is None:
+            return None
+        before = self.entering(seen[0])
+        return None if before.shape != seen[1].shape else (seen[0], seen[1] - before)
+
+    def share(self, candidates: Sequence[Candidate], call: int) -> Tensor:
+        """What candidates add to the input of a call, for the image of zeros."""
+        whole = self.entering(call)
+        with ExitStack() as stack:
+            for candidate in candidates:
+                stack.enter_context(candidate.changed(0.0, 0.0))
+            rest = self.entering(call)
+        return whole[0] - rest[0]
+
+    def _first_run(self, makers: dict[str, nn.Module]) -> list[str]:
+        """Fill `plain`; the modules called without a tensor that give one."""
+        made = []
+
+        def watch(name: str) -> Callable[..., None]:
+            def left(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                given = (*args, *kwargs.values())
+                fed = any(isinstance(value, Tensor | list | tuple | dict) for value in given)
+                if isinstance(output, Tensor) and not fed:
+                    made.append(name)
+
+            return left
+
+        hooks = [m.register_forward_hook(watch(n), with_kwargs=True) for n, m in makers.items()]
+        try:
+            self._until(lambda _, x: self.plain.append(_fingerprint(x)))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return made
+
+    def entering(self, wanted: int, images: Tensor | None = None) -> Tensor:
+        """What goes into a module at this call, for these images or the usual ones."""
+        seen = self._until(lambda call, _: call == wanted, images)
+        assert seen is not None
+        return seen[1]
+
+    def _until(
+        self, stop: Callable[[int, Tensor], bool | None], images: Tensor | None = None
+    ) -> tuple[int, Tensor] | None:
+        """Run until `stop` says so of what goes into a module: the call's number, and that. None
+        where it does not before the first of the blocks is entered."""
+        seen: list[tuple[int, Tensor]] = []
+        calls = 0
+
+        def enter(last: bool, args: Any, kwargs: Any) -> None:
+            nonlocal calls
+            x = input_tensor(args, kwargs)
+            if x is not None and stop(calls, x):
+                seen.append((calls, x.clone()))
+            if seen or last:
+                raise _Enough
+            calls += x is not None
+
+        hooks = []
+        for path, child in self.module.named_modules():
+            last = path.split(".")[0] in CONTAINERS
+            see = lambda _m, args, kwargs, last=last: enter(last, args, kwargs)  # noqa: E731
+            hooks.append(child.register_forward_pre_hook(see, with_kwargs=True))
+        try:
+            with torch.no_grad():
+                self.module(self.images if images is None else images)
+        except _Enough:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen[0] if seen else None
+
+
+def _fingerprint(x: Tensor) -> tuple[Any, ...]:
+    wide = x.double()
+    return tuple(x.shape), float(wide.sum()), float(wide.abs().sum())
+
+
+def _changed_tensor(tensor: Tensor) -> Callable[[float, float], AbstractContextManager[None]]:
+    @contextmanager
+    def changed(a: float, b: float) -> Iterator[None]:
+        with torch.no_grad():
+            kept = tensor.clone()
+            tensor.mul_(a).add_(b)
+            try:
+                yield
+            finally:
+                tensor.copy_(kept)
+
+    return changed
+
+
+def _changed_output(module: nn.Module) -> Callable[[float, float], AbstractContextManager[None]]:
+    @contextmanager
+    def changed(a: float, b: float) -> Iterator[None]:
+        hook = module.register_forward_hook(lambda _m, _i, output: output * a + b)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    return changed
