@@ -327,7 +327,11 @@ def test_one_point_has_its_baseline_and_interval() -> None:
     rows = [{**scores([0.5])[0], "baseline": name} for name in ("", "random")]
     axes = new_figure(4, 3).add_subplot()
     draw_depth_curves(axes, Table.from_rows(rows))
-    ends = [np.ptp(path.vertices, axis=0) for c in axes.collections for path in c.get_paths()]
+    ends = [
+        np.ptp(np.asarray(path.vertices), axis=0)
+        for c in axes.collections
+        for path in c.get_paths()
+    ]
     assert any(width > 0 and height == 0 for width, height in ends)  # the baseline's dash
     assert any(height == pytest.approx(0.2) for _, height in ends)  # low to high
 
