@@ -23,9 +23,9 @@ from vitsee_cli.commands.attn_dist import METRICS as COMMAND_METRICS
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist
 from vitsee_core.analyses.attn_dist import COLUMNS, METRICS, plot, run
-from vitsee_core.heads import uniform_distance
-from vitsee_core.moments import t_quantile
+from vitsee_core.attention.heads import uniform_distance
 from vitsee_core.results import Table
+from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, VitseeError
 

@@ -23,12 +23,12 @@ from tests.extractions import VIT, extracted, plant_images
 from tests.head_stores import Attention, aligned, layout, random_attention, rollout, write
 from vitsee_cli.commands import attn_map as attn_map_command
 from vitsee_cli.main import main
-from vitsee_core import recompute
 from vitsee_core.analyses import attn_map
 from vitsee_core.analyses.attn_map import KINDS, MAP_COLUMNS, NUMBER_COLUMNS, plot, run
-from vitsee_core.head_tiles import SCALES, Tiles, tile_table
+from vitsee_core.attention import recompute
+from vitsee_core.attention.recompute import attention_of_images, find_rows
+from vitsee_core.figures.head_tiles import SCALES, Tiles, tile_table
 from vitsee_core.origin import Origin
-from vitsee_core.recompute import attention_of_images, find_rows
 from vitsee_core.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError

@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 
 from vitsee_cli.main import main
 from vitsee_core.analyses.best_layer import plot, read, run, tasks
-from vitsee_core.depth_curves import curve_numbers, draw_depth_curves, site_kind
+from vitsee_core.figures.depth_curves import curve_numbers, draw_depth_curves, site_kind
+from vitsee_core.figures.redundancy import to_last
 from vitsee_core.plotting import colour, new_figure
-from vitsee_core.redundancy import to_last
 from vitsee_core.result_files import read_result
 from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError

@@ -27,11 +27,11 @@ from vitsee_cli.commands.cka import PRESETS as COMMAND_PRESETS
 from vitsee_cli.main import main
 from vitsee_cli.options import ESTIMATORS
 from vitsee_core.analyses.cka import COLUMNS, plot, run
-from vitsee_core.moments import t_quantile
-from vitsee_core.pairs import PAIRS
 from vitsee_core.plotting import png_bytes
-from vitsee_core.presets import KINDS, PRESETS, choose_estimator
 from vitsee_core.results import Table
+from vitsee_core.similarity.pairs import PAIRS
+from vitsee_core.similarity.presets import KINDS, PRESETS, choose_estimator
+from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 

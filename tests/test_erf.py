@@ -21,8 +21,8 @@ from vitsee_cli.commands.erf import METRICS as COMMAND_METRICS
 from vitsee_cli.main import main
 from vitsee_core.analyses import erf
 from vitsee_core.analyses.erf import COLUMNS, METRICS, centre_of_mass, offset, plot, radius, run
-from vitsee_core.moments import t_quantile
 from vitsee_core.results import Table
+from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import ErfPlan, StorePlan, TokenLayout
@@ -282,7 +282,7 @@ def test_figure_from_the_columns_alone(tmp_path: Path) -> None:
 
 
 def test_many_blocks_are_thinned_out(tmp_path: Path) -> None:
-    from vitsee_core.field_pictures import MOST_ACROSS
+    from vitsee_core.figures.field_pictures import MOST_ACROSS
 
     rows = [
         {

@@ -25,7 +25,7 @@ from vitsee_cli.commands import head_types as head_types_command
 from vitsee_cli.main import main
 from vitsee_core.analyses import head_types
 from vitsee_core.analyses.head_types import AGREEMENT, COLUMNS, SCORES, plot, run
-from vitsee_core.head_geometry import (
+from vitsee_core.attention.head_geometry import (
     DIRECTIONS,
     SHAPE_SCORES,
     TYPES,
@@ -37,8 +37,8 @@ from vitsee_core.head_geometry import (
     measure,
     repetition,
 )
-from vitsee_core.head_maps import query_coverage
-from vitsee_core.moments import t_quantile
+from vitsee_core.attention.head_maps import query_coverage
+from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores.errors import MissingInput
 
 Array = NDArray[Any]

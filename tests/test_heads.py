@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attention_stores import group, open_labelled, write_store
-from vitsee_core.heads import attention_blocks, uniform_distance
+from vitsee_core.attention.heads import attention_blocks, uniform_distance
 from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference_normratio import loop_statistic
-from vitsee_core.image_statistics import block_labels, statistic
+from vitsee_core.statistics.image_statistics import block_labels, statistic
 
 
 @settings(deadline=None, max_examples=60)

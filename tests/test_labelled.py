@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.labelled_stores import CNN, write_labelled
-from vitsee_core.labelled import (
+from vitsee_core.classes.labelled import (
     accuracy_interval,
     check_disjoint,
     check_label_spaces,

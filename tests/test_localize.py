@@ -23,17 +23,17 @@ from PIL import Image
 from tests.extractions import VIT, extracted, plant_images
 from vitsee_cli.commands.localize import SUMMARIES as COMMAND_SUMMARIES
 from vitsee_cli.main import main
-from vitsee_core import location_maps
 from vitsee_core.analyses import localize
 from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, SUMMARIES, TOKEN_COLUMNS, plot, run
-from vitsee_core.localisation import own_patch
-from vitsee_core.moments import t_quantile
-from vitsee_core.patch_pixels import PatchPixels
+from vitsee_core.figures import location_maps
 from vitsee_core.results import Table
 from vitsee_core.similarity import Estimator, GramOptions, Hsic, Representation, hsic
 from vitsee_core.similarity import on_the_fly as engine
+from vitsee_core.similarity.localisation import own_patch
 from vitsee_core.similarity.on_the_fly import hsic_on_the_fly
+from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.similarity.token_stack import ClassToken, GridTokens
+from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores import Store, StoreWriter, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout, arrays

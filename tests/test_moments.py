@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitsee_core.moments import Moments, t_quantile
+from vitsee_core.statistics.moments import Moments, t_quantile
 
 
 def moments_of(*pieces: object) -> Moments:

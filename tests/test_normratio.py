@@ -30,9 +30,9 @@ from vitsee_cli.commands.normratio import DEFAULT_METRICS as COMMAND_DEFAULTS
 from vitsee_cli.commands.normratio import METRICS as COMMAND_METRICS
 from vitsee_cli.commands.normratio import TOKENS as COMMAND_TOKENS
 from vitsee_core.analyses.normratio import COLUMNS, DEFAULT_METRICS, METRICS, plot, run
-from vitsee_core.moments import t_quantile
-from vitsee_core.residuals import TOKENS, quantities
 from vitsee_core.results import Table
+from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.statistics.residuals import TOKENS, quantities
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from tests.activation_stores import CNN, activations, write_acts
 from vitsee_core import machine
-from vitsee_core.moments import t_quantile
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
@@ -30,6 +29,7 @@ from vitsee_core.similarity import (
 )
 from vitsee_core.similarity import estimate as estimate_module
 from vitsee_core.similarity.job import Job
+from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 

@@ -29,10 +29,10 @@ from vitsee_cli.commands.weights import SCALES, WHAT
 from vitsee_cli.main import main
 from vitsee_core.analyses import weights
 from vitsee_core.analyses.weights import COLUMNS, cosines, plot, principal_components, run
+from vitsee_core.figures.weights_figure import colours, percent
 from vitsee_core.input_weights import InputWeights, of_model, of_store
 from vitsee_core.models import LoadedModel, load_model
 from vitsee_core.results import Table
-from vitsee_core.weights_figure import colours, percent
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.heads import AttentionMoments, Block, attention_blocks, uniform_distance
-from vitsee_core.moments import INTERVAL_METHOD, Summary
+from vitsee_core.attention.heads import AttentionMoments, Block, attention_blocks, uniform_distance
 from vitsee_core.plotting import (
     COLOURS,
     colour,
@@ -43,6 +42,7 @@ from vitsee_core.plotting import (
     styled,
 )
 from vitsee_core.results import Table
+from vitsee_core.statistics.moments import INTERVAL_METHOD, Summary
 from vitsee_core.streaming import choose_rows, fold
 from vitsee_stores.errors import VitseeError
 

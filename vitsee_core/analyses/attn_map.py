@@ -17,7 +17,7 @@ For A (queries by keys) of one image and one head, over spatial keys k; means go
 - `prefix-mass`: mean over spatial queries of the attention to class, register and distillation
   tokens. `entropy`: mean over spatial queries of -sum_k A ln A over all keys, in nats.
 
-Single images: see `vitsee_core.image_maps`.
+Single images: see `vitsee_core.attention.image_maps`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.head_maps import (
+from vitsee_core.attention.head_maps import (
     SUMS,
     check_class_token,
     check_heads,
@@ -41,16 +41,16 @@ from vitsee_core.head_maps import (
     spatial,
     sum_slabs,
 )
-from vitsee_core.head_numbers import draw_numbers
-from vitsee_core.head_tiles import draw_grid
-from vitsee_core.heads import AttentionMoments, Block, attention_blocks
-from vitsee_core.image_figure import draw_images
-from vitsee_core.image_maps import map_images, mean_rollout
-from vitsee_core.moments import INTERVAL_METHOD, Summary
+from vitsee_core.attention.heads import AttentionMoments, Block, attention_blocks
+from vitsee_core.attention.image_maps import map_images, mean_rollout
+from vitsee_core.figures.head_numbers import draw_numbers
+from vitsee_core.figures.head_tiles import draw_grid
+from vitsee_core.figures.image_figure import draw_images
 from vitsee_core.origin import Origin
 from vitsee_core.plotting import styled
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
+from vitsee_core.statistics.moments import INTERVAL_METHOD, Summary
 from vitsee_core.streaming import Rows, choose_rows, fold
 from vitsee_stores.errors import VitseeError
 

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.depth_curves import (
+from vitsee_core.figures.depth_curves import (
     BEST,
     add_curve_legend,
     curve_numbers,
     draw_depth_curves,
     site_kind,
 )
+from vitsee_core.figures.redundancy import PAIRS, draw_redundancy, to_last
 from vitsee_core.plotting import GREY, colour, new_figure, shorten, styled
-from vitsee_core.redundancy import PAIRS, draw_redundancy, to_last
 from vitsee_core.result_files import ResultFile, read_result
 from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError

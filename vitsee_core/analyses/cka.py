@@ -26,14 +26,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.heatmaps import MOST_LABELS, Panel, describe_scale, describe_scope, draw_heatmaps
-from vitsee_core.pairs import Comparison, choose_pairs
+from vitsee_core.figures.heatmaps import (
+    MOST_LABELS,
+    Panel,
+    describe_scale,
+    describe_scope,
+    draw_heatmaps,
+)
+from vitsee_core.figures.site_axes import SiteAxis
 from vitsee_core.plotting import GREY, colour, marker, new_figure, shorten, styled
-from vitsee_core.presets import PRESETS, choose_estimator
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
-from vitsee_core.site_axes import SiteAxis
+from vitsee_core.similarity.pairs import Comparison, choose_pairs
+from vitsee_core.similarity.presets import PRESETS, choose_estimator
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.heads import AttentionMoments, Block, attention_blocks
-from vitsee_core.heatmaps import COLOUR_MAP, describe_scale, describe_scope
+from vitsee_core.attention.heads import AttentionMoments, Block, attention_blocks
+from vitsee_core.figures.heatmaps import COLOUR_MAP, describe_scale, describe_scope
 from vitsee_core.plotting import marker, new_figure, shorten, styled
-from vitsee_core.presets import PRESETS, choose_estimator
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Hsic, Representation, hsic, summarise
+from vitsee_core.similarity.presets import PRESETS, choose_estimator
 from vitsee_core.streaming import choose_rows, fold
 from vitsee_stores import require_paired
 from vitsee_stores.errors import MissingInput, VitseeError

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.labelled import (
+from vitsee_core.classes.labelled import (
     LabelledRows,
     choose_tokens,
     each_vectors,
@@ -35,6 +34,7 @@ from vitsee_core.labelled import (
     random_features,
     site_vectors,
 )
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.machine import human_bytes
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import SILENT, Progress

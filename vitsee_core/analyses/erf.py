@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.field_pictures import draw_fields
-from vitsee_core.moments import t_quantile
+from vitsee_core.figures.field_pictures import draw_fields
 from vitsee_core.plotting import styled
 from vitsee_core.results import Table
+from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
 

@@ -2,7 +2,7 @@
 
 Walmer et al. 2023 name strict, soft, axial and offset local heads (section 4.2, Figs. 3, 14) and
 sparse repeating patterns (section 4.1) from looking at maps, and list heads by hand. Here scores
-are measured and thresholds on them, stated and varied, decide; see `vitsee_core.head_geometry` for
+are measured and thresholds on them, stated and varied, decide; see `attention.head_geometry` for
 both. Every class is a statement about the mean over images: a head may look locally in some images
 and globally in others.
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.head_geometry import (
+from vitsee_core.attention.head_geometry import (
     SHAPE_SCORES,
     TYPES,
     Scores,
@@ -32,12 +32,12 @@ from vitsee_core.head_geometry import (
     measure,
     repetition,
 )
-from vitsee_core.head_maps import SlabSums, chosen_blocks, mean_maps, sum_slabs
-from vitsee_core.head_types_figure import draw_types
-from vitsee_core.heads import Block
-from vitsee_core.moments import t_quantile
+from vitsee_core.attention.head_maps import SlabSums, chosen_blocks, mean_maps, sum_slabs
+from vitsee_core.attention.heads import Block
+from vitsee_core.figures.head_types_figure import draw_types
 from vitsee_core.plotting import styled
 from vitsee_core.results import Table
+from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.streaming import choose_rows
 
 if TYPE_CHECKING:
@@ -287,5 +287,5 @@ def _changed(heads: Sequence[Head]) -> dict[str, float]:
 @styled
 def plot(table: Table) -> Figure:
     """Heads of each type by block, and the clearest example of each, a line of panels a store; from
-    the table alone. See `vitsee_core.head_types_figure`."""
+    the table alone. See `vitsee_core.figures.head_types_figure`."""
     return draw_types(table)

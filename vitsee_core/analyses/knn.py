@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.labelled import (
+from vitsee_core.classes.labelled import (
     INTERVAL_METHOD,
     LabelledRows,
     accuracy_interval,
@@ -38,6 +37,7 @@ from vitsee_core.labelled import (
     random_pieces,
     site_vectors,
 )
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.machine import memory_bytes
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import SILENT, Progress
@@ -47,7 +47,7 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_core.neighbours import Nearest
+    from vitsee_core.classes.neighbours import Nearest
     from vitsee_stores import Store
     from vitsee_stores.layout import SiteSpec
 
@@ -119,8 +119,8 @@ def run(
         StoreMismatch: other models, other classes, or images that are in both.
         VitseeError: k larger than the number of training images, or an unknown choice.
     """
+    from vitsee_core.classes.neighbours import nearest
     from vitsee_core.device import resolve_device
-    from vitsee_core.neighbours import nearest
 
     a, b = labelled_rows(train, images, seed), labelled_rows(test, images, seed)
     check_same_model(train, test)

@@ -41,7 +41,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.localisation import (
+from vitsee_core.figures.location_curves import draw_curves
+from vitsee_core.figures.location_maps import draw_maps, draw_token_summary
+from vitsee_core.machine import memory_bytes
+from vitsee_core.plotting import styled
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.results import Table
+from vitsee_core.similarity import Estimator
+from vitsee_core.similarity.batches import batch_sizes
+from vitsee_core.similarity.estimate import MOST_EXACT
+from vitsee_core.similarity.localisation import (
     SITE_METRICS,
     TOKEN_METRICS,
     Maps,
@@ -49,19 +58,10 @@ from vitsee_core.localisation import (
     site_summary,
     token_summary,
 )
-from vitsee_core.location_curves import draw_curves
-from vitsee_core.location_maps import draw_maps, draw_token_summary
-from vitsee_core.machine import memory_bytes
-from vitsee_core.pairs import sites_of_each
-from vitsee_core.patch_pixels import input_pixels
-from vitsee_core.plotting import styled
-from vitsee_core.presets import PRESETS, choose_estimator
-from vitsee_core.progress import SILENT, Progress
-from vitsee_core.results import Table
-from vitsee_core.similarity import Estimator
-from vitsee_core.similarity.batches import batch_sizes
-from vitsee_core.similarity.estimate import MOST_EXACT
-from vitsee_core.site_maps import SiteMaps
+from vitsee_core.similarity.pairs import sites_of_each
+from vitsee_core.similarity.patch_pixels import input_pixels
+from vitsee_core.similarity.presets import PRESETS, choose_estimator
+from vitsee_core.similarity.site_maps import SiteMaps
 from vitsee_core.streaming import choose_rows
 from vitsee_stores.errors import VitseeError
 

@@ -29,15 +29,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.image_statistics import (
+from vitsee_core.figures.token_pictures import draw_norm_ratios
+from vitsee_core.machine import memory_bytes
+from vitsee_core.progress import SILENT, Progress
+from vitsee_core.results import Table
+from vitsee_core.statistics.image_statistics import (
     METHODS,
     Estimates,
     block_labels,
     statistic,
 )
-from vitsee_core.machine import memory_bytes
-from vitsee_core.progress import SILENT, Progress
-from vitsee_core.residuals import (
+from vitsee_core.statistics.residuals import (
     Place,
     ReadQuantities,
     Sublayer,
@@ -45,10 +47,8 @@ from vitsee_core.residuals import (
     missing_tokens,
     places_of,
 )
-from vitsee_core.results import Table
+from vitsee_core.statistics.token_statistics import Places
 from vitsee_core.streaming import Rows, choose_rows, each_slab
-from vitsee_core.token_pictures import draw_norm_ratios
-from vitsee_core.token_statistics import Places
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.manifest import few
 

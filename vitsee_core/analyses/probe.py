@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.labelled import (
+from vitsee_core.classes.labelled import (
     LabelledRows,
     check_disjoint,
     check_label_spaces,

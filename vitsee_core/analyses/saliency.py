@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.head_maps import check_class_token, chosen_blocks
-from vitsee_core.heads import Block
+from vitsee_core.attention.head_maps import check_class_token, chosen_blocks
+from vitsee_core.attention.heads import Block
 from vitsee_core.masks import RULES, Truth, ground_truth, open_masks
 from vitsee_core.masks.figure import draw_saliency
 from vitsee_core.masks.overlap import BASELINES, blind_overlaps
 from vitsee_core.masks.scoring import TOKENS, Overlaps, Wanted, overlaps
-from vitsee_core.moments import INTERVAL_METHOD, Moments, Summary
 from vitsee_core.origin import Origin
 from vitsee_core.plotting import styled
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
+from vitsee_core.statistics.moments import INTERVAL_METHOD, Moments, Summary
 from vitsee_core.streaming import Rows, choose_rows
 from vitsee_stores.errors import VitseeError
 

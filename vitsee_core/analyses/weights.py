@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.figures.weights_figure import draw_weights
 from vitsee_core.input_weights import FILTERS, POSITIONS, InputWeights, of_model, of_store
 from vitsee_core.plotting import styled
 from vitsee_core.results import Table
-from vitsee_core.weights_figure import draw_weights
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

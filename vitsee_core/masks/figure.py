@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.depth_curves import BASELINE, DASHES, add_curve_legend, draw_depth_curves
+from vitsee_core.figures.depth_curves import BASELINE, DASHES, add_curve_legend, draw_depth_curves
 from vitsee_core.plotting import GREY, colour, marker, new_figure, shorten
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.heads import Block
+from vitsee_core.attention.heads import Block
+from vitsee_core.attention.recompute import attention_of_images
 from vitsee_core.masks.labels import Labels
 from vitsee_core.masks.overlap import overlap, top_mass
-from vitsee_core.moments import Moments
 from vitsee_core.origin import Origin
 from vitsee_core.progress import SILENT, Progress
-from vitsee_core.recompute import attention_of_images
+from vitsee_core.statistics.moments import Moments
 from vitsee_core.streaming import Rows, fold
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.plotting import marker, new_figure, shorten, styled
 from vitsee_core.results import Table
 

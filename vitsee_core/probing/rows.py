@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.labelled import accuracy_interval
-from vitsee_core.moments import INTERVAL_METHOD as MEAN_INTERVAL
-from vitsee_core.moments import Moments
+from vitsee_core.classes.labelled import accuracy_interval
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.tally import Tally
 from vitsee_core.probing.tokens import Features, Token
+from vitsee_core.statistics.moments import INTERVAL_METHOD as MEAN_INTERVAL
+from vitsee_core.statistics.moments import Moments
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store

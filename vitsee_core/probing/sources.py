@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.labelled import LabelledRows, random_pieces
+from vitsee_core.classes.labelled import LabelledRows, random_pieces
 from vitsee_core.probing.tokens import Features
 from vitsee_core.streaming import Rows, each_slab
 

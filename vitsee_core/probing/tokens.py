@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.labelled import choose_tokens, site_vectors
+from vitsee_core.classes.labelled import choose_tokens, site_vectors
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.moments import t_quantile
+from vitsee_core.statistics.moments import t_quantile
 
 Float = NDArray[np.float64]
 

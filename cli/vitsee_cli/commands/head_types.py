@@ -89,7 +89,7 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import head_types
-    from vitsee_core.head_geometry import Thresholds
+    from vitsee_core.attention.head_geometry import Thresholds
 
     values = {name: parameters.pop(name) for name in THRESHOLDS}
     run_analysis(

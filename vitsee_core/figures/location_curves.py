@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.localisation import OWN_METRICS, own_patch
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.plotting import GREY, new_figure, shorten
 from vitsee_core.results import Table
+from vitsee_core.similarity.localisation import OWN_METRICS, own_patch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

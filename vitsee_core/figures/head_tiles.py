@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.figures.site_axes import CHARACTER_INCHES
 from vitsee_core.plotting import GREY, new_figure, shorten
-from vitsee_core.site_axes import CHARACTER_INCHES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

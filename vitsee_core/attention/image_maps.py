@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.head_maps import check_heads, chosen_blocks, spatial
-from vitsee_core.heads import Block, attention_blocks
-from vitsee_core.moments import Moments, Summary
+from vitsee_core.attention.head_maps import check_heads, chosen_blocks, spatial
+from vitsee_core.attention.heads import Block, attention_blocks
+from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
 from vitsee_core.origin import Origin, Pictures
 from vitsee_core.progress import SILENT, Progress
-from vitsee_core.recompute import attention_of_images, find_rows, has_full
 from vitsee_core.results import Table
+from vitsee_core.statistics.moments import Moments, Summary
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

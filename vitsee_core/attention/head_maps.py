@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.heads import Block, attention_blocks
+from vitsee_core.attention.heads import Block, attention_blocks
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import by_reason

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.heads import Block, attention_blocks
+from vitsee_core.attention.heads import Block, attention_blocks
 from vitsee_core.origin import Origin, Pictures, model_of
 from vitsee_core.progress import SILENT, Progress
 from vitsee_stores.errors import VitseeError

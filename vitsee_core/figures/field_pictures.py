@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.depth_curves import add_curve_legend, draw_depth_curves, site_kind
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves, site_kind
 from vitsee_core.plotting import GREY, new_figure, shorten
 
 if TYPE_CHECKING:

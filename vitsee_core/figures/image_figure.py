@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.head_tiles import (
+from vitsee_core.figures.head_tiles import (
     Tiles,
     cut_maps,
     draw_tiles,

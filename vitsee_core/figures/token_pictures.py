@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.depth_curves import site_kind
+from vitsee_core.figures.depth_curves import site_kind
+from vitsee_core.figures.token_maps import NO_VALUE, MapPanel, colour_scale, draw_map, value_ticks
 from vitsee_core.plotting import (
     colour,
     integer_ticks,
@@ -21,7 +22,6 @@ from vitsee_core.plotting import (
     shorten,
     styled,
 )
-from vitsee_core.token_maps import NO_VALUE, MapPanel, colour_scale, draw_map, value_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

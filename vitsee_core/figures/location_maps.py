@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.heatmaps import COLOUR_MAP, NO_VALUE, describe_scale
-from vitsee_core.location_curves import (
+from vitsee_core.figures.heatmaps import COLOUR_MAP, NO_VALUE, describe_scale
+from vitsee_core.figures.location_curves import (
     CURVES,
     METRICS,
     Panel,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.image_statistics import Estimates, Statistic, estimates_of
+from vitsee_core.statistics.image_statistics import Estimates, Statistic, estimates_of
 
 Float = NDArray[np.float64]
 Integers = NDArray[np.int64]

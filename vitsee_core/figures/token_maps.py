@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.figures.site_axes import SiteAxis, Ticks
 from vitsee_core.plotting import GREY
-from vitsee_core.site_axes import SiteAxis, Ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.depth_curves import DEPTH_LABEL, site_kind
+from vitsee_core.figures.depth_curves import DEPTH_LABEL, site_kind
 from vitsee_core.plotting import colour, marker, shorten
 from vitsee_core.results import Table
 

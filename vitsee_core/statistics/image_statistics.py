@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.moments import t_quantile
+from vitsee_core.statistics.moments import t_quantile
 
 Float = NDArray[np.float64]
 Integers = NDArray[np.int64]

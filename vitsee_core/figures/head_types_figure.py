@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.head_geometry import TYPES, UNDEFINED
-from vitsee_core.head_tiles import cut_maps, mark_middle, stretched
+from vitsee_core.attention.head_geometry import TYPES, UNDEFINED
+from vitsee_core.figures.head_tiles import cut_maps, mark_middle, stretched
 from vitsee_core.plotting import COLOURS, GREY, integer_ticks, new_figure, shorten
 
 if TYPE_CHECKING:

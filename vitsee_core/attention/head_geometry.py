@@ -42,7 +42,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.head_maps import query_coverage
+from vitsee_core.attention.head_maps import query_coverage
 
 Float = NDArray[np.float64]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.moments import LEVEL
+from vitsee_core.statistics.moments import LEVEL
 from vitsee_core.streaming import Rows, choose_rows, each_slab
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 

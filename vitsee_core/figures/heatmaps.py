@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.figures.site_axes import CHARACTER_INCHES, SMALL_INCHES, SiteAxis, Ticks
 from vitsee_core.plotting import GREY, new_figure
-from vitsee_core.site_axes import CHARACTER_INCHES, SMALL_INCHES, SiteAxis, Ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.head_tiles import Tiles, draw_tiles
+from vitsee_core.figures.head_tiles import Tiles, draw_tiles
 from vitsee_core.plotting import GREY, new_figure, shorten
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.device import resolve_device
-from vitsee_core.localisation import Maps
 from vitsee_core.machine import human_bytes
-from vitsee_core.patch_pixels import PatchPixels
 from vitsee_core.progress import Progress
 from vitsee_core.similarity import Estimator, Hsic
+from vitsee_core.similarity.localisation import Maps
 from vitsee_core.similarity.on_the_fly import hsic_on_the_fly
+from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.similarity.stacks import Stack
 from vitsee_core.similarity.token_stack import ClassToken, GridTokens
 from vitsee_stores.errors import SiteError, VitseeError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.moments import Moments, Summary
+from vitsee_core.statistics.moments import Moments, Summary
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.moments import t_quantile
 from vitsee_core.similarity import Hsic, centred_alignment, summarise
+from vitsee_core.statistics.moments import t_quantile
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec

@@ -1,0 +1,1 @@
+"""What stores know of attention, head by head; and attention computed once more."""

@@ -1,0 +1,1 @@
+"""Images with labels: which they are, and what is near them."""

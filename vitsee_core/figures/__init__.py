@@ -1,0 +1,1 @@
+"""The pictures, each drawn from a table alone."""

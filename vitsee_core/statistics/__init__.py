@@ -1,0 +1,1 @@
+"""Means, medians and intervals over images."""
