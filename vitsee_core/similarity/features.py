@@ -46,6 +46,12 @@ class Strip:
         return self.array.load((rows, *self.box), flat.reshape(shape)).reshape(n, -1)
 
 
+    def cut(self, columns: int) -> list[Strip]:
+        """This one in strips of at most `columns` columns."""
+        chunks = _chunk_lengths(self.array)
+        return [Strip(self.array, piece) for piece in _pieces(self.box, chunks, columns)]
+
+
 class Features:
     """Images by features: columns of stored arrays, side by side.
 
@@ -73,11 +79,7 @@ class Features:
     def strips(self, columns: int) -> list[Strip]:
         """All features in strips of at most `columns` columns, cut where chunks end if they can
         be, so that each byte is read once."""
-        return [
-            Strip(array, piece)
-            for array, box in self.parts
-            for piece in _pieces(box, _chunk_lengths(array), columns)
-        ]
+        return [strip for array, box in self.parts for strip in Strip(array, box).cut(columns)]
 
 
 def _chunk_lengths(array: LazyArray) -> tuple[int, ...]:

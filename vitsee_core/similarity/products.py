@@ -24,7 +24,7 @@ from vitsee_stores.errors import VitseeError
 Rows = NDArray[np.int64]
 Columns = slice | Rows
 
-MOST_COLUMNS = 16384
+MOST_COLUMNS = 32768
 FEWEST_COLUMNS = 256
 MEAN_ROWS = 128
 SERIAL = 1 << 15  # elements up to which torch uses no further thread
@@ -129,6 +129,9 @@ def products(
             f"{human_bytes(need).replace(' ', '')} or more, or fewer --images"
         )
     strips = features.strips(columns)
+    # Nothing is multiplied while the first of them is read: narrow ones, then wide ones.
+    wide = next((k for k, s in enumerate(strips) if s.n_columns > columns // 3), 0)
+    strips[wide : wide + 1] = strips[wide].cut(max(1, columns // 3))
     centres, workspace = _Centres(centred, origin), workspace or Workspace()
     for group, places in zip(groups, used, strict=True):
         local = [_localise(tiles[k], places, len(rows)) for k in group]
