@@ -45,7 +45,6 @@ class Strip:
         shape = (n, *(part.stop - part.start for part in self.box))
         return self.array.load((rows, *self.box), flat.reshape(shape)).reshape(n, -1)
 
-
     def cut(self, columns: int) -> list[Strip]:
         """This one in strips of at most `columns` columns."""
         chunks = _chunk_lengths(self.array)
