@@ -110,7 +110,7 @@ def _array(name: str, values: Mapping[str, Array], sites: Mapping[str, tuple[Arr
     if part == "cls":
         return x[:, layout.cls]
     if part == "mean":
-        return x[:, prefix:].mean(1)
+        return np.asarray(x[:, prefix:].mean(1))
     if part == "rows":
         return x[:, prefix:]
     return x[:, prefix:].reshape(len(x), *layout.grid, x.shape[-1])

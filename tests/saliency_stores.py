@@ -50,7 +50,7 @@ def random_rows(
 
     def draw(h: int) -> Array:
         e = np.exp(2 * rng.standard_normal((n, h, where.n_tokens)))
-        return (e / e.sum(-1, keepdims=True)).astype(np.float16)
+        return np.asarray(e / e.sum(-1, keepdims=True), np.float16)
 
     names = tuple(f"{prefix or 'blocks'}.{i}" for i in range(len(heads)))
     mean = tuple(draw(h) for h in heads)

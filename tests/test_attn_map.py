@@ -501,7 +501,7 @@ def test_tiles_stand_where_they_belong() -> None:
 
 def test_each_head_over_its_own_range() -> None:
     figure = plot(fake_maps(2, 2, (3, 3)), "head")
-    drawn = np.ma.filled(np.ma.asarray(figure.axes[0].images[0].get_array()), np.nan)
+    drawn: Any = np.ma.filled(np.ma.asarray(figure.axes[0].images[0].get_array()), np.nan)
     for row in (slice(0, 3), slice(4, 7)):
         for column in (slice(0, 3), slice(4, 7)):
             assert (drawn[row, column].min(), drawn[row, column].max()) == (0, 1)

@@ -53,7 +53,7 @@ def attention(grid: tuple[int, int], kernel: Kernel) -> Float:
     a = kernel(y[None] - y[:, None], x[None] - x[:, None]).astype(np.float64)
     empty = a.sum(1) == 0
     a[empty, cell[empty]] = 1  # nobody there: at itself
-    return a / a.sum(1, keepdims=True)
+    return np.asarray(a / a.sum(1, keepdims=True))
 
 
 def gauss(sigma: float, y: float = 0, x: float = 0, across: float | None = None) -> Kernel:

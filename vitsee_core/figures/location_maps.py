@@ -135,7 +135,8 @@ def _draw_mosaic(axes: Axes, panel: Panel, top: float) -> AxesImage:
     places = panel.placed()
     others = [k for k in range(len(panel.tokens)) if k not in places]
     lines, across = -(-rows // step) + bool(others), max(-(-cols // step), len(others))
-    whole = np.ma.masked_all((lines * (rows + 1) - 1, across * (cols + 1) - 1))
+    shape = (lines * (rows + 1) - 1, across * (cols + 1) - 1)
+    whole = np.ma.array(np.zeros(shape), mask=np.ones(shape, bool))
     marks = []
     for i, k in enumerate(others):
         whole[:rows, i * (cols + 1) : i * (cols + 1) + cols] = panel.maps[k]

@@ -87,7 +87,8 @@ def token_labels(labels: Labels, layout: TokenLayout, foreground: str) -> Labels
 def _edges(n: int, length: int, stride: float | None) -> NDArray[np.int64]:
     """Where n cells along an axis of so many pixels begin and end."""
     step = length / n if stride is None else stride
-    return np.minimum(np.rint(np.arange(n + 1) * step), length).astype(np.int64)
+    edges: NDArray[np.int64] = np.minimum(np.rint(np.arange(n + 1) * step), length).astype(np.int64)
+    return edges
 
 
 def _per_cell(mask: NDArray[np.bool_], edges: list[NDArray[np.int64]]) -> NDArray[np.int64]:

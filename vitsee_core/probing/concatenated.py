@@ -156,6 +156,6 @@ def _fitted(products: Products, labels: Integers, l2s: tuple[float, ...], task: 
         return Fitted(l2s, from_kernel(products.kernel, labels, task.n_classes, task.algebra))
     kernel = products.kernel.copy()
     kernel[np.diag_indices_from(kernel)] += l2s[0]
-    weights = np.linalg.solve(kernel, targets(labels, task.n_classes))
+    weights = np.asarray(np.linalg.solve(kernel, targets(labels, task.n_classes)), np.float64)
     mean = mean_target(np.bincount(labels, minlength=task.n_classes))
     return Fitted(l2s, Linear(weights, task.algebra.intercept(mean, len(labels), l2s[0])))

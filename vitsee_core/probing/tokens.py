@@ -156,7 +156,7 @@ class Features:
         if self.word in ("each", "all"):
             return cells
         if self.word in ("mean", "mean-all", "rest"):
-            return cells[:, int(self.word == "rest") :].mean(axis=1, keepdims=True)
+            return np.asarray(cells[:, int(self.word == "rest") :].mean(axis=1, keepdims=True))
         row, col = _cell(self.word) or (0, 0)
         place = row * self.matching.grid[1] + col
         return cells[:, place : place + 1]

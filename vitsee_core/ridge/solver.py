@@ -184,7 +184,8 @@ def targets(labels: Integers, n_classes: int) -> Float:
     their mean."""
     out = np.full((len(labels), n_classes), -1.0)
     out[np.arange(len(labels)), labels] = 1.0
-    return out - out.mean(axis=0)
+    out -= out.mean(axis=0)
+    return out
 
 
 def mean_target(counts: Integers) -> Float:
