@@ -372,7 +372,13 @@ def test_coco_files_that_are_refused(tmp_path: Path) -> None:
         ("{", "is no JSON"),
         ("[]", "holds list; expected a COCO file"),
         ('{"images": []}', "holds images; expected a COCO file"),
-        ('{"images": [{"id": 1}], "annotations": []}', "entry without 'file_name'"),
+        ('{"images": [{"id": 1}], "annotations": []}', "cannot be read (KeyError: 'file_name')"),
+        ('{"images": [1], "annotations": []}', "cannot be read (TypeError"),
+        (
+            '{"images": [{"id": 1, "file_name": "a", "height": 0, "width": -3}],'
+            ' "annotations": []}',
+            "a is -3 x 0 pixels",
+        ),
         ('{"images": [], "annotations": [{"image_id": 1}]}', "no segmentation in any"),
     ):
         path.write_text(text)

@@ -98,6 +98,8 @@ def prepare(
         weights = of_model(model)
         plan = replace(plan, weights=weights.shapes)
         notes = [*([note] if note else []), *gram_notes(plan)]
+        if keep.erf is not None and keep.erf > plan.n_images:
+            notes.append(f"--erf {keep.erf}: there are {plan.n_images} images, all are used")
     notes += [*weight_notes(model.weights), *unseen_pixels(model, table)]
     model.module.to(device)
     pixels = first_images(model, plan, selection)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_stores.errors import VitseeError
 
+LARGEST_SIDE = 1 << 16
+
 
 @dataclass(frozen=True)
 class CocoMasks:
@@ -54,7 +56,7 @@ class CocoMasks:
     def read(self, i: int) -> Labels:
         """(height, width); see `MaskSource`."""
         image = self.images[i]
-        size = int(image["height"]), int(image["width"])
+        size = _size(image)
         labels = np.zeros(size, np.uint8)
         own = self.objects.get(image["id"], [])
         # Objects last: they lie over crowd regions.
@@ -111,18 +113,26 @@ def open_coco(path: Path) -> CocoMasks:
     objects: dict[Any, list[dict[str, Any]]] = {}
     try:
         for image in found["images"]:
-            _ = image["id"], image["file_name"], int(image["height"]), int(image["width"])
+            _ = image["id"], image["file_name"]
+            if not 0 < min(sides := _size(image)) <= max(sides) <= LARGEST_SIDE:
+                raise ValueError(f"{image['file_name']} is {sides[1]} x {sides[0]} pixels")
         for annotation in found["annotations"]:
             if annotation.get("segmentation"):
                 objects.setdefault(annotation["image_id"], []).append(annotation)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise VitseeError(
-            f"{path} has an entry without {error}; expected {expected}, images with id, file_name, "
-            "height and width, annotations with image_id and segmentation"
+            f"{path} has an entry that cannot be read ({type(error).__name__}: {error}); expected "
+            f"{expected}, images with id, file_name, height and width, annotations with image_id "
+            "and segmentation"
         ) from None
     if not objects:
         raise VitseeError(f"{path} has no segmentation in any annotation; expected {expected}")
     return CocoMasks(str(path), found["images"], objects)
+
+
+def _size(image: dict[str, Any]) -> tuple[int, int]:
+    """Height and width of an entry."""
+    return int(image["height"]), int(image["width"])
 
 
 def _coder(name: str) -> Any:
