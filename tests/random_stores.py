@@ -27,7 +27,7 @@ from vitsee_stores.manifest import Manifest, Samples, new_manifest
 
 Array = NDArray[Any]
 
-VIT = TokenLayout(("cls",), (3, 5), stride_px=(16.0, 16.0))
+VIT = TokenLayout(("cls",), (3, 5), stride_px=(16.0, 16.0), offset_px=(-2.0, 4.5))
 REGISTERS = TokenLayout(("cls", "reg0", "reg1"), (4, 4), stride_px=(14.0, 14.0))
 DISTILLED = TokenLayout(("dist", "cls"), (2, 2), stride_px=(16.0, 8.0))
 CNN = TokenLayout((), (5, 3), stride_px=(32.0, 32.0))

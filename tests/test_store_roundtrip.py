@@ -165,6 +165,8 @@ def test_names(tmp_path: Path) -> None:
         assert store.site(name).name == "blocks.0.out"
     assert list(store.sites) == [site.name for site in PLANS["vit"].sites]
     assert store.sites["blocks.1.out"].stride_px == (16.0, 16.0)
+    layout = store.layout("blocks.1.out")
+    assert layout is not None and layout.offset_px == (-2.0, 4.5)
     assert [site.name for site in store.select("blocks")] == [
         "embed",
         "blocks.0.out",

@@ -71,6 +71,7 @@ def _site(site: SiteSpec) -> dict[str, Any]:
         out["prefix"] = list(layout.prefix)
         out["grid"] = None if layout.grid is None else list(layout.grid)
         out["stride_px"] = None if layout.stride_px is None else list(layout.stride_px)
+        out["offset_px"] = list(layout.offset_px)
     dtype = "float32" if site.kind == "vector" or site.tokens == "pooled" else site.dtype
     return {
         **out,

@@ -15,13 +15,16 @@ class TokenLayout:
 
     prefix: kinds of the prefix tokens ("cls", "dist", "reg0", ...) in the model's order.
     grid: (rows, cols) in image geometry; None where the rows are no image grid, then `rows`
-        counts them. stride_px: input pixels between neighbouring cells, (y, x).
+        counts them. stride_px: input pixels between neighbouring cells, (y, x). offset_px: the
+        input pixel (y, x) at which cell (0, 0) begins, at its top and left edge: negative where
+        the model pads there, positive where it crops.
     """
 
     prefix: tuple[str, ...]
     grid: tuple[int, int] | None
     rows: int = 0
     stride_px: tuple[float, float] | None = None
+    offset_px: tuple[float, float] = (0.0, 0.0)
 
     @property
     def n_prefix(self) -> int:
@@ -56,6 +59,7 @@ class TokenLayout:
             grid=None if grid is None else (int(grid[0]), int(grid[1])),
             rows=int(data["rows"]),
             stride_px=None if stride is None else (float(stride[0]), float(stride[1])),
+            offset_px=(float(data["offset_px"][0]), float(data["offset_px"][1])),
         )
 
 
