@@ -37,7 +37,7 @@ def main() -> None:
             make += f"make(Path(sys.argv[1]), {n}, {args.dim}, {SITES}, 2)"
             here = Path(__file__).parent
             subprocess.run([sys.executable, "-c", make, str(store)], check=True, cwd=here)
-            command = [sys.executable, "-m", "vitsee_cli.main", "-q", "cka", str(store)]
+            command = [sys.executable, "-m", "vitsee_cli", "-q", "cka", str(store)]
             command += ["--no-cache", "--memory", args.memory, "--estimator", args.estimator]
             size = SITES * n * TOKENS * args.dim * 2 / 1e6
             print(

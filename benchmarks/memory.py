@@ -24,7 +24,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for n in args.images:
             store = str(Path(name) / f"{n}.zarr")
-            command = [sys.executable, "-m", "vitsee_cli.main", "extract", args.model]
+            command = [sys.executable, "-m", "vitsee_cli", "extract", args.model]
             command += ["--data", args.data, "-o", store, "--images", str(n), "--slab", args.slab]
             print(f"{n:6d} images: peak RSS {peak_rss(command) / 1e6:8.1f} MB", flush=True)
 

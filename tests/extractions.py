@@ -43,7 +43,7 @@ def extracted(*args: object) -> Result:
 def start(*args: object) -> subprocess.Popen[str]:
     """`vitsee extract ARGS` as a process of its own, on one thread."""
     return subprocess.Popen(
-        [sys.executable, "-m", "vitsee_cli.main", "extract", *map(str, args)],
+        [sys.executable, "-m", "vitsee_cli", "extract", *map(str, args)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

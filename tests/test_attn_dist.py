@@ -417,7 +417,7 @@ def test_head_ends_the_command_quietly(tmp_path: Path) -> None:
     blocks = [f"blocks.{i}" for i in range(30)]
     values = random_values(2, 30, 20)
     path = write_store(tmp_path / "a.zarr", [group(blocks, [20] * 30)], values, n_images=2)
-    command = [sys.executable, "-m", "vitsee_cli.main", "attn-dist", str(path)]
+    command = [sys.executable, "-m", "vitsee_cli", "attn-dist", str(path)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as running:
         assert running.stdout is not None and running.stderr is not None

@@ -86,7 +86,7 @@ def equal(a: Table, b: Table) -> bool:
 def test_a_stopped_run_keeps_what_it_made_and_says_so(tmp_path: Path) -> None:
     sites = {f"blocks.{i}.out": activations(40, 64, seed=i) for i in range(300)}
     store = write_acts(tmp_path / "a.zarr", sites, slab=40)
-    command = [sys.executable, "-m", "vitsee_cli.main", "cka", str(store.path), "-o"]
+    command = [sys.executable, "-m", "vitsee_cli", "cka", str(store.path), "-o"]
     process = subprocess.Popen(
         [*command, str(tmp_path / "out.csv")], stderr=subprocess.PIPE, stdout=subprocess.PIPE
     )

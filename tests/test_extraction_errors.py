@@ -106,7 +106,7 @@ def test_more_than_the_free_disk_is_refused_before_anything_is_made(
 def test_a_disk_that_fills_up_on_the_way(folder: Path, tmp_path: Path) -> None:
     """A file size limit stands in for the full disk: the same path through the writer."""
     path = tmp_path / "store.zarr"
-    command = [sys.executable, "-m", "vitsee_cli.main", "extract", *VIT]
+    command = [sys.executable, "-m", "vitsee_cli", "extract", *VIT]
     command += ["--data", str(folder), "-o", str(path), "--slab", "6"]
     limited = "import resource, signal, sys, os; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)); "

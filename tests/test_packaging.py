@@ -83,7 +83,7 @@ def test_console_script(wheel: zipfile.ZipFile) -> None:
     name = next(n for n in wheel.namelist() if n.endswith(".dist-info/entry_points.txt"))
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
-    assert dict(entry_points["console_scripts"]) == {"vitsee": "vitsee_cli.main:main"}
+    assert dict(entry_points["console_scripts"]) == {"vitsee": "vitsee_cli.__main__:main"}
 
 
 def test_the_sdist_holds_what_its_tests_need(built: Path) -> None:

@@ -52,6 +52,27 @@ def test_what_is_marked_as_tested_runs(tmp_path: Path) -> None:
     assert header.startswith("store,model,site,depth,rel_depth,head,metric,value")
 
 
+@pytest.mark.parametrize(
+    ("code", "array", "requeued"),
+    [(75, True, "requeue 7_3"), (75, False, "requeue 12"), (0, True, ""), (1, True, "")],
+)
+def test_the_job_script_requeues_the_task_that_was_stopped(
+    code: int, array: bool, requeued: str, tmp_path: Path
+) -> None:
+    script = next(block for block in SHELL if "#SBATCH" in block)
+    for name, body in (("srun", f"exit {code}"), ("scontrol", 'echo "$@" >> "$CALLS"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+    if array:
+        environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    calls = tmp_path / "calls"
+    calls.write_text("")
+    done = subprocess.run(["bash", "-c", script], env={**environ, "CALLS": str(calls)}, check=False)
+    assert done.returncode == code
+    assert calls.read_text().strip() == requeued
+
+
 def test_the_two_commands_stand_in_readme() -> None:
     assert "make demo" in README
     assert "make test" in README

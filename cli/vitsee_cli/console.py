@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("vitsee_cli", "vitsee_core", "vitsee_stores")
 ARGUMENTS = "vitsee.arguments"  # where the group leaves them in the click context
-GRAMS_KEPT = "finished Gram matrices are kept (not with --no-cache); repeat the command to go on"
+GRAMS_KEPT = "finished Gram matrices are kept; repeat the command to go on"
 RESUMES = "vitsee.resumes"  # in the click context: what is kept of a command that is stopped
 LOG_SECONDS = 15.0  # between progress lines where stderr is no terminal
 

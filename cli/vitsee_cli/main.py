@@ -8,17 +8,12 @@ import importlib
 import os
 import pkgutil
 import select
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import click
 
-from vitsee_cli import commands, console, options
+from vitsee_cli import commands, console, options, signals
 from vitsee_stores.errors import VitseeError
 
 # Conditions of a path or a disk that the user named; any other OSError keeps its traceback.
@@ -37,8 +32,6 @@ PATH_ERRNOS = frozenset(
         errno.EROFS,
     }
 )
-# What a shell reports for SIGINT and SIGTERM; resumable work ends with 75 instead.
-EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_RESUMABLE = 130, 143, 75
 
 
 class CommandGroup(click.Group):
@@ -84,7 +77,7 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; errors that a user can cause become one line on stderr."""
         try:
-            with _terminated_like_interrupted():
+            with signals.raised(_first_word(ctx)):
                 result = super().invoke(ctx)
             sys.stdout.flush()
         except Exception as error:
@@ -99,27 +92,17 @@ class CommandGroup(click.Group):
             _fail(ctx, line, getattr(error, "exit_code", 1))
         except KeyboardInterrupt as stop:
             resumes = ctx.meta.get(console.RESUMES)
+            if ctx.invoked_subcommand in signals.RESUMABLE:
+                resumes = "repeat the command"
             if resumes:
-                _fail(ctx, f"interrupted; {resumes}", EXIT_RESUMABLE)
-            _fail(ctx, "interrupted", EXIT_TERMINATED if stop.args else EXIT_INTERRUPTED)
+                _fail(ctx, f"interrupted; {resumes}", signals.EXIT_RESUMABLE)
+            _fail(ctx, "interrupted", signals.exit_code(stop))
         return result
 
 
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """While entered SIGTERM is a KeyboardInterrupt that says so: what is half-made is removed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _first_word(ctx: click.Context) -> str:
+    """The command that was typed, or another word where there is none."""
+    return next((word for word in ctx.meta[console.ARGUMENTS] if not word.startswith("-")), "")
 
 
 def _fail(ctx: click.Context, line: str, exit_code: int) -> None:

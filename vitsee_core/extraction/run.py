@@ -65,12 +65,29 @@ def extract(
     if run.force and shard.count > 1:
         raise VitseeError("--force with --shard would delete other shards' work: delete it first")
     prepared = prepare(model, data, keep, run)
-    try:
-        writer = open_writer(prepared, run)
-    except IdentityMismatch:
-        # Another process made the store since: take its defaults, compare what was given.
-        prepared = prepare(model, data, keep, dataclasses.replace(run, force=False))
-        writer = open_writer(prepared, run)
+    with StopRequest() as stop:
+        try:
+            writer = open_writer(prepared, run)
+        except IdentityMismatch:
+            # Another process made the store since: take its defaults, compare what was given.
+            prepared = prepare(model, data, keep, dataclasses.replace(run, force=False))
+            writer = open_writer(prepared, run)
+        return fill_all(prepared, writer, run, shard, progress, stop)
+
+
+def fill_all(
+    prepared: Prepared,
+    writer: StoreWriter,
+    run: RunOptions,
+    shard: Shard,
+    progress: Progress,
+    stop: StopRequest,
+) -> Outcome:
+    """Say what is known, make what is missing, and mark a store complete that is.
+
+    Raises:
+        Interrupted: a signal; exit code 75.
+    """
     for note in prepared.notes:
         log.warning("%s", note)
     for line in by_reason(prepared.manifest.left_out):
@@ -78,7 +95,7 @@ def extract(
     if writer.complete:
         log.info("%s is complete (%d images): nothing to do", run.output, prepared.plan.n_images)
         return Outcome(complete=True)
-    outcome = fill(prepared, writer, run, shard, progress)
+    outcome = fill(prepared, writer, run, shard, progress, stop)
     outcome.complete = writer.finish()
     return outcome
 
@@ -131,8 +148,13 @@ def fill(
     run: RunOptions,
     shard: Shard,
     progress: Progress,
+    stop: StopRequest,
 ) -> Outcome:
-    """Make and commit every missing slab of `shard`."""
+    """Make and commit every missing slab of `shard`.
+
+    Raises:
+        Interrupted: a signal came before they were all made.
+    """
     plan, device = prepared.plan, prepared.device
     committed = writer.committed()
     mine = shard.slabs(writer.n_slabs)
@@ -172,15 +194,15 @@ def fill(
     started = time.perf_counter()
     progress.start(total)
     try:
-        with StopRequest() as stop, closing(loading):
+        with closing(loading):
             job.run(todo, loading, stop, progress)
     finally:
         progress.stop()
     seconds = time.perf_counter() - started
-    if stop:
-        done = int(writer.committed().sum())
+    committed = writer.committed()
+    if stop and not committed[todo].all():
         raise Interrupted(
-            f"stopped by {stop.signal_name} with {done} of {writer.n_slabs} slabs "
+            f"stopped by {stop.signal_name} with {int(committed.sum())} of {writer.n_slabs} slabs "
             "committed; repeat the command to resume"
         )
     return Outcome(False, total, job.written, seconds, job.clock.seconds, job.unreadable)

@@ -70,6 +70,6 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
         stores,
         outputs,
         progress=progress,
-        resumes=console.GRAMS_KEPT,
+        resumes="" if parameters["no_cache"] else console.GRAMS_KEPT,
         **parameters,
     )

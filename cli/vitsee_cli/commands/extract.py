@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vitsee_cli import console, options
+from vitsee_cli import console, options, signals
 from vitsee_cli.values import parse_path
 
 if TYPE_CHECKING:
@@ -207,7 +207,16 @@ def command(model: ModelOptions, **given: Any) -> None:
     if run.dry_run:
         show_plan(prepare(model, data, keep, run), run)
         return
-    report(extract(model, data, keep, run, shard, console.Reporter(run.output.name)), run.output)
+    report(extract(model, data, keep, run, shard, SlabReporter(run.output.name)), run.output)
+
+
+class SlabReporter(console.Reporter):
+    """Progress of the slabs. From its start on there is something that a signal does not undo."""
+
+    def start(self, total: int, done: int = 0) -> None:
+        """As any Reporter's."""
+        signals.keeps("at once: committed slabs are kept; repeat the command to resume")
+        super().start(total, done)
 
 
 def show_plan(prepared: Prepared, run: RunOptions) -> None:

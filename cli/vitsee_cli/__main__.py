@@ -1,0 +1,19 @@
+"""The program `vitsee`: signals have their answer first, then comes what takes long to import."""
+
+from __future__ import annotations
+
+import sys
+
+from vitsee_cli import signals
+
+
+def main() -> None:
+    """Run the command line."""
+    signals.answer(sys.argv[1:])
+    from vitsee_cli.main import main as group
+
+    group(prog_name="vitsee")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""SIGINT and SIGTERM: what a command answers, from the program's first line on.
+
+Nothing here may import anything that takes long: the answer has to stand before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+# What a shell reports for SIGINT and SIGTERM; resumable work ends with 75 (EX_TEMPFAIL) instead.
+EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_RESUMABLE = 130, 143, 75
+CAUGHT = (signal.SIGINT, signal.SIGTERM)
+# Commands that can end at any moment, since nothing half-made needs to be removed, and what they
+# say before they have stored anything.
+RESUMABLE = {
+    "extract": "before its first slab: nothing is stored yet by this run; repeat the command"
+}
+_SHOW_CURSOR = b"\x1b[?25h"
+
+_command = ""
+_kept = ""
+
+
+def answer(arguments: Sequence[str]) -> None:
+    """From now on a signal ends this process: resumable commands with 75, others with 130 or 143.
+
+    An exception would not do: much of what is imported swallows it or dies of it half-way.
+    """
+    global _command
+    _command = next((word for word in arguments if not word.startswith("-")), "")
+    for caught in CAUGHT:
+        signal.signal(caught, _end)
+
+
+def keeps(line: str) -> None:
+    """What a resumable command says from now on when it is stopped."""
+    global _kept
+    _kept = line
+
+
+@contextmanager
+def raised(command: str) -> Iterator[None]:
+    """While entered both signals are a KeyboardInterrupt with the signal's name, so that what is
+    half-made is removed; a resumable command goes on ending at once where `answer` said so."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or (command in RESUMABLE and signal.getsignal(signal.SIGTERM) is _end):
+        yield
+        return
+    before = {caught: signal.signal(caught, _raise) for caught in CAUGHT}
+    try:
+        yield
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
+
+
+def exit_code(stop: KeyboardInterrupt) -> int:
+    """That of a command without anything to resume."""
+    return EXIT_TERMINATED if stop.args == (signal.SIGTERM.name,) else EXIT_INTERRUPTED
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    name = f"vitsee {_command}".rstrip()
+    line, code = f"{name}: interrupted", 128 + number
+    if _command in RESUMABLE:
+        line = f"{name}: stopped by {signal.Signals(number).name} {_kept or RESUMABLE[_command]}"
+        code = EXIT_RESUMABLE
+    try:
+        # A progress bar may have hidden it.
+        os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + f"{line}\n".encode())
+    finally:
+        os._exit(code)

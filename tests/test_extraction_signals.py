@@ -1,0 +1,142 @@
+"""A signal at any moment of `vitsee extract`: one exit code, one line, nothing half-made."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.extractions import VIT, extract, plant_images
+from vitsee_cli import signals
+from vitsee_cli.commands import extract as extract_command
+from vitsee_cli.main import main
+from vitsee_core.extraction import run
+from vitsee_core.extraction.signals import Interrupted
+from vitsee_stores import StoreWriter
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plant_images(tmp_path_factory.mktemp("images"), 8)
+
+
+def stopped_at(module: str, sent: signal.Signals, *args: object) -> tuple[int, str, list[str]]:
+    """`vitsee ARGS` in a process that gets a signal once it has imported `module`; its exit code,
+    stdout, and what it said on stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "vitsee_cli", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("import time:") and line.rpartition("|")[2].strip() == module:
+            process.send_signal(sent)
+            break
+    out, said = process.communicate(timeout=120)
+    lines = [line for line in said.splitlines() if not line.startswith("import time:")]
+    return process.returncode, out, lines
+
+
+@pytest.mark.parametrize(
+    ("module", "sent"),
+    [
+        ("difflib", signal.SIGTERM),  # the first that is imported after the program's first lines
+        ("torch._C", signal.SIGINT),  # half-way through torch
+        ("vitsee_core.models.selfcheck", signal.SIGTERM),
+    ],
+)
+def test_before_anything_is_stored(
+    module: str, sent: signal.Signals, folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "store.zarr"
+    code, out, lines = stopped_at(module, sent, "extract", *VIT, "--data", folder, "-o", path)
+    assert code == 75, lines
+    assert lines == [
+        f"vitsee extract: stopped by {sent.name} before its first slab: nothing is stored yet by "
+        "this run; repeat the command"
+    ]
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_other_commands_end_as_a_shell_expects(
+    sent: signal.Signals, expected: int, tmp_path: Path
+) -> None:
+    code, out, lines = stopped_at("click", sent, "-q", "attn-dist", tmp_path / "none.zarr")
+    assert (code, out, lines) == (expected, "", ["vitsee attn-dist: interrupted"])
+
+
+def test_while_the_store_is_made_the_signal_waits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left beside the store, and what was created is gone on with."""
+    create = StoreWriter.create_or_join
+
+    def slowly(*args: object, **kwargs: object) -> StoreWriter:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        return create(*args, **kwargs)  # type: ignore[arg-type]
+
+    path = tmp_path / "store.zarr"
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(StoreWriter, "create_or_join", slowly)
+    result = extract(*VIT, "--data", folder, "-o", path, "--slab", 4)
+    assert result.exit_code == 75, result.output
+    assert "stopped by SIGTERM with 0 of 2 slabs committed; repeat" in result.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["store.zarr"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.undo()
+    assert extract(*VIT, "--data", folder, "-o", path, "--slab", 4).exit_code == 0
+
+
+def test_a_signal_after_the_last_batch_changes_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = StoreWriter.write_slab
+
+    def and_signal(writer: StoreWriter, k: int, *args: object) -> int:
+        size = write(writer, k, *args)  # type: ignore[arg-type]
+        if k == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        return size
+
+    monkeypatch.setattr(StoreWriter, "write_slab", and_signal)
+    path = tmp_path / "store.zarr"
+    assert extract(*VIT, "--data", folder, "-o", path, "--slab", 4).exit_code == 0
+    assert StoreWriter.join(path).complete  # type: ignore[union-attr]
+
+
+def test_an_exception_on_the_way_is_75_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the group runs inside another program, signals are exceptions."""
+
+    def stop(*_args: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(run, "prepare", stop)
+    result = CliRunner().invoke(
+        main, ["extract", *VIT, "--data", str(folder), "-o", str(tmp_path / "store.zarr")]
+    )
+    assert result.exit_code == 75
+    assert result.stderr == "vitsee extract: interrupted; repeat the command\n"
+
+
+def test_what_a_second_signal_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once slabs are made, the line is another one."""
+    monkeypatch.setattr(signals, "_kept", "")
+    extract_command.SlabReporter("x").start(8)
+    assert "committed slabs are kept" in signals._kept
+    assert Interrupted.exit_code == signals.EXIT_RESUMABLE == 75
