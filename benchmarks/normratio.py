@@ -120,7 +120,7 @@ def write(path: Path, n: int, n_outputs: int) -> Store:
         rows = plan.rows(k)
         slab = {}
         for name, spec in arrays(plan).items():
-            if spec.per == "once" or name == "commits":
+            if spec.per in ("once", "commit"):
                 continue
             of_slab = (rows.stop - rows.start, *spec.shape[1:]) if spec.per == "image" else ()
             slab[name] = np.ones(of_slab, spec.dtype)

@@ -119,7 +119,7 @@ def _slab(plan: StorePlan, k: int, sites: Mapping[str, Array], valid: Array) -> 
         "hash": np.arange(rows.start, rows.stop, dtype=np.uint64),
     }
     for path, spec in arrays(plan).items():
-        if spec.per == "once" or path in out or path == "commits":
+        if path in out or spec.per in ("once", "commit"):
             continue
         folder, _, rest = path.partition("/")
         name, part = (rest, "") if folder == "vectors" else rest.rsplit("/", 1)

@@ -107,7 +107,7 @@ def _slab(plan: StorePlan, k: int, rows: Mapping[str, Array]) -> dict[str, Array
     place = plan.rows(k)
     out: dict[str, Array] = {}
     for path, spec in arrays(plan).items():
-        if spec.per == "once" or path == "commits":
+        if spec.per in ("once", "commit"):
             continue
         n_rows = place.stop - place.start
         shape = (n_rows, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]

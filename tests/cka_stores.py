@@ -116,7 +116,7 @@ def _arrays(
     """Every array of the store whole; what a test does not choose is zero."""
     out: dict[str, Array] = {}
     for path, spec in arrays(plan).items():
-        if spec.per == "once" or path in ("commits", "n_valid"):
+        if spec.per in ("once", "commit") or path == "n_valid":
             continue
         out[path] = np.zeros(spec.shape, spec.dtype)
         folder, _, rest = path.partition("/")

@@ -85,7 +85,7 @@ def slab_arrays(plan: StorePlan, k: int) -> dict[str, NDArray[Any]]:
     n_rows = plan.rows(k).stop - plan.rows(k).start
     rows = {}
     for path, spec in arrays(plan).items():
-        if spec.per == "once" or path == "commits":
+        if spec.per in ("once", "commit"):
             continue
         shape = (n_rows, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
         rows[path] = rng.random(shape).astype(spec.dtype)

@@ -110,7 +110,7 @@ def _slab(
         "hash": np.arange(rows.start, rows.stop, dtype=np.uint64) + np.uint64(hash_offset),
     }
     for path, spec in arrays(plan).items():
-        if spec.per == "once" or path in out or path == "commits":
+        if path in out or spec.per in ("once", "commit"):
             continue
         folder, _, rest = path.partition("/")
         name, part = (rest, "") if folder == "vectors" else rest.rsplit("/", 1)

@@ -86,7 +86,7 @@ def write_labelled(
         place = plan.rows(k)
         out: dict[str, Array] = {}
         for name, spec in arrays(plan).items():
-            if spec.per == "once" or name == "commits":
+            if spec.per in ("once", "commit"):
                 continue
             if name == "n_valid":
                 out[name] = np.asarray(keep[place].sum(), np.int64)

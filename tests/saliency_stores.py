@@ -124,7 +124,7 @@ def _slab(plan: StorePlan, k: int, images: dict[str, Array], valid: Array) -> di
     ok = valid[place]
     out: dict[str, Array] = {}
     for path, spec in arrays(plan).items():
-        if spec.per == "once" or path == "commits":
+        if spec.per in ("once", "commit"):
             continue
         shape = (len(ok), *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
         out[path] = images[path][place] if path in images else np.zeros(shape, spec.dtype)

@@ -190,6 +190,8 @@ def test_unreadable_images_are_nan_rows_and_named(folder: Path, tmp_path: Path) 
     a, b = open_store(good), open_store(bad)
     assert list(a.samples.id) == list(b.samples.id)  # rows never shift
     row = list(b.samples.id).index("class0/004.png")
+    assert (a.samples.size == (50, 60)).all() and b.samples.size[row].tolist() == [0, 0]
+    assert (np.delete(b.samples.size, row, 0) == (50, 60)).all()
     rest = [i for i in range(N) if i != row]
     assert b.valid.tolist() == [i != row for i in range(N)]
     outs = b.acts("blocks.1.out")[:]

@@ -91,6 +91,7 @@ def assert_equal(some: list[Batch], others: list[Batch]) -> None:
         assert torch.equal(a.pixels, b.pixels)
         np.testing.assert_array_equal(a.valid, b.valid)
         np.testing.assert_array_equal(a.hash, b.hash)
+        np.testing.assert_array_equal(a.size, b.size)
         assert a.errors == b.errors
 
 
@@ -112,6 +113,8 @@ def test_rows_never_shift_and_workers_do_not_matter(folder: Path) -> None:
             assert batch.valid[k] == (name not in reasons)
             assert torch.equal(batch.pixels[k], whole.pixels[k] * int(batch.valid[k]))
             assert batch.hash[k] == (whole.hash[k] if batch.valid[k] else 0)
+            size = (40, 30 + int(name[:2])) if batch.valid[k] else (0, 0)
+            assert batch.size.dtype == np.int32 and tuple(batch.size[k]) == size
         found |= {name: reason for _, name, reason in batch.errors}
         assert all(selection.samples.ids[row] == name for row, name, _ in batch.errors)
     assert found.keys() == reasons.keys()
@@ -139,6 +142,15 @@ def test_arrays_reach_the_workers(tmp_path: Path) -> None:
     image, value = selection.source.read(int(selection.samples.index[0]))
     assert value == results[0].hash[0]
     assert image.size == (22, 20)
+    assert all((batch.size == (20, 22)).all() for batch in results)
+
+
+def test_sizes_are_those_of_the_file_before_any_turn(tmp_path: Path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter turn
+    Image.new("RGB", (6, 4)).save(tmp_path / "a.jpg", exif=turned)
+    (batch,) = batches(select(open_source(str(tmp_path))), TRANSFORM, [slice(0, 1)])
+    assert batch.size.tolist() == [[4, 6]]
 
 
 def test_any_batch_size_gives_the_same_rows(folder: Path) -> None:

@@ -213,9 +213,9 @@ def test_unfinished_stores_are_sound(tmp_path: Path) -> None:
 # opening --------------------------------------------------------------------------------------
 
 
-def set_format(path: Path, version: object) -> None:
+def set_manifest(path: Path, **fields: object) -> None:
     document = json.loads((path / "zarr.json").read_text())
-    document["attributes"]["vitsee"]["format"] = version
+    document["attributes"]["vitsee"].update(fields)
     (path / "zarr.json").write_text(json.dumps(document))
 
 
@@ -232,9 +232,19 @@ def no_plan(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda p: set_format(p, 2), "store format 2, but this vitsee reads format 1; update"),
-        (lambda p: set_format(p, 0), "store format 0"),
-        (lambda p: set_format(p, None), "store format None"),
+        (
+            lambda p: set_manifest(p, format=3),
+            "store format 3, but this vitsee reads format 2; update",
+        ),
+        (
+            lambda p: set_manifest(p, format=1),
+            "store format 1, but this vitsee reads format 2; extract it anew",
+        ),
+        (lambda p: set_manifest(p, format=None), "store format None"),
+        (
+            lambda p: set_manifest(p, features=["box", "canvas"]),
+            "the store uses 'box', 'canvas', which this vitsee does not read; update vitsee",
+        ),
         (not_json, "is damaged: its zarr.json is no JSON"),
         (no_plan, "the manifest is damaged: KeyError 'sites'"),
     ],

@@ -15,6 +15,7 @@ from vitsee_stores.selectors import GROUPS, select_names
 
 __all__ = [
     "CODECS",
+    "FEATURES",
     "FORMAT_VERSION",
     "GROUPS",
     "ArraySpec",
@@ -28,7 +29,9 @@ __all__ = [
     "select_names",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Additions that a store may name in its manifest's `features`, and this package reads.
+FEATURES: tuple[str, ...] = ()
 CODECS = ("none", "zstd", "lz4")
 COMMIT_BYTES = 4096
 CHECKSUM_BYTES = 4
@@ -43,13 +46,14 @@ ITEM_SIZE = {
     "uint64": 8,
 }
 
-Per = Literal["image", "slab", "once"]
+Per = Literal["image", "slab", "commit", "once"]
 
 
 @dataclass(frozen=True)
 class ArraySpec:
     """One array. per: what its first axis counts, and so when it is written: "image" (S rows a
-    slab), "slab" (one row a slab, of all slabs or of the first ones) or "once" (at creation).
+    slab), "slab" (one row a slab, of all slabs or of the first ones), "commit" (one row a slab,
+    which the writer adds itself when it commits) or "once" (at creation).
     nan_ok: NaN may stand in the row of a valid image. codec: what compresses its chunks; a crc32c
     always follows. pairs: the axes after the first both count the images of a slab, and only
     entries of two valid images are numbers."""
@@ -76,7 +80,7 @@ class ArraySpec:
 
     def has_slab(self, slab: int) -> bool:
         """Whether slab `slab` brings chunks of this array."""
-        return self.per != "once" and slab < self.grid[0]
+        return self.per in ("image", "slab") and slab < self.grid[0]
 
     @property
     def chunk_bytes(self) -> int:
@@ -123,8 +127,9 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     table.once("samples/id", (n, plan.id_bytes), "uint8", ["image", "id_byte"])
     table.image("valid", (), (), "uint8")
     table.image("hash", (), (), "uint64")
+    table.image("size", 2, "side", "int32")
     table.slab("n_valid", (), (), "int64")
-    table.slab("commits", (COMMIT_BYTES,), ("marker_byte",), "uint8", codec="none")
+    table.commit("commits", COMMIT_BYTES, "marker_byte", "uint8")
     return table.specs
 
 
@@ -155,12 +160,15 @@ class _Table:
         shape: tuple[int, ...],
         axes: tuple[str, ...],
         dtype: str = "float32",
-        codec: str | None = None,
         pairs: bool = False,
     ) -> None:
         chunks = _chunks((1, *shape), ITEM_SIZE[dtype])
-        full = (self.plan.n_slabs, *shape)
-        self._add(path, full, chunks, dtype, "slab", False, ("slab", *axes), codec, pairs)
+        full, names = (self.plan.n_slabs, *shape), ("slab", *axes)
+        self._add(path, full, chunks, dtype, "slab", False, names, pairs=pairs)
+
+    def commit(self, path: str, length: int, axis: str, dtype: str) -> None:
+        full, axes = (self.plan.n_slabs, length), ("slab", axis)
+        self._add(path, full, (1, length), dtype, "commit", False, axes, codec="none")
 
     def first_slabs(
         self,

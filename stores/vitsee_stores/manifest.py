@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores.errors import IdentityMismatch, StoreError
-from vitsee_stores.layout import FORMAT_VERSION, StorePlan
+from vitsee_stores.layout import FEATURES, FORMAT_VERSION, StorePlan
 
 ATTRIBUTE = "vitsee"
 ABSENT = "nothing"
@@ -76,7 +76,8 @@ class Manifest:
 
     identity: every choice that joining and resuming compare. left_out: what a default asked for
     and the model could not serve -> the reason. info: anything else that describes the making.
-    splits: names of the codes in `samples/split`.
+    splits: names of the codes in `samples/split`. features: additions to the format that the store
+    makes use of; a reader that does not know one of them refuses the store.
     """
 
     format: int
@@ -91,6 +92,7 @@ class Manifest:
     left_out: dict[str, str] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     splits: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as JSON holds it."""
@@ -102,7 +104,7 @@ class Manifest:
         """The manifest that `to_json` described.
 
         Raises:
-            StoreError: another format version, or fields missing.
+            StoreError: another format version, a feature not known here, or fields missing.
         """
         version = data.get("format")
         if version != FORMAT_VERSION:
@@ -114,10 +116,17 @@ class Manifest:
             raise StoreError(
                 f"store format {version}, but this vitsee reads format {FORMAT_VERSION}; {advice}"
             )
+        unknown = [name for name in data.get("features", ()) if name not in FEATURES]
+        if unknown:
+            raise StoreError(
+                f"the store uses {few(list(map(repr, unknown)))}, which this vitsee does not read; "
+                "update vitsee"
+            )
         try:
             fields = {f.name: data[f.name] for f in dataclasses.fields(cls)}
             fields["plan"] = StorePlan.from_json(data["plan"])
             fields["splits"] = tuple(data["splits"])
+            fields["features"] = tuple(data["features"])
             return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"the manifest is damaged: {type(error).__name__} {error}") from None
@@ -134,6 +143,7 @@ def new_manifest(
     selfcheck: Mapping[str, Any] | None = None,
     left_out: Mapping[str, str] | None = None,
     info: Mapping[str, Any] | None = None,
+    features: Sequence[str] = (),
 ) -> Manifest:
     """A manifest for a store yet to be made, with a store_id of its own: sha256 of the identity
     and a random nonce.
@@ -162,6 +172,7 @@ def new_manifest(
         left_out=dict(left_out or {}),
         info=jsonable(dict(info or {})),
         splits=tuple(dict.fromkeys(samples.splits)),
+        features=tuple(features),
     )
 
 

@@ -83,7 +83,8 @@ def open_store(
 class StoreSamples:
     """The images in the store's order, an array (images,) each: position in the data set's own
     order, id, class (-1 for none), name of the split ("" for none), hash of the encoded bytes,
-    whether it could be read."""
+    whether it could be read; size (images, 2): height and width as decoded, EXIF orientation not
+    applied, 0 where it could not be read."""
 
     index: NDArray[np.int64]
     id: NDArray[np.str_]
@@ -91,6 +92,7 @@ class StoreSamples:
     split: NDArray[np.str_]
     hash: NDArray[np.uint64]
     valid: NDArray[np.bool_]
+    size: NDArray[np.int32]
 
     def __len__(self) -> int:
         return len(self.index)
@@ -155,13 +157,16 @@ class Store:
     def samples(self) -> StoreSamples:
         """The images in the store's order."""
         made = self._made_samples
-        return StoreSamples(
-            made.index, made.id, made.label, made.split, self.array("hash")[:], self.valid
-        )
+        hashes, sizes = self.array("hash")[:], self.array("size")[:]
+        return StoreSamples(made.index, made.id, made.label, made.split, hashes, self.valid, sizes)
 
     @cached_property
     def _made_samples(self) -> Samples:
-        parts = {p: read_all(str(self.path), s) for p, s in self.arrays.items() if "samples/" in p}
+        parts = {
+            p: read_all(str(self.path), s)
+            for p, s in self.arrays.items()
+            if p.startswith("samples/")
+        }
         return samples_from_arrays(parts, self.manifest.splits)
 
     # sites ------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def _problems(folder: str, manifest: Manifest, complete: bool, deep: bool) -> It
         if problem:
             yield problem
         for spec in specs.values():
-            if spec.has_slab(slab) and spec.path != "commits":
+            if spec.has_slab(slab):
                 yield from _slab(folder, spec, slab, valid, deep)
 
 

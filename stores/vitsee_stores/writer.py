@@ -187,7 +187,7 @@ class StoreWriter:
         """Every chunk of the slab: spec, index, its part of the given array."""
         if not 0 <= k < self.n_slabs:
             raise StoreError(f"slab {k} of a store with {self.n_slabs} slabs")
-        specs = {p: s for p, s in self.arrays.items() if s.has_slab(k) and p != "commits"}
+        specs = {path: spec for path, spec in self.arrays.items() if spec.has_slab(k)}
         if missing := [path for path in specs if path not in given]:
             raise StoreError(f"slab {k} lacks {', '.join(missing)}")
         if unknown := [path for path in given if path not in specs]:

@@ -129,6 +129,7 @@ class SlabObserver:
         self._keep("valid", torch.from_numpy(batch.valid.astype(np.uint8)))
         # torch has no arithmetic for uint64, but copies it bit by bit
         self._keep("hash", torch.from_numpy(batch.hash))
+        self._keep("size", torch.from_numpy(batch.size))
         if self._plan.inputs is not None:
             self._keep("input", batch.pixels)
 

@@ -30,14 +30,16 @@ class Batch:
     """Consecutive rows of a selection.
 
     `pixels` is uint8 (images, channels, height, width) after resize and crop. A row whose image
-    could not be read has zeros, `valid` False, `hash` 0 and an entry in `errors`: row number in
-    the selection, id, reason.
+    could not be read has zeros, `valid` False, `hash` 0, `size` 0 and an entry in `errors`: row
+    number in the selection, id, reason. `size` (images, 2) is height and width as decoded, EXIF
+    orientation not applied.
     """
 
     rows: slice
     pixels: torch.Tensor
     valid: NDArray[np.bool_]
     hash: NDArray[np.uint64]
+    size: NDArray[np.int32]
     errors: list[tuple[int, str, str]]
 
 
@@ -84,11 +86,11 @@ def _batches(
         return _load_here(source.opener, places, recipe, stopped)
 
     with closing(_ahead(produce)) as loaded:
-        for part, (pixels, valid, hashes, errors) in zip(ranges, loaded, strict=True):
+        for part, (pixels, valid, hashes, sizes, errors) in zip(ranges, loaded, strict=True):
             named = [(part.start + k, ids[part.start + k], reason) for k, reason in errors]
             if named and on_error == "fail":
                 raise ImageError(*named[0][1:])
-            yield Batch(part, torch.from_numpy(pixels), valid, hashes, named)
+            yield Batch(part, torch.from_numpy(pixels), valid, hashes, sizes, named)
 
 
 def _load_here(
@@ -99,14 +101,16 @@ def _load_here(
         pixels = np.empty((len(locations), *recipe.shape), np.uint8)
         valid = np.empty(len(locations), np.bool_)
         hashes = np.empty(len(locations), np.uint64)
+        sizes = np.empty((len(locations), 2), np.int32)
         errors: list[tuple[int, str]] = []
         for k, location in enumerate(locations):
             if stopped.is_set():
                 return
             one = slice(k, k + 1)
-            valid[one], hashes[one], wrong = load_into(pixels[one], opener, [location], recipe)
+            loaded = load_into(pixels[one], opener, [location], recipe)
+            valid[one], hashes[one], sizes[one], wrong = loaded
             errors += [(k, reason) for _, reason in wrong]
-        yield pixels, valid, hashes, errors
+        yield pixels, valid, hashes, sizes, errors
 
 
 def _ahead(produce: Callable[[threading.Event], Generator[Loaded]]) -> Generator[Loaded]:

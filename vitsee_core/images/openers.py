@@ -171,14 +171,15 @@ def hash64(data: bytes) -> int:
 
 def load_into(
     out: NDArray[np.uint8], opener: Opener, locations: Sequence[Any], recipe: Any
-) -> tuple[NDArray[np.bool_], NDArray[np.uint64], list[tuple[int, str]]]:
+) -> tuple[NDArray[np.bool_], NDArray[np.uint64], NDArray[np.int32], list[tuple[int, str]]]:
     """Load images one after another into `out` (images, channels, height, width).
 
-    Returns which are valid, their hashes, and (position, reason) of those that are not, which have
-    zeros in `out` and hash 0.
+    Returns which are valid, their hashes, their sizes (images, 2) as decoded (height, width), and
+    (position, reason) of those that are not valid, which have zeros in `out`, hash 0 and size 0.
     """
     valid = np.zeros(len(locations), np.bool_)
     hashes = np.zeros(len(locations), np.uint64)
+    sizes = np.zeros((len(locations), 2), np.int32)
     errors: list[tuple[int, str]] = []
     for k, location in enumerate(locations):
         try:
@@ -189,7 +190,8 @@ def load_into(
             errors.append((k, error.reason))
         else:
             valid[k], hashes[k] = True, value
-    return valid, hashes, errors
+            sizes[k] = image.height, image.width
+    return valid, hashes, sizes, errors
 
 
 def one_line(error: BaseException) -> str:

@@ -31,7 +31,13 @@ from vitsee_core.images.openers import Opener
 from vitsee_core.images.shared import SharedBlock
 from vitsee_core.images.transform import Recipe
 
-Loaded = tuple[NDArray[np.uint8], NDArray[np.bool_], NDArray[np.uint64], list[tuple[int, str]]]
+Loaded = tuple[
+    NDArray[np.uint8],
+    NDArray[np.bool_],
+    NDArray[np.uint64],
+    NDArray[np.int32],
+    list[tuple[int, str]],
+]
 
 _TASKS_AHEAD = 2  # a worker finds its next task waiting
 _LARGEST_TASK = 16  # images; small enough that large batches spread evenly
@@ -57,11 +63,12 @@ class _Open:
     pixels: NDArray[np.uint8]
     valid: NDArray[np.bool_]
     hash: NDArray[np.uint64]
+    size: NDArray[np.int32]
     missing: int
     errors: list[tuple[int, str]] = field(default_factory=list)
 
     def copy(self) -> Loaded:
-        return self.pixels.copy(), self.valid, self.hash, sorted(self.errors)
+        return self.pixels.copy(), self.valid, self.hash, self.size, sorted(self.errors)
 
 
 def load_with_workers(
@@ -129,9 +136,8 @@ def _dispatch(
             if number not in running:
                 slot, n = free.popleft(), len(places[number])
                 view = ring.array((n, *recipe.shape), slot * slot_bytes)
-                running[number] = _Open(
-                    slot, view, np.zeros(n, np.bool_), np.zeros(n, np.uint64), n
-                )
+                flags, hashes = np.zeros(n, np.bool_), np.zeros(n, np.uint64)
+                running[number] = _Open(slot, view, flags, hashes, np.zeros((n, 2), np.int32), n)
             offset = running[number].slot * slot_bytes + start * image_bytes
             _send(worker, (number, start, offset, places[number][start:stop]))
             next_task = next(tasks, None)
@@ -160,13 +166,13 @@ def _receive(workers: list[_Worker], running: dict[int, _Open]) -> None:
     for ready in wait(list(by_socket), timeout=0.1):
         worker = by_socket[ready]  # type: ignore[index]
         try:
-            number, start, valid, hashes, errors = worker.socket.recv()
+            number, start, valid, hashes, sizes, errors = worker.socket.recv()
         except (EOFError, OSError):
             raise _lost(worker) from None
         worker.n_tasks -= 1
         batch = running[number]
         rows = slice(start, start + len(valid))
-        batch.valid[rows], batch.hash[rows] = valid, hashes
+        batch.valid[rows], batch.hash[rows], batch.size[rows] = valid, hashes, sizes
         batch.errors += [(start + k, reason) for k, reason in errors]
         batch.missing -= len(valid)
 
