@@ -83,11 +83,12 @@ def test_by_hand(tmp_path: Path) -> None:
     )
     assert table["high"][0] == pytest.approx(10 + half, rel=1e-14)
     assert table["n_images"].tolist() == [3] * 4
-    first = {name: table[name][0] for name in COLUMNS[:6]}
+    first = {name: table[name][0] for name in COLUMNS[:7]}
     assert first == {
         "store": "a",
         "model": "tiny",
         "site": "blocks.0",
+        "block": "blocks.0",
         "depth": 0,
         "rel_depth": 0.0,
         "head": 0,

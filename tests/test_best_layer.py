@@ -53,7 +53,8 @@ def self_cka(store: str = "vit", half: bool = False) -> list[dict[str, Any]]:
     """CKA of i and j is 1 - |i - j| / 10; each pair once where `half`."""
     return [
         {"store_a": store, "site_a": LAYERS[i], "depth_a": i}
-        | {"store_b": store, "site_b": LAYERS[j], "depth_b": j, "cka": 1 - abs(i - j) / 10}
+        | {"store_b": store, "site_b": LAYERS[j], "depth_b": j}
+        | {"metric": "cka", "value": 1 - abs(i - j) / 10}
         | {"low": 0.1, "high": 0.9}
         for i in range(4)
         for j in range(4)
@@ -254,8 +255,8 @@ def test_cka_to_the_last_layer(half: bool) -> None:
     rows = self_cka(half=half)
     # a norm of the last block is no layer of the residual stream
     rows += [
-        {**rows[0], "site_a": "blocks.2.norm1", "depth_a": 9, "cka": 0.3},
-        {**rows[0], "site_b": "norm", "depth_b": 9, "cka": 0.3},
+        {**rows[0], "site_a": "blocks.2.norm1", "depth_a": 9, "value": 0.3},
+        {**rows[0], "site_b": "norm", "depth_b": 9, "value": 0.3},
     ]
     ((store, last, table),) = to_last(Table.from_rows(rows))
     assert (store, last) == ("vit", "blocks.2.out")
@@ -374,8 +375,8 @@ def test_command(tmp_path: Path) -> None:
     result = best_layer_command(knn, cka, "-o", csv, "--png", png)
     assert (result.exit_code, result.stdout) == (0, "")
     lines = csv.read_text().splitlines()
-    assert lines[0].startswith("task,store,model,site,depth,rel_depth,metric,k,value,low,high,")
-    assert lines[1].startswith('"knn top1, k = 20",vit,demo:vit,blocks.0.out,1,')
+    assert lines[0].startswith("store,model,site,depth,rel_depth,task,k,file,metric,value,low,")
+    assert lines[1].startswith("vit,demo:vit,blocks.0.out,1,")
     sidecar = json.loads((tmp_path / "best.csv.json").read_text())
     assert [Path(r["path"]).name for r in sidecar["results"]] == ["knn.csv", "cka.csv"]
     assert sidecar["results"][0]["made_by"]["command"][1] == "knn"

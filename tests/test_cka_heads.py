@@ -97,7 +97,7 @@ def test_groups_are_concatenated_features(folder: Path) -> None:
     assert table["distance_px"][::2] == pytest.approx([15, 25, 35, 45, 55], rel=1e-6)
     for k in range(len(table)):
         expected = loop_cka(outputs_of(table["heads"][k]), site(table["site_b"][k]))
-        assert table["cka"][k] == pytest.approx(expected, abs=TOLERANCE)
+        assert table["value"][k] == pytest.approx(expected, abs=TOLERANCE)
     first = {name: table[name][0] for name in ("store_a", "site_a", "depth_a", "store_b")}
     assert first == {
         "store_a": "vit",
@@ -117,8 +117,10 @@ def test_cumulative_groups_end_with_all_heads(folder: Path) -> None:
     assert table["heads"].tolist() == [" ".join(map(str, ORDER[: k + 1])) for k in range(HEADS)]
     assert table["distance_px"] == pytest.approx([10, 15, 20, 25, 30, 35], rel=1e-6)
     # all heads are the whole site, in whatever order
-    assert table["cka"][-1] == pytest.approx(loop_cka(OUTPUTS, site("layer1.1.out")), abs=TOLERANCE)
-    assert table["cka"][0] == pytest.approx(
+    assert table["value"][-1] == pytest.approx(
+        loop_cka(OUTPUTS, site("layer1.1.out")), abs=TOLERANCE
+    )
+    assert table["value"][0] == pytest.approx(
         loop_cka(outputs_of("3"), site("layer1.1.out")), abs=TOLERANCE
     )
 
@@ -139,19 +141,19 @@ def test_the_interval_is_that_of_the_group(tmp_path: Path) -> None:
     expected = loop_jackknife(outputs[:, 0], other[:, 0], blocks)
     assert table["spread"].tolist() == ["jackknife"]
     assert table["std"][0] == pytest.approx(expected, abs=1e-5)
-    assert table["low"][0] < table["cka"][0] < table["high"][0]
+    assert table["low"][0] < table["value"][0] < table["high"][0]
 
 
 def test_biased_and_minibatch_groups(folder: Path) -> None:
     biased = compare(folder, window=3, estimator="biased", sites_b=["stem"])
     expected = biased_cka(outputs_of(biased["heads"][0]), site("stem"))
-    assert biased["cka"][0] == pytest.approx(expected, abs=TOLERANCE)
+    assert biased["value"][0] == pytest.approx(expected, abs=TOLERANCE)
     noisy = compare(folder, window=3, batch=8, examples=16, repeats=4)
     assert set(noisy["spread"].tolist()) == {"repeats"}
     assert np.isfinite(noisy["std"]).all()
     # one batch of everything is the exact value
     once = compare(folder, window=3, batch=N, examples=N, repeats=1)
-    assert once["cka"] == pytest.approx(compare(folder, window=3)["cka"], abs=TOLERANCE)
+    assert once["value"] == pytest.approx(compare(folder, window=3)["value"], abs=TOLERANCE)
 
 
 def test_group_algebra_by_hand() -> None:
@@ -182,7 +184,7 @@ def test_both_count_the_images_of_both_stores(tmp_path: Path) -> None:
     assert table["heads"][0] == "3"
     assert table["distance_px"][0] == pytest.approx(distances()[keep, 0, 3].mean(), rel=1e-6)
     expected = loop_cka(outputs_of("3")[keep], site("stem")[keep])
-    assert table["cka"][0] == pytest.approx(expected, abs=TOLERANCE)
+    assert table["value"][0] == pytest.approx(expected, abs=TOLERANCE)
     assert set(table["n_images"].tolist()) == {N - 2}
 
 
@@ -193,7 +195,7 @@ def test_heads_without_spatial_mass_come_last(tmp_path: Path, folder: Path) -> N
     table = run(a, stores(folder)[1], window=1, sites_b=["stem"], no_cache=True)
     assert table["heads"].tolist() == ["0", "5", "1", "4", "2", "3"]
     assert math.isnan(table["distance_px"][-1])
-    assert np.isfinite(table["cka"]).all()
+    assert np.isfinite(table["value"]).all()
     png_bytes(plot(table))
 
 
@@ -264,7 +266,7 @@ def test_figure(folder: Path) -> None:
     curves = [line for line in axes.lines if line.get_linestyle() == "-"]  # beside error bars' caps
     assert len(curves) == 2
     assert np.asarray(curves[0].get_xdata()).tolist() == table["distance_px"][::2].tolist()
-    assert np.asarray(curves[1].get_ydata()).tolist() == table["cka"][1::2].tolist()
+    assert np.asarray(curves[1].get_ydata()).tolist() == table["value"][1::2].tolist()
     assert axes.get_title(loc="left").startswith("windows of 2 heads, n = ")
     assert "(px)" in axes.get_xlabel() and "vit, blocks.0" in axes.get_xlabel()
     assert axes.get_ylabel() == "CKA (debiased)"

@@ -320,7 +320,7 @@ def test_command(tmp_path: Path) -> None:
     assert COMMAND_METRICS == METRICS
     only = command(tmp_path / "a.zarr", "--metric", "radius50_px", "--sites", "blocks.*.out")
     assert len(only.stdout.splitlines()) == 3
-    assert only.stdout.splitlines()[1].startswith("a,random,blocks.0.out,2,0.6")
+    assert only.stdout.splitlines()[1].startswith("a,random,blocks.0.out,blocks.0,2,0.6")
 
 
 def test_missing_input_and_mistakes(tmp_path: Path) -> None:

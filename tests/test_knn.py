@@ -426,7 +426,7 @@ def test_command(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, "")
     lines = csv.read_text().splitlines()
     assert lines[0] == ",".join(name for name in COLUMNS if name != "class")
-    assert len(lines) == 1 + 2 * 3 * 2 and lines[1].startswith("mine,tiny,embed,0,0.0,5,top1,")
+    assert len(lines) == 1 + 2 * 3 * 2 and lines[1].startswith("mine,tiny,embed,,0,0.0,5,top1,")
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert sidecar["parameters"]["ks"] == [5]
     assert [store["label"] for store in sidecar["stores"]] == ["train", "mine"]

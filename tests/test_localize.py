@@ -24,7 +24,7 @@ from tests.extractions import VIT, extracted, plant_images
 from vitsee_cli.commands.localize import SUMMARIES as COMMAND_SUMMARIES
 from vitsee_cli.main import main
 from vitsee_core.analyses import localize
-from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, SUMMARIES, TOKEN_COLUMNS, plot, run
+from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, SUMMARIES, plot, run
 from vitsee_core.figures import location_maps
 from vitsee_core.results import Table
 from vitsee_core.similarity import Estimator, GramOptions, Hsic, Representation, hsic
@@ -195,7 +195,7 @@ def loop_maps(acts: Array, pixels: Array, grid: tuple[int, int], step: int) -> F
     )
 
 
-def maps_of(table: Table, name: str = "cka") -> Float:
+def maps_of(table: Table, name: str = "value") -> Float:
     """(tokens, patches) in the table's order."""
     return np.asarray(table[name].reshape(len(table.unique("token")), -1))
 
@@ -217,7 +217,7 @@ def test_by_hand(tmp_path: Path) -> None:
     assert tuple(table.columns) == COLUMNS
     assert table["token"].tolist() == ["0,0", "0,0", "0,1", "0,1"]
     assert table["row"].tolist() == [0] * 4 and table["col"].tolist() == [0, 1, 0, 1]
-    assert table["cka"] == pytest.approx([-0.5, 1, 1, -0.5], rel=1e-6)
+    assert table["value"] == pytest.approx([-0.5, 1, 1, -0.5], rel=1e-6)
     assert table.unique("spread") == [""]  # of four images none can be left out
     # both tokens are most similar to the other's patch: margin -1.5, rank 2 of 2, 1 px away
     table = run(open_store(tmp_path / "a.zarr"), summary="site")
@@ -260,8 +260,8 @@ def test_chosen_tokens_and_the_class_token(store: Store) -> None:
 def test_the_class_token_needs_no_other(tmp_path: Path, store: Store) -> None:
     sites = {"blocks.0.out": (ACTS, LAYOUT)}
     pooled = write(tmp_path / "p.zarr", sites, PIXELS, tokens="pooled")
-    found = run(pooled, tokens=["cls"])["cka"]
-    assert found == pytest.approx(run(store, tokens=["cls"])["cka"], rel=1e-12)
+    found = run(pooled, tokens=["cls"])["value"]
+    assert found == pytest.approx(run(store, tokens=["cls"])["value"], rel=1e-12)
     with pytest.raises(MissingInput, match=r"pooled only: extract it with --tokens blocks"):
         run(pooled)
 
@@ -293,9 +293,9 @@ def test_shuffled_pairs_have_none(tmp_path: Path) -> None:
     store = write(tmp_path / "a.zarr", {"blocks.0.out": (copies, layout)}, pixels, slab=50)
     table = run(store)
     # HSIC_1 has mean 0; its std for 48 white features and 200 images is about 0.005 of CKA
-    assert np.abs(table["cka"]).max() < 0.03
+    assert np.abs(table["value"]).max() < 0.03
     biased = run(store, estimator="biased")
-    assert biased["cka"].min() > 0.1
+    assert biased["value"].min() > 0.1
 
 
 # Grids and pixels
@@ -322,7 +322,7 @@ def test_grids_of_different_size_in_one_call(tmp_path: Path) -> None:
     assert np.isnan(summary["value"]).all() and summary["n_tokens"].tolist() == [0] * 7
     # two sites with the same patches: their Gram matrices serve both, the result is that of one
     alone = run(open_store(tmp_path / "a.zarr"), sites=["d.out"])
-    assert alone["cka"] == pytest.approx(table.where(site="d.out")["cka"], rel=1e-12)
+    assert alone["value"] == pytest.approx(table.where(site="d.out")["value"], rel=1e-12)
 
 
 def test_patches_cut_at_the_edge(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_memory_and_tiles_change_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     for memory, groups in ((7_000_000, (2, 1)), (4_000_000, (3, 2)), (2_500_000, (5, 2))):
         other, plan = planned(store, sites=["blocks"], memory=memory)
         assert (len(plan.rows), len(plan.cols)) == groups
-        for name in ("cka", "std", "low"):
+        for name in ("value", "std", "low"):
             assert other[name] == pytest.approx(table[name], abs=1e-6)
     monkeypatch.setattr(engine, "GOOD_TILE", 16)
     monkeypatch.setattr(engine, "TILES_ALONG", 7)
@@ -442,7 +442,7 @@ def test_memory_and_tiles_change_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(engine, "_divide", lambda *args, k=kept: replace(divide(*args), kept=k))
         other, plan = planned(store, sites=["blocks"])
         assert (plan.tile, plan.kept) == (16, kept)
-        assert other["cka"] == pytest.approx(table["cka"], abs=1e-6)
+        assert other["value"] == pytest.approx(table["value"], abs=1e-6)
 
 
 def test_each_byte_is_read_once_where_it_fits(
@@ -520,18 +520,18 @@ def test_spread_of_summaries(store: Store) -> None:
     assert np.isfinite(repeats.where(baseline="")["std"]).all()
     assert np.isnan(repeats["low"]).all() and repeats.unique("spread") == ["repeats"]
     assert tuple(repeats.columns) == SITE_COLUMNS
-    assert tuple(run(store, summary="token").columns) == TOKEN_COLUMNS
+    assert tuple(run(store, summary="token").columns) == COLUMNS
 
 
 def test_minibatches_are_means_of_repeats(store: Store) -> None:
     table = run(store, tokens=["0,0"], batch=N, repeats=2)  # one batch of all images: no repeats
-    assert table["cka"] == pytest.approx(run(store, tokens=["0,0"])["cka"], rel=1e-6)
+    assert table["value"] == pytest.approx(run(store, tokens=["0,0"])["value"], rel=1e-6)
     assert np.isnan(table["std"]).all()
     assert table.notes["stores"]["a"]["estimator"] == "minibatch"
     preset = run(store, tokens=["0,0"], preset="raghu", batch=10)
     notes = preset.notes["stores"]["a"]
     assert (notes["batch"], notes["batches"], notes["repeats"]) == (10, 3, 20)
-    assert run(store, tokens=["0,0"], batch=10, seed=1)["cka"][0] != preset["cka"][0]
+    assert run(store, tokens=["0,0"], batch=10, seed=1)["value"][0] != preset["value"][0]
 
 
 def test_summaries_are_those_of_the_maps(store: Store) -> None:
@@ -579,7 +579,7 @@ def test_which_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: A
     table = run(store, images=12)
     assert maps_of(table) == pytest.approx(loop_maps(ACTS[:12], PIXELS[:12], (2, 3), 4), abs=1e-6)
     monkeypatch.setattr(localize, "MOST_EXACT", 12)
-    assert run(store)["cka"] == pytest.approx(table["cka"], rel=1e-12)
+    assert run(store)["value"] == pytest.approx(table["value"], rel=1e-12)
     assert "a: 12 of its 30 images, as a sample; --images N takes more or fewer" in caplog.text
     assert run(store, images=20)["n_images"][0] == 20
     assert run(store, estimator="exact")["n_images"][0] == N
@@ -612,7 +612,7 @@ def test_command_writes_all_three(tmp_path: Path, store: Store) -> None:
     with open(out) as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == list(COLUMNS) and len(rows) == 12
-    assert float(rows[7]["cka"]) == run(store, tokens=["0,0", "1,2"])["cka"][7]
+    assert float(rows[7]["value"]) == run(store, tokens=["0,0", "1,2"])["value"][7]
     notes = json.loads((tmp_path / "r.csv.json").read_text())["notes"]
     assert notes["estimator"] == "exact" and "jackknife" in notes["stores"]["a"]["spread"]
     assert notes["stores"]["a"]["pixels"] == "as the model saw them, normalised"
@@ -666,15 +666,15 @@ def test_pixels_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir("/")  # the data is where it was, not where the user is now
     expected = run(open_store(with_), sites=["blocks"])
     table = run(open_store(without), sites=["blocks"])
-    assert np.array_equal(table["cka"], expected["cka"], equal_nan=True)
+    assert np.array_equal(table["value"], expected["value"], equal_nan=True)
     assert "loaded again" in table.notes["stores"]["without"]["pixels"]
     few = run(open_store(without), images=7)
     again = run(open_store(with_), images=7)
-    assert np.array_equal(few["cka"], again["cka"], equal_nan=True)
+    assert np.array_equal(few["value"], again["value"], equal_nan=True)
     # an image that came to the folder since then moves the others on, and is none of the store's
     shutil.copy(tmp_path / "data" / "class0" / "000.png", tmp_path / "data" / "class0" / "0.png")
     table = run(open_store(without), sites=["blocks"])
-    assert np.array_equal(table["cka"], expected["cka"], equal_nan=True)
+    assert np.array_equal(table["value"], expected["value"], equal_nan=True)
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     line = refused(without)
     assert "without keeps no pixels: the images of without cannot be read again" in line
@@ -712,7 +712,7 @@ def from_csv(table: Table, path: Path) -> Table:
 
     def column(name: str) -> Array:
         values = [row[name] for row in rows]
-        if name in ("token", "site", "store", "model", "metric", "spread", "baseline"):
+        if name in ("token", "site", "block", "store", "model", "metric", "spread", "baseline"):
             return np.array(values)
         return np.array([float(v) if v else np.nan for v in values])
 
@@ -754,7 +754,7 @@ def test_a_mosaic_draws_every_token_it_can(tmp_path: Path, monkeypatch: pytest.M
     shown = np.ma.filled(drawn, np.nan)
     assert shown.shape == (5, 5)  # 2 x 2 maps of 2 x 2 patches, a gap between them
     one = table.where(site="blocks.2.out", token="1,0")
-    assert shown[3:, :2] == pytest.approx(one["cka"].reshape(2, 2))
+    assert shown[3:, :2] == pytest.approx(one["value"].reshape(2, 2))
     assert len(axes.collections[0].get_paths()) == 4
     monkeypatch.setattr(location_maps, "MOST_MOSAICS", 2)
     texts: list[Any] = plot(table).findobj(match=Text)

@@ -78,11 +78,12 @@ def test_by_hand(tmp_path: Path) -> None:
     without = [math.sqrt(8), 2.0, math.sqrt(2)]
     error = math.sqrt(2 / 3 * sum((v - sum(without) / 3) ** 2 for v in without))
     assert table["std"][2] == pytest.approx(math.sqrt(3) * error, rel=1e-13)
-    first = {name: table[name][0] for name in COLUMNS[:9]}
+    first = {name: table[name][0] for name in COLUMNS[:10]}
     assert first == {
         "store": "a",
         "model": "tiny",
         "site": "blocks.0.attn",
+        "block": "blocks.0",
         "depth": 0,
         "rel_depth": 0.0,
         "token": "cls",

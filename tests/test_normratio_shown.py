@@ -96,8 +96,8 @@ def test_command_prints_the_table(tmp_path: Path) -> None:
     assert result.stdout == text.getvalue().replace("\na,", "\nmine,")
     header, first, second = result.stdout.splitlines()[:3]
     assert header == ",".join(COLUMNS)
-    assert first.startswith("mine,tiny,blocks.0.attn,0,0.0,cls,,,norm_ratio,")
-    assert second.startswith("mine,tiny,blocks.0.attn,0,0.0,,0,0,norm_ratio,")
+    assert first.startswith("mine,tiny,blocks.0.attn,blocks.0,0,0.0,cls,,,norm_ratio,")
+    assert second.startswith("mine,tiny,blocks.0.attn,blocks.0,0,0.0,,0,0,norm_ratio,")
 
 
 def test_command_writes_files(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_what_is_marked_as_tested_runs(tmp_path: Path) -> None:
     for picture in ("dist.png", "cka.png", "branch.png", "models.png", "heads.png", "all.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     header = (tmp_path / "dist.csv").read_text().splitlines()[0]
-    assert header.startswith("store,model,site,depth,rel_depth,head,metric,value")
+    assert header.startswith("store,model,site,block,depth,rel_depth,head,metric,value")
 
 
 @pytest.mark.parametrize(

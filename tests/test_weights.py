@@ -226,13 +226,15 @@ def test_large_grids_are_thinned_and_that_is_said(
 def test_the_table(vit: LoadedModel) -> None:
     table = run(vit)
     assert tuple(table.columns) == COLUMNS
-    assert table.unique("metric") == ["variance_share", "component", "filter", "cosine"]
+    shown = ["variance_share", "variance_cumulative", "component", "filter", "cosine"]
+    assert table.unique("metric") == shown
     assert (table["store"] == None).all()  # noqa: E711 - elementwise
     assert table.unique("model") == ["vit_tiny_patch16_224"]
     shares = table.where(metric="variance_share")
     assert shares["component"].tolist() == list(range(47))
-    assert np.allclose(shares["cumulative"], np.cumsum(shares["value"]), rtol=1e-15)
-    assert shares["cumulative"][-1] == pytest.approx(1)
+    sums = table.where(metric="variance_cumulative")["value"]
+    assert np.allclose(sums, np.cumsum(shares["value"]), rtol=1e-15)
+    assert sums[-1] == pytest.approx(1)
     filters = vit.module.get_parameter("patch_embed.proj.weight").numpy()
     expected, vectors = principal_components(filters)
     assert shares["value"].tolist() == expected.tolist()
@@ -251,7 +253,7 @@ def test_the_csv_has_whole_numbers_and_empty_cells(made: Any) -> None:
     made(np.random.default_rng(0).normal(size=(3, 1, 1, 2)), np.eye(2)[None]).to_csv(text)
     rows = list(csv.DictReader(io.StringIO(text.getvalue())))
     assert {name: rows[0][name] for name in COLUMNS if rows[0][name]}.keys() == {
-        *("model", "site", "metric", "component", "value", "cumulative")
+        *("model", "site", "metric", "component", "value")
     }
     last = {name: value for name, value in rows[-1].items() if value}
     assert last == {
@@ -355,7 +357,7 @@ def test_the_figure_comes_back_from_the_csv(made: Any) -> None:
     rows = list(csv.DictReader(io.StringIO(text.getvalue())))
     kinds = {"store": str, "model": str, "site": str, "metric": str, "value": float}
     back = Table.from_rows(
-        [{k: kinds.get(k, float if k == "cumulative" else int)(v) for k, v in row.items() if v}
+        [{k: kinds.get(k, int)(v) for k, v in row.items() if v}
          for row in rows],
         COLUMNS,
     )  # fmt: skip
@@ -460,7 +462,7 @@ def test_command_of_a_store(stores: Path, tmp_path: Path) -> None:
     assert "position embeddings (pos_embed): learned" in result.stderr
     lines = csv_file.read_text().splitlines()
     assert lines[0] == ",".join(COLUMNS)
-    assert lines[1].startswith("mine,test_vit,patch_embed.proj,variance_share,0,")
+    assert lines[1].startswith("mine,test_vit,patch_embed.proj,,,0,,,,,variance_share,")
     sidecar = json.loads((tmp_path / "w.csv.json").read_text())
     assert sidecar["stores"][0]["label"] == "mine"
     assert sidecar["notes"]["sites"]["positions"] == "pos_embed"

@@ -19,15 +19,15 @@ from vitsee_stores.errors import VitseeError
 # Never numbers, whatever they look like: a store may be called 5.
 TEXT = frozenset(
     (
-        *("store", "model", "site", "metric", "class", "token", "baseline"),
-        *("store_a", "site_a", "store_b", "site_b"),
+        *("store", "model", "site", "block", "metric", "spread", "class", "token", "baseline"),
+        *("store_a", "model_a", "site_a", "block_a", "store_b", "model_b", "site_b", "block_b"),
     )
 )
 # Always numbers, empty for NaN: a whole column of them may be empty.
 NUMBERS = frozenset(
     (
         *("depth", "rel_depth", "value", "std", "low", "high", "n_images"),
-        *("depth_a", "depth_b", "cka"),
+        *("depth_a", "rel_depth_a", "depth_b", "rel_depth_b"),
     )
 )
 SHOWN_COLUMNS = 8

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import AttentionMoments, Block, attention_blocks, uniform_distance
+from vitsee_core.columns import SITE, site_columns
 from vitsee_core.plotting import (
     COLOURS,
     colour,
@@ -57,8 +58,8 @@ log = logging.getLogger(__name__)
 
 METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
 COLUMNS = (
-    *("store", "model", "site", "depth", "rel_depth", "head", "metric"),
-    *("value", "std", "low", "high", "n_images"),
+    *(*SITE, "head"),
+    *("metric", "value", "std", "low", "high", "n_images"),
 )
 UNITS = {
     "distance_px": "attention distance (px)",
@@ -144,11 +145,7 @@ def _rows(store: Store, block: Block, metric: str, summary: Summary) -> list[dic
         scale = 1 / uniform if uniform > 0 else np.nan
     return [
         {
-            "store": store.label,
-            "model": store.manifest.model.get("name", ""),
-            "site": block.site,
-            "depth": block.depth,
-            "rel_depth": block.rel_depth,
+            **site_columns(store, block),
             "head": head,
             "metric": metric,
             "value": float(summary.mean[block.row, head] * scale),

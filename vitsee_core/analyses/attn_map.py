@@ -43,6 +43,7 @@ from vitsee_core.attention.head_maps import (
 )
 from vitsee_core.attention.heads import AttentionMoments, Block, attention_blocks
 from vitsee_core.attention.image_maps import map_images, mean_rollout
+from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.head_numbers import draw_numbers
 from vitsee_core.figures.head_tiles import draw_grid
 from vitsee_core.figures.image_figure import draw_images
@@ -66,11 +67,10 @@ Float = NDArray[np.float64]
 
 NUMBERS = {"prefix-mass": "prefix_mass", "entropy": "entropy"}
 KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy")
-PLACE = ("store", "model", "site", "depth", "rel_depth", "head")
 SPREAD = ("value", "std", "low", "high", "n_images")
-MAP_COLUMNS = (*PLACE, "row", "col", "metric", "value", "n_images")
-ROLLOUT_COLUMNS = (*PLACE, "row", "col", "metric", *SPREAD)
-NUMBER_COLUMNS = (*PLACE, "metric", *SPREAD)
+MAP_COLUMNS = (*SITE, "row", "col", "head", "metric", "value", "n_images")
+ROLLOUT_COLUMNS = (*SITE, "row", "col", "head", "metric", *SPREAD)
+NUMBER_COLUMNS = (*SITE, "head", "metric", *SPREAD)
 TITLES = {
     "mean_cls": "mean attention of the class token",
     "mean_spatial": "mean attention of the patches",
@@ -254,11 +254,7 @@ def _numbers(
             at = (block.row, head)
             found.append(
                 {
-                    "store": store.label,
-                    "model": store.manifest.model.get("name", ""),
-                    "site": block.site,
-                    "depth": block.depth,
-                    "rel_depth": block.rel_depth,
+                    **site_columns(store, block),
                     "head": head,
                     "metric": metric,
                     "value": float(summary.mean[at]),

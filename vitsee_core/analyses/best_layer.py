@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.columns import SITE
 from vitsee_core.figures.depth_curves import (
     BEST,
     add_curve_legend,
@@ -42,12 +43,15 @@ if TYPE_CHECKING:
 RESULT = ("store", "site", "depth", "metric", "value")
 SETTINGS = ("k", "shots", "class")  # with the metric they make the task
 COLUMNS = (
-    *("task", "store", "model", "site", "depth", "rel_depth", "head", "token", "row", "col"),
-    *("metric", *SETTINGS, "l2", "value", "std", "low", "high", "n_images", "n_layers"),
-    *("baseline", "file"),
+    *(*SITE, "token", "row", "col", "head", "class"),
+    *("task", "k", "shots", "l2", "file"),
+    *("metric", "value", "std", "low", "high", "n_images", "n_layers", "baseline"),
 )
 OPTIONAL = frozenset(
-    (*SETTINGS, "l2", "model", "head", "token", "row", "col", "std", "low", "high", "n_images")
+    (
+        *("model", "block", "token", "row", "col", "head"),
+        *(*SETTINGS, "l2", "std", "low", "high", "n_images"),
+    )
 )
 PLACE = (
     *("depth", "rel_depth", "head", "token", "row", "col", "l2"),
@@ -197,7 +201,7 @@ def _best(task: str, rows: Table) -> dict[str, Any]:
     row = {name: column.tolist()[place] for name, column in rows.columns.items()}
     if not finite.any():
         # What is left is who it is.
-        row |= dict.fromkeys(PLACE) | {"site": "", "value": np.nan}
+        row |= dict.fromkeys(PLACE) | {"site": "", "block": "", "value": np.nan}
     return {**row, "task": task, "n_layers": len({*rows["site"][finite].tolist()})}
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.columns import PAIR, VALUES, pair_columns
 from vitsee_core.figures.heatmaps import (
     MOST_LABELS,
     Panel,
@@ -44,12 +45,10 @@ from vitsee_core.similarity.presets import PRESETS, choose_estimator
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import Store
 
-COLUMNS = (
-    *("store_a", "site_a", "depth_a", "store_b", "site_b", "depth_b"),
-    *("cka", "std", "low", "high", "spread", "n_images"),
-)
+COLUMNS = (*PAIR, *VALUES, "n_images")
+NUMBERS = {"value": "cka", "std": "std", "low": "low", "high": "high"}
 MOST_NUMBERS = 16  # cells of a single row or column that have room for their numbers
 # Titles of panels, by the part of a block that their columns are.
 SUBLAYERS = {
@@ -83,11 +82,11 @@ def run(
 ) -> Table:
     """One row a pair of sites: their CKA and its spread.
 
-    Columns: see `COLUMNS`. `cka` is NaN where a self-HSIC is not positive (constant features);
-    debiased values near the limits may pass 0 and 1. `spread` says what `std` is: "jackknife" and
-    "slabs", the standard error over images, `low` and `high` its 95 % interval; "repeats", the
-    standard deviation over minibatch repeats, which is the estimator's own noise and has no
-    interval; "" for none. Sites among themselves fill the whole square, (i, j) and (j, i).
+    Columns: see `COLUMNS`. `metric` is `cka`; its value is NaN where a self-HSIC is not positive
+    (constant features); debiased ones near the limits may pass 0 and 1. `spread` says what `std`
+    is: "jackknife" and "slabs", the standard error over images, `low` and `high` its 95 % interval;
+    "repeats", the standard deviation over minibatch repeats, which is the estimator's own noise and
+    has no interval; "" for none. Sites among themselves fill the whole square, (i, j) and (j, i).
 
     Args:
         stores: of the same images in the same order; see `pairs.choose_pairs` for how many.
@@ -151,13 +150,11 @@ def run(
     }
     similarity = summarise(h)
     at = tuple(np.array(chosen.places).T)
-    numbers = {
-        name: getattr(similarity, name)[at].tolist() for name in ("cka", "std", "low", "high")
-    }
+    numbers = {column: getattr(similarity, name)[at].tolist() for column, name in NUMBERS.items()}
     return Table.from_rows(
         (
-            _names("a", *chosen.rows[i])
-            | _names("b", *(chosen.rows if chosen.cols is None else chosen.cols)[j])
+            pair_columns(chosen.rows[i], (chosen.cols or chosen.rows)[j])
+            | {"metric": "cka"}
             | {name: values[k] for name, values in numbers.items()}
             | {"spread": h.spread, "n_images": h.n_images}
             for k, (i, j) in enumerate(chosen.places)
@@ -167,23 +164,22 @@ def run(
     )
 
 
-def _names(side: str, store: Store, site: SiteSpec) -> dict[str, Any]:
-    return {
-        f"store_{side}": store.label,
-        f"site_{side}": site.name,
-        f"depth_{side}": site.depth,
-    }
-
-
 def _site_notes(chosen: Comparison) -> dict[str, Any]:
-    """The compared sites of both sides, by store, and the block that each lies in."""
-    sides = {"a": chosen.rows, "b": chosen.rows if chosen.cols is None else chosen.cols}
+    """The compared sites of both sides, by store."""
+    sides = {"a": chosen.rows, "b": chosen.cols or chosen.rows}
     notes: dict[str, Any] = {"sites_a": {}, "sites_b": {}}
     for letter, side in sides.items():
         for store, site in side:
             notes[f"sites_{letter}"].setdefault(store.label, []).append(site.name)
-    members = (site for side in sides.values() for _, site in side)
-    return notes | {"blocks": {site.name: site.block for site in members if site.block}}
+    return notes
+
+
+def _blocks(table: Table) -> dict[str, str]:
+    """Site -> the path of its block, of those that lie in one."""
+    found: dict[str, str] = {}
+    for side in "ab":
+        found |= zip(table[f"site_{side}"].tolist(), table[f"block_{side}"].tolist(), strict=True)
+    return {site: block for site, block in found.items() if block}
 
 
 @styled
@@ -201,7 +197,7 @@ def plot(table: Table) -> Figure:
     partners: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for row, col in zip(a, b, strict=True):
         partners.setdefault(row, []).append(col)
-    values = dict(zip(zip(a, b, strict=True), table["cka"].tolist(), strict=True))
+    values = dict(zip(zip(a, b, strict=True), table["value"].tolist(), strict=True))
     about = describe_scope(table)
     panels = []
     # Rows with the same partners are one panel.
@@ -218,7 +214,7 @@ def _panel(
     values: dict[Any, float],
     about: str,
 ) -> Panel:
-    blocks = table.notes.get("blocks", {})
+    blocks = _blocks(table)
     branch = table.notes.get("pairs") == "branch"
     roles = ("skip", "branch") if branch else ("", "")
     title = about
@@ -259,7 +255,7 @@ def _draw_lines(table: Table) -> Figure:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    blocks = table.notes.get("blocks", {})
+    blocks = _blocks(table)
     first = list(dict.fromkeys(_cells(table, "a")))
     places = {cell: k for k, cell in enumerate(first)}
     figure = new_figure(5.6, 3.8)
@@ -274,8 +270,8 @@ def _draw_lines(table: Table) -> Figure:
         if np.isfinite(rows["low"]).any():
             axes.fill_between(x, rows["low"], rows["high"], color=colour(i), alpha=0.2, linewidth=0)
         elif np.isfinite(rows["std"]).any():
-            axes.errorbar(x, rows["cka"], rows["std"], color=colour(i), fmt="none", capsize=2)
-        handles += axes.plot(x, rows["cka"], color=colour(i), marker=marker(i), label=text)
+            axes.errorbar(x, rows["value"], rows["std"], color=colour(i), fmt="none", capsize=2)
+        handles += axes.plot(x, rows["value"], color=colour(i), marker=marker(i), label=text)
     if np.isfinite(table["low"]).any():
         handles.append(Patch(color=GREY, alpha=0.3, linewidth=0, label="95 % interval over images"))
     elif np.isfinite(table["std"]).any():

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import AttentionMoments, Block, attention_blocks
+from vitsee_core.columns import PAIR, VALUES, pair_columns
 from vitsee_core.figures.heatmaps import COLOUR_MAP, describe_scale, describe_scope
 from vitsee_core.plotting import marker, new_figure, shorten, styled
 from vitsee_core.progress import SILENT, Progress
@@ -40,10 +41,7 @@ if TYPE_CHECKING:
 
     from vitsee_stores import SiteSpec, Store
 
-COLUMNS = (
-    *("store_a", "site_a", "depth_a", "heads", "distance_px", "store_b", "site_b", "depth_b"),
-    *("cka", "std", "low", "high", "spread", "n_images"),
-)
+COLUMNS = (*PAIR, "heads", "distance_px", *VALUES, "n_images")
 ARROW = "\N{RIGHTWARDS ARROW}"
 LEGEND_ENTRIES = 10
 
@@ -105,7 +103,7 @@ def run(
         )
     a, b = stores
     chosen = _block(a, block)
-    heads, depth = _heads(a, chosen)
+    heads = _heads(a, chosen)
     distances = _distances(a, b, chosen, images, seed)
     groups = _groups(distances, window, cumulative)
     sites = b.select(sites_b) if sites_b else _lower_half(b)
@@ -140,18 +138,12 @@ def run(
     }
     rows = [
         {
-            "store_a": a.label,
-            "site_a": heads[0].site.name,
-            "depth_a": depth,
+            **pair_columns((a, heads[0].site), (b, site)),
             "heads": " ".join(map(str, group)),
             "distance_px": float(distances[group].mean()),
-            "store_b": b.label,
-            "site_b": site.name,
-            "depth_b": site.depth,
-            **{
-                name: float(getattr(similarity, name)[i, j])
-                for name in ("cka", "std", "low", "high")
-            },
+            "metric": "cka",
+            "value": float(similarity.cka[i, j]),
+            **{name: float(getattr(similarity, name)[i, j]) for name in ("std", "low", "high")},
             "spread": h.spread,
             "n_images": h.n_images,
         }
@@ -168,8 +160,8 @@ def _block(store: Store, block: str | None) -> Block:
     return blocks[0]
 
 
-def _heads(store: Store, block: Block) -> tuple[list[Representation], int]:
-    """The outputs of each head, and the site's depth. Channels are heads x head dim.
+def _heads(store: Store, block: Block) -> list[Representation]:
+    """The outputs of each head. Channels are heads x head dim.
 
     Raises:
         MissingInput: they are not stored, or pooled only.
@@ -190,7 +182,7 @@ def _heads(store: Store, block: Block) -> tuple[list[Representation], int]:
             f"{store.label}: {name} has {site.dim} channels for {block.n_heads} heads"
         )
     slices = [slice(h * width, (h + 1) * width) for h in range(block.n_heads)]
-    return [Representation(store, site, channels=part) for part in slices], site.depth
+    return [Representation(store, site, channels=part) for part in slices]
 
 
 def _distances(a: Store, b: Store, block: Block, images: int | None, seed: int) -> NDArray[Any]:
@@ -269,9 +261,9 @@ def plot(table: Table) -> Figure:
         Line2D([], [], color=colours(places[i]), marker=marker(i) if spread else "o", label=site)
         for i, site in reversed([(sites.index(site), site) for site in shown])
     ]
-    first = {name: str(table[name][0]) for name in ("store_a", "site_a", "store_b")}
+    first = {name: str(table[name][0]) for name in ("store_a", "block_a", "store_b")}
     figure.legend(handles=handles, loc="outside right upper", title=shorten(first["store_b"], 20))
-    block = first["site_a"].removesuffix(".attn.heads")
+    block = first["block_a"]
     heads = f"{shorten(first['store_a'], 22)}, {block}"
     axes.set_xlabel(f"local   {ARROW}   mean attention distance (px)   {ARROW}   global\n{heads}")
     axes.set_ylabel(describe_scale(table))
@@ -285,7 +277,7 @@ def plot(table: Table) -> Figure:
 
 def _draw_curve(axes: Axes, rows: Table, shade: Any, symbol: str, spread: bool) -> None:
     rows = rows.take(np.argsort(rows["distance_px"], kind="stable"))
-    x, y = rows["distance_px"], rows["cka"]
+    x, y = rows["distance_px"], rows["value"]
     if not spread:
         axes.plot(x, y, color=shade, linewidth=0.9, marker="o", markersize=1.5)
         return

@@ -34,6 +34,7 @@ from vitsee_core.classes.labelled import (
     random_features,
     site_vectors,
 )
+from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.machine import human_bytes
 from vitsee_core.plotting import new_figure, styled
@@ -57,8 +58,8 @@ METRICS = ("purity", "nmi", "ari")
 BASELINES = ("shuffled", "random")
 N_INIT = 10
 COLUMNS = (
-    *("store", "model", "site", "depth", "rel_depth", "k", "metric", "value", "std"),
-    *("n_images", "baseline"),
+    *(*SITE, "k"),
+    *("metric", "value", "std", "n_images", "baseline"),
 )
 UNITS = {
     "purity": "purity",
@@ -234,11 +235,7 @@ def _store_rows(
                 drawn[site.dim] = work.scores(work.of_noise(site.dim))
             found["random"] = drawn[site.dim]
         place = {
-            "store": store.label,
-            "model": store.manifest.model.get("name", ""),
-            "site": site.name,
-            "depth": site.depth,
-            "rel_depth": site.rel_depth,
+            **site_columns(store, site),
             "k": work.k,
             "n_images": len(data),
         }

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.field_pictures import draw_fields
 from vitsee_core.plotting import styled
 from vitsee_core.results import Table
@@ -50,8 +51,8 @@ Float = NDArray[np.float64]
 RADII = {"radius50_px": 0.5, "radius90_px": 0.9}
 METRICS = (*RADII, "offset_px", "gradient")
 COLUMNS = (
-    *("store", "model", "site", "depth", "rel_depth", "row", "col", "metric"),
-    *("value", "std", "low", "high", "n_images"),
+    *(*SITE, "row", "col"),
+    *("metric", "value", "std", "low", "high", "n_images"),
 )
 MOST_CELLS = 56  # of a map's side in the table
 LEAST_SLABS = 10
@@ -255,11 +256,7 @@ def _number(field: Float, metric: str) -> float:
 
 def _row(store: Store, site: SiteSpec, metric: str, field: Field, **values: Any) -> dict[str, Any]:
     return {
-        "store": store.label,
-        "model": store.manifest.model.get("name", ""),
-        "site": site.name,
-        "depth": site.depth,
-        "rel_depth": site.rel_depth,
+        **site_columns(store, site),
         "row": None,
         "col": None,
         "metric": metric,

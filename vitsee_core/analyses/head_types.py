@@ -34,6 +34,7 @@ from vitsee_core.attention.head_geometry import (
 )
 from vitsee_core.attention.head_maps import SlabSums, chosen_blocks, mean_maps, sum_slabs
 from vitsee_core.attention.heads import Block
+from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.head_types_figure import draw_types
 from vitsee_core.plotting import styled
 from vitsee_core.results import Table
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 Float = NDArray[np.float64]
 
 COLUMNS = (
-    *("store", "model", "site", "depth", "rel_depth", "head", "type", "detail", "row", "col"),
+    *(*SITE, "row", "col", "head", "type", "detail"),
     *("metric", "value", "std", "low", "high", "n_images"),
 )
 SCORES = (
@@ -234,11 +235,7 @@ def _jackknife(replicates: Float) -> float:
 
 def _place(store: Store, head: Head) -> dict[str, Any]:
     return {
-        "store": store.label,
-        "model": store.manifest.model.get("name", ""),
-        "site": head.block.site,
-        "depth": head.block.depth,
-        "rel_depth": head.block.rel_depth,
+        **site_columns(store, head.block),
         "head": head.head,
         "type": head.type,
         "detail": head.detail,

@@ -37,6 +37,7 @@ from vitsee_core.classes.labelled import (
     random_pieces,
     site_vectors,
 )
+from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.machine import memory_bytes
 from vitsee_core.plotting import new_figure, styled
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
     from vitsee_core.classes.neighbours import Nearest
     from vitsee_stores import Store
-    from vitsee_stores.layout import SiteSpec
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ VOTES = ("softmax", "majority")
 BASELINES = ("random",)
 TOP = 5
 COLUMNS = (
-    *("store", "model", "site", "depth", "rel_depth", "k", "metric", "class"),
-    *("value", "std", "low", "high", "n_images", "baseline"),
+    *(*SITE, "class", "k"),
+    *("metric", "value", "std", "low", "high", "n_images", "baseline"),
 )
 UNITS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 VOTED_AT_ONCE = 4096
@@ -161,14 +161,15 @@ def run(
                     "first rows"
                 )
                 log.info("%s", remarks[-1])
-            rows += [_place(test, site) | score | {"baseline": ""} for score in scored(found)]
+            rows += [site_columns(test, site) | score | {"baseline": ""} for score in scored(found)]
             for name in baselines:
                 if site.dim not in drawn:
                     ours = partial(random_pieces, len(a), site.dim, (seed, 0))
                     theirs = partial(random_pieces, len(b), site.dim, (seed, 1))
                     drawn[site.dim] = scored(search(ours, theirs, len(b), site.dim))
                 random_rows += [
-                    _place(test, site) | score | {"baseline": name} for score in drawn[site.dim]
+                    site_columns(test, site) | score | {"baseline": name}
+                    for score in drawn[site.dim]
                 ]
     finally:
         progress.stop()
@@ -207,16 +208,6 @@ def _checked(
             f"labelled images; expected --k of at most {len(train)}"
         )
     return sorted(set(ks))
-
-
-def _place(store: Store, site: SiteSpec) -> dict[str, Any]:
-    return {
-        "store": store.label,
-        "model": store.manifest.model.get("name", ""),
-        "site": site.name,
-        "depth": site.depth,
-        "rel_depth": site.rel_depth,
-    }
 
 
 def _scores(

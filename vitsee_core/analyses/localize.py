@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.columns import SITE, VALUES, site_columns
 from vitsee_core.figures.location_curves import draw_curves
 from vitsee_core.figures.location_maps import draw_maps, draw_token_summary
 from vitsee_core.machine import memory_bytes
@@ -73,11 +74,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SUMMARIES = ("site", "token")
-SITE = ("store", "model", "site", "depth", "rel_depth")
-SPREAD = ("std", "low", "high", "spread")
-COLUMNS = (*SITE, "token", "row", "col", "cka", *SPREAD, "n_images")
-TOKEN_COLUMNS = (*SITE, "token", "row", "col", "metric", "value", *SPREAD, "n_images")
-SITE_COLUMNS = (*SITE, "metric", "value", *SPREAD, "n_tokens", "n_images", "baseline")
+COLUMNS = (*SITE, "token", "row", "col", *VALUES, "n_images")
+SITE_COLUMNS = (*SITE, *VALUES, "n_images", "n_tokens", "baseline")
 Rows = NDArray[np.int64]
 
 
@@ -100,11 +98,12 @@ def run(
 ) -> Table:
     """One row a token and patch; with `summary` one row a metric and token, or a metric and site.
 
-    Columns: see `COLUMNS`, `TOKEN_COLUMNS`, `SITE_COLUMNS`; `token` is "ROW,COL" or "cls", `row`
-    and `col` the patch (of a summary by tokens, the own one). `spread` says what `std` is, as for
-    `cka`: "jackknife", the standard error over images, with the 95 % interval `low` to `high`;
-    "repeats", the minibatch estimator's own noise. `cka` is NaN where a self-HSIC is not positive.
-    Rows with a `baseline` hold what chance gives. The stores need not hold the same images.
+    Columns: see `COLUMNS`, `SITE_COLUMNS`; `metric` is `cka` but in summaries; `token` is "ROW,COL"
+    or "cls", `row` and `col` the patch (of a summary by tokens, the own one). `spread` says what
+    `std` is, as for `cka`: "jackknife", the standard error over images, with the 95 % interval
+    `low` to `high`; "repeats", the minibatch estimator's own noise. It is NaN where a self-HSIC is
+    not positive. Rows with a `baseline` hold what chance gives. The stores need not hold the same
+    images.
 
     Args:
         stores: with their pixels, or whose data can be loaded again.
@@ -202,11 +201,7 @@ def _rows(
 def _table(maps: Maps, store: Store, summary: str | None) -> Table:
     site = maps.site
     alike: dict[str, Any] = {
-        "store": store.label,
-        "model": store.manifest.model.get("name", ""),
-        "site": site.name,
-        "depth": site.depth,
-        "rel_depth": site.rel_depth,
+        **site_columns(store, site),
         "spread": maps.spread,
         "n_images": maps.n_images,
     }
@@ -217,7 +212,9 @@ def _table(maps: Maps, store: Store, summary: str | None) -> Table:
             "token": np.repeat(maps.tokens, n_patches),
             "row": np.tile(rows_, n_tokens),
             "col": np.tile(cols_, n_tokens),
-            **{name: getattr(maps, name).ravel() for name in ("cka", "std", "low", "high")},
+            "metric": np.full(n_tokens * n_patches, "cka"),
+            "value": maps.cka.ravel(),
+            **{name: getattr(maps, name).ravel() for name in ("std", "low", "high")},
         }
         names: Sequence[str] = COLUMNS
     elif summary == "token":
@@ -229,7 +226,7 @@ def _table(maps: Maps, store: Store, summary: str | None) -> Table:
             "metric": np.tile(TOKEN_METRICS, len(maps.tokens)),
             **{name: values.ravel() for name, values in numbers.items()},
         }
-        names = TOKEN_COLUMNS
+        names = COLUMNS
     else:
         n_tokens, numbers = site_summary(maps)
         nothing = np.array([np.nan])
@@ -252,6 +249,6 @@ def plot(table: Table) -> Figure:
     for each store and site (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3); where the tokens are many,
     a mosaic of maps, each in its token's place, and curves over depth where there are several
     sites. Summaries by site: curves over relative depth. By token: maps of the metrics."""
-    if "cka" in table.columns:
+    if "cka" in table["metric"]:
         return draw_maps(table)
     return draw_token_summary(table) if "token" in table.columns else draw_curves(table)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.token_pictures import draw_norm_ratios
 from vitsee_core.machine import memory_bytes
 from vitsee_core.progress import SILENT, Progress
@@ -74,8 +75,8 @@ METRICS = {
 }
 DEFAULT_METRICS = tuple(METRICS)[:5]
 COLUMNS = (
-    *("store", "model", "site", "depth", "rel_depth", "token", "row", "col", "metric"),
-    *("value", "std", "low", "high", "n_images"),
+    *(*SITE, "token", "row", "col"),
+    *("metric", "value", "std", "low", "high", "n_images"),
 )
 # A token of an image: three quantities, and what a statistic takes beside them.
 BYTES_A_TOKEN = 8 * 12
@@ -243,11 +244,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     return [
         {
-            "store": store.label,
-            "model": store.manifest.model.get("name", ""),
-            "site": sublayer.site,
-            "depth": sublayer.depth,
-            "rel_depth": sublayer.rel_depth,
+            **site_columns(store, sublayer),
             "token": place.token,
             "row": place.row,
             "col": place.col,

@@ -30,12 +30,13 @@ from vitsee_core.classes.labelled import (
     check_label_spaces,
     check_same_model,
 )
+from vitsee_core.columns import SITE, site_columns
 from vitsee_core.machine import memory_bytes
 from vitsee_core.probing.draws import check_classes, draw_images, split_rows
 from vitsee_core.probing.figure import plot
 from vitsee_core.probing.fit import Task
 from vitsee_core.probing.remarks import remarks_on
-from vitsee_core.probing.rows import INTERVAL, Scorer, place_of, tokens_of
+from vitsee_core.probing.rows import INTERVAL, Scorer, tokens_of
 from vitsee_core.probing.score import Prober
 from vitsee_core.probing.settings import Settings, choose_settings, choose_training
 from vitsee_core.probing.sources import Random, Stored
@@ -54,8 +55,8 @@ log = logging.getLogger(__name__)
 
 BASELINES = ("random",)
 COLUMNS = (
-    *("store", "model", "site", "depth", "rel_depth", "token", "row", "col", "shots", "l2"),
-    *("metric", "class", "value", "std", "low", "high", "n_images", "baseline"),
+    *(*SITE, "token", "row", "col", "class", "shots", "l2"),
+    *("metric", "value", "std", "low", "high", "n_images", "baseline"),
 )
 
 
@@ -246,7 +247,7 @@ class _Work:
         for features, other in chosen:
             tally = self._probe(features, other)
             self.remarks += remarks_on(features, tally, self.prober.task, one_class)
-            place = place_of(self.test.store, features.site)
+            place = site_columns(self.test.store, features.site)
             tokens = tokens_of(features)
             each = features.word == "each"
             rows += [

@@ -26,6 +26,7 @@ import numpy as np
 
 from vitsee_core.attention.head_maps import check_class_token, chosen_blocks
 from vitsee_core.attention.heads import Block
+from vitsee_core.columns import SITE, site_columns
 from vitsee_core.masks import RULES, Truth, ground_truth, open_masks
 from vitsee_core.masks.figure import draw_saliency
 from vitsee_core.masks.overlap import BASELINES, blind_overlaps
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COLUMNS = (
-    *("store", "model", "site", "depth", "rel_depth", "token", "head", "metric", "baseline"),
-    *("best", "value", "std", "low", "high", "n_images"),
+    *(*SITE, "token", "head", "best"),
+    *("metric", "value", "std", "low", "high", "n_images", "baseline"),
 )
 BESTS = ("head", "image")
 MASS = 0.6
@@ -212,11 +213,7 @@ def _row(
     store: Store, block: Block, summary: Summary, at: int | tuple[()], **own: Any
 ) -> dict[str, Any]:
     return {
-        "store": store.label,
-        "model": store.manifest.model.get("name", ""),
-        "site": block.site,
-        "depth": block.depth,
-        "rel_depth": block.rel_depth,
+        **site_columns(store, block),
         "token": "",
         "metric": "iou",
         "baseline": "",

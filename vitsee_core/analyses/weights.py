@@ -38,8 +38,8 @@ Float = NDArray[np.float64]
 
 WHAT = ("components", "filters", "positions")
 COLUMNS = (
-    *("store", "model", "site", "metric", "component", "filter", "channel", "row", "col"),
-    *("other_row", "other_col", "value", "cumulative"),
+    *("store", "model", "site", "row", "col", "component", "filter", "channel"),
+    *("other_row", "other_col", "metric", "value"),
 )
 MOST_FILTERS = 128  # shown unless they were asked for
 MOST_ROWS = 1 << 20  # 32 x 32 patches with one another; half a GiB
@@ -60,7 +60,7 @@ def run(
     every: int | None = None,
     checkpoint: Path | None = None,
 ) -> Table:
-    """One row a component (`variance_share`; `cumulative` is the share of it and all before), a
+    """One row a component (`variance_share`, and `variance_cumulative` of it and all before), a
     weight of a component or of a filter, or a pair of patches (`cosine`).
 
     Columns: `COLUMNS`. `component`, `filter`, `channel` count from 0. In rows of weights `row`,
@@ -175,7 +175,7 @@ def _rows(own: InputWeights, site: str, n: int, **columns: Any) -> dict[str, NDA
     found = {}
     for name in COLUMNS:
         given = columns.get(name, names.get(name))
-        number = name in ("value", "cumulative")
+        number = name == "value"
         empty = np.nan if number else None
         # Whole numbers beside empty cells stay whole in the CSV.
         column = np.empty(n, np.float64 if number else object)
@@ -189,15 +189,15 @@ def _component_rows(
 ) -> dict[str, NDArray[Any]]:
     shares, vectors = principal_components(filters)
     n = len(shares)
-    shares_rows = _rows(
-        *(own, own.sites[FILTERS], n),
-        metric="variance_share",
-        component=np.arange(n),
-        value=shares,
-        cumulative=np.cumsum(shares),
-    )
-    weights = _weight_rows(own, "component", vectors[:count])
-    return {name: np.concatenate([shares_rows[name], weights[name]]) for name in COLUMNS}
+    parts = [
+        _rows(own, own.sites[FILTERS], n, metric=metric, component=np.arange(n), value=values)
+        for metric, values in (
+            ("variance_share", shares),
+            ("variance_cumulative", np.cumsum(shares)),
+        )
+    ]
+    parts.append(_weight_rows(own, "component", vectors[:count]))
+    return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
 
 
 def _weight_rows(own: InputWeights, metric: str, values: Float) -> dict[str, NDArray[Any]]:

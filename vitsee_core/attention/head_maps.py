@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import Block, attention_blocks
+from vitsee_core.columns import site_columns
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import by_reason
@@ -191,11 +192,7 @@ def map_columns(
     first = (-(height // 2), -(width // 2)) if metric.startswith("aligned") else (0, 0)
     cells, n = height * width, maps.size
     constants: dict[str, Any] = {
-        "store": store.label,
-        "model": store.manifest.model.get("name", ""),
-        "site": block.site,
-        "depth": block.depth,
-        "rel_depth": block.rel_depth,
+        **site_columns(store, block),
         "metric": metric,
     }
     return {

@@ -31,6 +31,16 @@ class Block:
     n_heads: int
     layout: TokenLayout
 
+    @property
+    def name(self) -> str:
+        """What rows about the block call it: its path."""
+        return self.site
+
+    @property
+    def block(self) -> str:
+        """Its path."""
+        return self.site
+
 
 def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> list[Block]:
     """The blocks of a store that have attention summaries, in the model's order.

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from vitsee_core.attention.head_maps import check_heads, chosen_blocks, spatial
 from vitsee_core.attention.heads import Block, attention_blocks
 from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
+from vitsee_core.columns import SITE, site_columns
 from vitsee_core.origin import Origin, Pictures
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
@@ -37,8 +38,8 @@ Array = NDArray[Any]
 Float = NDArray[np.float64]
 
 COLUMNS = (
-    *("store", "model", "image", "site", "depth", "rel_depth", "token", "head"),
-    *("row", "col", "metric", "value"),
+    *(*SITE, "token", "row", "col", "head", "image"),
+    *("metric", "value"),
 )
 ROLLOUTS = {"rollout": True, "rollout_no_residual": False}
 HEAD_MEAN = "head mean"
@@ -200,12 +201,8 @@ def _columns(
         maps, numbers = spatial(values[heads], block.layout), heads.tolist()
     n_maps, height, width = maps.shape
     constants: Mapping[str, Any] = {
-        "store": store.label,
-        "model": store.manifest.model.get("name", ""),
+        **site_columns(store, block),
         "image": image,
-        "site": block.site,
-        "depth": block.depth,
-        "rel_depth": block.rel_depth,
         "token": token,
         "metric": metric,
     }

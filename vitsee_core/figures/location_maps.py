@@ -43,7 +43,7 @@ def _panels(table: Table) -> list[Panel]:
             number = {token: k for k, token in enumerate(tokens)}
             row, col = (rows[name].astype(int) for name in ("row", "col"))
             maps = np.full((len(tokens), row.max() + 1, col.max() + 1), np.nan)
-            maps[[number[token] for token in rows["token"].tolist()], row, col] = rows["cka"]
+            maps[[number[token] for token in rows["token"].tolist()], row, col] = rows["value"]
             panels.append(Panel(store, site, float(rows["rel_depth"][0]), tokens, maps))
     return panels
 

@@ -18,14 +18,14 @@ from vitsee_core.results import Table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PAIRS = ("store_a", "site_a", "depth_a", "store_b", "site_b", "depth_b", "cka")
+PAIRS = ("store_a", "site_a", "depth_a", "store_b", "site_b", "depth_b", "metric", "value")
 
 
 def to_last(table: Table) -> Iterator[tuple[str, str, Table]]:
     """(store, last site, rows) of a CKA self-comparison: each site's CKA with the last one of its
     kind, as columns store, site, rel_depth, value (and low, high)."""
     for store in table.unique("store_a"):
-        own = table.where(store_a=store, store_b=store)
+        own = table.where(store_a=store, store_b=store, metric="cka")
         sides = [("site_a", "depth_a", "site_b"), ("site_b", "depth_b", "site_a")]
         depths = {
             site: depth
@@ -43,7 +43,7 @@ def to_last(table: Table) -> Iterator[tuple[str, str, Table]]:
             for i, site in enumerate(rows[name].tolist()):
                 if site in layers:
                     band = [end for end in ("low", "high") if end in rows.columns]
-                    found[site] = {"value": rows["cka"][i]} | {end: rows[end][i] for end in band}
+                    found[site] = {"value": rows["value"][i]} | {end: rows[end][i] for end in band}
         top = max(layers[last], 1)
         yield (
             store,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,6 @@ from vitsee_core.probing.tally import Tally
 from vitsee_core.probing.tokens import Features, Token
 from vitsee_core.statistics.moments import INTERVAL_METHOD as MEAN_INTERVAL
 from vitsee_core.statistics.moments import Moments
-
-if TYPE_CHECKING:
-    from vitsee_stores import SiteSpec, Store
 
 INTERVAL = (
     "95 % Wilson score interval of the share of test images that are right, training images and "
@@ -71,17 +68,6 @@ class Scorer:
         for c, name in enumerate(self.classes):
             scores = _over_seeds(right[:, 0, c], int(counts[c]), failed)
             yield {"metric": "top1_class", "class": name} | scores
-
-
-def place_of(store: Store, site: SiteSpec) -> dict[str, Any]:
-    """The columns that say what was probed."""
-    return {
-        "store": store.label,
-        "model": store.manifest.model.get("name", ""),
-        "site": site.name,
-        "depth": site.depth,
-        "rel_depth": site.rel_depth,
-    }
 
 
 def tokens_of(features: Features) -> list[Token]:

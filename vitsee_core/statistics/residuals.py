@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.columns import block_of_sublayer
 from vitsee_stores.errors import MissingInput, SiteError
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 from vitsee_stores.tokens import describe_layout
@@ -44,6 +45,16 @@ class Sublayer:
     depth: int
     rel_depth: float
     layout: TokenLayout
+
+    @property
+    def name(self) -> str:
+        """What rows about it call it."""
+        return self.site
+
+    @property
+    def block(self) -> str:
+        """The path of its block."""
+        return block_of_sublayer(self.site)
 
 
 @dataclass(frozen=True)

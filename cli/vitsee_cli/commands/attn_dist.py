@@ -53,11 +53,11 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     \b
       $ vitsee attn-dist b16.zarr -o dist.csv --png dist.png
       $ vitsee attn-dist b16.zarr dino=runs/vits16.zarr --png both.png > both.csv
-      $ vitsee attn-dist b16.zarr --metric distance_px --sites blocks.0 | sort -t, -k8 -g
+      $ vitsee attn-dist b16.zarr --metric distance_px --sites blocks.0 | sort -t, -k9 -g
 
-    Columns: store, model, site (the block), depth, rel_depth, head, metric, value, std and the
-    95 % interval low, high over images, n_images. The figure shows the heads of the lowest and
-    highest blocks, all heads against depth, and the means of all stores.
+    Columns: store, model, site and block (the block), depth, rel_depth, head, metric, value, std
+    and the 95 % interval low, high over images, n_images. The figure shows the heads of the lowest
+    and highest blocks, all heads against depth, and the means of all stores.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import attn_dist

@@ -117,10 +117,10 @@ def command(
       $ vitsee attn-map b16.zarr --kind entropy --sites blocks.-1
       $ vitsee attn-map b16.zarr --image 0 --image 7 --query 3,5 --png images.png > images.csv
 
-    Columns: store, model, site (the block), depth, rel_depth, head, row and col (of the key; the
-    signed offset key minus query for aligned), metric, value, n_images; std and the 95 % interval
-    low, high over images where there is one number a head or a rollout. Single images have columns
-    image and token (the query: cls, mean or ROW,COL) in place of n_images.
+    Columns: store, model, site and block (the block), depth, rel_depth, row and col (of the key;
+    the signed offset key minus query for aligned), head, metric, value, n_images; std and the 95 %
+    interval low, high over images where there is one number a head or a rollout. Single images have
+    columns image and token (the query: cls, mean or ROW,COL) in place of n_images.
     """
     from functools import partial
 

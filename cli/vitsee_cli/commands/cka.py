@@ -57,8 +57,8 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     error and 95 % interval; otherwise over minibatches, whose spread is the estimator's own noise.
     Gram matrices are kept beside each store and used again.
 
-    Columns: store_a, site_a, depth_a, store_b, site_b, depth_b, cka, std, low, high, spread (what
-    std is), n_images.
+    Columns: store_a, model_a, site_a, block_a, depth_a, rel_depth_a, the same with _b, metric
+    (cka), value, std, low, high, spread (what std is), n_images.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import cka

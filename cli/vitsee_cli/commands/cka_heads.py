@@ -56,8 +56,9 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
       $ vitsee cka-heads b16.zarr r50.zarr --sites-b 'layer1.*.out' --window 2
       $ vitsee cka-heads b16.zarr r50.zarr --cumulative --png cumulative.png > cumulative.csv
 
-    Columns: store_a, site_a, depth_a, heads (from the most local on), distance_px (their mean),
-    store_b, site_b, depth_b, cka, std, low, high, spread (what std is), n_images.
+    Columns: store_a, model_a, site_a, block_a, depth_a, rel_depth_a, the same with _b, heads (from
+    the most local on), distance_px (their mean), metric (cka), value, std, low, high, spread (what
+    std is), n_images.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import cka_heads

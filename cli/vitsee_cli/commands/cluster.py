@@ -68,8 +68,8 @@ def command(
       $ vitsee cluster b16.zarr dino=vits16-dino.zarr --k 50 --images 5000 --png both.png
       $ vitsee cluster b16.zarr --tokens mean --seeds 10
 
-    Columns: store, model, site, depth, rel_depth, k, metric (purity, nmi, ari), value, std over
-    seeds, n_images, baseline. The figure shows the three against depth.
+    Columns: store, model, site, block, depth, rel_depth, k, metric (purity, nmi, ari), value, std
+    over seeds, n_images, baseline. The figure shows the three against depth.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_cli.console import Reporter

@@ -48,9 +48,10 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
 
     --images rounds up to whole slabs, as fields are kept as their sums.
 
-    Columns: store, model, site, depth, rel_depth, row, col (of gradient: the first pixel of each
-    square of the field; else empty), metric, value, std and the 95 % interval low, high over images
-    (from 10 slabs on), n_images. The figure shows each site's field, and the radii against depth.
+    Columns: store, model, site, block, depth, rel_depth, row, col (of gradient: the first pixel of
+    each square of the field; else empty), metric, value, std and the 95 % interval low, high over
+    images (from 10 slabs on), n_images. The figure shows each site's field, and the radii against
+    depth.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import erf

@@ -80,12 +80,12 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
       $ vitsee head-types mae=a.zarr dino=b.zarr --png both.png > both.csv
       $ vitsee head-types b16.zarr --strict 0.4 | grep same_type_thresholds
 
-    Columns: store, model, site (the block), depth, rel_depth, head, type, detail (the direction of
-    an offset head; row, column or cross of an axial one), row, col, metric, value, std, low, high,
-    n_images. One row a head and score; same_type_thresholds is the share of other thresholds (each
-    one times 0.8 and times 1.25) that give the same type, same_type_slabs that of the images
-    without one slab. Rows of the metric aligned are the map of one head of each type, row and col
-    the offset from the query. The figure shows counts by block and these maps.
+    Columns: store, model, site and block (the block), depth, rel_depth, row, col, head, type,
+    detail (the direction of an offset head; row, column or cross of an axial one), metric, value,
+    std, low, high, n_images. One row a head and score; same_type_thresholds is the share of other
+    thresholds (each one times 0.8 and times 1.25) that give the same type, same_type_slabs that of
+    the images without one slab. Rows of the metric aligned are the map of one head of each type,
+    row and col the offset from the query. The figure shows counts by block and these maps.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import head_types

@@ -82,8 +82,9 @@ def command(train: StorePath, test: StorePath, outputs: Outputs, **parameters: A
       $ vitsee knn train.zarr b16.zarr -o knn.csv --png knn.png
       $ vitsee knn train.zarr b16.zarr --k 10 --k 100 --sites pooled --baseline random
 
-    Columns: store (TEST), model, site, depth, rel_depth, k, metric (top1, top5), value, std and the
-    95 % interval low, high over test images, n_images, baseline. top5 needs k >= 5 and more than 5
+    Columns: store (TEST), model, site, block, depth, rel_depth, class (with --per-class), k, metric
+    (top1, top5), value, std and the 95 % interval low, high over test images, n_images, baseline.
+    top5 needs k >= 5 and more than 5
     classes, and counts only classes that a neighbour has. The figure shows accuracy against depth.
     """
     from vitsee_cli.analysis import run_analysis

@@ -47,9 +47,9 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
       $ vitsee localize b32.zarr --tokens cls --png cls.png > cls.csv
       $ vitsee localize cls=a.zarr gap=b.zarr r50.zarr --summary site --png depth.png > depth.csv
 
-    Columns: store, model, site, depth, rel_depth, token (ROW,COL or cls), row and col of the patch,
-    cka, std, low, high, spread (what std is), n_images. With --summary token a metric and value in
-    place of cka: own_cka, own_rank (1: no patch is more similar), own_rank_relative (0 first, 1
+    Columns: store, model, site, block, depth, rel_depth, token (ROW,COL or cls), row and col of the
+    patch, metric (cka), value, std, low, high, spread (what std is), n_images. With --summary token
+    the metrics own_cka, own_rank (1: no patch is more similar), own_rank_relative (0 first, 1
     last), own_margin (own less best other), peak_distance_px (from the own to the most similar
     patch); with --summary site also own_top1, the fraction of tokens whose own patch is first,
     n_tokens, and baseline rows with what chance gives. Exact over all images, or over a sample of

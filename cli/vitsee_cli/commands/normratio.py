@@ -66,9 +66,10 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     patches: the mean over patches (locations of a CNN); all: prefix and patches; flat: all tokens
     of an image as one vector (Walmer et al. 2023).
 
-    Columns: store, model, site (the sublayer), depth, rel_depth, token (cls, reg0, registers,
-    patches, flat; empty for a patch), row, col, metric, value, std and the 95 % interval low, high
-    over images, n_images. The figure shows tokens against sublayers, and means against depth.
+    Columns: store, model, site (the sublayer), block, depth, rel_depth, token (cls, reg0,
+    registers, patches, flat; empty for a patch), row, col, metric, value, std and the 95 % interval
+    low, high over images, n_images. The figure shows tokens against sublayers, and means against
+    depth.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_cli.console import Reporter

@@ -209,11 +209,11 @@ def command(
 
     --tokens: cls, mean (over patches), mean-all, first, rest (mean of all but the first), ROW,COL;
     each: a probe for every token, and their mean over patches, called each; all: side by side.
-    Columns: store (the one that tests), model, site, depth, rel_depth, token, row, col, shots
-    (empty: all), l2 (as used), metric (top1; top5 with more than five classes), value and std over
-    seeds, the 95 % interval low, high over test images, n_images, baseline. The figure shows
-    accuracy against depth, and maps of the tokens where each was probed. For other models run it
-    again: best-layer reads several results.
+    Columns: store (the one that tests), model, site, block, depth, rel_depth, token, row, col,
+    class (with --per-class), shots (empty: all), l2 (as used), metric (top1; top5 with more than
+    five classes), value and std over seeds, the 95 % interval low, high over test images, n_images,
+    baseline. The figure shows accuracy against depth, and maps of the tokens where each was probed.
+    For other models run it again: best-layer reads several results.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_cli.console import Reporter

@@ -124,10 +124,11 @@ def command(
     file every annotation is foreground, crowd regions are void. Tokens that are void by more than
     half count on neither side.
 
-    Columns: store, model, site (the block), depth, rel_depth, token (cls or mean: whose attention),
-    head, metric (iou), baseline, best (head: the block's best one), value, std and the 95 %
-    interval low, high over images, n_images. Rows with a baseline tell what blind maps reach:
-    uniform (chance decides among equal tokens), centre (a Gaussian about the middle), random.
+    Columns: store, model, site and block (the block), depth, rel_depth, token (cls or mean: whose
+    attention), head, best (head: the block's best one), metric (iou), value, std and the 95 %
+    interval low, high over images, n_images, baseline. Rows with a baseline tell what blind maps
+    reach: uniform (chance decides among equal tokens), centre (a Gaussian about the middle),
+    random.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import saliency

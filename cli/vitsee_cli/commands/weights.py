@@ -72,12 +72,12 @@ def command(source: str, outputs: Outputs, scale: str, **parameters: Any) -> Non
 
     \b
     Columns: store, model, site (layer or tensor), metric and what applies of
-      component, filter, channel   counted from 0
       row, col                     pixel of a filter; cosine: a patch of the grid
+      component, filter, channel   counted from 0
       other_row, other_col         cosine: the other patch
-      value                        variance_share of a component; cosine; weight of a
-                                   component or filter at a pixel
-      cumulative                   share of variance of a component and all before it
+      value                        variance_share of a component, variance_cumulative of it
+                                   and all before; cosine; weight of a component or filter
+                                   at a pixel
     """
     from functools import partial
 

@@ -1,0 +1,172 @@
+"""The columns of every command's table: one grammar."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import pkgutil
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+import vitsee_core.analyses
+from vitsee_cli.main import main
+from vitsee_core.columns import block_of_sublayer
+
+# Written out anew, as a reader of the documentation has them.
+SITE = ["store", "model", "site", "block", "depth", "rel_depth"]
+PAIR = [f"{name}_a" for name in SITE] + [f"{name}_b" for name in SITE]
+ABOUT = ["token", "row", "col", "head", "class", "query", "video", "object", "segment"]
+VALUES = ["metric", "value", "std", "low", "high", "spread"]
+VIT = ["vit.zarr"]
+TABLES = {
+    "attn-dist": [VIT],
+    "attn-map": [
+        [*VIT, "--kind", "mean-cls"],
+        [*VIT, "--kind", "rollout"],
+        [*VIT, "--kind", "entropy"],
+        [*VIT, "--image", "0", "--query", "0,1"],
+    ],
+    "best-layer": [["knn.csv"]],
+    "cka": [VIT, [*VIT, "cnn.zarr"]],
+    "cka-heads": [[*VIT, "cnn.zarr"]],
+    "cluster": [[*VIT, "--k", "2"]],
+    "erf": [VIT],
+    "head-types": [VIT],
+    "knn": [["train.zarr", *VIT, "--k", "3", "--per-class"]],
+    "localize": [VIT, [*VIT, "--summary", "token"], [*VIT, "--summary", "site"]],
+    "normratio": [VIT, ["cnn.zarr"]],
+    "probe": [["train.zarr", *VIT, "--tokens", "each", "--per-class"]],
+    "saliency": [[*VIT, "--masks", "masks"]],
+    "weights": [VIT],
+}
+
+
+def vitsee(*args: object) -> str:
+    result = CliRunner().invoke(main, [*map(str, args)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Stores of two small models with everything that the commands read, and masks."""
+    path = tmp_path_factory.mktemp("columns")
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        of_class = f"class{i % 2}/{i}.png"
+        for name, split in (("data", 0), ("other", 1)):
+            file = path / name / of_class
+            file.parent.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels // (1 + split)).save(file)
+        mask = path / "masks" / of_class
+        mask.parent.mkdir(parents=True, exist_ok=True)
+        square = np.zeros((32, 32), np.uint8)
+        square[:16, :20] = 1
+        Image.fromarray(square).save(mask)
+    vit = ["test_vit", "--random-init", "0", "--img-size", "32", "--model-arg", "patch_size=8"]
+    cnn = ["test_resnet", "--random-init", "0", "--img-size", "32"]
+    all_of_it = ["--sites", "all", "--inputs", "--erf", "4", "--slab", "4"]
+    runs = {
+        "vit.zarr": [*vit, *all_of_it, "--attention", "full", "--data", path / "data"],
+        "cnn.zarr": [*cnn, "--data", path / "data"],
+        "train.zarr": [*vit, "--data", path / "other"],
+    }
+    for name, args in runs.items():
+        vitsee("extract", *args, "-o", path / name)
+    vitsee("knn", path / "train.zarr", path / "vit.zarr", "--k", "3", "-o", path / "knn.csv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        yield path
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """The grammar: where, what about, the command's own, values, counts, baseline."""
+    known = [*SITE, *PAIR, *ABOUT, "own", *VALUES, "counts", "baseline"]
+
+    def place(name: str) -> int:
+        if name in known:
+            return known.index(name)
+        return known.index("counts" if name.startswith("n_") else "own")
+
+    return sorted(names, key=place)
+
+
+def tables() -> list[tuple[str, tuple[str, ...]]]:
+    """(module and constant, columns) of every analysis."""
+    found = []
+    for info in pkgutil.iter_modules(vitsee_core.analyses.__path__):
+        module = importlib.import_module(f"vitsee_core.analyses.{info.name}")
+        own = [name for name in vars(module) if name.endswith("COLUMNS")]
+        assert own, f"{info.name} names no COLUMNS"
+        found += [(f"{info.name}.{name}", getattr(module, name)) for name in own]
+    return found
+
+
+@pytest.mark.parametrize(("what", "columns"), tables())
+def test_every_analysis_names_its_columns_in_order(what: str, columns: tuple[str, ...]) -> None:
+    assert list(columns) == in_order(columns), what
+    assert {"metric", "value"} <= {*columns}
+    assert columns[:6] == tuple(SITE) or columns[:12] == tuple(PAIR) or what == "weights.COLUMNS"
+
+
+@pytest.mark.parametrize("command", TABLES)
+@pytest.mark.usefixtures("folder")
+def test_one_grammar(command: str) -> None:
+    for args in TABLES[command]:
+        rows = list(csv.DictReader(io.StringIO(vitsee(command, *args))))
+        names = list(rows[0])
+        assert names == in_order(names)
+        assert {"metric", "value"} <= {*names}
+        if command == "weights":  # of a tensor, not of a place in depth
+            assert names[:3] == SITE[:3]
+        else:
+            assert names[:12] == PAIR if "site_a" in names else names[:6] == SITE
+            for row in rows:
+                check_blocks(row)
+
+
+def check_blocks(row: dict[str, str]) -> None:
+    """The block is what the site's name says; outside of blocks there is none."""
+    for side in ("_a", "_b") if "site_a" in row else ("",):
+        site, block = row[f"site{side}"], row[f"block{side}"]
+        match = re.match(r"(blocks|layer\d)\.\d+", site)
+        assert block == (match[0] if match else "")
+        assert row[f"model{side}"] in ("test_vit", "test_resnet")
+
+
+def test_tables_join_on_store_and_block(folder: Path) -> None:
+    assert folder.is_dir()
+    tables = [
+        {
+            (row["store"], row["block"])
+            for row in csv.DictReader(io.StringIO(vitsee(command, "vit.zarr", *options)))
+        }
+        for command, *options in (
+            ("attn-dist",),
+            ("normratio", "--sites", "attn"),
+            ("cluster", "--k", "2", "--sites", "blocks.*.out"),
+        )
+    ]
+    assert tables[0] == tables[1] == tables[2] != {("vit", "")}
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("blocks.3.attn", "blocks.3"),
+        ("blocks.3.mlp", "blocks.3"),
+        ("stages.0.blocks.1.token", "stages.0.blocks.1"),
+        ("layer1.0", "layer1.0"),
+        ("blocks.11", "blocks.11"),
+    ],
+)
+def test_the_block_of_a_sublayer(name: str, block: str) -> None:
+    assert block_of_sublayer(name) == block

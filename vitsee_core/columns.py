@@ -1,0 +1,68 @@
+"""The columns of result tables: their names, their order, and what stands in the first of them.
+
+Every table has its columns in one order, each only where the analysis has it:
+
+1. `SITE`, where the row was measured; a comparison has these twice, `PAIR`;
+2. `ABOUT`, what the row is about, then the analysis' own columns (`type`, `shots`, `l2`, `k`, ...);
+3. `VALUES`: the metric's name, its value, the spread and what `std` is (`spread`);
+4. counts (`n_images`, ...), then `baseline`, empty in the rows about the model.
+
+`block` is the path of the block that a site lies in (`blocks.3`, `layer1.0`), empty outside of
+blocks, so that the tables of different analyses join on store and block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+SITE = ("store", "model", "site", "block", "depth", "rel_depth")
+PAIR = tuple(f"{name}_{side}" for side in "ab" for name in SITE)
+ABOUT = ("token", "row", "col", "head", "class", "query", "video", "object", "segment")
+VALUES = ("metric", "value", "std", "low", "high", "spread")
+BASELINE = "baseline"
+# Parts of a block that name a residual sublayer (`blocks.3.attn`).
+SUBLAYERS = ("attn", "mlp", "token", "channel")
+
+
+class Measured(Protocol):
+    """A site, or a block or sublayer that is measured as a whole, with its place in the model."""
+
+    @property
+    def name(self) -> str:
+        """What the rows call it."""
+
+    @property
+    def block(self) -> str | None:
+        """The path of the block it lies in, if it lies in one."""
+
+    @property
+    def depth(self) -> int:
+        """Its number among those of its kind."""
+
+    @property
+    def rel_depth(self) -> float:
+        """The same over the last one's number."""
+
+
+def site_columns(store: Store, site: Measured, side: str = "") -> dict[str, Any]:
+    """The cells of `SITE` for a row about a site of a store; side: "a" or "b" of a comparison."""
+    cells = (
+        *(store.label, store.manifest.model.get("name", ""), site.name, site.block or ""),
+        *(site.depth, site.rel_depth),
+    )
+    end = f"_{side}" if side else ""
+    return {f"{name}{end}": cell for name, cell in zip(SITE, cells, strict=True)}
+
+
+def pair_columns(a: tuple[Store, Measured], b: tuple[Store, Measured]) -> dict[str, Any]:
+    """The cells of `PAIR` for a row about two sites."""
+    return site_columns(*a, "a") | site_columns(*b, "b")
+
+
+def block_of_sublayer(name: str) -> str:
+    """`blocks.3` of the sublayer `blocks.3.attn`; a sublayer that is a whole block is its own."""
+    block, _, part = name.rpartition(".")
+    return block if part in SUBLAYERS else name
