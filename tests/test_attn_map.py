@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -515,6 +516,43 @@ def test_aligned_maps_have_midlines() -> None:
     assert len(segments) == 2 * 6
     assert segments[0].tolist() == [[-0.5, 1.0], [4.5, 1.0]]
     assert not plot(fake_maps(2, 3, (3, 5))).axes[0].collections
+
+
+def drawn_values(figure: Figure) -> Array:
+    drawn: Array = np.asarray(figure.axes[0].images[0].get_array())
+    return drawn[np.isfinite(drawn)]
+
+
+def test_uniform_attention_has_no_bright_centre(tmp_path: Path) -> None:
+    """Its mass by offset has one, the number of pairs of patches that far apart."""
+    store = one_head(tmp_path / "a.zarr", np.full((12, 12), 1 / 12), grid=(3, 4))
+    table = run(store, kind="aligned")
+    mass = cells(table, "blocks.0", 0, (5, 7))
+    assert mass[2, 3] == pytest.approx(12 / 144) and mass[0, 0] == pytest.approx(1 / 144)
+    assert drawn_values(plot(table)) == pytest.approx(1 / 12, rel=1e-6)
+    assert drawn_values(plot(table, coverage=False)).max() == pytest.approx(12 / 144)
+
+
+def test_colours_where_all_heads_are_near_uniform() -> None:
+    table = fake_maps(2, 2, (3, 3))
+    table = Table(table.columns | {"value": 0.1 + 0.01 * table["value"]})
+    figure = plot(table)
+    norm = figure.axes[0].images[0].norm
+    assert (norm.vmin, norm.vmax) == (table["value"].min(), table["value"].max())
+    assert "do not start at 0" in figure.axes[-1].get_ylabel()
+
+
+def test_constant_maps_have_one_colour() -> None:
+    table = fake_maps(2, 2, (3, 3))
+    rounding = 1e-9 * np.random.default_rng(0).random(len(table))
+    norm = plot(Table(table.columns | {"value": 0.1 + rounding})).axes[0].images[0].norm
+    assert norm.vmin == 0
+
+
+def test_one_map_says_which_it_is() -> None:
+    table = fake_maps(3, 2, (3, 3)).where(depth=2, head=1)
+    texts = [text.get_text() for text in plot(table).texts]
+    assert "a, blocks.2 head 1" in texts and "mean attention of the class token (n = 10)" in texts
 
 
 def test_every_token_grid_has_its_own_tiles() -> None:

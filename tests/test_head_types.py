@@ -433,6 +433,14 @@ def test_several_grids_and_stores(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- figure, command
 
 
+def test_an_example_of_uniform_attention_is_flat(tmp_path: Path) -> None:
+    made = random_attention(layout((3, 3)), 4, [1])
+    made.a[0][:] = 1 / made.a[0].shape[-1]
+    figure = plot(run(write(tmp_path / "a.zarr", [made])))
+    (example,) = [axes for axes in figure.axes if axes.images]
+    assert example.get_xlabel().endswith("0.111 to 0.111")
+
+
 def test_bars_count_heads(tmp_path: Path) -> None:
     store, _ = typed_store(tmp_path / "a.zarr")
     axes = plot(run(store)).axes[0]

@@ -534,6 +534,17 @@ def test_minibatches_are_means_of_repeats(store: Store) -> None:
     assert run(store, tokens=["0,0"], batch=10, seed=1)["value"][0] != preset["value"][0]
 
 
+def test_scales_of_the_summary_do_not_depend_on_how_alike_the_tokens_are(store: Store) -> None:
+    table = run(store, summary="token")
+    for value, margin in ((1.0, 0.0), (2.0, 0.5)):
+        values = np.where(table["metric"] == "own_margin", margin, value)
+        figure = plot(Table(table.columns | {"value": values}))
+        own, rank, less = (axes.images[0].norm for axes in figure.axes[:3])
+        assert (own.vmin, own.vmax) == (0, value)
+        assert (rank.vmin, rank.vmax) == (1, 6)
+        assert (less.vmin, less.vmax) == ((-1, 1) if margin == 0 else (-margin, margin))
+
+
 def test_summaries_are_those_of_the_maps(store: Store) -> None:
     maps = maps_of(run(store))
     table = run(store, summary="token")

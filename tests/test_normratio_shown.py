@@ -35,14 +35,26 @@ def test_curves_of_several_stores(tmp_path: Path) -> None:
     assert len(figure.axes) == 5
     labels = [line.get_label() for line in figure.axes[0].lines]
     assert labels == [
-        *("vit CLS, attention", "vit spatial, attention", "vit CLS, MLP", "vit spatial, MLP"),
-        *("resnet spatial, blocks", "skip = branch"),
+        *("vit CLS, attention", "vit patches, attention", "vit CLS, MLP", "vit patches, MLP"),
+        *("resnet patches, blocks", "skip = branch"),
     ]
     rows = table.where(store="vit", token="cls", metric="norm_ratio")
     rows = rows.where(site=[SITES[0], SITES[2]])
     line = figure.axes[0].lines[0]
     assert np.array_equal(np.asarray(line.get_xdata()), rows["rel_depth"])
     assert np.array_equal(np.asarray(line.get_ydata()), rows["value"])
+
+
+def test_no_two_curves_look_alike(tmp_path: Path) -> None:
+    """Nine stores: more than there are colours."""
+    stores = [vit(tmp_path / f"s{i}.zarr") for i in range(9)]
+    lines = plot(run(*stores, tokens=["cls", "patches"])).axes[0].lines[:-1]
+    looks = {
+        (line.get_color(), line.get_marker(), str(line.get_linestyle()), line.get_label())
+        for line in lines
+    }
+    assert len(lines) == 9 * 2 * 2
+    assert len({look[:3] for look in looks}) == len(looks) == len(lines)
 
 
 def test_maps_of_tokens(tmp_path: Path) -> None:
@@ -54,12 +66,12 @@ def test_maps_of_tokens(tmp_path: Path) -> None:
     assert len(figure.axes) == 2 * 4
     attention = figure.axes[0]
     assert attention.get_title(loc="left") == "a, attention (n = 10)"
-    assert [t.get_text() for t in attention.get_yticklabels()] == ["CLS", "0,0", "1,0", "2,0"]
+    assert [t.get_text() for t in attention.get_yticklabels()] == ["CLS", "0", "1", "2"]
     rows = table.where(metric="norm_ratio", site=[SITES[0], SITES[2]])
     cls, *columns = [np.asarray(image.get_array()) for image in attention.images]
     assert np.array_equal(cls[0], rows["value"][[0, 10]])
     assert np.array_equal(np.concatenate(columns, 1), rows["value"].reshape(2, 10)[:, 1:].T)
-    spatial = next(x for x in figure.axes[3].lines if x.get_label() == "spatial, attention")
+    spatial = next(x for x in figure.axes[3].lines if x.get_label() == "patches, attention")
     expected = run(store, tokens=["patches"], metrics=["norm_ratio"], sites=["attn"])["value"]
     assert np.asarray(spatial.get_ydata()) == pytest.approx(expected, rel=1e-14)
 

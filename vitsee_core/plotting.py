@@ -121,8 +121,9 @@ def reference_line(axes: Axes, value: float, text: str) -> None:
     )
 
 
-def legend_above_data(axes: Axes, columns: int) -> None:
-    """A legend in a strip of its own at the top: the y axis starts at 0 and makes room for it.
+def legend_above_data(axes: Axes, columns: int, *, from_zero: bool = True) -> None:
+    """A legend in a strip of its own at the top: the y axis makes room for it and starts at 0, or
+    a little below the data.
 
     To be called when all is drawn; a later, larger upper limit keeps it clear too.
     """
@@ -130,7 +131,9 @@ def legend_above_data(axes: Axes, columns: int) -> None:
     rows = -(-len(legend.get_texts()) // columns)
     height_pt = axes.bbox.height * 72 / axes.figure.dpi
     strip = min((rows * 12 + 6) / height_pt, 0.6)
-    axes.set_ylim(0, axes.dataLim.y1 / (1 - strip) if axes.dataLim.y1 > 0 else 1)
+    low, high = axes.dataLim.y0, axes.dataLim.y1
+    low = 0.0 if from_zero else low - 0.08 * (high - low)
+    axes.set_ylim(low, low + (high - low) / (1 - strip) if high > low else low + 1)
 
 
 def png_bytes(figure: Figure) -> bytes:

@@ -9,8 +9,10 @@ For A (queries by keys) of one image and one head, over spatial keys k; means go
 - `aligned`: every query's map is shifted so that the query is at the centre, rows renormalised
   over spatial keys, and averaged over queries and images (Aligned Aggregated Attention Maps; Walmer
   et al. 2023, Figs. 3, 14, 18). Cells are offsets key minus query, of total mass 1 (their code's
-  sum to its batch size). Far offsets exist for few queries: `coverage` divides each cell by the
-  share of queries that have a key there, which turns uniform attention into the constant 1 / keys.
+  sum to its batch size). Far offsets exist for few queries, so that uniform attention has most mass
+  at small offsets, as a local head has: `coverage` divides each cell by the share of queries that
+  have a key there, which turns uniform attention into the constant 1 / keys. The picture shows
+  these values unless told otherwise; Walmer et al. draw the mass.
 - `rollout`: the class token's row (without one: the mean over spatial queries) of the product of
   all blocks' 0.5 mean_h A + 0.5 I, rows renormalised (Abnar & Zuidema 2020). Dosovitskiy et al.
   2021, Figs. 6, 13, name no residual term: `residual=False` leaves I out.
@@ -37,7 +39,7 @@ from vitsee_core.attention.head_maps import (
     chosen_blocks,
     map_columns,
     mean_maps,
-    query_coverage,
+    per_query,
     spatial,
     sum_slabs,
 )
@@ -75,7 +77,7 @@ TITLES = {
     "mean_cls": "mean attention of the class token",
     "mean_spatial": "mean attention of the patches",
     "aligned": "aligned attention, share of mass by offset",
-    "aligned_coverage": "aligned attention, per query with a key at the offset",
+    "aligned_coverage": "aligned attention, mean of the queries with a key at the offset",
     "rollout": "attention rollout",
     "rollout_no_residual": "attention rollout without residual term",
 }
@@ -191,8 +193,7 @@ def _means(
         sums = total.sums[SUMS[kind], block.group][0, block.row, heads]
         maps, n = mean_maps(sums, int(total.n_images[0]), block.layout, kind)
         if corrected:
-            assert block.layout.grid is not None
-            maps = maps / query_coverage(block.layout.grid)
+            maps = per_query(maps)
         found.append((block, heads, maps, n))
     return found
 
@@ -268,7 +269,7 @@ def _numbers(
 
 
 @styled
-def plot(table: Table, scale: str = "shared") -> Figure:
+def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
     """A grid of maps, layers in rows and heads in columns, each token grid of a model for itself;
     for single images their pictures, maps and rollouts; for one number a head, the heads against
     depth. From the table alone (a single image's picture is in its notes).
@@ -277,11 +278,17 @@ def plot(table: Table, scale: str = "shared") -> Figure:
         table: from `run`.
         scale: "shared": all maps on one colour scale; "head": each over its own range, so that
             intensities do not compare between heads.
+        coverage: draw `aligned` corrected for coverage, whatever the table holds: else uniform
+            attention shows a bright centre, the number of pairs of patches at each offset.
     """
     if "token" in table.columns:
         return draw_images(table, scale)
     if "row" not in table.columns:
         return draw_numbers(table)
     metric = str(table["metric"][0])
+    convert = None
+    if metric == "aligned" and coverage:
+        metric, convert = "aligned_coverage", per_query
     unit = "attention" if metric == "aligned_coverage" else "share of attention"
-    return draw_grid(table, TITLES[metric], scale, unit, midlines=metric.startswith("aligned"))
+    midlines = metric.startswith("aligned")
+    return draw_grid(table, TITLES[metric], scale, unit, midlines=midlines, convert=convert)

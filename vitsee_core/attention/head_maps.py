@@ -127,6 +127,13 @@ def query_coverage(grid: tuple[int, int]) -> Float:
     return np.outer(gh - abs(dy), gw - abs(dx)) / (gh * gw)
 
 
+def per_query(aligned: Float) -> Float:
+    """Mass by offset, (..., 2 rows - 1, 2 cols - 1), as the mean attention of those queries that
+    have a key there: constant for uniform attention, whose mass is not."""
+    height, width = aligned.shape[-2:]
+    return aligned / query_coverage(((height + 1) // 2, (width + 1) // 2))
+
+
 def chosen_blocks(store: Store, sites: Sequence[str]) -> list[Block]:
     """The blocks that `sites` choose (see `attention_blocks`); those whose attention extract left
     out are named with their reasons.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vitsee_core.figures.head_tiles import NOT_FROM_ZERO, colour_range
 from vitsee_core.plotting import (
     COLOURS,
     integer_ticks,
@@ -27,7 +28,8 @@ UNITS = {
 
 def draw_numbers(table: Table) -> Figure:
     """Left: every head with its 95 % interval against depth, the layers' means as a line. Right:
-    the same by layer and head. To be called below `styled`."""
+    the same by layer and head. Both start at 0, or, where all values are alike, at the least one.
+    To be called below `styled`."""
     metric = str(table["metric"][0])
     depths = np.unique(table["depth"])
     n_heads = int(table["head"].max()) + 1
@@ -55,10 +57,11 @@ def draw_numbers(table: Table) -> Figure:
     left.set_xlabel("block")
     left.set_ylabel(UNITS.get(metric, metric))
     left.set_title(f"{shorten(str(table['store'][0]), 24)} (n = {table['n_images'].max()})")
-    legend_above_data(left, 2)
     values = np.full((len(depths), n_heads), np.nan)
     values[np.searchsorted(depths, table["depth"]), table["head"]] = table["value"]
-    image = right.imshow(values, vmin=0, origin="upper", aspect="equal")
+    lowest, highest = colour_range(values)
+    legend_above_data(left, 2, from_zero=lowest == 0)
+    image = right.imshow(values, vmin=lowest, vmax=highest, origin="upper", aspect="equal")
     right.grid(False)
     labels = [shorten(str(table["site"][table["depth"] == d][0]), 18) for d in depths]
     right.set_yticks(range(len(depths)), labels)
@@ -69,6 +72,7 @@ def draw_numbers(table: Table) -> Figure:
         spine.set_visible(False)
     right.tick_params(length=0)
     bar = figure.colorbar(image, ax=right, fraction=0.05, pad=0.03)
-    bar.set_label(UNITS.get(metric, metric))
+    unit = UNITS.get(metric, metric)
+    bar.set_label(f"{unit}\n{NOT_FROM_ZERO}" if lowest > 0 else unit)
     bar.outline.set_visible(False)  # type: ignore[operator]
     return figure

@@ -5,7 +5,7 @@ All tiles of one grid size are one image, so that 512 heads draw as fast as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ Float = NDArray[np.float64]
 SCALES = ("shared", "head")
 GAP = 0.08  # of a tile
 MIDLINE = "#E8002B"
+NOT_FROM_ZERO = "colours do not start at 0"
 LARGEST, ALONE = 1.1, 3.2  # inches of a tile, and of one that has no others beside it
 
 
@@ -77,8 +78,9 @@ def cut_maps(table: Table) -> Iterator[tuple[int, int, str, Float]]:
         yield int(depth[start]), int(head[start]), str(sites[start]), cells
 
 
-def tile_table(table: Table) -> list[Tiles]:
-    """The maps of a table by grid size, the largest first; rows are the layers that have it."""
+def tile_table(table: Table, convert: Callable[[Float], Float] | None = None) -> list[Tiles]:
+    """The maps of a table, each as `convert` makes it, by grid size, the largest first; rows are
+    the layers that have it."""
     by_size: dict[tuple[int, ...], list[tuple[int, int, str, Float]]] = {}
     for entry in cut_maps(table):
         by_size.setdefault(entry[3].shape, []).append(entry)
@@ -87,19 +89,31 @@ def tile_table(table: Table) -> list[Tiles]:
         depths = list(dict.fromkeys(entry[0] for entry in entries))
         heads = sorted({entry[1] for entry in entries})
         sites = {depth: site for depth, _, site, _ in entries}
-        maps = {(depths.index(d), heads.index(h)): values for d, h, _, values in entries}
+        maps = {
+            (depths.index(d), heads.index(h)): convert(values) if convert else values
+            for d, h, _, values in entries
+        }
         labels = [shorten(sites[depth], 18) for depth in depths]
         found.append(Tiles(maps, labels, [str(h) for h in heads]))
     return sorted(found, key=lambda tiles: -np.prod(tiles.size))
 
 
 def value_range(tiles: Sequence[Tiles]) -> tuple[float, float]:
-    """0 and the largest value of all tiles."""
-    largest = max(
-        (float(np.nanmax(m)) for t in tiles for m in t.maps.values() if np.isfinite(m).any()),
-        default=0.0,
-    )
-    return 0.0, largest if largest > 0 else 1.0
+    """The limits of colours for all tiles, see `colour_range`."""
+    return colour_range(np.concatenate([m.ravel() for t in tiles for m in t.maps.values()]))
+
+
+def colour_range(values: Float) -> tuple[float, float]:
+    """0 and the largest value; the least and the largest where the least is more than half of the
+    largest: on a scale from 0 such values, as of heads near uniform attention, are one colour.
+    Differences below 1e-4 of the values stay one colour.
+    """
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
+    if high <= 0:
+        return 0.0, 1.0
+    narrow = low > high / 2 and high - low > 1e-4 * high
+    return (low if narrow else 0.0), high
 
 
 def draw_tiles(
@@ -113,14 +127,15 @@ def draw_tiles(
 ) -> AxesImage:
     """Draw the tiles into `axes`, which loses its frame; what `imshow` gave.
 
-    The shared colours follow the cube root: beside one head that looks at one key, all others would
-    be black on a straight scale (uniform attention on 16 x 16 cells is 1 / 256 of it).
+    Shared colours from 0 follow the cube root: beside one head that looks at one key, all others
+    would be black on a straight scale (uniform attention on 16 x 16 cells is 1 / 256 of it).
 
     Args:
         axes: below `styled`.
         tiles: the maps.
-        scale: "shared" or "plain": values as they are over `limits`, coloured by their cube root or
-            straight; "head": each map over its own range, 0 its least and 1 its largest value.
+        scale: "shared" or "plain": values as they are over `limits`, coloured by their cube root
+            (straight where `limits` do not start at 0) or straight; "head": each map over its own
+            range, 0 its least and 1 its largest value.
         limits: of the colours, unless "head".
         midlines: red lines through the middle of each tile.
         every: label each so many-th column.
@@ -136,7 +151,7 @@ def draw_tiles(
     norms = {
         "head": Normalize(0, 1),
         "plain": Normalize(*limits),
-        "shared": PowerNorm(1 / 3, *limits),
+        "shared": PowerNorm(1 / 3, *limits) if limits[0] == 0 else Normalize(*limits),
     }
     image = axes.imshow(whole, origin="upper", aspect="equal", norm=norms[scale])
     axes.grid(False)
@@ -199,12 +214,16 @@ def mark_cell(axes: Axes, tiles: Tiles, cell: tuple[int, int]) -> None:
 
 def style_bar(bar: Any, unit: str, scale: str) -> None:
     """The look of every colour bar beside tiles, and what it says."""
+    from matplotlib.colors import PowerNorm
+
     if scale == "head":
         bar.set_label("each head scaled to its own range")
         bar.set_ticks([0, 1])
         bar.set_ticklabels(["least", "most"])
+    elif isinstance(bar.norm, PowerNorm):
+        bar.set_label(f"{unit} (cube-root colours)")
     else:
-        bar.set_label(unit if scale == "plain" else f"{unit} (cube-root colours)")
+        bar.set_label(unit if bar.norm.vmin == 0 else f"{unit} ({NOT_FROM_ZERO})")
     bar.outline.set_linewidth(0.5)
     bar.outline.set_edgecolor(GREY)
 
@@ -212,7 +231,15 @@ def style_bar(bar: Any, unit: str, scale: str) -> None:
 # ---------------------------------------------------------------- whole figures
 
 
-def draw_grid(table: Table, title: str, scale: str, unit: str, *, midlines: bool = False) -> Figure:
+def draw_grid(
+    table: Table,
+    title: str,
+    scale: str,
+    unit: str,
+    *,
+    midlines: bool = False,
+    convert: Callable[[Float], Float] | None = None,
+) -> Figure:
     """The maps of a table, one picture for each grid size below one another, largest grid first.
 
     To be called below `styled`.
@@ -223,19 +250,19 @@ def draw_grid(table: Table, title: str, scale: str, unit: str, *, midlines: bool
         scale: see `draw_tiles`.
         unit: what the values are.
         midlines: see `draw_tiles`.
+        convert: what is drawn of each map; by default the map.
     """
-    all_tiles = tile_table(table)
+    all_tiles = tile_table(table, convert)
     alone = len(all_tiles) == 1 and len(all_tiles[0].maps) == 1
     limits = value_range(all_tiles)
     if alone:
-        values = all_tiles[0].maps[0, 0]
-        scale, limits = "plain", (float(values.min()), float(values.max()))
+        scale = "plain"
     sizes = [_inches(tiles) for tiles in all_tiles]
     labels = [label for tiles in all_tiles for label in tiles.row_labels]
     left = 0.2 + (0 if alone else CHARACTER_INCHES * max(map(len, labels)))
     # Laid out by hand: the tiles' sizes are known, and so is the room for their labels.
     width = max(left + max(w for _, w in sizes) + 1.1, 4.8)
-    above = 0.15 if alone else 0.5
+    above = 0.25 if alone else 0.5
     height = 0.3 + sum(h + above for h, _ in sizes) + 0.15
     figure = new_figure(width, height)
     figure.set_layout_engine("none")
@@ -253,12 +280,21 @@ def draw_grid(table: Table, title: str, scale: str, unit: str, *, midlines: bool
     low, high = table["n_images"].min(), table["n_images"].max()
     n = f"n = {high}" if low == high else f"n = {low} to {high}"
     text = f"{shorten(str(table['store'][0]), 28)}: {title} ({n})"
+    if alone:
+        text = f"{shorten(str(table['store'][0]), 28)}, {all_tiles[0].row_labels[0]}{_head(table)}"
+        figure.text(0.15 / width, 1 - 0.42 / height, f"{title} ({n})", fontsize=8)
     figure.text(0.15 / width, 1 - 0.25 / height, text, fontsize=10)
     long = min(sizes[0][0], 5.0)
     beside = (left + max(w for _, w in sizes) + 0.15) / width
     place = (beside, (height - 0.3 - above - long) / height, 0.16 / width, long / height)
     style_bar(figure.colorbar(image, cax=figure.add_axes(place)), unit, scale)
     return figure
+
+
+def _head(table: Table) -> str:
+    """Which head a table with one map is about, in words."""
+    head = table["head"][0]
+    return "" if head is None or head != head else f" head {int(head)}"
 
 
 def _inches(tiles: Tiles) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitsee_core.attention.head_geometry import TYPES, UNDEFINED
+from vitsee_core.attention.head_maps import per_query
 from vitsee_core.figures.head_tiles import cut_maps, mark_middle, stretched
 from vitsee_core.plotting import COLOURS, GREY, integer_ticks, new_figure, shorten
 
@@ -22,7 +23,8 @@ TINTS = dict(zip((*TYPES, UNDEFINED), (*COLOURS[:5], "#BDBDBD", "#EEEEEE"), stri
 def draw_types(table: Table) -> Figure:
     """A line of panels a store, from the table alone: heads of each type by block, those hatched
     that change type when some threshold moves by x 0.8 or x 1.25; and the aligned map of the
-    clearest head of each type, each over its own range, midlines in red.
+    clearest head of each type, corrected for coverage, over the range written below it, midlines
+    in red.
     To be called below `styled`."""
     labels = table.unique("store")
     figure = new_figure(11.5, 2.9 * len(labels) + 0.4)
@@ -32,8 +34,8 @@ def draw_types(table: Table) -> Figure:
         0.01,
         0.5,
         "Hatched: heads that change type when one of the thresholds moves by x 0.8 or x 1.25. "
-        "Maps: attention by offset from the query, the clearest head of each type over its own "
-        "range.",
+        "Maps: attention by offset from the query, mean of the queries with a key there, the "
+        "clearest head of each type.",
         fontsize=8,
         va="center",
     )
@@ -86,7 +88,9 @@ def _draw_example(axes: Axes, rows: Table, kind: str) -> None:
         axes.text(0.5, 0.5, "no head", transform=axes.transAxes, ha="center", color=GREY)
         return
     ((_, head, site, values),) = cut_maps(rows)
-    axes.imshow(stretched(values), origin="upper")
+    shown = per_query(values)
+    axes.imshow(stretched(shown), origin="upper")
     mark_middle(axes, values.shape)
     detail = str(rows["detail"][0])
-    axes.set_xlabel(f"{shorten(site, 16)} head {head}" + (f"\n{detail}" if detail else ""))
+    text = f"{shorten(site, 16)} head {head}" + (f"\n{detail}" if detail else "")
+    axes.set_xlabel(f"{text}\n{np.nanmin(shown):.3g} to {np.nanmax(shown):.3g}")

@@ -18,10 +18,12 @@ from vitsee_core.figures.location_curves import (
     derived_curves,
     draw_curve_panels,
 )
+from vitsee_core.figures.token_maps import value_ticks
 from vitsee_core.plotting import GREY, new_figure, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
@@ -167,13 +169,18 @@ def _top(maps: Sequence[Float]) -> float:
     return float(values.max()) if len(values) and values.max() > 0 else 1.0
 
 
-def _show(axes: Axes, values: Any, top: float, colours: str = COLOUR_MAP) -> AxesImage:
-    """A map, first row at the top as in the image; NaN in the colour of no value, masked white."""
+def _show(
+    axes: Axes, values: Any, scale: float | Normalize, colours: str = COLOUR_MAP
+) -> AxesImage:
+    """A map, first row at the top as in the image; NaN in the colour of no value, masked white.
+    scale: of the colours, or the end of a scale that starts at 0."""
     import matplotlib
+    from matplotlib.colors import Normalize
 
     missing = np.isnan(np.ma.filled(values, 0))
     shades = matplotlib.colormaps[colours].with_extremes(bad=(1, 1, 1, 0))
-    image = axes.imshow(values, cmap=shades, vmin=0, vmax=top, origin="upper")
+    norm = scale if isinstance(scale, Normalize) else Normalize(0, scale)
+    image = axes.imshow(values, cmap=shades, norm=norm, origin="upper")
     if missing.any():
         from matplotlib.colors import ListedColormap
 
@@ -239,9 +246,14 @@ def _legend(figure: Any, handles: list[Any], text: str) -> None:
     )  # fmt: skip
 
 
+def _most_tokens(rows: Table) -> int:
+    return max(len(of_site) for _, own in rows.groups("store") for _, of_site in own.groups("site"))
+
+
 def draw_token_summary(table: Table) -> Figure:
     """Maps of the metrics, each token in its place: a line for each site, a column and a scale for
     each metric. To be called below `styled`."""
+    from matplotlib.colors import LogNorm, Normalize
     from matplotlib.patches import Patch
 
     metrics = ("own_cka", "own_rank", "own_margin")
@@ -251,11 +263,13 @@ def draw_token_summary(table: Table) -> Figure:
     for column, metric in enumerate(metrics):
         of_metric = table.where(metric=metric)
         values = of_metric["value"][~np.isnan(of_metric["value"])]
-        low, high = (values.min(), values.max()) if len(values) else (0.0, 1.0)
-        if metric == "own_margin":
-            low, high = -max(abs(low), abs(high)), max(abs(low), abs(high))
-        elif metric == "own_cka":
-            low = 0.0
+        reach = float(abs(values).max()) if len(values) and values.any() else 1.0
+        scale = {
+            "own_cka": Normalize(0, reach),
+            # From first to last of a token's patches, so that ranks mean the same in every figure.
+            "own_rank": LogNorm(1, max(2, _most_tokens(of_metric))),
+            "own_margin": Normalize(-reach, reach),
+        }[metric]
         colours = {"own_margin": "RdBu_r", "own_rank": f"{COLOUR_MAP}_r"}.get(metric, COLOUR_MAP)
         for line, (store, site) in enumerate(places):
             rows = of_metric.where(store=store, site=site)
@@ -263,14 +277,15 @@ def draw_token_summary(table: Table) -> Figure:
             cells = np.full((row.max() + 1, col.max() + 1), np.nan)
             cells[row, col] = rows["value"]
             axes = grid[line, column]
-            image = _show(axes, cells, float(high), colours)
-            image.set_clim(float(low), float(high))
+            image = _show(axes, cells, scale, colours)
             axes.set_xticks(sorted({0, cells.shape[1] - 1}))
             axes.set_yticks(sorted({0, cells.shape[0] - 1}))
             if column == 0:
                 axes.set_ylabel(f"{shorten(store, 20)}\n{shorten(site, 20)}")
         bar = figure.colorbar(image, ax=list(grid[:, column]), location="top", aspect=18)
         bar.set_label(METRICS[metric], fontsize=7.5)
+        if isinstance(scale, LogNorm):
+            value_ticks(bar.ax.xaxis, scale)
     handles = []
     if np.isnan(table.where(metric=metrics[1])["value"]).any():
         handles.append(Patch(facecolor=NO_VALUE, label="no value: constant, or a single patch"))

@@ -183,8 +183,8 @@ def _label_tokens(axes: Axes, panel: MapPanel, tops: Sequence[float], first: boo
         starts = [k for k, (_, col) in enumerate(panel.cells) if col == panel.cells[0][1]]
         shown = starts[:: -(-len(starts) // 8)]
         places += [(k + 0.5) / len(panel.cells) for k in shown]
-        texts += [f"{panel.cells[k][0]},{panel.cells[k][1]}" for k in shown]
-        word = "patch (row, col)"
+        texts += [str(panel.cells[k][0]) for k in shown]
+        word = "patches, by row of the grid"
     else:
         places += [0, 1]
         texts += ["first", "last"]

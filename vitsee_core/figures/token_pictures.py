@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from vitsee_core.figures.depth_curves import site_kind
 from vitsee_core.figures.token_maps import NO_VALUE, MapPanel, colour_scale, draw_map, value_ticks
 from vitsee_core.plotting import (
+    COLOURS,
+    MARKERS,
     colour,
     integer_ticks,
     new_figure,
@@ -47,8 +49,8 @@ KINDS = {
     "channel": "channel mixing",
     "block": "blocks",
 }
-TOKENS = {"cls": "CLS", "dist": "distillation", "patches": "spatial", "flat": "all tokens"}
-STROKES = (("o", "-"), ("s", (0, (4, 2))), ("^", (0, (1, 1.5))), ("D", (0, (5, 2, 1, 2))))
+TOKENS = {"cls": "CLS", "dist": "distillation", "patches": "patches", "flat": "all tokens"}
+DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 NOTHING = "no value: f(z) = 0"
 FEW_CELLS = 6  # so many patches or fewer are curves, more are a map
 Curve = tuple[str, str, str]  # store, token or kind of token, kind of sublayer
@@ -193,16 +195,14 @@ def _draw_curves(axes: Axes, table: Table, metric: str, curves: Sequence[Curve])
     own = _curve_of_rows(rows)
     several = len({store for store, *_ in curves}) > 1
     depth = "rel_depth" if several else "depth"
-    tints = list(dict.fromkeys(curve[:2] for curve in curves))
-    strokes = list(dict.fromkeys(curve[2] for curve in curves))
+    looks = _looks(curves, several)
     for curve in curves:
         picked = rows.take(np.array([other == curve for other in own], bool))
-        tint, number = colour(tints.index(curve[:2])), strokes.index(curve[2])
-        mark, line = STROKES[number % len(STROKES)]
+        look = looks[curve]
         x, y, low, high = _curve(picked, depth, curve[1])
-        axes.fill_between(x, low, high, color=tint, alpha=0.18, linewidth=0)
-        label = _label(curve, several, len(strokes) > 1)
-        axes.plot(x, y, color=tint, marker=mark, linestyle=line, label=label)
+        axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+        label = _label(curve, several, len({kind for *_, kind in curves}) > 1)
+        axes.plot(x, y, label=label, **look)
     scale = colour_scale(metric, _on_one_scale(table, metric))
     if isinstance(scale, LogNorm):
         axes.set_yscale("log")
@@ -223,6 +223,28 @@ def _draw_curves(axes: Axes, table: Table, metric: str, curves: Sequence[Curve])
         integer_ticks(axes, rows["depth"])
     axes.set_xlabel("relative depth of the sublayer" if several else "sublayer")
     axes.set_ylabel(LABELS[metric])
+
+
+def _looks(curves: Sequence[Curve], several: bool) -> dict[Curve, dict[str, Any]]:
+    """How each curve is drawn, no two alike. Of several stores the colour says which, the marker
+    which tokens; of one store the colour says which tokens. Dashes say which kind of sublayer."""
+    stores = list(dict.fromkeys(store for store, *_ in curves))
+    tokens = list(dict.fromkeys(token for _, token, _ in curves))
+    kinds = list(dict.fromkeys(kind for *_, kind in curves))
+    colours, marks = (stores, tokens) if several else (tokens, kinds)
+    found = {}
+    for curve in curves:
+        store, token, kind = curve
+        tint, mark = (store, token) if several else (token, kind)
+        i, stroke = colours.index(tint), DASHES[kinds.index(kind) % len(DASHES)]
+        # A colour that comes again has other markers.
+        shape = MARKERS[(marks.index(mark) + len(marks) * (i // len(COLOURS))) % len(MARKERS)]
+        look = {"color": colour(i), "marker": shape, "linestyle": stroke}
+        # Patches, of which every model has some, lie under the others and are hollow.
+        if several and token == "patches":
+            look |= {"markerfacecolor": "white", "zorder": 1.9}
+        found[curve] = look
+    return found
 
 
 def _curve(rows: Table, depth: str, kind: str) -> tuple[Float, Float, Float, Float]:

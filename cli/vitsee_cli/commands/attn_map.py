@@ -70,9 +70,11 @@ def parse_cell(text: str | tuple[int, int]) -> tuple[int, int]:
     help="Heads of each block, counted from 0. Repeatable.",
 )
 @click.option(
-    "--coverage",
-    is_flag=True,
-    help="With --kind aligned: divide each offset by the share of queries that have a key there.",
+    "--coverage/--no-coverage",
+    default=None,
+    show_default="in the picture, not in the table",
+    help="With --kind aligned: divide each offset by the share of queries that have a key there, "
+    "so that attention spread evenly is flat, or draw the mass as Walmer et al. do.",
 )
 @click.option(
     "--residual/--no-residual",
@@ -98,6 +100,7 @@ def command(
     store: StorePath,
     outputs: Outputs,
     scale: str,
+    coverage: bool | None,
     data: str | None,
     checkpoint: Path | None,
     **parameters: Any,
@@ -133,9 +136,10 @@ def command(
     progress = console.Reporter("attn-map")
     run_analysis(
         attn_map.run,
-        partial(attn_map.plot, scale=scale),
+        partial(attn_map.plot, scale=scale, coverage=coverage is not False),
         (store,),
         outputs,
+        coverage=bool(coverage),
         origin=Origin(data, checkpoint),
         progress=progress,
         **parameters,
