@@ -18,6 +18,9 @@ PER_HEAD = (
     "entropy",
     "query_std",
     "n_queries",
+    "received_max",
+    "received_argmax",
+    "qk_nmi",
 )
 PER_IMAGE = (*PER_HEAD, "head_std", "head_mean", "cls_rows", "received_rows", "full")
 SUMS = ("aligned", "received", "cls_map")

@@ -47,6 +47,9 @@ class Attention:
     entropy: Float
     query_std: Float
     n_queries: Float
+    received_max: Float
+    received_argmax: Float
+    qk_nmi: Float
     head_std: float
     aligned: Float
     received: Float
@@ -67,6 +70,7 @@ def attention(
     spatial = range(n_prefix, n_tokens)
     cells = {t: divmod(t - n_prefix, gw) for t in spatial}
     names = "distance_px distance_px_raw distance_unit prefix_mass entropy query_std n_queries"
+    names += " received_max received_argmax qk_nmi"
     per_head = {name: np.zeros(n_heads) for name in names.split()}
     aligned = np.zeros((n_heads, 2 * gh - 1, 2 * gw - 1))
     received = np.zeros((n_heads, n_tokens))
@@ -95,6 +99,10 @@ def attention(
             per_head["distance_px"][h] = per_head["distance_unit"][h] = math.nan
         spreads = [std([a[h, q, k] for q in spatial]) for k in spatial]
         per_head["query_std"][h] = sum(spreads) / len(spreads)
+        per_head["received_max"][h] = max(received[h])
+        per_head["received_argmax"][h] = list(received[h]).index(max(received[h]))
+        inner = [a[h, q, n_prefix:] / sum(a[h, q, n_prefix:]) for q in counted]
+        per_head["qk_nmi"][h] = shared_information(inner)
     spreads = [std([a[h, q, k] for h in range(n_heads)]) for q in spatial for k in spatial]
     return Attention(
         **per_head,
@@ -104,6 +112,22 @@ def attention(
         cls_map=None if cls is None else a[:, cls],
         head_mean=a.mean(axis=0),
     )
+
+
+def shared_information(rows: list[Float]) -> float:
+    """Normalised mutual information of row numbers, all as likely, and keys: the sum of
+    p(q, k) ln(p(q, k) / (p(q) p(k))) over the root of the product of both entropies; NaN where one
+    is 0."""
+    if len(rows) < 2:
+        return math.nan
+    n, mean = len(rows), np.mean(rows, axis=0)
+    found, of_keys = 0.0, 0.0
+    for row in rows:
+        for joint, key in zip(row / n, mean, strict=True):
+            found += joint * math.log(joint * n / key) if joint > 0 else 0.0
+    for key in mean:
+        of_keys -= key * math.log(key) if key > 0 else 0.0
+    return found / math.sqrt(math.log(n) * of_keys) if of_keys > 0 else math.nan
 
 
 def rollout(

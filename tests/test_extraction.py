@@ -197,6 +197,8 @@ def test_unreadable_images_are_nan_rows_and_named(folder: Path, tmp_path: Path) 
     outs = b.acts("blocks.1.out")[:]
     assert np.isnan(outs[row]).all()
     assert np.isnan(b.attention("distance_px")[row]).all()
+    assert (b.attention("received_argmax")[row] == -1).all()
+    assert (b.attention("n_queries")[row] == 0).all()
     np.testing.assert_allclose(outs[rest], a.acts("blocks.1.out")[:][rest], rtol=2e-3, atol=1e-4)
     slab = row // SLAB
     others = np.flatnonzero((np.arange(N) // SLAB == slab) & (np.arange(N) != row))

@@ -21,7 +21,12 @@ from tests.attention_calls import (
     reduce,
 )
 from vitsee_core.reductions import AttentionReducer, AttentionSummary
+from vitsee_core.reductions.passes import spread_over_heads, spread_over_queries
 from vitsee_stores.layout import TokenLayout
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def expected(layout: TokenLayout, scores: Tensor) -> list[reference.Attention]:
@@ -35,8 +40,8 @@ def expected(layout: TokenLayout, scores: Tensor) -> list[reference.Attention]:
 
 
 def assert_close(found: Tensor, want: Any, name: str) -> None:
-    """float32 softmax and sums of some dozens of terms; spreads come from cancelling squares."""
-    rtol, atol = (2e-4, 1e-4) if name.endswith("_std") else (2e-5, 2e-6)
+    """float32 softmax and sums of some dozens of terms."""
+    rtol, atol = 2e-5, 2e-6
     np.testing.assert_allclose(found.cpu().numpy(), want, rtol=rtol, atol=atol, err_msg=name)
 
 
@@ -95,8 +100,9 @@ def test_only_what_was_asked_for_is_kept() -> None:
 def test_dtypes() -> None:
     layout = TokenLayout(("cls",), (2, 3), stride_px=(8.0, 8.0))
     found = reduce(layout, random_scores(layout))
-    assert found.n_queries.dtype == torch.int32
-    for name in set(PER_HEAD) - {"n_queries"} | {"head_std", "head_mean"}:
+    counts = {"n_queries", "received_argmax"}
+    assert {getattr(found, name).dtype for name in counts} == {torch.int32}
+    for name in set(PER_HEAD) - counts | {"head_std", "head_mean"}:
         assert getattr(found, name).dtype == torch.float32, name
     for name in SUMS:
         assert getattr(found, name).dtype == torch.float64, name
@@ -125,7 +131,73 @@ def test_uniform_attention_has_the_published_distances(
     assert found.entropy.item() == pytest.approx(math.log(n), rel=1e-5)
     assert found.prefix_mass.item() == pytest.approx(1 / n, rel=1e-5)
     assert found.n_queries.item() == n - 1
-    assert found.query_std.item() < 1e-3 / n
+    assert found.query_std.item() < 1e-6 / n
+    assert found.qk_nmi.item() == pytest.approx(0.0, abs=5e-7)
+    assert found.received_max.item() == pytest.approx(1 / n, rel=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", [0.0, 2.0])
+@pytest.mark.parametrize("spread", [1e-1, 1e-2, 1e-3])
+def test_spreads_of_nearly_even_attention(spread: float, level: float, device: str) -> None:
+    """All queries nearly alike, over all keys alike or over keys of different height."""
+    layout = TokenLayout(("cls",), (14, 14), stride_px=(16.0, 16.0))
+    scores = spread * random_scores(layout, n_images=1, n_heads=4)
+    scores += level * random_scores(layout, n_images=1, n_heads=1, seed=1)[:, :, :1]
+    found = reduce(layout, scores, device=device)
+    rows = torch.softmax(scores.double(), -1)[:, :, 1:, 1:]
+    query_std = rows.std(2).mean(-1)
+    head_std = rows.std(1).mean((-1, -2))
+    # The rounding of A (6e-8 of it) over a spread of at least 1e-3, averaged over 196^2 entries.
+    torch.testing.assert_close(found.query_std.double().cpu(), query_std, rtol=2e-6, atol=0)
+    torch.testing.assert_close(found.head_std.double().cpu(), head_std, rtol=1e-6, atol=0)
+
+
+def test_both_ways_to_a_spread_agree_with_float64() -> None:
+    """The passes for a CPU and the one that other devices take."""
+    rows = torch.softmax(1e-2 * torch.randn(2, 3, 20, 24, generator=seeded()), -1)
+    meta = torch.device("meta")
+    for x in (rows, rows[:, :, :1], rows[:, :1]):
+        for dim, spread in ((2, spread_over_queries), (1, spread_over_heads)):
+            want = x.double().std(dim, correction=min(1, x.shape[dim] - 1))
+            mean = x.mean(dim)
+            found = spread(x, mean, torch.empty_like(x))
+            torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-12)
+            other = torch.std(x, dim, correction=min(1, x.shape[dim] - 1))
+            torch.testing.assert_close(other.double(), want, rtol=1e-5, atol=1e-12)
+            on_meta = spread(*(t.to(meta) for t in (x, mean, x)))
+            assert on_meta.shape == found.shape and on_meta.dtype == found.dtype
+
+
+def test_where_attention_goes_and_what_a_query_says_of_it_by_hand() -> None:
+    """Head 0: each query its own key. Head 1: all the class token but for a quarter on key 2.
+    Head 2: two queries each on keys 0 and 1."""
+    layout = TokenLayout(("cls",), (2, 2), stride_px=(8.0, 8.0))
+    a = torch.zeros(1, 3, 5, 5)
+    a[:, :, 0, 0] = 1.0
+    a[0, 0, 1:, 1:] = torch.eye(4)
+    a[0, 1, 1:, 0], a[0, 1, 1:, 3] = 0.75, 0.25
+    a[0, 2, 1:3, 1], a[0, 2, 3:, 2] = 1.0, 1.0
+    found = reduce(layout, a.log())
+    assert found.received_max[0].tolist() == pytest.approx([0.25, 0.75, 0.5], rel=1e-6)
+    assert found.received_argmax.tolist() == [[1, 0, 1]]  # the first of equal ones
+    # I(q, k) = ln 4 of sqrt(ln 4 ln 4); H(k) = 0; ln 2 of sqrt(ln 4 ln 2).
+    assert found.qk_nmi[0, 0].item() == pytest.approx(1.0, rel=1e-6)
+    assert found.qk_nmi[0, 1].isnan()
+    assert found.qk_nmi[0, 2].item() == pytest.approx(math.sqrt(0.5), rel=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mutual_information_beside_a_sink(device: str) -> None:
+    """The renormalised rows are what they are without the class token, however little they hold."""
+    layout = TokenLayout(("cls",), (7, 7), stride_px=(8.0, 8.0))
+    scores = random_scores(layout)
+    scores[..., 0] = 12.0  # the spatial keys keep a hundredth of the mass
+    bare = TokenLayout((), (7, 7), stride_px=(8.0, 8.0))
+    found, alone = reduce(layout, scores, device=device), reduce(bare, scores[:, :, 1:, 1:])
+    want = [image.qk_nmi for image in expected(layout, scores)]
+    np.testing.assert_allclose(found.qk_nmi.cpu().numpy(), want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.qk_nmi.cpu(), alone.qk_nmi, rtol=0, atol=1e-6)
 
 
 def test_identity_attention_has_no_distance() -> None:
@@ -240,8 +312,10 @@ def test_a_query_that_may_attend_nowhere_makes_its_image_and_head_nan() -> None:
     scores = random_scores(layout)
     scores[0, 1, 5] = -math.inf
     found = reduce(layout, scores)
-    for name in set(PER_HEAD) - {"n_queries"}:
-        assert getattr(found, name).isnan().tolist() == [[False, True, False], [False] * 3], name
+    nowhere = [[False, True, False], [False] * 3]
+    for name in set(PER_HEAD) - {"n_queries", "received_argmax"}:
+        assert getattr(found, name).isnan().tolist() == nowhere, name
+    assert (found.received_argmax == -1).tolist() == nowhere
 
 
 def test_no_valid_image_at_all() -> None:

@@ -254,11 +254,12 @@ def _attention(table: _Table, group: AttentionGroup, level: str) -> None:
     suffix = f"_{group.prefix}" if group.prefix else ""
     block, head, dy, dx, key = (f"{name}{suffix}" for name in ("block", "head", "dy", "dx", "key"))
     heads, head_axes = (n_blocks, n_heads), (block, head)
-    for name in ("distance_px", "distance_unit"):
+    for name in ("distance_px", "distance_unit", "qk_nmi"):
         table.image(folder + name, heads, head_axes, nan_ok=True)
-    for name in ("distance_px_raw", "prefix_mass", "entropy", "query_std"):
+    for name in ("distance_px_raw", "prefix_mass", "entropy", "query_std", "received_max"):
         table.image(folder + name, heads, head_axes, nan_ok=ragged)
-    table.image(folder + "n_queries", heads, head_axes, "int32")
+    for name in ("n_queries", "received_argmax"):
+        table.image(folder + name, heads, head_axes, "int32")
     table.image(folder + "head_std", n_blocks, block)
     gh, gw = layout.grid
     table.slab(folder + "aligned", (*heads, 2 * gh - 1, 2 * gw - 1), (*head_axes, dy, dx))

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FLOAT16_MAX = 65504.0
 PER_HEAD = tuple(name for name in PER_IMAGE if name != "head_std")
 SUMS = ("aligned", "cls_map", "received")
+# What stands where there is no head or no valid image, in arrays that cannot hold NaN.
+MISSING = {"n_queries": 0, "received_argmax": -1}
 
 
 class Overflow(VitseeError):
@@ -285,8 +287,8 @@ def to_store(
         for path, array in out.items():
             if array.dtype.kind == "f":
                 array[invalid] = np.nan
-            elif path.endswith("/n_queries"):
-                array[invalid] = 0
+            elif (name := path.rpartition("/")[2]) in MISSING:
+                array[invalid] = MISSING[name]
     for group in plan.attention:
         _blank_missing_heads(out, group)
     valid = out["valid"] == 1
@@ -298,11 +300,11 @@ def to_store(
 
 
 def _blank_missing_heads(out: dict[str, NDArray[Any]], group: AttentionGroup) -> None:
-    """Beyond a block's own heads: NaN, or 0 queries (buffers are reused and start undefined)."""
+    """Beyond a block's own heads: NaN, or `MISSING` (buffers are reused and start undefined)."""
     widest = max(group.n_heads)
     for row, heads in enumerate(group.n_heads):
         if heads == widest:
             continue
         for name in (*PER_HEAD, "cls_rows", "received_rows"):
             if (array := out.get(group.folder + name)) is not None:
-                array[:, row, heads:] = 0 if name == "n_queries" else np.nan
+                array[:, row, heads:] = MISSING.get(name, np.nan)

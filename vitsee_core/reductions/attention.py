@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from vitsee_core.reductions.geometry import distances, sum_by_offset, unit_step
-from vitsee_core.reductions.passes import row_entropy, spread
+from vitsee_core.reductions.passes import (
+    row_entropies,
+    spread_over_heads,
+    spread_over_queries,
+)
 from vitsee_core.reductions.summary import PER_IMAGE, AttentionCall, AttentionSummary
 from vitsee_core.reductions.threads import run_split
 
@@ -140,7 +144,8 @@ class AttentionReducer:
             shapes["head_mean"] = (n_images, t, t)
         if self.full:
             shapes["full"] = (n_images, n_heads, t, t)
-        dtypes = {"n_queries": torch.int32, "full": torch.float16, "aligned": self._sum_dtype}
+        whole = dict.fromkeys(("n_queries", "received_argmax"), torch.int32)
+        dtypes = {**whole, "full": torch.float16, "aligned": self._sum_dtype}
         return {
             name: torch.empty(shape, dtype=dtypes.get(name, torch.float32), device=self.device)
             for name, shape in shapes.items()
@@ -199,8 +204,18 @@ class AttentionReducer:
         """
         n = self.layout.n_prefix
         rows, scratch = a[:, :, n:], scores[:, :, n:]
-        here["entropy"].copy_(row_entropy(rows, scratch).mean(-1))
-        share = self._distances(rows, scratch, here)
+        mass = rows[..., n:].sum(-1)
+        # Below the smallest normal number the device decides whether a value is zero.
+        counted = mass >= torch.finfo(mass.dtype).tiny
+        n_queries = counted.sum(-1)
+        here["n_queries"].copy_(n_queries)
+        share = torch.where(counted, 1.0 / mass, 0.0) / n_queries.clamp(min=1).unsqueeze(-1)
+        entropy, spatial = row_entropies(rows, scratch, mass)
+        here["entropy"].copy_(entropy.mean(-1))
+        self._distances(rows, scratch, share, n_queries, here)
+        renormalised = self._received(rows, share, here)
+        spatial = torch.where(counted, spatial, 0.0).sum(-1) / n_queries
+        here["qk_nmi"].copy_(_shared_information(renormalised, spatial, n_queries))
         self._spreads(a, scores, here)
         if self.layout.cls is not None:
             here["cls_rows"].copy_(a[:, :, self.layout.cls])
@@ -227,16 +242,16 @@ class AttentionReducer:
             weighted = torch.mul(a[:, :, n:], share.unsqueeze(-1), out=scratch[:, :, n:])
             pairs[:, n:].add_(weighted.sum(0))
 
-    def _distances(self, rows: Tensor, scratch: Tensor, here: dict[str, Tensor]) -> Tensor:
-        """Distances and counts; returns each query's weight in the renormalised mean, (b, H, N)."""
-        mass = rows[..., self.layout.n_prefix :].sum(-1)
-        # Below the smallest normal number the device decides whether a value is zero.
-        counted = mass >= torch.finfo(mass.dtype).tiny
-        n_queries = counted.sum(-1)
-        share = torch.where(counted, 1.0 / mass, 0.0) / n_queries.clamp(min=1).unsqueeze(-1)
+    def _distances(
+        self,
+        rows: Tensor,
+        scratch: Tensor,
+        share: Tensor,
+        n_queries: Tensor,
+        here: dict[str, Tensor],
+    ) -> None:
+        """Distances; `share` (b, H, N) is each query's weight in the renormalised mean."""
         undefined = n_queries == 0
-        here["n_queries"].copy_(n_queries)
-
         reach = torch.mul(rows, self._px, out=scratch).sum(-1)
         here["distance_px_raw"].copy_(reach.mean(-1))
         distance = (reach * share).sum(-1).masked_fill(undefined, torch.nan)
@@ -246,23 +261,45 @@ class AttentionReducer:
         else:
             reach = torch.mul(rows, self._unit, out=scratch).sum(-1)
             here["distance_unit"].copy_((reach * share).sum(-1).masked_fill(undefined, torch.nan))
-        return share
+
+    def _received(self, rows: Tensor, share: Tensor, here: dict[str, Tensor]) -> Tensor:
+        """What keys receive, and where it is most; returns the mean of the renormalised rows over
+        spatial keys, (b, H, N), NaN where there is none."""
+        n, (n_images, n_heads, n_queries, n_keys) = self.layout.n_prefix, rows.shape
+        received = torch.mean(rows, 2, out=here["received_rows"])
+        here["prefix_mass"].copy_(received[..., :n].sum(-1))
+        place = received.argmax(-1, keepdim=True)  # the first of equal ones
+        most = received.gather(-1, place).squeeze(-1)
+        here["received_max"].copy_(most)
+        here["received_argmax"].copy_(torch.where(most.isnan(), -1, place.squeeze(-1)))
+        # A product with one row of weights, made anew a distribution: its sum over hundreds of
+        # queries rounds by more than that of `mean`.
+        mean = rows.new_empty(n_images * n_heads, 1, n_keys)
+        torch.bmm(share.view(-1, 1, n_queries), rows.flatten(0, 1), out=mean)
+        mean = mean.view(n_images, n_heads, n_keys)[..., n:]
+        return mean / mean.sum(-1, keepdim=True)
 
     def _spreads(self, a: Tensor, scratch: Tensor, here: dict[str, Tensor]) -> None:
-        """Standard deviations over queries and over heads, the head mean and the received mass.
-
-        From sums of A and A^2: torch.var over a dimension that is not the last is slow. What
-        cancels is known to some 1e-7 of A^2, so a spread of zero to 1e-3 of A.
-        """
+        """Standard deviations over queries and over heads, and the head mean."""
         n = self.layout.n_prefix
-        squares = torch.mul(a, a, out=scratch)
-        received = torch.mean(a[:, :, n:], 2, out=here["received_rows"])
-        here["prefix_mass"].copy_(received[..., :n].sum(-1))
-        std = spread(squares[:, :, n:].sum(2), received, a.shape[-1] - n)
+        rows = a[:, :, n:]
+        std = spread_over_queries(rows, here["received_rows"], scratch[:, :, n:])
         here["query_std"].copy_(std[..., n:].mean(-1))
-        head_mean = torch.mean(a, 1, out=here["head_mean"]) if self.rollout else a.mean(1)
-        std = spread(squares.sum(1), head_mean, a.shape[1])
-        here["head_std"].copy_(std[:, n:, n:].mean(-1).mean(-1))
+        mean = torch.mean(a, 1, out=here["head_mean"]) if self.rollout else a.mean(1)
+        std = spread_over_heads(rows, mean[:, n:], scratch[:, :, n:])
+        here["head_std"].copy_(std[..., n:].mean(-1).mean(-1))
+
+
+def _shared_information(mean: Tensor, entropy: Tensor, n_queries: Tensor) -> Tensor:
+    """[H(mean) - entropy] / sqrt(ln n_queries H(mean)): (images, heads).
+
+    `mean`: (images, heads, keys), the mean row; `entropy`: the rows' mean entropy; `n_queries`:
+    how many rows. NaN (0 / 0) for one query, and where all rows are the same single key.
+    """
+    of_keys = torch.special.entr(mean).sum(-1)
+    shared = (of_keys - entropy).clamp_(min=0.0)
+    found: Tensor = shared / (n_queries.log() * of_keys).sqrt()
+    return found
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:

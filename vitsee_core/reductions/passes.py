@@ -10,15 +10,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def row_entropy(p: Tensor, scores: Tensor) -> Tensor:
-    """-sum p ln p of every row; overwrites `scores`, whose softmax p is.
+def row_entropies(p: Tensor, scores: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """-sum p ln p of every row, over all keys and over the spatial ones alone.
 
-    `p`, `scores`: (images, heads, queries, keys). Returns (images, heads, queries) in nats; keys
-    without mass count 0, and a row that is no distribution (NaN) is NaN.
+    `p`, `scores`: (images, heads, queries, keys), prefix keys first; p is the softmax of `scores`,
+    which are overwritten. `mass`: (images, heads, queries), the sum of p over spatial keys.
+    Returns two (images, heads, queries) in nats; the second of the row restricted to the spatial
+    keys and divided by its mass, and no number where the mass is 0. Keys without mass count 0,
+    and a row that is no distribution (NaN) is NaN.
     """
+    n_prefix = scores.shape[-1] - scores.shape[-2]
     if p.device.type != "cpu":
-        entropies: Tensor = torch.special.entr(p, out=scores)
-        return entropies.sum(-1)
+        return _entropies(torch.special.entr(p, out=scores), mass, n_prefix)
     # ln p = score - lse, so the entropy is lse - sum p score, without a logarithm an element
     # (those take longer than all other passes together); lse from one key of each row.
     first = p[..., 0]
@@ -26,16 +29,55 @@ def row_entropy(p: Tensor, scores: Tensor) -> Tensor:
     # What the plain way is for: a key whose logarithm is inexact, and scores so far from 0 that
     # the difference would lose more than 1e-4 nats.
     plain = ~((first > 1e-30) & (lse.abs() < 256.0))
-    entropy = lse.sub_(torch.mul(p, scores, out=scores).sum(-1)).clamp_(min=0.0)
+    expected = torch.mul(p, scores, out=scores)
+    within = expected[..., n_prefix:].sum(-1)
+    total = within + expected[..., :n_prefix].sum(-1) if n_prefix else within
+    # Of the renormalised row ln p = score - lse - ln mass. Taking the prefix keys' share off the
+    # whole entropy instead would divide its rounding by the mass.
+    spatial = (lse + mass.log()).sub_(within.div_(mass)).clamp_(min=0.0)
+    entropy = lse.sub_(total).clamp_(min=0.0)
     if plain.any() or not entropy.sum().isfinite():
         plain |= ~entropy.isfinite()  # masked keys give 0 * -inf
-        entropy[plain] = torch.special.entr(p[plain]).sum(-1)
-    return entropy
+        terms = torch.special.entr(p[plain])
+        entropy[plain], spatial[plain] = _entropies(terms, mass[plain], n_prefix)
+    return entropy, spatial
 
 
-def spread(sum_of_squares: Tensor, mean: Tensor, n: int) -> Tensor:
-    """Standard deviation of n values with n - 1; 0 for n = 1. Overwrites `sum_of_squares`."""
+def _entropies(terms: Tensor, mass: Tensor, n_prefix: int) -> tuple[Tensor, Tensor]:
+    """`row_entropies` from the terms -p ln p (..., keys)."""
+    within = terms[..., n_prefix:].sum(-1)
+    total = within + terms[..., :n_prefix].sum(-1) if n_prefix else within
+    return total, (within / mass + mass.log()).clamp_(min=0.0)
+
+
+def spread_over_queries(rows: Tensor, mean: Tensor, scratch: Tensor) -> Tensor:
+    """Standard deviation over queries with n - 1, 0 for one: (images, heads, keys).
+
+    `rows`: (images, heads, queries, keys); `mean`: (images, heads, keys), their mean over queries;
+    `scratch`: of the shape of `rows`, overwritten. Squares of differences from the mean: a
+    difference of sums of squares loses all digits where rows are nearly alike.
+    """
+    n = rows.shape[2]
+    if rows.device.type != "cpu":
+        return torch.std(rows, 2, correction=min(1, n - 1))
+    apart = torch.sub(rows, mean.unsqueeze(2), out=scratch)
+    return apart.square_().sum(2).mul_(1.0 / max(1, n - 1)).sqrt_()
+
+
+def spread_over_heads(a: Tensor, mean: Tensor, scratch: Tensor) -> Tensor:
+    """Standard deviation over heads with n - 1, 0 for one: (images, queries, keys).
+
+    `a`: (images, heads, queries, keys); `mean`: (images, queries, keys), their mean over heads;
+    `scratch`: of the shape of `a`, overwritten.
+    """
+    n = a.shape[1]
     if n == 1:
         return torch.zeros_like(mean)
-    squares: Tensor = sum_of_squares.addcmul_(mean, mean, value=-n)
-    return squares.clamp_(min=0.0).sqrt_().mul_((n - 1) ** -0.5)
+    if a.device.type != "cpu":
+        return torch.std(a, 1)
+    # A head at a time: differences of one head and their sum stay in the nearest cache.
+    apart, total = scratch[:, 0], scratch[:, 1].zero_()
+    for head in a.unbind(1):
+        torch.sub(head, mean, out=apart)
+        total.addcmul_(apart, apart)
+    return total.mul_(1.0 / (n - 1)).sqrt_()

@@ -7,7 +7,11 @@ A[q, k], mean over spatial queries and keys (both with n - 1, as torch.std in th
 al. 2023, and 0 where there is one query or one head). distance_px, distance_unit and aligned take
 A over spatial keys with its rows renormalised: a query without spatial mass is left out of them,
 n_queries counts the others. distance_px_raw, the class token's row and the received mass take A as
-it is. A query that may attend to no key at all has no distribution: its image and head are NaN.
+it is. received_max and received_argmax are the largest received mass, over all keys, and its token
+(the first of equal ones). qk_nmi = [H(mean_q A') - mean_q H(A'_q)] / sqrt(ln Q H(mean_q A')), with
+A' the renormalised rows and Q their number n_queries: the normalised mutual information of queries
+and keys (Park et al. 2023), 0 where all queries attend alike, NaN for Q < 2 or H(mean_q A') = 0. A
+query that may attend to no key at all has no distribution: its image and head are NaN.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ PER_IMAGE = (
     "entropy",
     "query_std",
     "n_queries",
+    "received_max",
+    "received_argmax",
+    "qk_nmi",
     "head_std",
 )
 
@@ -58,8 +65,9 @@ class AttentionSummary:
     """One block's attention over one batch, on the model's device.
 
     Per image, float32 (images, heads): `distance_px`, `distance_unit` (NaN where no query has
-    spatial mass), `distance_px_raw`, `prefix_mass`, `entropy`, `query_std`, and `n_queries` as
-    int32; `head_std` (images,).
+    spatial mass), `distance_px_raw`, `prefix_mass`, `entropy`, `query_std`, `received_max` and
+    `qk_nmi`; `n_queries` and `received_argmax` (a token, -1 where `received_max` is NaN) as int32;
+    `head_std` (images,).
     Sums over the valid images, float64 where the device has it: `aligned` (heads, 2 gh - 1,
     2 gw - 1) by the offset key minus query, of total mass 1 an image; `cls_map` (heads, tokens),
     the class token's row, None without one; `received` (heads, tokens), the mean over queries.
@@ -74,6 +82,9 @@ class AttentionSummary:
     entropy: Tensor
     query_std: Tensor
     n_queries: Tensor
+    received_max: Tensor
+    received_argmax: Tensor
+    qk_nmi: Tensor
     head_std: Tensor
     aligned: Tensor
     cls_map: Tensor | None
