@@ -286,7 +286,7 @@ def test_weights_and_pixels_that_are_not_used_are_named(folder: Path, tmp_path: 
     torch.save({**state, "extra.weight": torch.zeros(3)}, tmp_path / "headless.pt")
     data = ["--data", folder, "-o", tmp_path / "a.zarr", "--dry-run"]
     said = extracted(VIT[0], "--checkpoint", tmp_path / "headless.pt", *VIT[3:], *data).stderr
-    assert "not in the file, so random: head.weight, head.bias" in said
+    assert "not in these weights, so random: head.weight, head.bias" in said
     assert "left over: extra.weight" in said
     assert "never seen" not in said
     uneven = ["vit_tiny_patch16_224", "--random-init", "0", "--img-size", "34x48"]

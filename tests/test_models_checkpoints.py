@@ -39,8 +39,9 @@ def saved(path: Path, content: Any) -> Path:
 
 
 def loaded(path: Path, name: str = NAME, **args: Any) -> Any:
-    size = args.pop("img_size", 32)
-    return load_model(name, checkpoint=path, img_size=size, model_args={**VIT, **args})
+    size, key = args.pop("img_size", 32), args.pop("checkpoint_key", None)
+    own = {**VIT, **args}
+    return load_model(name, checkpoint=path, checkpoint_key=key, img_size=size, model_args=own)
 
 
 def holds(model: Any, state: Mapping[str, Tensor]) -> bool:
@@ -161,6 +162,9 @@ def test_position_tables_of_another_size_are_resampled(tmp_path: Path) -> None:
     expected = resample_abs_pos_embed(state["pos_embed"], [6, 6], num_prefix_tokens=1)
     torch.testing.assert_close(model.module.state_dict()["pos_embed"], expected)
     assert model.input_size == (3, 48, 48)
+    assert model.weights["resampled"] == ["pos_embed (1, 17, 48) to (1, 37, 48)"]
+    assert model.notes() == ["w.pth: resampled: pos_embed (1, 17, 48) to (1, 37, 48)"]
+    assert "resampled" not in loaded(path).weights
 
 
 def test_ema_never_wins_silently(tmp_path: Path) -> None:
@@ -175,6 +179,43 @@ def test_ema_never_wins_silently(tmp_path: Path) -> None:
     assert holds(loaded(tmp_path / "both.pth#state_dict_ema"), averaged)
     alone = loaded(saved(tmp_path / "ema.pth", {"model_ema": averaged}))
     assert holds(alone, averaged) and alone.weights["key"] == "model_ema"
+
+
+def test_the_key_may_be_named_and_is_said(tmp_path: Path) -> None:
+    state, averaged = weights(1), weights(2)
+    both = saved(tmp_path / "both.pth", {"model": state, "model_ema": averaged})
+    model = loaded(both, checkpoint_key="model_ema")
+    assert holds(model, averaged) and model.weights["key"] == "model_ema"
+    (note,) = model.notes()
+    assert note == (
+        "both.pth: taken: model_ema; other weights in the file: model (--checkpoint-key)"
+    )
+    assert "taken: model;" in loaded(both).notes()[0]
+    alone = loaded(saved(tmp_path / "alone.pth", {"state_dict_ema": averaged}))
+    assert alone.notes() == ["alone.pth: taken: state_dict_ema"]
+    assert loaded(saved(tmp_path / "one.pth", {"model": state})).notes() == []
+    text = refused(both, checkpoint_key="teacher")
+    assert "no state dict under 'teacher'" in text and "it has: model, model_ema" in text
+    with pytest.raises(ModelError, match="give --checkpoint FILE too"):
+        load_model(NAME, checkpoint_key="model")
+
+
+def test_counters_of_batches_may_be_missing(tmp_path: Path) -> None:
+    """As in torch's own strict loading, which files from before torch 0.4.1 pass."""
+    source = load_model("test_resnet", random_init=3)
+    redraw(source.module, 3)
+    state = {
+        key: x
+        for key, x in source.module.state_dict().items()
+        if not key.endswith("num_batches_tracked")
+    }
+    assert len(state) < len(source.module.state_dict())
+    path = saved(tmp_path / "old.pth", state)
+    model = load_model("test_resnet", checkpoint=path)
+    assert holds(model, state) and model.weights["missing"] == []
+    del state["bn1.running_mean"]
+    with pytest.raises(ModelError, match=r"missing: 1 \(bn1.running_mean\)"):
+        load_model("test_resnet", checkpoint=saved(path, state))
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "net.encoder.trunk."])

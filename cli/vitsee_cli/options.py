@@ -6,7 +6,7 @@ A command takes what it needs: `@options.stores_argument`, `@options.output_opti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +17,7 @@ from vitsee_cli.values import (
     StorePath,
     parse_device,
     parse_floats,
+    parse_fraction,
     parse_image_size,
     parse_model_arg,
     parse_path,
@@ -374,14 +375,21 @@ def model_options(command: Any) -> Any:
     def gathered(*args: Any, model_name: str, model_args: Any, **kwargs: Any) -> Any:
         from vitsee_core.extraction.options import ModelOptions
 
-        fields = ("checkpoint", "random_init", "img_size", "img_mean", "img_std", "crop_pct")
-        own = {field: kwargs.pop(field) for field in fields}
-        if own["checkpoint"] is not None and own["random_init"] is not None:
-            raise click.UsageError("--checkpoint and --random-init exclude each other")
+        fields = ("checkpoint", "checkpoint_key", "random_init", "img_size", "img_mean", "img_std")
+        own = {field: kwargs.pop(field) for field in (*fields, "crop_pct")}
+        check_weight_options(own)
         options: ModelOptions = ModelOptions(name=model_name, model_args=dict(model_args), **own)
         return command(*args, model=options, **kwargs)
 
     return apply(gathered, _MODEL_OPTIONS)
+
+
+def check_weight_options(given: Mapping[str, Any]) -> None:
+    """Refuse options of weights that do not go together, named as click names them."""
+    if given["checkpoint"] is not None and given["random_init"] is not None:
+        raise click.UsageError("--checkpoint and --random-init exclude each other")
+    if given["checkpoint"] is None and given["checkpoint_key"] is not None:
+        raise click.UsageError("--checkpoint-key chooses within a file: give --checkpoint too")
 
 
 _WEIGHT_OPTIONS: tuple[Decorator, ...] = (
@@ -392,9 +400,15 @@ _WEIGHT_OPTIONS: tuple[Decorator, ...] = (
         help="Weights from a .pth, .pt or .safetensors file.  [default: timm's pretrained ones]",
     ),
     click.option(
+        "--checkpoint-key",
+        metavar="KEY",
+        help="Which weights of FILE, e.g. model_ema, teacher.  [default: the ones its authors "
+        "evaluate, averaged ones only if there are no others; said]",
+    ),
+    click.option(
         "--random-init",
         metavar="SEED",
-        type=click.IntRange(min=0),
+        type=click.IntRange(min=0, max=2**63 - 1),
         help="Random weights drawn with SEED: a control.  [default: trained weights]",
     ),
     click.option(
@@ -435,9 +449,9 @@ _MODEL_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--crop-pct",
         metavar="FRACTION",
-        type=click.FloatRange(min=0, min_open=True),
+        type=parse_fraction,
         show_default="the model's own",
-        help="Part of the resized image that the centre crop keeps.",
+        help="Part of the resized image's side that the centre crop keeps, e.g. 0.9.",
     ),
     _MODEL_ARG_OPTION,
 )
@@ -445,5 +459,5 @@ _MODEL_OPTIONS: tuple[Decorator, ...] = (
 
 def weight_options(command: Any) -> Any:
     """Those of `model_options` that decide a model's weights, as click gives them: `checkpoint`,
-    `random_init`, `img_size`, `model_args`."""
+    `checkpoint_key`, `random_init`, `img_size`, `model_args`."""
     return apply(command, (*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION))

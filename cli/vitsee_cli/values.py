@@ -95,6 +95,18 @@ def parse_positive_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
     return numbers
 
 
+def parse_fraction(text: str | float) -> float:
+    """A number above 0 and at most 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no number; expected e.g. 0.9") from None
+    if not 0 < number <= 1:
+        percent = f" (did you mean {number / 100:.2f}?)" if 1 < number <= 100 else ""
+        raise click.BadParameter(f"{text!r}; expected above 0 and at most 1{percent}")
+    return number
+
+
 def parse_image_size(text: str | tuple[int, int]) -> tuple[int, int]:
     """`224` or `HEIGHTxWIDTH`, as (height, width)."""
     if isinstance(text, tuple):

@@ -21,6 +21,7 @@ class ModelOptions:
 
     name: str
     checkpoint: Path | None = None
+    checkpoint_key: str | None = None
     random_init: int | None = None
     img_size: tuple[int, int] | None = None
     img_mean: tuple[float, ...] | None = None

@@ -24,7 +24,7 @@ from vitsee_core.models import LoadedModel, SiteTable, load_model, self_check, s
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import FORMAT_VERSION, SiteSpec, StorePlan
-from vitsee_stores.manifest import Manifest, check_identity, few, new_manifest
+from vitsee_stores.manifest import Manifest, check_identity, new_manifest
 
 if TYPE_CHECKING:
     from vitsee_core.models.selfcheck import SelfCheck
@@ -100,7 +100,7 @@ def prepare(
         notes = [*([note] if note else []), *gram_notes(plan)]
         if keep.erf is not None and keep.erf > plan.n_images:
             notes.append(f"--erf {keep.erf}: there are {plan.n_images} images, all are used")
-    notes += [*weight_notes(model.weights), *unseen_pixels(model, table)]
+    notes += [*model.notes(), *unseen_pixels(model, table)]
     model.module.to(device)
     pixels = first_images(model, plan, selection)
     check = run_self_check(model, table, plan, pixels, device, choices.precision)
@@ -203,18 +203,6 @@ def run_self_check(
     if not check.ok:
         raise VitseeError(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
     return check
-
-
-def weight_notes(weights: Mapping[str, Any]) -> list[str]:
-    """What of a checkpoint did not fit, in a line."""
-    parts = []
-    if missing := weights.get("missing"):
-        parts.append(f"not in the file, so random: {few(missing)}")
-    if unexpected := weights.get("unexpected"):
-        parts.append(f"left over: {few(unexpected)}")
-    if others := weights.get("other_keys"):
-        parts.append(f"other weights in the file: {few(others)}")
-    return [f"{weights.get('file', 'weights')}: {'; '.join(parts)}"] if parts else []
 
 
 def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:

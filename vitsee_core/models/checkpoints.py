@@ -46,20 +46,22 @@ SHOWN = 4
 State = dict[str, Tensor]
 
 
-def load_checkpoint(model: nn.Module, path: Path) -> dict[str, Any]:
-    """Put a file's weights into the model; only the classifier may be missing.
+def load_checkpoint(model: nn.Module, path: Path, key: str | None = None) -> dict[str, Any]:
+    """Put a file's weights into the model; only the classifier may be missing, and the counters of
+    batches that older files lack.
 
-    `FILE#KEY` names which of a file's state dicts to take. Comes back: file, key (of the file's
-    dict, "" if the file is the state dict itself), other_keys, prefix (cut from the names),
-    missing (the model's tensors that keep their random values) and unexpected (the file's tensors
-    that the model has no use for, those under another prefix summed up as "prefix.* (n)").
+    `key`, or `FILE#KEY`, names which of a file's state dicts to take. Comes back: file, key (of the
+    file's dict, "" if the file is the state dict itself), other_keys, prefix (cut from the names),
+    missing (the model's tensors that keep their random values), unexpected (the file's tensors
+    that the model has no use for, those under another prefix summed up as "prefix.* (n)") and,
+    where there are any, resampled (tensors of another size in the file, position tables above all).
 
     Raises:
         ModelError: unreadable file, or weights that do not fit; names what is missing or left over.
     """
-    path, wanted = _split_key(Path(path))
+    path, in_name = _split_key(Path(path))
     content = read_file(path)
-    key, state, others = _state_dict(content, wanted, path)
+    key, state, others = _state_dict(content, key if key is not None else in_name, path)
     model_keys = set(model.state_dict())
     prefix = _prefix(state, model_keys)
     kept = {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}
@@ -76,6 +78,7 @@ def load_checkpoint(model: nn.Module, path: Path) -> dict[str, Any]:
         "prefix": prefix,
         "missing": missing,
         "unexpected": unexpected,
+        **({"resampled": resampled} if (resampled := _resampled(kept, filtered)) else {}),
     }
 
 
@@ -137,7 +140,9 @@ def _state_dict(content: Any, wanted: str | None, path: Path) -> tuple[str, Stat
     found = {str(key): value for key, value in content.items() if _is_state(value)}
     if wanted is not None and wanted not in found:
         held = ", ".join(found) or "none"
-        raise ModelError(f"{path} has no state dict under {wanted!r}; it has: {held}")
+        raise ModelError(
+            f"{path} has no state dict under {wanted!r} (--checkpoint-key); it has: {held}"
+        )
     if wanted is None and _is_state(content) and not found:
         return "", {str(k): x for k, x in content.items() if isinstance(x, Tensor)}, []
     if not found:
@@ -212,6 +217,19 @@ def _filtered(model: nn.Module, state: State, path: Path) -> State:
     return {name: x for name, x in converted.items() if isinstance(x, Tensor)}
 
 
+def _resampled(before: State, after: State) -> list[str]:
+    """Tensors that the conversion gave another size, as "NAME (shape) to (shape)"."""
+    counts = {x.numel() for name, x in before.items() if "pos" in name}
+    found = []
+    for name, x in after.items():
+        if name in before:
+            if before[name].numel() != x.numel():
+                found.append(f"{name} {tuple(before[name].shape)} to {tuple(x.shape)}")
+        elif "pos" in name and x.numel() not in counts:
+            found.append(f"{name} to {tuple(x.shape)}")
+    return found
+
+
 def _fit(model: nn.Module, state: State, path: Path) -> tuple[list[str], list[str]]:
     """Load; what the model lacks (its classifier at most) and what it has no use for."""
     own = model.state_dict()
@@ -223,7 +241,9 @@ def _fit(model: nn.Module, state: State, path: Path) -> tuple[list[str], list[st
         if name in own and x.shape != own[name].shape
     }
     odd = [f"{name} {size}" for name, size in sizes.items() if not name.startswith(heads)]
-    missing = [name for name in own if name not in state or name in sizes]
+    # What torch's own strict loading does without, too: nothing computes with it.
+    counters = {name for name in own if name.rpartition(".")[2] == "num_batches_tracked"}
+    missing = [name for name in own if name in sizes or name not in {*state, *counters}]
     lacking = [name for name in missing if not name.startswith(heads)]
     buffers = {name for name, _ in model.named_buffers()}
     extra = [name for name in state if name not in own and name not in buffers]

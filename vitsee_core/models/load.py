@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from vitsee_core.models.arguments import refuse_loading
 from vitsee_core.models.checkpoints import load_checkpoint
+from vitsee_core.models.create import create_model, not_as_pretrained
+from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.taps import ModelError, refuse_compiled
+from vitsee_stores.manifest import few
 
 _DEMO = "demo:"
+MOST_SEED = 2**63 - 1  # of a torch generator, as JSON readers hold it
 
 
 @dataclass
@@ -25,7 +29,9 @@ class LoadedModel:
 
     input_size: (channels, rows, cols). transform: input_size, interpolation, crop_pct, crop_mode,
     mean, std. weights: source ("pretrained", "random", "checkpoint", "local-dir"), sha256 of all
-    tensors, and for a checkpoint its file, the key used, and what was missing or unexpected.
+    tensors, for a checkpoint its file, the key used, and what was missing or unexpected; missing
+    (tensors left random) and resampled (tensors of another size in the weights, "NAME (shape) to
+    (shape)") also of pretrained weights that were fitted to other arguments.
     ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
     """
 
@@ -39,11 +45,30 @@ class LoadedModel:
     class_names: list[str] | None = None
     ablate_skip: tuple[str, ...] = ()
 
+    def notes(self) -> list[str]:
+        """What to know of the weights, in a line: the key taken where a file has several, tensors
+        left random, resampled or without use."""
+        weights, parts = self.weights, []
+        others, key = weights.get("other_keys"), weights.get("key", "")
+        if others or "ema" in key.lower():
+            parts.append(f"taken: {key}")
+        if others:
+            parts.append(f"other weights in the file: {few(others)} (--checkpoint-key)")
+        if missing := weights.get("missing"):
+            parts.append(f"not in these weights, so random: {few(missing)}")
+        if resampled := weights.get("resampled"):
+            parts.append(f"resampled: {few(resampled)}")
+        if unexpected := weights.get("unexpected"):
+            parts.append(f"left over: {few(unexpected)}")
+        where = weights.get("file") or weights.get("pretrained") or "weights"
+        return [f"{where}: {'; '.join(parts)}"] if parts else []
+
 
 def load_model(
     name: str,
     *,
     checkpoint: Path | None = None,
+    checkpoint_key: str | None = None,
     random_init: int | None = None,
     img_size: int | tuple[int, int] | None = None,
     img_mean: tuple[float, ...] | None = None,
@@ -51,42 +76,44 @@ def load_model(
     crop_pct: float | None = None,
     model_args: Mapping[str, Any] | None = None,
     ablate_skip: Sequence[str] = (),
+    network: bool = True,
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
     `local-dir:/path`, `demo:vit`, `demo:resnet`.
 
-    checkpoint: a file with weights instead of the pretrained ones. random_init: a seed; fresh
-    weights instead of the pretrained ones. ablate_skip: blocks or sublayers to run without their
-    skip connections. The others override the model's own configuration.
+    checkpoint: a file with weights instead of the pretrained ones; checkpoint_key: which of its
+    state dicts. random_init: a seed; fresh weights instead of the pretrained ones. ablate_skip:
+    blocks or sublayers to run without their skip connections. network: whether weights that this
+    machine does not have may be downloaded. The others override the model's own configuration.
 
     Raises:
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the
             architecture does not take, or a skip that cannot be ablated.
     """
-    import timm
-
     args = dict(model_args or {})
-    if checkpoint is not None and random_init is not None:
-        raise ModelError("--checkpoint and --random-init exclude each other; give one of them")
+    _check_options(args, checkpoint, checkpoint_key, random_init, crop_pct)
     full = _resolve(name)
     fresh = checkpoint is not None or random_init is not None
     wanted = dict(args)
     if img_size is not None:
         wanted["img_size"] = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
-    module = _create(timm, full, name, not fresh, random_init or 0, wanted)
+    module = create_model(
+        full, name, pretrained=not fresh, seed=random_init or 0, wanted=wanted, network=network
+    )
     weights: dict[str, Any]
     if checkpoint is not None:
-        weights = {"source": "checkpoint", **load_checkpoint(module, checkpoint)}
+        loaded = load_checkpoint(module, checkpoint, checkpoint_key)
+        weights = {"source": "checkpoint", **loaded}
     elif random_init is not None:
         weights = {"source": "random", "seed": random_init}
     else:
-        weights = _pretrained_record(module, full)
+        weights = {**_pretrained_record(module, full), **not_as_pretrained(module, full, wanted)}
     refuse_compiled(module)
     _still(module)
     weights["sha256"] = hash_weights(module)
-    transform = _transform(timm, module, wanted.get("img_size"), img_mean, img_std, crop_pct)
+    given = {"mean": img_mean, "std": img_std, "crop_pct": crop_pct}
+    transform = input_transform(module, name, wanted.get("img_size"), given)
     config: dict[str, Any] = getattr(module, "pretrained_cfg", {}) or {}
-    names = config.get("label_names")
     model = LoadedModel(
         name=name,
         module=module,
@@ -95,13 +122,32 @@ def load_model(
         weights=weights,
         architecture=str(config.get("architecture") or full),
         model_args=args,
-        class_names=[str(label) for label in names] if names else None,
+        class_names=label_names(config, name),
     )
     if ablate_skip:
         from vitsee_core.models.ablation import ablate_skips
 
         ablate_skips(model, ablate_skip)
     return model
+
+
+def _check_options(
+    args: Mapping[str, Any],
+    checkpoint: Path | None,
+    checkpoint_key: str | None,
+    random_init: int | None,
+    crop_pct: float | None,
+) -> None:
+    refuse_loading(args)
+    if checkpoint is not None and random_init is not None:
+        raise ModelError("--checkpoint and --random-init exclude each other; give one of them")
+    if checkpoint_key is not None and checkpoint is None:
+        raise ModelError("--checkpoint-key chooses within a file: give --checkpoint FILE too")
+    if random_init is not None and not 0 <= random_init <= MOST_SEED:
+        raise ModelError(f"--random-init is {random_init}; expected 0 to {MOST_SEED}")
+    if crop_pct is not None and not 0 < crop_pct <= 1:
+        percent = f"; {crop_pct / 100:.2f}?" if 1 < crop_pct <= 100 else ""
+        raise ModelError(f"--crop-pct is {crop_pct:g}; expected above 0, at most 1{percent}")
 
 
 def _pretrained_record(module: nn.Module, full: str) -> dict[str, Any]:
@@ -131,36 +177,6 @@ def _resolve(name: str) -> str:
     return f"local-dir:{model_folder(name.removeprefix(_DEMO))}"
 
 
-def _create(
-    timm: Any, full: str, name: str, pretrained: bool, seed: int, wanted: dict[str, Any]
-) -> nn.Module:
-    known = full.startswith(("hf-hub:", "hf_hub:", "local-dir:")) or timm.is_model(full)
-    if not known:
-        import difflib
-
-        base = full.partition(".")[0]
-        near = difflib.get_close_matches(base, timm.list_models(), n=3, cutoff=0.5)
-        hint = f"; near names: {', '.join(near)}" if near else ""
-        raise ModelError(f"no timm model is called {name!r}{hint} (run: timm.list_models())")
-    if full.startswith("local-dir:") and not Path(full[len("local-dir:") :]).is_dir():
-        raise ModelError(
-            f"{name}: no such folder; expected one with config.json and model.safetensors"
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            model: nn.Module = timm.create_model(full, pretrained=pretrained, **wanted)
-        except TypeError as error:
-            if "img_size" in wanted and "img_size" in str(error):
-                rest = {k: v for k, v in wanted.items() if k != "img_size"}
-                return _create(timm, full, name, pretrained, seed, rest)
-            raise ModelError(f"{name} does not take these arguments: {_line(error)}") from error
-        except (RuntimeError, ValueError, OSError, AssertionError, KeyError) as error:
-            hint = "; give --checkpoint FILE or --random-init SEED" if pretrained else ""
-            raise ModelError(f"{name} cannot be made: {_line(error)}{hint}") from error
-    return model
-
-
 def _still(module: nn.Module) -> None:
     """No dropout, no gradients, no checkpointing, float32."""
     module.eval().float().requires_grad_(False)
@@ -170,36 +186,3 @@ def _still(module: nn.Module) -> None:
             switch(False)
         except (AssertionError, AttributeError, NotImplementedError, TypeError):
             logging.getLogger(__name__).debug("no gradient checkpointing to turn off")
-
-
-def _transform(
-    timm: Any,
-    module: nn.Module,
-    img_size: tuple[int, int] | None,
-    mean: tuple[float, ...] | None,
-    std: tuple[float, ...] | None,
-    crop_pct: float | None,
-) -> dict[str, Any]:
-    given: dict[str, Any] = {"mean": mean, "std": std, "crop_pct": crop_pct}
-    if img_size is not None:
-        channels = (getattr(module, "pretrained_cfg", None) or {}).get("input_size", (3,))[0]
-        given["input_size"] = (int(getattr(module, "in_chans", channels)), *img_size)
-    given = {key: value for key, value in given.items() if value is not None}
-    resolved = timm.data.resolve_data_config(given, model=module, use_test_size=False)
-    size = resolved["input_size"]
-    own = getattr(getattr(module, "patch_embed", None), "img_size", None)
-    if img_size is None and own is not None and tuple(own) != tuple(size[1:]):
-        size = (size[0], int(own[0]), int(own[1]))
-    return {
-        "input_size": tuple(int(n) for n in size),
-        "interpolation": resolved["interpolation"],
-        "crop_pct": float(resolved["crop_pct"]),
-        "crop_mode": resolved["crop_mode"],
-        "mean": tuple(float(x) for x in np.atleast_1d(resolved["mean"])),
-        "std": tuple(float(x) for x in np.atleast_1d(resolved["std"])),
-    }
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()).rstrip(".")
-    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -85,12 +85,13 @@ def command(source: str, outputs: Outputs, scale: str, **parameters: Any) -> Non
     from vitsee_core.analyses import weights
 
     draw = partial(weights.plot, scale=scale)
-    given = {name: parameters.pop(name) for name in ("random_init", "img_size", "model_args")}
+    of_model = ("checkpoint_key", "random_init", "img_size", "model_args")
+    given = {name: parameters.pop(name) for name in of_model}
     if (store := _store(source)) is not None:
-        if given != {"random_init": None, "img_size": None, "model_args": ()}:
+        if any(value not in (None, ()) for value in given.values()):
             raise click.UsageError(
-                f"{store.path} is a store: --random-init, --img-size and --model-arg are for a "
-                "MODEL"
+                f"{store.path} is a store: --checkpoint-key, --random-init, --img-size and "
+                "--model-arg are for a MODEL"
             )
         run_analysis(weights.run, draw, (store,), outputs, **parameters)
         return
@@ -105,20 +106,12 @@ def _store(text: str) -> StorePath | None:
     return store if store.path.exists() or named else None
 
 
-def _model(
-    name: str, checkpoint: Path | None, random_init: int | None, **given: Any
-) -> ModelOptions:
+def _model(name: str, checkpoint: Path | None, model_args: Any, **given: Any) -> ModelOptions:
     from vitsee_core.extraction.options import ModelOptions
 
-    if checkpoint is not None and random_init is not None:
-        raise click.UsageError("--checkpoint and --random-init exclude each other")
-    return ModelOptions(
-        name=name,
-        checkpoint=checkpoint,
-        random_init=random_init,
-        img_size=given["img_size"],
-        model_args=dict(given["model_args"]),
-    )
+    own = {"checkpoint": checkpoint, **given}
+    options.check_weight_options(own)
+    return ModelOptions(name=name, model_args=dict(model_args), **own)
 
 
 def _run_model(*, model: dict[str, Any], **parameters: Any) -> Table:

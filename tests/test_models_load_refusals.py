@@ -1,0 +1,195 @@
+"""What cannot be loaded: one true line, at the right moment, and nothing asked of the network."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from tests.models_helpers import VIT, redraw
+from vitsee_cli.main import main
+from vitsee_core.models import ModelError, load_model
+from vitsee_core.models.sources import local_only
+
+NAME = "vit_tiny_patch16_224"
+
+
+def refusal(name: str, **options: Any) -> str:
+    with pytest.raises(ModelError) as error:
+        load_model(name, **options)
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 500
+    return text
+
+
+def folder(path: Path, args: dict[str, Any] | None = None, **config: Any) -> str:
+    """A local-dir: of test_vit with random weights."""
+    path.mkdir()
+    source = load_model("test_vit", random_init=4, model_args=args)
+    redraw(source.module, 4)
+    save_file(source.module.state_dict(), path / "model.safetensors")
+    written = {"architecture": "test_vit", "model_args": args or {}, "pretrained_cfg": config}
+    (path / "config.json").write_text(json.dumps(written))
+    return f"local-dir:{path}"
+
+
+@pytest.fixture
+def no_way_out(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """No name is resolved and nothing connected to; the attempts."""
+    tried: list[Any] = []
+
+    def refuse(*args: Any, **_: Any) -> None:
+        tried.append(args)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    return tried
+
+
+def test_an_image_smaller_than_a_patch() -> None:
+    expected = "--img-size 3x3 is less than one patch of 16x16 pixels; choose a larger one"
+    assert refusal(NAME, random_init=0, img_size=3) == expected
+    # The size is judged before any weights are looked for.
+    assert refusal(NAME, img_size=3) == expected
+
+
+def test_weights_of_another_shape(tmp_path: Path) -> None:
+    name = folder(tmp_path / "own")
+    text = refusal(name, model_args={"depth": 3})
+    assert "do not fit depth=3: left over 36 (blocks.3." in text
+    assert "give --random-init SEED" in text and "Error(s)" not in text
+    text = refusal(name, model_args={"embed_dim": 48})
+    assert "do not fit embed_dim=48: of another size" in text
+
+
+@pytest.mark.parametrize("key", ["checkpoint_path", "pretrained_cfg", "cache_dir", "features_only"])
+def test_what_decides_the_weights_has_its_own_option(key: str) -> None:
+    text = refusal(NAME, random_init=0, model_args={key: "x"})
+    assert text.startswith(f"--model-arg {key}=x is not passed on to timm")
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "mean": ({"mean": ["x"]}, "says mean ['x']; expected finite numbers"),
+    "mean of two": ({"mean": [0.5, 0.5]}, "says mean [0.5, 0.5]"),
+    "std": ({"std": [0, 1, 1]}, "expected numbers above 0"),
+    "crop_pct": ({"crop_pct": "much"}, "says crop_pct much; expected one number"),
+    "input_size": ({"input_size": [3, "a", 160]}, "says input_size [3, 'a', 160]"),
+    "labels": ({"label_names": 7}, "says label_names '7'; expected a list"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_folder_whose_configuration_is_wrong(tmp_path: Path, case: str) -> None:
+    config, phrase = CONFIGS[case]
+    assert phrase in refusal(folder(tmp_path / "own", **config))
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("{", "its config.json is no JSON"),
+        ("[" * 100_000, "its config.json is no JSON"),
+        ("[]", "says architecture 'None'"),
+        ('{"architecture": "nobody"}', "says architecture 'nobody'"),
+        ('{"architecture": "test_vit", "model_args": 3}', "model_args in its config.json"),
+        (
+            '{"architecture": "test_vit", "model_args": {"checkpoint_path": "x.pth"}}',
+            "model_args of its config.json: checkpoint_path=x.pth is not passed on",
+        ),
+    ],
+)
+def test_a_folder_whose_config_is_none(tmp_path: Path, text: str, phrase: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert phrase in refusal(f"local-dir:{tmp_path}")
+
+
+def test_a_seed_beyond_the_generator() -> None:
+    assert "expected 0 to" in refusal(NAME, random_init=2**63)
+    assert load_model("test_resnet", random_init=2**63 - 1).weights["seed"] == 2**63 - 1
+
+
+@pytest.mark.parametrize(("given", "hint"), [(90, "; 0.90?"), (5, "; 0.05?"), (0, ""), (1.2, "")])
+def test_a_crop_larger_than_the_image(given: float, hint: str) -> None:
+    text = refusal(NAME, random_init=0, crop_pct=given)
+    assert text.startswith(f"--crop-pct is {given:g}; expected above 0, at most 1{hint}")
+
+
+@pytest.mark.parametrize(
+    ("options", "phrase"),
+    [
+        (("--random-init", "9" * 23), "is not in the range"),
+        (("--crop-pct", "90"), "did you mean 0.90?"),
+        (("--crop-pct", "5"), "above 0 and at most 1"),
+        (("--crop-pct", "nan"), "above 0 and at most 1"),
+        (("--checkpoint-key", "ema"), "give --checkpoint too"),
+    ],
+)
+def test_options_that_are_refused(options: tuple[str, ...], phrase: str) -> None:
+    result = CliRunner().invoke(main, ["sites", "test_vit", *options])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert phrase in result.stderr
+
+
+def test_without_a_network_one_line_at_once(
+    no_way_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    before = dict(os.environ)
+    text = refusal("test_vit")
+    assert "the weights of test_vit are not on this machine, and http" in text
+    assert "does not answer" in text and "--random-init SEED" in text
+    assert len(no_way_out) <= 2  # the hub's client alone would try 22 times
+    assert dict(os.environ) == before
+    assert "does not answer" in refusal("hf-hub:nobody/nothing")
+
+
+def test_without_a_network_nothing_is_asked(
+    no_way_out: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    for name in ("test_vit", "hf-hub:nobody/nothing", "legacy_seresnet18.in1k"):
+        text = refusal(name, network=False, img_size=None, model_args={})
+        assert "are not on this machine, and nothing is fetched for a store" in text
+    assert no_way_out == []
+
+
+def test_the_ways_out_are_open_again() -> None:
+    import torch.hub
+
+    hub: Any = importlib.import_module("timm.models._hub")
+    before = hub.hf_hub_download, hub.download_url_to_file, torch.hub.download_url_to_file
+    with local_only():
+        assert hub.hf_hub_download is not before[0]
+    assert before == (hub.hf_hub_download, hub.download_url_to_file, torch.hub.download_url_to_file)
+
+
+def test_pretrained_weights_fitted_to_other_arguments_are_named(tmp_path: Path) -> None:
+    fixed: dict[str, Any] = {"input_size": [3, 160, 160], "fixed_input_size": True}
+    name = folder(tmp_path / "own", **fixed, num_classes=1000, classifier="head")
+    assert load_model(name).weights.keys() == {"source", "sha256"}
+    same = load_model(name, img_size=160)
+    assert same.notes() == [] and "missing" not in same.weights
+    other = load_model(name, img_size=96, model_args={"num_classes": 3})
+    assert other.weights["missing"] == ["head.weight", "head.bias"]
+    old, new = (160 // 16) ** 2 + 1, (96 // 16) ** 2 + 1
+    (line,) = other.weights["resampled"]
+    assert line.startswith(f"pos_embed (1, {old}, ") and f"to (1, {new}, " in line
+    (note,) = other.notes()
+    assert note.startswith("weights: not in these weights, so random: head.weight, head.bias; ")
+    # The head is drawn with a seed of its own: the same again.
+    again = load_model(name, img_size=96, model_args={"num_classes": 3})
+    assert again.weights == other.weights
+
+
+def test_random_weights_have_nothing_missing() -> None:
+    model = load_model(NAME, random_init=0, img_size=32, model_args={**VIT, "num_classes": 3})
+    assert model.notes() == [] and "missing" not in model.weights

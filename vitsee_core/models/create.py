@@ -1,0 +1,224 @@
+"""timm's create_model with errors of one line, at the right moment: arguments are tried without
+weights before any are loaded, and a network that does not answer is not waited for."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitsee_core.models.arguments import refuse_loading
+from vitsee_core.models.head import classifiers
+from vitsee_core.models.input_transform import checked_size
+from vitsee_core.models.sources import NotHere, local_only, needs_network, why_unreachable
+from vitsee_core.models.taps import ModelError
+
+_HUB = ("hf-hub:", "hf_hub:")
+_FOLDER = "local-dir:"
+SHOWN = 4
+
+
+def create_model(
+    full: str,
+    name: str,
+    *,
+    pretrained: bool,
+    seed: int,
+    wanted: dict[str, Any],
+    network: bool = True,
+) -> nn.Module:
+    """The module as timm makes it, random weights drawn with `seed`.
+
+    Args:
+        full: the name as timm knows it.
+        name: as the user knows it, for messages.
+        pretrained: with its pretrained weights.
+        seed: of all that is random.
+        wanted: arguments of create_model. An `img_size` that the architecture does not take is
+            dropped: it takes any.
+        network: whether the hub may be asked.
+
+    Raises:
+        ModelError: unknown name, arguments that it does not take, weights that are not to be had.
+    """
+    _known(full, name)
+    unreachable = None
+    if not network:
+        unreachable = "nothing is fetched for a store (--trust-store allows it)"
+    elif needs_network(full, pretrained):
+        unreachable = why_unreachable()
+    with local_only() if unreachable else nullcontext():
+        try:
+            wanted = _accepted(full, wanted)
+            return _build(full, pretrained, seed, wanted)
+        except Exception as error:
+            raise _explained(error, name, pretrained, wanted, unreachable) from error
+
+
+def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:
+    """The module without weights and without memory for them."""
+    with torch.device("meta"):
+        return _build(full, False, 0, wanted)
+
+
+def not_as_pretrained(module: nn.Module, full: str, wanted: dict[str, Any]) -> dict[str, list[str]]:
+    """What of a module with pretrained weights is not in these as it is, for arguments other than
+    the weights': `missing`, classifier tensors left random, and `resampled`, "NAME (shape) to
+    (shape)", position tables above all. Without any, {}."""
+    if not wanted:
+        return {}
+    with local_only():
+        before = {key: tuple(p.shape) for key, p in on_meta(full, {}).named_parameters()}
+    names = {id(child): name for name, child in module.named_modules()}
+    heads = tuple(f"{names[id(m)]}." for m in classifiers(module) if id(m) in names)
+    changed = {
+        key: (before[key], tuple(p.shape))
+        for key, p in module.named_parameters()
+        if key in before and before[key] != tuple(p.shape)
+    }
+    found = {
+        "missing": [key for key in changed if key.startswith(heads)] if heads else [],
+        "resampled": [
+            f"{key} {old} to {new}"
+            for key, (old, new) in changed.items()
+            if not heads or not key.startswith(heads)
+        ],
+    }
+    return {key: entries for key, entries in found.items() if entries}
+
+
+def _known(full: str, name: str) -> None:
+    import timm
+
+    if not full.startswith((*_HUB, _FOLDER)) and not timm.is_model(full):
+        import difflib
+
+        base = full.partition(".")[0]
+        near = difflib.get_close_matches(base, timm.list_models(), n=3, cutoff=0.5)
+        hint = f"; near names: {', '.join(near)}" if near else ""
+        raise ModelError(f"no timm model is called {name!r}{hint} (run: vitsee models '*PART*')")
+    if full.startswith(_FOLDER):
+        _check_folder(Path(full.removeprefix(_FOLDER)), name)
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    """Refuse a folder whose config.json is not what timm writes."""
+    import timm
+
+    if not folder.is_dir():
+        raise ModelError(
+            f"{name}: no such folder; expected one with config.json and model.safetensors"
+        )
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except OSError as error:
+        raise ModelError(f"{name} has no config.json that can be read: {_line(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name}: its config.json is no JSON: {_line(error)}") from error
+    parts = config if isinstance(config, dict) else {}
+    architecture = parts.get("architecture")
+    if not isinstance(architecture, str) or not timm.is_model(architecture):
+        raise ModelError(
+            f"{name}: its config.json says architecture {str(architecture)[:40]!r}; expected "
+            "a timm name (run: vitsee models '*PART*')"
+        )
+    for key in ("pretrained_cfg", "model_args"):
+        if not isinstance(parts.get(key, {}), dict):
+            raise ModelError(f"{name}: {key} in its config.json is no object")
+    pretrained = parts.get("pretrained_cfg", parts)
+    if "input_size" in pretrained:
+        checked_size(pretrained["input_size"], name)
+    refuse_loading(parts.get("model_args", {}), f"{name}: model_args of its config.json: ")
+
+
+def _accepted(full: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without an image size that the architecture does not take."""
+    if not wanted:
+        return wanted
+    try:
+        module = on_meta(full, wanted)
+    except TypeError as error:
+        if "img_size" in wanted and "img_size" in str(error):
+            return _accepted(full, {key: x for key, x in wanted.items() if key != "img_size"})
+        raise
+    except NotImplementedError:  # an architecture that cannot be made without memory
+        return wanted
+    embed = getattr(module, "patch_embed", None)
+    patch: Any = getattr(embed, "patch_size", None)
+    size: Any = wanted.get("img_size")
+    pairs = isinstance(patch, tuple) and isinstance(size, tuple) and len(patch) == len(size) == 2
+    if pairs and (size[0] < patch[0] or size[1] < patch[1]):
+        raise ModelError(
+            f"--img-size {size[0]}x{size[1]} is less than one patch of {patch[0]}x{patch[1]} "
+            "pixels; choose a larger one"
+        )
+    return wanted
+
+
+def _build(full: str, pretrained: bool, seed: int, wanted: dict[str, Any]) -> nn.Module:
+    import timm
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module: nn.Module = timm.create_model(full, pretrained=pretrained, **wanted)
+    return module
+
+
+def _explained(
+    error: Exception,
+    name: str,
+    pretrained: bool,
+    wanted: dict[str, Any],
+    unreachable: str | None,
+) -> Exception:
+    """The error that the user is shown; the same one where it is a fault of ours."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError | NotHere):
+        why = unreachable or "they cannot be fetched"
+        return NotHere(
+            f"the weights of {name} are not on this machine, and {why}; give --checkpoint FILE or "
+            "--random-init SEED"
+        )
+    if isinstance(error, ModelError):
+        return error
+    given = ", ".join(f"{key}={value}" for key, value in wanted.items())
+    if isinstance(error, TypeError):
+        return ModelError(f"{name} does not take these arguments: {_line(error)}")
+    if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
+        return ModelError(
+            f"the pretrained weights of {name} do not fit {given or 'it'}: {_misfit(error)}; "
+            "give --random-init SEED, or --checkpoint FILE with weights of this shape"
+        )
+    if isinstance(error, OSError) or "No pretrained weights" in str(error):
+        hint = "; give --checkpoint FILE or --random-init SEED" if pretrained else ""
+        return ModelError(f"{name} cannot be loaded: {_line(error)}{hint}")
+    if isinstance(error, RuntimeError | ValueError | AssertionError | KeyError | ArithmeticError):
+        hint = f" with {given}" if given else ""
+        return ModelError(f"{name} cannot be made{hint}: {_line(error)}")
+    return error
+
+
+def _misfit(error: Exception) -> str:
+    """timm's list of tensors in a few words."""
+    text = " ".join(str(error).split())
+    parts = []
+    for title, what in (("Missing", "not in them"), ("Unexpected", "left over")):
+        if found := re.search(rf'{title} key\(s\) in state_dict: ((?:"[^"]*"(?:, )?)+)', text):
+            names = re.findall(r'"([^"]*)"', found[1])
+            more = ", ..." if len(names) > SHOWN else ""
+            parts.append(f"{what} {len(names)} ({', '.join(names[:SHOWN])}{more})")
+    if sizes := re.findall(r"size mismatch for ([\w.]+):", text):
+        more = ", ..." if len(sizes) > SHOWN else ""
+        parts.append(f"of another size {len(sizes)} ({', '.join(sizes[:SHOWN])}{more})")
+    return "; ".join(parts) or _line(error)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1,0 +1,103 @@
+"""How images become a model's input: its own configuration, checked, with the user's changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from vitsee_core.models.taps import ModelError
+
+MOST_PIXELS = 1 << 14  # along one side
+
+
+def input_transform(
+    module: nn.Module, name: str, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """input_size (channels, rows, cols), interpolation, crop_pct, crop_mode, mean, std.
+
+    Args:
+        module: a timm model; its `pretrained_cfg` decides what is not given.
+        name: for the message.
+        img_size: (rows, cols) instead of its own.
+        given: `mean`, `std`, `crop_pct` instead of its own, None for those.
+
+    Raises:
+        ModelError: the configuration (a folder's config.json) holds no numbers where they belong.
+    """
+    import timm.data
+
+    data: Any = timm.data
+    config = getattr(module, "pretrained_cfg", None) or {}
+    wanted: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if img_size is not None:
+        channels = checked_size(config.get("input_size", (3, 1, 1)), name)[0]
+        wanted["input_size"] = (int(getattr(module, "in_chans", channels)), *img_size)
+    resolved = data.resolve_data_config(wanted, model=module, use_test_size=False)
+    size = checked_size(resolved["input_size"], name)
+    own = getattr(getattr(module, "patch_embed", None), "img_size", None)
+    if img_size is None and own is not None and tuple(own) != size[1:]:
+        size = (size[0], int(own[0]), int(own[1]))
+    std = _numbers(resolved["std"], "std", name, size[0])
+    crop = _numbers(resolved["crop_pct"], "crop_pct", name, 1)[0]
+    if min(std) <= 0 or crop <= 0:
+        raise ModelError(
+            f"the configuration of {name} says std {list(std)} and crop_pct {crop:g}; expected "
+            "numbers above 0"
+        )
+    return {
+        "input_size": size,
+        "interpolation": str(resolved["interpolation"]),
+        "crop_pct": crop,
+        "crop_mode": str(resolved["crop_mode"]),
+        "mean": _numbers(resolved["mean"], "mean", name, size[0]),
+        "std": std,
+    }
+
+
+def label_names(config: Mapping[str, Any], name: str) -> list[str] | None:
+    """The names of a model's classes, where its configuration has them.
+
+    Raises:
+        ModelError: they are no list.
+    """
+    names = config.get("label_names")
+    if not names:
+        return None
+    if not isinstance(names, list | tuple):
+        raise ModelError(
+            f"the configuration of {name} says label_names {str(names)[:40]!r}; expected a list"
+        )
+    return [str(label) for label in names]
+
+
+def checked_size(value: Any, name: str) -> tuple[int, int, int]:
+    """(channels, rows, cols) as a configuration has them.
+
+    Raises:
+        ModelError: they are something else.
+    """
+    whole = isinstance(value, list | tuple) and all(isinstance(n, int) for n in value)
+    if not whole or len(value) != 3 or not all(1 <= n <= MOST_PIXELS for n in value):
+        raise ModelError(
+            f"the configuration of {name} says input_size {str(value)[:40]}; expected channels, "
+            "rows and columns, as 3, 224, 224"
+        )
+    channels, rows, cols = value
+    return channels, rows, cols
+
+
+def _numbers(value: Any, what: str, name: str, channels: int) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(x) for x in np.atleast_1d(value))
+    except (TypeError, ValueError):
+        numbers = ()
+    if len(numbers) not in (1, 3, channels) or not all(map(math.isfinite, numbers)):
+        count = "one number" if channels == 1 else "finite numbers, one a channel"
+        raise ModelError(
+            f"the configuration of {name} says {what} {str(value)[:40]}; expected {count}"
+        )
+    return numbers
