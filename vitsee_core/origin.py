@@ -130,7 +130,7 @@ class Pictures:
         Raises:
             VitseeError: they differ from those that the store was made with, or cannot be read.
         """
-        from vitsee_core.extraction.prepare import CHECK_IMAGES, CHECK_WITHIN
+        from vitsee_core.extraction.same_images import CHECK_IMAGES, CHECK_WITHIN
 
         valid = self._store.valid
         for start in range(0, min(CHECK_WITHIN, len(valid)), CHECK_IMAGES):

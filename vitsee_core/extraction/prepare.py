@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +14,9 @@ from vitsee_core.extraction.erf import ErfCost, ErfPasses, prepare_erf
 from vitsee_core.extraction.holding import gram_notes
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
-from vitsee_core.images import Selection, batches, normalise, open_source, select
+from vitsee_core.extraction.same_images import FirstImages, check_same_images, first_images
+from vitsee_core.extraction.versions import versions
+from vitsee_core.images import Selection, normalise, open_source, select
 from vitsee_core.input_weights import InputWeights, of_model
 from vitsee_core.models import LoadedModel, SiteTable, load_model, self_check, site_table
 from vitsee_stores import StoreWriter
@@ -28,9 +26,6 @@ from vitsee_stores.manifest import Manifest, check_identity, new_manifest
 
 if TYPE_CHECKING:
     from vitsee_core.models.selfcheck import SelfCheck
-
-CHECK_IMAGES = 4
-CHECK_WITHIN = 64
 
 
 @dataclass(frozen=True)
@@ -45,6 +40,7 @@ class Prepared:
     precision: str
     manifest: Manifest
     writer: StoreWriter | None
+    first: FirstImages
     notes: tuple[str, ...]
     erf: tuple[ErfPasses, ErfCost] | None = None
     weights: InputWeights | None = None
@@ -102,11 +98,13 @@ def prepare(
             notes.append(f"--erf {keep.erf}: there are {plan.n_images} images, all are used")
     notes += [*model.notes(), *unseen_pixels(model, table)]
     model.module.to(device)
-    pixels = first_images(model, plan, selection)
-    check = run_self_check(model, table, plan, pixels, device, choices.precision)
+    first = first_images(selection, model.transform, writer.manifest.info if writer else {})
+    if writer is not None:
+        check_same_images(writer, selection, first)
+    check = run_self_check(model, table, plan, first.pixels, device, choices.precision)
     erf, without_erf = None, dict[str, str]()
     if plan.erf is not None and (writer is None or not writer.complete):
-        plan, erf, without_erf = prepare_erf(model, table, plan, plan.erf, pixels, device)
+        plan, erf, without_erf = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
     notes += [*selection.notes, *check.notes]
     if writer is not None:
         manifest = writer.manifest
@@ -140,39 +138,18 @@ def prepare(
                 "data_folder": os.getcwd(),
                 "checkpoint": model_options.checkpoint,
                 "selection": selection.identity,
-                "first_images_sha256": hashlib.sha256(pixels.numpy().tobytes()).hexdigest(),
+                **first.record(),
                 "command": run.command,
                 "versions": versions(),
                 "input_weights": None if weights is None else weights.record(),
             },
         )
     return Prepared(
-        *(model, table, selection, device, choices.precision, manifest, writer, tuple(notes)),
+        *(model, table, selection, device, choices.precision, manifest, writer, first),
+        notes=tuple(notes),
         erf=erf,
         weights=weights,
     )
-
-
-def first_images(model: LoadedModel, plan: StorePlan, selection: Selection) -> torch.Tensor:
-    """Pixels of the first readable images of the store's order: the same for every process and
-    batch size.
-
-    Raises:
-        VitseeError: none of the first images can be read.
-    """
-    stop = min(CHECK_WITHIN, plan.n_images)
-    ranges = [slice(i, min(i + CHECK_IMAGES, stop)) for i in range(0, stop, CHECK_IMAGES)]
-    with closing(batches(selection, model.transform, ranges, workers=0)) as loading:
-        for batch in loading:
-            if batch.valid.any():
-                break
-    if not batch.valid.any():
-        _, name, reason = batch.errors[-1]
-        raise VitseeError(
-            f"none of the first {stop} images can be read (the last: {name}: {reason}); "
-            "expected image files that Pillow opens"
-        )
-    return batch.pixels[torch.from_numpy(batch.valid)]
 
 
 def run_self_check(
@@ -274,9 +251,3 @@ def _model_record(model: LoadedModel) -> dict[str, Any]:
         "weights": model.weights,
         **({"ablate_skip": list(model.ablate_skip)} if model.ablate_skip else {}),
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions that decide the numbers."""
-    packages = ("vitsee", "torch", "timm", "zarr", "numpy")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

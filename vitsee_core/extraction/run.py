@@ -22,9 +22,11 @@ from vitsee_core.extraction.holding import GramRoute, choose_route, no_room
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import slab_bytes
-from vitsee_core.extraction.prepare import Prepared, prepare, versions
+from vitsee_core.extraction.prepare import Prepared, prepare
+from vitsee_core.extraction.same_images import check_same_images
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
+from vitsee_core.extraction.versions import versions
 from vitsee_core.images import batches
 from vitsee_core.machine import free_disk_bytes, human_bytes, n_cores
 from vitsee_core.progress import SILENT, Progress
@@ -105,6 +107,7 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
 
     Raises:
         VitseeError: the store would not fit the free disk (nothing is made then).
+        IdentityMismatch: another process made a store there with other choices or images.
     """
     if prepared.writer is not None:
         return prepared.writer
@@ -124,12 +127,15 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
     if scratch and need + scratch > free:
         raise VitseeError(no_room(scratch, free - need, prepared.plan.slab))
     weights = {} if prepared.weights is None else prepared.weights.arrays
-    return StoreWriter.create_or_join(
+    writer = StoreWriter.create_or_join(
         run.output,
         prepared.manifest,
         prepared.selection.samples,
         once={f"weights/{name}": values for name, values in weights.items()},
     )
+    if writer.manifest.store_id != prepared.manifest.store_id:  # another process was first
+        check_same_images(writer, prepared.selection, prepared.first)
+    return writer
 
 
 def by_folder(sizes: Mapping[str, int]) -> str:

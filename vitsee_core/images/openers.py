@@ -11,7 +11,8 @@ import hashlib
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +37,17 @@ class Opener(ABC):
         Raises:
             ImageError: missing, truncated, empty, not an image, or too large to be one.
         """
-        try:
+        with _read_of(location):
             return self._load(location)
-        except OSError as error:
-            if error.errno in _NOT_THE_IMAGE:
-                raise
-            raise ImageError(str(location), (error.strerror or str(error)).lower()) from None
-        except ValueError as error:  # a NUL in the path
-            raise ImageError(str(location), one_line(error)) from None
+
+    def hash(self, location: Any) -> int:
+        """The 64-bit hash that `load` returns, without decoding the image.
+
+        Raises:
+            ImageError: missing or truncated; bytes that are no image have a hash like others.
+        """
+        with _read_of(location):
+            return hash64(self._bytes(location))
 
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
         """An opener to send to a worker, and the descriptors the worker has to inherit."""
@@ -51,6 +55,10 @@ class Opener(ABC):
 
     @abstractmethod
     def _load(self, location: Any) -> tuple[Image.Image, int]: ...
+
+    @abstractmethod
+    def _bytes(self, location: Any) -> bytes:
+        """What the hash is of."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,11 @@ class FileOpener(Opener):
     root: str
 
     def _load(self, location: str) -> tuple[Image.Image, int]:
+        return decode(location, self._bytes(location))
+
+    def _bytes(self, location: str) -> bytes:
         with open(os.path.join(self.root, location), "rb") as file:
-            encoded = file.read()
-        return decode(location, encoded)
+            return file.read()
 
 
 @dataclass(frozen=True)
@@ -72,13 +82,16 @@ class TarOpener(Opener):
     tars: tuple[str, ...]
 
     def _load(self, location: tuple[int, str, int, int]) -> tuple[Image.Image, int]:
+        return decode(location[1], self._bytes(location))
+
+    def _bytes(self, location: tuple[int, str, int, int]) -> bytes:
         tar, name, offset, size = location
         with open(self.tars[tar], "rb") as file:
             file.seek(offset)
             encoded = file.read(size)
         if len(encoded) < size:
             raise ImageError(name, f"the tar file ends {size - len(encoded)} bytes too early")
-        return decode(name, encoded)
+        return encoded
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,11 @@ class ArrayOpener(Opener):
 
     def _load(self, location: int) -> tuple[Image.Image, int]:
         pixels = np.ascontiguousarray(self.images[location])
-        return Image.fromarray(pixels), hash64(str(pixels.shape).encode() + pixels.tobytes())
+        return Image.fromarray(pixels), hash64(self._bytes(location))
+
+    def _bytes(self, location: int) -> bytes:
+        pixels = self.images[location]
+        return b"".join((str(pixels.shape).encode(), pixels.tobytes()))
 
 
 @dataclass(frozen=True)
@@ -104,7 +121,13 @@ class _SharedArrayOpener(Opener):
     shape: tuple[int, ...]
 
     def _load(self, location: int) -> tuple[Image.Image, int]:
-        return ArrayOpener(self.block.array(self.shape)).load(location)
+        return self._here().load(location)
+
+    def _bytes(self, location: int) -> bytes:
+        return self._here()._bytes(location)
+
+    def _here(self) -> ArrayOpener:
+        return ArrayOpener(self.block.array(self.shape))
 
 
 @dataclass(frozen=True)
@@ -115,12 +138,15 @@ class RowOpener(Opener):
     column: str
 
     def _load(self, location: int) -> tuple[Image.Image, int]:
+        return decode(f"row {location}", self._bytes(location))
+
+    def _bytes(self, location: int) -> bytes:
         image = self.dataset[location][self.column] or {}
         encoded, path = image.get("bytes"), image.get("path")
         if encoded:
-            return decode(f"row {location}", encoded)
+            return bytes(encoded)
         if path:
-            return FileOpener("").load(path)
+            return FileOpener("")._bytes(path)
         raise ImageError(f"row {location}", "the row holds no image")
 
 
@@ -138,6 +164,23 @@ class JointOpener(Opener):
     def _load(self, location: tuple[int, Any]) -> tuple[Image.Image, int]:
         part, inner = location
         return self.parts[part].load(inner)
+
+    def _bytes(self, location: tuple[int, Any]) -> bytes:
+        part, inner = location
+        return self.parts[part]._bytes(inner)
+
+
+@contextmanager
+def _read_of(location: Any) -> Iterator[None]:
+    """While entered, what the system says of one image is an ImageError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NOT_THE_IMAGE:
+            raise
+        raise ImageError(str(location), (error.strerror or str(error)).lower()) from None
+    except ValueError as error:  # a NUL in the path
+        raise ImageError(str(location), one_line(error)) from None
 
 
 def decode(name: str, encoded: bytes) -> tuple[Image.Image, int]:

@@ -65,6 +65,17 @@ class Source:
         except ImageError as error:
             raise ImageError(self.ids[index], error.reason) from None
 
+    def hash(self, index: int) -> int:
+        """The hash that `read` returns, without decoding the image.
+
+        Raises:
+            ImageError: the image is missing or truncated.
+        """
+        try:
+            return self.opener.hash(self.locations[index])
+        except ImageError as error:
+            raise ImageError(self.ids[index], error.reason) from None
+
     def part(self, expression: str) -> Source:
         """The samples of a split expression (see `vitsee_core.images.splits`).
 
