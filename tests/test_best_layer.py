@@ -386,6 +386,15 @@ def test_command(tmp_path: Path) -> None:
     assert best_layer_command(csv).exit_code == 0
 
 
+def test_a_figure_where_no_file_has_intervals(tmp_path: Path) -> None:
+    rows = [{k: v for k, v in r.items() if k not in ("low", "high")} for r in scores([0.5, 0.7])]
+    files = read([write(tmp_path / "cluster.csv", rows, "cluster")])
+    table = run(files)
+    assert "low" not in table.columns
+    stars = [line for line in plot(table, files).axes[0].lines if line.get_marker() == "*"]
+    assert [y for line in stars for y in np.asarray(line.get_ydata()).tolist()] == [0.7]
+
+
 def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     good = write(tmp_path / "good.csv", scores([0.1]))
     (tmp_path / "other.csv").write_text("name,age\nx,3\n")
@@ -394,7 +403,7 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
         ((tmp_path / "other.csv",), "it has the columns name, age"),
         ((tmp_path / "none.csv",), "none.csv: no such file"),
         ((good, "--metric", "iou"), "they have top1"),
-        ((good, "--png", tmp_path / "best.pdf"), ".png"),
+        ((good, "--png", tmp_path / "best.jpg"), ".png"),
     ):
         result = best_layer_command(*args, "-o", csv)
         assert (result.exit_code, result.stdout) == (1, ""), args

@@ -27,7 +27,7 @@ from vitsee_cli.commands.cka import PRESETS as COMMAND_PRESETS
 from vitsee_cli.main import main
 from vitsee_cli.options import ESTIMATORS
 from vitsee_core.analyses.cka import COLUMNS, plot, run
-from vitsee_core.plotting import png_bytes
+from vitsee_core.plotting import figure_bytes
 from vitsee_core.results import Table
 from vitsee_core.similarity.pairs import PAIRS
 from vitsee_core.similarity.presets import KINDS, PRESETS, choose_estimator
@@ -218,7 +218,7 @@ def test_constant_features_have_no_value_and_are_drawn(tmp_path: Path) -> None:
     figure = plot(table)
     (legend,) = figure.legends
     assert "no value" in legend.get_texts()[0].get_text()
-    png_bytes(figure)
+    figure_bytes(figure)
 
 
 def test_invalid_images_count_in_neither_store(tmp_path: Path) -> None:

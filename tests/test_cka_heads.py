@@ -19,7 +19,7 @@ from tests.reference_cka import biased_cka, loop_cka, loop_jackknife
 from vitsee_cli.commands.cka_heads import PRESETS
 from vitsee_cli.main import main
 from vitsee_core.analyses.cka_heads import COLUMNS, over_groups, plot, run
-from vitsee_core.plotting import png_bytes
+from vitsee_core.plotting import figure_bytes
 from vitsee_core.results import Table
 from vitsee_core.similarity import Hsic
 from vitsee_stores import Store, open_store
@@ -196,7 +196,7 @@ def test_heads_without_spatial_mass_come_last(tmp_path: Path, folder: Path) -> N
     assert table["heads"].tolist() == ["0", "5", "1", "4", "2", "3"]
     assert math.isnan(table["distance_px"][-1])
     assert np.isfinite(table["value"]).all()
-    png_bytes(plot(table))
+    figure_bytes(plot(table))
 
 
 def test_another_block(folder: Path) -> None:
@@ -273,7 +273,7 @@ def test_figure(folder: Path) -> None:
     legend = figure.legends[0]
     assert legend.get_title().get_text() == "cnn"
     assert [text.get_text() for text in legend.get_texts()] == ["layer1.0.out", "stem"]
-    png_bytes(figure)
+    figure_bytes(figure)
     plot(Table(table.columns))
     noisy = plot(compare(folder, window=2, batch=8, examples=16, repeats=3))
     assert "std over minibatch repeats" in noisy.axes[0].get_title(loc="left")

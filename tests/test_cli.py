@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from vitsee_cli import console, options
 from vitsee_cli.main import CommandGroup, main
 from vitsee_stores.errors import VitseeError
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 HEAVY = ("torch", "torchvision", "timm", "matplotlib", "scipy", "zarr", "rich", "PIL")
 
 
@@ -122,6 +124,66 @@ def test_head_ends_quietly(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "0"]
     assert done.stderr == ""
+
+
+def shell(command: str, store: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A line of bash in which `vitsee` is this one and $S the store; its status is the result's."""
+    script = f'vitsee() {{ "{sys.executable}" -m vitsee_cli.main "$@"; }}; {command}'
+    return subprocess.run(
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**ENVIRONMENT, "S": str(store), **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["vitsee info $S", "vitsee info $S --json", "vitsee attn-dist $S", "vitsee --help"],
+)
+def test_closed_stdout_is_said(make_store: Callable[..., Path], command: str) -> None:
+    done = shell(f"{command} >&-", make_store())
+    assert done.returncode == 1
+    assert done.stderr.endswith("stdout is closed (>&-): the result has nowhere to go\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_closed_streams_that_nobody_needs(make_store: Callable[..., Path], tmp_path: Path) -> None:
+    store = make_store()
+    done = shell(f"vitsee attn-dist $S -o {tmp_path}/r.csv >&- <&-", store)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "r.csv").read_text().startswith("store,")
+    done = shell("vitsee info $S 2>&-", store)
+    assert done.returncode == 0
+    assert "complete" in done.stdout
+
+
+def test_a_full_disk_behind_stdout(make_store: Callable[..., Path]) -> None:
+    done = shell("vitsee info $S --json > /dev/full", make_store())
+    assert done.returncode == 1
+    assert done.stderr == "vitsee info: no space left on device\n"
+
+
+def test_a_terminal_without_the_letters(make_store: Callable[..., Path]) -> None:
+    store = make_store("größe.zarr")
+    for command in ("vitsee info $S", "vitsee attn-dist größe=$S | head -2", "vitsee info $S/nö"):
+        done = shell(command, store, PYTHONIOENCODING="ascii", LC_ALL="C")
+        assert "Traceback" not in done.stderr
+        assert r"gr\xf6\xdfe" in done.stdout + done.stderr
+
+
+def test_what_a_store_says_steers_no_terminal(make_store: Callable[..., Path]) -> None:
+    text = "\x1b]0;owned\x07\x9b2J\u202e"
+    for result in (
+        run(lambda: console.out(text + "\n" + text)),
+        run(lambda: console.say(text)),
+        run(lambda: console.warn(text)),
+        run(raising(VitseeError(text))),
+    ):
+        shown = result.stdout + result.stderr
+        assert shown.count(r"\x1b]0;owned\x07\x9b2J\u202e") >= 1
+        assert all(c.isprintable() or c == "\n" for c in shown)
 
 
 # ---------------------------------------------------------------- commands

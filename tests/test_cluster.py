@@ -295,6 +295,7 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
         ((plain.path,), "plain has no label"),
         ((store.path, "--k", "99"), "at most 40"),
         ((store.path, "--memory", "500"), "--images"),
+        ((store.path, "--seed", "4294967295", "--seeds", "2"), "k-means takes 0 to 4294967295"),
         ((store.path, "--tokens", "5,5"), "5,5"),
         ((tmp_path / "none.zarr",), "none.zarr"),
     ):

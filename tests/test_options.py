@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from vitsee_cli import console, options, values
+from vitsee_cli.main import main
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,79 @@ def test_image_sizes_and_floats() -> None:
     for text in ("0", "1,-1,1"):
         with pytest.raises(click.BadParameter, match="above 0"):
             values.parse_positive_floats(text)
+
+
+def test_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for parse in (values.parse_path, values.parse_folder, values.parse_output):
+        assert parse("~/a b") == Path("/home/me/a b")
+        assert parse(Path("x")) == Path("x")
+        for text in ("", "  "):
+            with pytest.raises(click.BadParameter, match="an empty text is no path"):
+                parse(text)
+    assert values.parse_output("-") == Path("-")
+    for parse in (values.parse_path, values.parse_folder, values.parse_store):
+        with pytest.raises(click.BadParameter, match="- is no path here"):
+            parse("-")
+    for text in ("", "name="):
+        with pytest.raises(click.BadParameter, match="an empty text is no path"):
+            values.parse_store(text)
+
+
+@pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
+def test_numbers_are_finite_and_paths_are_given(name: str) -> None:
+    """Whatever the option: no nan, no inf, no empty path."""
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    paths = {"output", "png", "cache", "store", "stores", "checkpoint", "masks", "results"}
+    for param in command.params:
+        kind: Any = param.type
+        refused: tuple[str, ...] = ()
+        if isinstance(kind, (click.types.FloatParamType, click.FloatRange)):
+            refused = ("nan", "inf", "-inf", "1e999")
+        elif param.name in paths or (param.name == "data" and name != "extract"):
+            refused = ("", " ")
+        for text in refused:
+            with pytest.raises(click.BadParameter):
+                kind.convert(text, param, click.Context(command))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["head-types", "x.zarr", "--focus", "nan"],
+        ["head-types", "x.zarr", "--keys", "inf"],
+        ["cka", "x.zarr", "--cache", ""],
+        ["cka", "x.zarr", "-o", ""],
+        ["cka", "x.zarr", "--png", "-"],
+        ["demo", "-o", ""],
+        ["demo", "-o", "-"],
+        ["extract", "demo:vit", "--data", "demo:test", "-o", ""],
+        ["extract", "demo:vit", "--data", "demo:test", "-o", "-"],
+        ["localize", "x.zarr", "--data", ""],
+        ["best-layer", ""],
+        ["info", ""],
+    ],
+)
+def test_refused_with_nothing_written(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines()[-1].startswith("Error: Invalid value")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dash_is_stdout(make_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store("tiny.zarr")
+    monkeypatch.chdir(tmp_path)
+    plain = CliRunner().invoke(main, ["attn-dist", str(store)])
+    assert plain.exit_code == 0, plain.output
+    dashed = CliRunner().invoke(main, ["attn-dist", str(store), "-o", "-", "--png", "d.svg"])
+    assert dashed.stdout == plain.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d.svg", "tiny.zarr"]
 
 
 def test_tokens() -> None:

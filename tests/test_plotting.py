@@ -6,35 +6,88 @@ import struct
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
+from vitsee_core.formats import FIGURE_ENDINGS
 from vitsee_core.plotting import (
     COLOURS,
     DPI,
     colour,
+    figure_bytes,
     integer_ticks,
     legend_above_data,
     marker,
     new_figure,
-    png_bytes,
-    save_png,
+    save_figure,
     shorten,
     styled,
 )
+from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError
 
 
 def test_png_has_200_dots_an_inch(tmp_path: Path) -> None:
-    save_png(new_figure(2, 1), tmp_path / "a.png")
+    save_figure(new_figure(2, 1), tmp_path / "a.png")
     width, height = struct.unpack(">II", (tmp_path / "a.png").read_bytes()[16:24])
     assert (width, height) == (2 * DPI, DPI) == (400, 200)
     with pytest.raises(VitseeError, match="exists"):
-        save_png(new_figure(2, 1), tmp_path / "a.png")
-    save_png(new_figure(1, 1), tmp_path / "a.png", force=True)
+        save_figure(new_figure(2, 1), tmp_path / "a.png")
+    save_figure(new_figure(1, 1), tmp_path / "a.png", force=True)
 
 
-def test_same_picture_same_bytes() -> None:
-    assert png_bytes(new_figure(1, 1)) == png_bytes(new_figure(1, 1))
+@styled
+def labelled(text: str, table: Table | None = None) -> Figure:
+    """A line with a name in the title, the legend and on a tick."""
+    name = text if table is None else str(table["store"][0])
+    figure = new_figure(2, 2)
+    axes = figure.add_subplot()
+    axes.plot([0, 1], [0, 1], label=name)
+    axes.set_xticks([0.5], [name])
+    axes.set_title(name)
+    axes.legend()
+    return figure
+
+
+@pytest.mark.parametrize("ending", FIGURE_ENDINGS)
+def test_same_picture_same_bytes(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000000000")
+    first = figure_bytes(labelled("ViT"), ending)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "2000000000")
+    assert figure_bytes(labelled("ViT"), ending) == first
+    assert first.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[ending])
+
+
+def test_text_stays_text() -> None:
+    svg = figure_bytes(labelled("my model"), ".svg").decode()
+    assert svg.count(">my model</text>") == 3
+    # Type 42 is an embedded TrueType font, whose text can be selected; type 3 draws shapes.
+    pdf = figure_bytes(labelled("my model"), ".pdf")
+    assert b"/CIDFontType2" in pdf
+    assert b"/Type3" not in pdf
+
+
+def test_names_are_drawn_letter_by_letter() -> None:
+    """Neither set as a formula nor broken by one, and no control character in an XML file."""
+    for name, drawn in (
+        ("$x^$", "$x^$"),
+        ("$\\alpha$", "$\\alpha$"),
+        ("a\x1b[31mb", "a\\x1b[31mb"),
+        ("5$", "5$"),
+    ):
+        table = Table({"store": np.array([name], object)})
+        svg = figure_bytes(labelled("", table), ".svg").decode()
+        assert svg.count(f">{drawn}</text>") == 3
+    assert table["store"][0] == "5$", "the caller's table is left alone"
+
+
+def test_endings_of_figures(tmp_path: Path) -> None:
+    for name in ("a.svg", "a.PDF"):
+        save_figure(new_figure(1, 1), tmp_path / name)
+    with pytest.raises(VitseeError, match=r"ends in \.png, \.svg or \.pdf"):
+        save_figure(new_figure(1, 1), tmp_path / "a.jpg")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.PDF", "a.svg"]
 
 
 def test_styled_ignores_and_keeps_the_users_settings() -> None:

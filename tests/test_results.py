@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from vitsee_core.files import write_files
+from vitsee_core.files import check_new_files, write_files
 from vitsee_core.results import Outputs, Table, check_outputs, describe_run, write_results
 from vitsee_stores.errors import VitseeError
 
@@ -107,6 +107,13 @@ def test_files_and_nothing_on_stdout(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.csv", "r.csv.json", "r.png"]
 
 
+def test_a_sidecar_is_strict_json(tmp_path: Path) -> None:
+    write(Outputs(tmp_path / "r.csv"), sidecar={"lr": float("inf"), "parts": [float("nan"), 1]})
+    text = (tmp_path / "r.csv.json").read_text()
+    sidecar = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (sidecar["lr"], sidecar["parts"]) == (None, [None, 1])
+
+
 def test_picture_beside_stdout(tmp_path: Path) -> None:
     assert write(Outputs(png=tmp_path / "r.png")) == csv_of(table())
     assert (tmp_path / "r.png").is_file()
@@ -137,16 +144,18 @@ def test_existing_outputs_are_refused_unless_forced(tmp_path: Path, existing: st
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").mkdir()
+    (tmp_path / "null.csv").symlink_to(os.devnull)
     with pytest.raises(VitseeError, match="no ordinary file"):
-        check_outputs(Outputs(tmp_path, force=True))
+        check_outputs(Outputs(tmp_path / "d.csv", force=True))
     with pytest.raises(VitseeError, match="no ordinary file"):
-        check_outputs(Outputs(Path(os.devnull), force=True))
+        check_outputs(Outputs(tmp_path / "null.csv", force=True))
     with pytest.raises(VitseeError, match="there is no folder"):
         check_outputs(Outputs(tmp_path / "missing" / "r.csv"))
     with pytest.raises(VitseeError, match="two outputs"):
-        check_outputs(Outputs(tmp_path / "r.png", tmp_path / "r.png"))
-    with pytest.raises(VitseeError, match=r"ends in \.png"):
-        check_outputs(Outputs(tmp_path / "r.csv", tmp_path / "r.pdf"))
+        check_new_files([tmp_path / "r.csv", tmp_path / "." / "r.csv"])
+    with pytest.raises(VitseeError, match=r"--png .*r\.jpg is refused: .*ends in \.png, \.svg or"):
+        check_outputs(Outputs(tmp_path / "r.csv", tmp_path / "r.jpg"))
     (tmp_path / "file").write_text("")
     with pytest.raises(VitseeError, match="there is no folder"):
         check_outputs(Outputs(tmp_path / "file" / "r.csv"))

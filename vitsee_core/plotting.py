@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -16,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.files import write_files
+from vitsee_core.formats import FIGURE_ENDINGS, ending_of
+from vitsee_core.results import Table
+from vitsee_core.text import figure_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +64,11 @@ STYLE: dict[str, Any] = {
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: `draw` makes its figure in the one style, and leaves matplotlib's settings be."""
+    """Decorator: `draw` makes its figure in the one style, and leaves matplotlib's settings be.
+
+    Text in the tables that it gets (as arguments, or in sequences of them) is drawn letter by
+    letter: a store called `$x$` is no formula.
+    """
 
     @wraps(draw)
     def inner(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -71,9 +79,24 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
             k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")
         }
         with matplotlib.rc_context(plain | STYLE):
-            return draw(*args, **kwargs)
+            literal: Any = draw
+            return literal(  # type: ignore[no-any-return]
+                *map(_literal, args), **{name: _literal(value) for name, value in kwargs.items()}
+            )
 
     return inner
+
+
+def _literal(value: Any) -> Any:
+    """A table whose text matplotlib draws as it is; also in a list, or as what has a `table`."""
+    if isinstance(value, Table):
+        return value.map_text(figure_text)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_literal, value)) if type(value) in (list, tuple) else value
+    table = getattr(value, "table", None)
+    if isinstance(table, Table) and is_dataclass(value) and not isinstance(value, type):
+        return replace(value, table=_literal(table))
+    return value
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -136,17 +159,31 @@ def legend_above_data(axes: Axes, columns: int, *, from_zero: bool = True) -> No
     axes.set_ylim(low, low + (high - low) / (1 - strip) if high > low else low + 1)
 
 
-def png_bytes(figure: Figure) -> bytes:
-    """The picture as the bytes of a PNG at 200 dots an inch."""
+def figure_bytes(figure: Figure, ending: str = ".png") -> bytes:
+    """The picture in the format that `ending` says: .png (200 dots an inch), .svg or .pdf (text
+    stays text). The same figure gives the same bytes: no date, no random names."""
+    import matplotlib
+
+    kind = ending.lstrip(".")
+    # What a figure draws late, such as its ticks, is drawn as `styled` draws.
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "vitsee",
+        "pdf.fonttype": 42,
+    }
+    undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI)
+    with matplotlib.rc_context(settings):
+        figure.savefig(buffer, format=kind, dpi=DPI, metadata=undated.get(kind))
     return buffer.getvalue()
 
 
-def save_png(figure: Figure, path: str | Path, *, force: bool = False) -> None:
-    """Write the picture; the file exists only when it is whole.
+def save_figure(figure: Figure, path: str | Path, *, force: bool = False) -> None:
+    """Write the picture, .png, .svg or .pdf by its ending; the file exists only when it is whole.
 
     Raises:
-        VitseeError: the file exists and `force` is off, or cannot be written.
+        VitseeError: another ending, the file exists and `force` is off, or it cannot be written.
     """
-    write_files({Path(path): png_bytes(figure)}, force=force)
+    place = Path(path)
+    ending = ending_of(place, FIGURE_ENDINGS, "the figure")
+    write_files({place: figure_bytes(figure, ending)}, force=force)

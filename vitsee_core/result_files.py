@@ -1,9 +1,7 @@
-"""Results read back from their CSV, with the sidecar where there is one."""
+"""Results read back from their files, with the sidecar where there is one."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.formats import read_rows
 from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError
 
@@ -35,7 +34,7 @@ SHOWN_COLUMNS = 8
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A CSV that a command wrote. command: the command's name and sidecar: the content of
+    """A table that a command wrote. command: the command's name and sidecar: the content of
     `r.csv.json`; "" and empty without that file."""
 
     path: Path
@@ -55,27 +54,22 @@ class ResultFile:
 
 
 def read_result(path: str | Path) -> ResultFile:
-    """The table in a CSV, and how it was made.
+    """The table in a file, in the format that its ending says, and how it was made.
 
     A column of numbers is float64 (an empty cell NaN) or, where all of it are whole numbers, int64
     (an object array with None where a cell is empty); every other column is text.
 
     Raises:
-        VitseeError: a folder, no CSV text, no rows, rows of different lengths, or text where
-            every command writes numbers.
+        VitseeError: a folder, not what its ending says, no rows, rows of different lengths, or
+            text where every command writes numbers.
         OSError: it cannot be opened.
     """
     path = Path(path)
     if path.is_dir():
         raise VitseeError(f"{path} is a folder; expected a CSV that a vitsee command wrote with -o")
-    try:
-        text = io.StringIO(path.read_bytes().decode("utf-8-sig"), newline="")
-        lines = [line for line in csv.reader(text) if line]
-    except (UnicodeDecodeError, csv.Error):
-        raise VitseeError(f"{path} is no CSV text; expected what vitsee wrote with -o") from None
-    if len(lines) < 2:
+    header, body = read_rows(path)
+    if not body:
         raise VitseeError(f"{path} has no rows; expected a CSV that a vitsee command wrote with -o")
-    header, body = lines[0], lines[1:]
     for number, line in enumerate(body, 1):
         if len(line) != len(header):
             raise VitseeError(
@@ -88,7 +82,9 @@ def read_result(path: str | Path) -> ResultFile:
     sidecar = _sidecar(path)
     words = sidecar.get("command")
     command = words[1] if isinstance(words, list) and len(words) > 1 else ""
-    return ResultFile(path, Table(columns), str(command), sidecar)
+    notes = sidecar.get("notes")
+    table = Table(columns, notes if isinstance(notes, dict) else {})
+    return ResultFile(path, table, str(command), sidecar)
 
 
 def _column(path: Path, name: str, cells: list[str]) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Tidy tables, and how a result reaches the disk: CSV, its sidecar, the picture.
+"""Tidy tables, and how a result reaches the disk: the table, its sidecar, the picture.
 
 Every analysis is `run(*stores, ...) -> Table` and `plot(Table) -> Figure`. A command opens the
 stores, asks `check_outputs` before the work starts, and hands both to `write_results`.
@@ -6,11 +6,11 @@ stores, asks `check_outputs` before the work starts, and hands both to `write_re
 
 from __future__ import annotations
 
-import csv
 import datetime
 import importlib.metadata
 import io
 import json
+import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -21,13 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.files import check_new_files, write_files
-from vitsee_stores.errors import VitseeError
+from vitsee_core.formats import (
+    FIGURE_ENDINGS,
+    ending_of,
+    plain_json,
+    table_bytes,
+    table_ending,
+    write_csv,
+)
+from vitsee_stores.notebook import html_table, shown_cell, to_frame
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_stores import Store
 
+SHOWN_ROWS = 20  # of a table in a notebook
 # What decides numbers and files; read without importing any of them.
 VERSIONED = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplotlib")
 
@@ -103,15 +112,46 @@ class Table:
         for value in self.unique(name):
             yield value, self.where(**{name: value})
 
-    def to_csv(self, file: IO[str]) -> None:
-        """Write a header and the rows.
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Table:
+        """A table that a command or `write` wrote, with the notes of its sidecar.
+
+        Raises:
+            VitseeError: no such table; see `vitsee_core.result_files.read_result`.
+            OSError: it cannot be opened.
+        """
+        from vitsee_core.result_files import read_result
+
+        return read_result(Path(path)).table
+
+    def to_csv(self, file: IO[str] | str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write a header and the rows as CSV, to an open text file or as `write` does.
 
         Floats have as many digits as bring back the same float64; NaN and None are empty cells.
+        Text that a spreadsheet would take for a formula has a single quote before it.
         """
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(self.columns)
-        lists = (values.tolist() for values in self.columns.values())
-        writer.writerows([_cell(value) for value in row] for row in zip(*lists, strict=True))
+        if isinstance(file, (str, os.PathLike)):
+            path = Path(file)
+            ending_of(path, (".csv", ".csv.gz", ".tsv"), "to_csv:")
+            self.write(path, force=force)
+        else:
+            write_csv(self.columns, file)
+
+    def write(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the table in the format that the ending says: .csv, .csv.gz, .tsv, .json or
+        .parquet. The notes are not written.
+
+        Raises:
+            VitseeError: another ending, or the file exists and `force` is off.
+        """
+        place = Path(path)
+        write_files({place: table_bytes(self.columns, table_ending(place))}, force=force)
+
+    def map_text(self, change: Callable[[str], str]) -> Table:
+        """The table with every text in it, and in its notes, changed so."""
+        columns = {n: _mapped(values, change) for n, values in self.columns.items()}
+        notes: dict[str, Any] = _mapped_notes(self.notes, change)
+        return Table(columns, notes)
 
     def to_pandas(self) -> Any:
         """The table as a pandas DataFrame, the notes in its `attrs`.
@@ -119,13 +159,21 @@ class Table:
         Raises:
             VitseeError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError:
-            raise VitseeError("pandas is not installed; run: pip install pandas") from None
-        frame = pandas.DataFrame(self.columns)
-        frame.attrs = dict(self.notes)
-        return frame
+        return to_frame(self.columns, self.notes)
+
+    def __repr__(self) -> str:
+        return f"<Table {len(self)} rows: {', '.join(self.columns)}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the first and the last rows."""
+        n = len(self)
+        rows = list(range(n)) if n <= SHOWN_ROWS else [*range(SHOWN_ROWS // 2), None]
+        rows += [] if n <= SHOWN_ROWS else range(n - SHOWN_ROWS // 2, n)
+        lines = [
+            ["…" if i is None else shown_cell(values[i]) for values in self.columns.values()]
+            for i in rows
+        ]
+        return html_table(f"{n} rows", list(self.columns), lines)
 
 
 def _column(values: list[Any]) -> NDArray[Any]:
@@ -137,16 +185,31 @@ def _column(values: list[Any]) -> NDArray[Any]:
     return np.array(values, object if len(present) < len(values) else None)
 
 
-def _cell(value: Any) -> Any:
-    if value is None or value != value:
-        return ""
-    return repr(value) if isinstance(value, float) else value
+def _mapped(values: NDArray[Any], change: Callable[[str], str]) -> NDArray[Any]:
+    if values.dtype.kind not in "OU":
+        return values
+    cells = values.tolist()
+    new = {cell: change(cell) for cell in {c for c in cells if isinstance(c, str)}}
+    if all(old == text for old, text in new.items()):
+        return values
+    changed = [new[cell] if isinstance(cell, str) else cell for cell in cells]
+    return np.array(changed, object if values.dtype.kind == "O" else None)
+
+
+def _mapped_notes(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_mapped_notes(k, change): _mapped_notes(v, change) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped_notes(v, change) for v in value]
+    return value
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a result goes: CSV (None: stdout), picture (None: none), and whether files that exist
-    are replaced."""
+    """Where a result goes: table (None: CSV on stdout), picture (None: none), both in the format
+    that their endings say, and whether files that exist are replaced."""
 
     csv: Path | None = None
     png: Path | None = None
@@ -154,22 +217,25 @@ class Outputs:
 
     @property
     def sidecar(self) -> Path | None:
-        """The CSV's companion, `r.csv.json` for `r.csv`."""
+        """The table's companion, `r.csv.json` for `r.csv`."""
         return None if self.csv is None else self.csv.with_name(self.csv.name + ".json")
 
     def paths(self) -> list[Path]:
-        """Every file that will be written, in that order: the CSV last."""
+        """Every file that will be written, in that order: the table last."""
         return [path for path in (self.sidecar, self.png, self.csv) if path is not None]
 
 
 def check_outputs(outputs: Outputs) -> None:
-    """Refuse outputs that exist or cannot be written; to be called before the work starts.
+    """Refuse outputs that exist, cannot be written, or whose endings say no format; to be called
+    before the work starts.
 
     Raises:
         VitseeError: names the file and what to do.
     """
-    if outputs.png is not None and outputs.png.suffix.lower() != ".png":
-        raise VitseeError(f"--png is {outputs.png}; expected a name that ends in .png")
+    if outputs.csv is not None:
+        table_ending(outputs.csv, "-o")
+    if outputs.png is not None:
+        ending_of(outputs.png, FIGURE_ENDINGS, "--png")
     check_new_files(reversed(outputs.paths()), force=outputs.force)
 
 
@@ -181,7 +247,7 @@ def write_results(
     sidecar: Mapping[str, Any],
     stdout: IO[str],
 ) -> None:
-    """Write the table to stdout, or to its CSV with the sidecar beside it, and the picture.
+    """Write the table to stdout, or to its file with the sidecar beside it, and the picture.
 
     Everything is made before the first file appears, so a failure leaves none behind. The sidecar
     is what the caller gives, the table's notes and the number of rows.
@@ -197,18 +263,21 @@ def write_results(
         VitseeError: a file could not be written.
         BrokenPipeError: the reader of stdout is gone (`| head`).
     """
+    check_outputs(outputs)
     files: dict[Path, bytes] = {}
-    text = io.StringIO()
-    table.to_csv(text)
     if outputs.sidecar is not None:
-        record = {**sidecar, "rows": len(table), "notes": table.notes}
+        record = plain_json({**sidecar, "rows": len(table), "notes": table.notes})
         files[outputs.sidecar] = (json.dumps(record, indent=2) + "\n").encode()
     if outputs.png is not None:
-        from vitsee_core.plotting import png_bytes
+        from vitsee_core.plotting import figure_bytes
 
-        files[outputs.png] = png_bytes(figure())
+        ending = ending_of(outputs.png, FIGURE_ENDINGS, "--png")
+        files[outputs.png] = figure_bytes(figure(), ending)
     if outputs.csv is not None:
-        files[outputs.csv] = text.getvalue().encode()
+        files[outputs.csv] = table_bytes(table.columns, table_ending(outputs.csv, "-o"))
+    text = io.StringIO()
+    if outputs.csv is None:
+        table.to_csv(text)
     write_files(files, force=outputs.force)
     if outputs.csv is None:
         stdout.write(text.getvalue())

@@ -48,6 +48,8 @@ def run_analysis(
     from vitsee_core.results import check_outputs, describe_run, write_results
 
     check_outputs(outputs)
+    if outputs.csv is None:
+        console.require_stdout()
     for store in stores:
         if any(path.resolve().is_relative_to(store.path.resolve()) for path in outputs.paths()):
             raise VitseeError(f"results do not go into a store ({store.path}); name another place")

@@ -6,7 +6,9 @@ rich is imported with the first line that needs it, so that `vitsee --help` does
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
 import threading
 import time
@@ -17,6 +19,8 @@ from typing import TYPE_CHECKING
 import click
 
 from vitsee_core.machine import human_bytes as human_bytes
+from vitsee_core.text import visible
+from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,11 +40,49 @@ class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-            stderr().print(
-                prefix + self.format(record), markup=False, highlight=False, soft_wrap=True
-            )
+            line = visible(prefix + self.format(record), keep="\n\t")
+            stderr().print(line, markup=False, highlight=False, soft_wrap=True)
         except Exception:
             self.handleError(record)
+
+
+class _ClosedStdout(io.TextIOBase):
+    """Where a shell closed stdout (`>&-`): the first result is a user's mistake."""
+
+    encoding, errors = "utf-8", "strict"
+
+    def write(self, text: str) -> int:
+        raise VitseeError("stdout is closed (>&-): the result has nowhere to go")
+
+
+def prepare_streams() -> None:
+    """Give what is closed a place, and let any text through whatever the encoding.
+
+    A descriptor below 3 that is closed would become that of the next file opened, and receive what
+    libraries print; it is bound to the null device.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = _ClosedStdout()
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def require_stdout() -> None:
+    """To be called before the work whose result goes to stdout.
+
+    Raises:
+        VitseeError: it is closed.
+    """
+    if isinstance(sys.stdout, _ClosedStdout):
+        sys.stdout.write("")
 
 
 def setup(verbosity: int) -> None:
@@ -87,7 +129,12 @@ def warn(line: str) -> None:
 
 def out(text: str) -> None:
     """A result: one line (or several) on stdout."""
-    click.echo(text)
+    sys.stdout.write(visible(text, keep="\n\t") + "\n")
+
+
+def fail(text: str) -> None:
+    """Why a command ends, on stderr whatever the verbosity."""
+    sys.stderr.write(visible(text, keep="\n\t") + "\n")
 
 
 def command_line() -> list[str]:
@@ -98,7 +145,7 @@ def command_line() -> list[str]:
 def debug_traceback() -> None:
     """With -v, the traceback of the exception being handled."""
     if log.isEnabledFor(logging.DEBUG):
-        click.echo(traceback.format_exc(), err=True, nl=False)
+        fail(traceback.format_exc().rstrip())
 
 
 def human_time(seconds: float) -> str:

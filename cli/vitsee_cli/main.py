@@ -69,6 +69,17 @@ class CommandGroup(click.Group):
             raise click.UsageError(f"no command {name!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """As click's, on streams that take any text."""
+        console.prepare_streams()
+        try:
+            return super().main(*args, **kwargs)
+        except VitseeError as error:  # before any command: --help to a stdout that is closed
+            if not kwargs.get("standalone_mode", True):
+                raise
+            console.fail(f"vitsee: {_one_line(error)}")
+            sys.exit(1)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's; the arguments are kept for `console.command_line`."""
         ctx.meta[console.ARGUMENTS] = list(args)
@@ -109,7 +120,7 @@ def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
     """Say `vitsee COMMAND: line` on stderr and leave. With -v the traceback goes before it."""
     name = f"vitsee {ctx.invoked_subcommand}" if ctx.invoked_subcommand else "vitsee"
     console.debug_traceback()
-    click.echo(f"{name}: {line}", err=True)
+    console.fail(f"{name}: {line}")
     ctx.exit(exit_code)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,13 +18,16 @@ from vitsee_cli.values import (
     StorePath,
     parse_device,
     parse_floats,
+    parse_folder,
     parse_fraction,
     parse_image_size,
     parse_model_arg,
+    parse_output,
     parse_path,
     parse_positive_floats,
     parse_size,
     parse_store,
+    parse_words,
     token_parser,
 )
 from vitsee_core import machine
@@ -69,7 +73,7 @@ def verbosity(command: Any) -> Any:
 
 # ---------------------------------------------------------------- stores in, results out
 
-store_argument = click.argument("store", metavar="STORE", type=parse_path)
+store_argument = click.argument("store", metavar="STORE", type=parse_folder)
 
 _stores_argument = click.argument(
     "stores", metavar="[NAME=]STORE...", nargs=-1, required=True, type=parse_store
@@ -119,16 +123,17 @@ force_option = click.option(
 _output_option = click.option(
     "-o",
     "--output",
-    metavar="CSV",
-    type=parse_path,
-    help="Write the table to CSV, and how it was made to CSV.json.  [default: stdout]",
+    metavar="TABLE",
+    type=parse_output,
+    help="Write the table to TABLE, a .csv, .csv.gz, .tsv, .json or .parquet, and how it was made "
+    "to TABLE.json.  [default: - , CSV on stdout]",
 )
 
 _png_option = click.option(
     "--png",
     metavar="FILE",
     type=parse_path,
-    help="Draw the figure into FILE.  [default: no figure]",
+    help="Draw the figure into FILE, a .png, .svg or .pdf.  [default: no figure]",
 )
 
 
@@ -139,6 +144,7 @@ def output_options(command: Any) -> Any:
     def gathered(*args: Any, output: Any, png: Any, force: bool, **kwargs: Any) -> Any:
         from vitsee_core.results import Outputs
 
+        output = None if output == Path("-") else output
         return command(*args, outputs=Outputs(csv=output, png=png, force=force), **kwargs)
 
     return _output_option(_png_option(force_option(gathered)))
@@ -323,7 +329,7 @@ _GRAM_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--cache",
         metavar="DIR",
-        type=parse_path,
+        type=parse_folder,
         help="Keep Gram matrices in DIR.  [default: STORE.grams beside each store]",
     ),
     click.option(
@@ -342,6 +348,7 @@ _GRAM_OPTIONS: tuple[Decorator, ...] = (
 data_again_option = click.option(
     "--data",
     metavar="DATA",
+    type=parse_words,
     help="Where the images are now, for what has to be computed once more.  [default: where "
     "extract read them]",
 )

@@ -1,6 +1,6 @@
-"""Readers of what is written on the command line: stores, sizes, devices, numbers, tokens.
+"""Readers of what is written on the command line: stores, paths, sizes, devices, numbers, tokens.
 
-Plain functions given to click as `type=`. What they refuse is a usage error (exit code 2);
+Functions and click types given as `type=`. What they refuse is a usage error (exit code 2);
 whether a path exists is found out by who opens it (exit code 1).
 """
 
@@ -12,9 +12,15 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]  # generic only in newer releases of click
+else:
+    ParamType = click.ParamType
 
 TOKENS = ("all", "patches", "cls", "prefix", "mean", "mean-all", "first", "rest", "each")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -28,24 +34,120 @@ class StorePath(NamedTuple):
     path: Path
 
 
-def parse_store(text: str | StorePath) -> StorePath:
-    """`NAME=path.zarr` or `path.zarr`, whose label is then the file's stem.
+class PathType(ParamType):
+    """A path, `~` expanded; the shell completes it. Neither empty (an unset variable of a script)
+    nor, where no stream is meant, `-`."""
+
+    name = "path"
+
+    def __init__(self, completes: str = "file", *, stream: bool = False):
+        """`completes`: what the shell offers, `file` (and folders) or `dir`. `stream`: `-` stands
+        for a standard stream and comes back as Path("-")."""
+        self.completes, self.stream = completes, stream
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if isinstance(value, Path):
+            return value
+        return self.path(value, param, ctx)
+
+    def path(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """`text` as a path, or a usage error."""
+        if not text.strip():
+            self.fail("an empty text is no path; is a variable unset?", param, ctx)
+        if text == "-" and not self.stream:
+            self.fail("- is no path here; write ./- for a file of that name", param, ctx)
+        return Path(text).expanduser()
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """The shell's own completion of paths."""
+        return [CompletionItem(incomplete, type=self.completes)]
+
+
+class StoreType(PathType):
+    """`NAME=path.zarr` or `path.zarr`, whose label is then the file's stem, as a StorePath.
 
     A path that exists is a path, whatever signs are in it.
     """
-    if isinstance(text, StorePath):
-        return text
+
+    name = "store"
+
+    def __init__(self) -> None:
+        """Stores are folders."""
+        super().__init__("dir")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Label and path."""
+        if isinstance(value, StorePath):
+            return value
+        label, rest = _named(value)
+        path = self.path(rest, param, ctx)
+        # `.` and `..` have no stem of their own.
+        return StorePath(label or (path if path.stem.strip(".") else path.resolve()).stem, path)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Folders; behind `NAME=`, where shells complete no paths of their own, by name."""
+        label, rest = _named(incomplete)
+        if not label:
+            return super().shell_complete(ctx, param, incomplete)
+        return [CompletionItem(f"{label}={path}") for path in _folders(rest)]
+
+
+def _named(text: str) -> tuple[str, str]:
+    """The label ("" without one) and the path of `NAME=path`."""
     label, sign, rest = text.partition("=")
-    if sign and label and rest and "/" not in label and not Path(text).exists():
-        return StorePath(label, Path(rest).expanduser())
-    path = Path(text).expanduser()
-    # `.` and `..` have no stem of their own.
-    return StorePath(path.stem if path.stem.strip(".") else path.resolve().stem, path)
+    if sign and label and "/" not in label and not Path(text).exists():
+        return label, rest
+    return "", text
 
 
-def parse_path(text: str | Path) -> Path:
-    """A path, `~` expanded."""
-    return Path(text).expanduser()
+def _folders(text: str) -> list[str]:
+    """The folders whose path begins with `text`; of a single one that is no store, those in it,
+    as the shell would set a blank behind it."""
+    start = text.rpartition("/")[2]
+    prefix = text[: len(text) - len(start)]
+    place = Path(prefix or ".").expanduser()
+    try:
+        names = sorted(p.name for p in place.iterdir() if p.is_dir() and p.name.startswith(start))
+    except OSError:
+        return []
+    names = [name for name in names if start.startswith(".") or not name.startswith(".")]
+    if len(names) == 1 and not (place / names[0] / "zarr.json").exists():
+        return _folders(f"{prefix}{names[0]}/") or [f"{prefix}{names[0]}/"]
+    return [prefix + name for name in names]
+
+
+# Called as functions too.
+parse_path = PathType()
+parse_folder = PathType("dir")
+parse_output = PathType(stream=True)
+parse_store = StoreType()
+
+
+class FiniteRange(click.FloatRange):
+    """A number of a range, which `inf` and `nan` are not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
+
+
+POSITIVE = FiniteRange(min=0, min_open=True)
+SHARE = FiniteRange(0, 1, min_open=True, max_open=True)
+
+
+def parse_words(text: str) -> str:
+    """Any text but an empty one (an unset variable of a script)."""
+    if not text.strip():
+        raise click.BadParameter("an empty text; is a variable unset?")
+    return text
 
 
 def parse_size(text: str | int) -> int:

@@ -258,7 +258,10 @@ def _curve(rows: Table) -> Table:
     }
     given = chosen["rel_depth"].astype(float)
     columns["rel_depth"] = np.where(np.isfinite(given), given, relative)
-    columns |= {name: chosen[name].astype(float) for name in ("low", "high")}
+    # Best rows have no intervals where no file has any.
+    nothing = np.full(len(chosen), np.nan)
+    for name in ("low", "high"):
+        columns[name] = chosen.columns.get(name, nothing).astype(float)
     return Table(columns)
 
 

@@ -57,6 +57,7 @@ Score = dict[str, Any]
 METRICS = ("purity", "nmi", "ari")
 BASELINES = ("shuffled", "random")
 N_INIT = 10
+MAX_SEED = 2**32 - 1  # scikit-learn's
 COLUMNS = (
     *(*SITE, "k"),
     *("metric", "value", "std", "n_images", "baseline"),
@@ -108,13 +109,19 @@ def run(
 
     Raises:
         MissingInput: no labels, or a store lacks what is asked for.
-        VitseeError: more clusters than images, vectors beyond the memory, or an unknown choice.
+        VitseeError: more clusters than images, seeds beyond `MAX_SEED`, vectors beyond the
+            memory, or an unknown choice.
     """
     for name in baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {' or '.join(BASELINES)}")
     if n_seeds < 1:
         raise VitseeError(f"{n_seeds} seeds were asked for; expected at least 1")
+    if seed + n_seeds - 1 > MAX_SEED:
+        raise VitseeError(
+            f"the seeds {seed} to {seed + n_seeds - 1} were asked for; k-means takes 0 to "
+            f"{MAX_SEED}: a smaller --seed"
+        )
     plans = [(labelled_rows(store, images, seed), store.select(list(sites))) for store in stores]
     read = {}
     for data, chosen in plans:

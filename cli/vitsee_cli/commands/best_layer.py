@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 def command(results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...]) -> None:
     """Name the best layer of each model for each task.
 
-    RESULTS are CSV files that other commands wrote with -o and that have a value a layer (probe,
-    knn, cluster, saliency, ...); larger values count as better (Walmer et al. 2023, Tables 1, 5).
-    A task is a file's command and metric, with k and shots.
+    RESULTS are tables (.csv, .tsv, .json, ...) that other commands wrote with -o and that have a
+    value a layer (probe, knn, cluster, saliency, ...); larger values count as better (Walmer et al.
+    2023, Tables 1, 5). A task is a file's command and metric, with k and shots.
 
     \b
       $ vitsee knn train.zarr b16.zarr -o knn.csv
@@ -50,6 +50,8 @@ def command(results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...
     from vitsee_core.results import check_outputs, describe_run, write_results
 
     check_outputs(outputs)
+    if outputs.csv is None:
+        console.require_stdout()
     files = best_layer.read(results)
     table = best_layer.run(files, metrics)
     sidecar = describe_run([], command=console.command_line(), parameters={"metrics": metrics})

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from vitsee_cli import console
-from vitsee_cli.values import parse_path
+from vitsee_cli.values import parse_folder
 from vitsee_stores.errors import VitseeError
 
 
@@ -65,7 +65,7 @@ def _results(folder: Path, name: str) -> list[str]:
     "-o",
     "--output",
     metavar="FOLDER",
-    type=parse_path,
+    type=parse_folder,
     default="demo-out",
     show_default=True,
     help="Where stores, tables and pictures go.",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.values import POSITIVE
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -30,7 +31,7 @@ def threshold_options(command: Any) -> Any:
             click.option(
                 f"--{name}",
                 metavar="X",
-                type=click.FloatRange(min=0, min_open=True),
+                type=POSITIVE,
                 default=default,
                 show_default=True,
                 help=text,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
-from vitsee_cli.values import parse_store
+from vitsee_cli.values import POSITIVE, parse_store
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -45,7 +45,7 @@ VOTES = ("softmax", "majority")
 @click.option(
     "--temperature",
     metavar="T",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=0.07,
     show_default=True,
     help="Of the softmax vote.",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
-from vitsee_cli.values import parse_store
+from vitsee_cli.values import POSITIVE, SHARE, parse_store
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 TOKENS = ("cls", "mean", "mean-all", "first", "rest", "each", "all")
 L2_WORDS = ("holdout", "loo", "grid")
-POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 def parse_l2(text: str | float) -> str | float:
@@ -151,7 +150,7 @@ def _sgd_options(command: Any) -> Any:
 @click.option(
     "--holdout",
     metavar="SHARE",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=SHARE,
     help="Without TEST: test on this share of each class, e.g. 0.2.  [default: none]",
 )
 @options.output_options

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
-from vitsee_cli.values import parse_path
+from vitsee_cli.values import SHARE, parse_path
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -49,7 +49,7 @@ def parse_void(text: str | int) -> str | int:
 @click.option(
     "--mass",
     metavar="SHARE",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=SHARE,
     default=0.6,
     show_default=True,
     help="Keep the most attended tokens with this share of the attention.",

@@ -19,7 +19,7 @@ SCALES = ("shared", "tile")
 
 
 @click.command()
-@click.argument("source", metavar="[NAME=]STORE|MODEL")
+@click.argument("source", metavar="[NAME=]STORE|MODEL", shell_complete=parse_store.shell_complete)
 @options.output_options
 @click.option(
     "--what",

@@ -1,0 +1,47 @@
+"""What notebooks show of stores and tables: HTML with everything escaped, and pandas frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from vitsee_stores.errors import VitseeError
+
+
+def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of text cells as HTML; nothing in them is markup."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return (
+        f"<table><caption>{escape(caption)}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def shown_cell(value: Any) -> str:
+    """A cell's text: floats to six digits, None and NaN empty."""
+    if value is None or value != value:
+        return ""
+    return f"{value:.6g}" if isinstance(value, (float, np.floating)) else str(value)
+
+
+def to_frame(columns: Mapping[str, Any], attrs: Mapping[str, Any] | None = None) -> Any:
+    """The columns as a pandas DataFrame.
+
+    Raises:
+        VitseeError: pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise VitseeError(
+            "pandas is not installed; run: pip install pandas (or 'vitsee[notebook]')"
+        ) from None
+    frame = pandas.DataFrame(dict(columns))
+    frame.attrs = dict(attrs or {})
+    return frame

@@ -1,0 +1,139 @@
+"""Tables in the format that their file's ending says."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vitsee_core.formats import TABLE_ENDINGS, table_bytes
+from vitsee_core.result_files import read_result
+from vitsee_core.results import Outputs, Table, check_outputs
+from vitsee_stores.errors import VitseeError
+
+
+def table() -> Table:
+    """Text that could harm, whole numbers with a gap, words beside numbers, floats."""
+    rows = [
+        {"store": "=a", "model": "m\x1b", "head": 0, "row": None, "l2": 0.5, "value": 0.1},
+        {"store": "b,\"'", "model": "m", "head": 1, "row": 3, "l2": "loo", "value": None},
+        {"store": "5", "model": "m", "head": 2, "row": 4, "l2": None, "value": -1 / 3},
+    ]
+    return Table.from_rows(rows, notes={"seed": 7})
+
+
+def test_the_text_of_each_format(tmp_path: Path) -> None:
+    expected = (
+        "store,model,head,row,l2,value\n"
+        "'=a,m\\x1b,0,,0.5,0.1\n"
+        '"b,""\'",m,1,3,loo,\n'
+        "5,m,2,4,,-0.3333333333333333\n"
+    )
+    written = {}
+    for ending in TABLE_ENDINGS:
+        path = tmp_path / f"r{ending}"
+        table().write(path)
+        written[ending] = path.read_bytes()
+    assert written[".csv"].decode() == expected
+    assert gzip.decompress(written[".csv.gz"]).decode() == expected
+    assert written[".tsv"].decode().splitlines()[2] == '"b,""\'"\tm\t1\t3\tloo\t'
+    assert json.loads(written[".json"]) == [
+        {"store": "=a", "model": "m\\x1b", "head": 0, "row": None, "l2": 0.5, "value": 0.1},
+        {"store": "b,\"'", "model": "m", "head": 1, "row": 3, "l2": "loo", "value": None},
+        {"store": "5", "model": "m", "head": 2, "row": 4, "l2": None, "value": -1 / 3},
+    ]
+    assert len(written[".json"].splitlines()) == 5, "one record a line"
+
+
+def test_parquet_has_types(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    table().write(tmp_path / "r.parquet")
+    read = pyarrow.parquet.read_table(tmp_path / "r.parquet")
+    kinds = {field.name: str(field.type) for field in read.schema}
+    assert {kinds.pop(n) for n in ("store", "model", "l2")} <= {"string", "large_string"}
+    assert kinds == {"head": "int64", "row": "int64", "value": "double"}
+    assert read.column("value").to_pylist() == [0.1, None, -1 / 3]
+    assert read.column("l2").to_pylist() == ["0.5", "loo", None]
+
+
+@pytest.mark.parametrize("ending", TABLE_ENDINGS)
+def test_same_table_same_bytes_and_back(tmp_path: Path, ending: str) -> None:
+    assert table_bytes(table().columns, ending) == table_bytes(table().columns, ending)
+    path = tmp_path / f"r{ending}"
+    table().write(path)
+    path.with_name(path.name + ".json").write_text(json.dumps({"notes": {"seed": 7}}))
+    read = Table.read(path)
+    assert list(read.columns) == list(table().columns)
+    for name, values in table().columns.items():
+        if name != "l2":
+            shown = [v.replace("\x1b", r"\x1b") if isinstance(v, str) else v for v in values]
+            dtype = object if values.dtype.kind in "OU" else values.dtype
+            np.testing.assert_array_equal(read[name], np.array(shown, dtype))
+    # Words beside numbers are words; an empty cell of such a column is empty text.
+    assert read["l2"].tolist() == ["0.5", "loo", ""]
+    assert read.notes == {"seed": 7}
+
+
+@pytest.mark.parametrize("ending", [".json", ".parquet", ".tsv", ".csv.gz"])
+def test_all_empty_and_no_rows(tmp_path: Path, ending: str) -> None:
+    empty = Table({"store": np.array(["a"], object), "value": np.array([np.nan])})
+    empty.write(tmp_path / f"e{ending}")
+    assert np.isnan(Table.read(tmp_path / f"e{ending}")["value"][0])
+    Table({"store": np.array([], object)}).write(tmp_path / f"n{ending}")
+    with pytest.raises(VitseeError, match="has no rows"):
+        Table.read(tmp_path / f"n{ending}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("r.json", b"{}"),
+        ("r.json", b'[{"a": 1}, {"b": 1}]'),
+        ("r.json", b'[{"a": [1]}]'),
+        ("r.json", b"[" * 100_000),
+        ("r.csv.gz", b"store,value\n"),
+        ("r.csv.gz", gzip.compress(b"store,value\na,1\n")[:-9]),
+        ("r.parquet", b"PAR1 not at all"),
+        ("r.tsv", b"\xff\xfe"),
+    ],
+)
+def test_what_is_not_what_its_ending_says(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(VitseeError, match=rf"{name} is no .*; expected what vitsee wrote"):
+        read_result(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["r.xlsx", "r", "r.csv.zip", ".csv", "r.gz", "r.csvx"])
+def test_other_endings_are_refused_before_work(tmp_path: Path, name: str) -> None:
+    with pytest.raises(VitseeError, match=r"ends in \.csv, \.csv\.gz, \.tsv, \.json or \.parquet"):
+        check_outputs(Outputs(tmp_path / name))
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+
+    def without(name: str, *more: Any) -> Any:
+        return None if name == "pyarrow" else found(name, *more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with pytest.raises(VitseeError, match="pip install pyarrow"):
+        check_outputs(Outputs(tmp_path / "r.parquet"))
+
+
+def test_to_csv_takes_a_path(tmp_path: Path) -> None:
+    table().to_csv(tmp_path / "r.csv")
+    table().to_csv(str(tmp_path / "r.tsv"))
+    assert (tmp_path / "r.csv").read_bytes() == table_bytes(table().columns, ".csv")
+    with pytest.raises(VitseeError, match="exists"):
+        table().to_csv(tmp_path / "r.csv")
+    table().take(np.array([0])).to_csv(tmp_path / "r.csv", force=True)
+    assert len(Table.read(tmp_path / "r.csv")) == 1
+    with pytest.raises(VitseeError, match=r"ends in \.csv, \.csv\.gz or \.tsv"):
+        table().to_csv(tmp_path / "r.json")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.csv", "r.tsv"]
