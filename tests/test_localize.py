@@ -344,6 +344,16 @@ def test_fractional_strides() -> None:
     assert patches.shape == (3, 4, 3)
 
 
+def test_patches_lie_where_the_layout_says(tmp_path: Path) -> None:
+    # patches of 4 pixels in the middle of 8 x 12, two rows and columns of pixels on each side
+    pixels = pictures(12, 12, 16)
+    layout = TokenLayout((), (2, 3), stride_px=(4.0, 4.0), offset_px=(2.0, 2.0))
+    inner = np.ascontiguousarray(pixels[:, :, 2:10, 2:14])
+    acts = tokens_of(inner, 4, 2, layout)
+    table = run(write(tmp_path / "a.zarr", {"blocks.0.out": (acts, layout)}, pixels))
+    assert maps_of(table) == pytest.approx(loop_maps(acts, inner, (2, 3), 4), abs=1e-6)
+
+
 def test_a_constant_patch_has_no_value(tmp_path: Path) -> None:
     pixels = PIXELS.copy()
     pixels[:, :, :4, :4] = 77

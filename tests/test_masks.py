@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,15 +228,29 @@ def test_tokens_that_do_not_fill_the_input() -> None:
     labels[:, 8:] = F  # beyond the last cell
     layout = TokenLayout((), (2, 2), stride_px=(2.0, 4.0))
     assert token_labels(labels, layout, "any").tolist() == [B, B, B, B]
-    # cells of 2.5 pixels begin at round(0), round(2.5) and end at round(5); without a stride, too
-    for stride in ((2.5, 5.0), None):
-        labels = np.zeros((5, 10), np.uint8)
-        labels[2:, :5] = F
-        layout = TokenLayout((), (2, 2), stride_px=stride)
-        assert token_labels(labels, layout, "half").tolist() == [B, B, F, B]
+    # cells of 2.5 pixels begin at round(0), round(2.5) and end at round(5)
+    labels = np.zeros((5, 10), np.uint8)
+    labels[2:, :5] = F
+    layout = TokenLayout((), (2, 2), stride_px=(2.5, 5.0))
+    assert token_labels(labels, layout, "half").tolist() == [B, B, F, B]
+    with pytest.raises(VitseeError, match="no stride"):
+        token_labels(labels, replace(layout, stride_px=None), "half")
     # cells outside of the image are void
     layout = TokenLayout((), (3, 1), stride_px=(5.0, 10.0))
     assert token_labels(labels, layout, "any").tolist() == [F, V, V]
+
+
+def test_tokens_that_begin_within_or_before_the_input() -> None:
+    labels = np.zeros((6, 10), np.uint8)
+    labels[0, 2:] = F
+    labels[2:4, 3:6] = F
+    # rows 1-2 and 3-4, columns 3-5 and 6-8: row 0 belongs to no token
+    inside = TokenLayout((), (2, 2), stride_px=(2.0, 3.0), offset_px=(1.0, 3.0))
+    assert token_labels(labels, inside, "half").tolist() == [F, B, F, B]
+    # rows -2 to 1 and 2-5, columns -1 to 4 and 5-9 (cut): what lies outside does not count
+    before = TokenLayout((), (2, 2), stride_px=(4.0, 6.0), offset_px=(-2.0, -1.0))
+    assert token_labels(labels, before, "any").tolist() == [F, F, F, F]
+    assert token_labels(labels, before, "half").tolist() == [B, F, B, B]
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tests.models_helpers import SMALL, VIT, small
 from vitsee_core.models import LoadedModel, ModelError, SiteTable, site_table
-from vitsee_core.models.geometry import Geometry, stride
+from vitsee_core.models.geometry import Geometry
+from vitsee_core.models.steps import whole_stride
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 
 
@@ -355,10 +356,11 @@ def check_spec(site: SiteSpec) -> None:
 
 
 def test_stride_and_grids_by_hand() -> None:
-    assert stride((224, 224), (7, 7)) == (32.0, 32.0)
-    assert stride((97, 97), (25, 25)) == (4.0, 4.0)
-    assert stride((225, 150), (14, 9)) == (16.0, 16.0)
-    assert stride((10, 10), (3, 3)) == (3.0, 3.0)
+    assert whole_stride((224, 224), (7, 7)) == (32.0, 32.0)
+    assert whole_stride((97, 97), (25, 25)) == (4.0, 4.0)
+    assert whole_stride((225, 150), (14, 9)) == (16.0, 16.0)
+    assert whole_stride((10, 10), (3, 3)) == (3.0, 3.0)
+    assert whole_stride((240, 240), (224, 224)) is None
     geometry = Geometry((32, 48))
     assert geometry.grid_of(24) == (4, 6)
     assert geometry.grid_of(23) is None

@@ -184,13 +184,15 @@ def run_self_check(
 
 def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
     """A line where whole patches do not cover the input."""
-    first = next((site.layout for site in table.sites if site.part == "embed"), None)
-    if first is None or first.grid is None or first.stride_px is None:
+    if not table.patches:
         return []
-    covered = [round(n * step) for n, step in zip(first.grid, first.stride_px, strict=True)]
+    # Of several embeddings of one image (CrossViT) each pixel is seen by some.
+    ends = [[patches.covered[axis] for patches in table.patches] for axis in (0, 1)]
+    (top, bottom), (left, right) = ((min(a for a, _ in e), max(b for _, b in e)) for e in ends)
     height, width = model.input_size[1:]
-    if covered == [height, width]:
+    if (top, left, bottom, right) == (0, 0, height, width):
         return []
+    covered = bottom - top, right - left
     return [
         f"patches cover {covered[0]}x{covered[1]} of {height}x{width} input pixels: the rest is "
         "never seen (choose an --img-size that the patch size divides)"

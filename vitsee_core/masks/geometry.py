@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitsee_core.cells import Edges, cell_edges
 from vitsee_core.images import ImageError
 from vitsee_core.images.transform import Recipe, make_recipe
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
@@ -58,21 +59,16 @@ def as_seen(labels: Labels, recipe: Recipe, where: str) -> Labels:
 def token_labels(labels: Labels, layout: TokenLayout, foreground: str) -> Labels:
     """Labels of the grid's tokens, (tokens,) row by row.
 
-    A token is the pixels round(row stride) to round((row + 1) stride), and the same across, cut at
-    the edge. With more void pixels than others, or none at all, it is void. Of the others it is
-    foreground with `half` where at least half of the pixels that are not void are, with `any` where
-    any is.
+    A token is the pixels of its cell, see `cells.cell_edges`. With more void pixels than others, or
+    none at all, it is void. Of the others it is foreground with `half` where at least half of the
+    pixels that are not void are, with `any` where any is.
 
     Args:
         labels: of the model's input, (height, width).
         layout: with a grid.
         foreground: `half` or `any`.
     """
-    assert layout.grid is not None
-    edges = [
-        _edges(n, length, None if layout.stride_px is None else layout.stride_px[axis])
-        for axis, (n, length) in enumerate(zip(layout.grid, labels.shape, strict=True))
-    ]
+    edges = cell_edges(layout, labels.shape)
     objects, unknown = (_per_cell(labels == kind, edges) for kind in (FOREGROUND, VOID))
     pixels = np.multiply.outer(*(np.diff(edge) for edge in edges))
     known = pixels - unknown
@@ -84,14 +80,7 @@ def token_labels(labels: Labels, layout: TokenLayout, foreground: str) -> Labels
     return tokens.ravel()
 
 
-def _edges(n: int, length: int, stride: float | None) -> NDArray[np.int64]:
-    """Where n cells along an axis of so many pixels begin and end."""
-    step = length / n if stride is None else stride
-    edges: NDArray[np.int64] = np.minimum(np.rint(np.arange(n + 1) * step), length).astype(np.int64)
-    return edges
-
-
-def _per_cell(mask: NDArray[np.bool_], edges: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _per_cell(mask: NDArray[np.bool_], edges: tuple[Edges, Edges]) -> NDArray[np.int64]:
     """How many pixels of each cell are set: differences of sums over all that is above and left."""
     sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int64)
     sums[1:, 1:] = mask.cumsum(0, dtype=np.int64).cumsum(1)

@@ -62,6 +62,7 @@ class TableBuilder:
             residual_refusal=residual_refusal,
             rollout_refusal=self._rollout_refusal(attention),
             left_out={**self.left_out, **self.demoted, **attention.left_out},
+            patches=self.geometry.patches,
             points={entry.name: Point(entry.taps, entry.view) for entry in entries},
             residuals=residuals,
             attention_modules=attention.modules,

@@ -10,38 +10,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vitsee_core.models.patches import Patches
+from vitsee_core.models.steps import Grid, Steps
 from vitsee_core.models.taps import View
 from vitsee_core.models.trace import N_CORNERS, Seen
 from vitsee_stores.layout import TokenLayout
 
-Grid = tuple[int, int]
-
-
-def stride(image: Grid, grid: Grid) -> tuple[float, float]:
-    """Input pixels between neighbouring cells, rows and columns: the whole number that gives this
-    grid on both axes up to padding or cropping, else image over grid."""
-    ratios = [pixels / cells for pixels, cells in zip(image, grid, strict=True)]
-    mean = math.sqrt(ratios[0] * ratios[1])
-    for step in sorted(range(1, math.ceil(max(ratios)) + 1), key=lambda step: abs(step - mean)):
-        if all(
-            cells in (pixels // step, -(-pixels // step))
-            for pixels, cells in zip(image, grid, strict=True)
-        ):
-            return float(step), float(step)
-    return ratios[0], ratios[1]
-
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a model says about its tokens, and the size of its input images in pixels."""
+    """What a model says about its tokens, and the size of its input images in pixels.
+
+    steps: between the cells of its grids; from sizes alone if not given. patches: the grids whose
+    patches were measured.
+    """
 
     image: Grid
     prefix: tuple[str, ...] = ()
     grid: Grid | None = None
+    steps: Steps | None = None
+    patches: tuple[Patches, ...] = ()
 
     def layout(self, grid: Grid, prefix: tuple[str, ...] = ()) -> TokenLayout:
-        """The layout of a grid that covers the whole image."""
-        return TokenLayout(prefix, grid, stride_px=stride(self.image, grid))
+        """The layout of a grid: as its patches were measured, else the product of the strides and
+        the offset 0."""
+        for measured in self.patches:
+            if measured.grid == grid:
+                return TokenLayout(prefix, grid, 0, measured.stride_px, measured.offset_px)
+        steps = self.steps or Steps(self.image)
+        return TokenLayout(prefix, grid, stride_px=steps.of(grid).px)
 
     def exact(self, grid: Grid) -> bool:
         """Whether both axes are reduced alike, to the cell."""
@@ -85,13 +82,18 @@ def model_geometry(module: nn.Module, image: Grid) -> Geometry:
     Prefix kinds in the order in which timm concatenates them: class, distillation, registers.
     """
     n_prefix = getattr(module, "num_prefix_tokens", None)
-    has_cls = isinstance(getattr(module, "cls_token", None), Tensor)
+    token = getattr(module, "cls_token", None)
+    has_cls = isinstance(token, Tensor)
+    # PiT keeps its distillation token in the tensor of the class token: (1, 2, dim).
+    in_one = token.shape[1] if isinstance(token, Tensor) and token.ndim == 3 else 1
     has_dist = isinstance(getattr(module, "dist_token", None), Tensor)
+    if in_one > 1 and isinstance(getattr(module, "head_dist", None), nn.Module):
+        has_dist, in_one = True, in_one - 1
     if not isinstance(n_prefix, int):
         # Models with a class token for each stage number them.
         numbered = any(name.startswith("cls_token") for name, _ in module.named_parameters())
         has_cls = has_cls or numbered
-        n_prefix = has_cls + has_dist
+        n_prefix = (in_one if has_cls else 0) + has_dist
     kinds = ["cls"] * has_cls + ["dist"] * has_dist
     kinds += [f"reg{i}" for i in range(max(n_prefix - len(kinds), 0))]
     embed = getattr(module, "patch_embed", None) or getattr(module, "stem", None)

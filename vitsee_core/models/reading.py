@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
 from vitsee_core.models.geometry import in_raster_order, read_map
+from vitsee_core.models.patches import first_seen, measure
+from vitsee_core.models.steps import Grid
 from vitsee_core.models.survey import Survey
 from vitsee_core.models.taps import Tap, View
 from vitsee_core.models.trace import Seen
@@ -37,6 +40,9 @@ class Reader:
             return read_map(seen, self.geometry) or View("raw")
         if len(shape) == 2:
             return View("vector")
+        if len(shape) == 3 and self.geometry.prefix and shape[1] == len(self.geometry.prefix):
+            # The grid was left behind (PiT's norm); a token is not a grid of one cell.
+            return View("rows", TokenLayout((), None, rows=shape[1]))
         layout = self.geometry.token_layout(shape[1]) if len(shape) == 3 else None
         if layout is None:
             return View("raw")
@@ -84,3 +90,35 @@ class Reader:
         if seen is None:
             return f"gives a {call.left_type}, not one tensor"
         return f"its first dimension is {seen.shape[0]} for {self.trace.n_images} images"
+
+
+def measured(module: nn.Module, size: tuple[int, int, int], found: Survey) -> Survey:
+    """The survey with its patch embeddings measured: the grids of tokens (not of channels-first
+    maps) that one strided layer makes of the image."""
+    geometry, trace = found.geometry, found.trace
+    assert geometry.steps is not None
+    if next(iter(module.parameters())).is_meta:
+        return found
+    reader = Reader(module, found)
+    patches = []
+    for grid in dict.fromkeys(_token_grids(reader, found.blocks)):
+        step = geometry.steps.of(grid)
+        first = first_seen(trace, grid, geometry.prefix) if step.reductions == 1 else None
+        if first is not None:
+            patches.append(measure(module, size, *first, step.px))
+    known = tuple(one for one in patches if one is not None)
+    return replace(found, geometry=replace(geometry, patches=known))
+
+
+def _token_grids(reader: Reader, blocks: tuple[str, ...]) -> Iterator[Grid]:
+    for path in blocks:
+        for seen, entering in (
+            (reader.trace.entered(path), True),
+            (reader.trace.left(path), False),
+        ):
+            seen = reader.trace.by_image(seen)
+            if seen is None or len(seen.shape) < 3:
+                continue
+            view = reader.token_view(path, seen, entering)
+            if view.form in ("tokens", "nhwc", "unrolled") and view.layout and view.layout.grid:
+                yield view.layout.grid

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vitsee_core.models.attention import AttentionCall
 from vitsee_core.models.capture import Capture
+from vitsee_core.models.patches import disproof
 from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof
 from vitsee_core.models.taps import CaptureError, first_tensor
 from vitsee_stores.layout import SiteSpec
@@ -38,7 +39,8 @@ class SelfCheck:
     """The result, fit for the manifest.
 
     failures: what does not hold, one line each. figures: the errors measured (output, sums in
-    units of rounding, attention relative to its largest output, aliases), and per site `max_abs`
+    units of rounding, attention relative to its largest output, aliases), the measured patches,
+    and per site `max_abs`
     (NaN and inf left out) and `offset_ratio`, |mean over images|^2 / trace of the covariance over
     images, None for one image. dtypes: site -> stored type, float32 where float16 would overflow.
     notes: what the user should be told.
@@ -113,9 +115,10 @@ def self_check(
 
     Checked: the hooked output equals the plain one (bit for bit on the CPU); skip + branch == sum
     for every chosen sublayer and for every sublayer that a chosen site belongs to (branch == sum
-    where the skip is ablated); aliases equal
-    what they stand for; softmax(scores) @ value is what the block goes on with; every site passed
-    by as often as expected; no NaN or inf, nor after the cast to the site's type. The model is
+    where the skip is ablated); aliases equal what they stand for; softmax(scores) @ value is what
+    the block goes on with; the cells of patch embeddings answer to the pixels of their patches and
+    to no others (on the first image); every site passed by as often as expected; no NaN or inf,
+    nor after the cast to the site's type. The model is
     left as it was; nothing of the batch is kept.
     """
     check = SelfCheck()
@@ -144,6 +147,7 @@ def self_check(
         except CaptureError as error:
             check.failures.append(str(error))
             return check
+    _judge_patches(check, model, table, x)
     _judge_output(check, plain, hooked)
     _judge_sums(check, table, sums.errors, names)
     _judge_aliases(check, equal)
@@ -185,6 +189,22 @@ def _judge_output(check: SelfCheck, plain: Tensor | None, hooked: Tensor | None)
         check.failures.append(f"the model's output changes by {gap:.3g} when hooks are installed")
     if not bool(plain.isfinite().all()):
         check.failures.append("the model's output holds NaN or inf on the first images")
+
+
+def _judge_patches(check: SelfCheck, model: LoadedModel, table: SiteTable, x: Tensor) -> None:
+    for patches in table.patches:
+        wrong = disproof(model.module, patches, x[0])
+        if wrong:
+            check.failures.append(wrong)
+    check.figures["patches"] = [
+        {
+            "grid": list(patches.grid),
+            "stride_px": list(patches.stride_px),
+            "offset_px": list(patches.offset_px),
+            "window_px": [length for _, length in patches.window],
+        }
+        for patches in table.patches
+    ]
 
 
 def _judge_sums(

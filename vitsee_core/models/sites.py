@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vitsee_core.models.families.base import Residual
+from vitsee_core.models.patches import Patches
 from vitsee_core.models.taps import Tap, View, refuse_compiled
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
@@ -51,6 +52,7 @@ class SiteTable:
 
     *_refusal: why nothing of that kind can be captured, None if something can.
     left_out: name of a module, block or sublayer -> why it has no site, attention or branch.
+    patches: the grids whose patches were measured, in the order of the forward pass.
     points, residuals, attention_modules, heads: for `Capture` and the self-check.
     """
 
@@ -61,6 +63,7 @@ class SiteTable:
     residual_refusal: str | None
     rollout_refusal: str | None
     left_out: Mapping[str, str]
+    patches: tuple[Patches, ...] = ()
     points: Mapping[str, Point] = field(repr=False, default_factory=dict)
     residuals: Mapping[str, Residual] = field(repr=False, default_factory=dict)
     attention_modules: Mapping[str, str] = field(repr=False, default_factory=dict)
@@ -78,15 +81,17 @@ def site_table(model: LoadedModel) -> SiteTable:
     """Run the model on random images, two or three times, and read its sites from what passed by.
 
     Residual sums and attention are proven on those images; a block whose sums do not hold is
-    listed with its output alone. Raises:
+    listed with its output alone. Patch embeddings are measured, see `patches`. Raises:
         ModelError: parts of the model are compiled, traced or scripted.
     """
     from vitsee_core.models.build import TableBuilder
+    from vitsee_core.models.reading import measured
     from vitsee_core.models.survey import survey
     from vitsee_core.models.verify import verify
 
     refuse_compiled(model.module)
     found = survey(model.module, model.input_size)
+    found = measured(model.module, model.input_size, found)
     demoted: dict[str, str] = {}
     while True:
         table = TableBuilder(model.module, found, demoted, model.ablate_skip).build()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from vitsee_core.models.blocks import find_blocks
 from vitsee_core.models.geometry import Geometry, model_geometry
+from vitsee_core.models.steps import Steps
 from vitsee_core.models.trace import Trace, trace
 
 
@@ -30,6 +31,7 @@ def survey(module: nn.Module, size: tuple[int, int, int]) -> Survey:
     if _doubtful(module, seen, blocks, geometry):
         seen = trace(module, size, corners=True)
         blocks = find_blocks(module, seen)
+    geometry = replace(geometry, steps=Steps(size[1:], module, seen))
     return Survey(seen, tuple(blocks), geometry)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.cells import cell_edges
 from vitsee_core.machine import free_disk_bytes, human_bytes
 from vitsee_core.origin import Pictures
 from vitsee_core.progress import SILENT, Progress
@@ -33,10 +34,8 @@ log = logging.getLogger(__name__)
 class PatchPixels:
     """Each patch's pixels as features, channels first: a `similarity.stacks.Stack`.
 
-    The patch of a grid cell is what its stride gives it: pixels round(row stride) to
-    round((row + 1) stride) and the same across, cut at the image's edge. Pixels beyond the last
-    cell belong to no patch. Patches that are smaller than others are filled with zeros, which no
-    similarity sees.
+    The patch of a grid cell is the pixels of the cell, see `cells.cell_edges`. Patches that are
+    smaller than others are filled with zeros, which no similarity sees.
     """
 
     def __init__(
@@ -50,10 +49,7 @@ class PatchPixels:
         assert layout.grid is not None
         self.store, self.pixels, self.layout = store, pixels, layout
         self.cells = np.arange(layout.n_body) if cells is None else cells
-        self.bounds = tuple(
-            _bounds(n, length, None if layout.stride_px is None else layout.stride_px[axis])
-            for axis, (n, length) in enumerate(zip(layout.grid, pixels.shape[2:], strict=True))
-        )
+        self.bounds = cell_edges(layout, pixels.shape[2:])
         self.shape = (pixels.shape[1], *(int(np.diff(edges).max()) for edges in self.bounds))
 
     @property
@@ -83,13 +79,6 @@ class PatchPixels:
             )
             out[k, :, :, : y1 - y0, : x1 - x0] = images[:, :, y0:y1, x0:x1]
         return out.reshape(self.n_matrices, len(images), -1).swapaxes(0, 1)
-
-
-def _bounds(n: int, length: int, stride: float | None) -> Rows:
-    """Where n cells along an axis of so many pixels begin and end."""
-    step = length / n if stride is None else stride
-    edges: Rows = np.minimum(np.rint(np.arange(n + 1) * step), length).astype(np.int64)
-    return edges
 
 
 def input_pixels(

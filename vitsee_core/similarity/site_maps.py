@@ -105,7 +105,9 @@ class SiteMaps:
                     f"take {human_bytes(size)}; choose some with --tokens ROW,COL, or give "
                     f"--memory {math.ceil(4 * size / 1e6)}M"
                 )
-            lists = groups.setdefault((site.layout.grid, site.layout.stride_px), [[]])
+            lists = groups.setdefault(
+                (site.layout.grid, site.layout.stride_px, site.layout.offset_px), [[]]
+            )
             sizes = [8 * copies * len(s.names) * s.layout.n_body for s in lists[-1]]
             if sum(sizes) + size > memory // 4:
                 lists.append([])

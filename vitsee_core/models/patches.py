@@ -1,0 +1,238 @@
+"""Which pixels a patch embedding's cells answer to: measured by changing rows and columns of an
+image, and proven on other images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitsee_core.models.steps import Grid, Pair
+from vitsee_core.models.taps import Tap, View, first_tensor
+from vitsee_core.models.trace import Trace
+from vitsee_stores.layout import TokenLayout
+
+# Of the answer to a change of the whole image: below the smallest weight at a patch's border,
+# above the rounding of a convolution.
+QUIET = 1e-5
+
+
+@dataclass(frozen=True)
+class Patches:
+    """A grid of patches. tap, view: where its cells are first seen, and how they are read.
+
+    window: the pixels along each axis that cell 0 would answer to, were the image endless, as
+        (first, length); those of cell i lie i stride_px further on.
+    stride_px, offset_px: as in the layout. covered: per axis the pixels (from, to) that any cell
+        answers to.
+    """
+
+    tap: Tap
+    view: View
+    stride_px: Pair
+    offset_px: Pair
+    window: tuple[tuple[int, int], tuple[int, int]]
+    covered: tuple[tuple[int, int], tuple[int, int]]
+
+    @property
+    def grid(self) -> Grid:
+        """Rows and columns."""
+        assert self.view.layout is not None and self.view.layout.grid is not None
+        return self.view.layout.grid
+
+
+class _Enough(Exception):
+    """The forward pass came as far as was wanted."""
+
+
+def cells(module: nn.Module, tap: Tap, view: View, images: Tensor) -> Tensor:
+    """(images, rows, cols, dim) at a tap; the forward pass ends there."""
+    found: list[Tensor] = []
+    calls = 0
+
+    def left(_m: nn.Module, _a: object, output: object) -> None:
+        nonlocal calls
+        calls += 1
+        x = first_tensor(output, len(images)) if calls == tap.call + 1 else None
+        if x is not None:
+            found.append(view.split(x)[1].float())
+            raise _Enough
+
+    handle = module.get_submodule(tap.module).register_forward_hook(left)
+    try:
+        with torch.no_grad():
+            module(images)
+    except _Enough:
+        pass
+    finally:
+        handle.remove()
+    return found[0]
+
+
+def first_seen(trace: Trace, grid: Grid, prefix: tuple[str, ...]) -> tuple[Tap, View] | None:
+    """Where a grid first comes out of a module, channels first, last or as a sequence."""
+    passages = []
+    n = grid[0] * grid[1]
+    for name, calls in trace.calls.items():
+        for i, call in enumerate(calls):
+            left = trace.by_image(call.left)
+            if left is None or not name:
+                continue
+            shape = left.shape
+            if len(shape) == 4 and grid in (shape[2:], shape[1:3]):
+                view = View("nchw" if shape[2:] == grid else "nhwc", TokenLayout((), grid))
+            elif len(shape) == 3 and shape[1] in (n, n + len(prefix)):
+                view = View("tokens", TokenLayout(prefix if shape[1] > n else (), grid))
+            else:
+                continue
+            passages.append((left.key, Tap(name, "out", i, len(calls)), view))
+    first = min(passages, key=lambda passage: passage[0], default=None)
+    return None if first is None else first[1:]
+
+
+def measure(
+    module: nn.Module, size: tuple[int, int, int], tap: Tap, view: View, step: Pair
+) -> Patches | None:
+    """The patches at a tap, `step` being the product of the strides on their path. None where
+    cells answer to no window that moves with them, or where padding cuts windows that overlap:
+    nothing tells the centre of the first cell then.
+
+    About ten forward passes of seventeen images up to there.
+    """
+    found = _Windows(module, size, tap, view).find()
+    if found is None:
+        return None
+    y, x = (_axis(windows, n) for windows, n in zip(found, step, strict=True))
+    if y is None or x is None:
+        return None
+    (first, last), (left, right) = (
+        (min(a for a, _ in w.values()), max(b for _, b in w.values())) for w in found
+    )
+    covered = (first, last), (left, right)
+    return Patches(tap, view, (y[0], x[0]), (y[1], x[1]), (y[2], x[2]), covered)
+
+
+def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
+    """What of the patches does not hold on this image (channels, rows, cols), None if all does.
+
+    Of the first, the middle and the last cell: changes outside its window are not seen, changes of
+    the outermost rows and columns of pixels inside are. Where the image is resized first, a pixel
+    more or less is allowed.
+    """
+    slack = 0 if all(step == int(step) for step in patches.stride_px) else 1
+    noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(3)).to(image)
+    other = image + noise
+    batch, checks = [image], []
+    for cell in ((0, 0), tuple(n // 2 for n in patches.grid), tuple(n - 1 for n in patches.grid)):
+        inside = [_clipped(patches, axis, cell[axis], image, slack) for axis in (0, 1)]
+        rows, cols = (slice(a, b) for a, b in inside)
+        outside = other.clone()
+        outside[:, rows, cols] = image[:, rows, cols]
+        batch.append(outside)
+        checks.append((cell, False))
+        for axis, (a, b) in enumerate(inside):
+            for part in (slice(a, a + 1 + 2 * slack), slice(b - 1 - 2 * slack, b)):
+                changed = image.clone()
+                place = (slice(None), part) if axis == 0 else (slice(None), slice(None), part)
+                changed[place] = other[place]
+                batch.append(changed)
+                checks.append((cell, True))
+    batch.append(other)
+    out = cells(module, patches.tap, patches.view, torch.stack(batch))
+    change = (out - out[:1]).abs().amax(-1)
+    for (row, col), wanted, seen in ((*check, change[i + 1]) for i, check in enumerate(checks)):
+        answers = float(seen[row, col]) > QUIET * float(change[-1, row, col])
+        if answers != wanted:
+            where = "does not answer to the border of" if wanted else "answers to pixels outside"
+            return f"cell ({row}, {col}) of {patches.tap.module} {where} its patch"
+    return None
+
+
+def _clipped(patches: Patches, axis: int, place: int, image: Tensor, slack: int) -> tuple[int, int]:
+    """The pixels along an axis, from and to, of a cell's window within the image."""
+    first, length = patches.window[axis]
+    start = first + place * patches.stride_px[axis]
+    ends = math.floor(start) - slack, math.ceil(start) + length + slack
+    return max(ends[0], 0), min(ends[1], image.shape[axis + 1])
+
+
+Ends = dict[int, tuple[int, int]]
+
+
+def _axis(windows: Ends, step: float) -> tuple[float, float, tuple[int, int]] | None:
+    """Stride, offset, and the window of cell 0 as (first, length), along one axis."""
+    length = max(b - a for a, b in windows.values())
+    cut = windows[0][1] - windows[0][0] < length
+    inner, *others = sorted(windows)[1:] or [0]
+    measured = step
+    if others:
+        measured = (windows[others[-1]][0] - windows[inner][0]) / (others[-1] - inner)
+    # By a whole number and without overlap: the image was cropped first, not resized.
+    resized = step != int(step) and measured != length
+    step = step if resized else measured
+    start = windows[inner][0] - inner * step
+    uneven = max(abs(windows[i][0] - start - i * step) for i in (inner, *others))
+    if uneven > resized or (not resized and step != int(step)):
+        return None
+    if resized:
+        return step, 0.0, (math.floor(start), length)
+    if cut and length != step:
+        return None
+    return float(step), start + (length - step) / 2, (int(start), length)
+
+
+class _Windows:
+    """Finds by halving where the windows of some rows and columns of cells begin and end."""
+
+    def __init__(self, module: nn.Module, size: tuple[int, int, int], tap: Tap, view: View) -> None:
+        device = next(iter(module.parameters())).device
+        generator = torch.Generator().manual_seed(2)
+        self.image, self.other = torch.randn((2, *size), generator=generator).to(device)
+        self.module, self.tap, self.view, self.size = module, tap, view, size[1:]
+        assert view.layout is not None and view.layout.grid is not None
+        self.queries = [
+            (axis, place, from_end)
+            for axis, n in enumerate(view.layout.grid)
+            for place in sorted({0, 1, n // 2, n - 1} & set(range(n)))
+            for from_end in (False, True)
+        ]
+
+    def find(self) -> list[Ends] | None:
+        """For each axis, cell -> (first pixel, past the last); None if a cell answers to nothing,
+        or all of an axis to the whole image."""
+        lengths = [self.size[axis] for axis, _, _ in self.queries]
+        loud = self._answers(lengths)
+        if not bool((loud > 0).all()):
+            return None
+        # Of so many pixels from an end a change is not seen, of so many it is.
+        unseen, seen = [0] * len(lengths), lengths
+        while any(b - a > 1 for a, b in zip(unseen, seen, strict=True)):
+            middle = [(a + b) // 2 for a, b in zip(unseen, seen, strict=True)]
+            answers = (self._answers(middle) > QUIET * loud).tolist()
+            unseen = [a if yes else m for a, m, yes in zip(unseen, middle, answers, strict=True)]
+            seen = [m if yes else b for b, m, yes in zip(seen, middle, answers, strict=True)]
+        windows: list[Ends] = [{}, {}]
+        starts, ends = unseen[::2], unseen[1::2]
+        for (axis, place, _), start, end in zip(self.queries[::2], starts, ends, strict=True):
+            windows[axis][place] = start, self.size[axis] - end
+        for found, length in zip(windows, self.size, strict=True):
+            if len(found) > 1 and all(ends == (0, length) for ends in found.values()):
+                return None
+        return windows
+
+    def _answers(self, changed: Sequence[int]) -> Tensor:
+        """How strongly each query's cells answer when so many rows or columns change."""
+        batch = self.image.repeat(len(self.queries) + 1, 1, 1, 1)
+        for i, ((axis, _, from_end), n) in enumerate(zip(self.queries, changed, strict=True)):
+            length = self.size[axis]
+            part = slice(length - n, length) if from_end else slice(0, n)
+            place = (slice(None), part) if axis == 0 else (slice(None), slice(None), part)
+            batch[i][place] = self.other[place]
+        out = cells(self.module, self.tap, self.view, batch)
+        change = (out - out[-1:]).abs()
+        return torch.stack(
+            [change[i].select(axis, place).max() for i, (axis, place, _) in enumerate(self.queries)]
+        )
