@@ -10,6 +10,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -300,10 +301,21 @@ def test_single_images_are_the_stored_maps(tmp_path: Path, prefix: tuple[str, ..
         plot(table, scale)
 
 
-def test_single_images_are_found(tmp_path: Path) -> None:
+def test_single_images_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = random_attention(layout(), 4, [1])
     store = write(tmp_path / "a.zarr", [made], valid=[1, 1, 0, 1], level="full")
     assert find_rows(store, ["test/3.png", "0"]).tolist() == [3, 0]
+    assert not caplog.text
+    numbered = types.SimpleNamespace(
+        label="rows", samples=types.SimpleNamespace(id=np.array(["2", "1", "0"])), valid=[True] * 3
+    )
+    with caplog.at_level("INFO"):
+        assert find_rows(numbered, ["0", "1"]).tolist() == [2, 1]  # type: ignore[arg-type]
+    assert (
+        "rows: '0' is taken as an image's id (row 2 of the store); the image in row 0 is '2'"
+        in (caplog.text)
+    )
+    assert caplog.text.count("taken as") == 1
     for name, phrase in (
         ("nine.png", r"no image 'nine.png'; expected an id like 'test/0.png' or a row from 0 to 3"),
         ("4", "no image '4'"),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import Result
+from PIL import Image
 
 from tests.extractions import RESNET, VIT, extract, extracted, plant_images
 from vitsee_core.extraction import run
+from vitsee_core.extraction.options import parse_dtypes, parse_tokens
 from vitsee_stores import StoreError, open_store
 
 
@@ -21,8 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant_images(tmp_path_factory.mktemp("images"), 6)
 
 
-def refused(result: Result, *phrases: str) -> None:
-    assert result.exit_code == 1, result.output
+def refused(result: Result, *phrases: str, exit_code: int = 1) -> None:
+    assert result.exit_code == exit_code, result.output
     assert result.stdout == ""
     lines = [line for line in result.stderr.splitlines() if line.startswith("vitsee extract: ")]
     assert len(lines) == 1, result.stderr
@@ -38,10 +41,6 @@ def refused(result: Result, *phrases: str) -> None:
         (["local-dir:/nowhere/at/all"], ["/nowhere/at/all"]),
         ([VIT[0], "--checkpoint", "/nowhere.pth"], ["/nowhere.pth"]),
         ([*VIT, "--sites", "blokcs.*"], ["blokcs.*", "vitsee sites"]),
-        ([*VIT, "--tokens", "some"], ["--tokens is 'some'"]),
-        ([*VIT, "--dtype", "bfloat16"], ["--dtype is 'bfloat16'"]),
-        ([*VIT, "--dtype", "=float32"], ["--dtype is '=float32'"]),
-        ([*VIT, "--shard", "3/3"], ["count from 0"]),
         ([*VIT, "--device", "cuda:7"], ["--device cuda:7"]),
         ([*VIT, "--precision", "tf32", "--device", "cpu"], ["CUDA only"]),
         ([*VIT, "--slab", "1000000000", "--images", "6"], []),
@@ -59,6 +58,77 @@ def test_options_that_cannot_be_served(
         return
     refused(result, *phrases)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "phrase"),
+    [
+        (["--tokens", "some"], "--tokens is 'some'"),
+        (["--dtype", "bfloat16"], "--dtype is 'bfloat16'"),
+        (["--dtype", "=float32"], "--dtype is '=float32'"),
+        (["--tokens", "all", "--tokens", "pooled"], "says both all and pooled for all sites"),
+        (
+            ["--dtype", "norms=float32", "--dtype", "norms=float16"],
+            "says both float32 and float16 for norms",
+        ),
+        (["--shard", "3/3"], "count from 0"),
+    ],
+)
+def test_values_that_no_extraction_takes(
+    given: list[str], phrase: str, folder: Path, tmp_path: Path
+) -> None:
+    result = extract(*VIT, "--data", folder, "-o", tmp_path / "store.zarr", *given)
+    refused(result, phrase, exit_code=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_value_twice_is_one() -> None:
+    assert parse_tokens(["pooled", "norms=all", "pooled"]) == ("pooled", {"norms": "all"})
+    assert parse_dtypes(["norms=float32"]) == ("float16", {"norms": "float32"})
+
+
+def test_a_store_of_another_model(folder: Path, tmp_path: Path) -> None:
+    """Said before the sites are chosen, whose names are the other model's."""
+    path = tmp_path / "store.zarr"
+    extracted(*VIT, "--data", folder, "-o", path, "--sites", "logits", "--sites", "embed")
+    refused(
+        extract(*RESNET, "--data", folder, "-o", path),
+        f"{path} is a store of test_vit (test_vit), not of test_resnet (test_resnet)",
+    )
+
+
+def test_empty_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `--data "$UNSET"` gives; the current folder is not meant."""
+    monkeypatch.chdir(plant_images(tmp_path / "here", 2))
+    for data in ("", " "):
+        refused(extract(*VIT, "--data", data, "-o", tmp_path / "store.zarr"), "--data is empty")
+    assert not (tmp_path / "store.zarr").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_of_very_many_pixels_is_a_line_with_its_name(
+    workers: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = plant_images(tmp_path / "data", 5, (10, 10))
+    Image.new("RGB", (60, 50)).save(large / "class0" / "big.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
+    path = tmp_path / "store.zarr"
+    options = [*VIT, "--sites", "logits", "--data", large, "--order", "dataset"]
+    with warnings.catch_warnings(record=True) as raw:
+        warnings.simplefilter("always")
+        said = extracted(*options, "-o", path, "--workers", workers).stderr
+    assert not raw
+    assert "warning: class0/big.png has 60 x 50 pixels, so many that Pillow" in said
+    assert open_store(path).valid.all()
+
+
+def test_one_image_is_no_plural(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    command = [*VIT, "--data", folder, "-o", path, "--images", 1, "--sites", "logits"]
+    for said in (extracted(*command).stderr, extracted(*command).stderr):
+        assert "1 image" in said
+        assert "1 images" not in said
+        assert "1 slabs" not in said
 
 
 def test_missing_data_and_data_without_images(tmp_path: Path) -> None:

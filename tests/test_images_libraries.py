@@ -43,7 +43,9 @@ def test_torchvision_arrays(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(source.read(k)[0]), images[2 + k])
     assert "needs a split" in refused(data)
     assert "no split 'trian'" in refused(data, "trian")
-    assert "cannot open torch/fashion_mnist" in refused(f"torch/fashion_mnist:{tmp_path}/x", "test")
+    elsewhere = refused(f"torch/fashion_mnist:{tmp_path}/x", "test")
+    assert f"torchvision finds no fashion_mnist in the folder {tmp_path}/x" in elsewhere
+    assert "download=True" not in elsewhere
     assert "cannot open torch/nothing" in refused("torch/nothing", "test")
 
 

@@ -36,6 +36,13 @@ def free_disk_bytes(path: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def counted(n: int, noun: str) -> str:
+    """`1 image`, `2 images`, `1 Gram matrix`; `noun` is the plural."""
+    if n == 1:
+        noun = f"{noun.removesuffix('ices')}ix" if noun.endswith("ices") else noun.removesuffix("s")
+    return f"{n} {noun}"
+
+
 def human_bytes(n: float) -> str:
     """`n` bytes as people write them (powers of 1000): 3.6 MB."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from vitsee_core.machine import counted
 from vitsee_core.machine import human_bytes as human_bytes
 from vitsee_core.text import visible
 from vitsee_stores.errors import VitseeError
@@ -239,7 +240,7 @@ class _Lines:
 
     def _say(self) -> None:
         rate = self.rate
-        say(f"{self.what}: {rate.count}/{rate.total} {rate.unit}, {rate.text()}")
+        say(f"{self.what}: {rate.count}/{counted(rate.total, rate.unit)}, {rate.text()}")
 
 
 class _Bar:

@@ -68,6 +68,12 @@ def find_rows(store: Store, names: Sequence[str]) -> Rows:
                 f"{store.label} has no image {name!r}; expected an id like {str(ids[0])!r} or a "
                 f"row from 0 to {len(ids) - 1}"
             )
+        elif name.isdigit() and int(name) < len(ids) and int(name) != rows[0]:
+            other = str(ids[int(name)])
+            log.info(
+                "%s: %r is taken as an image's id (row %d of the store); the image in row %s is %r",
+                *(store.label, name, rows[0], name, other),
+            )
         if not store.valid[rows[0]]:
             raise VitseeError(f"{store.label} holds nothing of the image {name!r}: it is not valid")
         found.append(int(rows[0]))

@@ -9,6 +9,13 @@ from typing import Any
 
 from vitsee_stores.errors import VitseeError
 
+
+class OptionError(VitseeError):
+    """An option's value that no option takes, whatever the model and the data are."""
+
+    exit_code = 2
+
+
 ATTENTION_LEVELS = ("none", "summary", "rows", "full")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 DEFAULT_SITES = ("blocks", "head")
@@ -80,7 +87,7 @@ def parse_tokens(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
     """`--tokens` values as (default, {selector: "all" | "pooled"}).
 
     Raises:
-        VitseeError: a value that is none of all, pooled, GROUP=all, GROUP=pooled.
+        OptionError: a value that is none of all, pooled, GROUP=all, GROUP=pooled; two for the same.
     """
     expected = "all, pooled, or GROUP=pooled (as norms=pooled)"
     return _by_selector("--tokens", texts, ("all", "pooled"), expected)
@@ -90,7 +97,8 @@ def parse_dtypes(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
     """`--dtype` values as (default, {selector: dtype}).
 
     Raises:
-        VitseeError: a value that is none of float16, float32, SITE=float16, SITE=float32.
+        OptionError: a value that is none of float16, float32, SITE=float16, SITE=float32; two for
+            the same.
     """
     expected = "float16, float32, or SITE=float32 (Zarr has no bfloat16)"
     return _by_selector("--dtype", texts, ("float16", "float32"), expected)
@@ -99,14 +107,16 @@ def parse_dtypes(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
 def _by_selector(
     option: str, texts: Sequence[str] | None, values: Sequence[str], expected: str
 ) -> tuple[str, dict[str, str]]:
-    """(the last plain value or the first allowed one, {selector: value})."""
-    default, chosen = values[0], {}
+    """(the plain value or the first allowed one, {selector: value})."""
+    chosen: dict[str, str] = {}
     for text in texts or ():
         selector, equals, value = text.rpartition("=")
         if value not in values or (equals and not selector):
-            raise VitseeError(f"{option} is {text!r}; expected {expected}")
-        if selector:
-            chosen[selector] = value
-        else:
-            default = value
-    return default, chosen
+            raise OptionError(f"{option} is {text!r}; expected {expected}")
+        if chosen.setdefault(selector, value) != value:
+            whose = f"for {selector}" if selector else "for all sites"
+            raise OptionError(
+                f"{option} says both {chosen[selector]} and {value} {whose}; give one of them, and "
+                f"{option} GROUP={value} where only some sites are meant"
+            )
+    return chosen.pop("", values[0]), chosen

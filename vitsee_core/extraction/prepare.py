@@ -20,7 +20,7 @@ from vitsee_core.images import Selection, normalise, open_source, select
 from vitsee_core.input_weights import InputWeights, of_model
 from vitsee_core.models import LoadedModel, SiteTable, load_model, self_check, site_table
 from vitsee_stores import StoreWriter
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import IdentityMismatch, VitseeError
 from vitsee_stores.layout import FORMAT_VERSION, SiteSpec, StorePlan
 from vitsee_stores.manifest import Manifest, check_identity, new_manifest
 
@@ -82,8 +82,10 @@ def prepare(
     )
     model = load_model(**vars(model_options))
     table = site_table(model)
-    choices = choose(keep, stored, table, model.input_size)
     base = _fixed_identity(model, selection)
+    if writer is not None:
+        check_same_model(writer, model)
+    choices = choose(keep, stored, table, model.input_size)
     weights: InputWeights | None = None
     if writer is not None:
         check_identity(stored, {**base, **_given(keep, data, choices, writer.manifest.plan)})
@@ -150,6 +152,20 @@ def prepare(
         erf=erf,
         weights=weights,
     )
+
+
+def check_same_model(writer: StoreWriter, model: LoadedModel) -> None:
+    """One store, one architecture.
+
+    Raises:
+        IdentityMismatch: the store is of another model, whose sites have other names.
+    """
+    stored = writer.manifest.model
+    if stored.get("architecture") not in (None, model.architecture):
+        raise IdentityMismatch(
+            f"{writer.path} is a store of {stored.get('name')} ({stored['architecture']}), not of "
+            f"{model.name} ({model.architecture}); choose another -o, or start anew with --force"
+        )
 
 
 def run_self_check(

@@ -28,7 +28,7 @@ from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
 from vitsee_core.extraction.versions import versions
 from vitsee_core.images import batches
-from vitsee_core.machine import free_disk_bytes, human_bytes, n_cores
+from vitsee_core.machine import counted, free_disk_bytes, human_bytes, n_cores
 from vitsee_core.progress import SILENT, Progress
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError
@@ -95,7 +95,8 @@ def fill_all(
     for line in by_reason(prepared.manifest.left_out):
         log.info("left out: %s", line)
     if writer.complete:
-        log.info("%s is complete (%d images): nothing to do", run.output, prepared.plan.n_images)
+        images = counted(prepared.plan.n_images, "images")
+        log.info("%s is complete (%s): nothing to do", run.output, images)
         return Outcome(complete=True)
     outcome = fill(prepared, writer, run, shard, progress, stop)
     outcome.complete = writer.finish()
@@ -171,13 +172,14 @@ def fill(
     if not todo:
         return Outcome(complete=False)
     if len(todo) < len(mine):
-        log.info("resuming: %d of %d slabs are there", len(mine) - len(todo), len(mine))
+        log.info("resuming: %d of %s are there", len(mine) - len(todo), counted(len(mine), "slabs"))
     route = gram_route(prepared, run)
     batch_size = route.batch_size
     workers = run.workers if run.workers is not None else default_workers(device)
     log.info(
-        "%d images in %d slabs of %d on %s, batches of %d; slab buffers: %s of host memory",
-        *(total, len(todo), plan.slab, device_name(device), batch_size),
+        "%s in %s of %d on %s, batches of %d; slab buffers: %s of host memory",
+        *(counted(total, "images"), counted(len(todo), "slabs")),
+        *(plan.slab, device_name(device), batch_size),
         human_bytes(2 * slab_bytes(plan)),
     )
     if grams := route.describe(plan):

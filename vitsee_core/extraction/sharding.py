@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vitsee_core.extraction.options import OptionError
 from vitsee_stores.errors import VitseeError
 
 
@@ -31,8 +32,9 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:
     with R ranks each is shard a*R + rank of A*R. The environment is read only for 'slurm'.
 
     Raises:
-        VitseeError: text of another form, an index out of range, or SLURM variables that are
-            missing or do not number the shards from one end to the other.
+        OptionError: text of another form, an index out of range.
+        VitseeError: SLURM variables that are missing or do not number the shards from one end to
+            the other.
     """
     if text is None:
         return Shard()
@@ -40,12 +42,12 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:
         return _from_slurm(environ)
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None:
-        raise VitseeError(f"--shard is {text!r}; expected i/n (as 0/8) or slurm")
+        raise OptionError(f"--shard is {text!r}; expected i/n (as 0/8) or slurm")
     index, count = int(match[1]), int(match[2])
     if count == 0:
-        raise VitseeError(f"--shard {text}: no shards; expected i/n (as 0/8) or slurm")
+        raise OptionError(f"--shard {text}: no shards; expected i/n (as 0/8) or slurm")
     if index >= count:
-        raise VitseeError(
+        raise OptionError(
             f"--shard {text}: shards count from 0, so the last is {count - 1}/{count}"
         )
     return Shard(index, count)

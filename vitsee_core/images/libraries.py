@@ -65,6 +65,12 @@ def _load_torch(data: str, name: str, root: str, split: str) -> Source:
     try:
         dataset: Any = create_dataset(name, root=root or ".", split=split, download=False)
     except (Exception, SystemExit) as error:  # each torchvision data set has errors of its own
+        if "download=True" in str(error):
+            raise DataError(
+                f"torchvision finds no {name.partition('/')[2]} in the folder {root or '.'}, and "
+                f"vitsee downloads none: name the folder that torchvision keeps it in, as "
+                f"{name}:FOLDER"
+            ) from None
         raise DataError(f"cannot open {data}, split {split}: {_first_line(error)}") from None
     pixels = getattr(dataset, "data", None)
     if pixels is None:

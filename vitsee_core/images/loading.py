@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.openers import Opener, load_into
@@ -21,7 +24,14 @@ from vitsee_core.images.transform import Recipe, make_recipe
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+
 _AHEAD = 2
+_HUGE_NAMED = 3
+_HUGE = (
+    "%s has %d x %d pixels, so many that Pillow takes it for an attack; it is read, and refused "
+    "from twice Pillow's limit on"
+)
 ON_ERROR = ("nan", "fail")
 
 
@@ -85,8 +95,14 @@ def _batches(
             return load_with_workers(source.opener, places, recipe, workers, stopped)
         return _load_here(source.opener, places, recipe, stopped)
 
+    huge, n_huge = Image.MAX_IMAGE_PIXELS or np.inf, 0
     with closing(_ahead(produce)) as loaded:
         for part, (pixels, valid, hashes, sizes, errors) in zip(ranges, loaded, strict=True):
+            for k in np.flatnonzero(np.prod(sizes, axis=1, dtype=np.int64) > huge):
+                n_huge += 1
+                if n_huge <= _HUGE_NAMED:
+                    height, width = sizes[k]
+                    log.warning(_HUGE, ids[part.start + k], width, height)
             named = [(part.start + k, ids[part.start + k], reason) for k, reason in errors]
             if named and on_error == "fail":
                 raise ImageError(*named[0][1:])
@@ -97,6 +113,8 @@ def _load_here(
     opener: Opener, places: Sequence[Sequence[Any]], recipe: Recipe, stopped: threading.Event
 ) -> Generator[Loaded]:
     """The batches one after another, in this thread; ends early when `stopped`."""
+    # A line that names the image comes instead, from `_batches`.
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     for locations in places:
         pixels = np.empty((len(locations), *recipe.shape), np.uint8)
         valid = np.empty(len(locations), np.bool_)

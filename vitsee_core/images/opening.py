@@ -32,6 +32,8 @@ def open_source(data: str, *, split: str | None = None) -> Source:
     Raises:
         DataError: in one line, what was found and what was expected.
     """
+    if not data.strip():
+        raise DataError(f"--data is empty (a variable that is not set?); expected {_EXPECTED}")
     if data == "demo" or data.startswith("demo:"):
         return _open_demo(data, split)
     path = Path(data).expanduser()

@@ -79,7 +79,7 @@ def command(
         if len(set(baselines)) > 1:
             raise click.UsageError("--baseline none excludes the other baselines")
         baselines = ()
-    reporter = Reporter("cluster")
+    reporter = Reporter("cluster", unit="rows")
     run_analysis(
         cluster.run,
         cluster.plot,

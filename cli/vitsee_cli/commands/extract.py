@@ -246,15 +246,15 @@ def show_plan(prepared: Prepared, run: RunOptions) -> None:
 
 def report(outcome: Outcome, output: Path) -> None:
     """The last lines: unreadable images, where the time went, what is left to do."""
-    from vitsee_core.machine import human_bytes
+    from vitsee_core.machine import counted, human_bytes
 
     bad = outcome.unreadable
     if bad:
         named = "; ".join(f"{name} ({reason})" for _, name, reason in bad[:10])
         more = f"; and {len(bad) - 10} more" if len(bad) > 10 else ""
         console.warn(
-            f"{len(bad)} of {outcome.n_images} images could not be read: {named}{more}; "
-            "their rows are NaN with valid = 0"
+            f"{len(bad)} of {counted(outcome.n_images, 'images')} could not be read: "
+            f"{named}{more}; their rows are NaN with valid = 0"
         )
     if outcome.n_images:
         stages = ", ".join(
@@ -262,7 +262,7 @@ def report(outcome: Outcome, output: Path) -> None:
             for stage, seconds in sorted(outcome.clock.items(), key=lambda item: -item[1])
         )
         console.say(
-            f"{outcome.n_images} images in {outcome.seconds:.1f} s "
+            f"{counted(outcome.n_images, 'images')} in {outcome.seconds:.1f} s "
             f"({outcome.n_images / outcome.seconds:.1f} images/s), "
             f"{human_bytes(outcome.size_bytes)} written; {stages}"
         )

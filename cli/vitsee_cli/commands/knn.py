@@ -93,5 +93,5 @@ def command(train: StorePath, test: StorePath, outputs: Outputs, **parameters: A
 
     if train.label == test.label:
         train = train._replace(label=f"{train.label} (train)")
-    reporter = Reporter("knn")
+    reporter = Reporter("knn", unit="rows")
     run_analysis(knn.run, knn.plot, (train, test), outputs, progress=reporter, **parameters)

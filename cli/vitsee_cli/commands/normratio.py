@@ -75,5 +75,5 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     from vitsee_cli.console import Reporter
     from vitsee_core.analyses import normratio
 
-    reporter = Reporter("normratio")
+    reporter = Reporter("normratio", unit="rows")
     run_analysis(normratio.run, normratio.plot, stores, outputs, progress=reporter, **parameters)
