@@ -222,7 +222,7 @@ def gram_rate(made: Activations, rounds: int) -> None:
     def gram() -> None:
         whole = slice(0, n)
         tile = [Tile(whole, whole)]
-        list(products(site, images, tile, device=torch.device("cpu"), memory=1 << 32))
+        list(products(site, images, tile, device="cpu", memory=1 << 32))
 
     def read() -> None:
         for strip in site.strips(16384):

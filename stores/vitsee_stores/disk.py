@@ -11,8 +11,10 @@ import ctypes
 import functools
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,6 +30,7 @@ SYNC_THREADS = 16
 RESERVE_BYTES = 1 << 20
 
 _pools: dict[str, ThreadPoolExecutor] = {}
+_thread = threading.local()
 
 
 def n_cores() -> int:
@@ -57,12 +60,24 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pools.clear)
 
 
+@contextmanager
+def in_this_thread() -> Iterator[None]:
+    """Within it, what this thread asks `each` for it does by itself: for callers that already use
+    a thread a core."""
+    before = getattr(_thread, "alone", False)
+    _thread.alone = True
+    try:
+        yield
+    finally:
+        _thread.alone = before
+
+
 def each(
     pool: Callable[[], ThreadPoolExecutor], work: Callable[[T], R], items: Sequence[T]
 ) -> list[R]:
     """`work` of every item in order; in this thread where there is only one. The first error is
     raised after all have ended, so none works on behind the caller's back."""
-    if len(items) < 2:
+    if len(items) < 2 or getattr(_thread, "alone", False):
         return [work(item) for item in items]
     futures = [pool().submit(work, item) for item in items]
     errors = [error for future in futures if (error := future.exception()) is not None]

@@ -11,6 +11,7 @@ from vitsee_core.similarity.hsic import (
     weighted_sum,
 )
 from vitsee_core.similarity.job import Estimator, GramOptions
+from vitsee_core.similarity.shift import Shift, cosine, pearson, raw_gram
 
 __all__ = [
     "Estimator",
@@ -18,9 +19,13 @@ __all__ = [
     "GramOptions",
     "Hsic",
     "Representation",
+    "Shift",
     "Similarity",
     "centred_alignment",
+    "cosine",
     "hsic",
+    "pearson",
+    "raw_gram",
     "stacked",
     "summarise",
     "weighted_sum",

@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
+from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.features import Representation
 from vitsee_core.similarity.gram_file import Float32, GramFile
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
 from vitsee_core.similarity.job import Estimator, Job, Rows
-from vitsee_core.similarity.products import Origin, Tile, products
+from vitsee_core.similarity.products import Tile, products
+from vitsee_core.similarity.shift import Origin, Shift
 from vitsee_core.similarity.tiles import (
     Matrix,
     Partition,
@@ -29,7 +30,7 @@ from vitsee_core.similarity.tiles import (
     sum_over_cells,
 )
 from vitsee_core.similarity.whole import full_grams, in_groups
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import MissingInput, VitseeError
 
 BATCH, EXAMPLES, REPEATS = 1024, 10240, 20  # Raghu et al. 2021, appendix A
 
@@ -139,6 +140,19 @@ class InMemory:
     n: int
     load: Callable[[], Float32]
 
+    @property
+    def shift(self) -> Shift:
+        """Never there: see `GramView.shift`.
+
+        Raises:
+            MissingInput: always.
+        """
+        raise MissingInput(
+            "Gram matrices of single batches or slabs are kept without what inner products of the "
+            "features themselves need (cosine, Pearson); those of all images have it, which need "
+            "the activations (extract --tokens SITE=all)"
+        )
+
     def block(self, i: slice, j: slice) -> Float32:
         """(len(i), len(j)) of its entries."""
         return self.load()[: self.n, : self.n][i, j]
@@ -157,6 +171,7 @@ def own_grams(job: Job, batches: Sequence[Rows]) -> list[OfBatch]:
         files = [job.find(r, in_store) or _make(job, r, batches) for r in job.representations]
     finally:
         job.progress.stop()
+        job.workspace.clear()
     return [partial(_from_file, file) for file in files]
 
 
@@ -165,26 +180,24 @@ def _from_file(file: GramFile, batch: int) -> Matrix:
 
 
 def _make(job: Job, of: Representation, batches: Sequence[Rows]) -> GramFile:
-    origin = Origin()
-    tiles = products(
-        of.features,
-        job.rows,
-        [Tile(places, places) for places in batches],
-        device=job.device,
-        memory=job.memory,
-        origin=origin,
-        workspace=job.workspace,
-        progress=lambda read: job.progress.advance(0, read),
-    )
     lengths = tuple(map(len, batches))
-    made = job.cache.add(
-        of.features,
-        job.rows[np.concatenate(batches)],
-        max(lengths),
-        tiles,
-        lambda: origin.ratio,
-        lengths,
-    )
+
+    def make(origin: Origin) -> Tiles:
+        return enumerate(
+            products(
+                of.features,
+                job.rows,
+                [Tile(places, places) for places in batches],
+                device=job.device,
+                memory=job.memory,
+                origin=origin,
+                workspace=job.workspace,
+                progress=lambda read: job.progress.advance(0, read),
+            )
+        )
+
+    rows = job.rows[np.concatenate(batches)]
+    made = job.cache.add(of.features, rows, max(lengths), make, lengths)
     job.progress.advance(1)
     return made
 
@@ -199,7 +212,7 @@ def _rescaled(job: Job, of: Representation, batches: Sequence[Rows]) -> OfBatch:
         device=job.device,
         memory=job.memory,
         centred=False,
-        dtype=torch.float64,
+        dtype=np.float64,
     )
     scaled = []
     for gram in tiles:
@@ -223,7 +236,7 @@ def _one_batch(
     *,
     tile: int,
     partition: Partition,
-    device: torch.device,
+    device: str,
 ) -> list[Hsic]:
     (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile)
     return [as_one_batch(total, diagonals).unbiased()]

@@ -12,7 +12,6 @@ import re
 import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,21 +24,28 @@ from numpy.typing import NDArray
 
 from vitsee_core.similarity.features import Features
 from vitsee_core.similarity.gram_file import (
+    FORMAT,
     GramFile,
     Header,
     covers,
+    format_of,
+    is_whole,
+    read_regular,
     same_batches,
     write_tiles,
 )
+from vitsee_core.similarity.ownership import create_owned, owned_by_none
+from vitsee_core.similarity.shift import Origin
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
 Rows = NDArray[np.int64]
+# The tiles of a file, each with its number, in any order.
+Tiles = Iterable[tuple[int, NDArray[np.float64]]]
 
-PARTIAL, SCRATCH = ".partial", "vitsee-grams-"
-ABANDONED_SECONDS = 24 * 3600
+PARTIAL, SCRATCH, OWNER = ".partial", "vitsee-grams-", "owner"
 
 log = logging.getLogger(__name__)
 
@@ -85,13 +91,17 @@ class GramCache:
         store, folder = _revision(features.store), self.place(features.store)
         stem = _stem(features)
         for path in sorted(folder.glob(f"{stem}.*.json")) if folder.is_dir() else ():
-            header = Header.load(_bytes(path))
+            header = Header.load(read_regular(path))
             if header is None or (header.store, header.key) != (store, features.key):
                 continue
             if same_batches(header, batches) if batches else covers(header, rows):
                 tiles = path.with_suffix(".tiles")
-                if tiles.exists():
+                if is_whole(tiles, header):
                     return GramFile(tiles, header)
+                if tiles.exists():
+                    log.warning("%s is cut short; it is made again", tiles)
+                    for broken in (path, tiles):
+                        broken.unlink(missing_ok=True)
         return None
 
     def add(
@@ -99,68 +109,97 @@ class GramCache:
         features: Features,
         rows: Rows,
         tile: int,
-        tiles: Iterable[NDArray[np.float64]],
-        offset: Callable[[], float],
+        make: Callable[[Origin], Tiles],
         batches: tuple[int, ...] = (),
     ) -> GramFile:
-        """Keep a matrix while it is made; it exists only when it is whole.
+        """Keep a matrix while it is made; it exists only when it is whole. Where its folder goes
+        meanwhile, it is made once more, and then in the scratch folder.
 
         Args:
             features: of what.
             rows: of which images; with `batches`, batch after batch.
             tile: length of the tiles.
-            tiles: see `gram_file`.
-            offset: asked when the last tile is made.
+            make: makes the tiles, see `gram_file`, and tells the origin of the features.
             batches: see `Header`.
 
         Raises:
             VitseeError: the disk refused it.
         """
-        folder = self.place(features.store)
+        for attempt in range(3):
+            folder = self.place(features.store)
+            try:
+                return self._add(folder, features, rows, tile, make, batches)
+            except OSError as error:
+                if not folder.is_dir() and attempt < 2:
+                    log.warning(
+                        "%s was removed meanwhile; the Gram matrix of %s is made again%s",
+                        *(folder, " ".join(features.key), " and not kept" if attempt else ""),
+                    )
+                    if attempt:
+                        self._places[features.store.manifest.store_id] = self.scratch
+                    continue
+                reason = (error.strerror or str(error)).lower()
+                raise VitseeError(
+                    f"cannot keep the Gram matrix of {' '.join(features.key)} in {folder}: "
+                    f"{reason} (choose another place with --cache DIR)"
+                ) from error
+        raise AssertionError("the last attempt returns or raises")
+
+    def _add(
+        self,
+        folder: Path,
+        features: Features,
+        rows: Rows,
+        tile: int,
+        make: Callable[[Origin], Tiles],
+        batches: tuple[int, ...],
+    ) -> GramFile:
         digest = sha256(repr((_revision(features.store), features.key, batches)).encode())
         digest.update(rows.astype("<i8").tobytes())
         # A run of its own, so that two processes that make the same one do not meet.
         name = f"{_stem(features)}.{digest.hexdigest()[:12]}-{secrets.token_hex(3)}"
         data, header_file = folder / f"{name}.tiles", folder / f"{name}.json"
         partial = [path.with_name(path.name + PARTIAL) for path in (data, header_file)]
+        folder.mkdir(parents=True, exist_ok=True)
+        owned = create_owned(partial[0])
         try:
-            checksums = write_tiles(partial[0], tiles, tile)
+            origin = Origin(0 if batches else len(rows))
+            checksums = write_tiles(owned, make(origin), tile)
             header = Header(
                 _revision(features.store),
                 features.key,
                 rows,
                 batches,
                 tile,
-                offset(),
+                origin.ratio,
                 checksums,
+                None if batches else origin.shift,
             )
-            if len(batches) == 0 and (theirs := self.find(features, rows)) is not None:
-                partial[0].unlink()  # another process was faster
-                return theirs
+            if not batches and (theirs := self.find(features, rows)) is not None:
+                return theirs  # another process was faster
             partial[1].write_bytes(header.dump())
             for path, final in zip(partial, (data, header_file), strict=True):
                 os.replace(path, final)
+            _remove_older(folder, _stem(features))
             return GramFile(data, header)
-        except BaseException as error:
+        finally:
+            os.close(owned)
             for path in partial:
                 path.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                reason = (error.strerror or str(error)).lower()
-                raise VitseeError(
-                    f"cannot keep the Gram matrix of {' '.join(features.key)} in {folder}: "
-                    f"{reason} (choose another place with --cache DIR)"
-                ) from error
-            raise
 
 
 @contextmanager
 def gram_cache(folder: Path | None, persistent: bool) -> Iterator[GramCache]:
     """A cache; what was put into its scratch folder is gone at the end."""
     for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
-        if _abandoned(left):
+        if owned_by_none(left / OWNER):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch:
-        yield GramCache(folder, persistent, Path(scratch))
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
+        owner = create_owned(Path(scratch, OWNER))
+        try:
+            yield GramCache(folder, persistent, Path(scratch))
+        finally:
+            os.close(owner)
 
 
 def _stem(features: Features) -> str:
@@ -174,22 +213,18 @@ def _revision(store: Store) -> str:
     return f"{store.manifest.store_id}:{store.revision}"
 
 
+def _remove_older(folder: Path, stem: str) -> None:
+    """Remove what earlier formats kept of the same features."""
+    for path in folder.glob(f"{stem}.*.json"):
+        if format_of(read_regular(path)) < FORMAT:
+            for old in (path, path.with_suffix(".tiles")):
+                old.unlink(missing_ok=True)
+
+
 def _sweep(folder: Path) -> None:
-    """Remove what killed processes left a day ago or earlier."""
-    for path in folder.glob(f"*{PARTIAL}"):
-        if _abandoned(path):
+    """Remove what killed processes left."""
+    for path in folder.glob(f"*.tiles{PARTIAL}"):
+        if owned_by_none(path):
             path.unlink(missing_ok=True)
-
-
-def _abandoned(path: Path) -> bool:
-    try:
-        return time.time() - path.stat().st_mtime > ABANDONED_SECONDS
-    except OSError:  # its process removed it meanwhile
-        return False
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+            header = path.name.removesuffix(f".tiles{PARTIAL}")
+            path.with_name(f"{header}.json{PARTIAL}").unlink(missing_ok=True)

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.device import precision_context, resolve_device
 from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.similarity.arithmetic import choose_device, full_precision
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch
 from vitsee_core.similarity.cache import gram_cache
 from vitsee_core.similarity.features import Representation
 from vitsee_core.similarity.gram_file import DamagedGram, gram_bytes
 from vitsee_core.similarity.hsic import METHODS, Hsic, symmetric, without
 from vitsee_core.similarity.job import Estimator, GramOptions, Job, Rows
+from vitsee_core.similarity.lanes import one_blas_thread
 from vitsee_core.similarity.slabs import within_slabs
 from vitsee_core.similarity.whole import over_all_images
 from vitsee_core.streaming import choose_rows
@@ -80,12 +81,13 @@ def hsic(
             own=own,
             shuffled=shuffled,
             seed=seed,
-            device=resolve_device(options.device),
+            device="cpu",
             memory=options.memory or memory_bytes() // 4,
             cache=cache,
             progress=progress,
         )
-        with precision_context(job.device, "fp32"):
+        job = replace(job, device=choose_device(options.device, _work(job)))
+        with full_precision(job.device), one_blas_thread():
             result = _estimate(job, estimator, by_slab)
         if job.among_themselves:
             result = symmetric(result)
@@ -142,6 +144,14 @@ def _by_kind(job: Job, estimator: Estimator, by_slab: bool) -> Hsic:
     if kind == "minibatch":
         return minibatch(job, estimator)
     return over_all_images(job, biased=kind == "biased")
+
+
+def _work(job: Job) -> float:
+    """Multiplications, about: of the Gram matrices that are not there yet, and of all pairs."""
+    n, (rows, cols) = len(job.rows), job.split(job.representations)
+    missing = [r for r in job.representations if not r.has_blocks_only and job.find(r) is None]
+    columns = sum(r.features.n_features for r in missing)
+    return n * n / 2 * (columns + len(rows) * len(cols or rows))
 
 
 def _automatic(job: Job) -> str:

@@ -75,6 +75,24 @@ class Features:
         """Bytes of a stored value, of the widest part."""
         return max(array.dtype.itemsize for array, _ in self.parts)
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the largest stored chunk: what a thread that reads holds beside its strip."""
+        return max(
+            (a.spec.chunk_bytes for a, _ in self.parts if isinstance(a, StoredArray)), default=0
+        )
+
+    @property
+    def chunk_columns(self) -> int:
+        """Columns of the widest stored chunk: narrower strips read it several times."""
+        return max(
+            math.prod(
+                min(chunk, part.stop - part.start)
+                for chunk, part in zip(_chunk_lengths(array), box, strict=True)
+            )
+            for array, box in self.parts
+        )
+
     def strips(self, columns: int) -> list[Strip]:
         """All features in strips of at most `columns` columns, cut where chunks end if they can
         be, so that each byte is read once."""

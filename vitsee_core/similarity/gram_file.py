@@ -3,10 +3,12 @@
     <name>.tiles   float32, (tiles, t, t): of one matrix the tiles of the upper triangle row by row
                    (diagonal tiles whole, the last row and column padded with 0), or one matrix a
                    batch
-    <name>.json    store, features, rows, size of the tiles, a crc32c of each; written last
+    <name>.json    format, store, features, rows, size of the tiles, a crc32c of each, what the
+                   features were shifted by, and a crc32c of all that; written last
 
 The matrix is that of the features less one common vector, in the plain sense: not centred, with
-its diagonal. HSIC, centred kernels and ridge regression follow from it.
+its diagonal. HSIC, centred kernels and ridge regression follow from it, and with the header's
+`Shift` the inner products of the features themselves.
 """
 
 from __future__ import annotations
@@ -14,29 +16,33 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
+import stat
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from vitsee_stores.errors import VitseeError
+from vitsee_core.similarity.shift import Shift
+from vitsee_stores.errors import MissingInput, VitseeError
 
-FORMAT = 1
+FORMAT = 2
 LARGEST_TILE = 1024
+MOST_BYTES = 1 << 28  # of a list of rows: no header that claims more is unpacked
 Float32 = NDArray[np.float32]
 Rows = NDArray[np.int64]
 
 
 class DamagedGram(VitseeError):
-    """A cached Gram matrix that does not match its checksums."""
+    """A cached Gram matrix that is gone or does not match its checksums."""
 
-    def __init__(self, path: Path, tile: int) -> None:
-        super().__init__(f"{path} is damaged (tile {tile})")
+    def __init__(self, path: Path, tile: int, reason: str) -> None:
+        super().__init__(f"{path} is {reason} (tile {tile})")
         self.path = path
 
 
@@ -46,7 +52,8 @@ class Header:
 
     store: its identity and revision. rows: the images, in rows of the store; batches: empty for one
     matrix of all rows, else the lengths of the batches that `rows` is cut into, in their order.
-    offset: |mean|^2 of the features over their total variance.
+    offset: |mean|^2 of the features over their total variance. shift: of the rows, where there is
+    one matrix.
     """
 
     store: str
@@ -56,29 +63,98 @@ class Header:
     tile: int
     offset: float
     checksums: tuple[int, ...]
+    shift: Shift | None
 
     def dump(self) -> bytes:
         """As JSON."""
-        packed = base64.b85encode(zlib.compress(self.rows.astype("<i8").tobytes())).decode()
-        fields = {**asdict(self), "rows": packed, "format": FORMAT}
-        return json.dumps(fields).encode()
+        shift = self.shift and {
+            "along": _packed(self.shift.along, "<f8"),
+            "means": _packed(self.shift.means, "<f8"),
+            "squared": self.shift.squared,
+            "n_features": self.shift.n_features,
+        }
+        fields = {
+            "format": FORMAT,
+            **{"store": self.store, "key": self.key, "rows": _packed(self.rows, "<i8")},
+            **{"batches": self.batches, "tile": self.tile, "offset": self.offset},
+            **{"checksums": self.checksums, "shift": shift},
+        }
+        return json.dumps({**fields, "digest": _digest(fields)}).encode()
 
     @classmethod
     def load(cls, text: bytes) -> Header | None:
-        """What `dump` wrote; None of anything else."""
+        """What `dump` wrote; None of anything else, other formats among it."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            if fields.pop("format") != FORMAT:
+            if fields.pop("digest") != _digest(fields) or fields.pop("format") != FORMAT:
                 return None
-            packed = zlib.decompress(base64.b85decode(fields["rows"]))
-            fields["rows"] = np.frombuffer(packed, "<i8").astype(np.int64)
+            rows = _unpacked(fields.pop("rows"), "<i8", np.int64)
             for name in ("key", "batches", "checksums"):
                 fields[name] = tuple(fields[name])
-            header = cls(**fields)
-            expected = len(header.batches) or n_tiles(len(header.rows), header.tile)
-            return header if len(header.checksums) == expected else None
-        except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
+            if (shift := fields.pop("shift")) is not None:
+                for name in ("along", "means"):
+                    shift[name] = _unpacked(shift[name], "<f8", np.float64)
+                    if len(shift[name]) != len(rows):
+                        return None
+                shift = Shift(**shift)
+            header = cls(rows=rows, shift=shift, **fields)
+            return header if len(header.checksums) == header.n_tiles else None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error):
             return None
+
+    @property
+    def n_tiles(self) -> int:
+        """Tiles in the file."""
+        return len(self.batches) or n_tiles(len(self.rows), self.tile)
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file of tiles."""
+        return 4 * self.n_tiles * self.tile**2
+
+
+def format_of(text: bytes) -> int:
+    """The format that a header says it has; the present one where it says none."""
+    try:
+        found = json.loads(text)["format"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return FORMAT
+    return found if isinstance(found, int) else FORMAT
+
+
+def _packed(values: NDArray[Any], dtype: DTypeLike) -> str:
+    return base64.b85encode(zlib.compress(values.astype(dtype).tobytes())).decode()
+
+
+def _unpacked(text: str, stored: DTypeLike, dtype: DTypeLike) -> NDArray[Any]:
+    unpacking = zlib.decompressobj()
+    data = unpacking.decompress(base64.b85decode(text), MOST_BYTES)
+    if not unpacking.eof:
+        raise ValueError("too long, or cut short")
+    return np.frombuffer(data, stored).astype(dtype)
+
+
+def _digest(fields: dict[str, Any]) -> int:
+    return int(google_crc32c.value(json.dumps(fields, sort_keys=True).encode()))
+
+
+def read_regular(path: Path) -> bytes:
+    """A file's bytes; none where it is gone, unreadable or no regular file (a pipe would block)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            return file.read() if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    except OSError:
+        return b""
+
+
+def is_whole(path: Path, header: Header) -> bool:
+    """Whether there is a regular file of the header's length."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == header.size_bytes
 
 
 def tile_size(n: int) -> int:
@@ -98,20 +174,24 @@ def gram_bytes(n: int) -> int:
     return n_tiles(n, size) * size**2 * 4
 
 
-def write_tiles(path: Path, tiles: Iterable[NDArray[np.float64]], size: int) -> tuple[int, ...]:
-    """Write tiles (padded to size x size) one after the other; their checksums.
+def write_tiles(
+    descriptor: int, tiles: Iterable[tuple[int, NDArray[np.float64]]], size: int
+) -> tuple[int, ...]:
+    """Write tiles (padded to size x size), each to its place; their checksums.
 
     Raises:
         OSError: the disk refused them.
     """
-    checksums = []
-    with open(path, "xb") as file:
-        for tile in tiles:
-            block = np.zeros((size, size), np.float32)
-            block[: tile.shape[0], : tile.shape[1]] = tile
-            checksums.append(int(google_crc32c.value(block)))
-            file.write(block.data)
-    return tuple(checksums)
+    checksums: dict[int, int] = {}
+    for k, tile in tiles:
+        block = np.zeros((size, size), np.float32)
+        block[: tile.shape[0], : tile.shape[1]] = tile
+        data, at = memoryview(block.tobytes()), k * block.nbytes
+        checksums[k] = int(google_crc32c.value(block))
+        while data:
+            done = os.pwrite(descriptor, data, at)
+            data, at = data[done:], at + done
+    return tuple(checksums[k] for k in sorted(checksums))
 
 
 class GramFile:
@@ -130,13 +210,15 @@ class GramFile:
         size = self.header.tile
         try:
             block = np.fromfile(self.path, np.float32, size * size, offset=k * size * size * 4)
+        except FileNotFoundError:
+            raise DamagedGram(self.path, k, "gone") from None
         except OSError:
             block = np.empty(0, np.float32)
         whole = len(block) == size * size
         if whole and k not in self._checked:
             whole = int(google_crc32c.value(block)) == self.header.checksums[k]
         if not whole:
-            raise DamagedGram(self.path, k)
+            raise DamagedGram(self.path, k, "damaged")
         self._checked.add(k)
         return block.reshape(size, size)
 
@@ -179,6 +261,20 @@ class GramView:
         self.file = file
         self._places = np.searchsorted(file.header.rows, rows)
         self.n = len(rows)
+
+    @property
+    def shift(self) -> Shift:
+        """What makes inner products of the features themselves of it; see `shift.raw_gram`.
+
+        Raises:
+            MissingInput: it is of single batches, which are kept without.
+        """
+        if self.file.header.shift is None:
+            raise MissingInput(
+                f"{self.file.path} holds Gram matrices of batches, kept without what inner "
+                "products of the features themselves need (cosine, Pearson)"
+            )
+        return self.file.header.shift.of(self._places)
 
     def block(self, i: slice, j: slice) -> Float32:
         """(len(i), len(j)) entries of consecutive rows of the view."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from vitsee_core.machine import free_disk_bytes, human_bytes
@@ -71,7 +70,7 @@ class Job:
     own: dict[str, Rows]
     shuffled: bool
     seed: int
-    device: torch.device
+    device: str
     memory: int
     cache: GramCache
     progress: Progress

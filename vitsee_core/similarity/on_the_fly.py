@@ -17,13 +17,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.similarity.arithmetic import Arithmetic, arithmetic, choose_device, full_precision
 from vitsee_core.similarity.batches import batch_sizes, draw_batches
 from vitsee_core.similarity.hsic import METHODS, Hsic, stacked
 from vitsee_core.similarity.job import Estimator, Rows
+from vitsee_core.similarity.lanes import one_blas_thread
 from vitsee_core.similarity.stacks import Counted, Stack, matrices
 from vitsee_core.similarity.tiles import (
     Matrix,
@@ -48,7 +49,7 @@ def hsic_on_the_fly(
     estimator: Estimator,
     shuffled: bool = True,
     seed: int = 0,
-    device: torch.device,
+    device: str = "cpu",
     memory: int,
     progress: Progress = SILENT,
 ) -> Hsic:
@@ -63,18 +64,17 @@ def hsic_on_the_fly(
         estimator: "exact" (and "auto"), "biased" or "minibatch", without `rescale`.
         shuffled: whether the store holds its images in random order.
         seed: of minibatches, and of the jackknife's blocks where it does not.
-        device: where to multiply.
+        device: where to multiply, as `choose_device` takes it.
         memory: bytes to stay within.
         progress: told of each tile of images.
 
     Raises:
         VitseeError: too few images for a batch, too little memory, or a device without float64.
     """
-    if device.type == "mps":
-        raise VitseeError("--device mps has no float64; use --device cpu")
-    if device.type == "cuda":
-        memory = min(memory, torch.cuda.mem_get_info(device)[0] // 2)
     n = len(images)
+    device = choose_device(device, multiplications(rows, cols, n))
+    backend = arithmetic(device)
+    memory = min(memory, backend.free_bytes() or memory)
     if estimator.kind == "minibatch":
         partitions, work, notes = _minibatch(n, estimator, seed, device)
         spread = "repeats" if len(partitions) > 1 else ""
@@ -92,7 +92,8 @@ def hsic_on_the_fly(
         }
         spread = "jackknife" if n > 4 else ""
     plan = _divide(rows, cols, n, partitions, memory)
-    values = _in_groups(plan, images, work, device, progress)
+    with full_precision(device), one_blas_thread():
+        values = _in_groups(plan, images, work, backend, progress)
     counted = int((partitions[0].labels >= 0).sum())  # of a repeat
     replicates = {"jackknife": values[1:], "repeats": values, "": []}[spread]
     notes |= {"spread": METHODS[spread], "images": n, "seed": seed}
@@ -105,8 +106,15 @@ def hsic_on_the_fly(
     )
 
 
+def multiplications(rows: Sequence[Stack], cols: Sequence[Stack], n: int) -> float:
+    """Of n images: a triangle of each Gram matrix, and the product of all pairs of them."""
+    widths = sum(stack.n_matrices * stack.n_features for stack in (*rows, *cols))
+    pairs = sum(s.n_matrices for s in rows) * sum(s.n_matrices for s in cols)
+    return n * (n + 1) / 2 * (widths + pairs)
+
+
 def _minibatch(
-    n: int, estimator: Estimator, seed: int, device: torch.device
+    n: int, estimator: Estimator, seed: int, device: str
 ) -> tuple[list[Partition], Work, dict[str, Any]]:
     """One partition a repeat; all of them come from the same sums over pairs."""
     batch, examples, repeats = batch_sizes(estimator, n)
@@ -212,7 +220,7 @@ def _split(stacks: Sequence[Stack], n_parts: int) -> list[list[Stack]]:
 
 
 def _in_groups(
-    plan: _Plan, images: Rows, work: Work, device: torch.device, progress: Progress
+    plan: _Plan, images: Rows, work: Work, backend: Arithmetic, progress: Progress
 ) -> list[Hsic]:
     """`work` on every group of rows with every group of columns, put together again."""
     along = -(-len(images) // plan.tile)
@@ -222,8 +230,8 @@ def _in_groups(
         for of_rows in plan.rows:
             line = []
             for of_cols in plan.cols:
-                rows = list(matrices(of_rows, images, plan.kept, device, progress))
-                cols = list(matrices(of_cols, images, plan.kept, device, progress))
+                rows = list(matrices(of_rows, images, plan.kept, backend, progress))
+                cols = list(matrices(of_cols, images, plan.kept, backend, progress))
                 rows[0] = Counted(rows[0], progress)
                 line.append(work(rows, cols, tile=plan.tile))
             grid.append(line)

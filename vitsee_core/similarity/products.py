@@ -2,6 +2,9 @@
 
     store -> slab (fp16) -> strip: float32 less a mean -> x_i x_j^T -> float64 tile
 
+Each thread reads, casts and multiplies a strip of its own with one BLAS thread, and adds it when
+the strips before it were added: the result does not depend on the number of threads.
+
 Costs: a Gram matrix takes n (n + 1) p useful operations; on the CPU a diagonal tile is a symmetric
 product (numpy calls ssyrk, half the work of a product), on a GPU a whole one.
 """
@@ -9,25 +12,27 @@ product (numpy calls ssyrk, half the work of a product), on a GPU a whole one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from numpy.typing import DTypeLike, NDArray
 
 from vitsee_core.machine import human_bytes
+from vitsee_core.similarity.arithmetic import Arithmetic, Cast, arithmetic
 from vitsee_core.similarity.features import Features, Strip
+from vitsee_core.similarity.lanes import Turns, n_lanes, one_blas_thread, run_lanes
+from vitsee_core.similarity.shift import Origin
+from vitsee_stores.disk import in_this_thread
 from vitsee_stores.errors import VitseeError
 
 Rows = NDArray[np.int64]
 Columns = slice | Rows
 
-MOST_COLUMNS = 32768
-FEWEST_COLUMNS = 256
+MOST_COLUMNS, GOOD_COLUMNS, FEWEST_COLUMNS = 32768, 8192, 256
+LANES = 2  # threads that the width of strips leaves room for; it does not depend on the cores
 MEAN_ROWS = 128
-SERIAL = 1 << 15  # elements up to which torch uses no further thread
+PIECE = 1 << 15  # elements that are cast, shifted and summed while they are in cache
 
 
 @dataclass(frozen=True)
@@ -44,34 +49,60 @@ class Workspace:
     page faults. For one call of `products` at a time."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._buffers: dict[str, NDArray[np.uint8]] = {}
 
-    def take(
-        self, name: str, n: int, dtype: torch.dtype, device: torch.device | None = None
-    ) -> Tensor:
+    def take(self, name: str, n: int, dtype: DTypeLike) -> NDArray[Any]:
         """(n,) of undefined values, in the memory of the last call with this name."""
-        device = device or torch.device("cpu")
-        found = self._buffers.get((name, dtype, device))
-        if found is None or len(found) < n:
-            found = torch.empty(n, dtype=dtype, device=device)
-            self._buffers[name, dtype, device] = found
-        return found[:n]
+        size = n * np.dtype(dtype).itemsize
+        found = self._buffers.get(name)
+        if found is None or len(found) < size:
+            self._buffers.pop(name, None)  # the old one first: never both at a time
+            found = self._buffers[name] = np.empty(size, np.uint8)
+        return found[:size].view(dtype)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
 
 
-@dataclass
-class Origin:
-    """Where the features were centred, for their conditioning: |mean|^2 and the sum of squares of
-    the centred features over the rows that were used to find it, with their number."""
+@dataclass(frozen=True)
+class Plan:
+    """How a pass is cut. at_once: tiles that are made together. columns: of a strip. lanes: how
+    many threads have room."""
 
-    squared_mean: float = 0.0
-    squared_spread: float = 0.0
-    n: int = 0
+    at_once: int
+    columns: int
+    lanes: int
 
-    @property
-    def ratio(self) -> float:
-        """|mean|^2 over the total variance: how much of the features is common to all images."""
-        variance = self.squared_spread / max(self.n - 1, 1)
-        return self.squared_mean / variance if variance > 0 else 0.0
+    @classmethod
+    def of(cls, features: Features, n: int, tiles: Sequence[Tile], memory: int, item: int) -> Plan:
+        """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
+        for what the libraries take, and for a tile on its way to the disk.
+
+        Raises:
+            VitseeError: not even one tile and two narrow strips fit.
+        """
+        largest = max(_length(t.i) * _length(t.j) for t in tiles)
+        share = memory * 3 // 8
+        at_once = max(1, share // (largest * 8))
+        # Of a lane: its strip, a slab of it as it is stored, a stored chunk, and a product.
+        slab = min(features.store.plan.slab, n)
+        used = n if len(tiles) > at_once else _most_rows(tiles)
+        a_column = used * item + slab * features.item_size
+        fixed = largest * item + features.chunk_bytes
+        p, least = features.n_features, min(FEWEST_COLUMNS, features.n_features)
+        good = min(p, MOST_COLUMNS, max(GOOD_COLUMNS, features.chunk_columns))
+        columns = 0
+        for lanes in (LANES, 1):
+            if columns < least:
+                columns = min(good, (share // lanes - fixed) // a_column)
+        if columns < least or largest * 8 > share:
+            need = max(least * a_column + fixed, largest * 8) * 8 / 3
+            raise VitseeError(
+                f"{human_bytes(memory)} of memory are too few for {n} images; give --memory "
+                f"{human_bytes(need * 1.01).replace(' ', '')} or more, or fewer --images"
+            )
+        return cls(at_once, columns, max(1, share // (columns * a_column + fixed)))
 
 
 def products(
@@ -79,10 +110,10 @@ def products(
     rows: Rows,
     tiles: Sequence[Tile],
     *,
-    device: torch.device,
+    device: str,
     memory: int,
     centred: bool = True,
-    dtype: torch.dtype = torch.float32,
+    dtype: DTypeLike = np.float32,
     origin: Origin | None = None,
     workspace: Workspace | None = None,
     progress: Callable[[int], object] | None = None,
@@ -98,7 +129,7 @@ def products(
         rows: (n,) rows of the store, ascending.
         tiles: what to compute; they are made in groups that fit the memory, each of which reads
             the rows it needs once.
-        device: where to multiply.
+        device: where to multiply: cpu, cuda or cuda:1.
         memory: bytes to stay within, of the host; on a GPU also of the device.
         centred: subtract that vector.
         dtype: of the products; sums over strips are in float64.
@@ -107,53 +138,42 @@ def products(
         progress: told the bytes of each strip that is done.
 
     Raises:
-        VitseeError: not even one tile and a narrow strip fit the memory, or the device has no
-            float64.
+        VitseeError: not even one tile and narrow strips fit the memory.
     """
-    if device.type == "mps":
-        raise VitseeError("--device mps has no float64; use --device cpu")
-    if device.type == "cuda":
-        memory = min(memory, torch.cuda.mem_get_info(device)[0] // 2)
-    largest = max(_length(t.i) * _length(t.j) for t in tiles)
-    at_once = max(1, memory // 2 // (largest * 8))
-    groups = [range(k, min(k + at_once, len(tiles))) for k in range(0, len(tiles), at_once)]
-    used = [_used(rows, [tiles[k] for k in group]) for group in groups]
-    # Two strips in `dtype`, and a slab of one as it is stored, twice while its chunks are put in.
-    slab = min(features.store.plan.slab, max(len(u) for u in used))
-    a_column = 2 * max(len(u) for u in used) * dtype.itemsize + 2 * slab * features.item_size
-    columns = min(MOST_COLUMNS, (memory // 2 - largest * dtype.itemsize) // a_column)
-    if columns < FEWEST_COLUMNS and columns < features.n_features:
-        need = 2 * (FEWEST_COLUMNS * a_column + largest * 12)
-        raise VitseeError(
-            f"{human_bytes(memory)} of memory are too few for {len(rows)} images; give --memory "
-            f"{human_bytes(need).replace(' ', '')} or more, or fewer --images"
-        )
-    strips = features.strips(columns)
-    # Nothing is multiplied while the first of them is read: narrow ones, then wide ones.
-    wide = next((k for k, s in enumerate(strips) if s.n_columns > columns // 3), 0)
-    strips[wide : wide + 1] = strips[wide].cut(max(1, columns // 3))
-    centres, workspace = _Centres(centred, origin), workspace or Workspace()
-    for group, places in zip(groups, used, strict=True):
-        local = [_localise(tiles[k], places, len(rows)) for k in group]
-        sums = [
-            torch.zeros(_length(t.i), _length(t.j), dtype=torch.float64, device=device)
-            for t in local
-        ]
-        scratch = workspace.take("product", largest, dtype, device)
-        for x, read in _read_ahead(features, strips, rows[places], centres, dtype, workspace):
-            _add(x.to(device), local, sums, scratch)
-            if progress is not None:
-                progress(read)
-        yield from (total.cpu().numpy() for total in sums)
+    backend = arithmetic(device)
+    memory = min(memory, backend.free_bytes() or memory)
+    item = np.dtype(dtype)
+    plan = Plan.of(features, len(rows), tiles, memory, item.itemsize)
+    lanes = n_lanes(plan.lanes)
+    strips = _balanced(features.strips(plan.columns), plan.columns, features.chunk_columns)
+    centres = _Centres(centred, origin, backend.cast)
+    workspace = workspace or Workspace()
+    counted = np.zeros(len(rows), bool)
+    for first in range(0, len(tiles), plan.at_once):
+        group = tiles[first : first + plan.at_once]
+        used = _used(len(rows), group)
+        local = [_localise(tile, used, len(rows)) for tile in group]
+        work = _Pass(features, strips, rows[used], local, centres, backend)
+        work.places, work.fresh = used, ~counted[used]
+        counted[used] = True
+        yield from work.run(lanes, item, workspace, progress)
 
 
 def _length(part: Columns) -> int:
     return part.stop - part.start if isinstance(part, slice) else len(part)
 
 
-def _used(rows: Rows, tiles: Sequence[Tile]) -> Rows:
-    """The places among `rows` that any of these tiles needs."""
-    mask = np.zeros(len(rows), bool)
+def _most_rows(tiles: Sequence[Tile]) -> int:
+    """Rows that all these tiles need, counted once."""
+    n = 1 + max(
+        int(p.stop - 1 if isinstance(p, slice) else p.max()) for t in tiles for p in (t.i, t.j)
+    )
+    return len(_used(n, tiles))
+
+
+def _used(n: int, tiles: Sequence[Tile]) -> Rows:
+    """The places among n that any of these tiles needs."""
+    mask = np.zeros(n, bool)
     for tile in tiles:
         mask[tile.i] = True
         mask[tile.j] = True
@@ -174,86 +194,136 @@ def _localise(tile: Tile, places: Rows, n: int) -> Tile:
     return Tile(i, i if tile.i is tile.j else local(tile.j))
 
 
-def _add(x: Tensor, tiles: Sequence[Tile], sums: Sequence[Tensor], scratch: Tensor) -> None:
-    for tile, total in zip(tiles, sums, strict=True):
-        left = _take(x, tile.i)
-        right = left if tile.i is tile.j else _take(x, tile.j)
-        out = scratch[: total.numel()].view(total.shape)
-        if x.is_cuda:
-            torch.mm(left, right.T, out=out)
-        else:
-            a = left.numpy()
-            # The same array on both sides: numpy then calls syrk.
-            np.matmul(a, (a if right is left else right.numpy()).T, out=out.numpy())
-        total += out
+def _balanced(strips: list[Strip], columns: int, chunk: int) -> list[Strip]:
+    """The last strips in smaller ones, so that no thread is long busy when the others are done;
+    not within chunks, which would be read again."""
+    small = max(columns // 4, chunk)
+    kept, last = strips[:-2], strips[-2:]
+    return [*kept, *(piece for strip in last for piece in strip.cut(small))]
 
 
-def _take(x: Tensor, part: Columns) -> Tensor:
-    return x[part] if isinstance(part, slice) else x[torch.from_numpy(part).to(x.device)]
+class _Pass:
+    """One reading of the features of some rows, for a group of tiles."""
+
+    places: Rows  # of its rows, among all of the matrix
+    fresh: NDArray[np.bool_]  # which of them no earlier group read
+
+    def __init__(
+        self,
+        features: Features,
+        strips: Sequence[Strip],
+        rows: Rows,
+        tiles: Sequence[Tile],
+        centres: _Centres,
+        backend: Arithmetic,
+    ) -> None:
+        self._strips, self._tiles, self._centres, self._backend = strips, tiles, centres, backend
+        self._n, self._slabs = len(rows), _by_slab(features, rows)
+        self._item_size, self._slab = features.item_size, features.store.plan.slab
+
+    def run(
+        self,
+        lanes: int,
+        dtype: np.dtype[Any],
+        workspace: Workspace,
+        progress: Callable[[int], object] | None,
+    ) -> Iterator[NDArray[np.float64]]:
+        """Its tiles."""
+        lanes, backend = min(lanes, len(self._strips)), self._backend
+        widest = max(strip.n_columns for strip in self._strips)
+        largest = max(_length(t.i) * _length(t.j) for t in self._tiles)
+        buffers = [
+            (
+                workspace.take(f"strip {k}", self._n * widest, dtype),
+                workspace.take(f"slab {k}", self._slab * widest * self._item_size, np.uint8),
+                backend.buffer(workspace.take(f"product {k}", largest, dtype)),
+            )
+            for k in range(lanes)
+        ]
+        sums = [backend.zeros((_length(t.i), _length(t.j))) for t in self._tiles]
+        turns = Turns(len(self._tiles) + 1)
+
+        def work(lane: int, take: Callable[[], int | None]) -> None:
+            strip_buffer, slab, product = buffers[lane]
+            while (k := take()) is not None:
+                x, read = self._load(k, strip_buffer, slab)
+                on_device = backend.take(x)
+                for t, tile in enumerate(self._tiles):
+                    left = on_device[tile.i]
+                    right = left if tile.i is tile.j else on_device[tile.j]
+                    made = backend.multiply(left, right, product)
+                    with turns.of(k, t):
+                        backend.add(sums[t], made)
+                with turns.of(k, len(self._tiles)):
+                    self._centres.done(k, self.places[self.fresh], self.fresh)
+                    if progress is not None:
+                        progress(read)
+
+        with one_blas_thread():
+            run_lanes(lanes, work, len(self._strips), turns.stop)
+        yield from (backend.host(total) for total in sums)
+
+    def _load(
+        self, k: int, buffer: NDArray[Any], slab: NDArray[np.uint8]
+    ) -> tuple[NDArray[Any], int]:
+        """A strip's (rows, columns) less its centre, and the bytes it was read from."""
+        strip, size = self._strips[k], 0
+        x = buffer[: self._n * strip.n_columns].reshape(self._n, strip.n_columns)
+        with in_this_thread():
+            for span, inside, target in self._slabs:
+                values = strip.read(span, slab)
+                size += values.nbytes
+                values = values if inside is None else values[inside]
+                self._centres.fill(x, values, k, target)
+        return x, size
 
 
 class _Centres:
     """What is subtracted of each strip: the mean of the rows that are read first of it."""
 
-    def __init__(self, centred: bool, origin: Origin | None) -> None:
-        self.centred, self.origin = centred, origin
-        self.of: dict[int, Tensor] = {}
+    def __init__(self, centred: bool, origin: Origin | None, cast: Cast) -> None:
+        self._centred, self._origin, self._cast = centred, origin, cast
+        self._of: dict[int, NDArray[np.float32]] = {}
+        self._sums: dict[int, NDArray[np.float32]] = {}
 
-    def fill(self, x: Tensor, raw: Tensor, strip: int) -> None:
-        """x = raw - its strip's mean, in pieces that stay in cache and need no second thread: the
-        product has them all."""
-        if self.centred and strip not in self.of:
-            self.of[strip] = self._mean(raw)
-        step = max(1, SERIAL // raw.shape[1])
-        for to, of in zip(x.split(step), raw.split(step), strict=True):
-            to.copy_(of)
-            if self.centred:
-                to -= self.of[strip]
+    def fill(self, x: NDArray[Any], raw: NDArray[Any], strip: int, target: slice) -> None:
+        """x[target] = raw - its strip's mean, in pieces that stay in cache."""
+        into = x[target]
+        step = max(1, PIECE // raw.shape[1])
+        if not self._centred:
+            for at in range(0, len(raw), step):
+                self._cast(into[at : at + step], raw[at : at + step])
+            return
+        if strip not in self._of:
+            self._of[strip] = self._mean(raw, strip)
+        mean = self._of[strip]
+        sums = None
+        if self._origin is not None and self._origin.n_rows:
+            if strip not in self._sums:
+                self._sums[strip] = np.empty((len(x), 2), np.float32)
+            sums = self._sums[strip][target]
+            weights = np.stack([mean, np.ones_like(mean)], 1)
+        for at in range(0, len(raw), step):
+            piece = into[at : at + step]
+            self._cast(piece, raw[at : at + step])
+            piece -= mean
+            if sums is not None:
+                np.matmul(piece, weights, out=sums[at : at + step])
 
-    def _mean(self, raw: Tensor) -> Tensor:
-        sample = raw[:: max(1, len(raw) // MEAN_ROWS)].to(torch.float32, copy=True)
-        mean = sample.mean(0)
-        if self.origin is not None:
+    def done(self, strip: int, places: Rows, fresh: NDArray[np.bool_]) -> None:
+        """A strip is whole; called in the strips' order."""
+        if self._origin is not None and (sums := self._sums.pop(strip, None)) is not None:
+            self._origin.add(places, sums[fresh])
+
+    def _mean(self, raw: NDArray[Any], strip: int) -> NDArray[np.float32]:
+        chosen = raw[:: max(1, len(raw) // MEAN_ROWS)]
+        sample = np.empty(chosen.shape, np.float32)
+        self._cast(sample, chosen)
+        mean: NDArray[np.float32] = sample.mean(0)
+        if self._origin is not None:
             sample -= mean
-            self.origin.squared_mean += float(mean @ mean)
-            self.origin.squared_spread += float(torch.linalg.vecdot(sample, sample).sum())
-            self.origin.n = len(sample)
+            self._origin.centre(strip, mean, sample)
         return mean
-
-
-def _read_ahead(
-    features: Features,
-    strips: Sequence[Strip],
-    rows: Rows,
-    centres: _Centres,
-    dtype: torch.dtype,
-    workspace: Workspace,
-) -> Iterator[tuple[Tensor, int]]:
-    """Each strip's (rows, columns) less its centre, and the bytes it was read from; the next one
-    is made ready meanwhile. A strip's memory is taken again when the one after it is asked for."""
-    widest = max(strip.n_columns for strip in strips)
-    buffers = [workspace.take(f"strip {k}", len(rows) * widest, dtype) for k in range(2)]
-    places = _by_slab(features, rows)
-    slab_bytes = features.store.plan.slab * widest * features.item_size
-    slab = workspace.take("slab", slab_bytes, torch.uint8).numpy()
-
-    def read(number: int) -> tuple[Tensor, int]:
-        strip, size = strips[number], 0
-        x = buffers[number % 2][: len(rows) * strip.n_columns].view(len(rows), strip.n_columns)
-        for span, inside, target in places:
-            values = strip.read(span, slab)
-            size += values.nbytes
-            values = values if inside is None else values[inside]
-            centres.fill(x[target], torch.from_numpy(values), number)
-        return x, size
-
-    with ThreadPoolExecutor(1, "strips") as pool:
-        coming = pool.submit(read, 0)
-        for number in range(len(strips)):
-            ready = coming.result()
-            if number + 1 < len(strips):
-                coming = pool.submit(read, number + 1)
-            yield ready
 
 
 def _by_slab(features: Features, rows: Rows) -> list[tuple[slice, Rows | None, slice]]:

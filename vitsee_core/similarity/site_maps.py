@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.device import resolve_device
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import Progress
 from vitsee_core.similarity import Estimator, Hsic
@@ -75,7 +74,7 @@ class SiteMaps:
                 estimator=how,
                 shuffled=self.store.manifest.identity.get("order") != "dataset",
                 seed=seed,
-                device=resolve_device(device),
+                device=device,
                 memory=memory - memory // 4,
                 progress=progress,
             )

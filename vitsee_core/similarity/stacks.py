@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vitsee_core.progress import Progress
+from vitsee_core.similarity.arithmetic import Arithmetic
 from vitsee_core.similarity.job import Rows
 from vitsee_core.similarity.tiles import Float32, Matrix
 
@@ -58,10 +58,10 @@ class _Gram:
     def block(self, i: slice, j: slice) -> Float32:
         """(len(i), len(j)) of its entries."""
         a, b = (x[self.k] for x in self.features.both(i, j))
-        if a.is_cuda:
-            product: Float32 = (a @ b.T).cpu().numpy()
-        else:  # numpy calls syrk where both sides are the same memory: half the work
-            product = np.matmul(a.numpy(), b.numpy().T)
+        if isinstance(a, np.ndarray):  # syrk where both sides are the same memory: half the work
+            product: Float32 = np.matmul(a, b.T)
+        else:
+            product = (a @ b.T).cpu().numpy()
         return product
 
 
@@ -84,12 +84,12 @@ class Counted:
 
 
 def matrices(
-    stacks: Sequence[Stack], images: Rows, kept: int, device: torch.device, progress: Progress
+    stacks: Sequence[Stack], images: Rows, kept: int, backend: Arithmetic, progress: Progress
 ) -> Iterator[Matrix]:
     """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
     `kept` tiles' images stay in memory, at least two, and `progress` is told of bytes read."""
     for stack in stacks:
-        features = _Features(stack, images, kept, device, progress)
+        features = _Features(stack, images, kept, backend, progress)
         yield from (_Gram(features, k) for k in range(stack.n_matrices))
 
 
@@ -100,20 +100,23 @@ class _Features:
     at least two."""
 
     def __init__(
-        self, stack: Stack, images: Rows, kept: int, device: torch.device, progress: Progress
+        self, stack: Stack, images: Rows, kept: int, backend: Arithmetic, progress: Progress
     ) -> None:
-        self.stack, self.images, self.device, self._progress = stack, images, device, progress
+        self.stack, self.images, self._progress = stack, images, progress
+        self._backend = backend
         self._kept = max(2, kept)
-        self._runs: dict[int, Tensor] = {}
-        self._mean: Tensor | None = None
+        self._runs: dict[int, Any] = {}
+        self._mean: Float32 | None = None
+        self._reading = threading.Lock()
 
-    def both(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
-        """Of the images in `i` and of those in `j`, i <= j; one tensor twice where i is j."""
-        for run in (i, j):
-            if run.start not in self._runs:
-                self._make_room(i.start, j.start)
-                self._runs[run.start] = self._read(run)
-        return self._runs[i.start], self._runs[j.start]
+    def both(self, i: slice, j: slice) -> tuple[Any, Any]:
+        """Of the images in `i` and of those in `j`, i <= j; one array twice where i is j."""
+        with self._reading:
+            for run in (i, j):
+                if run.start not in self._runs:
+                    self._make_room(i.start, j.start)
+                    self._runs[run.start] = self._backend.take(self._read(run))
+            return self._runs[i.start], self._runs[j.start]
 
     def _make_room(self, i: int, j: int) -> None:
         """Tiles come row by row of the upper triangle: runs before i are not needed again, and of
@@ -123,18 +126,17 @@ class _Features:
             below = [run for run in others if run < j]
             del self._runs[others[0] if others[0] < i else (below or others)[-1]]
 
-    def _read(self, run: slice) -> Tensor:
+    def _read(self, run: slice) -> Float32:
         x = self._load(run)
         if self._mean is None:
             first = x[:, :1]
-            self._mean = first + (x[:, :MEAN_ROWS] - first).mean(1, keepdim=True)
-        return x.sub_(self._mean)
+            self._mean = first + (x[:, :MEAN_ROWS] - first).mean(1, keepdims=True)
+        x -= self._mean
+        return x
 
-    def _load(self, run: slice) -> Tensor:
+    def _load(self, run: slice) -> Float32:
         rows, plan = self.images[run], self.stack.store.plan
-        out = torch.empty(
-            (self.stack.n_matrices, len(rows), self.stack.n_features), device=self.device
-        )
+        out = np.empty((self.stack.n_matrices, len(rows), self.stack.n_features), np.float32)
         for slab in range(int(rows[0]) // plan.slab, int(rows[-1]) // plan.slab + 1):
             span = plan.rows(slab)
             low, high = np.searchsorted(rows, [span.start, span.stop])
@@ -145,5 +147,5 @@ class _Features:
             if len(values) > len(inside):
                 values = values[inside - inside[0]]
             self._progress.advance(0, values.nbytes)
-            out[:, low:high].copy_(torch.from_numpy(values).to(self.device).transpose(0, 1))
+            self._backend.cast(out[:, low:high].swapaxes(0, 1), values)
         return out

@@ -10,20 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vitsee_core.similarity.hsic import Float, Hsic, PairSums
+from vitsee_core.similarity.lanes import in_order, lane_pool, n_lanes, spread
 
 Labels = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
 # Products of float32 are added up in float64 after so many terms: errors stay near 1e-7.
 TERMS = 1 << 14
+# Multiplications of a tile below which threads cost more than they save.
+FEW = 1 << 24
 
 
 class Matrix(Protocol):
@@ -74,47 +76,57 @@ def pair_totals(
     cols: Sequence[Matrix] | None,
     partitions: Sequence[Partition],
     *,
-    device: torch.device,
+    device: str,
     tile: int,
 ) -> tuple[list[Totals], tuple[Float, Float]]:
     """The totals of each partition, and the diagonals, (R, n) and (C, n).
 
-    Memory: a tile of every matrix, three times, and the row sums; see `bytes_each`.
+    Sums are taken in the same order whatever the number of threads. Memory: see `bytes_each`.
 
     Args:
         rows: R matrices of the same n images.
         cols: C more; None for the same as `rows`.
         partitions: of the n images.
-        device: where to multiply.
+        device: where to multiply: cpu, cuda or cuda:1.
         tile: side of the tiles.
     """
     n, n_rows = rows[0].n, len(rows)
-    n_cols = n_rows if cols is None else len(cols)
-    matrices = [*rows, *(cols or ())]
+    matrices = list(rows) if cols is None else [*rows, *cols]
     first_col = 0 if cols is None else n_rows
+    side = min(tile, n)
+    stack = np.empty(len(matrices) * side * side, np.float32)
+    diagonals = np.empty((len(matrices), n))
+    n_cols = len(matrices) - first_col
     totals = [_Running(len(matrices), n_rows, n_cols, first_col, n, p) for p in partitions]
-    diagonals = np.zeros((len(matrices), n))
-    memory = np.empty(len(matrices) * min(tile, n) ** 2, np.float32)
-    for i, j in _tiles(n, tile):
-        shape = (len(matrices), i.stop - i.start, j.stop - j.start)
-        stack = memory[: math.prod(shape)].reshape(shape)
-        for k, matrix in enumerate(matrices):
-            stack[k] = matrix.block(i, j)
-        if i == j:
-            within = np.arange(i.stop - i.start)
-            diagonals[:, i] = stack[:, within, within]
-            stack[:, within, within] = 0
-        values = torch.from_numpy(stack).to(device)
-        for running in totals:
-            running.add(values, i, j)
+    work = n_rows * n_cols * side * side
+    lanes = 1 if work < FEW else n_lanes(max(1, side * side // TERMS))
+    with lane_pool(lanes) as pool:
+        for i, j in _tiles(n, tile):
+            shape = len(matrices), i.stop - i.start, j.stop - j.start
+            values = stack[: math.prod(shape)].reshape(shape)
+
+            def load(k: int, i: slice = i, j: slice = j, values: Any = values) -> None:
+                values[k] = matrices[k].block(i, j)
+
+            spread(load, range(len(matrices)), pool)
+            if i == j:
+                within = np.arange(shape[1])
+                diagonals[:, i] = values[:, within, within]
+                values[:, within, within] = 0
+            blocks = [piece for running in totals for piece in running.pieces(i, j)]
+            sums: partial[_Sums] = partial(_sums, _on(device, values), n_rows, first_col)
+            made = in_order(sums, blocks, None if device != "cpu" else pool, 2 * lanes)
+            for piece, of_piece in zip(blocks, made, strict=True):
+                piece.running.add(piece, of_piece, 1 if i == j else 2)
     return [r.finish() for r in totals], (diagonals[:n_rows], diagonals[first_col:])
 
 
 def bytes_each(n: int, partitions: Sequence[Partition], tile: int) -> int:
-    """Memory that `pair_totals` takes for each matrix."""
+    """Memory that `pair_totals` takes for each matrix, and what is made of its sums: a tile, and as
+    much again in pieces; row sums by cell, and eight numbers an image more."""
     side = min(tile, n)
     sums = sum(n * (p.n_cells if p.crossing else 1) for p in partitions)
-    return 3 * side * side * 4 + 8 * (sums + n)
+    return 2 * side * side * 4 + 8 * (sums + 8 * n)
 
 
 def _tiles(n: int, tile: int) -> Iterator[tuple[slice, slice]]:
@@ -122,6 +134,54 @@ def _tiles(n: int, tile: int) -> Iterator[tuple[slice, slice]]:
     for a, i in enumerate(edges):
         for j in edges[a:]:
             yield i, j
+
+
+class _Piece(NamedTuple):
+    """Some rows of a block of a tile: places within the tile of the images of cell g and of those
+    of cell h, and where in all images the tile begins."""
+
+    running: _Running
+    g: int
+    h: int
+    rows: Labels
+    cols: Labels
+    first_row: int
+    first_col: int
+
+
+class _Sums(NamedTuple):
+    """Of a piece: (R, C) inner products, each matrix's own, sums over its columns and rows."""
+
+    products: Float
+    own: Float
+    over_cols: Float
+    over_rows: Float
+
+
+def _sums(values: Any, n_rows: int, first_col: int, piece: _Piece) -> _Sums:
+    """Of a tile (matrices, rows, cols), its diagonal 0, in numpy or on a GPU."""
+    block = _cut(values, piece.rows, piece.cols)
+    part = block.reshape(len(block), -1)
+    if isinstance(values, np.ndarray):
+        products = np.matmul(part[:n_rows], part[first_col:].T)
+        own = np.linalg.vecdot(part, part) if first_col else np.zeros(len(part))
+        over = [block.sum(axis, dtype=np.float64) for axis in (2, 1)]
+    else:
+        import torch
+
+        products = (part[:n_rows] @ part[first_col:].T).double().cpu().numpy()
+        own = torch.linalg.vecdot(part, part).double().cpu().numpy()
+        over = [block.sum(axis, dtype=torch.float64).cpu().numpy() for axis in (2, 1)]
+    return _Sums(products, own, over[0], over[1])
+
+
+def _on(device: str, values: NDArray[np.float32]) -> Any:
+    """The tile on the device."""
+    if device == "cpu":
+        return values
+    import torch
+
+    return torch.from_numpy(values).to(device)
 
 
 class _Running:
@@ -138,48 +198,31 @@ class _Running:
         self.touch_products = np.zeros((cells, n_rows, n_cols))
         self.touch_own = np.zeros((cells, n_all))
 
-    def add(self, values: Tensor, i: slice, j: slice) -> None:
-        """A tile (matrices, len(i), len(j)), its diagonal 0."""
+    def pieces(self, i: slice, j: slice) -> Iterator[_Piece]:
+        """What a tile is cut into."""
         labels = self.partition.labels
         of_i, of_j = _cells(labels[i]), _cells(labels[j])
         for g, rows in of_i.items():
             for h, cols in of_j.items():
-                if not self.partition.crossing and g != h:
-                    continue
-                self._add_block(_cut(values, rows, cols), g, h, i, j, rows, cols)
+                if self.partition.crossing or g == h:
+                    step = max(1, TERMS // len(cols))
+                    for at in range(0, len(rows), step):
+                        some = rows[at : at + step]
+                        yield _Piece(self, g, h, some, cols, i.start, j.start)
 
-    def _add_block(
-        self,
-        block: Tensor,
-        g: int,
-        h: int,
-        i: slice,
-        j: slice,
-        rows: Labels,
-        cols: Labels,
-    ) -> None:
-        twice = 1 if i == j else 2  # the tile below the diagonal is this one transposed
-        products, own = self._multiply(block.reshape(len(block), -1))
-        self.products += twice * products
-        self.own += twice * own
+    def add(self, piece: _Piece, sums: _Sums, twice: int) -> None:
+        """A piece's; twice: 2 where the tile below the diagonal is this one transposed, else 1."""
+        self.products += twice * sums.products.astype(np.float64)
+        self.own += twice * sums.own.astype(np.float64)
         crossing = self.partition.crossing
-        at_g, at_h = (g, h) if crossing else (0, 0)
-        self.sums[:, i.start + rows, at_h] += block.sum(2, dtype=torch.float64).cpu().numpy()
+        at_g, at_h = (piece.g, piece.h) if crossing else (0, 0)
+        self.sums[:, piece.first_row + piece.rows, at_h] += sums.over_cols
         if twice == 2:
-            self.sums[:, j.start + cols, at_g] += block.sum(1, dtype=torch.float64).cpu().numpy()
+            self.sums[:, piece.first_col + piece.cols, at_g] += sums.over_rows
         if crossing:
-            for cell in {g, h}:
-                self.touch_products[cell] += twice * products
-                self.touch_own[cell] += twice * own
-
-    def _multiply(self, flat: Tensor) -> tuple[Float, Float]:
-        """(R, C) inner products, and each matrix's own."""
-        products, own = np.zeros(()), np.zeros(())
-        for part in flat.split(TERMS, 1):
-            product = part[: self.n_rows] @ part[self.first_col :].T
-            products = products + product.double().cpu().numpy()
-            own = own + torch.linalg.vecdot(part, part).double().cpu().numpy()
-        return products, own
+            for cell in {piece.g, piece.h}:
+                self.touch_products[cell] += twice * sums.products.astype(np.float64)
+                self.touch_own[cell] += twice * sums.own.astype(np.float64)
 
     def finish(self) -> Totals:
         """The totals as they are handed out."""
@@ -206,16 +249,25 @@ def _cells(labels: Labels) -> dict[int, Labels]:
     return {int(name): part for name, part in zip(names, parts, strict=True) if name >= 0}
 
 
-def _cut(values: Tensor, rows: Labels, cols: Labels) -> Tensor:
+def _cut(values: Any, rows: Labels, cols: Labels) -> Any:
     """values[:, rows][:, :, cols], contiguous; by slices where they are runs."""
-    out = values
-    for axis, places in ((1, rows), (2, cols)):
-        first, last = int(places[0]), int(places[-1])
-        if last - first + 1 == len(places):
-            out = out.narrow(axis, first, len(places))
-        else:
-            out = out.index_select(axis, torch.from_numpy(places).to(values.device))
-    return out.contiguous()
+    a, b = _run(rows), _run(cols)
+    if isinstance(a, slice) and isinstance(b, slice):
+        block = values[:, a, b]
+        return np.ascontiguousarray(block) if isinstance(block, np.ndarray) else block.contiguous()
+    flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
+    shape = len(values), len(rows), len(cols)
+    if isinstance(values, np.ndarray):
+        return values.reshape(len(values), -1).take(flat, 1).reshape(shape)
+    import torch
+
+    places = torch.from_numpy(flat).to(values.device)
+    return values.reshape(len(values), -1).index_select(1, places).reshape(shape)
+
+
+def _run(places: Labels) -> slice | Labels:
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if last - first + 1 == len(places) else places
 
 
 def as_one_batch(total: Totals, diagonals: tuple[Float, Float]) -> PairSums:

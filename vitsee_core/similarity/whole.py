@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, combinations_with_replacement
 
 import numpy as np
-import torch
 
+from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.features import Representation
 from vitsee_core.similarity.gram_file import (
     LARGEST_TILE,
@@ -19,7 +20,8 @@ from vitsee_core.similarity.gram_file import (
 )
 from vitsee_core.similarity.hsic import Hsic, stacked
 from vitsee_core.similarity.job import Job, Rows
-from vitsee_core.similarity.products import Origin, Tile, products
+from vitsee_core.similarity.products import Tile, products
+from vitsee_core.similarity.shift import Origin
 from vitsee_core.similarity.tiles import (
     Matrix,
     Partition,
@@ -67,26 +69,47 @@ def full_grams(job: Job) -> list[GramView]:
         files = [job.find(r) or _make(job, r) for r in job.representations]
     finally:
         job.progress.stop()
+        job.workspace.clear()  # the memory is the pairs' now
     return [GramView(file, job.rows) for file in files]
 
 
 def _make(job: Job, of: Representation) -> GramFile:
-    rows, origin = job.own_rows(of), Origin()
+    rows = job.own_rows(of)
     size = tile_size(len(rows))
     edges = [slice(at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
-    tiles = products(
-        of.features,
-        rows,
-        [Tile(i, j) for a, i in enumerate(edges) for j in edges[a:]],
-        device=job.device,
-        memory=job.memory,
-        origin=origin,
-        workspace=job.workspace,
-        progress=lambda read: job.progress.advance(0, read),
-    )
-    made = job.cache.add(of.features, rows, size, tiles, lambda: origin.ratio)
+    numbered = {
+        pair: k for k, pair in enumerate(combinations_with_replacement(range(len(edges)), 2))
+    }
+    # Tiles that are made together share rows, however many fit the memory.
+    order = sorted(numbered, key=_along_blocks)
+    tiles = [Tile(edges[a], edges[b]) for a, b in order]
+
+    def make(origin: Origin) -> Tiles:
+        made = products(
+            of.features,
+            rows,
+            tiles,
+            device=job.device,
+            memory=job.memory,
+            origin=origin,
+            workspace=job.workspace,
+            progress=lambda read: job.progress.advance(0, read),
+        )
+        return zip((numbered[pair] for pair in order), made, strict=True)
+
+    made = job.cache.add(of.features, rows, size, make)
     job.progress.advance(1)
     return made
+
+
+def _along_blocks(pair: tuple[int, int]) -> int:
+    """Place of a tile along the curve that fills each square of tiles before it leaves it: the
+    bits of both places, in turn (Morton 1966)."""
+    a, b = pair
+    return sum(
+        ((a >> bit & 1) << 2 * bit + 1) | ((b >> bit & 1) << 2 * bit)
+        for bit in range(max(a, b).bit_length())
+    )
 
 
 def block_labels(n: int, seed: int | None) -> Rows:
@@ -104,13 +127,14 @@ def leave_one_out(
     tile: int,
     partition: Partition,
     biased: bool,
-    device: torch.device,
+    device: str,
 ) -> list[Hsic]:
     """HSIC over all images, then without each block (not where fewer than 4 would stay)."""
     (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile)
     whole = as_one_batch(total, diagonals)
     cells = range(partition.n_cells if len(partition.labels) > 4 else 0)
-    sums = [whole, *(without_cell(whole, total, partition.labels, g) for g in cells)]
+    # One at a time: each holds the row sums of all images.
+    sums = chain([whole], (without_cell(whole, total, partition.labels, g) for g in cells))
     return [one.biased() if biased else one.unbiased() for one in sums]
 
 
@@ -119,11 +143,11 @@ def in_groups(
 ) -> list[Hsic]:
     """`work(rows, cols, tile=...)` on all matrices, or on groups of them whose tiles fit the
     memory together, put together again."""
-    n = matrices[0].n
+    n, budget = matrices[0].n, job.memory * 3 // 4
     tile = tile_size(n)  # that of the files: every tile is read once
-    while 2 * bytes_each(n, partitions, tile) > job.memory // 2 and tile > 64:
+    while 2 * bytes_each(n, partitions, tile) > budget and tile > 64:
         tile = -(-tile // 2)
-    at_once = max(2, job.memory // 2 // bytes_each(n, partitions, tile))
+    at_once = max(2, budget // bytes_each(n, partitions, tile))
     rows, cols = job.split(matrices)
     if len(matrices) <= at_once:
         return work(rows, cols, tile=tile)

@@ -1,0 +1,174 @@
+"""Products on the CPU by numpy, or on a GPU by torch, which is imported where it is worth it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Multiplications above which a GPU, or torch's faster cast, is worth the seconds that torch takes
+# to be imported.
+LARGE = 1e11
+
+# Cast(to, values): into (rows, columns) from as many, of another type.
+Cast = Callable[[NDArray[Any], NDArray[Any]], None]
+
+
+def choose_device(text: str, work: float) -> str:
+    """cpu, cuda or cuda:i for what the user says; `auto` is the CPU where the work, in
+    multiplications, is too small to import torch for. Results do not depend on it but by rounding.
+
+    Raises:
+        VitseeError: no such device, or one without float64.
+    """
+    if text == "cpu" or (text == "auto" and work < LARGE and "torch" not in sys.modules):
+        return "cpu"
+    from vitsee_core.device import resolve_device
+
+    device = resolve_device(text)
+    if device.type == "mps":
+        if text == "auto":
+            return "cpu"
+        raise VitseeError("--device mps has no float64; use --device cpu")
+    return str(device)
+
+
+def full_precision(device: str) -> AbstractContextManager[None]:
+    """Within it, single precision is that, on GPUs too."""
+    if device == "cpu":
+        return nullcontext()
+    import torch
+
+    from vitsee_core.device import precision_context
+
+    return precision_context(torch.device(device), "fp32")
+
+
+class Arithmetic(Protocol):
+    """Strips (rows, columns), products of them, and float64 sums of products."""
+
+    def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
+        """Copy into another type."""
+
+    def free_bytes(self) -> int | None:
+        """What may be used of the device's own memory; None where it has none."""
+
+    def buffer(self, memory: NDArray[Any]) -> Any:
+        """Room for a product of the size of `memory`."""
+
+    def zeros(self, shape: tuple[int, int]) -> Any:
+        """A sum of products."""
+
+    def take(self, x: NDArray[Any]) -> Any:
+        """A strip on the device."""
+
+    def multiply(self, left: Any, right: Any, out: Any) -> Any:
+        """left right^T in the memory of `out`; the same array on both sides is symmetric."""
+
+    def add(self, total: Any, product: Any) -> None:
+        """total += product."""
+
+    def host(self, total: Any) -> NDArray[np.float64]:
+        """A sum as an array."""
+
+
+def arithmetic(device: str) -> Arithmetic:
+    """Of a device as `choose_device` names it."""
+    return Host() if device == "cpu" else Gpu(device)
+
+
+class Host:
+    """numpy."""
+
+    def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
+        """As `Arithmetic`; torch is 2 to 3 times as fast with float16, if it is there anyway."""
+        if "torch" in sys.modules and values.dtype == np.float16:
+            import torch
+
+            torch.from_numpy(to).copy_(torch.from_numpy(values))
+        else:
+            np.copyto(to, values)
+
+    def free_bytes(self) -> int | None:
+        """None."""
+        return None
+
+    def buffer(self, memory: NDArray[Any]) -> NDArray[Any]:
+        """The memory."""
+        return memory
+
+    def zeros(self, shape: tuple[int, int]) -> NDArray[np.float64]:
+        """As `Arithmetic`."""
+        return np.zeros(shape)
+
+    def take(self, x: NDArray[Any]) -> NDArray[Any]:
+        """The strip."""
+        return x
+
+    def multiply(self, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
+        """As `Arithmetic`: numpy calls syrk where both sides are the same memory."""
+        shape = len(left), len(right)
+        product: NDArray[Any] = out[: shape[0] * shape[1]].reshape(shape)
+        np.matmul(left, right.T, out=product)
+        return product
+
+    def add(self, total: NDArray[np.float64], product: NDArray[Any]) -> None:
+        """As `Arithmetic`."""
+        np.add(total, product, out=total)
+
+    def host(self, total: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum."""
+        return total
+
+
+class Gpu:
+    """torch, on a device with float64."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._torch, self._device = torch, torch.device(device)
+
+    def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
+        """On the host."""
+        self._torch.from_numpy(to).copy_(self._torch.from_numpy(values))
+
+    def free_bytes(self) -> int | None:
+        """Half of what is free."""
+        return int(self._torch.cuda.mem_get_info(self._device)[0] // 2)
+
+    def buffer(self, memory: NDArray[Any]) -> Tensor:
+        """As much on the device."""
+        dtype = self._torch.from_numpy(memory[:0]).dtype
+        return self._torch.empty(len(memory), dtype=dtype, device=self._device)
+
+    def zeros(self, shape: tuple[int, int]) -> Tensor:
+        """As `Arithmetic`."""
+        return self._torch.zeros(shape, dtype=self._torch.float64, device=self._device)
+
+    def take(self, x: NDArray[Any]) -> Tensor:
+        """As `Arithmetic`."""
+        return self._torch.from_numpy(x).to(self._device)
+
+    def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        """As `Arithmetic`."""
+        product = out[: len(left) * len(right)].view(len(left), len(right))
+        return self._torch.mm(left, right.T, out=product)
+
+    def add(self, total: Tensor, product: Tensor) -> None:
+        """As `Arithmetic`."""
+        total += product
+
+    def host(self, total: Tensor) -> NDArray[np.float64]:
+        """As `Arithmetic`."""
+        found: NDArray[np.float64] = total.cpu().numpy()
+        return found

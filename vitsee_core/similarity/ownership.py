@@ -1,0 +1,48 @@
+"""Files that belong to a living process, whatever their age, told by a lock that ends with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # no POSIX: nothing is ever found to be owned by none
+    fcntl = None  # type: ignore[assignment]
+
+
+def create_owned(path: Path) -> int:
+    """A new file that belongs to this process until its descriptor, which is returned, is closed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        if fcntl is None:
+            return descriptor
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: others cannot lock it either, and leave it
+            return descriptor
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # swept before it was locked
+
+
+def owned_by_none(path: Path) -> bool:
+    """Whether the process that made it with `create_owned` has ended; False where that cannot be
+    known, and where there is no such file."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
