@@ -325,6 +325,16 @@ def test_no_valid_image_at_all() -> None:
         assert torch.all(getattr(found, name) == 0), name
 
 
+def test_no_image_at_all() -> None:
+    layout = TokenLayout(("cls",), (3, 4), stride_px=(16.0, 16.0))
+    reducer = AttentionReducer(layout, "cpu")
+    reducer.reduce(Call(random_scores(layout)), torch.ones(2, dtype=torch.bool))
+    found = reducer.reduce(Call(random_scores(layout, n_images=0)), torch.ones(0, dtype=torch.bool))
+    assert found.entropy.shape == (0, 3)
+    for name in SUMS:
+        assert torch.all(getattr(found, name) == 0), name
+
+
 def test_a_layout_without_grid_or_stride_is_refused() -> None:
     for layout in (TokenLayout(("cls",), None, rows=9), TokenLayout((), (3, 3))):
         with pytest.raises(ValueError, match="grid"):

@@ -65,19 +65,23 @@ class KernelCall(AttentionCall):
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
         """As in `AttentionCall`, computed from what the kernel was given."""
-        part = self.query[images].float()
+        query = self.query[images].float()
         key = _repeated(self.key[images].float(), self.n_heads)
-        n, heads, tokens, dim = part.shape
-        # One pass: queries come interleaved with keys and values, bmm wants them in a row.
-        query = torch.mul(part, self.scale, out=part.new_empty(part.shape))
+        n, heads, tokens, dim = query.shape
         n_keys = key.shape[2]
         if out is None:
             out = query.new_empty(n, heads, tokens, n_keys)
-        torch.bmm(
-            query.reshape(n * heads, tokens, dim),
-            key.reshape(n * heads, n_keys, dim).transpose(1, 2),
-            out=out.view(n * heads, tokens, n_keys),
-        )
+        if query.device.type == "cpu":
+            # Queries, keys and values come interleaved, and a product of one image takes them as
+            # they lie: over several it would copy them first.
+            for one, other, product in zip(query, key.transpose(2, 3), out, strict=True):
+                torch.baddbmm(product, one, other, beta=0, alpha=self.scale, out=product)
+        else:
+            torch.bmm(
+                torch.mul(query, self.scale).reshape(n * heads, tokens, dim),
+                key.reshape(n * heads, n_keys, dim).transpose(1, 2),
+                out=out.view(n * heads, tokens, n_keys),
+            )
         if self.mask is not None:
             self._apply_mask(out, images)
         if self.causal:

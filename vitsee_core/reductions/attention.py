@@ -115,8 +115,8 @@ class AttentionReducer:
                 self._reduce_part(call, images, kept, out, here, thread)
 
         def sum_pairs(_: int, heads: range) -> None:
-            total = _sum_in_order(sums["pairs"][:, heads.start : heads.stop])
-            total = total[:, n:, n:].to(self._sum_dtype)
+            total = _sum_in_order(sums["pairs"][:, heads.start : heads.stop, n:])
+            total = total[..., n:].to(self._sum_dtype)
             out["aligned"][heads.start : heads.stop] = sum_by_offset(total, self.grid)
 
         run_split(reduce_parts, n_parts, n_threads)
@@ -180,7 +180,8 @@ class AttentionReducer:
         thread: int,
     ) -> None:
         """Fills `out` for a run of images, and the sums over them."""
-        sums["pairs"].zero_()
+        if not part:
+            sums["pairs"].zero_()
         block = max(1, self._block_bytes // (4 * call.n_heads * call.n_tokens**2))
         for first in range(part.start, part.stop, block):
             images = slice(first, min(first + block, part.stop))
@@ -190,7 +191,7 @@ class AttentionReducer:
             here = {name: out[name][images] for name in out if name != "aligned"}
             share = self._reduce_images(a, scores, here)
             kept = None if valid is None else valid[images]
-            self._add_pairs(sums["pairs"], a, scores, share, kept)
+            self._add_pairs(sums["pairs"], a, scores, share, kept, fresh=first == part.start)
         for name in sums.keys() - {"pairs"}:
             rows = out[name][part.start : part.stop]
             if valid is not None:
@@ -224,11 +225,18 @@ class AttentionReducer:
         return share
 
     def _add_pairs(
-        self, pairs: Tensor, a: Tensor, scratch: Tensor, share: Tensor, valid: Tensor | None
+        self,
+        pairs: Tensor,
+        a: Tensor,
+        scratch: Tensor,
+        share: Tensor,
+        valid: Tensor | None,
+        fresh: bool,
     ) -> None:
         """Adds the renormalised rows of the valid images (None: of all) to `pairs`.
 
-        One sum by offset a batch follows, instead of one an image.
+        One sum by offset a batch follows, instead of one an image. `fresh`: `pairs` holds nothing
+        yet, and nothing of it is read.
         """
         n = self.layout.n_prefix
         if valid is not None:
@@ -237,10 +245,14 @@ class AttentionReducer:
             share = share.masked_fill(~valid[:, None, None], 0.0)
         if a.device.type == "cpu":
             for image, weight in zip(a, share.unsqueeze(-1), strict=True):
-                pairs[:, n:].addcmul_(image[:, n:], weight)
+                if fresh:
+                    torch.mul(image[:, n:], weight, out=pairs[:, n:])
+                else:
+                    pairs[:, n:].addcmul_(image[:, n:], weight)
+                fresh = False
         else:
-            weighted = torch.mul(a[:, :, n:], share.unsqueeze(-1), out=scratch[:, :, n:])
-            pairs[:, n:].add_(weighted.sum(0))
+            weighted = torch.mul(a[:, :, n:], share.unsqueeze(-1), out=scratch[:, :, n:]).sum(0)
+            pairs[:, n:] = weighted if fresh else pairs[:, n:] + weighted
 
     def _distances(
         self,
