@@ -635,7 +635,7 @@ def test_command_writes_files(extractions: Path, tmp_path: Path) -> None:
     assert "token" in out.read_text().splitlines()[0]
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert sidecar["parameters"]["query"] == [[1, 2]]
-    assert sidecar["parameters"]["origin"] == {"data": None, "checkpoint": None}
+    assert sidecar["parameters"]["origin"] == {"data": None, "checkpoint": None, "trust": False}
     for kind in KINDS:
         png = tmp_path / f"{kind}.png"
         result = attn_map_cli(extractions / "full.zarr", "--kind", kind, "--png", png)

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,57 +24,115 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 Rows = NDArray[np.int64]
+MOST_PIXELS = 1 << 14  # along one side of the input
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the images and the weights are now, where that is not what the manifest says."""
+    """Where the images and the weights are now, where that is not what the manifest says. trust:
+    the store is the user's own, so that folders and repositories it names may be opened."""
 
     data: str | None = None
     checkpoint: Path | None = None
+    trust: bool = False
 
 
-def model_of(store: Store, checkpoint: Path | None = None) -> LoadedModel:
+def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = False) -> LoadedModel:
     """The model that a store was made with, proven by the hash of its weights.
+
+    A manifest is a stranger's unless `trust` says otherwise: then the model is one of timm's own or
+    the demo's with weights that this machine has, or of a checkpoint file, which is read without
+    running code; its arguments are sizes and switches of layers.
 
     Args:
         store: its manifest says which model.
         checkpoint: where the file with the weights is now.
+        trust: take the model from any folder or repository that the manifest names.
 
     Raises:
-        VitseeError: the weights are gone, or others than the store's.
+        VitseeError: the weights are gone, or others than the store's; a manifest that asks for
+            what a stranger may not choose.
     """
     from vitsee_core.models import load_model
 
-    record = store.manifest.model
-    weights = record.get("weights", {})
-    if "sha256" not in weights:
-        raise MissingInput(f"{store.label} does not say which weights made it; extract it anew")
+    record = _recorded(store)
     made_in = Path(store.manifest.info.get("data_folder", "."))
-    file = checkpoint
-    if checkpoint is None and weights.get("source") == "checkpoint":
-        file = made_in / (store.manifest.info.get("checkpoint") or weights.get("file", ""))
+    file, key = checkpoint, record.key
+    if checkpoint is None and record.source == "checkpoint":
+        file = made_in / record.file
     try:
         model = load_model(
-            _under(record["name"], "local-dir:", made_in),
+            _under(record.name, "local-dir:", made_in),
             checkpoint=file,
-            random_init=weights.get("seed") if file is None else None,
-            img_size=tuple(record["input_size"][1:]),
-            model_args=record.get("args", {}),
-            ablate_skip=record.get("ablate_skip", ()),
+            checkpoint_key=key if file is not None and checkpoint is None else None,
+            random_init=record.seed if file is None else None,
+            img_size=record.size,
+            model_args=record.args,
+            ablate_skip=record.ablate_skip,
+            foreign=None if trust else store.label,
         )
     except VitseeError as error:
+        hint = "" if "--" in str(error) else " (name the file of its weights with --checkpoint)"
         raise VitseeError(
-            f"the model of {store.label} cannot be had again: {error} (name the file of its "
-            "weights with --checkpoint)"
+            f"the model of {store.label} cannot be had again: {error}{hint}"
         ) from None
-    if model.weights["sha256"] != weights["sha256"]:
+    if model.weights["sha256"] != record.sha256:
         raise VitseeError(
-            f"{record['name']} now has other weights ({model.weights['sha256'][:12]}) than "
-            f"{store.label} was made with ({weights['sha256'][:12]}); name the file of those with "
+            f"{record.name} now has other weights ({model.weights['sha256'][:12]}) than "
+            f"{store.label} was made with ({record.sha256[:12]}); name the file of those with "
             "--checkpoint, or extract anew"
         )
     return model
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What a manifest says of its model, in the types that it must have."""
+
+    name: str
+    sha256: str
+    source: str
+    file: str
+    key: str | None
+    seed: int | None
+    size: tuple[int, int]
+    args: dict[str, Any]
+    ablate_skip: tuple[str, ...]
+
+
+def _recorded(store: Store) -> _Recorded:
+    """Raises:
+    MissingInput: the manifest does not say it, or in other types.
+    """
+    model, info = store.manifest.model, store.manifest.info
+    weights = model.get("weights")
+    try:
+        if not isinstance(weights, dict):
+            raise TypeError("no weights")
+        _, height, width = model["input_size"]
+        found = _Recorded(
+            name=model["name"],
+            sha256=weights["sha256"],
+            source=weights.get("source", ""),
+            file=info.get("checkpoint") or weights.get("file") or "",
+            key=weights.get("key") or None,
+            seed=weights.get("seed"),
+            size=(height, width),
+            args=model.get("args", {}),
+            ablate_skip=tuple(model.get("ablate_skip", ())),
+        )
+        texts = (found.name, found.sha256, found.source, found.file, found.key or "")
+        if not all(isinstance(x, str) for x in (*texts, *found.ablate_skip, *found.args)):
+            raise TypeError("text")
+        if not all(type(x) is int and 0 < x <= MOST_PIXELS for x in found.size):
+            raise ValueError("input_size")
+        if not isinstance(found.args, dict) or not isinstance(found.seed, int | None):
+            raise TypeError("args or seed")
+    except (KeyError, TypeError, ValueError) as error:
+        raise MissingInput(
+            f"{store.label} does not say which weights made it ({error}); extract it anew"
+        ) from None
+    return found
 
 
 class Pictures:
@@ -157,6 +215,11 @@ def source_of(store: Store, data: str | None = None) -> Source:
     options = info.get("data")
     if not options:
         raise MissingInput(f"{store.label} does not say where its images are; extract it anew")
+    if data is None and str(options["data"]).startswith("hfds/"):
+        raise MissingInput(
+            f"{store.label} names the hub's data set {str(options['data'])[:80]}, which a store "
+            "may not open by itself (name it, or where its images are now, with --data)"
+        )
     text = data if data is not None else _placed(options["data"], Path(info["data_folder"]))
     try:
         return open_source(text, split=options["split"])
@@ -169,13 +232,11 @@ def source_of(store: Store, data: str | None = None) -> Source:
 
 def _placed(data: str, folder: Path) -> str:
     """What the data was called from `folder`, so that it can be found from here."""
-    name, colon, place = data.partition(":")
+    name, _, place = data.partition(":")
     if name == "demo":
         return data
     if name.startswith("torch/"):
         return f"{name}:{folder / Path(place or '.').expanduser()}"
-    if name.startswith("hfds/"):
-        return f"{name}:{folder / Path(place).expanduser()}" if colon else data
     return str(folder / Path(data).expanduser())
 
 

@@ -356,7 +356,7 @@ data_again_option = click.option(
 
 def recompute_options(command: Any) -> Any:
     """Where to compute once more what a store does not hold, and from what: `data`, `checkpoint`,
-    `device`."""
+    `trust_store`, `device`."""
     return apply(command, _RECOMPUTE_OPTIONS)
 
 
@@ -367,6 +367,12 @@ _RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
         metavar="FILE",
         type=parse_path,
         help="Where the weights are now, for the same.  [default: where extract read them]",
+    ),
+    click.option(
+        "--trust-store",
+        is_flag=True,
+        help="Your own store: take its model from the folder or the hub that it names.  [default: "
+        "only timm's models and files that this machine has, no network]",
     ),
     device_option,
 )

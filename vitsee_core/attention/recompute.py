@@ -178,7 +178,7 @@ def _computed(
     from vitsee_core.models.capture import Capture
 
     where = resolve_device(device)
-    model = model_of(store, origin.checkpoint)
+    model = model_of(store, origin.checkpoint, trust=origin.trust)
     table = site_table(model)
     known = {block.name: block for block in table.attention}
     for block in blocks:

@@ -64,30 +64,35 @@ def refuse_loading(args: Mapping[str, Any], where: str = "--model-arg ") -> None
             )
 
 
-def check_foreign(args: Any, where: str) -> dict[str, Any]:
-    """The model arguments of a manifest nobody vouches for: known names, small plain values.
+def check_foreign(name: str, args: Mapping[str, Any], where: str) -> None:
+    """A model that a manifest asks for and nobody vouches for: timm's own or the demo's, with known
+    arguments and small plain values.
 
     Args:
-        args: what the manifest says.
+        name: the model's.
+        args: of create_model.
         where: the store's name, for the message.
 
     Raises:
-        ModelError: an unknown name, or a value that is none of a layer's.
+        ModelError: a folder or a repository, an unknown argument, or a value that is none of a
+            layer's.
     """
-    if not isinstance(args, Mapping):
-        raise ModelError(f"{where}: its model arguments are {type(args).__name__}; expected names")
-    for name, value in args.items():
-        if name not in KNOWN:
+    if ":" in name and not name.startswith("demo:"):
+        raise ModelError(
+            f"{where} names the model {name[:80]}, a place that a store may not choose by itself "
+            "(--trust-store if it is your own)"
+        )
+    for key, value in args.items():
+        if key not in KNOWN:
             raise ModelError(
-                f"{where} asks for the model argument {str(name)[:40]!r}, which a store may not "
+                f"{where} asks for the model argument {str(key)[:40]!r}, which a store may not "
                 "choose by itself (--trust-store if it is your own)"
             )
-        if not _plain(value, MOST_LAYERS if name.startswith(("depth", "layers")) else MOST):
+        if not _plain(value, MOST_LAYERS if key.startswith(("depth", "layers")) else MOST):
             raise ModelError(
-                f"{where} asks for {name}={str(value)[:40]}, which is no size, switch or word of a "
+                f"{where} asks for {key}={str(value)[:40]}, which is no size, switch or word of a "
                 "layer (--trust-store if it is your own)"
             )
-    return dict(args)
 
 
 def _plain(value: Any, most: int, nested: bool = True) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitsee_core.machine import human_bytes, memory_bytes
 from vitsee_core.models.arguments import refuse_loading
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.input_transform import checked_size
@@ -30,7 +31,7 @@ def create_model(
     pretrained: bool,
     seed: int,
     wanted: dict[str, Any],
-    network: bool = True,
+    foreign: bool = False,
 ) -> nn.Module:
     """The module as timm makes it, random weights drawn with `seed`.
 
@@ -41,20 +42,21 @@ def create_model(
         seed: of all that is random.
         wanted: arguments of create_model. An `img_size` that the architecture does not take is
             dropped: it takes any.
-        network: whether the hub may be asked.
+        foreign: name and arguments are a stranger's: the network is not asked, and a model larger
+            than the memory is not made.
 
     Raises:
         ModelError: unknown name, arguments that it does not take, weights that are not to be had.
     """
     _known(full, name)
     unreachable = None
-    if not network:
+    if foreign:
         unreachable = "nothing is fetched for a store (--trust-store allows it)"
     elif needs_network(full, pretrained):
         unreachable = why_unreachable()
     with local_only() if unreachable else nullcontext():
         try:
-            wanted = _accepted(full, wanted)
+            wanted = _accepted(full, wanted, foreign)
             return _build(full, pretrained, seed, wanted)
         except Exception as error:
             raise _explained(error, name, pretrained, wanted, unreachable) from error
@@ -136,7 +138,7 @@ def _check_folder(folder: Path, name: str) -> None:
     refuse_loading(parts.get("model_args", {}), f"{name}: model_args of its config.json: ")
 
 
-def _accepted(full: str, wanted: dict[str, Any]) -> dict[str, Any]:
+def _accepted(full: str, wanted: dict[str, Any], foreign: bool) -> dict[str, Any]:
     """The arguments without an image size that the architecture does not take."""
     if not wanted:
         return wanted
@@ -144,10 +146,14 @@ def _accepted(full: str, wanted: dict[str, Any]) -> dict[str, Any]:
         module = on_meta(full, wanted)
     except TypeError as error:
         if "img_size" in wanted and "img_size" in str(error):
-            return _accepted(full, {key: x for key, x in wanted.items() if key != "img_size"})
+            rest = {key: x for key, x in wanted.items() if key != "img_size"}
+            return _accepted(full, rest, foreign)
         raise
     except NotImplementedError:  # an architecture that cannot be made without memory
         return wanted
+    need = sum(x.numel() * x.element_size() for x in module.state_dict().values())
+    if foreign and need > memory_bytes():
+        raise ModelError(f"its weights would take {human_bytes(need)}, more than the memory")
     embed = getattr(module, "patch_embed", None)
     patch: Any = getattr(embed, "patch_size", None)
     size: Any = wanted.get("img_size")
@@ -187,6 +193,11 @@ def _explained(
         )
     if isinstance(error, ModelError):
         return error
+    if "weights_only" in str(error):
+        return ModelError(
+            f"{name} cannot be loaded: its weights hold objects besides tensors and plain values, "
+            "which could run code; save the state dict alone, as .safetensors"
+        )
     given = ", ".join(f"{key}={value}" for key, value in wanted.items())
     if isinstance(error, TypeError):
         return ModelError(f"{name} does not take these arguments: {_line(error)}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitsee_core.models.arguments import refuse_loading
+from vitsee_core.models.arguments import check_foreign, refuse_loading
 from vitsee_core.models.checkpoints import load_checkpoint
 from vitsee_core.models.create import create_model, not_as_pretrained
 from vitsee_core.models.input_transform import input_transform, label_names
@@ -76,21 +76,24 @@ def load_model(
     crop_pct: float | None = None,
     model_args: Mapping[str, Any] | None = None,
     ablate_skip: Sequence[str] = (),
-    network: bool = True,
+    foreign: str | None = None,
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
     `local-dir:/path`, `demo:vit`, `demo:resnet`.
 
     checkpoint: a file with weights instead of the pretrained ones; checkpoint_key: which of its
     state dicts. random_init: a seed; fresh weights instead of the pretrained ones. ablate_skip:
-    blocks or sublayers to run without their skip connections. network: whether weights that this
-    machine does not have may be downloaded. The others override the model's own configuration.
+    blocks or sublayers to run without their skip connections. foreign: the store that
+    name and arguments were read from, which nobody vouches for: no folder, no network, and only
+    arguments that size a layer. The others override the model's own configuration.
 
     Raises:
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the
             architecture does not take, or a skip that cannot be ablated.
     """
     args = dict(model_args or {})
+    if foreign is not None:
+        check_foreign(name, args, foreign)
     _check_options(args, checkpoint, checkpoint_key, random_init, crop_pct)
     full = _resolve(name)
     fresh = checkpoint is not None or random_init is not None
@@ -98,7 +101,11 @@ def load_model(
     if img_size is not None:
         wanted["img_size"] = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
     module = create_model(
-        full, name, pretrained=not fresh, seed=random_init or 0, wanted=wanted, network=network
+        *(full, name),
+        pretrained=not fresh,
+        seed=random_init or 0,
+        wanted=wanted,
+        foreign=foreign is not None,
     )
     weights: dict[str, Any]
     if checkpoint is not None:

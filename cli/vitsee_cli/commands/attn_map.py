@@ -103,6 +103,7 @@ def command(
     coverage: bool | None,
     data: str | None,
     checkpoint: Path | None,
+    trust_store: bool,
     **parameters: Any,
 ) -> None:
     """Map where each attention head looks.
@@ -140,7 +141,7 @@ def command(
         (store,),
         outputs,
         coverage=bool(coverage),
-        origin=Origin(data, checkpoint),
+        origin=Origin(data, checkpoint, trust_store),
         progress=progress,
         **parameters,
     )

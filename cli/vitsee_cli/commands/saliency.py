@@ -104,6 +104,7 @@ def command(
     outputs: Outputs,
     data: str | None,
     checkpoint: Path | None,
+    trust_store: bool,
     **parameters: Any,
 ) -> None:
     """Measure how well each head's attention covers the objects.
@@ -139,7 +140,7 @@ def command(
         saliency.plot,
         stores,
         outputs,
-        origin=Origin(data, checkpoint),
+        origin=Origin(data, checkpoint, trust_store),
         progress=console.Reporter("saliency"),
         **parameters,
     )

@@ -1,0 +1,168 @@
+"""A stranger's store: its manifest asks for everything that could run code or go online."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.extractions import extracted, plant_images
+from vitsee_core.models import load_model
+from vitsee_core.models.arguments import KNOWN, LOADING
+from vitsee_core.origin import model_of, source_of
+from vitsee_stores import Store, open_store
+from vitsee_stores.errors import VitseeError
+
+SMALL = ["test_vit", "--random-init", "0", "--img-size", "32x48", "--model-arg", "patch_size=8"]
+
+
+class Evil:
+    """A pickle that leaves a mark when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile")
+    data = plant_images(folder / "data", 2)
+    extracted(*SMALL, "--data", data, "--tokens", "pooled", "-o", folder / "s.zarr")
+    return folder / "s.zarr"
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with weights that are pickles with code; no caches, and no network to speak to."""
+
+    def refuse(*args: Any, **_: Any) -> None:
+        raise AssertionError(f"went online: {args}")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    folder = tmp_path / "trap"
+    folder.mkdir()
+    torch.save({"state_dict": Evil(tmp_path / "mark")}, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps({"architecture": "test_vit"}))
+    return folder
+
+
+def hostile(made: Path, **model: Any) -> Store:
+    """The store with another model in its manifest."""
+    store = open_store(made)
+    record = {**store.manifest.model, **model}
+    store.manifest = dataclasses.replace(store.manifest, model=record)
+    return store
+
+
+def refusal(store: Store, **how: Any) -> str:
+    with pytest.raises(VitseeError) as error:
+        model_of(store, **how)
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 400
+    return text
+
+
+def test_the_trap_works(trap: Path) -> None:
+    torch.load(trap / "pytorch_model.bin", weights_only=False)
+    assert (trap.parent / "mark").exists()
+
+
+def test_nothing_of_a_strangers_runs(made: Path, trap: Path) -> None:
+    weights, mark = str(trap / "pytorch_model.bin"), trap.parent / "mark"
+    pretrained = {"sha256": "0" * 64, "source": "pretrained"}
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({"args": {"checkpoint_path": weights}}, "model argument 'checkpoint_path'"),
+        ({"args": {"pretrained_cfg": {"file": weights}}}, "model argument 'pretrained_cfg'"),
+        ({"args": {"pretrained_cfg_overlay": {"file": weights}}}, "'pretrained_cfg_overlay'"),
+        ({"args": {"pretrained_cfg": {"url": "http://x/w.pth"}}}, "'pretrained_cfg'"),
+        ({"args": {"cache_dir": str(trap)}}, "model argument 'cache_dir'"),
+        ({"args": {"norm_layer": "__import__('os')"}}, "norm_layer=__import__('os'), which is no"),
+        ({"args": {"depth": 10**9}}, "depth=1000000000"),
+        ({"args": {"embed_dim": 2**16, "depth": 512, "num_heads": 1}}, "more than the memory"),
+        ({"args": {"mlp_ratio": [[1.0]]}}, "mlp_ratio=[[1.0]]"),
+        ({"name": f"local-dir:{trap}", "weights": pretrained}, "may not choose by itself"),
+        ({"name": "hf-hub:evil/model", "weights": pretrained}, "may not choose by itself"),
+        ({"name": "local-dir:trap"}, "may not choose by itself"),
+        ({"weights": pretrained}, "nothing is fetched for a store (--trust-store allows it)"),
+        ({"name": "demo:../../x"}, "no demo model '../../x'"),
+        (
+            {"weights": {"sha256": "0" * 64, "source": "checkpoint", "file": weights}},
+            "holds objects besides tensors",
+        ),
+    ]
+    for model, phrase in asked:
+        text = refusal(hostile(made, **model))
+        assert phrase in text, (model, text)
+        assert not mark.exists(), model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"weights": None},
+        {"weights": {"sha256": 3}},
+        {"weights": {"sha256": "0", "seed": "x"}},
+        {"name": 7},
+        {"args": ["depth"]},
+        {"args": {"depth": {"a": 1}}},
+        {"input_size": [3, 10**9, 10**9]},
+        {"input_size": "abc"},
+        {"input_size": [3, True, 32]},
+        {"ablate_skip": 3},
+        {"ablate_skip": [3]},
+    ],
+)
+def test_a_manifest_of_other_types(made: Path, trap: Path, model: dict[str, Any]) -> None:
+    refusal(hostile(made, **model))
+
+
+def test_a_folder_is_opened_where_the_user_says_so(made: Path, trap: Path) -> None:
+    """Even then a pickle with code is not run."""
+    store = hostile(made, name=f"local-dir:{trap}", weights={"sha256": "0" * 64, "source": "x"})
+    text = refusal(store, trust=True)
+    assert "its weights hold objects besides tensors" in text
+    assert not (trap.parent / "mark").exists()
+
+
+def test_an_unchanged_store_is_made_again(made: Path, trap: Path) -> None:
+    store = open_store(made)
+    assert model_of(store).weights["sha256"] == store.manifest.model["weights"]["sha256"]
+
+
+def test_a_key_of_a_checkpoint_is_remembered(tmp_path: Path) -> None:
+    states = {}
+    for seed, key in enumerate(("model", "model_ema")):
+        own = load_model("test_vit", random_init=seed, img_size=32, model_args={"patch_size": 8})
+        states[key] = own.module.state_dict()
+    torch.save(states, tmp_path / "w.pth")
+    data = plant_images(tmp_path / "data", 2)
+    size = ["--img-size", "32", "--model-arg", "patch_size=8", "--tokens", "pooled"]
+    chosen = ["--checkpoint", tmp_path / "w.pth", "--checkpoint-key", "model_ema"]
+    said = extracted("test_vit", *chosen, *size, "--data", data, "-o", tmp_path / "s.zarr").stderr
+    assert "w.pth: taken: model_ema; other weights in the file: model" in said
+    store = open_store(tmp_path / "s.zarr")
+    assert model_of(store).weights["key"] == "model_ema"
+
+
+def test_the_hub_is_not_asked_for_images(made: Path, trap: Path) -> None:
+    store = open_store(made)
+    info = {**store.manifest.info, "data": {"data": "hfds/evil/set", "split": None}}
+    store.manifest = dataclasses.replace(store.manifest, info=info)
+    with pytest.raises(VitseeError, match="may not open by itself"):
+        source_of(store)
+
+
+def test_what_a_store_may_ask_for_loads_nothing() -> None:
+    assert not KNOWN & LOADING.keys()
+    assert "kwargs" not in KNOWN and len(KNOWN) > 100
