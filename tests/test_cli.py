@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from vitsee_cli import console, options
 from vitsee_cli.main import CommandGroup, main
+from vitsee_cli.sections import SectionedCommand, section
 from vitsee_stores.errors import VitseeError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -320,3 +322,26 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_command_line_is_what_was_typed() -> None:
     result = run(lambda: console.out(json.dumps(console.command_line())), "-q", "probe", "-v")
     assert json.loads(result.stdout) == ["vitsee", "-q", "probe", "-v"]
+
+
+def test_options_under_headings() -> None:
+    """Every option once, below its heading, in the order in which they were given."""
+
+    @click.command("x", cls=SectionedCommand)
+    @section("First", click.option("--one", help="One."), click.option("--two", help="Two."))
+    @click.option("--loose", help="Loose.")
+    @section("Second", click.option("--three", help="Three."))
+    def command() -> None:
+        """Say nothing."""
+
+    lines = [line.strip() for line in CliRunner().invoke(command, ["--help"]).stdout.splitlines()]
+    words = [line.split()[0] for line in lines if line.startswith("-") or line.endswith(":")]
+    assert words == ["First:", "--one", "--two", "Second:", "--three", "Other", "--loose", "--help"]
+
+
+def test_help_of_extract_is_grouped() -> None:
+    said = CliRunner().invoke(main, ["extract", "--help"]).stdout
+    headings = [line.rstrip(":") for line in said.splitlines() if re.fullmatch(r"\w[\w ]+:", line)]
+    assert headings == ["Model", "Data", "What to keep", "Running", "Other options"]
+    assert said.index("--checkpoint") < said.index("\nData:") < said.index("--split")
+    assert said.index("\nRunning:") < said.index("  --shard") < said.index("\nOther options:")

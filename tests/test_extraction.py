@@ -212,16 +212,38 @@ def test_unreadable_images_are_nan_rows_and_named(folder: Path, tmp_path: Path) 
 
 def test_dry_run_prints_the_arrays_and_makes_nothing(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "no.zarr"
-    result = extracted(*VIT, "--data", folder, "-o", path, "--dry-run")
+    options = [*VIT, "--data", folder, "-o", path, "--slab", SLAB]
+    short, long = (extracted(*options, "--dry-run", *more) for more in ([], ["-v"]))
     assert not path.exists()
-    header, *lines = result.stdout.splitlines()
-    assert header == "array,shape,dtype,bytes"
-    rows = {line.split(",")[0]: line.split(",")[1:] for line in lines}
-    assert rows["acts/blocks.0.out/grid"][:2] == ["10x4x6x64", "float16"]
-    extracted(*VIT, "--data", folder, "-o", path)
-    for name, (_, _, size) in rows.items():
-        files = list((path / name).glob("c*"))
-        assert sum(f.stat().st_size for f in files) == int(size), name
+    (total, folders), (same, arrays) = (dry_run_rows(result.stdout) for result in (short, long))
+    assert same == total
+    assert arrays["acts/blocks.0.out/grid"][:2] == ["10x4x6x64", "float16"]
+    assert set(folders) >= {"acts/", "attention/", "residual/", "pooled/", "valid"}
+    sizes = [int(row[2]) for row in folders.values()]
+    assert sizes == sorted(sizes, reverse=True)
+    extracted(*options)
+    for name, (_, _, size, per_image, n_files) in (folders | arrays).items():
+        files = [file for file in (path / name).rglob("*") if file.is_file()]
+        chunks = [file for file in files if file.name != "zarr.json"]
+        assert sum(f.stat().st_size for f in chunks) == int(size), name
+        assert int(per_image) == round(int(size) / N)
+        groups = [f for f in files if f.name == "zarr.json" and not list(f.parent.glob("c.*"))]
+        assert int(n_files) == len(files) - len(groups), name
+    everything = [file for file in path.rglob("*") if file.is_file()]
+    assert int(total[4]) == len(everything)
+    chunks = [file for file in everything if file.name != "zarr.json"]
+    assert int(total[2]) == sum(file.stat().st_size for file in chunks)
+    last = short.stderr.splitlines()[-1]
+    assert f" in {len(everything)} files for 10 images in slabs of {SLAB}, " in last
+    assert last.endswith("nothing was written")
+
+
+def dry_run_rows(text: str) -> tuple[list[str], dict[str, list[str]]]:
+    """The sum, and by name what follows it."""
+    header, first, *lines = (line.split(",") for line in text.splitlines())
+    assert header == ["array", "shape", "dtype", "bytes", "bytes_per_image", "files"]
+    assert first[:3] == ["total", "", ""]
+    return first[1:], {line[0]: line[1:] for line in lines}
 
 
 def test_a_site_that_overflows_float16_is_stored_in_float32(folder: Path, tmp_path: Path) -> None:

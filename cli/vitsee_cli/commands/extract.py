@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import shlex
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options, signals
+from vitsee_cli.sections import SectionedCommand, section
 from vitsee_cli.values import parse_path
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ DATA_OPTIONS: tuple[options.Decorator, ...] = (
         "--data",
         required=True,
         metavar="DATA",
-        help="Folder of images, CSV/TSV list, .npz, timm data set string (torch/..., "
-        "hfds/..., a tar), demo:train or demo:test.",
+        help="Folder of images, CSV/TSV list, .npz, tar, torch/NAME[:FOLDER] (torchvision's, in "
+        "FOLDER), hfds/NAME[:CACHE] (Hugging Face's, cached in CACHE), demo:train or demo:test.",
     ),
     click.option(
         "--split",
@@ -59,6 +59,10 @@ DATA_OPTIONS: tuple[options.Decorator, ...] = (
         type=click.Choice(["shuffled", "dataset"]),
         help="Order of the images in the store.  [default: shuffled]",
     ),
+)
+
+OUTPUT_OPTION = click.option(
+    "-o", "--output", metavar="STORE", type=parse_path, required=True, help="The store to fill."
 )
 
 # What the store keeps; without a value: the default of a new store, or what a joined one has.
@@ -124,57 +128,69 @@ KEEP_OPTIONS: tuple[options.Decorator, ...] = (
         help="Images to a slab, the unit of work and of commit.  [default: 256, halved "
         "until two fit a quarter of the memory]",
     ),
-    click.option(
-        "--precision",
-        type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
-        help="Arithmetic of the forward pass.  [default: fp32]",
-    ),
 )
 
 
-@click.command(short_help="Run a model over images and keep what it computes in a store.")
-@options.model_options
-@functools.partial(options.apply, decorators=DATA_OPTIONS)
-@click.option(
-    "-o", "--output", metavar="STORE", type=parse_path, required=True, help="The store to fill."
-)
-@functools.partial(options.apply, decorators=KEEP_OPTIONS)
-@click.option(
+ABLATE_OPTION = click.option(
     "--ablate-skip",
     metavar="BLOCK[.attn|.mlp]",
     multiple=True,
     help="Run the model without this skip connection: z + f(z) becomes f(z). A block alone: all of "
     "its own. Repeatable.  [default: none]",
 )
-@click.option(
-    "--batch-size",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Images to a forward pass.  [default: 32, on CUDA 128; with --grams a whole slab where "
-    "that suits the memory]",
+
+PRECISION_OPTION = click.option(
+    "--precision",
+    type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
+    help="Arithmetic of the forward pass.  [default: fp32]",
 )
-@options.device_option
-@click.option(
-    "--workers",
-    metavar="N",
-    type=click.IntRange(min=0),
-    help="Loading processes; 0 loads in a thread.  [default: 0 on the CPU, else up to 8]",
+
+# How this process works; nothing here changes a number in the store.
+RUN_OPTIONS: tuple[options.Decorator, ...] = (
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Print what would be stored, as CSV: the sum and each folder, with -v each array. "
+        "Nothing is written.",
+    ),
+    click.option("--force", is_flag=True, help="Start anew: delete the store at -o first."),
+    click.option(
+        "--batch-size",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Images to a forward pass.  [default: 32, on CUDA 128; with --grams a whole slab "
+        "where that suits the memory]",
+    ),
+    options.device_option,
+    click.option(
+        "--workers",
+        metavar="N",
+        type=click.IntRange(min=0),
+        help="Loading processes; 0 loads in a thread.  [default: 0 on the CPU, else up to 8]",
+    ),
+    click.option(
+        "--shard",
+        metavar="I/N|slurm",
+        help="Do only every N-th slab, from the I-th (from 0) on; slurm reads the job's "
+        "variables.  [default: all]",
+    ),
+    click.option(
+        "--on-error",
+        type=click.Choice(["nan", "fail"]),
+        default="nan",
+        show_default=True,
+        help="An unreadable image: a NaN row with valid = 0, or stop.",
+    ),
 )
-@click.option(
-    "--shard",
-    metavar="I/N|slurm",
-    help="Do only every N-th slab, from the I-th (from 0) on; slurm reads the job's variables.  "
-    "[default: all]",
+
+
+@click.command(
+    cls=SectionedCommand, short_help="Run a model over images and keep what it computes in a store."
 )
-@click.option(
-    "--on-error",
-    type=click.Choice(["nan", "fail"]),
-    default="nan",
-    show_default=True,
-    help="An unreadable image: a NaN row with valid = 0, or stop.",
-)
-@click.option("--dry-run", is_flag=True, help="Print what would be stored, as CSV, and stop.")
-@click.option("--force", is_flag=True, help="Start anew: delete the store at -o first.")
+@section("Model", options.model_options, ABLATE_OPTION, PRECISION_OPTION)
+@section("Data", *DATA_OPTIONS)
+@section("What to keep", OUTPUT_OPTION, *KEEP_OPTIONS)
+@section("Running", *RUN_OPTIONS)
 def command(model: ModelOptions, **given: Any) -> None:
     """Run MODEL (a timm name, hf-hub:..., local-dir:..., demo:vit) over images, and keep its
     activations, attention summaries and residual products in STORE.
@@ -205,7 +221,8 @@ def command(model: ModelOptions, **given: Any) -> None:
     given["command"] = shlex.join(console.command_line())
     data, keep, run = take(DataOptions), take(KeepOptions), take(RunOptions)
     if run.dry_run:
-        show_plan(prepare(model, data, keep, run), run)
+        each = click.get_current_context().meta.get(options.VERBOSITY, 0) > 0
+        show_plan(prepare(model, data, keep, run), run, each)
         return
     report(extract(model, data, keep, run, shard, SlabReporter(run.output.name)), run.output)
 
@@ -219,28 +236,30 @@ class SlabReporter(console.Reporter):
         super().start(total, done)
 
 
-def show_plan(prepared: Prepared, run: RunOptions) -> None:
-    """The arrays as CSV on stdout, their sum on stderr."""
+def show_plan(prepared: Prepared, run: RunOptions, each: bool) -> None:
+    """Sizes as CSV on stdout, the sum first, then folders or `each` array; remarks on stderr."""
     from vitsee_core.extraction.run import erf_cost, gram_route
-    from vitsee_core.machine import free_disk_bytes, human_bytes
-    from vitsee_stores.layout import arrays, n_bytes
+    from vitsee_core.extraction.sizes import HEADER, array_sizes, folder_sizes, total_size
+    from vitsee_core.machine import counted, free_disk_bytes, human_bytes
     from vitsee_stores.manifest import by_reason
 
-    sizes = n_bytes(prepared.plan)
-    console.out("array,shape,dtype,bytes")
-    for path, spec in arrays(prepared.plan).items():
-        console.out(f"{path},{'x'.join(map(str, spec.shape))},{spec.dtype},{sizes[path]}")
+    plan = prepared.plan
+    total = total_size(plan)
+    console.out(HEADER)
+    for size in (total, *(array_sizes if each else folder_sizes)(plan)):
+        console.out(size.row(plan.n_images))
     for note in prepared.notes:
         console.warn(note)
     batch_size = gram_route(prepared, run).batch_size
-    if cost := erf_cost(prepared, batch_size, [slice(0, prepared.plan.n_images)]):
+    if cost := erf_cost(prepared, batch_size, [slice(0, plan.n_images)]):
         console.say(cost)
     for line in by_reason(prepared.manifest.left_out):
         console.say(f"left out: {line}")
     console.say(
-        f"{run.output}: {human_bytes(sum(sizes.values()))} for {prepared.plan.n_images} images in "
-        f"slabs of {prepared.plan.slab}; {human_bytes(free_disk_bytes(run.output))} free; "
-        "nothing was written"
+        f"{run.output}: {human_bytes(total.size_bytes)} in {counted(total.n_files, 'files')} for "
+        f"{counted(plan.n_images, 'images')} in slabs of {plan.slab}, "
+        f"{human_bytes(total.size_bytes / plan.n_images)} an image; "
+        f"{human_bytes(free_disk_bytes(run.output))} free; nothing was written"
     )
 
 
