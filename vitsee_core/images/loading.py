@@ -136,15 +136,22 @@ def _ahead(produce: Callable[[threading.Event], Generator[Loaded]]) -> Generator
 
     An exception of the thread is raised here.
     """
-    ready: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=_AHEAD)
+    # Simple queues, which a KeyboardInterrupt in the middle of `get` leaves usable: it can leave a
+    # Queue's lock taken, and the thread would wait for it for ever. `room` holds a token for each
+    # item that the thread may put.
+    ready: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    room: queue.SimpleQueue[None] = queue.SimpleQueue()
+    for _ in range(_AHEAD):
+        room.put(None)
     stopped = threading.Event()
 
     def put(item: tuple[bool, Any]) -> None:
         while not stopped.is_set():
             try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
+                room.get(timeout=0.1)
+            except queue.Empty:
                 continue
+            return ready.put(item)
 
     def run() -> None:
         try:
@@ -162,6 +169,7 @@ def _ahead(produce: Callable[[threading.Event], Generator[Loaded]]) -> Generator
     try:
         while True:
             more, item = ready.get()
+            room.put(None)
             if not more:
                 if item is not None:
                     raise item
