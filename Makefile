@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python >= 3.11 with its venv module, and nothing else.
 # The environment is made once, in .venv; PYTHON=... chooses another interpreter for it.
 
-.PHONY: help demo test env clean
+.PHONY: help demo test coverage env clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -11,10 +11,11 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 USABLE := import sys, venv, ensurepip; assert sys.version_info >= (3, 11)
 
 help:
-	@echo "make demo   extract the bundled models and draw their figures into demo-out/"
-	@echo "make test   ruff, mypy, lint-imports, pytest"
-	@echo "make env    only set up .venv"
-	@echo "make clean  remove .venv, demo-out/ and caches"
+	@echo "make demo      extract the bundled models and draw their figures into demo-out/"
+	@echo "make test      ruff, mypy, lint-imports, pytest"
+	@echo "make coverage  the tests again, with the lines that none of them reaches"
+	@echo "make env       only set up .venv"
+	@echo "make clean     remove .venv, demo-out/ and caches"
 
 demo: $(STAMP)
 	$(BIN)/vitsee demo
@@ -25,6 +26,9 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest --numprocesses=auto --maxprocesses=4
+
+coverage: $(STAMP)
+	$(BIN)/pytest --numprocesses=auto --maxprocesses=4 --cov=vitsee_cli --cov=vitsee_core --cov=vitsee_stores --cov-report=term-missing:skip-covered
 
 env: $(STAMP)
 
