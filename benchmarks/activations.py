@@ -99,6 +99,7 @@ def _write(path: Path, values: Sequence[Float16], images: int, dim: int, sites: 
             "valid": np.ones(n, np.uint8),
             "n_valid": np.array(n),
             "hash": np.arange(rows.start, rows.stop, dtype=np.uint64),
+            "size": np.zeros((n, 2), np.int32),
         }
         for number, spec in enumerate(specs):
             x = values[number % len(values)][rows].reshape(n, LAYOUT.n_tokens, dim)

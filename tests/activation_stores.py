@@ -117,6 +117,7 @@ def _slab(plan: StorePlan, k: int, sites: Mapping[str, Array], valid: Array) -> 
         "valid": valid[rows],
         "n_valid": np.asarray(keep.sum(), np.int64),
         "hash": np.arange(rows.start, rows.stop, dtype=np.uint64),
+        "size": np.zeros((len(keep), 2), np.int32),
     }
     for path, spec in arrays(plan).items():
         if path in out or spec.per in ("once", "commit"):

@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.activation_stores import activations, write_acts
+from tests.cka_stores import write_store
 from vitsee_core import machine
 from vitsee_core.similarity import (
     Estimator,
@@ -323,3 +324,28 @@ def test_headers_survive_anything(store: Store) -> None:
         assert found is None or found.dump() == whole_header.dump()
     for other in (b"", b"[]", b"null", b"[" * 100_000, b'{"format": 2, "digest": 0}', b"\xff"):
         assert Header.load(other) is None
+
+
+# Starts
+
+
+@pytest.mark.parametrize("command", ["cka", "cka-heads"])
+def test_small_and_cached_comparisons_need_no_torch(tmp_path: Path, command: str) -> None:
+    """Nor any other library that takes long to be imported."""
+    distances = np.arange(N * 2 * 2.0).reshape(N, 2, 2)
+    sites: dict[str, Any] = {
+        "blocks.0.attn.heads": activations(N, 6),
+        "blocks.0.out": activations(N, 4, 1),
+        "blocks.1.out": activations(N, 4, 2),
+    }
+    a = write_store(tmp_path / "a.zarr", sites, n=N, distances=distances)
+    b = write_store(tmp_path / "b.zarr", sites, n=N)
+    slow = ("torch", "timm", "matplotlib", "sklearn", "PIL")
+    code = "import sys; from vitsee_cli.main import main; main(standalone_mode=False); "
+    code += f"print([m for m in {slow} if m in sys.modules], file=sys.stderr)"
+    for _ in range(2):  # making the Gram matrices, then from the cache
+        arguments = [sys.executable, "-c", code, command, str(a.path), str(b.path)]
+        done = subprocess.run(arguments, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.splitlines()[-1] == "[]" and done.stdout.startswith("store_a")
+        assert list(folder_of(a).glob("*.json"))
