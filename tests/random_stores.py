@@ -181,6 +181,8 @@ def values(plan: StorePlan, spec: ArraySpec) -> Array:
                 there[: plan.rows(k).stop - plan.rows(k).start] = valid[plan.rows(k)]
                 block[~there] = block[:, ~there] = np.nan
         return out
+    if spec.path == "size":
+        return np.where(valid[:, None], rng.integers(1, 999, spec.shape), 0).astype(spec.dtype)
     info = np.iinfo(spec.dtype)
     return rng.integers(max(info.min, -99), info.max, spec.shape, spec.dtype, endpoint=True)
 

@@ -23,6 +23,7 @@ from PIL import Image
 
 from tests.extractions import VIT, extracted, plant_images
 from tests.head_stores import Attention, aligned, layout, random_attention, rollout, write
+from tests.manifests import edited
 from vitsee_cli.commands import attn_map as attn_map_command
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_map
@@ -432,16 +433,13 @@ def test_images_that_are_gone_or_changed(extractions: Path, tmp_path: Path) -> N
 
 def test_weights_that_are_others(extractions: Path, tmp_path: Path) -> None:
     shutil.copytree(extractions / "summary.zarr", tmp_path / "s.zarr")
-    root = tmp_path / "s.zarr" / "zarr.json"
-    manifest = json.loads(root.read_text())
-    weights = manifest["attributes"]["vitsee"]["model"]["weights"]
-    weights["seed"] = 1
-    root.write_text(json.dumps(manifest))
+    with edited(tmp_path / "s.zarr") as manifest:
+        manifest["model"]["weights"]["seed"] = 1
     with pytest.raises(VitseeError, match=r"test_vit now has other weights \(\w{12}\) than s was"):
         run(open_store(tmp_path / "s.zarr"), image=["0"])
-    weights |= {"source": "checkpoint", "file": "lost.pth"}
-    del weights["seed"]
-    root.write_text(json.dumps(manifest))
+    with edited(tmp_path / "s.zarr") as manifest:
+        manifest["model"]["weights"] |= {"source": "checkpoint", "file": "lost.pth"}
+        del manifest["model"]["weights"]["seed"]
     with pytest.raises(VitseeError, match=r"cannot be had again: no checkpoint at .*--checkpoint"):
         run(open_store(tmp_path / "s.zarr"), image=["0"])
 

@@ -49,6 +49,9 @@ def table() -> dict[str, dict[str, str]]:
 def sizes(plan: StorePlan, path: str) -> dict[str, int]:
     """What the letters of the table stand for in one array of one store."""
     letters = {"N": plan.n_images, "K": plan.n_slabs, "S": plan.slab, "W": plan.id_bytes}
+    letters["C"] = sum(
+        math.prod(spec.grid[1:]) for spec in arrays(plan).values() if spec.per in ("image", "slab")
+    )
     if plan.inputs is not None:
         letters |= {"height": plan.inputs[1], "width": plan.inputs[2]}
     if plan.erf is not None and path.startswith("erf/"):

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.extractions import extracted, plant_images
+from tests.manifests import edited
 from tests.models_helpers import VIT, small
 from vitsee_cli.commands.weights import SCALES, WHAT
 from vitsee_cli.main import main
@@ -425,17 +426,16 @@ def test_an_old_store_gives_them_from_its_model(
 ) -> None:
     path = tmp_path / "vit.zarr"
     shutil.copytree(stores / "vit.zarr", path)
-    document = json.loads((path / "zarr.json").read_text())
-    manifest = document["attributes"]["vitsee"]
-    del manifest["info"]["input_weights"]
-    manifest["plan"]["weights"] = []
-    (path / "zarr.json").write_text(json.dumps(document))
+    with edited(path) as manifest:
+        del manifest["info"]["input_weights"]
+        manifest["plan"]["weights"] = []
+        manifest["checksums"] = {}
     shutil.rmtree(path / "weights")
     old = open_store(path)
     assert not old.has("weights/filters")
     assert equal(run(old), run(open_store(stores / "vit.zarr")))
-    manifest["model"]["weights"]["sha256"] = "0" * 64
-    (path / "zarr.json").write_text(json.dumps(document))
+    with edited(path) as manifest:
+        manifest["model"]["weights"]["sha256"] = "0" * 64
     with pytest.raises(VitseeError, match="now has other weights"):
         run(open_store(path))
 

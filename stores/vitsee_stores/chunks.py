@@ -1,4 +1,4 @@
-"""Chunks as bytes: encoding, checksums, and boxes of an array read from the chunks they touch.
+"""Chunks as bytes and as files: names, encoding, checksums.
 
 The bytes are those that zarr writes for the same metadata (a test compares them). Zarr's own
 path was a half to a third as fast on this layout; see benchmarks/store_io.py.
@@ -7,10 +7,9 @@ path was a half to a third as fast on this layout; see benchmarks/store_io.py.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +17,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores.disk import each, reason, work_pool
+from vitsee_stores.disk import open_regular, reason
 from vitsee_stores.errors import StoreError
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
 
@@ -60,20 +59,66 @@ def decode(data: bytes | memoryview[int], spec: ArraySpec) -> NDArray[Any]:
     Raises:
         ValueError: the checksum or the length is wrong; says which.
     """
-    if len(data) <= CHECKSUM_BYTES:
-        raise ValueError(f"is cut short: it has {len(data)} bytes")
+    check_length(len(data), spec)
     body = np.frombuffer(data, np.uint8, len(data) - CHECKSUM_BYTES)
-    compressor = _compressor(spec.codec, np.dtype(spec.dtype).itemsize)
-    if compressor is None and len(body) != spec.chunk_bytes:
-        whole = spec.chunk_bytes + CHECKSUM_BYTES
-        raise ValueError(f"has {len(data)} bytes, expected {whole}")
-    if int(google_crc32c.value(body)) != int.from_bytes(data[-CHECKSUM_BYTES:], "little"):
+    if int(google_crc32c.value(body)) != checksum(data):
         raise ValueError("does not match its checksum")
+    compressor = _compressor(spec.codec, np.dtype(spec.dtype).itemsize)
     if compressor is not None:
-        body = np.frombuffer(compressor.decode(body), np.uint8)
-        if len(body) != spec.chunk_bytes:
-            raise ValueError(f"unpacks to {len(body)} bytes, expected {spec.chunk_bytes}")
+        # A few bytes can claim to unpack to any size: read the claim before memory is taken.
+        claimed = _SIZE_OF[spec.codec](body)
+        if claimed != spec.chunk_bytes:
+            raise ValueError(f"unpacks to {claimed} bytes, expected {spec.chunk_bytes}")
+        unpacked = np.empty(spec.chunk_bytes, np.uint8)
+        compressor.decode(body, unpacked)
+        body = unpacked
     return body.view(spec.dtype).reshape(spec.chunks)
+
+
+def checksum(data: bytes | memoryview[int]) -> int:
+    """The crc32c at the end of a chunk's bytes."""
+    return int.from_bytes(data[-CHECKSUM_BYTES:], "little")
+
+
+def check_length(size: int, spec: ArraySpec) -> None:
+    """Whether a chunk's file can have `size` bytes.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    whole = spec.chunk_bytes + CHECKSUM_BYTES
+    if size <= CHECKSUM_BYTES:
+        raise ValueError(f"is cut short: it has {size} bytes")
+    if spec.codec == "none" and size != whole:
+        raise ValueError(f"has {size} bytes, expected {whole}")
+    # What cannot be compressed grows by less than a 64th and a header.
+    if size > (longest := whole + spec.chunk_bytes // 64 + 4096):
+        raise ValueError(f"has {size} bytes, expected at most {longest}")
+
+
+def _zstd_size(body: NDArray[np.uint8]) -> int:
+    """Unpacked bytes that the header of a zstd frame states (RFC 8878, 3.1.1.1); -1 for none."""
+    head = body[:18].tobytes()
+    if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
+        return -1
+    flags = head[4]
+    single = flags >> 5 & 1
+    length = (1 if single else 0, 2, 4, 8)[flags >> 6]
+    begin = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]
+    field = head[begin : begin + length]
+    if not length or len(field) < length:
+        return -1
+    return int.from_bytes(field, "little") + (256 if length == 2 else 0)
+
+
+def _blosc_size(body: NDArray[np.uint8]) -> int:
+    """Unpacked bytes that a Blosc header states; -1 where its packed length is not the body's."""
+    if len(body) < 16 or int.from_bytes(body[12:16].tobytes(), "little") != len(body):
+        return -1
+    return int.from_bytes(body[4:8].tobytes(), "little")
+
+
+_SIZE_OF = {"zstd": _zstd_size, "lz4": _blosc_size}
 
 
 @lru_cache
@@ -123,9 +168,9 @@ def boxes(spec: ArraySpec, first: int | None = None) -> list[tuple[tuple[int, ..
     ]
 
 
-def read_chunk(folder: str, spec: ArraySpec, index: Sequence[int]) -> NDArray[Any]:
-    """One whole chunk, padding included; where chunks are not compressed it lies in memory that
-    this thread's next read takes again.
+def read_chunk(folder: str, spec: ArraySpec, index: Sequence[int]) -> tuple[NDArray[Any], int]:
+    """One whole chunk, padding included, and its checksum; where chunks are not compressed it lies
+    in memory that this thread's next read takes again.
 
     Raises:
         StoreError: missing, unreadable or damaged; names the array and, where there is one, the
@@ -133,8 +178,9 @@ def read_chunk(folder: str, spec: ArraySpec, index: Sequence[int]) -> NDArray[An
     """
     path = os.path.join(folder, spec.path, file_name(index))
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(open_regular(path), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
+            check_length(size, spec)
             scratch = getattr(_thread, "chunk", None)
             if scratch is None or len(scratch) < size:
                 scratch = _thread.chunk = bytearray(size)
@@ -142,14 +188,19 @@ def read_chunk(folder: str, spec: ArraySpec, index: Sequence[int]) -> NDArray[An
             done = 0
             while done < size and (got := file.readinto(data[done:])):
                 done += got
-        return decode(data, spec)
+        return decode(data, spec), checksum(data)
     except FileNotFoundError:
         what = "is missing"
     except OSError as error:
         what = f"cannot be read: {reason(error)}"
     except (ValueError, RuntimeError) as error:
         what = str(error) if isinstance(error, ValueError) else f"cannot be unpacked: {error}"
-    raise StoreError(
+    raise damage(folder, spec, index, what)
+
+
+def damage(folder: str, spec: ArraySpec, index: Sequence[int], what: str) -> StoreError:
+    """The error of a chunk that is not what it should be."""
+    return StoreError(
         f"{folder} is damaged: {where(spec, index)}: {file_name(index)} {what} "
         f"(run: vitsee validate {folder} --deep)"
     )
@@ -158,52 +209,3 @@ def read_chunk(folder: str, spec: ArraySpec, index: Sequence[int]) -> NDArray[An
 def where(spec: ArraySpec, index: Sequence[int]) -> str:
     """A chunk's array and slab in words."""
     return spec.path if spec.per == "once" else f"{spec.path}, slab {index[0]}"
-
-
-def read_box(
-    folder: str,
-    spec: ArraySpec,
-    box: Box,
-    out: NDArray[Any] | None = None,
-    skip: Callable[[int], bool] = lambda slab: False,
-) -> NDArray[Any]:
-    """The part of an array that `box` (start, stop on every axis) cuts out, from the chunks it
-    touches alone and in parallel; into `out` where given.
-
-    Chunks whose place along the first axis is to be skipped are not opened: fill values stand
-    there.
-
-    Raises:
-        StoreError: a chunk is missing or damaged.
-    """
-    shape = tuple(part.stop - part.start for part in box)
-    result = np.empty(shape, spec.dtype) if out is None else out
-    if 0 in shape:
-        return result
-
-    def read(index: tuple[int, ...]) -> None:
-        inside, target = [], []
-        for i, part, size in zip(index, box, spec.chunks, strict=True):
-            start, stop = max(part.start, i * size), min(part.stop, (i + 1) * size)
-            inside.append(slice(start - i * size, stop - i * size))
-            target.append(slice(start - part.start, stop - part.start))
-        skipped = spec.per != "once" and skip(index[0])
-        result[tuple(target)] = (
-            spec.fill if skipped else read_chunk(folder, spec, index)[tuple(inside)]
-        )
-
-    touched = [
-        range(part.start // size, math.ceil(part.stop / size))
-        for part, size in zip(box, spec.chunks, strict=True)
-    ]
-    each(work_pool, read, list(itertools.product(*touched)))
-    return result
-
-
-def read_all(folder: str, spec: ArraySpec) -> NDArray[Any]:
-    """The whole array.
-
-    Raises:
-        StoreError: a chunk is missing or damaged.
-    """
-    return read_box(folder, spec, tuple(slice(0, n) for n in spec.shape))

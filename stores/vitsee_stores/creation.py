@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import shutil
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import root
-from vitsee_stores.chunks import encode, file_name
+from vitsee_stores.chunks import checksum, encode, file_name
 from vitsee_stores.disk import each, reason, sync, sync_pool, write_new
 from vitsee_stores.errors import StoreError
 from vitsee_stores.layout import arrays
@@ -41,30 +42,37 @@ def remove_store(path: str | os.PathLike[str]) -> None:
         raise StoreError(f"cannot remove {path}: {reason(error)}") from None
 
 
-def build(folder: Path, manifest: Manifest, once: Mapping[str, NDArray[Any]]) -> None:
-    """An empty store: all metadata, and the arrays that are written once."""
+def build(folder: Path, manifest: Manifest, once: Mapping[str, NDArray[Any]]) -> Manifest:
+    """An empty store: all metadata, and the arrays that are written once; the manifest with their
+    checksums."""
     specs = arrays(manifest.plan)
     written = {path for path, spec in specs.items() if spec.per == "once"}
     if set(once) != written:
         raise StoreError(f"arrays written once: {sorted(once)}, expected {sorted(written)}")
     groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents}
     files: list[tuple[Path, Sequence[bytes | NDArray[np.uint8]]]] = []
-    for group in groups:
-        document = root.group_document() if group != "." else root.root_document(manifest, False)
-        files.append((folder / group / root.ZARR_JSON, [root.to_text(document)]))
+    for group in groups - {"."}:
+        files.append((folder / group / root.ZARR_JSON, [root.to_text(root.group_document())]))
+    checksums: dict[str, int] = {}
     for path, spec in specs.items():
         files.append((folder / path / root.ZARR_JSON, [root.to_text(root.array_document(spec))]))
         if spec.per == "once":
             values = np.asarray(once[path], spec.dtype)
             if values.shape != spec.shape:
                 raise StoreError(f"{path} has shape {values.shape}, expected {spec.shape}")
-            files.append((folder / path / file_name((0,) * values.ndim), encode(values, spec)))
+            pieces = encode(values, spec)
+            checksums[path] = checksum(bytes(pieces[-1]))
+            files.append((folder / path / file_name((0,) * values.ndim), pieces))
+    manifest = dataclasses.replace(manifest, checksums=checksums)
+    document = root.root_document(manifest, complete=False)
+    files.append((folder / root.ZARR_JSON, [root.to_text(document)]))
     folders = sorted({file.parent for file, _ in files})
     for made in folders:
         made.mkdir(parents=made != folder, exist_ok=True)
     for file, buffers in files:
         write_new(str(file), buffers)
     each(sync_pool, sync, [*(file for file, _ in files), *folders])
+    return manifest
 
 
 def sibling(path: str | os.PathLike[str], kind: str) -> Path:

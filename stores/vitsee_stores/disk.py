@@ -8,9 +8,11 @@ that can hang. The threads below are started when first needed, and anew in a fo
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +127,28 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
         return None
     found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     return cast(Callable[[int, int, int, int], int], found)
+
+
+def open_regular(path: str | Path) -> int:
+    """A descriptor to read a file with; a pipe or device raises OSError, and is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
+def read_regular(path: str | Path, limit: int) -> bytes:
+    """All bytes of a regular file of at most `limit` bytes; OSError for others."""
+    with open(open_regular(path), "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise OSError(errno.EFBIG, f"has {size} bytes, expected at most {limit}")
+        parts = []
+        while size and (part := file.read(size)):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
 
 
 def sync(path: str | Path) -> None:

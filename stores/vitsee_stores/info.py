@@ -6,38 +6,37 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from vitsee_stores import root
-from vitsee_stores.chunks import read_chunk
 from vitsee_stores.errors import StoreError
-from vitsee_stores.layout import ArraySpec, arrays, n_bytes
+from vitsee_stores.layout import ArraySpec, n_bytes
 from vitsee_stores.plan import SiteSpec, StorePlan
+from vitsee_stores.sealed import SealedChunks
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Everything about a store that is no array, as JSON holds it; incomplete stores too.
 
-    Reads zarr.json and two small files a slab. `n_valid` counts the readable images of the
+    Reads zarr.json and four small files a slab. `n_valid` counts the readable images of the
     committed slabs; `size_bytes` is without compression, of the store when it is complete.
 
     Raises:
         StoreError: missing, no vitsee store, of another format version, or damaged.
     """
     manifest, complete = root.read_root(path)
-    plan, table = manifest.plan, arrays(manifest.plan)
-    markers = root.read_markers(path, plan)
-    done = [k for k, marker in enumerate(markers) if marker is not None]
+    plan, chunks = manifest.plan, SealedChunks(os.fspath(path), manifest)
+    markers = root.read_markers(path, manifest)
     sizes = n_bytes(plan)
     text: dict[str, Any] = manifest.to_json()
     return {
         "path": str(path),
-        "complete": complete and len(done) == plan.n_slabs,
+        "complete": complete and len(markers) == plan.n_slabs,
         "n_images": plan.n_images,
         "n_slabs": plan.n_slabs,
-        "n_committed": len(done),
-        "n_valid": _n_valid(path, table["n_valid"], done),
+        "n_committed": len(markers),
+        "n_valid": _n_valid(chunks, markers),
         "slab": plan.slab,
         "codec": plan.codec,
         "size_bytes": sum(sizes.values()),
@@ -57,8 +56,8 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         "samples_fingerprint": text["samples_fingerprint"],
         "identity": text["identity"],
         "info": text["info"],
-        "arrays": {path: _array(spec, sizes[path]) for path, spec in table.items()},
-        "made_by": _makers([marker for marker in markers if marker is not None]),
+        "arrays": {path: _array(spec, sizes[path]) for path, spec in chunks.specs.items()},
+        "made_by": _makers(markers.values()),
     }
 
 
@@ -106,17 +105,17 @@ def _array(spec: ArraySpec, size: int) -> dict[str, Any]:
     }
 
 
-def _n_valid(path: str | os.PathLike[str], spec: ArraySpec, done: list[int]) -> int | None:
+def _n_valid(chunks: SealedChunks, slabs: Iterable[int]) -> int | None:
     """None where the counts cannot be read: `vitsee validate` says why."""
     try:
-        return sum(int(read_chunk(str(Path(path)), spec, (k,))[0]) for k in done)
+        return sum(int(chunks.read(chunks.specs["n_valid"], (k,))[0]) for k in slabs)
     except StoreError:
         return None
 
 
-def _makers(markers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _makers(markers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Provenance of the slabs, equal ones together with their number."""
-    once = {"slab", "committed", "started"}
+    once = {"store_id", "slab", "checksums", "committed", "started"}
     alike = Counter(
         json.dumps({k: v for k, v in marker.items() if k not in once}, sort_keys=True)
         for marker in markers

@@ -6,7 +6,7 @@ FORMAT.md says the same in words; a test holds its table against `arrays`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,7 @@ __all__ = [
     "TokenLayout",
     "arrays",
     "n_bytes",
+    "places",
     "select_names",
 ]
 
@@ -43,6 +44,7 @@ ITEM_SIZE = {
     "int32": 4,
     "int64": 8,
     "uint8": 1,
+    "uint32": 4,
     "uint64": 8,
 }
 
@@ -83,6 +85,11 @@ class ArraySpec:
         return self.per in ("image", "slab") and slab < self.grid[0]
 
     @property
+    def n_chunks(self) -> int:
+        """Number of chunks of a slab."""
+        return math.prod(self.grid[1:])
+
+    @property
     def chunk_bytes(self) -> int:
         """Bytes of a chunk without compression and checksum."""
         return math.prod(self.chunks) * ITEM_SIZE[self.dtype]
@@ -94,6 +101,21 @@ def n_bytes(plan: StorePlan) -> dict[str, int]:
         path: math.prod(spec.grid) * (spec.chunk_bytes + CHECKSUM_BYTES)
         for path, spec in arrays(plan).items()
     }
+
+
+def places(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
+    """Where each array's chunks begin in a row of `checksums`: arrays in the order of their paths,
+    an array's chunks of a slab in C order, those of an array that ends before the slab included."""
+    begin, found = 0, dict[str, int]()
+    for path in sorted(path for path, spec in specs.items() if spec.has_slab(0)):
+        found[path] = begin
+        begin += specs[path].n_chunks
+    return found
+
+
+def n_places(specs: Mapping[str, ArraySpec]) -> int:
+    """The length of a row of `checksums`."""
+    return sum(spec.n_chunks for spec in specs.values() if spec.has_slab(0))
 
 
 def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
@@ -129,6 +151,7 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     table.image("hash", (), (), "uint64")
     table.image("size", 2, "side", "int32")
     table.slab("n_valid", (), (), "int64")
+    table.commit("checksums", n_places(table.specs), "chunk", "uint32")
     table.commit("commits", COMMIT_BYTES, "marker_byte", "uint8")
     return table.specs
 
@@ -183,7 +206,7 @@ class _Table:
         self._add(path, full, chunks, dtype, "slab", False, names)
 
     def once(self, path: str, shape: tuple[int, ...], dtype: str, axes: Sequence[str]) -> None:
-        self._add(path, shape, shape, dtype, "once", False, tuple(axes))
+        self._add(path, shape, shape, dtype, "once", False, tuple(axes), codec="none")
 
     def _add(
         self,

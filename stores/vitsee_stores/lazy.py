@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from vitsee_stores.chunks import Box, read_box
+from vitsee_stores.chunks import Box
 from vitsee_stores.layout import ArraySpec
+from vitsee_stores.sealed import SealedChunks
 
 Index = int | slice | EllipsisType
 
@@ -101,12 +102,12 @@ class StoredArray(LazyArray):
 
     def __init__(
         self,
-        folder: str,
+        chunks: SealedChunks,
         spec: ArraySpec,
         committed: NDArray[np.bool_],
         fixed: Mapping[int, int] | None = None,
     ):
-        self.folder, self.spec, self.committed, self.fixed = folder, spec, committed, fixed or {}
+        self.source, self.spec, self.committed, self.fixed = chunks, spec, committed, fixed or {}
         self.shape = tuple(n for axis, n in enumerate(spec.shape) if axis not in self.fixed)
         self.dtype = np.dtype(spec.dtype)
 
@@ -117,8 +118,8 @@ class StoredArray(LazyArray):
             slice(self.fixed[axis], self.fixed[axis] + 1) if axis in self.fixed else next(free)
             for axis in range(len(self.spec.shape))
         )
-        values = read_box(
-            self.folder, self.spec, full, out, skip=lambda slab: not self.committed[slab]
+        values = self.source.read_box(
+            self.spec, full, out, skip=lambda slab: not self.committed[slab]
         )
         return values if out is not None else values.reshape([p.stop - p.start for p in box])
 

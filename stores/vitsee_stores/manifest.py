@@ -78,6 +78,7 @@ class Manifest:
     and the model could not serve -> the reason. info: anything else that describes the making.
     splits: names of the codes in `samples/split`. features: additions to the format that the store
     makes use of; a reader that does not know one of them refuses the store.
+    checksums: crc32c of each array that is written once, set when the store is made.
     """
 
     format: int
@@ -93,6 +94,7 @@ class Manifest:
     info: dict[str, Any] = field(default_factory=dict)
     splits: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    checksums: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as JSON holds it."""

@@ -34,13 +34,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import root
-from vitsee_stores.chunks import read_all
 from vitsee_stores.errors import IncompleteStore, MissingInput, SiteError
-from vitsee_stores.layout import ArraySpec, arrays, select_names
+from vitsee_stores.layout import ArraySpec, select_names
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
 from vitsee_stores.manifest import Manifest, Samples, samples_from_arrays
 from vitsee_stores.pairing import require_paired
 from vitsee_stores.plan import AttentionGroup, SiteSpec, TokenLayout
+from vitsee_stores.sealed import SealedChunks
 from vitsee_stores.slab import Slab
 from vitsee_stores.tokens import Tokens, describe_layout, token_array
 
@@ -63,11 +63,11 @@ def open_store(
     """
     manifest, complete = root.read_root(path)
     n_slabs = manifest.plan.n_slabs
-    markers = root.list_names(Path(path, "commits"))
-    complete = complete and all(f"c.{k}.0" in markers for k in range(n_slabs))
-    committed = np.ones(n_slabs, np.bool_)
+    names = root.list_names(Path(path, "commits"))
+    complete = complete and len(root.numbers(names, n_slabs)) == n_slabs
+    committed = np.full(n_slabs, complete)
     if not complete:
-        committed[:] = [m is not None for m in root.read_markers(path, manifest.plan)]
+        committed[list(root.read_markers(path, manifest))] = True
         done = f"{path} is incomplete: {committed.sum()} of {n_slabs} slabs are committed"
         if not allow_partial:
             raise IncompleteStore(
@@ -120,7 +120,8 @@ class Store:
         self.committed = committed
         self.complete = complete
         self.sites: dict[str, SiteSpec] = {site.name: site for site in self.plan.sites}
-        self.arrays: dict[str, ArraySpec] = arrays(self.plan)
+        self.chunks = SealedChunks(str(self.path), manifest)
+        self.arrays: dict[str, ArraySpec] = self.chunks.specs
 
     def __repr__(self) -> str:
         state = "" if self.complete else ", incomplete"
@@ -150,7 +151,7 @@ class Store:
     @cached_property
     def revision(self) -> str:
         """Digest of the slabs' commit markers: another one once a slab was written anew."""
-        markers = root.read_markers(self.path, self.plan)
+        markers = root.read_markers(self.path, self.manifest)
         return hashlib.sha256(json.dumps(markers, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
@@ -163,9 +164,7 @@ class Store:
     @cached_property
     def _made_samples(self) -> Samples:
         parts = {
-            p: read_all(str(self.path), s)
-            for p, s in self.arrays.items()
-            if p.startswith("samples/")
+            p: self.chunks.read_all(s) for p, s in self.arrays.items() if p.startswith("samples/")
         }
         return samples_from_arrays(parts, self.manifest.splits)
 
@@ -220,7 +219,7 @@ class Store:
     ) -> StoredArray:
         if path not in self.arrays:
             raise MissingInput(missing)
-        return StoredArray(str(self.path), self.arrays[path], self.committed, fixed)
+        return StoredArray(self.chunks, self.arrays[path], self.committed, fixed)
 
     def acts(self, site: str, tokens: Tokens = "all") -> LazyArray:
         """Activations of one site.

@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vitsee_stores.chunks import codecs, decode, encode, file_name
-from vitsee_stores.disk import reason
+from vitsee_stores.disk import read_regular, reason
 from vitsee_stores.errors import StoreError
-from vitsee_stores.layout import COMMIT_BYTES, ArraySpec, arrays
+from vitsee_stores.layout import CHECKSUM_BYTES, COMMIT_BYTES, ArraySpec, arrays
 from vitsee_stores.manifest import ATTRIBUTE, Manifest
-from vitsee_stores.plan import StorePlan
 
 ZARR_JSON = "zarr.json"
+MOST_BYTES, MOST_DEPTH = 16 << 20, 32
+
+
+def parse(text: bytes) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        ValueError: no JSON in UTF-8, numbers that are not finite, or lists in lists more than 32
+            deep.
+    """
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{word} is no number")
+
+    def number(word: str) -> float:
+        value = float(word)
+        return value if math.isfinite(value) else refuse(word)
+
+    try:
+        value = json.loads(text.decode(), parse_constant=refuse, parse_float=number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level, depth = [value], 0
+    while level := [
+        item
+        for one in level
+        if isinstance(one, (dict, list))
+        for item in (one.values() if isinstance(one, dict) else one)
+    ]:
+        depth += 1
+        if depth > MOST_DEPTH:
+            raise ValueError("it is nested too deeply")
+    return value
 
 
 def to_text(document: Mapping[str, Any]) -> bytes:
@@ -32,7 +67,15 @@ def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any
 
 def root_document(manifest: Manifest, complete: bool) -> dict[str, Any]:
     """The zarr.json of the root group."""
-    return group_document({ATTRIBUTE: {**manifest.to_json(), "complete": complete}})
+    return group_document({ATTRIBUTE: with_digest({**manifest.to_json(), "complete": complete})})
+
+
+def with_digest(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The root's attribute with the digest of all in it but the digest and `complete`: sha256 of
+    its JSON with sorted keys, without spaces, in ASCII."""
+    sealed = {key: data[key] for key in data if key not in ("digest", "complete")}
+    text = json.dumps(sealed, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return {**data, "digest": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def array_document(spec: ArraySpec) -> dict[str, Any]:
@@ -60,7 +103,12 @@ def read_root(path: str | os.PathLike[str]) -> tuple[Manifest, bool]:
     """
     data = check_ours(path)
     try:
-        return Manifest.from_json(data), data.get("complete") is True
+        manifest = Manifest.from_json(data)
+        if type(data.get("complete")) is not bool:
+            raise StoreError("the manifest is damaged: it does not say whether it is complete")
+        if with_digest(data)["digest"] != data.get("digest"):
+            raise StoreError("the manifest is damaged: it does not match its digest")
+        return manifest, data.get("complete") is True
     except StoreError as error:
         raise StoreError(f"{path}: {error}") from None
 
@@ -73,7 +121,7 @@ def check_ours(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        document = json.loads((path / ZARR_JSON).read_bytes())
+        document = parse(read_regular(path / ZARR_JSON, MOST_BYTES))
     except FileNotFoundError:
         if not path.exists():
             raise StoreError(
@@ -105,16 +153,20 @@ def check_ours(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
-def encode_marker(provenance: Mapping[str, Any], spec: ArraySpec) -> bytes:
+def encode_marker(seal: Mapping[str, Any], provenance: Mapping[str, Any], spec: ArraySpec) -> bytes:
     """A slab's commit marker as its chunk's bytes: JSON padded with spaces.
 
-    What does not fit is dropped, longest first, and named under "dropped".
+    seal: what readers compare (store_id, slab, checksums). Of the provenance, what does not fit is
+    dropped, longest first, and named under "dropped".
     """
-    kept = dict(provenance)
+    kept = {**provenance, **seal}
     text = json.dumps(kept, allow_nan=False).encode()
     dropped: list[str] = []
     while len(text) > COMMIT_BYTES:
-        longest = max((k for k in kept if k != "dropped"), key=lambda k: len(json.dumps(kept[k])))
+        longest = max(
+            (k for k in kept if k != "dropped" and k not in seal),
+            key=lambda k: len(json.dumps(kept[k])),
+        )
         dropped.append(longest)
         del kept[longest]
         kept["dropped"] = dropped
@@ -123,24 +175,37 @@ def encode_marker(provenance: Mapping[str, Any], spec: ArraySpec) -> bytes:
     return b"".join(bytes(piece) for piece in encode(block, spec))
 
 
-def read_marker(path: str | os.PathLike[str], slab: int, spec: ArraySpec) -> dict[str, Any] | None:
-    """The provenance in a slab's commit marker; None where the slab is not committed."""
+def read_marker(
+    path: str | os.PathLike[str], slab: int, spec: ArraySpec, manifest: Manifest
+) -> dict[str, Any] | None:
+    """What a slab's commit marker holds; None where the slab is not committed: no marker, a damaged
+    one, or that of another slab or store."""
+    file = Path(path, spec.path, file_name((slab, 0)))
     try:
-        data = Path(path, spec.path, file_name((slab, 0))).read_bytes()
-        marker = json.loads(decode(data, spec).tobytes())
+        data = read_regular(file, spec.chunk_bytes + CHECKSUM_BYTES)
+        marker = parse(decode(data, spec).tobytes())
     except (OSError, ValueError):
         return None
-    return marker if isinstance(marker, dict) else None
+    same = {"store_id": manifest.store_id, "slab": slab}
+    if not isinstance(marker, dict) or any(marker.get(key) != same[key] for key in same):
+        return None
+    return marker if type(marker.get("checksums")) is int else None
 
 
-def read_markers(path: str | os.PathLike[str], plan: StorePlan) -> list[dict[str, Any] | None]:
-    """Every slab's provenance, None where it is not committed."""
-    spec = arrays(plan)["commits"]
-    present = list_names(Path(path, spec.path))
-    return [
-        read_marker(path, slab, spec) if file_name((slab, 0)) in present else None
-        for slab in range(plan.n_slabs)
-    ]
+def read_markers(path: str | os.PathLike[str], manifest: Manifest) -> dict[int, dict[str, Any]]:
+    """What the markers of the committed slabs hold, by slab, in order."""
+    spec = arrays(manifest.plan)["commits"]
+    names = list_names(Path(path, spec.path))
+    slabs = sorted(numbers(names, manifest.plan.n_slabs))
+    markers = {slab: read_marker(path, slab, spec, manifest) for slab in slabs}
+    return {slab: marker for slab, marker in markers.items() if marker is not None}
+
+
+def numbers(names: Iterable[str], n_slabs: int) -> set[int]:
+    """The slabs whose markers' file names are among `names`: what is there is counted, not what
+    the manifest claims."""
+    found = (re.fullmatch(r"c\.(0|[1-9]\d{0,9})\.0", name) for name in names)
+    return {slab for match in found if match and (slab := int(match[1])) < n_slabs}
 
 
 def list_names(folder: str | os.PathLike[str]) -> set[str]:

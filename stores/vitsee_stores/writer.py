@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import creation, root
-from vitsee_stores.chunks import boxes, encode, file_name, padded
+from vitsee_stores.chunks import boxes, checksum, encode, file_name, padded
 from vitsee_stores.disk import (
     PARTIAL,
     each,
@@ -30,8 +30,9 @@ from vitsee_stores.disk import (
     write_whole,
 )
 from vitsee_stores.errors import StoreError
-from vitsee_stores.layout import ArraySpec, arrays
+from vitsee_stores.layout import ArraySpec
 from vitsee_stores.manifest import Manifest, Samples, check_identity, jsonable, samples_arrays
+from vitsee_stores.sealed import SealedChunks
 
 
 class StoreWriter:
@@ -45,7 +46,8 @@ class StoreWriter:
         self.path = Path(path)
         self.manifest = manifest
         self.plan = manifest.plan
-        self.arrays = arrays(manifest.plan)
+        self._sealed = SealedChunks(os.fspath(path), manifest)
+        self.arrays = self._sealed.specs
         self.durable = True
 
     @classmethod
@@ -81,12 +83,12 @@ class StoreWriter:
         if writer is None:
             temporary = creation.sibling(path, creation.CREATING)
             try:
-                creation.build(
+                sealed = creation.build(
                     temporary, manifest, {**samples_arrays(samples, manifest), **(once or {})}
                 )
                 os.rename(temporary, path)
                 sync(Path(path).absolute().parent)
-                return cls(path, manifest)
+                return cls(path, sealed)
             except OSError as error:
                 # Another process was first: its folder is in the way, or it has finished already
                 # and swept this one.
@@ -114,8 +116,9 @@ class StoreWriter:
 
     def committed(self) -> NDArray[np.bool_]:
         """(slabs,) which slabs are committed, asked of the disk."""
-        markers = root.read_markers(self.path, self.plan)
-        return np.array([marker is not None for marker in markers], np.bool_)
+        flags = np.zeros(self.n_slabs, np.bool_)
+        flags[list(root.read_markers(self.path, self.manifest))] = True
+        return flags
 
     def sweep(self, slabs: Sequence[int]) -> int:
         """Remove what killed processes left of these slabs' chunks; the number of files.
@@ -140,13 +143,14 @@ class StoreWriter:
                 slab is not committed then.
         """
         jobs = self._jobs(k, arrays)
-        marker = root.read_marker(self.path, k, self.arrays["commits"])
-        if marker is not None:
+        commits = self.arrays["commits"]
+        if root.read_marker(self.path, k, commits, self.manifest) is not None:
             return 0
         try:
-            size = self._write_chunks(jobs)
-            record = {"slab": k, "committed": _now(), **jsonable(dict(provenance))}
-            data = root.encode_marker(record, self.arrays["commits"])
+            size, row = self._write_chunks(k, jobs)
+            seal = {"store_id": self.manifest.store_id, "slab": k, "checksums": row}
+            record = {"committed": _now(), **jsonable(dict(provenance))}
+            data = root.encode_marker(seal, record, commits)
             self._put(self.path / "commits" / file_name((k, 0)), data)
         except OSError as error:
             remove_files(self._partials([k]))
@@ -208,34 +212,43 @@ class StoreWriter:
                 jobs.append((spec, index, array[(slice(None), *box[1:])]))
         return jobs
 
-    def _write_chunks(self, jobs: Sequence[tuple[ArraySpec, tuple[int, ...], NDArray[Any]]]) -> int:
-        """Write all chunks under their names, and to the disk; the bytes."""
+    def _write_chunks(
+        self, k: int, jobs: Sequence[tuple[ArraySpec, tuple[int, ...], NDArray[Any]]]
+    ) -> tuple[int, int]:
+        """Write all chunks and the row of their checksums under their names, and to the disk; the
+        bytes, and the row's own checksum."""
         settling: list[Future[None]] = []
         lock = threading.Lock()
 
-        def write(job: tuple[ArraySpec, tuple[int, ...], NDArray[Any]]) -> int:
+        def write(job: tuple[ArraySpec, tuple[int, ...], NDArray[Any]]) -> tuple[int, int]:
             spec, index, values = job
             final = os.path.join(self.path, spec.path, file_name(index))
             temporary = partial_name(final)
-            size = write_new(temporary, encode(padded(values, spec), spec))
+            pieces = encode(padded(values, spec), spec)
+            written = write_new(temporary, pieces), checksum(bytes(pieces[-1]))
             if not self.durable:
                 os.replace(temporary, final)
-                return size
+                return written
             future = sync_pool().submit(_settle, temporary, final)
             with lock:
                 settling.append(future)
-            return size
+            return written
 
         try:
-            size = sum(each(work_pool, write, jobs))
+            written = each(work_pool, write, jobs)
+            sealed = self.arrays["checksums"]
+            row = np.zeros(sealed.chunks, sealed.dtype)
+            for (spec, index, _), (_, found) in zip(jobs, written, strict=True):
+                row[0, self._sealed.place(spec, index)] = found
+            row_size, row_sum = write((sealed, (k, 0), row))
         finally:
             wait(settling)
         for future in settling:
             future.result()
         if self.durable:
-            folders = sorted({os.path.join(self.path, spec.path) for spec, _, _ in jobs})
-            each(sync_pool, sync, folders)
-        return size
+            paths = {sealed.path, *(spec.path for spec, _, _ in jobs)}
+            each(sync_pool, sync, [os.path.join(self.path, path) for path in sorted(paths)])
+        return sum(size for size, _ in written) + row_size, row_sum
 
     def _put(self, path: Path, data: bytes) -> None:
         write_whole(path, data, durable=self.durable)

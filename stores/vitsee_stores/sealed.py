@@ -1,0 +1,149 @@
+"""A store's chunks, each compared with the checksum that the store keeps of it elsewhere.
+
+A crc32c at the end of a chunk tells that its bytes are whole, not that they are the right ones: a
+chunk of another slab or store has a sound one too. Here each is compared with the checksum in its
+slab's row of `checksums`, that row with its commit marker, and an array that was written once
+with the manifest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores import root
+from vitsee_stores.chunks import (
+    Box,
+    checksum,
+    damage,
+    decode,
+    file_name,
+    read_chunk,
+)
+from vitsee_stores.disk import each, read_regular, reason, work_pool
+from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, places
+from vitsee_stores.manifest import Manifest
+
+
+class SealedChunks:
+    """The chunks of one store. Rows of `checksums` are kept once read: four bytes a chunk."""
+
+    def __init__(self, folder: str, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        self.specs = arrays(manifest.plan)
+        self._places = places(self.specs)
+        self._rows: dict[int, NDArray[np.uint32]] = {}
+
+    def read(self, spec: ArraySpec, index: Sequence[int]) -> NDArray[Any]:
+        """One whole chunk, padding included; where chunks are not compressed it lies in memory
+        that this thread's next read takes again.
+
+        Raises:
+            StoreError: missing, unreadable, damaged, or not the chunk that was committed.
+        """
+        expected = self.expected(spec, index)
+        block, found = read_chunk(self.folder, spec, index)
+        if found != expected and (
+            spec.per == "once" or found != self.expected(spec, index, again=True)
+        ):
+            raise damage(self.folder, spec, index, "is not the chunk that was committed here")
+        return block
+
+    def expected(self, spec: ArraySpec, index: Sequence[int], again: bool = False) -> int:
+        """The checksum of a chunk; `again`: with the slab's row read anew, as the slab may have
+        been made again since.
+
+        Raises:
+            StoreError: the slab's marker or row is damaged, or that of another slab or store.
+        """
+        if spec.per == "once":
+            return self.manifest.checksums[spec.path]
+        slab = index[0]
+        if again or slab not in self._rows:
+            self._rows[slab] = self.read_row(slab)
+        return int(self._rows[slab][self.place(spec, index)])
+
+    def place(self, spec: ArraySpec, index: Sequence[int]) -> int:
+        """A chunk's place in its slab's row."""
+        within = 0
+        for i, n in zip(index[1:], spec.grid[1:], strict=True):
+            within = within * n + i
+        return self._places[spec.path] + within
+
+    def read_row(self, slab: int) -> NDArray[np.uint32]:
+        """(chunks,) the checksums of a slab's chunks, as its marker sealed them.
+
+        Raises:
+            StoreError: the marker or the row is missing, damaged, or that of another slab or store.
+        """
+        spec, index = self.specs["checksums"], (slab, 0)
+        marker = root.read_marker(self.folder, slab, self.specs["commits"], self.manifest)
+        if marker is None:
+            what = "is no sound marker of this slab"
+            raise damage(self.folder, self.specs["commits"], index, what)
+        try:
+            limit = spec.chunk_bytes + CHECKSUM_BYTES
+            data = read_regular(Path(self.folder, spec.path, file_name(index)), limit)
+            row: NDArray[np.uint32] = decode(data, spec)[0]
+        except FileNotFoundError:
+            what = "is missing"
+        except OSError as error:
+            what = f"cannot be read: {reason(error)}"
+        except ValueError as error:
+            what = str(error)
+        else:
+            if checksum(data) == marker["checksums"]:
+                return row
+            what = "is not the row that the slab's marker seals"
+        raise damage(self.folder, spec, index, what)
+
+    def read_box(
+        self,
+        spec: ArraySpec,
+        box: Box,
+        out: NDArray[Any] | None = None,
+        skip: Callable[[int], bool] = lambda slab: False,
+    ) -> NDArray[Any]:
+        """The part of an array that `box` (start, stop on every axis) cuts out, from the chunks it
+        touches alone and in parallel; into `out` where given.
+
+        Chunks whose place along the first axis is to be skipped are not opened: fill values stand
+        there.
+
+        Raises:
+            StoreError: a chunk is missing, damaged, or not the one that was committed.
+        """
+        shape = tuple(part.stop - part.start for part in box)
+        result = np.empty(shape, spec.dtype) if out is None else out
+        if 0 in shape:
+            return result
+
+        def read(index: tuple[int, ...]) -> None:
+            inside, target = [], []
+            for i, part, size in zip(index, box, spec.chunks, strict=True):
+                start, stop = max(part.start, i * size), min(part.stop, (i + 1) * size)
+                inside.append(slice(start - i * size, stop - i * size))
+                target.append(slice(start - part.start, stop - part.start))
+            skipped = spec.per != "once" and skip(index[0])
+            result[tuple(target)] = spec.fill if skipped else self.read(spec, index)[tuple(inside)]
+
+        touched = [
+            range(part.start // size, math.ceil(part.stop / size))
+            for part, size in zip(box, spec.chunks, strict=True)
+        ]
+        each(work_pool, read, list(itertools.product(*touched)))
+        return result
+
+    def read_all(self, spec: ArraySpec) -> NDArray[Any]:
+        """The whole array.
+
+        Raises:
+            StoreError: a chunk is missing, damaged, or not the one that was committed.
+        """
+        return self.read_box(spec, tuple(slice(0, n) for n in spec.shape))

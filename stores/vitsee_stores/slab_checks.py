@@ -1,0 +1,162 @@
+"""What is wrong with the chunks of one committed slab."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores.chunks import boxes, check_length, checksum, file_name, where
+from vitsee_stores.disk import each, open_regular, reason, work_pool
+from vitsee_stores.errors import StoreError
+from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
+from vitsee_stores.sealed import SealedChunks
+
+SHOWN = 4
+MISSING = "is missing"
+# Small, and what other arrays are judged by.
+ALWAYS_READ = ("valid", "n_valid", "size")
+
+
+class SlabChecks:
+    """Checks slab after slab: the last four bytes of every chunk; with `deep`, all of them."""
+
+    def __init__(self, chunks: SealedChunks, deep: bool):
+        self.chunks, self.deep = chunks, deep
+
+    def problems(self, slab: int) -> Iterator[str]:
+        """A line for each damage."""
+        try:
+            row = self.chunks.read_row(slab)
+        except StoreError as error:
+            yield without_advice(error, self.chunks.folder)
+            return
+        valid, problem = self._valid_rows(slab)
+        if problem:
+            yield problem
+        for spec in self.chunks.specs.values():
+            if spec.has_slab(slab):
+                yield from self._array(spec, slab, row, valid)
+
+    def _array(
+        self,
+        spec: ArraySpec,
+        slab: int,
+        row: NDArray[np.uint32],
+        valid: NDArray[np.bool_] | None,
+    ) -> Iterator[str]:
+        indices = [index for index, _ in boxes(spec, slab)]
+
+        def outside(index: tuple[int, ...]) -> str:
+            return self._outside(spec, index, int(row[self.chunks.place(spec, index)]))
+
+        found = each(work_pool, outside, indices)
+        absent = [file_name(i) for i, what in zip(indices, found, strict=True) if what == MISSING]
+        for index, what in zip(indices, found, strict=True):
+            if what not in ("", MISSING):
+                yield f"{where(spec, index)}: {file_name(index)} {what}"
+        if absent:
+            yield (
+                f"{where(spec, indices[0])}: {len(absent)} of {len(indices)} chunk files are "
+                f"missing: {listed(absent)}"
+            )
+        if not self.deep and spec.path not in ALWAYS_READ:
+            return
+        sound = [index for index, what in zip(indices, found, strict=True) if not what]
+        checks = each(work_pool, lambda index: self._contents(spec, index, valid), sound)
+        yield from (problem for problem, _ in checks if problem)
+        if not_finite := set[int]().union(*(rows for _, rows in checks)):
+            kind = "infinite" if spec.nan_ok else "NaN or infinite"
+            images = spec.shape[1] if spec.pairs else spec.chunks[0]  # of a slab
+            first = slab * images + min(not_finite)
+            rows_text = (
+                f"{len(not_finite)} rows of readable images, the first is row {first}"
+                if spec.pairs or spec.per == "image"
+                else "its sums"
+            )
+            yield f"{where(spec, indices[0])}: {kind} values in {rows_text}"
+
+    def _outside(self, spec: ArraySpec, index: tuple[int, ...], expected: int) -> str:
+        """What is wrong with a chunk's file as far as its size and last bytes tell."""
+        try:
+            descriptor = open_regular(os.path.join(self.chunks.folder, spec.path, file_name(index)))
+            try:
+                size = os.fstat(descriptor).st_size
+                check_length(size, spec)
+                end = os.pread(descriptor, CHECKSUM_BYTES, size - CHECKSUM_BYTES)
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:
+            return MISSING
+        except OSError as error:
+            return f"cannot be read: {reason(error)}"
+        except ValueError as error:
+            return str(error)
+        return "" if checksum(end) == expected else "does not have the checksum that was committed"
+
+    def _contents(
+        self, spec: ArraySpec, index: tuple[int, ...], valid: NDArray[np.bool_] | None
+    ) -> tuple[str, set[int]]:
+        """What is wrong with a chunk's bytes, and its rows with values that should be finite."""
+        try:
+            block = self.chunks.read(spec, index)
+        except StoreError as error:
+            return without_advice(error, self.chunks.folder), set()
+        if block.dtype.kind != "f" or (valid is None and (spec.per == "image" or spec.pairs)):
+            return "", set()
+        if spec.pairs and valid is not None:
+            i, j = (
+                np.flatnonzero(valid[place * length : (place + 1) * length])
+                for place, length in zip(index[1:], spec.chunks[1:], strict=True)
+            )
+            rows_i = i[~np.isfinite(block[0][np.ix_(i, j)]).all(1)]
+            return "", set((index[1] * spec.chunks[1] + rows_i).tolist())
+        rows = block.reshape(len(block), -1)
+        if spec.per == "image" and valid is not None:
+            rows = rows[: len(valid)][valid]
+            numbers = np.flatnonzero(valid)
+        else:
+            numbers = np.arange(len(rows))
+        # Padding of the chunk along further axes is NaN by design: what the array holds counts.
+        inside = tuple(
+            slice(0, n - i * c)
+            for i, c, n in zip(index[1:], spec.chunks[1:], spec.shape[1:], strict=True)
+        )
+        values = rows.reshape(len(rows), *block.shape[1:])[(slice(None), *inside)]
+        bad = np.isinf(values) if spec.nan_ok else ~np.isfinite(values)
+        return "", set(numbers[bad.any(axis=tuple(range(1, bad.ndim)))].tolist())
+
+    def _valid_rows(self, slab: int) -> tuple[NDArray[np.bool_] | None, str]:
+        """Which rows of a slab hold an image, None where that cannot be read; and what is wrong
+        with the arrays that tell."""
+        specs = self.chunks.specs
+        try:
+            n = len(range(*self.chunks.manifest.plan.rows(slab).indices(specs["valid"].shape[0])))
+            flags = self.chunks.read(specs["valid"], (slab,))[:n].copy()
+            count = int(self.chunks.read(specs["n_valid"], (slab,))[0])
+            sizes = self.chunks.read(specs["size"], (slab, 0))[:n].copy()
+        except StoreError:
+            return None, ""  # reported with the other chunks
+        wrong = ""
+        if not np.isin(flags, (0, 1)).all():
+            wrong = f"valid, slab {slab}: holds other values than 0 and 1"
+        elif count != int(flags.sum()):
+            wrong = f"n_valid, slab {slab}: is {count}, but {flags.sum()} rows are valid"
+        elif (sizes < 0).any() or sizes[flags == 0].any():
+            wrong = f"size, slab {slab}: is negative, or not 0 where no image could be read"
+        return flags == 1, wrong
+
+
+def listed(items: Iterable[Any]) -> str:
+    """The first few, and how many there are."""
+    names = [str(item) for item in items]
+    return ", ".join(names[:SHOWN]) + (f", ... ({len(names)})" if len(names) > SHOWN else "")
+
+
+def without_advice(error: StoreError, folder: str) -> str:
+    """A reader's error without the path and the advice that validate's caller knows."""
+    text = str(error).removeprefix(f"{folder} is damaged: ")
+    return text.removesuffix(f" (run: vitsee validate {folder} --deep)")
