@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -294,6 +295,19 @@ def test_a_store_without_attention(tmp_path: Path) -> None:
     path = write_store(tmp_path / "r18.zarr", [], {}, n_images=3, left_out=reason)
     with pytest.raises(MissingInput, match=r"^r18 .*--attention summary: resnet18 has no token"):
         run(open_labelled(path))
+
+
+def test_blocks_without_attention_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left_out = {f"layers.0.blocks.{i} attention": "attention within windows (4)" for i in (0, 1)}
+    store = two_blocks(tmp_path / "swin.zarr", left_out=left_out)
+    with caplog.at_level(logging.INFO, "vitsee_core"):
+        run(store)
+    assert (
+        "swin lacks the attention of layers.0.blocks.0, layers.0.blocks.1: attention within "
+        "windows (4)"
+    ) in caplog.text
 
 
 def test_metrics_are_checked(tmp_path: Path) -> None:

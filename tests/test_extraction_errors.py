@@ -217,3 +217,18 @@ def test_a_corrupted_chunk_is_found_by_readers_and_by_validate(
     assert read.exit_code == 1
     assert read.stdout == ""
     assert "attention/distance_px" in read.stderr
+
+
+def test_defaults_that_a_model_has_not_are_left_out(folder: Path, tmp_path: Path) -> None:
+    """A trunk without norm, pooled vector and logits; asked for by name they are refused."""
+    bare = [*RESNET, "--model-arg", "num_classes=0", "--model-arg", "global_pool="]
+    out = tmp_path / "bare.zarr"
+    result = extracted(*bare, "--data", folder, "-o", out)
+    assert "left out: head: the model has none of these sites" in result.stderr
+    store = open_store(out)
+    assert store.manifest.left_out["head"] == "the model has none of these sites"
+    assert next(site.name for site in store.select("blocks")) == "stem"
+    again = extracted(*bare, "--data", folder, "-o", out)
+    assert "nothing to do" in again.stderr
+    asked = extract(*bare, "--sites", "head", "--data", folder, "-o", tmp_path / "other.zarr")
+    refused(asked, "no site matches 'head'")

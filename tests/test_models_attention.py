@@ -186,6 +186,54 @@ def test_explicit_softmax_is_reported_with_its_product(way: str) -> None:
     assert output is not None and torch.equal(made, output)
 
 
+def test_a_product_from_the_right_is_the_same_attention() -> None:
+    """values^T weights^T is (weights values)^T: LeViT's and SHViT's maps, channels before tokens.
+    Not so values^T weights, though the shapes are those."""
+    scores, value = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 4, 5)
+
+    def attend() -> None:
+        _ = value @ scores.softmax(-1).transpose(-2, -1)
+
+    (event,) = seen(attend)
+    assert event.call is not None and not event.mixed
+    assert torch.equal(event.call.scores(slice(None)), scores)
+    assert torch.equal(event.call.value, value.transpose(-2, -1))
+    output = event.call.heads_output()
+    assert output is not None
+    torch.testing.assert_close(output, scores.softmax(-1) @ value.transpose(-2, -1))
+
+    def other() -> None:
+        _ = value @ scores.softmax(-1)
+
+    (event,) = seen(other)
+    assert event.mixed and event.call is None
+
+
+def test_attention_of_maps_against_its_formula() -> None:
+    """levit_conv: queries and keys of its own qkv layer, its position biases."""
+    model = small("levit_conv_128s", None)
+    table = site_table(model)
+    assert len(table.attention) == 9
+    block = table.attention[0]
+    module = model.module.get_submodule(f"{block.name}.attn")
+    found: list[Tensor] = []
+    handle = module.get_submodule("qkv").register_forward_hook(lambda _m, _a, x: found.append(x))
+    keeper, x = Keeper(), images(model, 2)
+    with torch.no_grad():
+        model.module(x)
+        handle.remove()
+        capture = Capture(model, table, sites=(), attention=[block])
+        with capture:
+            capture.run(x, keeper)
+    dim: Any = module.key_dim
+    heads = found[0].unflatten(1, (block.n_heads, -1)).flatten(3)
+    q, k = heads[:, :, :dim], heads[:, :, dim : 2 * dim]
+    bias: Any = module.attention_biases
+    index: Any = module.attention_bias_idxs
+    expected = torch.einsum("bhdi,bhdj->bhij", q, k) * dim**-0.5 + bias[:, index]
+    torch.testing.assert_close(keeper.scores[block.name], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_softmax_that_weighs_nothing_is_mixed() -> None:
     def mix() -> None:
         weights = torch.randn(2, 3, 5, 5).softmax(-1)
@@ -195,8 +243,9 @@ def test_softmax_that_weighs_nothing_is_mixed() -> None:
     assert event.mixed and event.call is None
 
 
-REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
+REFUSED: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "cait_xxs24_224": ({"embed_dim": 48, "depth": 2, "patch_size": 8}, 32, "mixed"),
+    "shvit_s1": ({}, None, "attention over 3 dimensions"),
     "xcit_nano_12_p8_224": ({"depth": 2}, 32, "entries, but the block has"),
     "vit_tiny_patch16_224": ({**VIT, "attn_layer": "diff"}, 32, "2 attention calls"),
     "vit_base_patch16_18x2_224": (VIT, 32, "2 attention calls"),

@@ -330,6 +330,21 @@ def test_an_image_size_that_the_model_cannot_take_is_one_line() -> None:
     assert "--img-size" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_size_that_a_layer_refuses_without_a_word_names_the_layer() -> None:
+    model = small("halonet_h1", None)
+    model.input_size = (3, 100, 100)
+    with pytest.raises(ModelError, match=r"pixels: stages\.0\.0\.self_attn \(HaloAttn\) refuses"):
+        site_table(model)
+
+
+def test_heads_on_vectors_of_several_sizes_have_no_pooled_vector() -> None:
+    """EfficientViM averages a classifier a stage; its distilled models twice as many."""
+    for name in ("efficientvim_m1", "efficientvim_m1_dist"):
+        table = site_table(small(name, None))
+        assert names(table, "head") == ["logits"]
+        assert table.left_out["pooled"] == "several classifiers, on vectors of different sizes"
+
+
 def wrapped_as_is(module: Any) -> LoadedModel:
     return LoadedModel("toy", module, (3, 32, 32), {}, {}, "toy")
 

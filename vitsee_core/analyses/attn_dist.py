@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.attention.heads import AttentionMoments, Block, attention_blocks, uniform_distance
+from vitsee_core.attention.head_maps import chosen_blocks
+from vitsee_core.attention.heads import AttentionMoments, Block, uniform_distance
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.plotting import (
     COLOURS,
@@ -108,7 +109,7 @@ def run(
         if metric not in METRICS:
             raise VitseeError(f"no metric {metric!r}; metrics of attn-dist: {', '.join(METRICS)}")
     wanted = [metric for metric in METRICS if metric in metrics]
-    plans = [attention_blocks(store, sites) for store in stores]
+    plans = [chosen_blocks(store, sites) for store in stores]
     rows: list[dict[str, Any]] = []
     counts: dict[str, Any] = {}
     for store, blocks in zip(stores, plans, strict=True):

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.attention.heads import AttentionMoments, Block, attention_blocks
+from vitsee_core.attention.head_maps import chosen_blocks
+from vitsee_core.attention.heads import AttentionMoments, Block
 from vitsee_core.columns import PAIR, VALUES, pair_columns
 from vitsee_core.figures.heatmaps import COLOUR_MAP, describe_scale, describe_scope
 from vitsee_core.plotting import marker, new_figure, shorten, styled
@@ -154,7 +155,7 @@ def run(
 
 
 def _block(store: Store, block: str | None) -> Block:
-    blocks = attention_blocks(store, ("blocks",) if block is None else (block,))
+    blocks = chosen_blocks(store, ("blocks",) if block is None else (block,))
     if block is not None and len(blocks) > 1:
         raise VitseeError(f"--block {block} chooses {len(blocks)} blocks; expected one")
     return blocks[0]

@@ -62,7 +62,10 @@ def choose(
             nothing.
     """
     asked = stored_choices(stored)
-    patterns = keep.sites if keep.sites is not None else asked.get("sites", DEFAULT_SITES)
+    left_out: dict[str, str] = {}
+    patterns = keep.sites if keep.sites is not None else asked.get("sites")
+    if patterns is None:
+        patterns = default_sites(table, left_out)
     tokens_default, tokens_by = (
         parse_tokens(keep.tokens) if keep.tokens is not None else asked.get("tokens", ("all", {}))
     )
@@ -81,7 +84,6 @@ def choose(
         for s in table.sites
         if s.name in names
     )
-    left_out: dict[str, str] = {}
 
     def serve(name: str, given: Any, default: Any, off: Any, refusal: str | None) -> Any:
         value = given if given is not None else stored.get(name, default)
@@ -115,6 +117,15 @@ def choose(
             "dtype": {"default": dtype_default, **dtype_by},
         },
     )
+
+
+def default_sites(table: SiteTable, left_out: dict[str, str]) -> list[str]:
+    """Those of `DEFAULT_SITES` that the model has; the others go into `left_out`."""
+    there = {group for site in table.sites for group in site.groups}
+    for group in DEFAULT_SITES:
+        if group not in there:
+            left_out[group] = "the model has none of these sites"
+    return [group for group in DEFAULT_SITES if group in there] or list(DEFAULT_SITES)
 
 
 def choose_erf(

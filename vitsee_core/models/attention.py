@@ -49,6 +49,12 @@ def _repeated(x: Tensor, n_heads: int) -> Tensor:
     return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same view of the same memory."""
+    alike = x.shape == y.shape and x.stride() == y.stride()
+    return alike and x.data_ptr() == y.data_ptr()
+
+
 class KernelCall(AttentionCall):
     """The arguments of one scaled_dot_product_attention."""
 
@@ -187,11 +193,14 @@ class AttentionWatch(TorchFunctionMode):
     def _product(self, args: tuple[Any, ...], result: Tensor) -> None:
         assert self.pending is not None
         given, weights, _ = self.pending
-        left = args[0]
-        if left.shape != weights.shape or left.data_ptr() != weights.data_ptr():
+        value: Tensor
+        if _same(args[0], weights):
+            value = args[1]
+        elif _same(args[1], weights.transpose(-2, -1)):  # value^T @ weights^T, as in LeViT's maps
+            value, result = args[0].transpose(-2, -1), result.transpose(-2, -1)
+        else:
             return
         self.pending = None
-        value: Tensor = args[1]
         call = None
         if given.ndim == 4 and value.ndim == 4:
             call = SoftmaxCall(given, value, result)

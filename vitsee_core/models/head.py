@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from vitsee_core.models.taps import Tap
@@ -9,14 +11,22 @@ from vitsee_core.models.trace import Trace
 
 
 def classifiers(model: nn.Module) -> list[nn.Module]:
-    """The model's own classifier modules; a distilled model has two."""
+    """The model's own classifier modules; a distilled model has two, others one a stage."""
     getter = getattr(model, "get_classifier", None)
     try:
         found = getter() if callable(getter) else None
     except (AttributeError, TypeError, NotImplementedError):
         found = None
-    listed = found if isinstance(found, tuple | list | nn.ModuleList) else [found]
-    return [module for module in listed if isinstance(module, nn.Module)]
+    return list(_each(found))
+
+
+def _each(found: object) -> Iterator[nn.Module]:
+    """The modules in lists of lists."""
+    if isinstance(found, tuple | list | nn.ModuleList):
+        for entry in found:
+            yield from _each(entry)
+    elif isinstance(found, nn.Module):
+        yield found
 
 
 def _layer(model: nn.Module, trace: Trace, name: str) -> str:

@@ -93,7 +93,9 @@ def _refusal(
     if len(met) > 1:
         return f"{len(met)} attention calls in one block"
     if event.mixed:
-        return "the values are not weighted with the softmax itself (heads mixed after it)"
+        return (
+            "the values are not multiplied by the softmax as it is (heads mixed after it, or more)"
+        )
     if event.query[0] != n_images:
         share = event.query[0] / n_images
         return f"attention within windows ({share:g} an image)"

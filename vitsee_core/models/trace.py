@@ -189,6 +189,9 @@ def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace
             module(images.to(device))
         except (AssertionError, RuntimeError, ValueError) as error:
             text = " ".join(str(error).split()).rstrip(".")
+            where = recorder.stack[-1] if recorder.stack else ""
+            kind = type(module.get_submodule(where)).__name__
+            text = text or f"{where or 'the model itself'} ({kind}) refuses what reaches it"
             raise ModelError(
                 f"the model does not run on images of {size[1]} x {size[2]} pixels: {text}; "
                 "expected a size that it takes: try another --img-size"
