@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -41,20 +42,68 @@ def device_name(device: torch.device) -> str:
 
 @contextmanager
 def precision_context(device: torch.device, precision: str) -> Iterator[None]:
-    """fp32 (no TF32 anywhere), tf32 (CUDA), or autocast to bf16 or fp16; flags are put back.
+    """fp32 (products exactly that: no TF32, no bfloat16, no autocast, whatever the environment or
+    the caller has switched on), tf32 (CUDA), or autocast to bf16 or fp16.
+
+    Products of halves are summed in single precision in all of them. The switches are those of the
+    process and are put back: two threads in contexts of different precision disturb each other.
 
     Raises:
         VitseeError: tf32 on a device that is not CUDA.
     """
     if precision == "tf32" and device.type != "cuda":
         raise VitseeError(f"--precision tf32 exists on CUDA only; this run is on {device.type}")
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = (matmul.allow_tf32, cudnn.allow_tf32)
-    matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
+    wanted = _switches(tf32=precision == "tf32")
+    before = [getattr(place, name) for place, name, _ in wanted]
     try:
+        for place, name, value in wanted:
+            setattr(place, name, value)
         with torch.autocast(
             device.type, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST
         ):
             yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        for (place, name, _), value in zip(wanted, before, strict=True):
+            setattr(place, name, value)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Within it, products of float32 are float32: autocast rounds their factors and their result,
+    casts by hand undone, wherever no `out` is given."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def current_precision(device: torch.device) -> str:
+    """What float32 products run in on this device here and now: fp32, tf32, or half (autocast)."""
+    if torch.is_autocast_enabled(device.type):
+        return "half"
+    if device.type != "cuda":
+        return "fp32"
+    place, name, rounded = _switches(tf32=True)[0]
+    return "tf32" if getattr(place, name) == rounded else "fp32"
+
+
+def _switches(tf32: bool) -> list[tuple[Any, str, Any]]:
+    """What decides the precision of float32 products: (object, attribute, value)."""
+    backends = torch.backends
+    matmul = backends.cuda.matmul
+    halves = [
+        (matmul, "allow_fp16_reduced_precision_reduction", False),
+        (matmul, "allow_bf16_reduced_precision_reduction", False),
+    ]
+    if not hasattr(matmul, "fp32_precision"):  # before torch 2.9
+        return [(matmul, "allow_tf32", tf32), (backends.cudnn, "allow_tf32", tf32), *halves]
+    # The older names, of which there is none for the CPU, may not even be read once somebody has
+    # used these.
+    cuda: Any = backends.cudnn
+    cpu: Any = backends.mkldnn
+    return [
+        *(
+            (place, "fp32_precision", "tf32" if tf32 else "ieee")
+            for place in (matmul, cuda.conv, cuda.rnn)
+        ),
+        *((place, "fp32_precision", "ieee") for place in (cpu.matmul, cpu.conv)),
+        *halves,
+    ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vitsee_core.device import current_precision
 from vitsee_core.models.attention import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.patches import disproof
@@ -26,11 +27,9 @@ if TYPE_CHECKING:
 FLOAT16_MAX = float(torch.finfo(torch.float16).max)
 # Recomputed attention against the model's own: summation order in float32, rounded factors in
 # TF32 (10 bits), rounded scores and weights where the kernel ran in half precision.
-ATTENTION_TOLERANCE = 1e-4
-ATTENTION_TOLERANCE_TF32 = 5e-3
-ATTENTION_TOLERANCE_HALF = 3e-2
-# Off the CPU a kernel may be chosen anew between two calls.
-OUTPUT_TOLERANCE = 1e-5
+ATTENTION_TOLERANCE = {"fp32": 1e-4, "tf32": 5e-3, "half": 3e-2}
+# Off the CPU a kernel may be chosen anew between two calls: roundings of the precision it runs in.
+OUTPUT_TOLERANCE = {"fp32": 1e-5, "tf32": 5e-3, "half": 1e-2}
 OFFSET_WARNING = 1e4
 
 
@@ -139,7 +138,7 @@ def self_check(
     equal.attach(capture)
     heads.attach(capture, attention)
     with torch.inference_mode(), within():
-        allowed = _attention_tolerance(x.device)
+        precision = current_precision(x.device)
         plain = first_tensor(model.module(x))
         try:
             with capture:
@@ -148,21 +147,12 @@ def self_check(
             check.failures.append(str(error))
             return check
     _judge_patches(check, model, table, x)
-    _judge_output(check, plain, hooked)
+    _judge_output(check, plain, hooked, OUTPUT_TOLERANCE[precision])
     _judge_sums(check, table, sums.errors, names)
     _judge_aliases(check, equal)
-    _judge_attention(check, heads.errors, attention, allowed)
+    _judge_attention(check, heads.errors, attention, ATTENTION_TOLERANCE[precision])
     _judge_values(check, examiner, stored, dtypes or {})
     return check
-
-
-def _attention_tolerance(device: torch.device) -> float:
-    """For the precision that products run in here and now."""
-    if torch.is_autocast_enabled(device.type):
-        return ATTENTION_TOLERANCE_HALF
-    if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-        return ATTENTION_TOLERANCE_TF32
-    return ATTENTION_TOLERANCE
 
 
 def _sums(table: SiteTable, wanted: set[str], sublayers: Sequence[Sublayer]) -> list[str]:
@@ -177,14 +167,16 @@ def _sums(table: SiteTable, wanted: set[str], sublayers: Sequence[Sublayer]) -> 
     return [name for name in table.residuals if name in chosen]
 
 
-def _judge_output(check: SelfCheck, plain: Tensor | None, hooked: Tensor | None) -> None:
+def _judge_output(
+    check: SelfCheck, plain: Tensor | None, hooked: Tensor | None, tolerance: float
+) -> None:
     if plain is None or hooked is None:
         check.notes.append("the model's output is no single tensor: not compared")
         return
     gap = float((plain.float() - hooked.float()).abs().nan_to_num(0.0).max())
     scale = float(plain.float().abs().nan_to_num(0.0).max())
     check.figures["output_max_abs_difference"] = gap
-    allowed = 0.0 if plain.device.type == "cpu" else OUTPUT_TOLERANCE * scale
+    allowed = 0.0 if plain.device.type == "cpu" else tolerance * scale
     if gap > allowed:
         check.failures.append(f"the model's output changes by {gap:.3g} when hooks are installed")
     if not bool(plain.isfinite().all()):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ from vitsee_core.probing.fit import Fitted, Task
 from vitsee_core.probing.sources import Source
 from vitsee_core.ridge import Linear
 from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    import torch
 
 Float32 = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -62,11 +66,23 @@ def train_linear(
         training: how.
         seed: of the order of images and the initial weights.
     """
-    import torch
-
-    from vitsee_core.device import resolve_device
+    from vitsee_core.device import precision_context, resolve_device
 
     device = resolve_device(training.device)
+    with precision_context(device, "fp32"):
+        return _trained(x, labels, n_classes, training, seed, device)
+
+
+def _trained(
+    x: Float32,
+    labels: Integers,
+    n_classes: int,
+    training: Training,
+    seed: int,
+    device: torch.device,
+) -> Linear | None:
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     features = torch.from_numpy(x).to(device)
     classes = torch.from_numpy(labels).to(device)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vitsee_core.device import no_autocast
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -30,6 +32,11 @@ def rollout(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool = 
     """
     if not head_means:
         raise ValueError("rollout needs the head means of at least one block")
+    with no_autocast(head_means[0].device):
+        return _carried(head_means, layout, residual)
+
+
+def _carried(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool) -> Tensor:
     last = head_means[-1]
     row = torch.zeros(last.shape[0], 1, last.shape[-1], dtype=last.dtype, device=last.device)
     if layout.cls is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vitsee_core.device import no_autocast
 from vitsee_core.reductions.threads import run_split
 
 if TYPE_CHECKING:
@@ -25,11 +26,7 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
     """
     out = torch.empty(*z.shape[:2], 3, dtype=torch.float32, device=z.device)
     if z.device.type != "cpu":
-        # One kernel a square that reads the stored dtype and sums in float32.
-        for column, x in enumerate((z, f)):
-            norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-            torch.square(norm, out=out[..., column])
-        out[..., 2] = torch.linalg.vecdot(z.float(), f.float())
+        _multiply_at_once(z, f, out)
         return out
     # The product is a temporary of the input's size: it stays in cache, and channels-first views
     # stay in their order, a few images at a time.
@@ -46,6 +43,16 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
     n_chunks = max(1, len(z) * image_bytes // CHUNK_BYTES)
     run_split(multiply, len(z), min(torch.get_num_threads(), n_chunks, max(1, len(z))))
     return out
+
+
+def _multiply_at_once(z: Tensor, f: Tensor, out: Tensor) -> None:
+    """`residual_products` where memory is wide: one kernel a square, which reads the stored type
+    and sums in float32."""
+    for column, x in enumerate((z, f)):
+        norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+        torch.square(norm, out=out[..., column])
+    with no_autocast(z.device):
+        out[..., 2] = torch.linalg.vecdot(z.float(), f.float())
 
 
 def pool_sites(
