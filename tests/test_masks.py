@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vitsee_core.masks import BACKGROUND, FOREGROUND, VOID, open_masks
 from vitsee_core.masks.geometry import as_seen, mask_recipe, token_labels
 from vitsee_core.masks.matching import match_names
 from vitsee_core.masks.overlap import blind_overlaps, overlap, top_mass
+from vitsee_core.masks.shapes import pixels_of, unpack_counts
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
@@ -405,6 +407,79 @@ def test_coco_files_that_are_refused(tmp_path: Path) -> None:
         ([["x"]], "cannot read the annotation 0 of a.jpg in"),
     ):
         assert phrase in refused(coco(path, [{"segmentation": shape}]))
+
+
+def test_runs_are_read_as_pycocotools_reads_them() -> None:
+    mask = pytest.importorskip("pycocotools.mask")
+    rng = np.random.default_rng(0)
+    for share in (0.0, 0.02, 0.5, 0.98, 1.0):
+        for size in ((1, 1), (7, 5), (60, 90)):
+            pixels = (rng.random(size) < share).astype(np.uint8)
+            pixels = np.kron(pixels, np.ones((3, 40), np.uint8))  # runs of several characters
+            packed = mask.encode(np.asfortranarray(pixels))
+            found = pixels_of(packed, pixels.shape)  # type: ignore[arg-type]
+            assert np.array_equal(found, pixels == 1)
+            runs = {"counts": list(unpack_counts(packed["counts"])), "size": list(pixels.shape)}
+            assert mask.frPyObjects(runs, *pixels.shape)["counts"] == packed["counts"]
+
+
+# Each of them ended the process, took what memory there was, or was taken for something else.
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "far": ([[1e308, 1, 3, 1, 3, 3]], "an outline goes to 1e+308; the image has 6 x 4"),
+    "infinite": ([[1, 1, float("inf"), 1, 3, 3]], "an outline goes to inf"),
+    "none": ([[1, 1, float("nan"), 1, 3, 3]], "an outline goes to nan"),
+    "outside": ([[1, 1, -25, 1, 3, 3]], "an outline goes to -25"),
+    "a box": ([[1, 1, 1e9, 1e9]], "an outline goes to 1e+09"),
+    "odd": ([[1, 1, 3, 1, 3, 3, 1]], "an outline has 7 numbers"),
+    "short": ([[1, 1]], "an outline has 2 numbers"),
+    "deep": ([[[1, 1], [3, 1], [3, 3]]], "an outline has 6 numbers"),
+    "long": ([[1, 1, 5, 3] * 500_000], "an outline is 4000000 pixels long; at most 1677721"),
+    "sizes": ({"counts": [10**10], "size": [10**5, 10**5]}, "is of 100000 x 100000 pixels"),
+    "runs": ({"counts": [20, 10**9], "size": [4, 6]}, "its runs cover 1000000020 pixels, of 24"),
+    "huge runs": ({"counts": [20, 10**400], "size": [4, 6]}, "OverflowError"),
+    "missing runs": ({"counts": [20], "size": [4, 6]}, "its runs cover 20 pixels, of 24"),
+    "negative": ({"counts": [30, -6], "size": [4, 6]}, "no whole numbers from 0 on"),
+    "halves": ({"counts": [20.5, 3.5], "size": [4, 6]}, "no whole numbers from 0 on"),
+    "words": ({"counts": ["a"], "size": [4, 6]}, "cannot read the annotation 0"),
+    "cut": ({"counts": "P", "size": [4, 6]}, "its run lengths are cut short"),
+    "endless": ({"counts": "P" * 100, "size": [4, 6]}, "no COCO string"),
+    "characters": ({"counts": "~~~", "size": [4, 6]}, "no COCO string"),
+    "other letters": ({"counts": "ü", "size": [4, 6]}, "cannot read the annotation 0"),
+    "no list": ({"counts": 7, "size": [4, 6]}, "cannot read the annotation 0"),
+    "one size": ({"counts": [24], "size": [4]}, "cannot read the annotation 0"),
+    "a word": ("x", "expected a list of outlines, or size and counts"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_compiled_code_cannot_take_never_reaches_it(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("pycocotools")
+    shape, phrase = HOSTILE[name]
+    line = refused(coco(tmp_path / "a.json", [{"segmentation": shape}]))
+    assert phrase in line and len(line) < 600 and "\n" not in line
+
+
+def test_coco_images_that_no_memory_holds(tmp_path: Path) -> None:
+    pytest.importorskip("pycocotools")
+    path = coco(tmp_path / "a.json", [SQUARE])
+    found = json.loads(path.read_text())
+    for height, width, phrase in (
+        (10**5, 10**5, "a.jpg is 100000 x 100000 pixels; 1 to 178956970 are read"),
+        (1e308, 1, "is 1 x 1e+308 pixels"),
+        (float("inf"), 1, "OverflowError"),
+        ("4", None, "TypeError"),
+    ):
+        found["images"][0] |= {"height": height, "width": width}
+        path.write_text(json.dumps(found))
+        assert phrase in refused(path)
+    path.write_text("[" * 200_000)
+    assert "is no JSON" in refused(path)
+
+
+def test_masks_are_files_or_folders(tmp_path: Path) -> None:
+    pipe = tmp_path / "a.json"
+    os.mkfifo(pipe)
+    assert "holds no masks" in refused(pipe)
 
 
 def test_without_pycocotools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
+from vitsee_core.masks.shapes import coder, pixels_of
 from vitsee_stores.errors import VitseeError
 
-LARGEST_SIDE = 1 << 16
+MOST_PIXELS = 178_956_970  # of an image that Pillow opens
 
 
 @dataclass(frozen=True)
@@ -70,27 +71,13 @@ class CocoMasks:
     def _inside(
         self, i: int, annotation: dict[str, Any], size: tuple[int, int]
     ) -> NDArray[np.bool_]:
-        coder = _coder(self.name)
-        shape: Any = annotation["segmentation"]
         try:
-            if isinstance(shape, list):
-                runs = coder.merge(coder.frPyObjects(shape, *size)) if shape else None
-            elif isinstance(shape["counts"], list):
-                runs = coder.frPyObjects(shape, *size)
-            else:
-                runs = shape
-            inside = np.zeros(size, np.uint8) if runs is None else coder.decode(runs)
-        except Exception as error:  # the C code raises what it likes on what it cannot read
+            return pixels_of(annotation["segmentation"], size)
+        except Exception as error:  # compiled code raises what it likes
+            reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise VitseeError(
-                f"cannot read the annotation {annotation.get('id')} of {self.where(i)}: "
-                f"{type(error).__name__}: {error}"
+                f"cannot read the annotation {annotation.get('id')} of {self.where(i)}: {reason}"
             ) from None
-        if inside.shape != size:
-            raise VitseeError(
-                f"the annotation {annotation.get('id')} of {self.where(i)} is of "
-                f"{inside.shape[1]} x {inside.shape[0]} pixels; expected {size[1]} x {size[0]}"
-            )
-        return np.asarray(inside, np.bool_)
 
 
 def open_coco(path: Path) -> CocoMasks:
@@ -99,12 +86,12 @@ def open_coco(path: Path) -> CocoMasks:
     Raises:
         VitseeError: it is none, or pycocotools is not installed.
     """
-    _coder(str(path))
+    coder(str(path))
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise VitseeError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise VitseeError(f"{path} is no JSON: {error}") from None
     expected = "a COCO file with 'images' and 'annotations'"
     if not isinstance(found, dict) or not {"images", "annotations"} <= found.keys():
@@ -113,13 +100,17 @@ def open_coco(path: Path) -> CocoMasks:
     objects: dict[Any, list[dict[str, Any]]] = {}
     try:
         for image in found["images"]:
-            _ = image["id"], image["file_name"]
-            if not 0 < min(sides := _size(image)) <= max(sides) <= LARGEST_SIDE:
-                raise ValueError(f"{image['file_name']} is {sides[1]} x {sides[0]} pixels")
+            _ = hash(image["id"]), image["file_name"]
+            height, width = _size(image)
+            if min(height, width) < 1 or height * width > MOST_PIXELS:
+                raise ValueError(
+                    f"{image['file_name']} is {width:.9g} x {height:.9g} pixels; 1 to "
+                    f"{MOST_PIXELS} are read"
+                )
         for annotation in found["annotations"]:
             if annotation.get("segmentation"):
                 objects.setdefault(annotation["image_id"], []).append(annotation)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise VitseeError(
             f"{path} has an entry that cannot be read ({type(error).__name__}: {error}); expected "
             f"{expected}, images with id, file_name, height and width, annotations with image_id "
@@ -133,13 +124,3 @@ def open_coco(path: Path) -> CocoMasks:
 def _size(image: dict[str, Any]) -> tuple[int, int]:
     """Height and width of an entry."""
     return int(image["height"]), int(image["width"])
-
-
-def _coder(name: str) -> Any:
-    try:
-        from pycocotools import mask
-    except ImportError:
-        raise VitseeError(
-            f"{name} needs the package pycocotools; run: pip install 'vitsee[coco]'"
-        ) from None
-    return mask

@@ -33,7 +33,7 @@ def open_masks(
     if path.is_dir():
         ignored = None if void == "none" else VOID_VALUE if void is None else int(void)
         return open_mask_folder(path, tuple(background or (0,)), ignored)
-    if path.suffix.lower() != ".json":
+    if not path.is_file() or path.suffix.lower() != ".json":
         raise VitseeError(
             f"{path} holds no masks; expected a folder of PNG masks or a COCO .json file"
         )
