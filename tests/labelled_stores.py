@@ -108,6 +108,7 @@ def _slab(
         "valid": valid[rows],
         "n_valid": np.asarray(keep.sum(), np.int64),
         "hash": np.arange(rows.start, rows.stop, dtype=np.uint64) + np.uint64(hash_offset),
+        "size": np.full((len(valid[rows]), 2), 32, np.int32),
     }
     for path, spec in arrays(plan).items():
         if path in out or spec.per in ("once", "commit"):

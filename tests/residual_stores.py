@@ -83,6 +83,7 @@ def _slab(plan: StorePlan, k: int, products: Mapping[str, Array], valid: Array) 
         "valid": valid[rows],
         "n_valid": np.asarray(valid[rows].sum(), np.int64),
         "hash": np.arange(rows.start, rows.stop, dtype=np.uint64),
+        "size": np.full((len(valid[rows]), 2), 32, np.int32),
     }
     for path in arrays(plan):
         if path.startswith("residual/"):

@@ -684,7 +684,7 @@ def test_blocks_that_were_left_out_are_named(
     left_out = {"stages.0 attention": "attention within windows (4 an image)", "rollout": "no"}
     made = random_attention(layout(), 2, [2])
     store = write(tmp_path / "a.zarr", [made], left_out=left_out, with_rollout=False)
-    with pytest.raises(MissingInput, match=r"no attention of stages\.0: attention within windows"):
+    with pytest.raises(SiteError, match=r"no attention of stages\.0: attention within windows"):
         run(store, kind="mean-cls", sites=["stages.0"])
     with caplog.at_level(logging.INFO, "vitsee_core"):
         run(store, kind="mean-cls")

@@ -271,7 +271,7 @@ def test_blocks_are_chosen(tmp_path: Path) -> None:
     assert table["rel_depth"].tolist() == [1.0] * len(table)
     with pytest.raises(SiteError, match="nothing"):
         run(store, masks=masks, sites=["nothing"])
-    with pytest.raises(MissingInput, match=r"no attention of blocks\.9: windowed"):
+    with pytest.raises(SiteError, match=r"no attention of blocks\.9: windowed"):
         run(store, masks=masks, sites=["blocks.9"])
 
 

@@ -153,6 +153,9 @@ def output_options(command: Any) -> Any:
 # ---------------------------------------------------------------- what to look at
 
 
+_PLACES = "first, last, stage:I, depth:F (0 to 1)"
+
+
 def sites_option(*default: str, show_default: str | None = None) -> Decorator:
     """--sites, repeatable, as `sites`: a tuple of globs, groups and names.
 
@@ -166,8 +169,21 @@ def sites_option(*default: str, show_default: str | None = None) -> Decorator:
         multiple=True,
         default=default,
         show_default=show_default or " ".join(default),
-        help=f"Sites by name, glob or group ({', '.join(GROUPS)}); blocks.-1.out counts from the "
-        "end. Repeatable.",
+        help=f"Sites by name, glob or group ({', '.join(GROUPS)}), or by place: {_PLACES}. "
+        "blocks.-1.out counts from the end, !NAME leaves out. Repeatable, or a comma list.",
+    )
+
+
+def blocks_option(show_default: str, default: tuple[str, ...] = ("blocks",)) -> Decorator:
+    """--sites of an analysis of whole blocks, repeatable, as `sites`."""
+    return click.option(
+        "--sites",
+        metavar="BLOCK",
+        multiple=True,
+        default=default,
+        show_default=show_default,
+        help=f"Blocks by path or glob (blocks.0, 'blocks.1?'), or by place: {_PLACES}. blocks.-1 "
+        "counts from the end, !BLOCK leaves out. Repeatable, or a comma list.",
     )
 
 

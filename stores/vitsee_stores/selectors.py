@@ -1,7 +1,15 @@
-"""The grammar that chooses sites: names, globs, groups, and indices from the end."""
+"""The grammar that chooses sites: names, globs, groups, indices from the end, places in depth.
+
+blocks,norm           a comma list; `!embed` leaves out of what the others choose
+blocks.*.out          a case-sensitive glob; blocks.-1.out counts from the end
+first, last           the first and the last block's out
+stage:-1              the last out of a stage (of `stages`, `layers`, `layer1` to `layer4`)
+depth:0.5             the out with the nearest relative depth, of equal ones the earlier
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -13,6 +21,11 @@ if TYPE_CHECKING:
 
 GROUPS = ("blocks", "head", "residual", "norms", "hidden", "heads", "modules", "all")
 SHOWN_NAMES = 12
+NOT = "!"
+ENDS = ("first", "last")
+PLACES = ("stage", "depth")
+# A block's path from the container of its stage on: layer3.0, stages.2.blocks.5, blocks.1.0.
+_STAGE = re.compile(r"(?:^|\.)(?:layer(?P<one>\d+)|(?:stages|layers|blocks)\.(?P<zero>\d+))\..*\d")
 
 
 def select_names(
@@ -24,43 +37,123 @@ def select_names(
 ) -> list[SiteSpec]:
     """The sites that any of `patterns` names, each once, in the order of `sites`.
 
-    A pattern is a group (`blocks`), a name (`norm`), a case-sensitive glob (`blocks.*.out`), or
-    either of these with negative numbers, which count the neighbouring paths from the end
-    (`blocks.-1.out`, `stages.-1.blocks.-2.*`). Groups give stored names, never aliases; an alias
-    that a glob matches is left out where the site it equals is chosen too.
+    A pattern is a comma list of: a group (`blocks`), a name (`norm`), a case-sensitive glob
+    (`blocks.*.out`), or any of these with negative numbers, which count the neighbouring paths
+    from the end (`blocks.-1.out`, `stages.-1.blocks.-2.*`); a place in depth (`first`, `last`,
+    `stage:I`, `depth:F`), which gives the block's out, or what `sites` has of that block where
+    they are no outs; `!` before any of these leaves out what it matches. Groups give stored names,
+    never aliases; an alias that a glob matches is left out where the site it equals is chosen too.
 
     Raises:
-        SiteError: a pattern that nothing matches; names `what` was searched and `hint` to run.
+        SiteError: a pattern that nothing matches, names `what` was searched and `hint` to run; one
+            that cannot be read; patterns that only leave out, or leave nothing.
     """
     chosen: set[str] = set()
     exact: set[str] = set()
-    for pattern in patterns:
-        found = set(_match(pattern, sites))
+    without: set[str] = set()
+    parts = split_patterns(patterns)
+    for part in parts:
+        pattern = part.removeprefix(NOT)
+        found = set(_match(pattern, sites, what))
         if not found:
             raise SiteError(
                 f"no site matches {pattern!r}; sites of this {what}: {_shown(sites)} (run: {hint})"
             )
+        if part.startswith(NOT):
+            without |= found
+            continue
         chosen |= found
         if not _is_glob(pattern):
             exact |= found
+    if without and not chosen - without:
+        raise SiteError(
+            f"{','.join(parts)} leaves no site"
+            + ("" if chosen else f"; name what to take too, as in 'all,{parts[0]}'")
+        )
     return [
         site
         for site in sites
-        if site.name in chosen and (site.alias_of not in chosen or site.name in exact)
+        if site.name in chosen - without
+        and (site.alias_of not in chosen - without or site.name in exact)
     ]
 
 
-def _match(pattern: str, sites: Sequence[SiteSpec]) -> Iterator[str]:
+def split_patterns(patterns: Iterable[str]) -> list[str]:
+    """Comma lists as single patterns; a comma in brackets belongs to a glob."""
+    return [part.strip() for pattern in patterns for part in re.split(r",(?![^[]*\])", pattern)]
+
+
+def _match(pattern: str, sites: Sequence[SiteSpec], what: str) -> Iterator[str]:
     if pattern in GROUPS:
         for site in sites:
             if site.alias_of is None and (pattern == "all" or pattern in site.groups):
                 yield site.name
+        return
+    if pattern in ENDS or pattern.partition(":")[0] in PLACES:
+        yield from _at_place(pattern, sites, what)
         return
     names = [site.name for site in sites]
     for wanted in _without_negatives(pattern.split("."), names):
         for name in names:
             if name == wanted or (_is_glob(wanted) and fnmatchcase(name, wanted)):
                 yield name
+
+
+# ---------------------------------------------------------------- places in depth
+
+
+def _at_place(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
+    """The outs (or what stands for them) of the block at a place of the model."""
+    outs = [site for site in sites if site.part == "out" and site.block]
+    # Tables of blocks or of sublayers have no parts; their first entry has depth 0.
+    first_depth = 1 if outs else 0
+    found = outs or [site for site in sites if site.part == "" and site.block]
+    word, _, text = pattern.partition(":")
+    if word == "first":
+        chosen = [site for site in found if site.depth == first_depth]
+    elif word == "last":
+        chosen = [site for site in found if site.rel_depth == 1]
+    elif word == "depth":
+        place = _number(pattern, text)
+        # Rounded, as thirds are no exact numbers: a tie goes to the earlier.
+        by_distance = sorted(found, key=lambda site: round(abs(site.rel_depth - place), 9))
+        chosen = by_distance[:1]
+    else:
+        chosen = _of_stage(pattern, text, found, what)
+    blocks = {site.block for site in chosen}
+    return [site.name for site in found if site.block in blocks]
+
+
+def _number(pattern: str, text: str) -> float:
+    try:
+        place = float(text)
+    except ValueError:
+        place = -1.0
+    if not 0 <= place <= 1:
+        raise SiteError(f"{pattern!r} is no place; expected depth:F with F from 0 to 1 (depth:0.5)")
+    return place
+
+
+def _of_stage(pattern: str, text: str, found: Sequence[SiteSpec], what: str) -> list[SiteSpec]:
+    if not re.fullmatch(r"-?\d+", text):
+        raise SiteError(f"{pattern!r} is no stage; expected stage:0, stage:1, ... or stage:-1")
+    stages: dict[int, SiteSpec] = {}
+    for site in found:
+        match = _STAGE.search(site.block or "")
+        if match is not None:
+            number = int(match["zero"]) if match["one"] is None else int(match["one"]) - 1
+            stages[number] = site  # the last one stays
+    if len(stages) < 2 and not any(stages):
+        raise SiteError(f"{pattern!r}: this {what} has no stages; name a place by depth:F")
+    numbers = range(max(stages) + 1)
+    wanted = int(text)
+    if not -len(numbers) <= wanted < len(numbers) or numbers[wanted] not in stages:
+        has = ", ".join(map(str, sorted(stages)))
+        raise SiteError(f"no stage matches {pattern!r}; stages of this {what}: {has}")
+    return [stages[numbers[wanted]]]
+
+
+# ---------------------------------------------------------------- names
 
 
 def _is_glob(pattern: str) -> bool:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.attention.head_maps import chosen_blocks
+from vitsee_core.attention.head_maps import blocks_of_each
 from vitsee_core.attention.heads import AttentionMoments, Block, uniform_distance
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.plotting import (
@@ -90,7 +90,7 @@ def run(
     grid of one cell (`distance_relative`). The stores need not hold the same images.
 
     Args:
-        stores: with attention summaries.
+        stores: with attention summaries; those without are left out where others have them.
         metrics: some of `METRICS`.
         sites: block paths, globs of them, `blocks`; `blocks.-1` counts from the end.
         images: use so many; see `choose_rows`.
@@ -101,7 +101,7 @@ def run(
         progress: told the number of images done.
 
     Raises:
-        MissingInput: a store has no attention summaries.
+        MissingInput: no store has attention summaries.
         SiteError: a pattern matches no block.
         VitseeError: unknown metric, or no valid image among those asked for.
     """
@@ -109,10 +109,10 @@ def run(
         if metric not in METRICS:
             raise VitseeError(f"no metric {metric!r}; metrics of attn-dist: {', '.join(METRICS)}")
     wanted = [metric for metric in METRICS if metric in metrics]
-    plans = [chosen_blocks(store, sites) for store in stores]
+    selected = blocks_of_each(stores, sites)
     rows: list[dict[str, Any]] = []
     counts: dict[str, Any] = {}
-    for store, blocks in zip(stores, plans, strict=True):
+    for store, blocks in selected.members:
         chosen = choose_rows(store, images, seed)
         counts[store.label] = chosen.describe()
         for remark in chosen.remarks:
@@ -130,7 +130,7 @@ def run(
         for metric in wanted:
             for block in blocks:
                 rows += _rows(store, block, metric, summaries[_array(block, metric)])
-    notes = {"interval": INTERVAL_METHOD, "seed": seed, "images": counts}
+    notes = {"interval": INTERVAL_METHOD, "seed": seed, "images": counts, **selected.notes()}
     return Table.from_rows(rows, COLUMNS, notes)
 
 

@@ -40,6 +40,7 @@ from vitsee_core.machine import human_bytes
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
+from vitsee_core.selection import select_each, sites_of
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ def run(
             f"the seeds {seed} to {seed + n_seeds - 1} were asked for; k-means takes 0 to "
             f"{MAX_SEED}: a smaller --seed"
         )
-    plans = [(labelled_rows(store, images, seed), store.select(list(sites))) for store in stores]
+    selected = select_each(stores, sites, sites_of)
+    plans = [(labelled_rows(store, images, seed), chosen) for store, chosen in selected.members]
     read = {}
     for data, chosen in plans:
         _check(data, k if k is not None else data.n_classes, chosen, memory)

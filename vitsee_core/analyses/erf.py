@@ -34,6 +34,7 @@ from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.field_pictures import draw_fields
 from vitsee_core.plotting import styled
 from vitsee_core.results import Table
+from vitsee_core.selection import select_each
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
@@ -77,14 +78,14 @@ def run(
     stderr; `std`, `low`, `high` as `INTERVAL` says. The stores need not hold the same images.
 
     Args:
-        stores: made with --erf.
+        stores: made with --erf; others are left out where one has receptive fields.
         metrics: some of `METRICS`.
         sites: names, globs, groups; those without a receptive field are passed over.
         images: use so many, rounded up to whole slabs.
         seed: of the slabs drawn from a store in the data set's order, where not all are used.
 
     Raises:
-        MissingInput: a store has no receptive fields, or none of the sites asked for.
+        MissingInput: no store has receptive fields, or those of the sites asked for.
         SiteError: a pattern matches no site.
         VitseeError: unknown metric, or no valid image.
     """
@@ -92,10 +93,13 @@ def run(
         if metric not in METRICS:
             raise VitseeError(f"no metric {metric!r}; metrics of erf: {', '.join(METRICS)}")
     wanted = [metric for metric in METRICS if metric in metrics]
-    plans = [choose_sites(store, sites) for store in stores]
+    selected = select_each(stores, sites, _with_fields)
+    for store, chosen in selected.members:
+        if not chosen:
+            choose_sites(store, sites)  # refuses with the reason
     rows: list[dict[str, Any]] = []
     used: dict[str, Any] = {}
-    for store, chosen in zip(stores, plans, strict=True):
+    for store, chosen in selected.members:
         slabs, used[store.label] = choose_slabs(store, images, seed)
         counts = np.asarray(store.erf_counts())[slabs]
         zero = []
@@ -112,6 +116,7 @@ def run(
         "radius": "around the centre of mass, pixels at their centres, interpolated",
         "seed": seed,
         "images": used,
+        **selected.notes(),
     }
     return Table.from_rows(rows, COLUMNS, notes)
 
@@ -129,13 +134,17 @@ def choose_sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
         MissingInput: there are none.
         SiteError: a pattern that matches no site of the store.
     """
+    chosen = _with_fields(store, patterns)
+    if not chosen:
+        store.erf(min(site.alias_of or site.name for site in store.select(list(patterns))))
+    return chosen
+
+
+def _with_fields(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     if store.plan.erf is None:
         raise MissingInput(f"{store.label} holds no receptive fields (extract it with --erf 256)")
     asked = {site.alias_of or site.name for site in store.select(list(patterns))}
-    chosen = [s for s in store.plan.sites if s.name in asked and s.name in store.plan.erf.sites]
-    if not chosen:
-        store.erf(sorted(asked)[0])
-    return chosen
+    return [s for s in store.plan.sites if s.name in asked and s.name in store.plan.erf.sites]
 
 
 def choose_slabs(

@@ -32,7 +32,7 @@ from vitsee_core.attention.head_geometry import (
     measure,
     repetition,
 )
-from vitsee_core.attention.head_maps import SlabSums, chosen_blocks, mean_maps, sum_slabs
+from vitsee_core.attention.head_maps import SlabSums, blocks_of_each, mean_maps, sum_slabs
 from vitsee_core.attention.heads import Block
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.head_types_figure import draw_types
@@ -91,7 +91,7 @@ def run(
     `low`, `high`, `same_type_slabs`).
 
     Args:
-        stores: with attention summaries.
+        stores: with attention summaries; those without are left out where others have them.
         sites: block paths, globs of them; `blocks.-1` counts from the end.
         thresholds: where the classes begin.
         radius: of the focus, in cells; see `measure`.
@@ -103,12 +103,12 @@ def run(
         progress: told the number of images done.
 
     Raises:
-        MissingInput: a store has no attention summaries.
+        MissingInput: no store has attention summaries.
         SiteError: a pattern matches no block.
         VitseeError: no valid image among those asked for.
     """
     thresholds = thresholds or Thresholds()
-    plans = [chosen_blocks(store, sites) for store in stores]
+    selected = blocks_of_each(stores, sites)
     rows: list[dict[str, Any]] = []
     notes: dict[str, Any] = {
         "interval": INTERVAL,
@@ -118,8 +118,9 @@ def run(
         "images": {},
         "blocks": {},
         "changed": {},
+        **selected.notes(),
     }
-    for store, blocks in zip(stores, plans, strict=True):
+    for store, blocks in selected.members:
         chosen = choose_rows(store, images, seed, whole_slabs=True)
         for remark in chosen.remarks:
             log.info("%s", remark)

@@ -48,6 +48,7 @@ from vitsee_core.machine import memory_bytes
 from vitsee_core.plotting import styled
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
+from vitsee_core.selection import select_each, sites_of
 from vitsee_core.similarity import Estimator
 from vitsee_core.similarity.batches import batch_sizes
 from vitsee_core.similarity.estimate import MOST_EXACT
@@ -59,7 +60,6 @@ from vitsee_core.similarity.localisation import (
     site_summary,
     token_summary,
 )
-from vitsee_core.similarity.pairs import sites_of_each
 from vitsee_core.similarity.patch_pixels import input_pixels
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
 from vitsee_core.similarity.site_maps import SiteMaps
@@ -142,11 +142,11 @@ def run(
         images=images,
         seed=seed,
     )
-    chosen = sites_of_each(stores, sites or ("blocks",))
+    chosen = select_each(stores, sites or ("blocks",), sites_of).chosen
     if not sites and summary is None:
         chosen = [of_store[-1:] for of_store in chosen]
     works = [
-        SiteMaps(store, [site for _, site in of_store], tokens, summary)
+        SiteMaps(store, of_store, tokens, summary)
         for store, of_store in zip(stores, chosen, strict=True)
     ]
     budget = memory or memory_bytes() // 4

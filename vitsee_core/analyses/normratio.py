@@ -106,7 +106,7 @@ def run(
     read several times.
 
     Args:
-        stores: with residual dot products.
+        stores: with residual dot products; those without are left out where others have them.
         metrics: some of `METRICS`.
         sites: see `choose_sublayers`.
         tokens: see `places_of`; a word need not stand for something in every store.
@@ -118,7 +118,7 @@ def run(
         progress: counts images, once a sublayer.
 
     Raises:
-        MissingInput: a store has no dot products.
+        MissingInput: no store has dot products.
         SiteError: a pattern that matches in no store or tokens that no store has, or a store left
             without any.
         VitseeError: unknown metric, or no valid image among those asked for.
@@ -127,7 +127,8 @@ def run(
         if metric not in METRICS:
             raise VitseeError(f"no metric {metric!r}; metrics of normratio: {', '.join(METRICS)}")
     wanted = [metric for metric in METRICS if metric in metrics]
-    plans = choose_sublayers(stores, sites)
+    selected = choose_sublayers(stores, sites)
+    stores, plans = tuple(selected.stores), selected.chosen
     _check_tokens(stores, plans, tokens)
     chosen = [choose_rows(store, images, seed) for store in stores]
     budget = memory if memory is not None else memory_bytes() // 4
@@ -157,6 +158,7 @@ def run(
         "zero_branch": {label: sites for label, sites in zero.items() if sites},
         "seed": seed,
         "images": {s.label: r.describe() for s, r in zip(stores, chosen, strict=True)},
+        **selected.notes(),
     }
     return Table.from_rows(rows, COLUMNS, notes)
 

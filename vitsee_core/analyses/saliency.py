@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.attention.head_maps import check_class_token, chosen_blocks
+from vitsee_core.attention.head_maps import blocks_of_each, check_class_token
 from vitsee_core.attention.heads import Block
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.masks import RULES, Truth, ground_truth, open_masks
@@ -108,17 +108,18 @@ def run(
         progress: told the masks read and the images computed.
 
     Raises:
-        MissingInput: no attention summaries, or no class token that was asked for.
+        MissingInput: no store has attention summaries, or the class token that was asked for.
         SiteError: a pattern matches no block.
         VitseeError: see `open_masks`, `ground_truth`; images or weights are gone.
     """
     _check(tokens, mass, foreground, best)
-    plans = [_wanted(store, tokens, sites) for store in stores]
+    selected = blocks_of_each(stores, sites)
+    plans = [_wanted(store, blocks, tokens) for store, blocks in selected.members]
     source = open_masks(masks, background, void)
     origin = origin or Origin()
     rows: list[dict[str, Any]] = []
     counts: dict[str, Any] = {}
-    for store, wanted in zip(stores, plans, strict=True):
+    for store, wanted in zip(selected.stores, plans, strict=True):
         chosen = choose_rows(store, images, seed)
         for remark in chosen.remarks:
             log.info("%s", remark)
@@ -136,6 +137,7 @@ def run(
         rows += _rows(store, wanted, found, truth, mass, best, seed)
     notes = {
         "interval": INTERVAL_METHOD, "best": BEST_METHOD, "seed": seed, "images": counts,
+        **selected.notes(),
         "masks": {"source": source.name, **_rules(source, foreground)},
     }  # fmt: skip
     return Table.from_rows(rows, COLUMNS, notes)
@@ -152,15 +154,13 @@ def _check(tokens: Sequence[str], mass: float, foreground: str, best: str) -> No
         raise VitseeError(f"a mass of {mass:g} was asked for; expected one between 0 and 1")
 
 
-def _wanted(store: Store, tokens: Sequence[str], sites: Sequence[str]) -> Wanted:
+def _wanted(store: Store, blocks: Sequence[Block], tokens: Sequence[str]) -> Wanted:
     """The blocks, and whose attention is looked at in each."""
-    blocks = chosen_blocks(store, sites)
     if "cls" in tokens:
         check_class_token(store, blocks, "--tokens mean takes the mean over patches")
-    without = [block for block in blocks if block.layout.cls is None]
-    if without and not tokens:
-        log.info("%s has no class token: only the mean over patches", store.label)
     asked = [token for token in TOKENS if token in (tokens or TOKENS)]
+    if any(block.layout.cls is None for block in blocks) and not tokens:
+        log.info("%s has no class token: only the mean over patches", store.label)
     return tuple(
         (block, tuple(t for t in asked if t != "cls" or block.layout.cls is not None))
         for block in blocks

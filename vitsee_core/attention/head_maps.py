@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import Block, attention_blocks
 from vitsee_core.columns import site_columns
+from vitsee_core.selection import Selection, select_each
 from vitsee_core.streaming import Rows, each_slab
-from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.manifest import by_reason
 
 if TYPE_CHECKING:
@@ -134,26 +135,41 @@ def per_query(aligned: Float) -> Float:
     return aligned / query_coverage(((height + 1) // 2, (width + 1) // 2))
 
 
-def chosen_blocks(store: Store, sites: Sequence[str]) -> list[Block]:
-    """The blocks that `sites` choose (see `attention_blocks`); those whose attention extract left
-    out are named with their reasons.
+def blocks_of_each(stores: Sequence[Store], sites: Sequence[str]) -> Selection[Block]:
+    """The blocks of every store that `sites` choose (see `attention_blocks`, `select_each`); those
+    whose attention extract left out are named with their reasons.
 
     Raises:
-        MissingInput: the store has no attention, or one of `sites` is a block without.
-        SiteError: a pattern matches no block.
+        MissingInput: no store has attention.
+        SiteError: a pattern matches no block, or one without attention.
     """
-    left_out = {
+    found = select_each(stores, sites, _blocks)
+    for store in found.stores:
+        for line in by_reason(_without_attention(store)):
+            log.info("%s lacks the attention of %s", store.label, line)
+    return found
+
+
+def chosen_blocks(store: Store, sites: Sequence[str]) -> list[Block]:
+    """The same of one store."""
+    return blocks_of_each([store], sites).chosen[0]
+
+
+def _blocks(store: Store, sites: Sequence[str]) -> list[Block]:
+    left_out = _without_attention(store)
+    for site in sites:
+        if site in left_out:
+            raise SiteError(f"{store.label} has no attention of {site}: {left_out[site]}")
+    return attention_blocks(store, sites)
+
+
+def _without_attention(store: Store) -> dict[str, str]:
+    """The blocks whose attention extract left out -> why."""
+    return {
         name.removesuffix(LEFT_OUT): reason
         for name, reason in store.manifest.left_out.items()
         if name.endswith(LEFT_OUT)
     }
-    for site in sites:
-        if site in left_out:
-            raise MissingInput(f"{store.label} has no attention of {site}: {left_out[site]}")
-    blocks = attention_blocks(store, sites)
-    for line in by_reason(left_out):
-        log.info("%s lacks the attention of %s", store.label, line)
-    return blocks
 
 
 def check_class_token(store: Store, blocks: Sequence[Block], instead: str) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vitsee_stores.errors import MissingInput, SiteError, VitseeError
+from vitsee_core.selection import select_each, sites_of
+from vitsee_stores.errors import MissingInput, VitseeError
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
-
-log = logging.getLogger(__name__)
 
 Side = tuple["Store", "SiteSpec"]
 
@@ -114,30 +112,9 @@ def _of(store: Store, patterns: Sequence[str]) -> list[Side]:
 
 
 def sites_of_each(stores: Sequence[Store], patterns: Sequence[str]) -> list[list[Side]]:
-    """The chosen sites of every store. Models differ in their sites' names: a selector has to
-    match in one of the stores, and in every store one has to; what does not match is said.
-
-    Raises:
-        SiteError: as said.
-    """
-    matching = [[p for p in patterns if _matches(store, p)] for store in stores]
-    for store, found in zip(stores, matching, strict=True):
-        for pattern in patterns:
-            if not found or not any(pattern in others for others in matching):
-                store.select([pattern])
-    for store, found in zip(stores, matching, strict=True):
-        absent = [p for p in patterns if p not in found]
-        if absent:
-            log.info("%s: no site matches %s", store.label, ", ".join(absent))
-    return [_of(store, found) for store, found in zip(stores, matching, strict=True)]
-
-
-def _matches(store: Store, pattern: str) -> bool:
-    try:
-        store.select([pattern])
-    except SiteError:
-        return False
-    return True
+    """The chosen sites of every store; see `select_each`."""
+    found = select_each(stores, patterns, sites_of)
+    return [[(store, site) for site in sites] for store, sites in found.members]
 
 
 def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:

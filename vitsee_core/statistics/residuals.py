@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.columns import block_of_sublayer
-from vitsee_stores.errors import MissingInput, SiteError
+from vitsee_core.selection import Selection, select_each
+from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
+from vitsee_stores.selectors import NOT, split_patterns
 from vitsee_stores.tokens import describe_layout
 
 if TYPE_CHECKING:
@@ -151,37 +153,18 @@ class ReadQuantities:
         return Piece({name: values.T for name, values in found.items()}, n_zero)
 
 
-def choose_sublayers(stores: Sequence[Store], patterns: Sequence[str]) -> list[list[Sublayer]]:
+def choose_sublayers(stores: Sequence[Store], patterns: Sequence[str]) -> Selection[Sublayer]:
     """The sublayers of each store that the patterns name, in the model's order.
 
     A pattern is a sublayer's name (`blocks.3.attn`, `layer1.0`, `blocks.-1.mlp`), a glob, a kind
-    (`attn`, `mlp`, `token`, `channel`), or `blocks` for all. It need not match in every store.
+    (`attn`, `mlp`, `token`, `channel`), `blocks` for all, or a place in depth (`last`: the last
+    block's). It need not match in every store; see `select_each`.
 
     Raises:
-        MissingInput: a store has no dot products.
+        MissingInput: no store has dot products.
         SiteError: a pattern that matches in no store, or a store where none matches.
     """
-    known = [_sublayers(store) for store in stores]
-    chosen: list[list[Sublayer]] = []
-    unmatched: dict[str, SiteError] = {}
-    matched: set[str] = set()
-    for store, sublayers in zip(stores, known, strict=True):
-        names: set[str] = set()
-        errors: list[SiteError] = []
-        for pattern in patterns:
-            try:
-                names |= _select(store, sublayers, pattern)
-                matched.add(pattern)
-            except SiteError as caught:
-                errors.append(caught)
-                unmatched.setdefault(pattern, caught)
-        if not names:
-            raise errors[0]
-        chosen.append([sublayer for sublayer in sublayers if sublayer.site in names])
-    for pattern, error in unmatched.items():
-        if pattern not in matched:
-            raise error
-    return chosen
+    return select_each(stores, patterns, _select)
 
 
 def _sublayers(store: Store) -> list[Sublayer]:
@@ -193,12 +176,18 @@ def _sublayers(store: Store) -> list[Sublayer]:
     return [Sublayer(name, *places[name], layout) for name, layout in plan.sublayers]
 
 
-def _select(store: Store, sublayers: Sequence[Sublayer], pattern: str) -> set[str]:
+def _select(store: Store, patterns: Sequence[str]) -> list[Sublayer]:
+    sublayers = _sublayers(store)
     kinds = {s.site.rpartition(".")[2] for s in sublayers}
-    wanted = f"*.{pattern}" if pattern in kinds and not pattern.isdigit() else pattern
-    sites = [_as_site(sublayer) for sublayer in sublayers]
+    wanted = []
+    for part in split_patterns(patterns):
+        kind = part.removeprefix(NOT)
+        of_kind = kind in kinds and not kind.isdigit()
+        wanted.append(f"{part.removesuffix(kind)}*.{kind}" if of_kind else part)
     hint = f"vitsee info {store.path}"
-    return {s.name for s in select_names([wanted], sites, what="store's sublayers", hint=hint)}
+    sites = [_as_site(sublayer) for sublayer in sublayers]
+    names = {s.name for s in select_names(wanted, sites, what="store's sublayers", hint=hint)}
+    return [sublayer for sublayer in sublayers if sublayer.site in names]
 
 
 def _as_site(sublayer: Sublayer) -> SiteSpec:
@@ -206,7 +195,7 @@ def _as_site(sublayer: Sublayer) -> SiteSpec:
     return SiteSpec(
         name=sublayer.site,
         part="",
-        block=None,
+        block=sublayer.block,
         groups=("blocks", "residual"),
         kind="raw",
         dim=0,

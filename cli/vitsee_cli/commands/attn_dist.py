@@ -28,15 +28,7 @@ METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative
     help="distance_px in pixels; _raw without renormalising over patches; _unit on a unit square; "
     "_relative to uniform attention. Repeatable.",
 )
-@click.option(
-    "--sites",
-    metavar="BLOCK",
-    multiple=True,
-    default=("blocks",),
-    show_default="every block with attention",
-    help="Blocks by path or glob (blocks.0, 'blocks.1?'); blocks.-1 counts from the end. "
-    "Repeatable.",
-)
+@options.blocks_option("every block with attention")
 @options.images_option
 @options.seed_option
 @options.jobs_option

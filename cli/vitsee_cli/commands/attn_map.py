@@ -53,14 +53,7 @@ def parse_cell(text: str | tuple[int, int]) -> tuple[int, int]:
     show_default="none",
     help="With --image: map what this patch of the token grid attends to, too. Repeatable.",
 )
-@click.option(
-    "--sites",
-    metavar="BLOCK",
-    multiple=True,
-    show_default="every block with attention; the last one with --image",
-    help="Blocks by path or glob (blocks.0, 'blocks.1?'); blocks.-1 counts from the end. "
-    "Repeatable.",
-)
+@options.blocks_option("every block with attention; the last one with --image", default=())
 @click.option(
     "--heads",
     metavar="N",

@@ -72,7 +72,8 @@ KEEP_OPTIONS: tuple[options.Decorator, ...] = (
         metavar="GLOB",
         multiple=True,
         help="Sites by name, glob or group (blocks, head, residual, norms, hidden, heads, "
-        "modules, all); see `vitsee sites MODEL`. Repeatable.  [default: blocks head]",
+        "modules, all), or by place (first, last, stage:I, depth:F); !NAME leaves out; see "
+        "`vitsee sites MODEL`. Repeatable, or a comma list.  [default: blocks head]",
     ),
     click.option(
         "--tokens",

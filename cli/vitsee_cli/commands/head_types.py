@@ -44,15 +44,7 @@ def threshold_options(command: Any) -> Any:
 @click.command()
 @options.stores_argument
 @options.output_options
-@click.option(
-    "--sites",
-    metavar="BLOCK",
-    multiple=True,
-    default=("blocks",),
-    show_default="every block with attention",
-    help="Blocks by path or glob (blocks.0, 'blocks.1?'); blocks.-1 counts from the end. "
-    "Repeatable.",
-)
+@options.blocks_option("every block with attention")
 @threshold_options
 @click.option(
     "--radius",

@@ -84,15 +84,7 @@ def parse_void(text: str | int) -> str | int:
     help="head: flag each block's head with the highest mean over images. image: also add the mean "
     "of each image's best head, as released code has it; an oracle.",
 )
-@click.option(
-    "--sites",
-    metavar="BLOCK",
-    multiple=True,
-    default=("blocks",),
-    show_default="every block with attention",
-    help="Blocks by path or glob (blocks.0, 'blocks.1?'); blocks.-1 counts from the end. "
-    "Repeatable.",
-)
+@options.blocks_option("every block with attention")
 @options.images_option
 @options.seed_option
 @options.recompute_options

@@ -1,0 +1,106 @@
+"""Which sites of several stores an analysis looks at: models differ in their sites' names, and
+stores in what they hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from vitsee_stores.errors import MissingInput, SiteError
+from vitsee_stores.selectors import NOT, split_patterns
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Store
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Selection(Generic[T]):
+    """What was chosen. members: each store that takes part and its sites, blocks, ...; left_out:
+    the label of each other store -> why."""
+
+    members: list[tuple[Store, list[T]]]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def stores(self) -> list[Store]:
+        """The stores that take part."""
+        return [store for store, _ in self.members]
+
+    @property
+    def chosen(self) -> list[list[T]]:
+        """Of each of these, what was chosen."""
+        return [chosen for _, chosen in self.members]
+
+    def notes(self) -> dict[str, dict[str, str]]:
+        """For a sidecar: the stores left out, if any."""
+        return {"left_out": self.left_out} if self.left_out else {}
+
+
+def sites_of(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+    """The sites of one store; see `selectors.select_names`."""
+    return store.select(list(patterns))
+
+
+def select_each(
+    stores: Sequence[Store],
+    patterns: Sequence[str],
+    select: Callable[[Store, Sequence[str]], list[T]],
+) -> Selection[T]:
+    """What selectors choose in every store.
+
+    A selector has to match in one of the stores, and in every store one has to; what a store lacks
+    is said. A store that lacks the input as a whole (attention, residual products, ...) is left out
+    where another has it, which is said too.
+
+    Args:
+        stores: one or more.
+        patterns: selectors, comma lists among them.
+        select: chooses in one store; raises MissingInput where the store lacks the input, and
+            SiteError where a selector matches nothing.
+
+    Raises:
+        MissingInput: no store has the input.
+        SiteError: as said.
+    """
+    parts = split_patterns(patterns)
+    able: list[Store] = []
+    left_out: dict[str, MissingInput] = {}
+    matching: list[list[str]] = []
+    errors: list[dict[str, SiteError]] = []
+    for store in stores:
+        found: list[str] = []
+        failed: dict[str, SiteError] = {}
+        try:
+            for part in parts:
+                try:
+                    select(store, [part.removeprefix(NOT)])
+                    found.append(part)
+                except SiteError as unmatched:
+                    failed[part] = unmatched
+        except MissingInput as lacking:
+            left_out[store.label] = lacking
+            continue
+        able.append(store)
+        matching.append(found)
+        errors.append(failed)
+    if not able:
+        raise next(iter(left_out.values()))
+    for store, found, failed in zip(able, matching, errors, strict=True):
+        for part, error in failed.items():
+            alone = all(other.startswith(NOT) for other in found)
+            if alone or not any(part in others for others in matching):
+                raise error
+        if failed:
+            log.info("%s: no site matches %s", store.label, ", ".join(failed))
+    for reason in left_out.values():
+        log.warning("left out: %s", reason)
+    return Selection(
+        [(store, select(store, found)) for store, found in zip(able, matching, strict=True)],
+        {label: str(reason) for label, reason in left_out.items()},
+    )
