@@ -20,6 +20,7 @@ from vitsee_core.device import precision_context
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.grams import GramProducts
 from vitsee_core.extraction.holding import GramRoute, make_room
+from vitsee_core.extraction.owners import only_writer
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabBuffers, SlabObserver, check_peaks, to_store
@@ -33,7 +34,8 @@ T = TypeVar("T")
 
 
 class SlabLoop:
-    """Makes and commits slabs; `written`, `clock` and `unreadable` say what was done."""
+    """Makes and commits slabs; `written`, `clock`, `unreadable` and `overtaken` (slabs that another
+    process committed meanwhile) say what was done."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class SlabLoop:
         self.prepared, self.writer, self.route, self.erf = prepared, writer, route, erf
         self.provenance, self.clock = provenance, Clock()
         self.written = 0
+        self.overtaken: list[int] = []
         self.unreadable: list[tuple[int, str, str]] = []
         self._free: queue.SimpleQueue[SlabBuffers] = queue.SimpleQueue()
         self._free_held: queue.SimpleQueue[dict[str, torch.Tensor]] = queue.SimpleQueue()
@@ -178,7 +181,10 @@ class SlabLoop:
             self._free_held.put(buffers.held)
         began = time.perf_counter()
         slab = to_store(buffers, sums, n, plan) | fields
-        size = self.writer.write_slab(k, slab, self.provenance)
+        with only_writer(self.writer.path, k):
+            size = self.writer.write_slab(k, slab, self.provenance)
+        if not size:
+            self.overtaken.append(k)
         self.clock.add("writing", time.perf_counter() - began)
         self.written += size
         self.progress.advance(0, size)

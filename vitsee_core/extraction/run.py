@@ -21,6 +21,7 @@ from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.holding import GramRoute, choose_route, no_room
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.owners import without_writer
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.prepare import Prepared, prepare
 from vitsee_core.extraction.same_images import check_same_images
@@ -166,7 +167,8 @@ def fill(
     committed = writer.committed()
     mine = shard.slabs(writer.n_slabs)
     todo = [k for k in mine if not committed[k]]
-    writer.sweep(todo)
+    with without_writer(writer.path, todo) as free:
+        writer.sweep(free)
     spans = [plan.rows(k) for k in todo]
     total = sum(span.stop - span.start for span in spans)
     if not todo:
@@ -212,6 +214,11 @@ def fill(
         raise Interrupted(
             f"stopped by {stop.signal_name} with {int(committed.sum())} of {writer.n_slabs} slabs "
             "committed; repeat the command to resume"
+        )
+    if job.overtaken:
+        log.info(
+            "%s of %d had been committed by another process meanwhile (give each its own --shard)",
+            *(counted(len(job.overtaken), "slabs"), len(todo)),
         )
     return Outcome(False, total, job.written, seconds, job.clock.seconds, job.unreadable)
 

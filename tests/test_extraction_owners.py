@@ -1,0 +1,113 @@
+"""Several processes at the same slabs, by mistake or beside a dying one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.extractions import VIT, array_bytes, extracted, plant_images, start
+from vitsee_core.extraction import owners
+from vitsee_core.extraction.owners import only_writer, without_writer
+from vitsee_stores import StoreWriter, open_store
+
+N, SLAB = 16, 2
+
+
+def options(data: Path, path: Path, batch_size: int = 2) -> list[object]:
+    return [*VIT, "--data", data, "-o", path, "--slab", SLAB, "--batch-size", batch_size]
+
+
+def test_two_processes_without_shards_end_well(tmp_path: Path) -> None:
+    """Their batch sizes differ, and so would their numbers' last bits: every slab is of one."""
+    data = plant_images(tmp_path / "data", N)
+    wholes = [tmp_path / f"whole{size}.zarr" for size in (1, 2)]
+    for size, whole in enumerate(wholes, 1):
+        extracted(*options(data, whole, size))
+    path = tmp_path / "store.zarr"
+    both = [start(*options(data, path, size)) for size in (1, 2)]
+    said = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert open_store(path).complete
+    found = array_bytes(path)
+    expected = [array_bytes(whole) for whole in wholes]
+    for k in range(N // SLAB):
+        chunks = {name for name in found if name.split("/c.")[1].split(".")[0] == str(k)}
+        assert any(all(found[c] == one[c] for c in chunks) for one in expected), k
+    assert not list(path.rglob("*.partial"))
+    assert not list(tmp_path.glob(".store*"))
+
+
+def test_a_slab_that_another_committed_meanwhile_is_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, path = plant_images(tmp_path / "data", 8), tmp_path / "store.zarr"
+    write = StoreWriter.write_slab
+
+    def overtaken(writer: StoreWriter, k: int, *args: Any) -> int:
+        if k == 1:
+            monkeypatch.setattr(StoreWriter, "write_slab", write)
+            write(writer, k, *args)
+        return write(writer, k, *args)
+
+    monkeypatch.setattr(StoreWriter, "write_slab", overtaken)
+    said = extracted(*options(data, path)).stderr
+    assert "1 slab of 4 had been committed by another process meanwhile" in said
+    assert open_store(path).complete
+
+
+HOLD = """
+import importlib.util, pathlib, sys, time
+spec = importlib.util.spec_from_file_location("owners", sys.argv[1])  # without torch
+owners = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(owners)
+store = pathlib.Path(sys.argv[2])
+with owners.only_writer(store, int(sys.argv[3])):
+    print("held", flush=True)
+    sys.stdin.readline()
+    time.sleep(0.2)
+    (store / "done").write_text("")
+"""
+
+
+def hold(store: Path, slab: int) -> subprocess.Popen[str]:
+    """A process that writes this slab until it is written to."""
+    (store / "commits").mkdir()
+    (store / "commits" / "zarr.json").write_text("{}")
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, owners.__file__, str(store), str(slab)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout is not None and other.stdout.readline() == "held\n"
+    return other
+
+
+def test_a_slab_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    other = hold(tmp_path, 3)
+    with without_writer(tmp_path, [2, 3, 4]) as free:
+        assert free == [2, 4]
+    assert other.stdin is not None
+    with only_writer(tmp_path, 2):  # another slab: no waiting
+        other.stdin.write("go on\n")
+        other.stdin.flush()
+    with only_writer(tmp_path, 3):
+        assert (tmp_path / "done").exists()
+    other.communicate()
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    other = hold(tmp_path, 0)
+    other.kill()
+    other.communicate()
+    with without_writer(tmp_path, [0]) as free:
+        assert free == [0]
+
+
+def test_a_store_that_cannot_be_locked_is_written_all_the_same(tmp_path: Path) -> None:
+    with without_writer(tmp_path / "none", [0, 1]) as free, only_writer(tmp_path / "none", 0):
+        assert free == [0, 1]

@@ -1,0 +1,62 @@
+"""Two processes at one slab: without --shard, or a requeued job beside its dying self.
+
+Each slab's chunks have to be of one process, since another batch size or device rounds otherwise,
+and the commit marker seals them together. So a slab is written under a lock that the system frees
+with its process; whoever comes second finds it committed and goes on. Where the file system knows
+no locks there are none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # no POSIX
+    fcntl = None  # type: ignore[assignment]
+
+
+@contextmanager
+def only_writer(store: Path, slab: int) -> Iterator[None]:
+    """While entered no other process writes this slab; waits for one that does. Threads of one
+    process do not exclude each other."""
+    with _locked(store, [slab], wait=True):
+        yield
+
+
+@contextmanager
+def without_writer(store: Path, slabs: Sequence[int]) -> Iterator[list[int]]:
+    """Those of the slabs that no other process is writing, nor will while entered: what partial
+    files they have were left by the dead."""
+    with _locked(store, slabs, wait=False) as free:
+        yield free
+
+
+@contextmanager
+def _locked(store: Path, slabs: Sequence[int], wait: bool) -> Iterator[list[int]]:
+    """Locks on the slab-th bytes of a file that is there anyway; the slabs that no other holds."""
+    try:
+        descriptor = os.open(store / "commits" / "zarr.json", os.O_RDWR)
+    except OSError:  # the writer itself says what is wrong with the store
+        yield list(slabs)
+        return
+    try:
+        yield [slab for slab in slabs if _lock(descriptor, slab, wait)]
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, byte: int, wait: bool) -> bool:
+    """False where another process holds it."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # no locks here
+        return True
+    return True
