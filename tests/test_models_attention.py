@@ -284,3 +284,29 @@ def test_another_shape_while_running_stops() -> None:
     capture = Capture(model, table, sites=(), attention=table.attention)
     with torch.no_grad(), capture, wrong:
         capture.run(torch.randn(1, 3, 48, 48), Keeper())
+
+
+@pytest.mark.parametrize("gain", [1.0, 3.0])
+def test_scores_are_those_of_a_kernel_under_autocast(gain: float) -> None:
+    """Queries and keys that leave a normalisation in float32 reach the kernel in half precision."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 50, 32, generator=generator) for _ in range(3))
+    q, k = gain * q, gain * k
+    mask = torch.randn(50, 50, generator=generator)
+
+    def attend() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    (event,) = seen(attend)
+    assert isinstance(event.call, KernelCall)
+    found = event.call.scores(slice(0, 2))
+    half = [x.bfloat16().double() for x in (q, k, mask)]
+    want = half[0] @ half[1].transpose(2, 3) * 32**-0.5 + half[2]
+    # Sums of 32 products in float32; unrounded factors are 2^-8 away.
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
+    output = event.call.heads_output()
+    assert output is not None
+    again = torch.softmax(found, -1) @ event.call.value.float()
+    # What is left is the rounding of weights and output: half of 2^-8 each.
+    assert float((again - output.float()).abs().max() / output.float().abs().max()) < 8e-3

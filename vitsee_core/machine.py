@@ -28,6 +28,18 @@ def memory_bytes() -> int:
     return total
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch says that a device or the host has no memory left; torch has
+    several ways of saying so, told apart here without importing it."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in text
+        or "CUDA error: out of memory" in text
+    )
+
+
 def free_disk_bytes(path: Path) -> int:
     """Free bytes on the file system that `path` is on or would be created on."""
     folder = path.absolute()

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from vitsee_cli import commands, console, options, signals
+from vitsee_core.machine import is_out_of_memory
 from vitsee_stores.errors import VitseeError
 
 # Conditions of a path or a disk that the user named; any other OSError keeps its traceback.
@@ -134,8 +135,7 @@ def _one_line(error: Exception) -> str | None:
         return f"{where}{(error.strerror or text).lower()}"
     if isinstance(error, MemoryError):
         return "out of memory; give it more, or use less: --memory, --batch-size, --slab, --jobs"
-    # torch's two ways of being out of memory, told apart without importing it.
-    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
+    if is_out_of_memory(error):
         return "out of memory on the device; use a smaller --batch-size or another --device"
     return None
 

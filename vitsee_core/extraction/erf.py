@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitsee_core.device import precision_context
 from vitsee_core.images import normalise
-from vitsee_core.machine import human_bytes, memory_bytes
+from vitsee_core.machine import human_bytes, is_out_of_memory, memory_bytes
 from vitsee_core.models.capture import Capture
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import ErfPlan, SiteSpec, StorePlan
@@ -115,22 +115,28 @@ class ErfPasses:
         try:
             return self._probe(pixels)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             # Not every fused kernel has a backward pass on every device.
             log.debug("receptive fields with plain attention: %s", error)
         self.plain_attention = True
         try:
             return self._probe(pixels)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             text = " ".join(str(error).split()).rstrip(".")[:300]
             raise VitseeError(
                 f"--erf cannot be served: {self._model.name} has no backward pass here: {text}"
             ) from None
 
     def _probe(self, pixels: Tensor) -> ErfCost:
-        began = time.perf_counter()
-        found = self.fields(pixels)
-        left_out = {name: why for name, field in found.items() if (why := _refusal(field))}
-        seconds = (time.perf_counter() - began) / len(pixels)
+        # The first pass on a GPU starts its libraries, which takes longer than any pass.
+        for _ in range(1 if self._device.type == "cpu" else 2):
+            began = time.perf_counter()
+            found = self.fields(pixels)
+            left_out = {name: why for name, field in found.items() if (why := _refusal(field))}
+            seconds = (time.perf_counter() - began) / len(pixels)
         kept: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:

@@ -174,7 +174,8 @@ class SlabLoop:
         plan = self.prepared.plan
         rows = plan.rows(k)
         n, where = rows.stop - rows.start, f"images {rows.start} to {rows.stop - 1}"
-        check_peaks(peaks, self.prepared.captured, where, self.route.holds)
+        precision = self.prepared.precision
+        check_peaks(peaks, self.prepared.captured, where, self.route.holds, precision)
         if self.route.holds and self.prepared.device.type != "cuda":
             with self.clock("grams"):
                 sums = sums | buffers.grams(self._products, plan, n)

@@ -250,10 +250,14 @@ class SlabObserver:
 
 
 def check_peaks(
-    peaks: Mapping[str, Tensor], sites: Sequence[SiteSpec], where: str, held: bool = False
+    peaks: Mapping[str, Tensor],
+    sites: Sequence[SiteSpec],
+    where: str,
+    held: bool = False,
+    precision: str = "fp32",
 ) -> None:
     """Stop at the first site whose values did not fit; `held`: sites kept pooled are held in
-    their type for their Gram matrices.
+    their type for their Gram matrices; `precision`: what the model ran in.
 
     Raises:
         Overflow: names the site, its largest |x| and the option that keeps it.
@@ -265,7 +269,10 @@ def check_peaks(
         kept = site.kind != "vector" and (site.tokens == "all" or held)
         stored_half = kept and site.dtype == "float16"
         if not np.isfinite(peak):
-            raise Overflow(f"{site.name} holds {peak} in {where}: the model's own output is broken")
+            way_on = "; try --precision bf16 or fp32" if precision == "fp16" else ""
+            raise Overflow(
+                f"{site.name} holds {peak} in {where}: the model's own output is broken{way_on}"
+            )
         if stored_half and peak > FLOAT16_MAX:
             way_on = "" if site.tokens == "all" else ", or go on with whole slabs as --batch-size"
             raise Overflow(

@@ -45,6 +45,10 @@ class AttentionCall(ABC):
         """What the model itself made of it: (images, heads, tokens, head dim)."""
 
 
+def _rounded(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
 def _repeated(x: Tensor, n_heads: int) -> Tensor:
     return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
@@ -179,6 +183,10 @@ class AttentionWatch(TorchFunctionMode):
 
     def _kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         arguments = dict(zip(_KERNEL_ARGS, args, strict=False)) | kwargs
+        if result.dtype != arguments["query"].dtype:
+            # Autocast stands between what is seen here and the kernel: queries and keys that left
+            # a normalisation in single precision were rounded to the type that the result has.
+            arguments = {name: _rounded(x, result.dtype) for name, x in arguments.items()}
         query, key = arguments["query"], arguments["key"]
         call = KernelCall(arguments, result) if query.ndim == 4 else None
         self.sink(AttentionEvent(tuple(query.shape[:-1]), key.shape[-2], call=call))

@@ -1,0 +1,83 @@
+"""What only happens beside a GPU: memory that runs out, first passes that take long, halves."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models_helpers import images, small
+from vitsee_core.extraction.erf import ErfPasses
+from vitsee_core.extraction.slab import Overflow, check_peaks
+from vitsee_core.machine import is_out_of_memory
+from vitsee_core.models import site_table
+from vitsee_stores.layout import SiteSpec
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"), True),
+        (MemoryError(), True),
+        (RuntimeError("derivative for aten::_fused is not implemented"), False),
+    ],
+)
+def test_the_ways_of_being_out_of_memory(error: BaseException, told: bool) -> None:
+    assert is_out_of_memory(error) == told
+
+
+def passes_of_a_vit() -> tuple[ErfPasses, Tensor]:
+    model = small("test_vit", (32, 48), patch_size=8)
+    table = site_table(model)
+    return ErfPasses(model, table, [table["blocks.0.out"]], CPU), images(model, 2)
+
+
+def test_no_memory_for_a_field_is_not_the_models_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, x = passes_of_a_vit()
+    tried = []
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        tried.append(args)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.autograd, "grad", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        passes.probe(x)
+    assert len(tried) == 1 and not passes.plain_attention  # which would take more memory
+
+
+def test_the_cost_of_fields_leaves_out_what_the_first_pass_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes, x = passes_of_a_vit()
+    fields, clock = passes.fields, [0.0]
+    calls: list[int] = []
+
+    def slow_at_first(pixels: Tensor) -> Any:
+        clock[0] += 0.5 if calls else 100.0
+        calls.append(len(pixels))
+        return fields(pixels)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(passes, "fields", slow_at_first)
+    assert passes.probe(x).seconds == 50.0  # of one image
+    calls.clear()
+    passes._device = CUDA
+    assert passes.probe(x).seconds == 0.25
+    assert calls == [2, 2]
+
+
+def test_an_output_that_is_not_finite_names_what_else_to_try() -> None:
+    sites = [SiteSpec("embed", "", None, (), "rows", 4, (2, 4), None, 0, 0.0)]
+    peaks = {"embed": torch.tensor(float("inf"))}
+    with pytest.raises(Overflow, match="try --precision bf16 or fp32"):
+        check_peaks(peaks, sites, "images 0 to 3", precision="fp16")
+    with pytest.raises(Overflow, match=r"the model's own output is broken$"):
+        check_peaks(peaks, sites, "images 0 to 3", precision="bf16")
