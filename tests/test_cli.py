@@ -130,7 +130,7 @@ def test_head_ends_quietly(tmp_path: Path) -> None:
 
 def shell(command: str, store: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A line of bash in which `vitsee` is this one and $S the store; its status is the result's."""
-    script = f'vitsee() {{ "{sys.executable}" -m vitsee_cli.main "$@"; }}; {command}'
+    script = f'vitsee() {{ "{sys.executable}" -m vitsee_cli "$@"; }}; {command}'
     return subprocess.run(
         ["bash", "-c", script],
         capture_output=True,

@@ -175,7 +175,3 @@ def main() -> None:
     Exit codes: 0 done; 1 wrong input or damaged data; 2 wrong option;
     75 stopped by a signal, the same command goes on where it was.
     """
-
-
-if __name__ == "__main__":
-    main()
