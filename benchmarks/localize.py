@@ -64,6 +64,7 @@ def make(folder: Path, images: int, dim: int) -> Store:
             "valid": np.ones(n, np.uint8),
             "n_valid": np.array(n),
             "hash": np.arange(rows.start, rows.stop, dtype=np.uint64),
+            "size": np.zeros((n, 2), np.int32),
             "input": pixels,
             f"pooled/{SITE}/mean": tokens.mean(1, dtype=np.float32),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,12 @@ from vitsee_core.analyses import localize
 from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, SUMMARIES, plot, run
 from vitsee_core.figures import location_maps
 from vitsee_core.results import Table
-from vitsee_core.similarity import Estimator, GramOptions, Hsic, Representation, hsic
+from vitsee_core.similarity import Estimator, GramOptions, Hsic, Representation, cost, hsic
 from vitsee_core.similarity import on_the_fly as engine
 from vitsee_core.similarity.localisation import own_patch
 from vitsee_core.similarity.on_the_fly import hsic_on_the_fly
 from vitsee_core.similarity.patch_pixels import PatchPixels
+from vitsee_core.similarity.site_maps import SiteMaps
 from vitsee_core.similarity.token_stack import ClassToken, GridTokens
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores import Store, StoreWriter, open_store
@@ -131,6 +133,8 @@ def slab_arrays(
             out[path] = np.asarray(keep.sum(), np.int64)
         elif path == "hash":
             out[path] = np.arange(rows.start, rows.stop, dtype=np.uint64)
+        elif path == "size":
+            out[path] = np.zeros((len(keep), 2), np.int32)
         elif path == "input":
             assert pixels is not None
             out[path] = pixels[rows]
@@ -491,6 +495,43 @@ def test_too_little_memory(store: Store) -> None:
         run(store, tokens=["0,0"], memory=50_000)
     with pytest.raises(VitseeError, match=r"maps of 6 tokens .* choose some with --tokens ROW,COL"):
         run(store, memory=6_000)
+
+
+def test_the_cost_is_said_before_the_work(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run(store)
+    assert "multiplications" not in caplog.text  # done in no time
+    monkeypatch.setattr(cost, "cpu_rate", lambda: 100.0)
+    monkeypatch.setattr(cost, "n_lanes", lambda: 2)
+
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vitsee_core.analyses.localize.input_pixels", stop)
+    for n in (30, 15):
+        with pytest.raises(KeyboardInterrupt):
+            run(store, images=n)
+    # 6 tokens of 4 channels, 6 patches of 12 pixels, 36 pairs; 60 of them a second
+    widths = sum(s.n_matrices * s.n_features for s in counted(store))
+    times = [n * (n + 1) / 2 * (widths + 36) for n in (30, 15)]
+    for n, count in zip((30, 15), times, strict=True):
+        assert f"{count:.1e} multiplications for {n} images, about" in caplog.text
+    assert cost.rough_time(times[0] / 60) in caplog.text and "on 2 cores" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"), [(0.2, "1 s"), (89, "89 s"), (600, "10 min"), (9000, "2.5 h")]
+)
+def test_rough_times(seconds: float, says: str) -> None:
+    assert cost.rough_time(seconds) == f"about {says}"
+
+
+def counted(store: Store) -> list[Any]:
+    """The stacks that `run` compares by default."""
+    (work,) = SiteMaps(store, store.select(["blocks"])[-1:], ("each",), None).sites
+    return [*work.stacks, PatchPixels(store, store.inputs(), work.layout)]
 
 
 # Spread

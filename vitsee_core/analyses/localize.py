@@ -26,6 +26,10 @@ Of a grid token the own patch is the one in its place. Summaries compare it with
 - `own_top1`, of a site: the fraction of tokens whose own patch ranks first, beside what chance
   gives. Tokens without a value, and grids of a single patch, count nowhere.
 
+Cost: n (n + 1) (channels of all tokens + pixels of all patches + tokens x patches)
+multiplications for n images, four times as many for twice the images; said before the work where
+it takes more than seconds.
+
 A location of a CNN need not look at the middle of its cell: each padded convolution of stride 2
 shifts it by half a pixel of its input, a ResNet's stem by almost half a cell up and left, so that
 the own patch may come second to a neighbour although the location is sharp; `peak_distance_px`
@@ -159,6 +163,7 @@ def run(
         of_store = how
         if how.kind == "minibatch":  # what there is fewer of is said once, not for each grid
             of_store = Estimator("minibatch", *batch_sizes(how, len(counted)))
+        work.say_cost(len(counted))
         pixels = input_pixels(work.store, counted, data, progress)
         for maps in work.maps(pixels, counted, of_store, seed, device, budget, progress):
             tables.append(_table(maps, work.store, summary))

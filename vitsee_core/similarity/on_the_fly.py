@@ -39,6 +39,7 @@ from vitsee_stores.errors import VitseeError
 LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 1024, 256, 32
 TILES_ALONG = 6  # a square on the diagonal is multiplied whole: few large ones waste work
 Work = Callable[..., list[Hsic]]
+Shape = tuple[int, int]
 
 
 def hsic_on_the_fly(
@@ -72,7 +73,7 @@ def hsic_on_the_fly(
         VitseeError: too few images for a batch, too little memory, or a device without float64.
     """
     n = len(images)
-    device = choose_device(device, multiplications(rows, cols, n))
+    device = choose_device(device, multiplications(shapes(rows), shapes(cols), n))
     backend = arithmetic(device)
     memory = min(memory, backend.free_bytes() or memory)
     if estimator.kind == "minibatch":
@@ -106,11 +107,16 @@ def hsic_on_the_fly(
     )
 
 
-def multiplications(rows: Sequence[Stack], cols: Sequence[Stack], n: int) -> float:
+def multiplications(rows: Sequence[Shape], cols: Sequence[Shape], n: int) -> float:
     """Of n images: a triangle of each Gram matrix, and the product of all pairs of them."""
-    widths = sum(stack.n_matrices * stack.n_features for stack in (*rows, *cols))
-    pairs = sum(s.n_matrices for s in rows) * sum(s.n_matrices for s in cols)
+    widths = sum(count * width for count, width in (*rows, *cols))
+    pairs = sum(count for count, _ in rows) * sum(count for count, _ in cols)
     return n * (n + 1) / 2 * (widths + pairs)
+
+
+def shapes(stacks: Sequence[Stack]) -> list[Shape]:
+    """Of each stack, how many matrices of how many features."""
+    return [(stack.n_matrices, stack.n_features) for stack in stacks]
 
 
 def _minibatch(

@@ -50,7 +50,7 @@ class PatchPixels:
         self.store, self.pixels, self.layout = store, pixels, layout
         self.cells = np.arange(layout.n_body) if cells is None else cells
         self.bounds = cell_edges(layout, pixels.shape[2:])
-        self.shape = (pixels.shape[1], *(int(np.diff(edges).max()) for edges in self.bounds))
+        self.shape = patch_shape(layout, pixels.shape[1:])
 
     @property
     def n_matrices(self) -> int:
@@ -79,6 +79,21 @@ class PatchPixels:
             )
             out[k, :, :, : y1 - y0, : x1 - x0] = images[:, :, y0:y1, x0:x1]
         return out.reshape(self.n_matrices, len(images), -1).swapaxes(0, 1)
+
+
+def patch_shape(layout: TokenLayout, pixels: tuple[int, ...]) -> tuple[int, ...]:
+    """(channels, rows, cols) of the largest patch, of pixels (channels, height, width)."""
+    edges = cell_edges(layout, pixels[1:])
+    return (pixels[0], *(int(np.diff(along).max()) for along in edges))
+
+
+def pixels_shape(store: Store) -> tuple[int, ...] | None:
+    """(channels, height, width) of what the model saw, as `input_pixels` will give it; None where
+    the store does not say it."""
+    if store.has("input"):
+        return store.inputs().shape[1:]
+    size = store.manifest.transform.get("input_size")
+    return None if size is None else tuple(int(n) for n in size)
 
 
 def input_pixels(

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import Progress
 from vitsee_core.similarity import Estimator, Hsic
+from vitsee_core.similarity.cost import say_cost
 from vitsee_core.similarity.localisation import Maps
-from vitsee_core.similarity.on_the_fly import hsic_on_the_fly
-from vitsee_core.similarity.patch_pixels import PatchPixels
+from vitsee_core.similarity.on_the_fly import hsic_on_the_fly, multiplications, shapes
+from vitsee_core.similarity.patch_pixels import PatchPixels, patch_shape, pixels_shape
 from vitsee_core.similarity.stacks import Stack
 from vitsee_core.similarity.token_stack import ClassToken, GridTokens
 from vitsee_stores.errors import SiteError, VitseeError
@@ -52,6 +53,27 @@ class SiteMaps:
         words = [word for word in tokens if word != "cls"] if summary else list(tokens)
         self.store = store
         self.sites = [_tokens(store, site, words) for site in _with_grid(store, sites)]
+
+    def say_cost(self, n_images: int) -> None:
+        """Log how long `maps` will take."""
+        pixels, total = pixels_shape(self.store), 0.0
+        if pixels is None:
+            return
+        for sites in self._alike():
+            layout = sites[0].layout
+            tokens = shapes([stack for site in sites for stack in site.stacks])
+            patches = layout.n_body, math.prod(patch_shape(layout, pixels))
+            total += multiplications(tokens, [patches], n_images)
+        say_cost(self.store.label, n_images, total)
+
+    def _alike(self) -> list[list[_Tokens]]:
+        """The sites, by their patches."""
+        groups: dict[Any, list[_Tokens]] = {}
+        for site in self.sites:
+            layout = site.layout
+            key = layout.grid, layout.stride_px, layout.offset_px
+            groups.setdefault(key, []).append(site)
+        return list(groups.values())
 
     def maps(
         self,
@@ -95,23 +117,23 @@ class SiteMaps:
             VitseeError: one site's maps are too large.
         """
         copies = 3 * 21 if how.kind != "minibatch" else 3 * ((how.repeats or 20) + 1)
-        groups: dict[Any, list[list[_Tokens]]] = {}
-        for site in self.sites:
-            size = 8 * copies * len(site.names) * site.layout.n_body
-            if size > memory // 4:
-                raise VitseeError(
-                    f"{self.store.label}: the maps of {len(site.names)} tokens of {site.site.name} "
-                    f"take {human_bytes(size)}; choose some with --tokens ROW,COL, or give "
-                    f"--memory {math.ceil(4 * size / 1e6)}M"
-                )
-            lists = groups.setdefault(
-                (site.layout.grid, site.layout.stride_px, site.layout.offset_px), [[]]
-            )
-            sizes = [8 * copies * len(s.names) * s.layout.n_body for s in lists[-1]]
-            if sum(sizes) + size > memory // 4:
-                lists.append([])
-            lists[-1].append(site)
-        return [sites for lists in groups.values() for sites in lists]
+        together: list[list[_Tokens]] = []
+        for alike in self._alike():
+            left = 0
+            for site in alike:
+                size = 8 * copies * len(site.names) * site.layout.n_body
+                if size > memory // 4:
+                    raise VitseeError(
+                        f"{self.store.label}: the maps of {len(site.names)} tokens of "
+                        f"{site.site.name} take {human_bytes(size)}; choose some with --tokens "
+                        f"ROW,COL, or give --memory {math.ceil(4 * size / 1e6)}M"
+                    )
+                if size > left:
+                    together.append([])
+                    left = memory // 4
+                together[-1].append(site)
+                left -= size
+        return together
 
 
 def _tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> _Tokens:
