@@ -18,6 +18,7 @@ from vitsee_cli.main import main
 from vitsee_core.analyses.best_layer import plot, read, run, tasks
 from vitsee_core.figures.depth_curves import curve_numbers, draw_depth_curves, site_kind
 from vitsee_core.figures.redundancy import to_last
+from vitsee_core.metrics import direction
 from vitsee_core.plotting import colour, new_figure
 from vitsee_core.result_files import read_result
 from vitsee_core.results import Table
@@ -421,3 +422,108 @@ def test_importing_these_analyses_imports_nothing_heavy() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ---------------------------------------------------------------- which side is better
+
+
+@pytest.mark.parametrize(
+    ("metric", "side"),
+    [
+        *((m, "higher") for m in ("top1", "top5", "top1_class", "purity", "nmi", "ari", "iou")),
+        *((m, "higher") for m in ("map", "map_hard", "map@100", "map@100_public", "mp@10_easy")),
+        *((m, "higher") for m in ("pck@0.1", "pck_point@0.05", "pck_image@1e-2", "jf", "j_recall")),
+        *((m, "higher") for m in ("segment_ari", "lens_top1", "lens_agreement")),
+        *((m, "lower") for m in ("lens_rank", "j_decay", "f_decay")),
+        *((m, "none") for m in ("distance_px", "norm_ratio", "cka", "mutual_knn", "alpha")),
+        *((m, "none") for m in ("top", "maps", "map@", "purity_", "radius50_px", "", "rankme")),
+    ],
+)
+def test_directions(metric: str, side: str) -> None:
+    assert direction(metric) == side
+
+
+def test_the_smallest_where_lower_is_better(tmp_path: Path) -> None:
+    rows = scores([3.0, 1.5, 2.0, 1.5], metric="lens_rank", baseline="")
+    file = write(tmp_path / "lens.csv", rows, "lens")
+    table = run(read([file]))
+    assert table["site"].tolist() == ["blocks.0.out"] and table["value"].tolist() == [1.5]
+    assert table["ties"].tolist() == ["blocks.2.out"]
+    assert table["n_overlap"].tolist() == [1]  # 1.5 -+ 0.1 of the last; 2.0 is far
+    drawn = plot(table, read([file]))
+    star = next(line for line in drawn.axes[0].lines if line.get_marker() == "*")
+    assert np.asarray(star.get_ydata()).tolist() == [1.5]
+
+
+def test_what_has_no_better_side_is_left_out_and_named(tmp_path: Path) -> None:
+    px = write(tmp_path / "px.csv", scores([9, 8, 7], metric="distance_px"), "attn-dist")
+    knn = write(tmp_path / "knn.csv", scores([0.1, 0.4, 0.3]), "knn")
+    table = run(read([px, knn]))
+    assert table["task"].tolist() == ["knn top1"]
+    said = "left out, as neither side is better: distance_px"
+    assert table.notes["remarks"][0] == said
+    with pytest.raises(VitseeError, match="no layer is the best by distance_px: neither a higher"):
+        run(read([px, knn]), ["distance_px"])
+    with pytest.raises(VitseeError, match=r"no result has a metric of which one side .*distance"):
+        run(read([px]))
+
+
+def test_ties_overlaps_and_gaps_are_said(tmp_path: Path) -> None:
+    # intervals are -+ 0.1: of the best at 0.8, 0.62 overlaps and 0.5 does not
+    rows = scores([0.62, 0.8, 0.5, 0.8], baseline="") + [
+        row | {"head": 3} for row in scores([math.nan], baseline="")
+    ]
+    table = run(read([write(tmp_path / "r.csv", rows, "knn")]))
+    assert table["site"].tolist() == ["blocks.0.out"]
+    assert table["ties"].tolist() == ["blocks.2.out"]
+    assert table["n_overlap"].tolist() == [2]
+    assert table["n_layers"].tolist() == [4]
+    assert table.notes["remarks"] == [
+        "knn top1, vit: 1 of 5 rows have no value",
+        "knn top1, vit: blocks.0.out is the first of equal ones: blocks.2.out",
+        "knn top1, vit: the intervals of 2 of the other 3 layers overlap that of blocks.0.out",
+    ]
+
+
+def test_equal_heads_of_one_layer_are_told_apart(tmp_path: Path) -> None:
+    rows = [row | {"head": h, "baseline": ""} for h in (0, 1) for row in scores([0.3, 0.7])]
+    table = run(read([write(tmp_path / "r.csv", rows, "saliency")]))
+    assert (table["site"][0], table["head"][0]) == ("blocks.0.out", 0)
+    assert table["ties"].tolist() == ["blocks.0.out head 1"]
+    assert table["n_overlap"].tolist() == [0]
+
+
+@pytest.mark.parametrize("part", ["group", "query", "video", "object", "segment"])
+def test_rows_about_a_part_of_the_images_are_left_out(tmp_path: Path, part: str) -> None:
+    rows = [row | {part: ""} for row in scores([0.3, 0.2], metric="map")]
+    rows += [row | {part: "one"} for row in scores([0.1, 0.9], metric="map")]
+    table = run(read([write(tmp_path / "r.csv", rows, "retrieve")]))
+    assert table["value"].tolist() == [0.3]
+    with pytest.raises(VitseeError, match="no result has rows about whole layers"):
+        run(read([write(tmp_path / "s.csv", rows[2:], "retrieve")]))
+
+
+def test_saliency_s_baselines_stand_beside_each_token(tmp_path: Path) -> None:
+    rows = [
+        row | {"token": token, "head": 0, "best": "head", "baseline": ""}
+        for token in ("cls", "mean")
+        for row in scores([0.3, 0.4], metric="iou")
+    ]
+    rows += [
+        row | {"token": "", "head": None, "best": "", "baseline": "random"}
+        for row in scores([0.2, 0.2], metric="iou")
+    ]
+    rows += [
+        row | {"token": "cls", "head": None, "best": "image", "baseline": ""}
+        for row in scores([0.9, 0.9], metric="iou")
+    ]
+    files = read([write(tmp_path / "iou.csv", rows, "saliency")])
+    table = run(files)
+    assert (
+        table["task"].tolist()
+        == ["saliency iou, token = cls"] * 2 + ["saliency iou, token = mean"] * 2
+    )
+    assert table["baseline"].tolist() == ["", "random"] * 2
+    assert table["value"].tolist() == [0.4, 0.2] * 2  # never the images' own best heads
+    titles = [axes.get_title() or axes.get_title(loc="left") for axes in plot(table, files).axes]
+    assert sum("saliency" in title for title in titles) == 2

@@ -2,11 +2,14 @@
 
 A task is a metric of the result files: the command that wrote it, the metric, and where the file
 has them k, shots, class and (where it compares several) the token that stands for an image and the
-l2. For each task and store the row with the largest value is taken; of equal ones the first, which
-is the lower layer. Layers are named by their site and counted from 0 as in the results (the
-paper's tables count from 1). Choosing the best of many layers on the images that are reported
-favours all models alike, but the value is higher than a layer chosen elsewhere would get; no l2 is
-chosen so.
+l2. For each task and store the best row is taken: the one with the largest value, or the smallest
+where lower is better (`metrics.direction`); metrics without a better side are left out. Of equal
+ones it is the first, which is the lower layer, and the others are named; so is the number of layers
+whose interval overlaps the best one's. Layers are named by their site and counted from 0 as in the
+results (the paper's tables count from 1). Choosing the best of many layers on the images that are
+reported favours all models alike, but the value is higher than a layer chosen elsewhere would get;
+no l2 is chosen so. Rows about one query, video, object, segment or group of images are no scores of
+a layer and are left out, as are those of each image's best head.
 
 The figure shows the curves that were compared. Where a CKA self-comparison is among the files it
 also shows the CKA of each layer with the last one beside the tasks' scores: layers that resemble
@@ -15,7 +18,8 @@ the last one already know what it knows (Kornblith et al. 2019, their figure of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,46 +27,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.columns import SITE
-from vitsee_core.figures.depth_curves import (
-    BEST,
-    add_curve_legend,
-    curve_numbers,
-    draw_depth_curves,
-    site_kind,
-)
-from vitsee_core.figures.redundancy import PAIRS, draw_redundancy, to_last
-from vitsee_core.plotting import GREY, colour, new_figure, shorten, styled
+from vitsee_core.figures.best_layers import draw_best_layers
+from vitsee_core.figures.redundancy import PAIRS, to_last
+from vitsee_core.metrics import direction
+from vitsee_core.plotting import styled
 from vitsee_core.result_files import ResultFile, read_result
 from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
 
 RESULT = ("store", "site", "depth", "metric", "value")
 SETTINGS = ("k", "shots", "class")  # with the metric they make the task
 COLUMNS = (
     *(*SITE, "token", "row", "col", "head", "class"),
-    *("task", "k", "shots", "l2", "file"),
-    *("metric", "value", "std", "low", "high", "n_images", "n_layers", "baseline"),
+    *("task", "k", "shots", "l2", "ties", "file"),
+    *("metric", "value", "std", "low", "high", "n_images", "n_layers", "n_overlap", "baseline"),
 )
 OPTIONAL = frozenset(
     (
         *("model", "block", "token", "row", "col", "head"),
-        *(*SETTINGS, "l2", "std", "low", "high", "n_images"),
+        *(*SETTINGS, "l2", "ties", "std", "low", "high", "n_images", "n_overlap"),
     )
 )
 PLACE = (
     *("depth", "rel_depth", "head", "token", "row", "col", "l2"),
     *("std", "low", "high", "n_images"),
 )
-MADE = frozenset(("task", "n_layers"))
+MADE = frozenset(("task", "ties", "n_layers", "n_overlap"))
+# Columns whose rows are about a part of the images.
+PARTS = ("group", "query", "video", "object", "segment")
 RULE = (
-    "the largest value over sites (and heads, tokens), of equal ones the first; chosen on the "
-    "images that are reported"
+    "the largest value (the smallest where lower is better) over sites (and heads, tokens), of "
+    "equal ones the first; chosen on the images that are reported"
 )
-ACROSS = 3
 
 
 def read(paths: Sequence[str | Path]) -> list[ResultFile]:
@@ -102,28 +103,58 @@ def run(files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> Table:
     """One row a task, store and baseline: its best layer.
 
     Columns: those of `COLUMNS` that the files have; `value`, `std`, `low`, `high` of the chosen
-    row, `n_layers` the sites with a value, `baseline` empty in the models' rows. NaN and no site:
-    no site has a value.
+    row, `n_layers` the sites with a value, `ties` the others with the same value, `n_overlap` how
+    many other sites have an interval that overlaps the best one's, `baseline` empty in the models'
+    rows. NaN and no site: no site has a value.
 
     Args:
         files: from `read`.
-        metrics: only these; by default all, single classes' left out.
+        metrics: only these; by default all that have a better side, single classes' left out.
 
     Raises:
-        VitseeError: none of the files has such a metric.
+        VitseeError: none of the files has such a metric, or it has no better side.
     """
-    rows = [
-        _best(task, part)
-        for task, table in tasks(files, metrics).items()
-        for _, of_store in table.groups("store")
-        for _, part in of_store.groups("baseline")
-    ]
+    remarks = []
+    found = tasks(files, metrics)
+    if not metrics and (others := [m for m in _known(files) if direction(m) == "none"]):
+        remarks.append(f"left out, as neither side is better: {', '.join(others)}")
+    rows = []
+    for task, table in found.items():
+        for store, of_store in table.groups("store"):
+            for baseline, part in of_store.groups("baseline"):
+                row = _best(task, part)
+                rows.append(row)
+                if not _given(baseline):
+                    remarks += [f"{task}, {store}: {said}" for said in _remarks(row, part)]
+    for remark in remarks:
+        log.info("%s", remark)
     names = [
         name
         for name in COLUMNS
         if name not in OPTIONAL or any(_given(row.get(name)) for row in rows)
     ]
-    return Table.from_rows(rows, names, {"rule": RULE, "files": [str(f.path) for f in files]})
+    notes = {"rule": RULE, "remarks": remarks, "files": [str(f.path) for f in files]}
+    return Table.from_rows(rows, names, notes)
+
+
+def _known(files: Sequence[ResultFile]) -> list[str]:
+    """The metrics of the files."""
+    results = [file.table for file in files if not file.has(PAIRS)]
+    return list(dict.fromkeys(metric for table in results for metric in table.unique("metric")))
+
+
+def _remarks(row: dict[str, Any], rows: Table) -> Iterator[str]:
+    """What to say of one store's best layer."""
+    missing = int((~np.isfinite(rows["value"].astype(float))).sum())
+    if missing:
+        yield f"{missing} of {len(rows)} rows have no value"
+    if _given(row["ties"]):
+        yield f"{_place(row)} is the first of equal ones: {row['ties']}"
+    if row["n_overlap"]:
+        yield (
+            f"the intervals of {row['n_overlap']} of the other {row['n_layers'] - 1} layers "
+            f"overlap that of {row['site']}"
+        )
 
 
 def tasks(files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> dict[str, Table]:
@@ -131,33 +162,66 @@ def tasks(files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> dict[str,
 
     Where two files have the same task for the same store, the later one's is a task of its own.
     """
-    results = [file for file in files if not file.has(PAIRS)]
-    known = dict.fromkeys(m for file in results for m in file.table.unique("metric"))
+    known = _known(files)
     for metric in metrics:
         if metric not in known:
             raise VitseeError(f"no result has the metric {metric!r}; they have {', '.join(known)}")
+        if direction(metric) == "none":
+            raise VitseeError(
+                f"no layer is the best by {metric}: neither a higher nor a lower value is better"
+            )
+    if not any(direction(metric) != "none" for metric in known):
+        raise VitseeError(
+            "no result has a metric of which one side is better (accuracies, purity, iou, ...); "
+            f"they have {', '.join(known)}"
+        )
     parts: dict[str, list[Table]] = {}
-    for file in results:
+    for file in files:
+        if file.has(PAIRS):
+            continue
         table = _uniform(file)
         columns = [table[name].tolist() for name in ("metric", *SETTINGS)]
-        keys = list(zip(*columns, _poolings(table), _l2s(table), strict=True))
-        for key in dict.fromkeys(keys):
+        poolings, l2s = _poolings(table), _l2s(table)
+        keys = list(zip(*columns, poolings, l2s, strict=True))
+        # A baseline without a token is that of every token.
+        of_all = [
+            any(poolings) and not word and _given(baseline)
+            for word, baseline in zip(poolings, table["baseline"].tolist(), strict=True)
+        ]
+        for key in dict.fromkeys(k for k, every in zip(keys, of_all, strict=True) if not every):
             metric, settings = key[0], dict(zip((*SETTINGS, "token", "l2"), key[1:], strict=True))
             if metric not in metrics and (metrics or _given(settings["class"])):
                 continue
+            if direction(metric) == "none":
+                continue
             given = [f"{name} = {value}" for name, value in settings.items() if _given(value)]
             task = ", ".join([f"{file.command} {metric}".strip(), *given])
-            rows = table.take(np.array([other == key for other in keys], bool))
+            same = [
+                other == key or (every and (*other[:-2], key[-2], other[-1]) == key)
+                for other, every in zip(keys, of_all, strict=True)
+            ]
+            rows = table.take(np.array(same, bool))
             taken = {store for part in parts.get(task, ()) for store in part.unique("store")}
             if taken & {*rows.unique("store")}:
                 task = f"{task} ({file.path})"
             parts.setdefault(task, []).append(rows)
+    if not parts:
+        raise VitseeError(
+            "no result has rows about whole layers: all are about parts of the images"
+        )
     return {task: Table.concat(some) for task, some in parts.items()}
 
 
 def _uniform(file: ResultFile) -> Table:
-    """A result's rows with all columns that a best row takes over; None where it has none."""
-    n, columns = len(file.table), file.table.columns
+    """A result's rows about whole layers, with all columns that a best row takes over; None where
+    it has none."""
+    given = file.table
+    for name in PARTS:
+        if name in given.columns:
+            given = given.take(np.array([not _given(v) for v in given[name].tolist()], bool))
+    if "best" in given.columns:
+        given = given.take(given["best"] != "image")
+    n, columns = len(given), given.columns
     empty = {"baseline": np.full(n, "", object), "file": np.full(n, str(file.path), object)}
     nothing = np.full(n, None, object)
     return Table(
@@ -197,12 +261,48 @@ def _given(value: Any) -> bool:
 def _best(task: str, rows: Table) -> dict[str, Any]:
     values = rows["value"].astype(float)
     finite = np.isfinite(values)
-    place = int(np.argmax(np.where(finite, values, -np.inf)))
-    row = {name: column.tolist()[place] for name, column in rows.columns.items()}
+    sign = -1 if direction(str(rows["metric"][0])) == "lower" else 1
+    order = np.where(finite, sign * values, -np.inf)
+    place = int(np.argmax(order))
+    cells = {name: column.tolist() for name, column in rows.columns.items()}
+    row = {name: column[place] for name, column in cells.items()}
+    row |= {"task": task, "ties": None, "n_overlap": None}
+    row["n_layers"] = len({*rows["site"][finite].tolist()})
     if not finite.any():
         # What is left is who it is.
-        row |= dict.fromkeys(PLACE) | {"site": "", "block": "", "value": np.nan}
-    return {**row, "task": task, "n_layers": len({*rows["site"][finite].tolist()})}
+        return row | dict.fromkeys(PLACE) | {"site": "", "block": "", "value": np.nan}
+    equal = np.flatnonzero(finite & (values == values[place]))
+    if len(equal) > 1:
+        others = [{name: column[i] for name, column in cells.items()} for i in equal[1:]]
+        row["ties"] = "; ".join(dict.fromkeys(map(_place, others)))
+    row["n_overlap"] = _overlapping(rows, order, place)
+    return row
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    """`blocks.3`, `blocks.3 head 5`, `blocks.3.out token 0,4`."""
+    named = [f"{name} {row[name]}" for name in ("token", "head") if _given(row[name])]
+    if _given(row["row"]) and not _given(row["token"]):
+        named.append(f"patch {row['row']},{row['col']}")
+    return " ".join([str(row["site"]), *named])
+
+
+def _overlapping(rows: Table, order: NDArray[np.float64], place: int) -> int | None:
+    """How many other sites' best rows have an interval that overlaps that of the best one; None
+    where it has none."""
+    low, high = (
+        np.array([np.nan if v is None else v for v in rows[name].tolist()], float)
+        for name in ("low", "high")
+    )
+    sites = rows["site"].tolist()
+    if not np.isfinite(low[place]) or not np.isfinite(high[place]):
+        return None
+    best: dict[str, int] = {}
+    for i in np.flatnonzero(np.isfinite(order)).tolist():
+        if sites[i] not in best or order[i] > order[best[sites[i]]]:
+            best[sites[i]] = i
+    others = np.array([i for site, i in best.items() if site != sites[place]], np.int64)
+    return int(((low[others] <= high[place]) & (high[others] >= low[place])).sum())
 
 
 @styled
@@ -216,95 +316,5 @@ def plot(table: Table, files: Sequence[ResultFile], metrics: Sequence[str] = ())
         files: from `read`, what it was made of.
         metrics: as for `run`.
     """
-    compared = list(tasks(files, metrics).items())
     redundancy = [part for file in files if file.has(PAIRS) for part in to_last(file.table)]
-    everything = Table.concat([_curve(rows) for _, rows in compared])
-    n = len(compared) + len(redundancy)
-    across = min(n, ACROSS)
-    lines = -(-n // across)
-    below = 0.2 + 0.26 * (1 + len(compared))
-    figure = new_figure(max(4.4 * across, 7.0), 3.3 * lines + below + 0.4)
-    grid = figure.add_gridspec(lines + 1, across, height_ratios=[*[3.3] * lines, below])
-    panels = [figure.add_subplot(grid[divmod(i, across)]) for i in range(n)]
-    for axes, (task, rows) in zip(panels, compared, strict=False):
-        draw_depth_curves(axes, _curve(rows), ylabel=rows["metric"][0], among=everything)
-        _draw_stars(axes, table.where(task=task, baseline=""), everything)
-        axes.set_title(shorten(task, 44))
-    for axes, (store, last, rows) in zip(panels[len(compared) :], redundancy, strict=True):
-        scores = {task: _curve(of).where(store=store, baseline="") for task, of in compared}
-        draw_redundancy(axes, store, last, rows, scores)
-    add_curve_legend(figure, panels[: len(compared)])
-    _draw_table(figure.add_subplot(grid[lines, :]), table)
-    return figure
-
-
-def _curve(rows: Table) -> Table:
-    """One row a store, site and baseline: the best of its heads and tokens."""
-    values = rows["value"].astype(float)
-    best: dict[Any, int] = {}
-    keys = zip(*(rows[n].tolist() for n in ("store", "site", "baseline")), strict=True)
-    for i, key in enumerate(keys):
-        if key not in best or values[i] > values[best[key]]:
-            best[key] = i
-    chosen = rows.take(np.array([*best.values()], np.int64))
-    depth = chosen["depth"].astype(float)
-    top = {
-        store: np.nan_to_num(part["depth"].astype(float)).max(initial=1)
-        for store, part in chosen.groups("store")
-    }
-    relative = depth / np.array([top[s] for s in chosen["store"].tolist()])
-    columns: dict[str, NDArray[Any]] = {
-        name: chosen[name] for name in ("store", "site", "baseline", "value")
-    }
-    given = chosen["rel_depth"].astype(float)
-    columns["rel_depth"] = np.where(np.isfinite(given), given, relative)
-    # Best rows have no intervals where no file has any.
-    nothing = np.full(len(chosen), np.nan)
-    for name in ("low", "high"):
-        columns[name] = chosen.columns.get(name, nothing).astype(float)
-    return Table(columns)
-
-
-def _draw_stars(axes: Axes, best: Table, everything: Table) -> None:
-    """A star at each store's best layer. everything: what gives the curves their colours."""
-    numbers = curve_numbers(everything)
-    ticks = dict(
-        zip((text.get_text() for text in axes.get_xticklabels()), axes.get_xticks(), strict=True)
-    )
-    for store, row in best.groups("store"):
-        site, value = row["site"][0], row["value"][0]
-        if value != value:
-            continue
-        kind = site_kind(site)
-        x = ticks[site] if kind == "head" else _curve(row)["rel_depth"][0]
-        style: dict[str, Any] = {
-            "color": colour(numbers[store, kind]),
-            "linestyle": "none",
-            "zorder": 4,
-        }
-        axes.plot([x], [value], marker="*", markersize=12, markeredgecolor="white", **style)
-    axes.plot([], [], marker="*", markersize=9, color=GREY, linestyle="none", label=BEST)
-
-
-def _draw_table(axes: Axes, table: Table) -> None:
-    """Tasks by stores: best value and its layer."""
-    axes.set_axis_off()
-    real = table.where(baseline="")
-    stores = real.unique("store")
-    cells = []
-    for task, rows in real.groups("task"):
-        of: dict[str, Table] = dict(rows.groups("store"))
-        best = [f"{of[s]['value'][0]:.3f}  {of[s]['site'][0]}" if s in of else "" for s in stores]
-        cells.append([shorten(task, 40), *best])
-    drawn = axes.table(
-        cells,
-        colLabels=["best layer", *(shorten(store, 28) for store in stores)],
-        loc="upper center",
-        cellLoc="left",
-        colLoc="left",
-        edges="horizontal",
-    )
-    drawn.auto_set_font_size(False)
-    drawn.set_fontsize(8)
-    for cell in drawn.get_celld().values():
-        cell.set(edgecolor=GREY, linewidth=0.5)
+    return draw_best_layers(table, tasks(files, metrics), redundancy)
