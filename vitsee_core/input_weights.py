@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vitsee_stores.errors import MissingInput
 
 if TYPE_CHECKING:
     from vitsee_core.models import LoadedModel
@@ -35,11 +36,6 @@ class InputWeights:
     kind: str = ""
     absent: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """(name, shape) of each array, for a store's plan."""
-        return tuple((name, values.shape) for name, values in self.arrays.items())
-
     def record(self) -> dict[str, Any]:
         """What a store's manifest says beside the arrays, as JSON can hold it."""
         return {"sites": self.sites, "kind": self.kind, "absent": self.absent}
@@ -62,24 +58,15 @@ def of_model(model: LoadedModel) -> InputWeights:
     )
 
 
-def of_store(store: Store, checkpoint: Path | None = None) -> InputWeights:
-    """Those of a store's model: as stored, else, where the store was made before they were kept,
-    of its model made once more.
-
-    Args:
-        store: any.
-        checkpoint: where the file with the weights is now, for a model made once more.
+def of_store(store: Store) -> InputWeights:
+    """Those of a store's model, as stored.
 
     Raises:
-        VitseeError: the weights are needed and gone, or others than the store's.
+        MissingInput: the store was made without.
     """
-    from dataclasses import replace
-
     record: Mapping[str, Any] | None = store.manifest.info.get("input_weights")
     if record is None:
-        from vitsee_core.origin import model_of
-
-        return replace(of_model(model_of(store, checkpoint)), store=store.label)
-    arrays = {name: store.array(f"weights/{name}")[:] for name, _ in store.plan.weights}
+        raise MissingInput(f"{store.label} keeps no weights of its model; extract it anew")
+    arrays = {n: store.weights(n) for n in (FILTERS, POSITIONS) if store.has(f"weights/{n}")}
     name = store.manifest.model.get("name", "")
     return InputWeights(store.label, name, arrays, **record)

@@ -320,6 +320,21 @@ class Store:
         missing = f"{self.label} keeps no receptive fields (extract them with --erf 256)"
         return self._array("erf/count", missing)
 
+    def weights(self, name: str) -> NDArray[np.float32]:
+        """The whole of one of the model's small weights (FORMAT.md lists them): `filters`,
+        `positions`, `head_kernel`, `head_bias`, `head_norm_scale`, `head_norm_bias`.
+
+        Raises:
+            MissingInput: the store has none; with the reason, where extract left one.
+        """
+        info = self.manifest.info
+        head = "head_weights" if name.startswith("head_") else "input_weights"
+        absent = (info.get(head) or {}).get("absent")
+        reason = absent.get(name) if isinstance(absent, dict) else absent
+        missing = f"{self.label} has no weights {name}{f': {reason}' if reason else ''}"
+        values: NDArray[np.float32] = self._array(f"weights/{name}", missing)[:]
+        return values
+
     @property
     def attention_blocks(self) -> list[AttentionGroup]:
         """The blocks whose attention was summarised, by token layout; empty without any."""

@@ -83,7 +83,7 @@ def run(
     for name in what:
         if name not in WHAT:
             raise VitseeError(f"no {name!r} in weights; expected some of {', '.join(WHAT)}")
-    own = of_store(source, checkpoint) if isinstance(source, Store) else of_model(source)
+    own = of_store(source) if isinstance(source, Store) else of_model(source)
     needs = {"components": FILTERS, "filters": FILTERS, "positions": POSITIONS}
     for name in what:
         if needs[name] in own.absent:

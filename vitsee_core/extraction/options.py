@@ -66,6 +66,7 @@ class KeepOptions:
     codec: str | None = None
     slab: int | None = None
     precision: str | None = None
+    head_weights: bool | None = None
 
 
 @dataclass(frozen=True)

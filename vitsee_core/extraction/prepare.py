@@ -15,9 +15,9 @@ from vitsee_core.extraction.holding import gram_notes
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
 from vitsee_core.extraction.same_images import FirstImages, check_same_images, first_images
+from vitsee_core.extraction.small_weights import SmallWeights, small_weights
 from vitsee_core.extraction.versions import versions
 from vitsee_core.images import Selection, normalise, open_source, select
-from vitsee_core.input_weights import InputWeights, of_model
 from vitsee_core.models import LoadedModel, SiteTable, load_model, self_check, site_table
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import IdentityMismatch, VitseeError
@@ -43,7 +43,7 @@ class Prepared:
     first: FirstImages
     notes: tuple[str, ...]
     erf: tuple[ErfPasses, ErfCost] | None = None
-    weights: InputWeights | None = None
+    weights: SmallWeights | None = None
 
     @property
     def plan(self) -> StorePlan:
@@ -86,16 +86,16 @@ def prepare(
     if writer is not None:
         check_same_model(writer, model)
     choices = choose(keep, stored, table, model.input_size)
-    weights: InputWeights | None = None
+    weights: SmallWeights | None = None
     if writer is not None:
         check_identity(stored, {**base, **_given(keep, data, choices, writer.manifest.plan)})
         plan, notes = writer.manifest.plan, []
     else:
         slab, note = fit_slab(keep.slab, choices, table, len(selection.samples.ids))
         plan = build_plan(choices, table, len(selection.samples.ids), slab)
-        weights = of_model(model)
+        weights = small_weights(model, table, keep.head_weights)
         plan = replace(plan, weights=weights.shapes)
-        notes = [*([note] if note else []), *gram_notes(plan)]
+        notes = [*([note] if note else []), *gram_notes(plan), *weights.notes]
         if keep.erf is not None and keep.erf > plan.n_images:
             notes.append(f"--erf {keep.erf}: there are {plan.n_images} images, all are used")
     notes += [*model.notes(), *unseen_pixels(model, table)]
@@ -125,6 +125,7 @@ def prepare(
             "grams": choices.grams,
             "erf": 0 if plan.erf is None else plan.erf.n_images,
             "precision": choices.precision,
+            "head_weights": keep.head_weights,
         }
         manifest = new_manifest(
             identity,
@@ -143,7 +144,7 @@ def prepare(
                 **first.record(),
                 "command": run.command,
                 "versions": versions(),
-                "input_weights": None if weights is None else weights.record(),
+                **(weights.record if weights is not None else {}),
             },
         )
     return Prepared(
@@ -250,6 +251,7 @@ def _given(
         "grams": keep.grams,
         "erf": None if keep.erf is None else min(keep.erf, plan.n_images),
         "precision": keep.precision,
+        "head_weights": keep.head_weights,
     }
     return {key: value for key, value in values.items() if value is not None}
 

@@ -112,6 +112,12 @@ KEEP_OPTIONS: tuple[options.Decorator, ...] = (
         "(256 gives smooth ones): a backward pass a site and batch.  [default: none]",
     ),
     click.option(
+        "--head-weights/--no-head-weights",
+        default=None,
+        help="Keep the classifier and the norm before it, whatever their size.  [default: up to "
+        "16 MB]",
+    ),
+    click.option(
         "--dtype",
         metavar="[SITE=]float16|float32",
         multiple=True,

@@ -1,0 +1,64 @@
+"""What a store keeps of its model's weights: first-layer filters, position embeddings, and the
+classifier where it is a formula over tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core import input_weights
+from vitsee_core.machine import human_bytes
+from vitsee_core.models import LoadedModel, SiteTable
+from vitsee_core.models.classifier import find_classifier
+from vitsee_stores.errors import VitseeError
+
+HEAD_BYTES = 16 << 20  # the largest classifier that is kept without being asked for
+
+
+@dataclass(frozen=True)
+class SmallWeights:
+    """arrays: float32 by name, for `weights/`. record: what the manifest's `info` says of them.
+    notes: for the user."""
+
+    arrays: dict[str, NDArray[np.float32]]
+    record: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """(name, shape) of each array, for a store's plan."""
+        return tuple((name, values.shape) for name, values in self.arrays.items())
+
+
+def small_weights(model: LoadedModel, table: SiteTable, head: bool | None) -> SmallWeights:
+    """Those of a model on the CPU.
+
+    Args:
+        model: with its sites in `table`.
+        table: see `site_table`.
+        head: whether the classifier is kept; None: where it takes at most `HEAD_BYTES`.
+
+    Raises:
+        VitseeError: `head` is asked for and the model's is no formula over tokens.
+    """
+    own = input_weights.of_model(model)
+    found = find_classifier(model, table) if head is not False else "not asked for"
+    notes: list[str] = []
+    if isinstance(found, str):
+        if head:
+            raise VitseeError(f"--head-weights cannot be served: {found}")
+        absent = found
+    elif head is None and found.n_bytes > HEAD_BYTES:
+        size, most = human_bytes(found.n_bytes), human_bytes(HEAD_BYTES)
+        absent = f"it takes {size}, above {most} (extract --head-weights keeps it)"
+        notes.append(f"the classifier's weights are not kept: {absent}")
+    else:
+        return SmallWeights(
+            {**own.arrays, **found.arrays},
+            {"input_weights": own.record(), "head_weights": found.record()},
+        )
+    record = {"input_weights": own.record(), "head_weights": {"absent": absent}}
+    return SmallWeights(own.arrays, record, notes)

@@ -1,0 +1,115 @@
+"""A model's classifier as a formula over the tokens of one site: norm, pooling, linear layer.
+
+    logits = kernel @ norm(pool(tokens)) + bias, or kernel @ pool(norm(tokens)) + bias
+
+Where a model works like this it can be read on any tokens of the same width, without the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_stores.errors import MissingInput
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+    from vitsee_stores.layout import TokenLayout
+
+Float = NDArray[np.float64]
+
+ARRAYS = ("head_kernel", "head_bias", "head_norm_scale", "head_norm_bias")
+NORMS = ("none", "layer", "rms", "affine")
+POOLS = ("cls", "mean", "mean-all", "max")
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """arrays: float32, `head_kernel` (classes, dim) and as far as the model has them `head_bias`
+    (classes,), `head_norm_scale` and `head_norm_bias` (dim,).
+
+    site: whose tokens it reads. pool: "cls" (the class token), "mean" (over the grid), "mean-all"
+    (over all tokens) or "max" (over the grid, each channel for itself). norm: "none", "layer"
+    (zero mean and variance 1 over the channels), "rms" (mean square 1) or "affine" (scale and bias
+    alone: a batch norm with its running statistics); eps: added to the variance or mean square.
+    norm_first: whether each token is normalised before they are pooled. error: largest difference
+    from the model's logits over the largest of these less its bias, on random images.
+    """
+
+    arrays: dict[str, NDArray[np.float32]]
+    site: str
+    pool: str
+    norm: str
+    eps: float
+    norm_first: bool
+    error: float = 0.0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(values.nbytes for values in self.arrays.values())
+
+    def record(self) -> dict[str, Any]:
+        """What a store's manifest says beside the arrays, as JSON can hold it."""
+        names = ("site", "pool", "norm", "eps", "norm_first", "error")
+        return {name: getattr(self, name) for name in names}
+
+    def logits(self, tokens: NDArray[Any], layout: TokenLayout) -> Float:
+        """(images, classes) of tokens (images, tokens, dim), prefix tokens first."""
+        tokens = self.normalised(tokens) if self.norm_first else tokens
+        pooled = pool(np.asarray(tokens, np.float64), layout, self.pool)
+        return self.classify(pooled if self.norm_first else self.normalised(pooled))
+
+    def of_tokens(self, tokens: NDArray[Any]) -> Float:
+        """(..., classes) of tokens (..., dim), each for itself."""
+        return self.classify(self.normalised(tokens))
+
+    def normalised(self, x: NDArray[Any]) -> Float:
+        """`x` (..., dim) through the norm."""
+        x = np.asarray(x, np.float64)
+        if self.norm == "layer":
+            x = x - x.mean(-1, keepdims=True)
+        if self.norm in ("layer", "rms"):
+            x = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + self.eps)
+        for name, combine in (("head_norm_scale", np.multiply), ("head_norm_bias", np.add)):
+            if name in self.arrays:
+                x = combine(x, self.arrays[name].astype(np.float64))
+        return x
+
+    def classify(self, x: NDArray[Any]) -> Float:
+        """(..., classes) of vectors (..., dim) that have been through the norm."""
+        kernel = self.arrays["head_kernel"].astype(np.float64)
+        found: Float = np.asarray(x, np.float64) @ kernel.T
+        return found + self.arrays["head_bias"] if "head_bias" in self.arrays else found
+
+
+def pool(tokens: Float, layout: TokenLayout, how: str) -> Float:
+    """(images, dim) of tokens (images, tokens, dim), prefix tokens first.
+
+    Raises:
+        ValueError: the class token of a layout without one.
+    """
+    body = tokens[:, layout.n_prefix :]
+    if how == "cls":
+        if layout.cls is None:
+            raise ValueError("no class token")
+        return tokens[:, layout.cls]
+    found: Float = (tokens if how == "mean-all" else body).mean(1) if how != "max" else body.max(1)
+    return found
+
+
+def of_store(store: Store) -> HeadWeights:
+    """The classifier that a store keeps.
+
+    Raises:
+        MissingInput: it keeps none; with the reason.
+    """
+    record = store.manifest.info.get("head_weights") or {}
+    if "site" not in record:
+        reason = record.get("absent", "it was made without (extract --head-weights)")
+        raise MissingInput(f"{store.label} has no weights of the classifier: {reason}")
+    arrays = {name: store.weights(name) for name in ARRAYS if store.has(f"weights/{name}")}
+    return HeadWeights(arrays, **record)

@@ -1,0 +1,173 @@
+"""A model's classifier as norm, pooling and linear layer: found by trying, proven on its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitsee_core.head_weights import POOLS, HeadWeights
+from vitsee_core.models.attention import AttentionCall
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.head import classifiers
+from vitsee_core.models.taps import CaptureError, first_tensor
+from vitsee_core.models.trace import probe_images
+from vitsee_stores.layout import SiteSpec, TokenLayout
+
+if TYPE_CHECKING:
+    from vitsee_core.models.load import LoadedModel
+    from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+
+TOLERANCE = 1e-5  # of the largest logit less its bias; float32 sums over some thousand channels
+CLEARLY = 0.5  # of two that hold the first is taken, unless the other's error is less than this
+MOST_NORMS = 4
+MOST_SITES = 3
+
+
+class _Keeper:
+    def __init__(self) -> None:
+        self.tokens: dict[str, NDArray[np.float64]] = {}
+
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        """Keep the tokens as (images, tokens, dim)."""
+        parts = [part for part in (prefix, body.flatten(1, -2)) if part is not None]
+        self.tokens[site.name] = torch.cat(parts, 1).double().cpu().numpy()
+
+    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
+        """Nothing is asked for."""
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """Nothing is asked for."""
+
+
+def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
+    """The classifier of a model on the CPU as a formula over the tokens of a late site, or why it
+    is none. Of all that hold, the one over the earliest site.
+
+    Every combination of a site, a norm and a pooling is tried on two random images; one counts only
+    if it gives the model's own logits.
+    """
+    linear = _linear(model.module)
+    if isinstance(linear, str):
+        return linear
+    kernel = linear.weight.detach().float().flatten(1).numpy()
+    arrays: dict[str, NDArray[np.float32]] = {"head_kernel": kernel.copy()}
+    if linear.bias is not None:
+        arrays["head_bias"] = linear.bias.detach().float().numpy().copy()
+    sites = _late_sites(table, kernel.shape[1])
+    if not sites:
+        return "no site after the last block has tokens as wide as the classifier"
+    keeper = _Keeper()
+    capture = Capture(model, table, sites=sites)
+    try:
+        with torch.inference_mode(), capture:
+            output = first_tensor(capture.run(probe_images(model.input_size, False), keeper))
+    except CaptureError as error:
+        return str(error)
+    if output is None or output.ndim != 2 or output.shape[1] != len(kernel):
+        return "the model's output is no vector of the classifier's logits"
+    logits = output.double().numpy()
+    # What the bias alone gives proves nothing.
+    scale = float(np.abs(logits - arrays.get("head_bias", 0.0)).max())
+    if not scale > 0:
+        return "its logits are the same for every image: nothing shows how they come about"
+    closest = np.inf
+    for site in sites:
+        assert site.layout is not None
+        best = None
+        for head in _candidates(site, site.layout, arrays, _norms(model.module, kernel.shape[1])):
+            found = head.logits(keeper.tokens[site.name], site.layout)
+            gap = float(np.abs(found - logits).max()) / scale
+            closest = min(closest, gap)
+            # Where tokens are much alike, a wrong order of norm and pooling comes close, too.
+            if gap <= TOLERANCE and (best is None or gap < CLEARLY * best.error):
+                best = replace(head, error=gap)
+        if best is not None:
+            return best
+    return (
+        "the logits are not head(norm(pool)) of a late site's tokens (the closest reading differs "
+        f"by {closest:.2g} of the largest)"
+    )
+
+
+def _linear(module: nn.Module) -> nn.Linear | nn.Conv2d | str:
+    """The one linear layer that gives the logits."""
+    found = [m for m in classifiers(module) if not isinstance(m, nn.Identity)]
+    if not found:
+        return "the model has no classifier"
+    if len(found) > 1:
+        return f"{len(found)} classifiers, whose logits are averaged"
+    layers = [m for m in found[0].modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    if not layers:
+        return f"the classifier is a {type(found[0]).__name__}, no linear layer"
+    last = layers[-1]
+    if isinstance(last, nn.Conv2d) and (last.kernel_size != (1, 1) or last.groups != 1):
+        return "the classifier is a convolution over several pixels"
+    return last
+
+
+def _late_sites(table: SiteTable, dim: int) -> list[SiteSpec]:
+    """The last block's output and the last sites after it whose tokens are `dim` wide."""
+    outs = [i for i, site in enumerate(table.sites) if site.part == "out"]
+    if not outs:
+        return []
+    stored = {site.name: site for site in table.sites}
+    late = [stored[site.alias_of or site.name] for site in table.sites[outs[-1] :]]
+    wide = [s for s in dict.fromkeys(late) if s.kind == "tokens" and s.dim == dim]
+    return [*wide[:1], *wide[1:][-MOST_SITES:]]
+
+
+def _norms(module: nn.Module, dim: int) -> list[nn.Module]:
+    """The last norms over so many channels, the model's last one first."""
+    found = [
+        child
+        for child in module.modules()
+        if "norm" in type(child).__name__.lower()
+        and isinstance(weight := getattr(child, "weight", None), Tensor | None)
+        and (weight is None or weight.shape == (dim,))
+        and all(isinstance(inner, nn.Identity) for inner in child.children())
+    ]
+    return found[::-1][:MOST_NORMS]
+
+
+def _candidates(
+    site: SiteSpec,
+    layout: TokenLayout,
+    arrays: dict[str, NDArray[np.float32]],
+    norms: list[nn.Module],
+) -> Iterator[HeadWeights]:
+    pools = [how for how in POOLS if how != "cls" or layout.cls is not None]
+    readings = [("none", 0.0, dict[str, NDArray[np.float32]]())]
+    for norm in norms:
+        readings += _readings(norm)
+    for kind, eps, own in readings:
+        for how in pools:
+            for first in (True, False) if kind != "none" and how != "cls" else (True,):
+                yield HeadWeights({**arrays, **own}, site.name, how, kind, eps, first)
+
+
+def _readings(norm: nn.Module) -> list[tuple[str, float, dict[str, NDArray[np.float32]]]]:
+    """What a norm may compute: kind, eps, scale and bias."""
+    own: dict[str, NDArray[np.float32]] = {}
+    for name, array in (("weight", "head_norm_scale"), ("bias", "head_norm_bias")):
+        value = getattr(norm, name, None)
+        if isinstance(value, Tensor):
+            own[array] = value.detach().float().numpy().copy()
+    eps = float(getattr(norm, "eps", None) or 0.0)
+    mean, variance = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
+    if isinstance(mean, Tensor) and isinstance(variance, Tensor):
+        scale = 1 / np.sqrt(variance.double().numpy() + eps)
+        if "head_norm_scale" in own:
+            scale = scale * own["head_norm_scale"]
+        shift = -mean.double().numpy() * scale
+        if "head_norm_bias" in own:
+            shift = shift + own["head_norm_bias"]
+        folded = {"head_norm_scale": scale, "head_norm_bias": shift}
+        return [("affine", 0.0, {k: x.astype(np.float32) for k, x in folded.items()})]
+    kinds = ("rms", "layer") if "rms" in type(norm).__name__.lower() else ("layer", "rms")
+    return [(kind, eps, own) for kind in kinds]
