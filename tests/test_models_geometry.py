@@ -14,6 +14,7 @@ from tests.models_helpers import SMALL, VIT, images, small
 from vitsee_core.extraction.prepare import unseen_pixels
 from vitsee_core.models import LoadedModel, SiteTable, self_check, site_table
 from vitsee_core.models.patches import Patches, cells
+from vitsee_core.models.steps import Step, Steps
 from vitsee_stores.layout import TokenLayout
 
 TINY_PIT = {"base_dims": (8, 8, 8), "depth": (1, 1, 1), "heads": (2, 2, 2)}
@@ -89,6 +90,33 @@ def test_strides_and_offsets_by_hand(case: str) -> None:
     for grid, stride, offset in wanted:
         assert found[grid].stride_px == pytest.approx(stride, rel=1e-12)
         assert found[grid].offset_px == offset
+
+
+def test_grids_that_are_padded_on_the_way() -> None:
+    """DaViT pads maps of odd sizes before it halves them: 26, 13 (14), 7 (8), 4 cells."""
+    model = small(
+        "davit_tiny", 101, embed_dims=(8, 8, 8, 8), num_heads=(2, 2, 2, 2), depths=(1,) * 4
+    )
+    found = grids(site_table(model))
+    assert {grid: layout.stride_px for grid, layout in found.items()} == {
+        (26, 26): (4.0, 4.0),
+        (13, 13): (8.0, 8.0),
+        (7, 7): (16.0, 16.0),
+        (4, 4): (32.0, 32.0),
+    }
+
+
+def test_steps_from_sizes_alone() -> None:
+    steps = Steps((100, 150))
+    assert steps.of((100, 150)).px == (1.0, 1.0)
+    assert steps.of((104, 152)).px == (1.0, 1.0)  # padded
+    assert steps.of((26, 38)).px == (4.0, 4.0)  # 104 / 4
+    assert steps.of((13, 19)).px == (8.0, 8.0)
+    assert steps.of((14, 20)).px == (8.0, 8.0)
+    assert steps.of((7, 10)).px == (16.0, 16.0)
+    resized = Steps((240, 240))
+    assert resized.of((224, 224)) == Step((240 / 224, 240 / 224), 0)
+    assert resized.of((14, 14)).px == pytest.approx((240 / 14, 240 / 14))
 
 
 class Embedding(nn.Module):

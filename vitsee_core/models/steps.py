@@ -28,10 +28,11 @@ class Step:
 class Steps:
     """The step of every grid of one model.
 
-    Layers that state their stride say it; between grids whose path no layer shows (patches merged
-    by slicing, images resized or padded first) it is the whole number that gives the one from the
-    other on both axes up to padding or cropping, else their ratio. Where two paths lead to grids
-    of one size, the first counts.
+    Layers that state their stride say it. Of grids whose path no layer shows, one somewhat larger
+    than another is that with a border (DaViT pads maps of odd sizes); else the step is the whole
+    number that gives the one from the other on both axes up to padding or cropping (patches merged
+    by slicing), else their ratio (images resized first). Where two paths lead to grids of one
+    size, the first counts.
     """
 
     def __init__(self, image: Grid, module: nn.Module | None = None, trace: Trace | None = None):
@@ -54,14 +55,27 @@ class Steps:
         return self.known[grid]
 
     def _from_sizes(self, grid: Grid) -> Step:
+        *_, latest = self.known
         larger = [known for known in self.known if known[0] >= grid[0] and known[1] >= grid[1]]
-        if not larger:  # the image with a border
-            return Step((1.0, 1.0), 0)
-        nearest = min(larger, key=math.prod)
-        before, factor = self.known[nearest], whole_stride(nearest, grid)
+        larger.sort(key=math.prod)
+        nearest, factor = (larger or [latest])[0], None
+        for known in larger:
+            if factor := whole_stride(known, grid):
+                nearest = known
+                break
+        if _padded(latest, grid) or factor is None:
+            for known in (latest, *reversed(self.known)):
+                if _padded(known, grid):
+                    return self.known[known]
+        before = self.known[nearest]
         ratio = factor or (nearest[0] / grid[0], nearest[1] / grid[1])
         px = before.px[0] * ratio[0], before.px[1] * ratio[1]
         return Step(px, before.reductions + (factor is not None and max(factor) > 1))
+
+
+def _padded(before: Grid, after: Grid) -> bool:
+    """Whether one grid may be another with a border: up to a multiple of a window or stride."""
+    return all(0 <= a - b < b for b, a in zip(before, after, strict=True))
 
 
 def whole_stride(before: Grid, after: Grid) -> Pair | None:
