@@ -82,9 +82,8 @@ def extract(
     if result.exit_code == 0:
         return "ok", ""
     line = [line for line in result.stderr.splitlines() if line.strip()][-1]
-    takes = size is None or not any(
-        phrase in line for phrase in ("does not run on images of", "cannot be made", "img_size")
-    )
+    # A size that the model does not take is its user's mistake; a default has none to make.
+    takes = size is None or not any(word in line for word in ("--img-size", "cannot be made"))
     return ("FAILURE" if takes else "refused"), line
 
 

@@ -153,7 +153,8 @@ def in_raster_order(seen: Seen, layout: TokenLayout) -> bool:
     if not bool(torch.isfinite(total).all()) or bool((total <= 0).any()):
         return True
     share = (energy / total).unflatten(1, layout.grid)
-    rows, cols = (n // 2 for n in layout.grid)
+    # With the middle row and column of odd grids: a quadrant of the image reaches into them.
+    rows, cols = (-(-n // 2) for n in layout.grid)
     inside, strongest = 0.0, 0.0
     for k in range(N_CORNERS):
         top = slice(0, rows) if k < 2 else slice(layout.grid[0] - rows, None)
