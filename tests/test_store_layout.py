@@ -29,6 +29,7 @@ from vitsee_stores.layout import (
     arrays,
     n_bytes,
 )
+from vitsee_stores.parsing import read_plan
 
 FORMAT = Path(vitsee_stores.__file__).with_name("FORMAT.md").read_text()
 MIB = 1 << 20
@@ -150,7 +151,7 @@ def test_format_text_names_the_version() -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_survive_json(name: str) -> None:
     plan = PLANS[name]
-    assert StorePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert read_plan(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 # bytes ----------------------------------------------------------------------------------------

@@ -237,13 +237,13 @@ def no_plan(path: Path) -> None:
             lambda p: set_manifest(p, format=1),
             "store format 1, but this vitsee reads format 2; extract it anew",
         ),
-        (lambda p: set_manifest(p, format=None), "store format None"),
+        (lambda p: set_manifest(p, format=None), "store format null"),
         (
             lambda p: set_manifest(p, features=["box", "canvas"]),
             "the store uses 'box', 'canvas', which this vitsee does not read; update vitsee",
         ),
         (not_json, "is damaged: its zarr.json is no JSON"),
-        (no_plan, "the manifest is damaged: KeyError 'sites'"),
+        (no_plan, "the manifest is damaged: plan.sites is missing"),
     ],
 )
 def test_foreign_formats_and_damaged_manifests(

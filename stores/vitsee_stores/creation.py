@@ -64,8 +64,7 @@ def build(folder: Path, manifest: Manifest, once: Mapping[str, NDArray[Any]]) ->
             checksums[path] = checksum(bytes(pieces[-1]))
             files.append((folder / path / file_name((0,) * values.ndim), pieces))
     manifest = dataclasses.replace(manifest, checksums=checksums)
-    document = root.root_document(manifest, complete=False)
-    files.append((folder / root.ZARR_JSON, [root.to_text(document)]))
+    files.append((folder / root.ZARR_JSON, [root.root_text(manifest, complete=False)]))
     folders = sorted({file.parent for file, _ in files})
     for made in folders:
         made.mkdir(parents=made != folder, exist_ok=True)

@@ -220,6 +220,8 @@ class _Table:
         codec: str | None = None,
         pairs: bool = False,
     ) -> None:
+        if path in self.specs:
+            raise ValueError(f"two arrays would be {path}")
         codec = codec or self.plan.codec
         spec = ArraySpec(path, shape, chunks, dtype, per, nan_ok, axes, codec, pairs)
         self.specs[path] = spec
@@ -235,8 +237,14 @@ def _chunks(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
             break
         shortest = max(1, math.ceil(SMALL_CHUNK / one))
         longest = max(shortest, LARGE_CHUNK // one)
-        lengths = range(min(shortest, shape[axis]), min(longest, shape[axis]) + 1)
-        chunks[axis] = min(lengths, key=lambda c: (math.ceil(shape[axis] / c) * c, c))
+        n, low, high = shape[axis], min(shortest, shape[axis]), min(longest, shape[axis])
+        # The best lengths are the shortest that make so many pieces.
+        most, least = math.ceil(n / low), math.ceil(n / high)
+        if most - least < high - low:
+            lengths = {max(low, math.ceil(n / pieces)) for pieces in range(least, most + 1)}
+        else:
+            lengths = set(range(low, high + 1))
+        chunks[axis] = min(lengths, key=lambda c: (math.ceil(n / c) * c, c))
     return tuple(chunks)
 
 

@@ -19,7 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores.errors import IdentityMismatch, StoreError
-from vitsee_stores.layout import FEATURES, FORMAT_VERSION, StorePlan
+from vitsee_stores.fields import Fields, text
+from vitsee_stores.layout import FEATURES, FORMAT_VERSION, StorePlan, arrays
+from vitsee_stores.parsing import read_plan
+from vitsee_stores.records import check_records
 
 ATTRIBUTE = "vitsee"
 ABSENT = "nothing"
@@ -109,29 +112,53 @@ class Manifest:
             StoreError: another format version, a feature not known here, or fields missing.
         """
         version = data.get("format")
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             advice = (
                 "update vitsee"
                 if isinstance(version, int) and version > FORMAT_VERSION
                 else "extract it anew"
             )
+            shown = json.dumps(version)[:SHOWN_VALUE]
             raise StoreError(
-                f"store format {version}, but this vitsee reads format {FORMAT_VERSION}; {advice}"
+                f"store format {shown}, but this vitsee reads format {FORMAT_VERSION}; {advice}"
             )
-        unknown = [name for name in data.get("features", ()) if name not in FEATURES]
-        if unknown:
+        try:
+            fields = Fields(data)
+            features = fields.list("features", text)
+        except ValueError as error:
+            raise StoreError(f"the manifest is damaged: {error}") from None
+        if unknown := [name for name in features if name not in FEATURES]:
             raise StoreError(
                 f"the store uses {few(list(map(repr, unknown)))}, which this vitsee does not read; "
                 "update vitsee"
             )
         try:
-            fields = {f.name: data[f.name] for f in dataclasses.fields(cls)}
-            fields["plan"] = StorePlan.from_json(data["plan"])
-            fields["splits"] = tuple(data["splits"])
-            fields["features"] = tuple(data["features"])
-            return cls(**fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"the manifest is damaged: {type(error).__name__} {error}") from None
+            check_records(fields)
+            plan = read_plan(fields.get("plan"))
+            sums = {path: spec for path, spec in arrays(plan).items() if spec.per == "once"}
+            checksums = fields.object("checksums")
+            if set(checksums.value) != set(sums):
+                raise ValueError("checksums does not name the arrays that are written once")
+            return cls(
+                format=version,
+                store_id=fields.text("store_id"),
+                identity=fields.object("identity").value,
+                plan=plan,
+                samples_fingerprint=fields.text("samples_fingerprint"),
+                model=fields.object("model").value,
+                transform=fields.object("transform").value,
+                class_names=list(fields.list("class_names", text))
+                if "class_names" in fields
+                else None,
+                selfcheck=fields.object("selfcheck").value,
+                left_out=fields.object("left_out").value,
+                info=fields.object("info").value,
+                splits=fields.list("splits", text),
+                features=features,
+                checksums={path: checksums.integer(path, 0, 2**32 - 1) for path in sums},
+            )
+        except ValueError as error:
+            raise StoreError(f"the manifest is damaged: {error}") from None
 
 
 def new_manifest(
@@ -260,12 +287,21 @@ def samples_arrays(samples: Samples, manifest: Manifest) -> dict[str, NDArray[An
 
 
 def samples_from_arrays(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> Samples:
-    """The samples that `samples_arrays` wrote."""
+    """The samples that `samples_arrays` wrote.
+
+    Raises:
+        ValueError: a code of no split, or a label below -1.
+    """
+    codes, labels = arrays["samples/split"], arrays["samples/label"]
+    if codes.min() < 0 or codes.max() >= len(splits):
+        raise ValueError(f"codes {codes.min()} to {codes.max()} of {len(splits)} splits")
+    if labels.min() < -1:
+        raise ValueError(f"the label {labels.min()}")
     ids = np.ascontiguousarray(arrays["samples/id"])
     names = ids.view(f"S{ids.shape[1]}").ravel()
     return Samples(
         index=arrays["samples/index"],
         ids=[name.decode("utf-8", "surrogateescape") for name in names.tolist()],
-        labels=arrays["samples/label"],
-        splits=[splits[code] for code in arrays["samples/split"].tolist()],
+        labels=labels,
+        splits=[splits[code] for code in codes.tolist()],
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,18 +49,6 @@ class TokenLayout:
         """The layout as JSON holds it."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TokenLayout:
-        """The layout that `to_json` described."""
-        grid, stride = data["grid"], data["stride_px"]
-        return cls(
-            prefix=tuple(data["prefix"]),
-            grid=None if grid is None else (int(grid[0]), int(grid[1])),
-            rows=int(data["rows"]),
-            stride_px=None if stride is None else (float(stride[0]), float(stride[1])),
-            offset_px=(float(data["offset_px"][0]), float(data["offset_px"][1])),
-        )
-
 
 @dataclass(frozen=True)
 class SiteSpec:
@@ -97,19 +84,6 @@ class SiteSpec:
         """The site as JSON holds it."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SiteSpec:
-        """The site that `to_json` described."""
-        layout = data["layout"]
-        return cls(
-            **{
-                **data,
-                "groups": tuple(data["groups"]),
-                "shape": tuple(data["shape"]),
-                "layout": None if layout is None else TokenLayout.from_json(layout),
-            }
-        )
-
 
 @dataclass(frozen=True)
 class AttentionGroup:
@@ -130,16 +104,6 @@ class AttentionGroup:
         """The group as JSON holds it."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> AttentionGroup:
-        """The group that `to_json` described."""
-        return cls(
-            prefix=data["prefix"],
-            blocks=tuple(data["blocks"]),
-            n_heads=tuple(data["n_heads"]),
-            layout=TokenLayout.from_json(data["layout"]),
-        )
-
 
 @dataclass(frozen=True)
 class ErfPlan:
@@ -149,12 +113,6 @@ class ErfPlan:
     n_images: int
     sites: tuple[str, ...]
     size: tuple[int, int]
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ErfPlan:
-        """The fields that JSON describes."""
-        height, width = data["size"]
-        return cls(int(data["n_images"]), tuple(data["sites"]), (int(height), int(width)))
 
 
 @dataclass(frozen=True)
@@ -211,19 +169,3 @@ class StorePlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON holds it."""
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StorePlan:
-        """The plan that `to_json` described."""
-        return cls(
-            **{
-                **data,
-                "sites": tuple(map(SiteSpec.from_json, data["sites"])),
-                "attention": tuple(map(AttentionGroup.from_json, data["attention"])),
-                "sublayers": tuple((n, TokenLayout.from_json(x)) for n, x in data["sublayers"]),
-                "inputs": None if data["inputs"] is None else tuple(data["inputs"]),
-                "places": tuple((n, int(depth), float(rel)) for n, depth, rel in data["places"]),
-                "weights": tuple((name, tuple(shape)) for name, shape in data["weights"]),
-                "erf": None if data.get("erf") is None else ErfPlan.from_json(data["erf"]),
-            }
-        )

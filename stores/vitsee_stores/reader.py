@@ -34,10 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import root
-from vitsee_stores.errors import IncompleteStore, MissingInput, SiteError
+from vitsee_stores.errors import IncompleteStore, MissingInput, SiteError, StoreError
 from vitsee_stores.layout import ArraySpec, select_names
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
-from vitsee_stores.manifest import Manifest, Samples, samples_from_arrays
+from vitsee_stores.manifest import Manifest, Samples
 from vitsee_stores.pairing import require_paired
 from vitsee_stores.plan import AttentionGroup, SiteSpec, TokenLayout
 from vitsee_stores.sealed import SealedChunks
@@ -163,10 +163,7 @@ class Store:
 
     @cached_property
     def _made_samples(self) -> Samples:
-        parts = {
-            p: self.chunks.read_all(s) for p, s in self.arrays.items() if p.startswith("samples/")
-        }
-        return samples_from_arrays(parts, self.manifest.splits)
+        return self.chunks.samples()
 
     # sites ------------------------------------------------------------------------------------
 
@@ -391,10 +388,13 @@ class Store:
 
         Raises:
             MissingInput: the store keeps no pixels.
+            StoreError: its manifest does not say how they were normalised.
         """
         pixels = self._array("input", f"{self.label} keeps no pixels (extract it with --inputs)")
-        transform = self.manifest.transform
-        return NormalisedInputs(pixels, self.valid, transform["mean"], transform["std"])
+        mean, std = (self.manifest.transform.get(key) or [] for key in ("mean", "std"))
+        if not len(mean) == len(std) == 3 or 0 in std:
+            raise StoreError(f"{self.path} does not say with what mean and std it was normalised")
+        return NormalisedInputs(pixels, self.valid, mean, std)
 
     def slabs(self, images: int | None = None) -> Iterator[Slab]:
         """The committed slabs in order, with the rows below `images` only where given."""

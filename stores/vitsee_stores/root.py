@@ -78,6 +78,23 @@ def with_digest(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, "digest": hashlib.sha256(text.encode()).hexdigest()}
 
 
+def root_text(manifest: Manifest, complete: bool) -> bytes:
+    """The zarr.json of the root group as it stands on disk.
+
+    Raises:
+        StoreError: readers would refuse it.
+    """
+    document = root_document(manifest, complete)
+    text = to_text(document)
+    if len(text) > MOST_BYTES:
+        raise StoreError(f"the manifest has {len(text)} bytes, expected at most {MOST_BYTES}")
+    try:
+        Manifest.from_json(parse(text)["attributes"][ATTRIBUTE])
+    except (StoreError, ValueError) as error:
+        raise StoreError(f"this store could not be read again: {error}") from None
+    return text
+
+
 def array_document(spec: ArraySpec) -> dict[str, Any]:
     """The zarr.json of an array, as zarr would write it."""
     return {

@@ -27,8 +27,9 @@ from vitsee_stores.chunks import (
     read_chunk,
 )
 from vitsee_stores.disk import each, read_regular, reason, work_pool
+from vitsee_stores.errors import StoreError
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, places
-from vitsee_stores.manifest import Manifest
+from vitsee_stores.manifest import Manifest, Samples, samples_from_arrays
 
 
 class SealedChunks:
@@ -47,6 +48,9 @@ class SealedChunks:
         Raises:
             StoreError: missing, unreadable, damaged, or not the chunk that was committed.
         """
+        if spec.per == "commit":  # what seals the others
+            self.read_row(index[0])
+            return read_chunk(self.folder, spec, index)[0]
         expected = self.expected(spec, index)
         block, found = read_chunk(self.folder, spec, index)
         if found != expected and (
@@ -102,6 +106,19 @@ class SealedChunks:
                 return row
             what = "is not the row that the slab's marker seals"
         raise damage(self.folder, spec, index, what)
+
+    def samples(self) -> Samples:
+        """The images in the store's order.
+
+        Raises:
+            StoreError: an array below `samples/` is missing, damaged, or not the manifest's.
+        """
+        paths = [path for path in self.specs if path.startswith("samples/")]
+        parts = {path: self.read_all(self.specs[path]) for path in paths}
+        try:
+            return samples_from_arrays(parts, self.manifest.splits)
+        except ValueError as error:
+            raise StoreError(f"{self.folder} is damaged: samples: {error}") from None
 
     def read_box(
         self,

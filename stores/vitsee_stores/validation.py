@@ -147,8 +147,8 @@ def _written_once(chunks: SealedChunks) -> Iterator[str]:
         samples = samples_from_arrays(read, chunks.manifest.splits)
     except KeyError:
         return
-    except (IndexError, UnicodeDecodeError):
-        yield "samples: their ids or splits cannot be decoded"
+    except ValueError as error:
+        yield f"samples: {error}"
         return
     if samples.fingerprint() != chunks.manifest.samples_fingerprint:
         yield "samples: ids and labels do not match the manifest's samples_fingerprint"

@@ -169,7 +169,7 @@ class StoreWriter:
             return False
         try:
             if not root.read_root(self.path)[1]:
-                text = root.to_text(root.root_document(self.manifest, True))
+                text = root.root_text(self.manifest, complete=True)
                 try:
                     self._put(self.path / root.ZARR_JSON, text)
                 except FileNotFoundError:

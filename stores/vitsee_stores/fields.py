@@ -1,0 +1,134 @@
+"""Fields of a JSON document, checked as they are taken: a stranger's file can hold anything."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MOST_NAME_BYTES = 200
+SHOWN = 60
+
+
+class Fields:
+    """An object of the document. Every method takes one field and raises ValueError, with the
+    field's place, what it is and what was expected, where it is something else."""
+
+    def __init__(self, value: Any, where: str = ""):
+        self.where = where
+        if not isinstance(value, dict):
+            raise unexpected(where or "it", value, "an object")
+        self.value: dict[str, Any] = value
+
+    def __contains__(self, key: str) -> bool:
+        return self.value.get(key) is not None
+
+    def place(self, key: str) -> str:
+        """Where a field is, in words."""
+        return f"{self.where}.{key}" if self.where else key
+
+    def get(self, key: str) -> Any:
+        """The field, whatever it is."""
+        if key not in self.value:
+            raise ValueError(f"{self.place(key)} is missing")
+        return self.value[key]
+
+    def object(self, key: str) -> Fields:
+        """Another object."""
+        return Fields(self.get(key), self.place(key))
+
+    def integer(self, key: str, low: int, high: int) -> int:
+        """A whole number from `low` to `high`."""
+        return integer(self.get(key), self.place(key), low, high)
+
+    def number(self, key: str, low: float, high: float) -> float:
+        """A number from `low` to `high`."""
+        return number(self.get(key), self.place(key), low, high)
+
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise unexpected(self.place(key), value, "true or false")
+        return value
+
+    def text(self, key: str) -> str:
+        """Any text."""
+        return text(self.get(key), self.place(key))
+
+    def name(self, key: str) -> str:
+        """What may be part of a path."""
+        return name(self.get(key), self.place(key))
+
+    def one_of(self, key: str, words: Iterable[str]) -> str:
+        """One of these words."""
+        value, known = self.get(key), list(words)
+        if value not in known:
+            raise unexpected(self.place(key), value, f"one of {', '.join(known)}")
+        return str(value)
+
+    def list(self, key: str, item: Callable[[Any, str], T]) -> tuple[T, ...]:
+        """A list of what `item`, given each and its place, makes of it."""
+        return items(self.get(key), self.place(key), item)
+
+    def pair(self, key: str, item: Callable[[Any, str], T]) -> tuple[T, T]:
+        """A list of two."""
+        found = self.list(key, item)
+        if len(found) != 2:
+            raise unexpected(self.place(key), self.value[key], "a list of two")
+        return found[0], found[1]
+
+
+def items(value: Any, where: str, item: Callable[[Any, str], T]) -> tuple[T, ...]:
+    """A list, each of its entries made by `item`."""
+    if not isinstance(value, list):
+        raise unexpected(where, value, "a list")
+    return tuple(item(one, f"{where}[{i}]") for i, one in enumerate(value))
+
+
+def integer(value: Any, where: str, low: int, high: int) -> int:
+    """A whole number from `low` to `high`; true and false are none."""
+    if type(value) is not int or not low <= value <= high:
+        raise unexpected(where, value, f"a whole number from {low} to {high}")
+    return value
+
+
+def number(value: Any, where: str, low: float, high: float) -> float:
+    """A number from `low` to `high`."""
+    good = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
+    if not good:
+        raise unexpected(where, value, f"a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def text(value: Any, where: str) -> str:
+    """Any text."""
+    if not isinstance(value, str):
+        raise unexpected(where, value, "text")
+    return value
+
+
+def name(value: Any, where: str) -> str:
+    """What may be part of a path: no slash, no `..`, no control characters, not hidden."""
+    good = (
+        isinstance(value, str)
+        and value.isprintable()
+        and 0 < len(value.encode()) <= MOST_NAME_BYTES
+        and not value.startswith(".")
+        and ".." not in value
+        and not {"/", "\\"} & set(value)
+    )
+    if not good:
+        raise unexpected(where, value, "a name without slashes, '..' and control characters")
+    return str(value)
+
+
+def unexpected(where: str, value: Any, expected: str) -> ValueError:
+    """The error of a field that is something else."""
+    shown = json.dumps(value) if not isinstance(value, (dict, list)) or not value else "..."
+    kind = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else ""
+    shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."
+    return ValueError(f"{where} is {kind or shown}, expected {expected}")

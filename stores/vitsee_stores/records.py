@@ -1,0 +1,122 @@
+"""The parts of a manifest that describe how a store was made: types of the fields that are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from vitsee_stores.fields import Fields, integer, items, number, text, unexpected
+
+Check = Callable[[Any, str], object]
+
+MOST = 1 << 62
+
+
+def _object(value: Any, where: str) -> object:
+    return Fields(value, where)
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise unexpected(where, value, "true or false")
+    return value
+
+
+def _digest(value: Any, where: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", text(value, where)):
+        raise unexpected(where, value, "64 hexadecimal digits")
+    return str(value)
+
+
+def _any(value: Any, where: str) -> object:
+    return value
+
+
+_count: Check = partial(integer, low=0, high=MOST)
+_integer: Check = partial(integer, low=-MOST, high=MOST)
+_real: Check = partial(number, low=-1e30, high=1e30)
+_texts: Check = partial(items, item=text)
+_counts: Check = partial(items, item=_count)
+_reals: Check = partial(items, item=_real)
+
+
+def _texts_by_name(value: Any, where: str) -> object:
+    return [text(item, f"{where}.{key}") for key, item in Fields(value, where).value.items()]
+
+
+# Every field may be absent or null; those that are not named here may be anything.
+RECORDS: dict[str, dict[str, Check]] = {
+    "identity": {
+        "model": _object,
+        "weights": text,
+        "ablate_skip": _texts,
+        "transform": _object,
+        "n_images": _count,
+        "seed": _integer,
+        "order": text,
+        "slab": _count,
+        "codec": text,
+        "attention": text,
+        "residual": _flag,
+        "inputs": _flag,
+        "grams": _flag,
+        "erf": _count,
+        "precision": text,
+        "tokens": _object,
+        "dtype": _object,
+    },
+    "model": {
+        "name": text,
+        "architecture": text,
+        "args": _object,
+        "input_size": _counts,
+        "n_params": _count,
+        "weights": _object,
+        "ablate_skip": _texts,
+    },
+    "transform": {
+        "input_size": _counts,
+        "interpolation": text,
+        "crop_mode": text,
+        "crop_pct": _real,
+        "crop_border_pixels": _count,
+        "mean": _reals,
+        "std": _reals,
+    },
+    "selfcheck": {},
+    "left_out": {},
+    "info": {
+        "data": _object,
+        "data_folder": text,
+        "checkpoint": text,
+        "command": _any,
+        "versions": _texts_by_name,
+        "selection": _object,
+        "first_images_sha256": text,
+        "input_weights": _object,
+    },
+}
+
+
+def check_records(manifest: Fields) -> None:
+    """Whether the descriptive parts have the types that readers take for granted.
+
+    Raises:
+        ValueError: names the field, what it is and what was expected.
+    """
+    _digest(manifest.get("store_id"), "store_id")
+    _digest(manifest.get("samples_fingerprint"), "samples_fingerprint")
+    for part, checks in RECORDS.items():
+        fields = manifest.object(part)
+        for key, check in checks.items():
+            if key in fields:
+                check(fields.value[key], fields.place(key))
+    _texts_by_name(manifest.get("left_out"), "left_out")
+    weights = manifest.object("model").value.get("weights")
+    if weights is not None:
+        fields = Fields(weights, "model.weights")
+        for key in ("missing", "unexpected", "other_keys"):
+            if key in fields:
+                fields.list(key, text)
