@@ -211,6 +211,27 @@ def test_other_data_are_not_alike(tmp_path: Path) -> None:
     assert biased["value"][1] > 0.4
 
 
+def test_constant_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sites = {"embed": np.ones((N, 7, 4)), "blocks.0.out": activations(N)}
+    store = write_store(tmp_path / "a.zarr", sites, n=N)
+    table = run(store, no_cache=True)
+    (remark,) = table.notes["remarks"]
+    assert remark.startswith("no CKA for a embed: the HSIC with itself is not positive")
+    assert remark in caplog.text
+    assert run(store, no_cache=True, sites=["blocks.0.out"]).notes["remarks"] == []
+    same = {name: np.ones((N, 7, 4)) for name in sites}
+    path = write_store(tmp_path / "b.zarr", same, n=N).path
+    result = CliRunner().invoke(main, ["cka", str(path), "--no-cache"])
+    assert result.exit_code == 0
+    assert "no CKA for every site" in result.stderr
+
+
+def test_tokens_are_given_once(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["cka", "a", "--tokens", "cls", "--tokens", "mean"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--tokens was given as cls and mean; it takes one value" in result.stderr
+
+
 def test_constant_features_have_no_value_and_are_drawn(tmp_path: Path) -> None:
     sites = {"embed": np.ones((N, 7, 4)), "blocks.0.out": activations(N)}
     table = run(write_store(tmp_path / "a.zarr", sites, n=N), no_cache=True)

@@ -236,12 +236,51 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match="no label"):
         run(made(tmp_path / "b.zarr", labels=np.full(40, -1), classes=list("abcd")))
     assert COMMAND_BASELINES == BASELINES
-    assert run(store, k=40, n_seeds=1, baselines=[])["value"][0] == 1.0
+    assert np.isnan(run(store, k=40, n_seeds=1, baselines=[])["value"]).all()
 
 
 def test_one_image(tmp_path: Path) -> None:
     store = write_labelled(tmp_path / "a.zarr", {"embed": np.ones((1, 3, 4))}, [0])
-    assert run(store, n_seeds=1, baselines=[])["value"][0] == 1.0
+    table = run(store, n_seeds=1, baselines=[])
+    assert np.isnan(table["value"]).all() and len(table) == 3
+    assert table.notes["remarks"] == [
+        "a: no value: there is one image, with which all clusters agree"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("labels", "k", "said"),
+    [
+        ([0] * 6, 2, "there is one class among its images, with which all clusters agree"),
+        ([0, 0, 1, 1, 2, 2], 6, "k is the number of images (6), so that each is a cluster of its"),
+        ([0, 1, 2, 3, 4, 5], 3, "each of the 6 images has a class of its own"),
+        ([0, 0, 1, 1, 2, 2], 1, "k is 1, so that all images are one cluster"),
+    ],
+)
+def test_what_no_features_could_change_has_no_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, labels: list[int], k: int, said: str
+) -> None:
+    # That it is so: two kinds of features agree with the labels alike.
+    rng = np.random.default_rng(0)
+    one, other = (
+        agreement(k_means(rng.normal(size=(6, 4)).astype(np.float32), k, 0), np.array(labels))
+        for _ in range(2)
+    )
+    assert one["purity"] == other["purity"]
+    store = write_labelled(tmp_path / "a.zarr", {"embed": rng.normal(size=(6, 3, 4))}, labels)
+    table = run(store, k=k, n_seeds=2)
+    assert np.isnan(table["value"]).all() and np.isnan(table["std"]).all()
+    assert table["baseline"].tolist() == [name for name in ("", *BASELINES) for _ in METRICS]
+    assert f"a: no value: {said}" in caplog.text
+    plot(table)
+
+
+def test_two_classes_have_values(tmp_path: Path) -> None:
+    """One below and one above what is refused a value: k = n - 1, k = 2."""
+    values = np.arange(5.0)[:, None, None] * np.ones((5, 3, 4))
+    store = write_labelled(tmp_path / "a.zarr", {"embed": values}, [0, 0, 0, 1, 1])
+    for k in (2, 4):
+        assert np.isfinite(run(store, k=k, n_seeds=1, baselines=[])["value"]).all()
 
 
 def test_constant_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

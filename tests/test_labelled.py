@@ -95,8 +95,11 @@ def test_label_spaces(tmp_path: Path) -> None:
         return labelled_rows(store)
 
     a = rows("a.zarr", [0, 1, 2], ["cat", "dog", "eel"])
-    check_label_spaces(a, rows("b.zarr", [0, 0], ["cat", "dog", "eel"]))
-    check_label_spaces(a, rows("c.zarr", [0, 2], []))
+    assert check_label_spaces(a, rows("b.zarr", [0, 0], ["cat", "dog", "eel"])) == []
+    bare = rows("c.zarr", [0, 2], [])
+    said = "c names no classes: its labels are matched with those of a by number"
+    assert check_label_spaces(a, bare) == check_label_spaces(bare, a) == [said]
+    assert check_label_spaces(bare, rows("g.zarr", [0, 1], [])) == []
     with pytest.raises(StoreMismatch, match=r"^a and d .*: class 1 is 'dog' against 'eel' \("):
         check_label_spaces(a, rows("d.zarr", [0, 1, 2], ["cat", "eel", "dog"]))
     with pytest.raises(StoreMismatch, match=r": 3 classes against 2 \("):

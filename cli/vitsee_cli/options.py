@@ -216,12 +216,21 @@ def tokens_option(
     return click.option(
         "--tokens",
         metavar="TOKENS",
-        multiple=multiple,
-        default=((default,) if default else ()) if multiple else default,
+        multiple=True,
+        default=(default,) if default else (),
         show_default=show_default or default or True,
         type=token_parser(words),
+        callback=None if multiple else _one_value,
         help=f"Tokens: {listed}, or ROW,COL of the grid." + (" Repeatable." if multiple else ""),
     )
+
+
+def _one_value(_ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
+    """The value of an option that is given once at most; of several, none is dropped unsaid."""
+    if len(values) > 1:
+        given = " and ".join(map(str, values))
+        raise click.UsageError(f"{param.opts[0]} was given as {given}; it takes one value")
+    return values[0] if values else None
 
 
 # What makes an image's features one vector; `each` does not.

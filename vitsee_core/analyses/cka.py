@@ -20,6 +20,7 @@ about a true value near the limit, and is not cut off.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ from vitsee_core.plotting import GREY, colour, marker, new_figure, shorten, styl
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
+from vitsee_core.similarity.hsic import without_value
 from vitsee_core.similarity.pairs import Comparison, choose_pairs
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
 
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_stores import Store
+
+log = logging.getLogger(__name__)
 
 COLUMNS = (*PAIR, *VALUES, "n_images")
 NUMBERS = {"value": "cka", "std": "std", "low": "low", "high": "high"}
@@ -140,6 +144,14 @@ def run(
         options=GramOptions(cache, not no_cache, device, memory),
         progress=progress,
     )
+    sides = [(chosen.rows, h.rows), *([] if chosen.cols is None else [(chosen.cols, h.cols)])]
+    remarks = [
+        remark
+        for side, own in sides
+        for remark in without_value([f"{store.label} {site.name}" for store, site in side], own)
+    ]
+    for remark in remarks:
+        log.warning("%s", remark)
     any_tokens = any(site.kind != "vector" for _, site in (*chosen.rows, *(chosen.cols or ())))
     notes = {
         **h.notes,
@@ -147,6 +159,7 @@ def run(
         **({"rescaled": True} if how.rescale else {}),
         **{"pairs": pairs, "tokens": tokens if any_tokens else "vectors"},
         **_site_notes(chosen),
+        "remarks": remarks,
     }
     similarity = summarise(h)
     at = tuple(np.array(chosen.places).T)

@@ -14,6 +14,7 @@ bilinear, so that every group's value, and every replicate behind its spread, is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,7 @@ from vitsee_core.plotting import marker, new_figure, shorten, styled
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Hsic, Representation, hsic, summarise
+from vitsee_core.similarity.hsic import without_value
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
 from vitsee_core.streaming import choose_rows, fold
 from vitsee_stores import require_paired
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_stores import SiteSpec, Store
+
+log = logging.getLogger(__name__)
 
 COLUMNS = (*PAIR, "heads", "distance_px", *VALUES, "n_images")
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -130,12 +134,20 @@ def run(
     members = np.zeros((len(groups), len(heads)))
     for row, group in zip(members, groups, strict=True):
         row[group] = 1
-    similarity = summarise(over_groups(h, members))
+    grouped = over_groups(h, members)
+    similarity = summarise(grouped)
+    remarks = [
+        *without_value([f"heads {' '.join(map(str, group))}" for group in groups], grouped.rows),
+        *without_value([f"{b.label} {site.name}" for site in sites], grouped.cols),
+    ]
+    for remark in remarks:
+        log.warning("%s", remark)
     notes = {
         **h.notes,
         "groups": _describe_groups(groups, cumulative),
         **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
         "head_distances_px": distances.tolist(),
+        "remarks": remarks,
     }
     rows = [
         {

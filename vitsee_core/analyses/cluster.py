@@ -90,7 +90,8 @@ def run(
 ) -> Table:
     """One row a site and metric, then those of the baselines.
 
-    Columns: see `COLUMNS`; `baseline` is empty in the rows about the model.
+    Columns: see `COLUMNS`; `baseline` is empty in the rows about the model. NaN where the numbers
+    would be the same for any features, which is said: see `why_meaningless`.
 
     Memory: the vectors of one site, in float32, three times.
 
@@ -220,10 +221,25 @@ def _store_rows(
 ) -> list[Score]:
     """The rows of one store, the baselines' last."""
     data, store = work.data, work.data.store
+    reason = why_meaningless(data.labels, work.k)
+    if reason is not None:
+        notes["remarks"].append(f"{store.label}: no value: {reason}")
+        log.warning("%s", notes["remarks"][-1])
     rows: dict[str, list[Score]] = {name: [] for name in ("", *dict.fromkeys(baselines))}
     drawn: dict[int, list[Score]] = {}
     read = notes["tokens"][store.label]
     for site in sites:
+        place = {
+            **site_columns(store, site),
+            "k": work.k,
+            "n_images": len(data),
+        }
+        if reason is not None:
+            nothing = {"value": np.nan, "std": np.nan}
+            for name in rows:
+                about = place | nothing | {"baseline": name}
+                rows[name] += [about | {"metric": metric} for metric in METRICS]
+            continue
         vectors = np.concatenate(
             list(each_vectors(data, site.name, read[site.name], jobs=jobs, memory=memory))
         )
@@ -243,14 +259,25 @@ def _store_rows(
             if site.dim not in drawn:
                 drawn[site.dim] = work.scores(work.of_noise(site.dim))
             found["random"] = drawn[site.dim]
-        place = {
-            **site_columns(store, site),
-            "k": work.k,
-            "n_images": len(data),
-        }
         for name, scores in found.items():
             rows[name] += [place | score | {"baseline": name} for score in scores]
     return [row for some in rows.values() for row in some]
+
+
+def why_meaningless(labels: Integers, k: int) -> str | None:
+    """Why k clusters of these images say nothing of the features, whatever these are; None where
+    they may."""
+    n, n_classes = len(labels), len(np.unique(labels))
+    if n_classes == 1:
+        what = "image" if n == 1 else "class among its images"
+        return f"there is one {what}, with which all clusters agree"
+    if k == n:
+        return f"k is the number of images ({n}), so that each is a cluster of its own"
+    if n_classes == n:
+        return f"each of the {n} images has a class of its own"
+    if k == 1:
+        return "k is 1, so that all images are one cluster"
+    return None
 
 
 def k_means(vectors: Float32, k: int, seed: int) -> Integers:

@@ -124,7 +124,9 @@ def run(
 
     a, b = labelled_rows(train, images, seed), labelled_rows(test, images, seed)
     check_same_model(train, test)
-    check_label_spaces(a, b)
+    remarks = check_label_spaces(a, b)
+    for remark in remarks:
+        log.info("%s", remark)
     ks = _checked(a, ks, vote, temperature, baselines)
     n_shared = check_disjoint(a, b, allow_shared)
     chosen = test.select(list(sites))
@@ -142,7 +144,6 @@ def run(
     progress.start(len(a) * (len(chosen) + len(baselines) * len({s.dim for s in chosen})))
     rows: list[dict[str, Any]] = []
     random_rows: list[dict[str, Any]] = []
-    remarks: list[str] = []
     drawn: dict[int, list[dict[str, Any]]] = {}
 
     def scored(found: Nearest) -> list[dict[str, Any]]:

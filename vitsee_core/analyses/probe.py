@@ -169,11 +169,12 @@ def run(
     ours, theirs = split_rows(
         train, test, test_split=test_split, holdout=holdout, images=images, seed=seed
     )
+    remarks: list[str] = []
     if test is not None:
         check_same_model(train, test)
-        check_label_spaces(ours, theirs)
+        remarks += check_label_spaces(ours, theirs)
     n_shared = check_disjoint(ours, theirs, allow_shared)
-    remarks = check_classes(ours, theirs, settings.shots)
+    remarks += check_classes(ours, theirs, settings.shots)
     draws = [
         draw_images(ours, number, s) for number in settings.shots or (None,) for s in settings.seeds
     ]

@@ -127,10 +127,11 @@ def _classes(store: Store) -> list[str]:
     return names + [str(i) for i in range(len(names), n)]
 
 
-def check_label_spaces(train: LabelledRows, test: LabelledRows) -> None:
+def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:
     """Refuse rows whose class numbers do not mean the same classes.
 
-    Where one of the stores names no classes, it has only to stay within the other's.
+    Where one of the stores names no classes, it has only to stay within the other's: labels are
+    then matched by number, which is what the remarks that come back say.
 
     Raises:
         StoreMismatch: names what differs.
@@ -151,8 +152,14 @@ def check_label_spaces(train: LabelledRows, test: LabelledRows) -> None:
         what = "; ".join(part for part in (what, first) if part)
     elif not named and test.labels.max() >= train.n_classes:
         what = f"{b.label} has label {test.labels.max()}, {a.label} {train.n_classes} classes"
+    elif (a.class_names is None) != (b.class_names is None):
+        bare, other = (a, b) if a.class_names is None else (b, a)
+        return [
+            f"{bare.label} names no classes: its labels are matched with those of {other.label} by "
+            "number"
+        ]
     else:
-        return
+        return []
     raise StoreMismatch(
         f"{a.label} and {b.label} have different labels: {what} (extract both from data with the "
         "same classes)"

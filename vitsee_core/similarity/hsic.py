@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.statistics.moments import t_quantile
+from vitsee_stores.manifest import few
 
 Float = NDArray[np.float64]
 
@@ -73,6 +74,23 @@ def centred_alignment(cross: Float, rows: Float, cols: Float) -> Float:
     # One root of the product: a representation with itself is 1 and not almost 1.
     values: Float = cross / np.sqrt(own_rows[..., :, np.newaxis] * own_cols[..., np.newaxis, :])
     return values
+
+
+def without_value(names: Sequence[str], own: Float) -> list[str]:
+    """What to say of the representations that have no CKA with anything.
+
+    Args:
+        names: of the representations.
+        own: (R,) the HSIC of each with itself.
+    """
+    lost = [name for name, value in zip(names, own, strict=True) if not value > 0]
+    if not lost:
+        return []
+    some = "every site" if len(lost) == len(names) > 1 else few(lost)
+    return [
+        f"no CKA for {some}: the HSIC with itself is not positive (the features of all images are "
+        "the same, or noise of too few images)"
+    ]
 
 
 def summarise(h: Hsic) -> Similarity:

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     "metrics",
     metavar="METRIC",
     multiple=True,
-    help="Only this metric (top1, purity, iou, ...). Repeatable.  [default: all, without those of "
-    "single classes]",
+    help="Only this metric (top1, purity, iou, ...). Repeatable.  [default: all with a better "
+    "side, without those of single classes]",
 )
 def command(results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...]) -> None:
     """Name the best layer of each model for each task.
 
     RESULTS are tables (.csv, .tsv, .json, ...) that other commands wrote with -o and that have a
-    value a layer (probe, knn, cluster, saliency, ...); larger values count as better (Walmer et al.
-    2023, Tables 1, 5). A task is a file's command and metric, with k and shots.
+    value a layer (probe, knn, cluster, saliency, ...); of each metric its better
+    side counts, higher or lower, and those without one (distances, ratios) are left out (Walmer et
+    al. 2023, Tables 1, 5). A task is a file's command and metric, with k and shots.
 
     \b
       $ vitsee knn train.zarr b16.zarr -o knn.csv
@@ -40,10 +41,12 @@ def command(results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...
       $ vitsee cka b16.zarr -o cka.csv
       $ vitsee best-layer knn.csv cka.csv --metric top1 --png redundancy.png > best.csv
 
-    Columns: task, store, model, site and depth of the best layer (counted from 0), metric, value,
-    its spread, n_layers compared, baseline, file. The figure shows the curves and the table; with a
-    self-comparison by cka among RESULTS, also each layer's CKA to the last one beside the scores
-    (Kornblith et al. 2019).
+    Columns: store, model, site, block, depth and rel_depth of the best layer (counted from 0),
+    token, row, col, head of its best row, task, ties (others with the same value), file, metric,
+    value, its spread, n_layers compared, n_overlap (how many others have an interval that overlaps
+    the best one's), baseline. The figure shows the curves and the table; with a self-comparison by
+    cka among RESULTS, also each layer's CKA to the last one beside the scores (Kornblith et al.
+    2019).
     """
     from vitsee_cli import console
     from vitsee_core.analyses import best_layer
