@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models_helpers import SMALL, VIT, images, small
+from tests.extractions import extracted, plant_images
+from tests.models_helpers import SMALL, VIT, Keeper, images, small
 from vitsee_core.extraction.prepare import unseen_pixels
-from vitsee_core.models import LoadedModel, SiteTable, self_check, site_table
+from vitsee_core.models import Capture, LoadedModel, SiteTable, self_check, site_table
 from vitsee_core.models.patches import Patches, cells
 from vitsee_core.models.steps import Step, Steps
+from vitsee_core.similarity.patch_pixels import PatchPixels
+from vitsee_stores import open_store
 from vitsee_stores.layout import TokenLayout
 
 TINY_PIT = {"base_dims": (8, 8, 8), "depth": (1, 1, 1), "heads": (2, 2, 2)}
@@ -231,6 +235,56 @@ def test_the_self_check_proves_patches(name: str) -> None:
         ({"window": ((first, length), (first, length + 4))}, "not answer to the border of its"),
     ):
         assert phrase in failures(moved(table, **changes))[0]
+
+
+def test_the_proof_of_patches_runs_in_full_precision() -> None:
+    model = small("vit_tiny_patch16_224", 52, **VIT)
+    table = site_table(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        check = self_check(model, table, images(model, 2), sites=[table["embed"]])
+    assert check.failures == []
+
+
+@pytest.mark.parametrize("site", ["stem", "layer1.0.out", "layer2.0.out"])
+def test_strides_of_a_cnn_against_moved_images(site: str) -> None:
+    """An image moved by the stride gives the same features one cell further on, away from the
+    borders; moved by half of it, others."""
+    model = small("test_resnet", 160)
+    table = site_table(model)
+    point, layout = table.points[site], table[site].layout
+    assert layout is not None and layout.stride_px is not None and layout.grid is not None
+    step, middle = int(layout.stride_px[0]), layout.grid[0] // 2
+    big = torch.randn(3, 160 + step, 160, generator=torch.Generator().manual_seed(5))
+    found = []
+    for start in (0, step, step // 2):
+        batch = big[None, :, start : start + 160]
+        found.append(Keeper())
+        capture = Capture(model, table, sites=[table[table[site].alias_of or site]])
+        with torch.no_grad(), capture:
+            capture.run(batch, found[-1])
+    assert point.view.form == "nchw"
+    here, moved_by_one, moved_by_half = (keeper.sites[site][1][0] for keeper in found)
+    torch.testing.assert_close(moved_by_one[middle], here[middle + 1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(moved_by_half[middle], here[middle + 1], rtol=1e-2, atol=1e-2)
+
+
+def test_a_store_says_where_its_cells_lie(tmp_path: Path) -> None:
+    """From extraction to the pixels of patches: PiT's cells begin 4 px inside; 5 px are unseen."""
+    data = plant_images(tmp_path / "data", 3)
+    out = tmp_path / "pit.zarr"
+    args = [f"--model-arg={key}={value}" for key, value in TINY_PIT.items()]
+    options = ["--random-init", "0", "--img-size", "101", "--inputs", "--data", data, "-o", out]
+    result = extracted("pit_ti_224", *args, *options)
+    assert "patches cover 96x96 of 101x101 input pixels" in result.stderr
+    store = open_store(out)
+    layout = store.layout("transformers.0.blocks.0.out")
+    assert layout == TokenLayout(("cls",), (11, 11), 0, (8.0, 8.0), (4.0, 4.0))
+    assert store.plan.attention[0].layout == layout
+    patches = PatchPixels(store, store.inputs(), layout)
+    assert patches.bounds[0].tolist() == list(range(4, 93, 8))
+    assert patches.shape == (3, 8, 8)
+    (figures,) = store.manifest.selfcheck["patches"]
+    assert figures["offset_px"] == [4.0, 4.0] and figures["window_px"] == [16, 16]
 
 
 def test_pixels_that_no_patch_covers_are_named() -> None:

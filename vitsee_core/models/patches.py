@@ -141,7 +141,8 @@ def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
                 batch.append(changed)
                 checks.append((cell, True))
     batch.append(other)
-    out = cells(module, patches.tap, patches.view, torch.stack(batch))
+    with torch.autocast(image.device.type, enabled=False):
+        out = cells(module, patches.tap, patches.view, torch.stack(batch).float())
     change = (out - out[:1]).abs().amax(-1)
     for (row, col), wanted, seen in ((*check, change[i + 1]) for i, check in enumerate(checks)):
         answers = float(seen[row, col]) > QUIET * float(change[-1, row, col])
