@@ -234,6 +234,15 @@ def test_attention_of_maps_against_its_formula() -> None:
     torch.testing.assert_close(keeper.scores[block.name], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_where_heads_go_is_after_the_attention() -> None:
+    """TinyViT's attention has a norm of its own before queries, keys and values."""
+    args = {"embed_dims": (16, 16, 16, 16), "num_heads": (2, 2, 2, 2), "depths": (1, 1, 1, 1)}
+    table = site_table(small("tiny_vit_5m_224", 224, **args))
+    assert [block.layout.grid for block in table.attention] == [(14, 14), (7, 7)]
+    for block in table.attention:
+        assert table.heads[block.name].module == f"{block.name}.attn.proj"
+
+
 def test_softmax_that_weighs_nothing_is_mixed() -> None:
     def mix() -> None:
         weights = torch.randn(2, 3, 5, 5).softmax(-1)

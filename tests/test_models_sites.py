@@ -337,6 +337,13 @@ def test_a_size_that_a_layer_refuses_without_a_word_names_the_layer() -> None:
         site_table(model)
 
 
+def test_a_size_that_overruns_a_table_is_one_line() -> None:
+    model = small("mvitv2_tiny", None)
+    model.input_size = (3, 101, 101)
+    with pytest.raises(ModelError, match="101 x 101 pixels: index 23 is out of bounds"):
+        site_table(model)
+
+
 def test_heads_on_vectors_of_several_sizes_have_no_pooled_vector() -> None:
     """EfficientViM averages a classifier a stage; its distilled models twice as many."""
     for name in ("efficientvim_m1", "efficientvim_m1_dist"):

@@ -105,7 +105,7 @@ def _refusal(
         return f"pooled tokens: {event.query[2]} queries, {event.n_keys} keys"
     layout = next((x for x in layouts if x.n_tokens == event.n_keys), None)
     if layout is None:
-        sizes = " or ".join(str(x.n_tokens) for x in layouts) or "unordered"
+        sizes = " or ".join(dict.fromkeys(str(x.n_tokens) for x in layouts)) or "unordered"
         return f"attention over {event.n_keys} entries, but the block has {sizes} tokens"
     if event.value.shape[1] != event.n_keys or not in_raster_order(event.value, layout):
         return "the tokens do not lie row by row inside the attention"
@@ -118,6 +118,7 @@ def _heads_tap(builder: TableBuilder, module: str, event: Attended) -> Tap | Non
     for name in ("norm", "proj", "attn_out_proj"):
         tap = Tap(f"{module}.{name}" if module else name, "in")
         seen = builder.read.seen(tap) if tap.module in builder.modules else None
-        if seen and seen.shape == event.value.shape:
+        # Made after the values: TinyViT's norm is before its queries, keys and values.
+        if seen and seen.shape == event.value.shape and seen.key > event.value.key:
             return tap
     return None

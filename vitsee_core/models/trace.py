@@ -187,7 +187,7 @@ def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace
     with torch.inference_mode(False), torch.no_grad(), _hooks(module, recorder, watch), watch:
         try:
             module(images.to(device))
-        except (AssertionError, RuntimeError, ValueError) as error:
+        except (AssertionError, IndexError, RuntimeError, ValueError) as error:
             text = " ".join(str(error).split()).rstrip(".")
             where = recorder.stack[-1] if recorder.stack else ""
             kind = type(module.get_submodule(where)).__name__
