@@ -338,8 +338,7 @@ def test_a_size_that_a_layer_refuses_without_a_word_names_the_layer() -> None:
 
 
 def test_a_size_that_overruns_a_table_is_one_line() -> None:
-    model = small("mvitv2_tiny", None)
-    model.input_size = (3, 101, 101)
+    model = small("mvitv2_tiny", 101)
     with pytest.raises(ModelError, match="101 x 101 pixels: index 23 is out of bounds"):
         site_table(model)
 
