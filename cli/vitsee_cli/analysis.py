@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def run_analysis(
     run: Callable[..., Table],
-    plot: Callable[[Table], Figure],
+    plot: Callable[[Table], Figure] | None,
     stores: tuple[StorePath, ...],
     outputs: Outputs,
     *,
@@ -34,7 +34,7 @@ def run_analysis(
 
     Args:
         run: the analysis.
-        plot: its figure, drawn where --png asks for one.
+        plot: its figure, drawn where --png asks for one; None without that option.
         stores: from `options.stores_argument`.
         outputs: from `options.output_options`; refused before the work if they exist.
         allow_partial: from `options.allow_partial_option`.
@@ -63,4 +63,9 @@ def run_analysis(
         command=console.command_line(),
         parameters={**parameters, "allow_partial": allow_partial},
     )
-    write_results(table, outputs, figure=lambda: plot(table), sidecar=sidecar, stdout=sys.stdout)
+
+    def figure() -> Figure:
+        assert plot is not None
+        return plot(table)
+
+    write_results(table, outputs, figure=figure, sidecar=sidecar, stdout=sys.stdout)

@@ -150,6 +150,19 @@ def output_options(command: Any) -> Any:
     return _output_option(_png_option(force_option(gathered)))
 
 
+def table_options(command: Any) -> Any:
+    """-o and --force of a command without a figure, together as `outputs`: an Outputs."""
+
+    @functools.wraps(command)
+    def gathered(*args: Any, output: Any, force: bool, **kwargs: Any) -> Any:
+        from vitsee_core.results import Outputs
+
+        output = None if output == Path("-") else output
+        return command(*args, outputs=Outputs(csv=output, force=force), **kwargs)
+
+    return _output_option(force_option(gathered))
+
+
 # ---------------------------------------------------------------- what to look at
 
 

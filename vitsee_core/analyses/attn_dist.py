@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("attention",)
+
 METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
 COLUMNS = (
     *(*SITE, "head"),

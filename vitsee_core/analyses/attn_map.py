@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("attention",)
+
 Float = NDArray[np.float64]
 
 NUMBERS = {"prefix-mass": "prefix_mass", "entropy": "entropy"}

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS: tuple[str, ...] | None = None  # works on tables
+
 RESULT = ("store", "site", "depth", "metric", "value")
 SETTINGS = ("k", "shots", "class")  # with the metric they make the task
 COLUMNS = (

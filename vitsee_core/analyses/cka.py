@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("sites",)
 COLUMNS = (*PAIR, *VALUES, "n_images")
 NUMBERS = {"value": "cka", "std": "std", "low": "low", "high": "high"}
 MOST_NUMBERS = 16  # cells of a single row or column that have room for their numbers

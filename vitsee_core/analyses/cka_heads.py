@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("attention", "heads")
 COLUMNS = (*PAIR, "heads", "distance_px", *VALUES, "n_images")
 ARROW = "\N{RIGHTWARDS ARROW}"
 LEGEND_ENTRIES = 10

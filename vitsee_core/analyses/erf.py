@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("grid",)
+
 Float = NDArray[np.float64]
 
 RADII = {"radius50_px": 0.5, "radius90_px": 0.9}

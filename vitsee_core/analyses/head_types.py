@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("attention",)
+
 Float = NDArray[np.float64]
 
 COLUMNS = (

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("sites",)
+
 Float32 = NDArray[np.float32]
 Integers = NDArray[np.int64]
 Pieces = Callable[[], Iterator[Float32]]

@@ -77,6 +77,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("grid",)
+
 SUMMARIES = ("site", "token")
 COLUMNS = (*SITE, "token", "row", "col", *VALUES, "n_images")
 SITE_COLUMNS = (*SITE, *VALUES, "n_images", "n_tokens", "baseline")

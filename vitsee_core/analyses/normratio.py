@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("residual",)
+
 Float = NDArray[np.float64]
 
 # metric -> (quantity of each image, statistic over images)

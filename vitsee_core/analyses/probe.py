@@ -53,6 +53,8 @@ __all__ = ["plot", "run"]
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("sites",)
+
 BASELINES = ("random",)
 COLUMNS = (
     *(*SITE, "token", "row", "col", "class", "shots", "l2"),

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS = ("attention",)
+
 COLUMNS = (
     *(*SITE, "token", "head", "best"),
     *("metric", "value", "std", "low", "high", "n_images", "baseline"),

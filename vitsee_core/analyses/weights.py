@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS: tuple[str, ...] = ()
+
 Float = NDArray[np.float64]
 
 WHAT = ("components", "filters", "positions")

@@ -95,7 +95,7 @@ def load_model(
     if foreign is not None:
         check_foreign(name, args, foreign)
     _check_options(args, checkpoint, checkpoint_key, random_init, crop_pct)
-    full = _resolve(name)
+    full = resolve(name)
     fresh = checkpoint is not None or random_init is not None
     wanted = dict(args)
     if img_size is not None:
@@ -176,7 +176,12 @@ def hash_weights(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _resolve(name: str) -> str:
+def resolve(name: str) -> str:
+    """The name as timm knows it: the demo's are folders.
+
+    Raises:
+        VitseeError: no demo model has this name.
+    """
     if not name.startswith(_DEMO):
         return name
     from vitsee_core.demo import model_folder

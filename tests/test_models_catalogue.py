@@ -1,0 +1,132 @@
+"""vitsee models: what timm has, told from shapes, against the models themselves."""
+
+from __future__ import annotations
+
+import csv
+import io
+import pkgutil
+from pathlib import Path
+
+import pytest
+import timm
+from click.testing import CliRunner, Result
+
+from vitsee_cli.main import main
+from vitsee_core import analyses, catalogue
+from vitsee_core.models import load_model, site_table
+from vitsee_core.models.sketch import sketch, without_weights
+from vitsee_stores.errors import VitseeError
+
+VIT = "vit_tiny_patch16_224"
+ATTENTION = {"attn-dist", "attn-map", "head-types", "saliency", "cka-heads"}
+
+
+def models(*args: str | Path) -> Result:
+    return CliRunner().invoke(main, ["models", *map(str, args)])
+
+
+def rows(result: Result) -> list[dict[str, str]]:
+    assert result.exit_code == 0, result.output
+    return list(csv.DictReader(io.StringIO(result.stdout)))
+
+
+def test_a_vit() -> None:
+    (row,) = rows(models(VIT))
+    assert (row["model"], row["height"], row["width"], row["n_blocks"]) == (VIT, "224", "224", "12")
+    # Dosovitskiy's formula: embedding, class token and positions, 12 blocks, norm, classifier.
+    d = 192
+    block = 4 * d + (3 * d * d + 3 * d) + (d * d + d) + (8 * d * d + 5 * d)
+    embed = 16 * 16 * 3 * d + d + d + 197 * d
+    assert int(row["n_params"]) == embed + 12 * block + 2 * d + 1000 * d + 1000
+    assert set(row["analyses"].split()) == set(catalogue.needs_of_analyses())
+    assert row["left_out"] == ""
+    assert "augreg_in21k_ft_in1k" in row["tags"].split()
+
+
+def test_a_resnet_says_what_it_lacks() -> None:
+    (row,) = rows(models("test_resnet"))
+    served = set(row["analyses"].split())
+    assert {"cka", "probe", "knn", "cluster", "normratio", "localize", "erf", "weights"} <= served
+    assert not served & ATTENTION
+    assert "attn-dist attn-map" in row["left_out"]
+    assert "no block has a softmax over tokens" in row["left_out"]
+
+
+SKETCHED = ("test_vit", "test_resnet", "test_convnext", "test_mambaout", "test_efficientnet")
+
+
+@pytest.mark.parametrize("name", SKETCHED)
+def test_shapes_say_what_pixels_prove(name: str) -> None:
+    module, size = without_weights(name)
+    assert {p.device.type for p in module.parameters()} == {"meta"}
+    model = load_model(name, random_init=0)
+    proven, told = site_table(model), sketch(module, size)
+    assert size == model.input_size
+    assert catalogue.offers(told) == catalogue.offers(proven)
+    assert [site.name for site in told.sites] == [site.name for site in proven.sites]
+
+
+def test_patterns() -> None:
+    found = catalogue.matching("resnet18*")
+    assert {"resnet18", "resnet18d"} <= set(found) and "seresnet18" not in found
+    assert found["resnet18"] == [
+        name.partition(".")[2] for name in timm.list_pretrained("resnet18.*")
+    ]
+    clip = catalogue.matching("vit_base_patch16_*.*openai*")
+    assert clip and all("openai" in tag for tags in clip.values() for tag in tags)
+    assert list(catalogue.matching("*")) == timm.list_models()
+
+
+def test_a_glob_is_bounded(tmp_path: Path) -> None:
+    result = models("*")
+    assert (result.exit_code, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert f"matches {len(timm.list_models())} architectures" in line and "--names" in line
+    result = models("vit_*", "--names", "-o", tmp_path / "vit.csv")
+    assert (result.exit_code, result.stdout) == (0, "")
+    lines = (tmp_path / "vit.csv").read_text().splitlines()
+    assert lines[0] == ",".join(catalogue.COLUMNS)
+    assert len(lines) == 1 + len(timm.list_models("vit_*"))
+    assert f"{VIT}," in (tmp_path / "vit.csv").read_text()
+    assert len(rows(models("test_resnet*", "--limit", "5"))) >= 1
+
+
+def test_nothing_matches() -> None:
+    result = models("vit_tinny_patch16_224")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "near names: vit_tiny_patch16_224" in result.stderr
+    assert "no such folder" in models("local-dir:/nowhere").stderr
+    assert "no demo model" in models("demo:cat").stderr
+
+
+def test_a_demo_model() -> None:
+    (row,) = rows(models("demo:vit"))
+    assert row["model"] == "demo:vit" and "attn-map" in row["analyses"]
+    assert int(row["n_params"]) == sum(
+        p.numel() for p in load_model("demo:vit").module.parameters()
+    )
+
+
+def test_a_model_that_needs_values_is_named_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise NotImplementedError("no values")
+
+    monkeypatch.setattr("vitsee_core.models.sketch.trace", refuse)
+    (row,) = rows(models("test_vit"))
+    assert row["analyses"] == "" and row["left_out"] == "not to be told without weights: no values"
+    assert int(row["n_params"]) > 0
+
+
+def test_every_analysis_says_what_it_needs() -> None:
+    """Another name in NEEDS, or none at all, is found here and not by a user."""
+    known = catalogue.offers(sketch(*without_weights("test_resnet")))
+    for needs in catalogue.needs_of_analyses().values():
+        assert set(needs) <= known.keys()
+    listed = {module.name.replace("_", "-") for module in pkgutil.iter_modules(analyses.__path__)}
+    silent = listed - catalogue.needs_of_analyses().keys() - {"best-layer"}
+    assert not silent, f'give these analyses a NEEDS, as ("attention",): {silent}'
+
+
+def test_a_pattern_that_matches_nothing_in_python() -> None:
+    with pytest.raises(VitseeError, match="no timm model matches"):
+        catalogue.run("nothing*")
