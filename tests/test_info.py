@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+import vitsee_stores
 from vitsee_cli.main import main
 
 MakeStore = Callable[..., Path]
@@ -51,6 +52,67 @@ def test_for_scripts(make_store: MakeStore) -> None:
     assert info(store, "-f", "store_id").stdout == everything["store_id"] + "\n"
     assert json.loads(info(store, "-f", "model").stdout) == everything["model"]
     assert info(store, "-f", "class_names.1").stdout == "odd\n"
+
+
+def test_labels_and_their_counts(make_store: MakeStore) -> None:
+    store = make_store()
+    counted = [
+        {"label": 0, "name": "even", "n_images": 5},
+        {"label": 1, "name": "odd", "n_images": 5},
+    ]
+    assert json.loads(info(store, "-f", "labels").stdout) == counted
+    assert "labels     even 5, odd 5\n" in info(store).stdout
+
+
+def test_a_long_field_has_lines(make_store: MakeStore) -> None:
+    """Short ones stay on one, for scripts."""
+    store = make_store()
+    assert info(store, "-f", "sites.embed.shape").stdout == "[7, 4]\n"
+    lines = info(store, "-f", "sites").stdout.splitlines()
+    assert len(lines) > 20 and max(map(len, lines)) < 100
+    hint = info(store, "-f", "nothing").stderr
+    assert len(hint) < 600
+
+
+def test_several_stores(make_store: MakeStore) -> None:
+    a, b = make_store("a.zarr"), make_store("b.zarr", slabs=[0])
+    lines = info(a, b).stdout.splitlines()
+    assert lines[0].split() == (
+        [
+            "store",
+            "model",
+            "data",
+            "attention",
+            "classes",
+            "images",
+            "slabs",
+            "sites",
+            "sublayers",
+            "size",
+        ]
+    )
+    assert lines[1].split()[:7] == [str(a), "tiny", "summary", "2", "10", "3/3", "5"]
+    assert "1/3, unfinished" in lines[2]
+    assert len(lines) == 3
+    assert [r["path"] for r in json.loads(info(a, b, "--json").stdout)] == [str(a), str(b)]
+    assert info(a, b, "-f", "n_committed").stdout == f"{a}\t3\n{b}\t1\n"
+    for args in ([], ["--json"], ["-f", "complete"]):
+        result = info(a, a.parent / "none.zarr", *args)
+        assert (result.exit_code, result.stdout) == (1, "")
+    assert info().exit_code == 2
+
+
+def test_a_strangers_store_steers_no_terminal(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = vitsee_stores.describe(make_store())
+    record["model"] = {"name": "\x1b]0;owned\x07\nstatus     forged"}
+    record["sites"]["\x1b[2J"] = record["sites"].pop("embed")
+    monkeypatch.setattr(vitsee_stores, "describe", lambda path: record)
+    for args in ([], ["b.zarr"], ["-f", "model"], ["-f", "model.name"], ["--json"]):
+        shown = info("a.zarr", *args).stdout
+        assert all(c.isprintable() or c == "\n" for c in shown)
+        assert "\nstatus     forged" not in info("a.zarr").stdout
 
 
 @pytest.mark.parametrize("field", ["modle", "model.nam", "class_names.7", "model.name.x", ""])

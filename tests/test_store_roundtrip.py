@@ -294,10 +294,10 @@ def test_slices_are_numpys(some_store: Store, data: st.DataObject) -> None:
     assert_array_equal(lazy[tuple(index)], wanted, strict=True)
 
 
-def test_fancy_indices_and_iteration_are_refused(some_store: Store) -> None:
+def test_other_indices_and_iteration_are_refused(some_store: Store) -> None:
     lazy: LazyArray = some_store.acts("embed")
-    for bad in ([0, 2], np.array([True] * 10), None, True, 1.0):
-        with pytest.raises(TypeError, match="integers and slices"):
+    for bad in (None, True, 1.0, ([0], [1])):
+        with pytest.raises(TypeError, match="a lazy array takes"):
             lazy[bad]  # type: ignore[index]
     with pytest.raises(IndexError):
         lazy[0, 0, 0, 0]

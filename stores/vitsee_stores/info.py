@@ -19,8 +19,8 @@ from vitsee_stores.sealed import SealedChunks
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Everything about a store that is no array, as JSON holds it; incomplete stores too.
 
-    Reads zarr.json and four small files a slab. `n_valid` counts the readable images of the
-    committed slabs; `size_bytes` is without compression, of the store when it is complete.
+    Reads zarr.json, the labels and four small files a slab. `n_valid` counts the readable images
+    of the committed slabs; `size_bytes` is without compression, of the store when it is complete.
 
     Raises:
         StoreError: missing, no vitsee store, of another format version, or damaged.
@@ -49,6 +49,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         "inputs": None if plan.inputs is None else list(plan.inputs),
         "transform": text["transform"],
         "class_names": text["class_names"],
+        "labels": _labels(chunks, text["class_names"]),
         "left_out": text["left_out"],
         "selfcheck": text["selfcheck"],
         "format": text["format"],
@@ -111,6 +112,22 @@ def _n_valid(chunks: SealedChunks, slabs: Iterable[int]) -> int | None:
         return sum(int(chunks.read(chunks.specs["n_valid"], (k,))[0]) for k in slabs)
     except StoreError:
         return None
+
+
+def _labels(chunks: SealedChunks, names: list[str] | None) -> list[dict[str, Any]] | None:
+    """Each label with its name and number of images, those without any (label null) last; None
+    where the labels cannot be read."""
+    try:
+        labels = chunks.read_all(chunks.specs["samples/label"])
+    except StoreError:
+        return None
+    counts = Counter(labels.tolist())
+    known = [label for label in sorted(counts) if label >= 0]
+    named = {label: names[label] for label in known if names and label < len(names)}
+    listed = [{"label": n, "name": named.get(n), "n_images": counts[n]} for n in known]
+    return listed + [
+        {"label": None, "name": None, "n_images": n} for label, n in counts.items() if label < 0
+    ]
 
 
 def _makers(markers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vitsee_stores.chunks import Box
+from vitsee_stores.indexing import Cut, Index, cut_out
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.sealed import SealedChunks
 
-Index = int | slice | EllipsisType
-
 
 class LazyArray:
-    """An array of a store. Slices and integers read from disk; nothing is kept in memory.
+    """An array of a store. Indexing reads from disk; nothing is kept in memory.
 
-    The first axis is cheap to cut at multiples of the slab, the others where chunks end: read a
-    slab and index that, rather than one image at a time. `numpy.asarray` reads all of it.
+    Integers, slices and at most one list of places or mask of an axis, with numpy's results. The
+    first axis is cheap to cut at multiples of the slab, the others where chunks end: read a slab
+    and index that, or give all rows at once (in any order: each slab is read once), rather than
+    one image at a time. `numpy.asarray` reads all of it.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Rows of the first axis that are read together."""
+        raise TypeError(f"{type(self).__name__} does not say how it is chunked")
 
     @property
     def ndim(self) -> int:
@@ -47,10 +51,42 @@ class LazyArray:
     # Without this, iteration would read the slab anew for each of its images.
     __iter__ = None
 
-    def __getitem__(self, index: Index | tuple[Index, ...]) -> NDArray[Any]:
-        box, within = _split(index, self.shape)
-        values: NDArray[Any] = self.load(box)[within]
-        return values
+    def __getitem__(self, index: Index) -> NDArray[Any]:
+        cut = cut_out(index, self.shape)
+        if cut.listed is None:
+            values: NDArray[Any] = self.load(cut.box)[cut.within]
+            return values
+        return self._load_listed(cut)
+
+    def _load_listed(self, cut: Cut) -> NDArray[Any]:
+        """What an index with a list of places asks for, slab by slab.
+
+        Memory: the result and one slab of it.
+        """
+        assert cut.listed is not None
+        (axis, places), box, step = cut.listed, list(cut.box), self.rows_per_chunk
+        shape = [part.stop - part.start for part in box]
+        shape[axis] = len(places)
+        out = np.empty(shape, self.dtype)
+        if not out.size:
+            box[0] = slice(0, 0)
+        start, stop = box[0].start, box[0].stop
+        for low in range(start - start % step, stop, step):
+            rows = slice(max(low, start), min(low + step, stop))
+            here = np.arange(len(places))
+            if axis == 0:
+                here = np.flatnonzero((places >= rows.start) & (places < rows.stop))
+                if not len(here):
+                    continue
+                rows = slice(int(places[here].min()), int(places[here].max()) + 1)
+            slab = self.load((rows, *box[1:]))
+            taken = slab.take(places[here] - (rows if axis == 0 else box[axis]).start, axis)
+            if axis == 0:
+                out[here] = taken
+            else:
+                out[rows.start - start : rows.stop - start] = taken
+        values: NDArray[Any] = out[cut.within]
+        return np.moveaxis(values, cut.result_axis, 0) if cut.to_front else values
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
@@ -61,37 +97,6 @@ class LazyArray:
     def load(self, box: Box) -> NDArray[Any]:
         """The part of the array that `box` cuts out: (start, stop) on every axis."""
         raise TypeError(f"{type(self).__name__} has no way to be read")
-
-
-def _split(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
-    """The box to read, and what to take of it."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if any(part is Ellipsis for part in parts):
-        place = next(i for i, part in enumerate(parts) if part is Ellipsis)
-        parts[place : place + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
-    parts += [slice(None)] * (len(shape) - len(parts))
-    if len(parts) != len(shape):
-        raise IndexError(f"{len(parts)} indices for an array with {len(shape)} axes")
-    box: list[slice] = []
-    within: list[slice | int] = []
-    for part, n in zip(parts, shape, strict=True):
-        if isinstance(part, slice):
-            chosen = range(*part.indices(n))
-            low, high = (min(chosen[0], chosen[-1]), max(chosen) + 1) if chosen else (0, 0)
-            box.append(slice(low, high))
-            within.append(slice(None, None, chosen.step))
-            continue
-        try:
-            at = operator.index(part)
-        except TypeError:
-            at = None
-        if at is None or isinstance(part, (bool, np.bool_)):
-            raise TypeError("a lazy array takes integers and slices; read a slab and index that")
-        if not -n <= at < n:
-            raise IndexError(f"index {at} of an axis with {n} entries")
-        box.append(slice(at % n, at % n + 1))
-        within.append(0)
-    return tuple(box), tuple(within)
 
 
 class StoredArray(LazyArray):
@@ -110,6 +115,11 @@ class StoredArray(LazyArray):
         self.source, self.spec, self.committed, self.fixed = chunks, spec, committed, fixed or {}
         self.shape = tuple(n for axis, n in enumerate(spec.shape) if axis not in self.fixed)
         self.dtype = np.dtype(spec.dtype)
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Rows of the first axis that are read together."""
+        return next(n for axis, n in enumerate(self.spec.chunks) if axis not in self.fixed)
 
     def load(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """The part that `box` cuts out; into `out` where given (no fixed axes then)."""
@@ -134,6 +144,11 @@ class TokenArray(LazyArray):
         self.shape = (body.shape[0], self.n_prefix + n_body, body.shape[-1])
         self.dtype = body.dtype
 
+    @property
+    def rows_per_chunk(self) -> int:
+        """Rows of the first axis that are read together."""
+        return self.body.rows_per_chunk
+
     def load(self, box: Box) -> NDArray[Any]:
         """The part that `box` cuts out; all tokens of its images are read."""
         rows, tokens, channels = box
@@ -156,6 +171,11 @@ class TokenMean(LazyArray):
         self.shape = (tokens.shape[0], tokens.shape[2])
         self.dtype = np.dtype(np.float32)
 
+    @property
+    def rows_per_chunk(self) -> int:
+        """Rows of the first axis that are read together."""
+        return self.tokens.rows_per_chunk
+
     def load(self, box: Box) -> NDArray[Any]:
         """The part that `box` cuts out."""
         rows, channels = box
@@ -176,6 +196,11 @@ class NormalisedInputs(LazyArray):
         self.pixels, self.valid, self.shape = pixels, valid, pixels.shape
         self.mean, self.std = np.array(mean, np.float32), np.array(std, np.float32)
         self.dtype = np.dtype(np.float32)
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Rows of the first axis that are read together."""
+        return self.pixels.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
         """The part that `box` cuts out."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores.plan import SiteSpec
 
 
 def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -21,6 +24,16 @@ def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]
         f"<table><caption>{escape(caption)}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
+
+
+def layout_text(site: SiteSpec) -> str:
+    """`cls + 14x14`, `= blocks.0.out` of an alias, or what kind of output it is."""
+    if site.alias_of is not None:
+        return f"= {site.alias_of}"
+    if site.layout is None:
+        return site.kind
+    grid = "x".join(map(str, site.layout.grid or ())) or (f"{site.layout.rows} rows")
+    return " + ".join([*site.layout.prefix, grid])
 
 
 def shown_cell(value: Any) -> str:

@@ -25,10 +25,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +40,7 @@ from vitsee_stores.errors import IncompleteStore, MissingInput, SiteError, Store
 from vitsee_stores.layout import ArraySpec, select_names
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
 from vitsee_stores.manifest import Manifest, Samples
+from vitsee_stores.notebook import html_table, layout_text, to_frame
 from vitsee_stores.pairing import require_paired
 from vitsee_stores.plan import AttentionGroup, SiteSpec, TokenLayout
 from vitsee_stores.sealed import SealedChunks
@@ -97,6 +100,16 @@ class StoreSamples:
     def __len__(self) -> int:
         return len(self.index)
 
+    def to_pandas(self) -> Any:
+        """The samples as a pandas DataFrame, one row an image, `size` as `height` and `width`.
+
+        Raises:
+            VitseeError: pandas is not installed.
+        """
+        names = [field.name for field in fields(self) if field.name != "size"]
+        sides = {"height": self.size[:, 0], "width": self.size[:, 1]}
+        return to_frame({**{name: getattr(self, name) for name in names}, **sides})
+
 
 class Store:
     """A store opened for reading; see `open_store`. It can be pickled.
@@ -126,6 +139,17 @@ class Store:
     def __repr__(self) -> str:
         state = "" if self.complete else ", incomplete"
         return f"<Store {self.label}: {self.n_images} images, {len(self.sites)} sites{state}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: what it is, and its sites."""
+        state = "" if self.complete else ", incomplete"
+        model = self.manifest.model.get("name", "")
+        caption = f"{self.label}: {model}, {self.n_images} images{state} ({self.path})"
+        rows = [
+            [site.name, "x".join(map(str, site.shape)), layout_text(site), str(site.depth)]
+            for site in self.sites.values()
+        ]
+        return html_table(caption, ["site", "shape", "tokens", "depth"], rows)
 
     @property
     def n_images(self) -> int:
@@ -174,7 +198,7 @@ class Store:
             SiteError: a pattern that nothing matches.
         """
         patterns = [patterns] if isinstance(patterns, str) else patterns
-        hint = f"vitsee info {self.path} -f sites"
+        hint = f"vitsee info {shlex.quote(str(self.path))}"
         return select_names(patterns, self.plan.sites, what=f"store, {self.label}", hint=hint)
 
     def site(self, name: str) -> SiteSpec:

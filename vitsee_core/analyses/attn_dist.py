@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.attention.head_maps import blocks_of_each
 from vitsee_core.attention.heads import AttentionMoments, Block, uniform_distance
 from vitsee_core.columns import SITE, site_columns
@@ -74,6 +75,7 @@ UNITS = {
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
 
 
+@takes_paths
 def run(
     *stores: Store,
     metrics: Sequence[str] = METRICS,

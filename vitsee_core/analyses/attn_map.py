@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.attention.head_maps import (
     SUMS,
     check_class_token,
@@ -85,6 +86,7 @@ TITLES = {
 }
 
 
+@takes_paths
 def run(
     store: Store,
     *,

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.columns import PAIR, VALUES, pair_columns
 from vitsee_core.figures.heatmaps import (
     MOST_LABELS,
@@ -65,6 +66,7 @@ SUBLAYERS = {
 }
 
 
+@takes_paths
 def run(
     *stores: Store,
     sites: Sequence[str] = (),

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.attention.head_maps import chosen_blocks
 from vitsee_core.attention.heads import AttentionMoments, Block
 from vitsee_core.columns import PAIR, VALUES, pair_columns
@@ -52,6 +53,7 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 LEGEND_ENTRIES = 10
 
 
+@takes_paths
 def run(
     *stores: Store,
     block: str | None = None,

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.classes.labelled import (
     LabelledRows,
     choose_tokens,
@@ -77,6 +78,7 @@ METHOD = (
 SPREAD = "std: standard deviation (n - 1) over the seeds of k-means; empty with one seed"
 
 
+@takes_paths
 def run(
     *stores: Store,
     sites: Sequence[str] = ("blocks",),

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.field_pictures import draw_fields
 from vitsee_core.plotting import styled
@@ -66,6 +67,7 @@ INTERVAL = (
 )
 
 
+@takes_paths
 def run(
     *stores: Store,
     metrics: Sequence[str] = METRICS,

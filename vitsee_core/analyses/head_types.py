@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.attention.head_geometry import (
     SHAPE_SCORES,
     TYPES,
@@ -72,6 +73,7 @@ INTERVAL = (
 )
 
 
+@takes_paths
 def run(
     *stores: Store,
     sites: Sequence[str] = ("blocks",),

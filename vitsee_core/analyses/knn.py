@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.classes.labelled import (
     INTERVAL_METHOD,
     LabelledRows,
@@ -70,6 +71,7 @@ UNITS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 VOTED_AT_ONCE = 4096
 
 
+@takes_paths
 def run(
     train: Store,
     test: Store,

@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.columns import SITE, VALUES, site_columns
 from vitsee_core.figures.location_curves import draw_curves
 from vitsee_core.figures.location_maps import draw_maps, draw_token_summary
@@ -85,6 +86,7 @@ SITE_COLUMNS = (*SITE, *VALUES, "n_images", "n_tokens", "baseline")
 Rows = NDArray[np.int64]
 
 
+@takes_paths
 def run(
     *stores: Store,
     sites: Sequence[str] = (),

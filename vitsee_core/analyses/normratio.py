@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.token_pictures import draw_norm_ratios
 from vitsee_core.machine import memory_bytes
@@ -85,6 +86,7 @@ BYTES_A_TOKEN = 8 * 12
 PIECE_BYTES = 16 << 20  # statistics are computed of so many tokens at a time, to stay in cache
 
 
+@takes_paths
 def run(
     *stores: Store,
     metrics: Sequence[str] = DEFAULT_METRICS,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.classes.labelled import (
     LabelledRows,
     check_disjoint,
@@ -62,6 +63,7 @@ COLUMNS = (
 )
 
 
+@takes_paths
 def run(
     train: Store,
     test: Store | None = None,

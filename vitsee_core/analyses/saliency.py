@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.arguments import takes_paths
 from vitsee_core.attention.head_maps import blocks_of_each, check_class_token
 from vitsee_core.attention.heads import Block
 from vitsee_core.columns import SITE, site_columns
@@ -66,6 +67,7 @@ BEST_METHOD = (
 )
 
 
+@takes_paths
 def run(
     *stores: Store,
     masks: Path,

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from vitsee_cli import console, options
+from vitsee_cli import console
+from vitsee_cli.values import parse_folder
+from vitsee_core.text import visible
 from vitsee_stores.errors import VitseeError
+
+FIELD_WIDTH = 100  # characters of JSON on one line
+SHOWN_LABELS = 6
 
 
 @click.command()
-@options.store_argument
+@click.argument("stores", metavar="STORE...", nargs=-1, required=True, type=parse_folder)
 @click.option(
     "-f",
     "--field",
@@ -23,10 +28,11 @@ from vitsee_stores.errors import VitseeError
     help="Print one field alone, by its dotted path in --json.  [default: all]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.  [default: for people]")
-def command(store: Path, field: str | None, as_json: bool) -> None:
-    """Tell what a store holds and how it was made.
+def command(stores: tuple[Path, ...], field: str | None, as_json: bool) -> None:
+    """Tell what stores hold and how they were made.
 
     Reads no activations and imports no models; unfinished stores are described as far as they are.
+    Of several stores: a table, a list with --json, or one field with the store before it.
 
     \b
       $ vitsee info b16.zarr
@@ -35,19 +41,33 @@ def command(store: Path, field: str | None, as_json: bool) -> None:
       $ vitsee info b16.zarr -f sites.blocks.3.out.shape
       [197, 768]
       $ vitsee info b16.zarr --json | jq .left_out
+      $ vitsee info runs/*.zarr
+      $ vitsee info runs/*.zarr -f n_committed
     """
     if as_json and field is not None:
         raise click.UsageError("--json and --field exclude each other")
     from vitsee_stores import describe
 
-    record = describe(store)
+    console.require_stdout()
+    records = [describe(store) for store in stores]
     if field is not None:
-        value = find(record, field)
-        console.out(value if isinstance(value, str) else json.dumps(value))
+        texts = [_field_text(find(record, field)) for record in records]
+        for store, text in zip(stores, texts, strict=True):
+            console.out(text if len(stores) == 1 else f"{visible(str(store))}\t{text}")
     elif as_json:
-        console.out(json.dumps(record, indent=2))
+        console.out(json.dumps(records if len(records) > 1 else records[0], indent=2))
+    elif len(records) > 1:
+        show_together(records)
     else:
-        show(record)
+        show(records[0])
+
+
+def _field_text(value: Any) -> str:
+    """Text as it is; else JSON, indented where it is long."""
+    if isinstance(value, str):
+        return value
+    line = json.dumps(value)
+    return line if len(line) <= FIELD_WIDTH else json.dumps(value, indent=2)
 
 
 def find(record: Any, field: str) -> Any:
@@ -89,7 +109,7 @@ def show(record: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     for name, text in _facts(record):
-        console.out(f"{name:<10} {text}")
+        console.out(f"{name:<10} {visible(text)}")
     console.out("")
     sites = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("site", "shape", "grid", "prefix", "dtype", "tokens"):
@@ -97,8 +117,35 @@ def show(record: Mapping[str, Any]) -> None:
     for title in ("depth", "size"):
         sites.add_column(title, justify="right")
     for name, site in record["sites"].items():
-        sites.add_row(*_site_cells(name, site, record["arrays"]))
+        sites.add_row(*map(visible, _site_cells(name, site, record["arrays"])))
     console.stdout().print(sites, markup=False)
+
+
+def show_together(records: Sequence[Mapping[str, Any]]) -> None:
+    """Several stores for people: a line each."""
+    from rich.table import Table
+
+    lines = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("store", "model", "data", "attention"):
+        lines.add_column(title, overflow="fold")
+    for title in ("classes", "images", "slabs", "sites", "sublayers", "size"):
+        lines.add_column(title, justify="right")
+    for record in records:
+        slabs = f"{record['n_committed']}/{record['n_slabs']}"
+        cells = (
+            record["path"],
+            str(record["model"].get("name", "")),
+            str(record["info"].get("data", {}).get("data", "")),
+            str(record["attention"]["level"]) if record["attention"]["groups"] else "none",
+            *(str(len(record[of] or ())) for of in ("class_names",)),
+            str(record["n_images"]),
+            slabs if record["complete"] else f"{slabs}, unfinished",
+            str(len(record["sites"])),
+            str(len(record["residual"])),
+            console.human_bytes(record["size_bytes"]),
+        )
+        lines.add_row(*map(visible, cells))
+    console.stdout().print(lines, markup=False)
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -133,6 +180,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("grams", _grams(record)),
         ("erf", _erf(record)),
         ("classes", _count(record["class_names"] or (), "class", "es")),
+        ("labels", _labels(record["labels"] or ())),
     ]
     facts += [("left out", line) for line in by_reason(record["left_out"])]
     for maker in record["made_by"]:
@@ -172,6 +220,20 @@ def _attention(attention: Mapping[str, Any]) -> str:
         grid = "x".join(map(str, group["grid"]))
         parts.append(f"{_count(group['blocks'], 'block')} of {heads} heads on a {grid} grid")
     return ", ".join([*parts, *(["rollout"] if attention["rollout"] else [])])
+
+
+def _labels(labels: Sequence[Mapping[str, Any]]) -> str:
+    """`even 5, odd 5`; where they are many the range of their counts."""
+    if all(label["label"] is None for label in labels):
+        return ""
+    named = [
+        f"{'none' if one['label'] is None else one['name'] or one['label']} {one['n_images']}"
+        for one in labels
+    ]
+    if len(named) <= SHOWN_LABELS:
+        return ", ".join(named)
+    counts = [one["n_images"] for one in labels]
+    return f"{len(named)} labels, {min(counts)} to {max(counts)} images each (-f labels)"
 
 
 def _grams(record: Mapping[str, Any]) -> str:
