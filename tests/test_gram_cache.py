@@ -24,6 +24,7 @@ from vitsee_core.similarity import (
     Estimator,
     GramOptions,
     Representation,
+    arithmetic,
     batches,
     cosine,
     hsic,
@@ -33,10 +34,12 @@ from vitsee_core.similarity import (
     summarise,
     tiles,
 )
+from vitsee_core.similarity import syrk as syrk_module
 from vitsee_core.similarity.cache import SCRATCH, gram_cache
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
 from vitsee_core.similarity.shift import Shift
+from vitsee_core.similarity.syrk import load_syrk, mirror
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
 
@@ -349,3 +352,57 @@ def test_small_and_cached_comparisons_need_no_torch(tmp_path: Path, command: str
         assert done.returncode == 0, done.stderr
         assert done.stderr.splitlines()[-1] == "[]" and done.stdout.startswith("store_a")
         assert list(folder_of(a).glob("*.json"))
+
+
+# One triangle
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (64, 100), (130, 9)])
+def test_the_triangle_is_that_of_the_product(n: int, k: int) -> None:
+    syrk = load_syrk()
+    if syrk is None:
+        pytest.skip("scipy offers no ssyrk")
+    wide = np.random.default_rng(n).normal(size=(n, k + 5)).astype(np.float32)
+    x = wide[:, :k]  # rows that do not follow each other
+    out = np.full((n, n), np.nan, np.float32)
+    syrk(x, out)
+    double = x.astype(np.float64)
+    want = np.array([[float(np.dot(p, q)) for q in double] for p in double])
+    assert np.tril(out) == pytest.approx(np.tril(want), abs=1e-5 * k)
+    assert np.isnan(out[np.triu_indices(n, 1)]).all()
+    total = out.astype(np.float64)
+    mirror(total)
+    assert total == pytest.approx(want, abs=1e-5 * k) and np.array_equal(total, total.T)
+
+
+def test_large_products_take_one_triangle(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    if load_syrk() is None:
+        pytest.skip("scipy offers no ssyrk")
+    want = compare(store, use_cache=False)
+    used: list[int] = []
+    real = load_syrk()
+
+    def watch(x: Any, out: Any) -> None:
+        used.append(len(x))
+        assert real is not None
+        real(x, out)
+
+    monkeypatch.setattr(arithmetic, "MEDIUM", 0)
+    monkeypatch.setattr(arithmetic, "load_syrk", lambda: watch)
+    assert compare(store, use_cache=False) == pytest.approx(want, abs=2e-7)
+    assert used == [N] * 6  # the class token and the grid, of three sites
+
+
+def test_without_that_routine_numpy_multiplies(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = compare(store, use_cache=False)
+    monkeypatch.setattr(syrk_module, "SIGNATURE", b"another")
+    load_syrk.cache_clear()
+    try:
+        assert load_syrk() is None
+        monkeypatch.setattr(arithmetic, "MEDIUM", 0)
+        assert compare(store, use_cache=False) == pytest.approx(want, abs=2e-7)
+    finally:
+        monkeypatch.undo()
+        load_syrk.cache_clear()

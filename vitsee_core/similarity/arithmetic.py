@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.similarity.syrk import load_syrk, mirror
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 # Multiplications above which a GPU, or torch's faster cast, is worth the seconds that torch takes
 # to be imported.
 LARGE = 1e11
+# The same for the routine of `syrk`, with which scipy comes.
+MEDIUM = 1e10
 
 # Cast(to, values): into (rows, columns) from as many, of another type.
 Cast = Callable[[NDArray[Any], NDArray[Any]], None]
@@ -30,6 +33,8 @@ def choose_device(text: str, work: float) -> str:
     Raises:
         VitseeError: no such device, or one without float64.
     """
+    if work > MEDIUM:
+        load_syrk()  # before the threads of its library are limited
     if text == "cpu" or (text == "auto" and work < LARGE and "torch" not in sys.modules):
         return "cpu"
     from vitsee_core.device import resolve_device
@@ -72,22 +77,26 @@ class Arithmetic(Protocol):
         """A strip on the device."""
 
     def multiply(self, left: Any, right: Any, out: Any) -> Any:
-        """left right^T in the memory of `out`; the same array on both sides is symmetric."""
+        """left right^T in the memory of `out`; with the same array on both sides only what lies on
+        and below the diagonal counts."""
 
     def add(self, total: Any, product: Any) -> None:
         """total += product."""
 
-    def host(self, total: Any) -> NDArray[np.float64]:
-        """A sum as an array."""
+    def host(self, total: Any, symmetric: bool) -> NDArray[np.float64]:
+        """A sum as an array, whole."""
 
 
-def arithmetic(device: str) -> Arithmetic:
-    """Of a device as `choose_device` names it."""
-    return Host() if device == "cpu" else Gpu(device)
+def arithmetic(device: str, work: float) -> Arithmetic:
+    """Of a device as `choose_device` names it, for so many multiplications."""
+    return Host(load_syrk() if work > MEDIUM else None) if device == "cpu" else Gpu(device)
 
 
 class Host:
-    """numpy."""
+    """numpy, and `syrk` where it is worth it."""
+
+    def __init__(self, syrk: Callable[[Any, Any], None] | None = None) -> None:
+        self._syrk = syrk
 
     def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
         """As `Arithmetic`; torch is 2 to 3 times as fast with float16, if it is there anyway."""
@@ -103,7 +112,8 @@ class Host:
         return None
 
     def buffer(self, memory: NDArray[Any]) -> NDArray[Any]:
-        """The memory."""
+        """The memory, all finite: what lies above a diagonal is added up too."""
+        memory.fill(0)
         return memory
 
     def zeros(self, shape: tuple[int, int]) -> NDArray[np.float64]:
@@ -118,15 +128,20 @@ class Host:
         """As `Arithmetic`: numpy calls syrk where both sides are the same memory."""
         shape = len(left), len(right)
         product: NDArray[Any] = out[: shape[0] * shape[1]].reshape(shape)
-        np.matmul(left, right.T, out=product)
+        if left is right and self._syrk is not None and left.dtype == np.float32:
+            self._syrk(left, product)
+        else:
+            np.matmul(left, right.T, out=product)
         return product
 
     def add(self, total: NDArray[np.float64], product: NDArray[Any]) -> None:
         """As `Arithmetic`."""
         np.add(total, product, out=total)
 
-    def host(self, total: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum."""
+    def host(self, total: NDArray[np.float64], symmetric: bool) -> NDArray[np.float64]:
+        """As `Arithmetic`."""
+        if symmetric:
+            mirror(total)
         return total
 
 
@@ -168,7 +183,7 @@ class Gpu:
         """As `Arithmetic`."""
         total += product
 
-    def host(self, total: Tensor) -> NDArray[np.float64]:
+    def host(self, total: Tensor, symmetric: bool) -> NDArray[np.float64]:
         """As `Arithmetic`."""
         found: NDArray[np.float64] = total.cpu().numpy()
         return found

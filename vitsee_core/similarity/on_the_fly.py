@@ -73,8 +73,9 @@ def hsic_on_the_fly(
         VitseeError: too few images for a batch, too little memory, or a device without float64.
     """
     n = len(images)
-    device = choose_device(device, multiplications(shapes(rows), shapes(cols), n))
-    backend = arithmetic(device)
+    mults = multiplications(shapes(rows), shapes(cols), n)
+    device = choose_device(device, mults)
+    backend = arithmetic(device, mults)
     memory = min(memory, backend.free_bytes() or memory)
     if estimator.kind == "minibatch":
         partitions, work, notes = _minibatch(n, estimator, seed, device)

@@ -32,7 +32,8 @@ Columns = slice | Rows
 MOST_COLUMNS, GOOD_COLUMNS, FEWEST_COLUMNS = 32768, 8192, 256
 LANES = 2  # threads that the width of strips leaves room for; it does not depend on the cores
 MEAN_ROWS = 128
-PIECE = 1 << 15  # elements that are cast, shifted and summed while they are in cache
+SERIAL = 1 << 15  # elements up to which torch's cast uses no further thread
+PIECE = 1 << 18  # elements that are shifted and summed while they are in cache
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,13 @@ def products(
     Raises:
         VitseeError: not even one tile and narrow strips fit the memory.
     """
-    backend = arithmetic(device)
+    mults = sum(_length(t.i) * _length(t.j) for t in tiles) * features.n_features
+    backend = arithmetic(device, mults)
     memory = min(memory, backend.free_bytes() or memory)
     item = np.dtype(dtype)
     plan = Plan.of(features, len(rows), tiles, memory, item.itemsize)
     lanes = n_lanes(plan.lanes)
-    strips = _balanced(features.strips(plan.columns), plan.columns, features.chunk_columns)
+    strips = _balanced(features.strips(plan.columns), plan.columns)
     centres = _Centres(centred, origin, backend.cast)
     workspace = workspace or Workspace()
     counted = np.zeros(len(rows), bool)
@@ -194,12 +196,11 @@ def _localise(tile: Tile, places: Rows, n: int) -> Tile:
     return Tile(i, i if tile.i is tile.j else local(tile.j))
 
 
-def _balanced(strips: list[Strip], columns: int, chunk: int) -> list[Strip]:
-    """The last strips in smaller ones, so that no thread is long busy when the others are done;
-    not within chunks, which would be read again."""
-    small = max(columns // 4, chunk)
-    kept, last = strips[:-2], strips[-2:]
-    return [*kept, *(piece for strip in last for piece in strip.cut(small))]
+def _balanced(strips: list[Strip], columns: int) -> list[Strip]:
+    """The last wide strip as two, so that of two threads none works while the other is done."""
+    if not strips or strips[-1].n_columns < columns // 2 or columns < 2 * FEWEST_COLUMNS:
+        return strips
+    return [*strips[:-1], *strips[-1].cut(strips[-1].n_columns // 2)]
 
 
 class _Pass:
@@ -261,7 +262,8 @@ class _Pass:
 
         with one_blas_thread():
             run_lanes(lanes, work, len(self._strips), turns.stop)
-        yield from (backend.host(total) for total in sums)
+        for tile, total in zip(self._tiles, sums, strict=True):
+            yield backend.host(total, tile.i is tile.j)
 
     def _load(
         self, k: int, buffer: NDArray[Any], slab: NDArray[np.uint8]
@@ -289,26 +291,29 @@ class _Centres:
     def fill(self, x: NDArray[Any], raw: NDArray[Any], strip: int, target: slice) -> None:
         """x[target] = raw - its strip's mean, in pieces that stay in cache."""
         into = x[target]
-        step = max(1, PIECE // raw.shape[1])
         if not self._centred:
-            for at in range(0, len(raw), step):
-                self._cast(into[at : at + step], raw[at : at + step])
+            self._convert(into, raw)
             return
         if strip not in self._of:
             self._of[strip] = self._mean(raw, strip)
-        mean = self._of[strip]
-        sums = None
+        mean, sums = self._of[strip], None
         if self._origin is not None and self._origin.n_rows:
             if strip not in self._sums:
                 self._sums[strip] = np.empty((len(x), 2), np.float32)
             sums = self._sums[strip][target]
             weights = np.stack([mean, np.ones_like(mean)], 1)
+        step = max(1, PIECE // raw.shape[1])
         for at in range(0, len(raw), step):
             piece = into[at : at + step]
-            self._cast(piece, raw[at : at + step])
+            self._convert(piece, raw[at : at + step])
             piece -= mean
             if sums is not None:
                 np.matmul(piece, weights, out=sums[at : at + step])
+
+    def _convert(self, to: NDArray[Any], raw: NDArray[Any]) -> None:
+        step = max(1, SERIAL // raw.shape[1])
+        for at in range(0, len(raw), step):
+            self._cast(to[at : at + step], raw[at : at + step])
 
     def done(self, strip: int, places: Rows, fresh: NDArray[np.bool_]) -> None:
         """A strip is whole; called in the strips' order."""
