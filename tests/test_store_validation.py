@@ -304,7 +304,10 @@ def test_incomplete_stores(tmp_path: Path) -> None:
 
 def test_pairs(tmp_path: Path) -> None:
     write(tmp_path / "a.zarr", VIT)
-    write(tmp_path / "b.zarr", StorePlan(**{**vars(VIT), "slab": 5, "sites": VIT.sites[:1]}))
+    write(
+        tmp_path / "b.zarr",
+        StorePlan(**{**vars(VIT), "slab": 5, "sites": VIT.sites[:1], "erf": None}),
+    )
     a, b = open_store(tmp_path / "a.zarr"), open_store(tmp_path / "b.zarr")
     both = require_paired(a, b)
     assert both.tolist() == (a.valid & b.valid).tolist()
