@@ -73,6 +73,23 @@ def test_processes_that_start_together_make_one_store(tmp_path: Path) -> None:
     assert chunk_files(many) == chunk_files(one)
 
 
+def test_two_owners_of_every_slab(tmp_path: Path) -> None:
+    """Neither ends with an error, and the bytes are right."""
+    one = tmp_path / "one.zarr"
+    write(one, PLANS["many-slabs"])
+    for trial in range(int(os.environ.get("VITSEE_RACES", "2"))):
+        both = tmp_path / f"{trial}.zarr"
+        processes = [start(both, "many-slabs") for _ in range(2)]
+        for process in processes:
+            go(process)
+            time.sleep(0.01 * trial)
+        said = [end(process) for process in processes]
+        assert "complete" in {state for _, state in said}
+        assert validate(both, deep=True) == []
+        assert leftovers(both) == []
+        assert chunk_files(both) == chunk_files(one)
+
+
 def test_a_process_killed_at_any_moment_loses_one_slab(tmp_path: Path) -> None:
     one, killed = tmp_path / "one.zarr", tmp_path / "killed.zarr"
     plan = PLANS["many-slabs"]

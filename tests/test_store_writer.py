@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from tests.random_stores import PLANS, create, expected, leftovers, slab_of, wri
 from vitsee_stores import (
     IncompleteStore,
     StoreError,
+    describe,
     disk,
     open_store,
+    owners,
     remove_store,
     validate,
     writer,
@@ -52,6 +56,7 @@ def test_every_kill_point_of_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", guard(os.replace))
         patch.setattr(os, "fsync", guard(os.fsync))
+        patch.setattr(os, "link", guard(os.link))
         committed_at = 0
         while not committed_at:
             stop_at += 7 if stop_at < 60 else 1
@@ -75,7 +80,7 @@ def test_the_marker_comes_after_everything_is_on_the_disk(
 ) -> None:
     made = create(tmp_path / "a.zarr", VIT)
     events: list[tuple[str, str]] = []
-    real_sync, real_replace = disk.sync, os.replace
+    real_sync, real_replace, real_link = disk.sync, os.replace, os.link
 
     def sync(path: str | Path) -> None:
         events.append(("sync", os.fspath(path)))
@@ -88,9 +93,16 @@ def test_the_marker_comes_after_everything_is_on_the_disk(
 
     monkeypatch.setattr(disk, "sync", sync)
     monkeypatch.setattr(writer, "sync", sync)
+
+    def link(source: str, target: str) -> None:
+        events.append(("link", os.fspath(target)))
+        assert ("sync", os.fspath(source)) in events, "linked before it was on the disk"
+        real_link(source, target)
+
     monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "link", link)
     made.write_slab(0, slab_of(VIT, expected(VIT), 0), {})
-    marker = events.index(("replace", str(tmp_path / "a.zarr/commits/c.0.0")))
+    marker = events.index(("link", str(tmp_path / "a.zarr/commits/c.0.0")))
     before = events[:marker]
     for path, spec in arrays(VIT).items():
         if spec.per in ("image", "slab"):
@@ -147,31 +159,107 @@ def test_a_torn_marker_is_none(tmp_path: Path) -> None:
     assert not made.complete
 
 
-def test_sweeping_leaves_other_slabs_alone(tmp_path: Path) -> None:
+def ended() -> str:
+    """The tag of a process of this machine that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return f"{owners.tag().split('-')[0]}-{process.pid}"
+
+
+def test_sweeping_leaves_alone_what_may_still_be_written(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     made = write(path, VIT, slabs=[0])
+    dead, other = ended(), "0123abcd-1"
     names = [
-        "acts/embed/grid/c.1.0.0.0.00aa.partial",
-        "acts/embed/grid/c.2.0.0.0.00bb.partial",
-        "valid/c.1.00cc.partial",
-        "valid/c.11.00cc.partial",
-        "commits/c.1.0.00dd.partial",
-        "zarr.json.00ee.partial",
+        f"acts/embed/grid/c.1.0.0.0.{dead}.00aa.partial",
+        f"valid/c.1.{dead}.00cc.partial",
+        f"commits/c.1.0.{dead}.00dd.partial",
+        f"acts/embed/grid/c.2.0.0.0.{dead}.00bb.partial",  # from here on they stay
+        f"valid/c.11.{dead}.00cc.partial",
+        f"valid/c.1.{owners.tag()}.00cc.partial",
+        f"valid/c.1.{other}.00cc.partial",
+        f"zarr.json.{dead}.00ee.partial",
     ]
     for name in names:
         (path / name).write_bytes(b"half")
-    hidden = tmp_path / ".a.zarr.0011.creating"
+    old = path / f"valid/c.1.{other}.00dd.partial"
+    old.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    hidden = tmp_path / f".a.zarr.{other}.0011.creating"
     hidden.mkdir()
-    (tmp_path / ".b.zarr.0011.creating").mkdir()
-    assert made.sweep([1]) == 3
-    assert sorted(leftovers(path)) == sorted(
-        [hidden.name, *(Path(names[i]).name for i in (1, 3, 5))]
-    )
+    (tmp_path / f".b.zarr.{dead}.0011.creating").mkdir()
+    assert made.sweep([1]) == 4
+    assert sorted(leftovers(path)) == sorted([hidden.name, *(Path(n).name for n in names[3:])])
     for k in (1, 2):
         made.write_slab(k, slab_of(VIT, expected(VIT), k), {})
     assert made.finish()
     assert leftovers(path) == []
-    assert (tmp_path / ".b.zarr.0011.creating").exists()
+    assert (tmp_path / f".b.zarr.{dead}.0011.creating").exists()
+
+
+def test_creation_sweeps_what_killed_creations_left(tmp_path: Path) -> None:
+    left = tmp_path / f".a.zarr.{ended()}.0011.creating"
+    alive = tmp_path / f".a.zarr.{owners.tag()}.0011.creating"
+    for folder in (left, alive):
+        folder.mkdir()
+    create(tmp_path / "a.zarr", VIT)
+    assert not left.exists()
+    assert alive.exists()
+
+
+def test_a_slab_whose_files_were_swept_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.zarr"
+    made = create(path, VIT)
+    real, calls = os.replace, 0
+
+    def replace(source: str, target: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            os.unlink(source)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert made.write_slab(0, slab_of(VIT, expected(VIT), 0), {}) > 0
+    assert made.committed()[0]
+    assert validate(path, deep=True) == []
+    assert leftovers(path) == []
+
+
+@pytest.mark.parametrize("moment", ["before its marker", "after its row"])
+def test_two_owners_that_make_other_bytes_commit_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The second process writes the whole slab while the first is about to put its marker, or
+    between the first one's chunks and its row."""
+    path = tmp_path / "a.zarr"
+    first, second = create(path, VIT), create(path, VIT)
+    one = dict(slab_of(VIT, expected(VIT), 0))
+    other = {**one, "vectors/pooled": one["vectors/pooled"] + 1}
+    real, began = os.link if moment == "before its marker" else os.replace, False
+
+    def meanwhile(source: str, target: str) -> None:
+        nonlocal began
+        if not began and ("commits" in target or "checksums" in target):
+            began = True
+            second.write_slab(0, other, {"command": "second"})
+        real(source, target)
+
+    def late(source: str | Path, target: str | Path) -> None:
+        meanwhile(os.fspath(source), os.fspath(target))
+
+    name = "link" if moment == "before its marker" else "replace"
+    monkeypatch.setattr(os, name, late)
+    first.write_slab(0, one, {"command": "first"})
+    assert began
+    assert validate(path, deep=True) == []
+    got = open_store(path, allow_partial=True).vectors("pooled")[:4]
+    valid = one["valid"] == 1
+    wanted = {"first": one, "second": other}[describe(path)["made_by"][0]["command"]]
+    assert_array_equal(got[valid], wanted["vectors/pooled"][valid])
+    assert leftovers(path) == []
 
 
 def test_a_slab_must_be_what_the_plan_says(tmp_path: Path) -> None:

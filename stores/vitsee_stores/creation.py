@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -19,6 +18,7 @@ from vitsee_stores.disk import each, reason, sync, sync_pool, write_new
 from vitsee_stores.errors import StoreError
 from vitsee_stores.layout import arrays
 from vitsee_stores.manifest import Manifest
+from vitsee_stores.owners import temporary_name
 
 CREATING, REMOVING = ".creating", ".removing"
 
@@ -77,7 +77,7 @@ def build(folder: Path, manifest: Manifest, once: Mapping[str, NDArray[Any]]) ->
 def sibling(path: str | os.PathLike[str], kind: str) -> Path:
     """A new hidden name beside `path`."""
     place = Path(path).absolute()
-    return place.with_name(f".{place.name}.{secrets.token_hex(8)}{kind}")
+    return Path(temporary_name(place.with_name(f".{place.name}"), kind))
 
 
 def siblings(path: Path) -> Iterable[Path]:

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import functools
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vitsee_stores.owners import temporary_name
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -90,7 +91,7 @@ def each(
 
 def partial_name(path: str | Path) -> str:
     """A new temporary name beside `path`."""
-    return f"{path}.{secrets.token_hex(8)}{PARTIAL}"
+    return temporary_name(path, PARTIAL)
 
 
 def write_new(path: str, buffers: Sequence[bytes | NDArray[np.uint8]]) -> int:
@@ -173,6 +174,30 @@ def write_whole(path: str | Path, data: bytes, *, durable: bool = True) -> None:
         raise
     if durable:
         sync(os.path.dirname(os.path.abspath(path)))
+
+
+def put_if_absent(path: str | Path, data: bytes, *, durable: bool = True) -> bool:
+    """As `write_whole`, but what is there already stays; whether `data` was put."""
+    temporary = partial_name(path)
+    try:
+        write_new(temporary, [data])
+        if durable:
+            sync(temporary)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            raise
+        except OSError:  # no hard links here: as near as one comes
+            if os.path.lexists(path):
+                return False
+            os.replace(temporary, path)
+    finally:
+        remove_files([temporary])
+    if durable:
+        sync(os.path.dirname(os.path.abspath(path)))
+    return True
 
 
 def remove_files(paths: Iterable[str | Path]) -> int:

@@ -226,8 +226,14 @@ def numbers(names: Iterable[str], n_slabs: int) -> set[int]:
 
 
 def list_names(folder: str | os.PathLike[str]) -> set[str]:
-    """Names in a folder; none where there is no folder."""
+    """Names in a folder; none where there is no folder.
+
+    Raises:
+        StoreError: it cannot be listed.
+    """
     try:
         return set(os.listdir(folder))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return set()
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be listed: {reason(error)}") from None

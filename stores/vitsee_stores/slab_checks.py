@@ -41,6 +41,24 @@ class SlabChecks:
             if spec.has_slab(slab):
                 yield from self._array(spec, slab, row, valid)
 
+    def agree(self, slab: int) -> bool:
+        """Whether marker, row and the end of every chunk say the same."""
+        try:
+            row = self.chunks.read_row(slab)
+        except StoreError:
+            return False
+        chunks = [
+            (spec, index)
+            for spec in self.chunks.specs.values()
+            if spec.has_slab(slab)
+            for index, _ in boxes(spec, slab)
+        ]
+
+        def wrong(chunk: tuple[ArraySpec, tuple[int, ...]]) -> bool:
+            return bool(self._outside(*chunk, int(row[self.chunks.place(*chunk)])))
+
+        return not any(each(work_pool, wrong, chunks))
+
     def _array(
         self,
         spec: ArraySpec,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 import threading
 import time
@@ -21,6 +22,7 @@ from vitsee_stores.disk import (
     PARTIAL,
     each,
     partial_name,
+    put_if_absent,
     reason,
     remove_files,
     sync,
@@ -32,7 +34,12 @@ from vitsee_stores.disk import (
 from vitsee_stores.errors import StoreError
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.manifest import Manifest, Samples, check_identity, jsonable, samples_arrays
+from vitsee_stores.owners import is_left, is_mine
 from vitsee_stores.sealed import SealedChunks
+from vitsee_stores.slab_checks import SlabChecks
+
+# How often a slab is written anew that another process writes at the same time.
+ATTEMPTS = 6
 
 
 class StoreWriter:
@@ -82,6 +89,8 @@ class StoreWriter:
         writer = cls.join(path)
         if writer is None:
             temporary = creation.sibling(path, creation.CREATING)
+            for leftover in filter(is_left, creation.siblings(Path(path))):
+                shutil.rmtree(leftover, ignore_errors=True)
             try:
                 sealed = creation.build(
                     temporary, manifest, {**samples_arrays(samples, manifest), **(once or {})}
@@ -123,14 +132,18 @@ class StoreWriter:
     def sweep(self, slabs: Sequence[int]) -> int:
         """Remove what killed processes left of these slabs' chunks; the number of files.
 
-        Only for slabs that this process owns: another's file in the making looks the same.
+        What a living process on this machine, or any on another within the last hour, may still
+        be writing stays.
         """
-        return remove_files(self._partials(slabs))
+        return remove_files(filter(is_left, self._partials(slabs)))
 
     def write_slab(
         self, k: int, arrays: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]
     ) -> int:
-        """Write, sync and commit slab `k`; the bytes written, 0 where it was committed before.
+        """Write, sync and commit slab `k`; the bytes written, 0 where it is committed already.
+
+        Another process that writes the same slab does no harm: one of them commits it, and what
+        is committed is whole, of one process or the other.
 
         Args:
             k: the slab.
@@ -144,18 +157,42 @@ class StoreWriter:
         """
         jobs = self._jobs(k, arrays)
         commits = self.arrays["commits"]
-        if root.read_marker(self.path, k, commits, self.manifest) is not None:
-            return 0
-        try:
-            size, row = self._write_chunks(k, jobs)
-            seal = {"store_id": self.manifest.store_id, "slab": k, "checksums": row}
-            record = {"committed": _now(), **jsonable(dict(provenance))}
-            data = root.encode_marker(seal, record, commits)
-            self._put(self.path / "commits" / file_name((k, 0)), data)
-        except OSError as error:
-            remove_files(self._partials([k]))
-            raise StoreError(self._failure(k, error)) from None
-        return size + len(data)
+        marker = self.path / "commits" / file_name((k, 0))
+        for attempt in range(ATTEMPTS):
+            if root.read_marker(self.path, k, commits, self.manifest) is not None:
+                return 0
+            try:
+                remove_files([marker])  # damaged, or of another slab or store
+                size, row = self._write_chunks(k, jobs)
+                seal = {"store_id": self.manifest.store_id, "slab": k, "checksums": row}
+                record = {"committed": _now(), **jsonable(dict(provenance))}
+                data = root.encode_marker(seal, record, commits)
+                put = put_if_absent(marker, data, durable=self.durable)
+            except FileNotFoundError as error:
+                # Another process has swept this one's files, or the store is gone.
+                remove_files(self._mine(k))
+                if not os.path.exists(self.path / root.ZARR_JSON):
+                    raise StoreError(self._failure(k, error)) from None
+                continue
+            except OSError as error:
+                remove_files(self._mine(k))
+                raise StoreError(self._failure(k, error)) from None
+            if self._settled(k, attempt):
+                return size + len(data) if put else 0
+            remove_files([marker])
+        raise StoreError(
+            f"slab {k} of {self.path} was written by another process at the same time, again and "
+            "again: give each process slabs of its own with --shard"
+        )
+
+    def _settled(self, k: int, attempt: int) -> bool:
+        """Whether the marker that is there seals the chunks that are there. Where two processes
+        made other bytes of one slab, each may have overwritten some of the other's."""
+        checks = SlabChecks(SealedChunks(os.fspath(self.path), self.manifest), deep=False)
+        if checks.agree(k):
+            return True
+        time.sleep(random.uniform(0, 0.2 * 2**attempt))  # the other one may be about to
+        return checks.agree(k)
 
     def finish(self) -> bool:
         """Set `complete` and sweep all leftovers if every slab is committed; whether it is so.
@@ -262,6 +299,10 @@ class StoreWriter:
             for name in root.list_names(folder)
             if name.endswith(PARTIAL) and (wanted is None or name.split(".")[1] in wanted)
         ]
+
+    def _mine(self, k: int) -> list[str]:
+        """This process's temporary files of a slab."""
+        return [path for path in self._partials([k]) if is_mine(path)]
 
     def _failure(self, k: int, error: OSError) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
