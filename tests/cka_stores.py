@@ -34,6 +34,8 @@ def write_store(
     distances: Array | None = None,
     left_out: Mapping[str, str] | None = None,
     slabs: Sequence[int] | None = None,
+    ids: Sequence[str] | None = None,
+    hash_offset: int = 0,
 ) -> Store:
     """A store of these sites.
 
@@ -50,6 +52,8 @@ def write_store(
         distances: (n, blocks, heads) attention distances of `blocks.0`, `blocks.1`, ...
         left_out: what the manifest says was left out.
         slabs: which are committed; all by default.
+        ids: of the samples, in place of those by `name`.
+        hash_offset: added to the images' hashes.
     """
     specs = tuple(_site(site, at, sites, layout, tokens) for at, site in enumerate(sites))
     attention: dict[str, Any] = {}
@@ -60,12 +64,13 @@ def write_store(
         attention["places"] = tuple((b, i, float(i)) for i, b in enumerate(blocks))
     plan = StorePlan(n, slab, "none", specs, **attention)
     index = np.arange(n, dtype=np.int64)
-    samples = Samples(index, [f"{name}{i}" for i in index], index % 2, [""] * n)
+    samples = Samples(index, list(ids or [f"{name}{i}" for i in index]), index % 2, [""] * n)
     manifest = new_manifest(
         {"order": order, "seed": 0}, plan, samples, model={"name": "tiny"}, left_out=left_out
     )
     keep = np.ones(n, np.uint8) if valid is None else np.array(valid, np.uint8)
     whole = _arrays(plan, sites, keep, distances)
+    whole["hash"] = whole["hash"] + np.uint64(hash_offset)
     writer = StoreWriter.create_or_join(path, manifest, samples)
     specs_of = arrays(plan)
     for k in range(plan.n_slabs) if slabs is None else slabs:

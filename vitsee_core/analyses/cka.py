@@ -74,6 +74,7 @@ def run(
     sites_b: Sequence[str] = (),
     tokens: str = "all",
     pairs: str = "all",
+    pair_by: str = "image",
     estimator: str | None = None,
     batch: int | None = None,
     examples: int | None = None,
@@ -96,12 +97,14 @@ def run(
     has no interval; "" for none. Sites among themselves fill the whole square, (i, j) and (j, i).
 
     Args:
-        stores: of the same images in the same order; see `pairs.choose_pairs` for how many.
+        stores: of the same images in the same order, or paired by id; see `pairs.choose_pairs` for
+            how many.
         sites: selectors, by default `blocks` or what the preset compares.
         sites_a: of the rows, in place of `sites`.
         sites_b: of the columns, in place of `sites`.
         tokens: whose channels are an image's features; see `Representation`.
         pairs: "all", "same-depth" or "branch".
+        pair_by: "image", or "id" for other pictures of the same ids; see `paired_rows`.
         estimator: "exact", "minibatch" or "biased"; None: by the number of images.
         batch: images a minibatch.
         examples: images a repeat.
@@ -133,6 +136,7 @@ def run(
         repeats=repeats,
         images=images,
         seed=seed,
+        pair_by=pair_by,
     )
     rows, cols = (
         None if side is None else [Representation(store, site, tokens) for store, site in side]
@@ -145,6 +149,7 @@ def run(
         images=images,
         seed=seed,
         options=GramOptions(cache, not no_cache, device, memory),
+        pair_by=pair_by,
         progress=progress,
     )
     sides = [(chosen.rows, h.rows), *([] if chosen.cols is None else [(chosen.cols, h.cols)])]

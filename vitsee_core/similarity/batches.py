@@ -30,7 +30,7 @@ from vitsee_core.similarity.tiles import (
     sum_over_cells,
 )
 from vitsee_core.similarity.whole import full_grams, in_groups
-from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
 BATCH, EXAMPLES, REPEATS = 1024, 10240, 20  # Raghu et al. 2021, appendix A
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 def minibatch(job: Job, estimator: Estimator) -> Hsic:
     """The mean HSIC_1 over batches; replicates are the repeats."""
-    n = len(job.rows)
+    n = job.n_images
     batch, examples, repeats = batch_sizes(estimator, n)
     drawn = draw_batches(n, batch, examples, repeats, None if estimator.rescale else job.seed)
     notes: dict[str, Any] = {
@@ -50,6 +50,11 @@ def minibatch(job: Job, estimator: Estimator) -> Hsic:
         "hsic": "HSIC_1 (unbiased) in each batch; ratio of means over a repeat's batches",
         **{"batch": batch, "batches": examples // batch, "repeats": repeats},
     }
+    if estimator.rescale and not job.in_order:
+        raise StoreMismatch(
+            "batches in the store's order need the same order in every store (extract both with "
+            "the same --images, --seed and --order)"
+        )
     if estimator.rescale:
         notes["hsic"] += "; Gram matrices scaled to [0, 1] batch by batch, images in order"
         grams = [_rescaled(job, r, drawn[0]) for r in job.representations]
@@ -111,14 +116,16 @@ def draw_batches(
 
 def _prefer_whole(job: Job, batch_entries: int) -> bool:
     """Whether all images' Gram matrices are there, or have fewer entries than the batches'."""
-    n = len(job.rows)
+    n = job.n_images
+    if not job.in_order:  # features are read in their own store's order
+        return True
     return n * n < batch_entries or all(job.find(r) is not None for r in job.representations)
 
 
 def _from_whole(job: Job, drawn: Sequence[Sequence[Rows]], batch: int) -> list[Hsic]:
     partitions = []
     for cells in drawn:
-        labels = np.full(len(job.rows), -1)
+        labels = np.full(job.n_images, -1)
         for g, places in enumerate(cells):
             labels[places] = g
         partitions.append(Partition(labels, len(cells), crossing=False))
@@ -161,14 +168,17 @@ class InMemory:
 def own_grams(job: Job, batches: Sequence[Rows]) -> list[OfBatch]:
     """The Gram matrices of every representation over each batch (places among the job's images),
     kept as all Gram matrices are."""
-    in_store = [job.rows[places] for places in batches]
-    missing = {r.features.identity: r for r in job.representations if job.find(r, in_store) is None}
+
+    def made(r: Representation) -> GramFile | None:
+        return job.find(r, [job.rows_of(r)[places] for places in batches])
+
+    missing = {r.features.identity: r for r in job.representations if made(r) is None}
     if missing:
         size = 4 * len(batches) * max(map(len, batches)) ** 2
         job.require_disk([(r, size) for r in missing.values()])
         job.progress.start(len(missing))
     try:
-        files = [job.find(r, in_store) or _make(job, r, batches) for r in job.representations]
+        files = [made(r) or _make(job, r, batches) for r in job.representations]
     finally:
         job.progress.stop()
         job.workspace.clear()
@@ -186,7 +196,7 @@ def _make(job: Job, of: Representation, batches: Sequence[Rows]) -> GramFile:
         return enumerate(
             products(
                 of.features,
-                job.rows,
+                job.rows_of(of),
                 [Tile(places, places) for places in batches],
                 device=job.device,
                 memory=job.memory,
@@ -196,7 +206,7 @@ def _make(job: Job, of: Representation, batches: Sequence[Rows]) -> GramFile:
             )
         )
 
-    rows = job.rows[np.concatenate(batches)]
+    rows = job.rows_of(of)[np.concatenate(batches)]
     made = job.cache.add(of.features, rows, max(lengths), make, lengths)
     job.progress.advance(1)
     return made
@@ -207,7 +217,7 @@ def _rescaled(job: Job, of: Representation, batches: Sequence[Rows]) -> OfBatch:
     memory, and in float64 until they are scaled: the features' offset is in them."""
     tiles = products(
         of.features,
-        job.rows,
+        job.rows_of(of),
         [Tile(places, places) for places in batches],
         device=job.device,
         memory=job.memory,

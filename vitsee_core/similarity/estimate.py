@@ -19,10 +19,10 @@ from vitsee_core.similarity.gram_file import DamagedGram, gram_bytes
 from vitsee_core.similarity.hsic import METHODS, Hsic, symmetric, without
 from vitsee_core.similarity.job import Estimator, GramOptions, Job, Rows
 from vitsee_core.similarity.lanes import one_blas_thread
+from vitsee_core.similarity.pairing import Paired, paired_rows
 from vitsee_core.similarity.slabs import within_slabs
 from vitsee_core.similarity.whole import over_all_images
 from vitsee_core.streaming import choose_rows
-from vitsee_stores import require_paired
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import few
 
@@ -46,6 +46,7 @@ def hsic(
     images: int | None = None,
     seed: int = 0,
     options: GramOptions | None = None,
+    pair_by: str = "image",
     progress: Progress = SILENT,
 ) -> Hsic:
     """HSIC of every representation in `rows` with every one in `cols`.
@@ -61,6 +62,7 @@ def hsic(
         images: see `streaming.choose_rows`.
         seed: of samples, minibatches, and the jackknife's blocks in stores in the data's order.
         options: see `GramOptions`.
+        pair_by: see `paired_rows`.
         progress: told of each Gram matrix that is made, and of the bytes read for it.
 
     Raises:
@@ -71,13 +73,14 @@ def hsic(
     estimator, options = estimator or Estimator(), options or GramOptions()
     representations = (*rows, *(cols or ()))
     by_slab = any(r.has_blocks_only for r in representations)
-    counted, own, shuffled, remarks = _images(representations, images, seed, by_slab)
+    paired, own, shuffled, remarks = _images(representations, images, seed, by_slab, pair_by)
+    counted = next(iter(paired.rows.values()))
     with gram_cache(options.cache, options.use_cache) as cache:
         job = Job(
             representations=representations,
             n_rows=len(rows),
             among_themselves=cols is None,
-            rows=counted,
+            rows=paired.rows,
             own=own,
             shuffled=shuffled,
             seed=seed,
@@ -93,7 +96,7 @@ def hsic(
             result = symmetric(result)
         result, offsets = (result, {}) if by_slab else _conditioned(job, result)
     notes = {"spread": METHODS[result.spread], **result.notes}
-    notes |= {"images": len(counted), "seed": seed}
+    notes |= {"images": len(counted), "seed": seed, **paired.notes}
     if offsets:
         notes["common_offset"] = offsets
     if remarks:
@@ -102,25 +105,31 @@ def hsic(
 
 
 def _images(
-    representations: Sequence[Representation], images: int | None, seed: int, by_slab: bool
-) -> tuple[Rows, dict[str, Rows], bool, list[str]]:
-    """Rows counted in all stores, in each store by store_id, whether they are in random order, and
-    remarks."""
+    representations: Sequence[Representation],
+    images: int | None,
+    seed: int,
+    by_slab: bool,
+    pair_by: str,
+) -> tuple[Paired, dict[str, Rows], bool, list[str]]:
+    """Rows counted in all stores, by store_id, and those that each counts by itself; whether they
+    are in random order; remarks."""
     stores: dict[str, Store] = {r.store.manifest.store_id: r.store for r in representations}
-    first, *others = stores.values()
+    first = next(iter(stores.values()))
     chosen = choose_rows(first, images, seed, whole_slabs=by_slab)
     for remark in chosen.remarks:
         log.info("%s", remark)
-    mask = chosen.mask & first.valid
-    for other in others:
-        mask &= require_paired(first, other)
-    if mask.sum() < 4:
-        raise VitseeError(
-            f"{int(mask.sum())} images are readable in all stores; CKA needs at least 4"
-        )
-    own = {i: np.flatnonzero(chosen.mask & store.valid) for i, store in stores.items()}
+    paired = paired_rows(list(stores.values()), chosen, pair_by)
+    n = len(paired.rows[first.manifest.store_id])
+    if n < 4:
+        raise VitseeError(f"{n} images are readable in all stores; CKA needs at least 4")
+    own = {i: np.flatnonzero(chosen.mask & first.valid) for i in stores}
+    for i, store in stores.items():
+        if pair_by == "image":
+            own[i] = np.flatnonzero(chosen.mask & store.valid)
+        elif store is not first:  # another order: all its rows, or those that have a partner
+            own[i] = np.flatnonzero(store.valid) if images is None else np.sort(paired.rows[i])
     shuffled = first.manifest.identity.get("order") != "dataset"
-    return np.flatnonzero(mask), own, shuffled, list(chosen.remarks)
+    return paired, own, shuffled, list(chosen.remarks)
 
 
 def _estimate(job: Job, estimator: Estimator, by_slab: bool) -> Hsic:
@@ -148,7 +157,7 @@ def _by_kind(job: Job, estimator: Estimator, by_slab: bool) -> Hsic:
 
 def _work(job: Job) -> float:
     """Multiplications, about: of the Gram matrices that are not there yet, and of all pairs."""
-    n, (rows, cols) = len(job.rows), job.split(job.representations)
+    n, (rows, cols) = job.n_images, job.split(job.representations)
     missing = [r for r in job.representations if not r.has_blocks_only and job.find(r) is None]
     columns = sum(r.features.n_features for r in missing)
     return n * n / 2 * (columns + len(rows) * len(cols or rows))
@@ -156,7 +165,7 @@ def _work(job: Job) -> float:
 
 def _automatic(job: Job) -> str:
     """Exact, unless it would cost too much; then that is said."""
-    n = len(job.rows)
+    n = job.n_images
     missing = {r.features.identity: r for r in job.representations if job.find(r) is None}
     if not missing:
         return "exact"

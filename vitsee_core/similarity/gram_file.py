@@ -255,12 +255,13 @@ def _run(places: Rows) -> slice | Rows:
 
 
 class GramView:
-    """The Gram matrix of some rows of a store: a part of one that is on disk."""
+    """The Gram matrix of some rows of a store, in any order: a part of one that is on disk."""
 
     def __init__(self, file: GramFile, rows: Rows) -> None:
         self.file = file
         self._places = np.searchsorted(file.header.rows, rows)
         self.n = len(rows)
+        self._ascending = bool((np.diff(rows) > 0).all())
 
     @property
     def shift(self) -> Shift:
@@ -278,11 +279,17 @@ class GramView:
 
     def block(self, i: slice, j: slice) -> Float32:
         """(len(i), len(j)) entries of consecutive rows of the view."""
-        return self.file.block(self._places[i], self._places[j])
+        along, across = self._places[i], self._places[j]
+        if self._ascending:
+            return self.file.block(along, across)
+        of_i, of_j = np.argsort(along), np.argsort(across)
+        out = np.empty((len(along), len(across)), np.float32)
+        out[np.ix_(of_i, of_j)] = self.file.block(along[of_i], across[of_j])
+        return out
 
 
 def covers(header: Header, rows: Rows) -> bool:
-    """Whether a header's matrix holds all of `rows` (ascending)."""
+    """Whether a header's matrix holds all of `rows`."""
     return not header.batches and bool(np.isin(rows, header.rows, assume_unique=True).all())
 
 

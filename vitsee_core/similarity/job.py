@@ -60,13 +60,14 @@ class GramOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """A comparison. rows: its images; own: the images that each store counts by itself, by
-    store_id: Gram matrices are made of these, so that they serve other comparisons too."""
+    """A comparison. rows: store_id -> the rows that hold its images, in the first store's order;
+    own: the rows that each store counts by itself: Gram matrices are made of these, so that they
+    serve other comparisons too."""
 
     representations: tuple[Representation, ...]
     n_rows: int
     among_themselves: bool
-    rows: Rows
+    rows: dict[str, Rows]
     own: dict[str, Rows]
     shuffled: bool
     seed: int
@@ -80,6 +81,20 @@ class Job:
         """What belongs to rows, and what to cols (None where they are the same)."""
         return items[: self.n_rows], None if self.among_themselves else items[self.n_rows :]
 
+    @property
+    def n_images(self) -> int:
+        """Number of images."""
+        return len(next(iter(self.rows.values())))
+
+    def rows_of(self, of: Representation) -> Rows:
+        """The rows of a representation's store that hold the comparison's images."""
+        return self.rows[of.store.manifest.store_id]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether every store has the images in the first one's order."""
+        return all(bool((np.diff(rows) > 0).all()) for rows in self.rows.values())
+
     def own_rows(self, of: Representation) -> Rows:
         """The images that a representation's store counts."""
         return self.own[of.store.manifest.store_id]
@@ -87,7 +102,7 @@ class Job:
     def find(self, of: Representation, batches: Sequence[Rows] = ()) -> GramFile | None:
         """Its Gram matrix over the comparison's images (or over each of these batches of them),
         if it was made before."""
-        return self.cache.find(of.features, self.rows, batches)
+        return self.cache.find(of.features, self.rows_of(of), batches)
 
     def require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
         """Refuse Gram matrices that the disk cannot hold, before any work; `sizes` in bytes.

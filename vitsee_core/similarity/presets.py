@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vitsee_core.similarity import Estimator
+from vitsee_core.similarity.pairing import paired_rows
 from vitsee_core.streaming import choose_rows
-from vitsee_stores import require_paired
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def choose_estimator(
     repeats: int | None = None,
     images: int | None = None,
     seed: int = 0,
+    pair_by: str = "image",
 ) -> Estimator:
     """The estimator that a preset and a user's own choices, which count more, describe.
 
@@ -73,6 +74,7 @@ def choose_estimator(
         repeats: how often they are drawn.
         images: see `choose_rows`.
         seed: see `choose_rows`.
+        pair_by: see `paired_rows`.
 
     Raises:
         VitseeError: an unknown word, sizes of batches for an estimator without batches, or a
@@ -101,7 +103,7 @@ def choose_estimator(
             )
     size, number = theirs.estimator.batch or 0, theirs.estimator.examples
     if number is None:
-        number = _count(stores, images, seed)
+        number = _count(stores, images, seed, pair_by)
         if not theirs.estimator.rescale:
             # Equal batches: a short last one would have to be left out.
             size = number // -(-number // size)
@@ -114,9 +116,8 @@ def choose_estimator(
     )
 
 
-def _count(stores: Sequence[Store], images: int | None, seed: int) -> int:
+def _count(stores: Sequence[Store], images: int | None, seed: int, pair_by: str) -> int:
     """Images that all the stores can compare."""
-    counted = choose_rows(stores[0], images, seed).mask & stores[0].valid
-    for store in stores[1:]:
-        counted = counted & require_paired(stores[0], store)
-    return int(counted.sum())
+    distinct = list({store.manifest.store_id: store for store in stores}.values())
+    found = paired_rows(distinct, choose_rows(stores[0], images, seed), pair_by)
+    return len(found.rows[distinct[0].manifest.store_id])

@@ -34,7 +34,13 @@ def within_slabs(job: Job, estimator: Estimator) -> Hsic:
         VitseeError: no slab has 4 images.
     """
     slab, named = _require(job, estimator)
-    labels = job.rows // slab
+    rows = job.rows_of(job.representations[0])
+    if not all(np.array_equal(rows, other) for other in job.rows.values()):
+        raise StoreMismatch(
+            f"{named}: slabs compare where the stores hold the same ids in the same order (extract "
+            "both with the same --images, --seed and --order)"
+        )
+    labels = rows // slab
     cells = [np.flatnonzero(labels == k) for k in np.unique(labels)]
     used = [cell for cell in cells if len(cell) >= 4]
     if not used:
@@ -96,7 +102,7 @@ def _grams(job: Job, cells: Sequence[Rows], slab: int) -> list[OfBatch]:
     with_acts = [r for r in job.representations if not r.has_blocks_only]
     made = iter(own_grams(replace(job, representations=tuple(with_acts)), cells))
     return [
-        partial(_stored, r, [job.rows[cell] for cell in cells], slab)
+        partial(_stored, r, [job.rows_of(r)[cell] for cell in cells], slab)
         if r.has_blocks_only
         else next(made)
         for r in job.representations

@@ -38,7 +38,7 @@ Work = Callable[..., list[Hsic]]
 def over_all_images(job: Job, *, biased: bool) -> Hsic:
     """HSIC_1 or HSIC_0 over all images; replicates without one block of images each."""
     grams = full_grams(job)
-    labels = block_labels(len(job.rows), None if job.shuffled else job.seed)
+    labels = block_labels(job.n_images, None if job.shuffled else job.seed)
     partition = Partition(labels, int(labels.max()) + 1, crossing=True)
     work = partial(leave_one_out, partition=partition, biased=biased, device=job.device)
     values = in_groups(job, grams, work, [partition])
@@ -70,7 +70,9 @@ def full_grams(job: Job) -> list[GramView]:
     finally:
         job.progress.stop()
         job.workspace.clear()  # the memory is the pairs' now
-    return [GramView(file, job.rows) for file in files]
+    return [
+        GramView(file, job.rows_of(r)) for file, r in zip(files, job.representations, strict=True)
+    ]
 
 
 def _make(job: Job, of: Representation) -> GramFile:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vitsee_core.results import Outputs
 
 PAIRS = ("all", "same-depth", "branch")
+PAIR_BY = ("image", "id")
 PRESETS = ("raghu", "walmer", "vit_analysis")
 
 
@@ -31,6 +32,14 @@ PRESETS = ("raghu", "walmer", "vit_analysis")
     help="same-depth: the first store's sites with each other store's, by name or else one by one; "
     "branch: skip connections against the long branches they pass by, in one store.",
 )
+@click.option(
+    "--pair-by",
+    type=click.Choice(PAIR_BY),
+    default="image",
+    show_default=True,
+    help="image: the stores hold the same images in the same order; id: rows of the same id, "
+    "whatever their bytes and order (clean against corrupted images of the same names).",
+)
 @options.estimator_options(*PRESETS)
 @options.images_option
 @options.seed_option
@@ -43,7 +52,7 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     20 to 22). Two: the first one's sites (rows) with the second one's (columns; Raghu Fig. 2).
     Three and more: one site of each, model by model (Walmer Fig. 6). An image is an example, all
     tokens' channels are its features; --tokens takes fewer. The stores must hold the same images in
-    the same order.
+    the same order, or images of the same names with --pair-by id.
 
     \b
       $ vitsee cka b16.zarr -o b16.csv --png b16.png
@@ -51,6 +60,7 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
       $ vitsee cka b16.zarr --sites norms --sites hidden --sites blocks --png fig1.png > fig1.csv
       $ vitsee cka fs=a.zarr dino=b.zarr mae=c.zarr --sites blocks.-1.out --tokens cls
       $ vitsee cka full.zarr 10pc.zarr 3pc.zarr --pairs same-depth --png fig12.png > fig12.csv
+      $ vitsee cka clean.zarr blurred.zarr --pair-by id --pairs same-depth > blur.csv
       $ vitsee cka b16.zarr --pairs branch --png fig23.png > fig23.csv
 
     Debiased (HSIC_1) over all images where there are at most 16384, with a jackknife's standard
