@@ -3,6 +3,9 @@
 
 .PHONY: help demo test coverage env clean
 .DELETE_ON_ERROR:
+# What is given on the command line is for this make, not for one that its tests run.
+MAKEOVERRIDES :=
+unexport PYTHON PYTHONS
 
 BIN := .venv/bin
 STAMP := .venv/installed

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from vitsee_cli import console, options, values
@@ -192,6 +193,43 @@ def test_dash_is_stdout(make_store: Any, tmp_path: Path, monkeypatch: pytest.Mon
     dashed = CliRunner().invoke(main, ["attn-dist", str(store), "-o", "-", "--png", "d.svg"])
     assert dashed.stdout == plain.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d.svg", "tiny.zarr"]
+
+
+def completions(*words: str) -> list[tuple[str, str]]:
+    """(kind, text) that the shell is offered for the last word."""
+    complete = ShellComplete(main, {}, "vitsee", "_VITSEE_COMPLETE")
+    return [(c.type, c.value) for c in complete.get_completions([*words[:-1]], words[-1])]
+
+
+def test_the_shell_completes_paths_and_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`dir` and `file` leave it to the shell, which knows no path behind `NAME=`."""
+    for folder in ("vit.zarr", "vit-runs/a.zarr", "vit-runs/b.zarr", "cnn/r50.zarr", ".hidden"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "vit.csv").touch()
+    (tmp_path / "vit.zarr" / "zarr.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert completions("info", "vi") == [("dir", "vi")]
+    assert completions("attn-dist", "vit.zarr", "vi") == [("dir", "vi")]
+    assert completions("attn-dist", "--cache", "") == [("dir", "")]
+    assert completions("attn-dist", "vit.zarr", "-o", "r") == [("file", "r")]
+    assert completions("cka", "vit.zarr", "--png", "r") == [("file", "r")]
+    assert completions("best-layer", "p") == [("file", "p")]
+    assert completions("weights", "vi") == [("dir", "vi")]
+    assert completions("cka", "a=vi") == [("plain", "a=vit-runs"), ("plain", "a=vit.zarr")]
+    assert completions("cka", "a=vit.") == [("plain", "a=vit.zarr")]
+    assert completions("cka", "a=vit-") == [
+        ("plain", "a=vit-runs/a.zarr"),
+        ("plain", "a=vit-runs/b.zarr"),
+    ], "one folder that is no store: what is in it"
+    assert completions("cka", "a=vit-runs/b") == [("plain", "a=vit-runs/b.zarr/")]
+    assert completions("cka", "a=none/x") == []
+    assert completions("cka", f"a={tmp_path}/cn") == [("plain", f"a={tmp_path}/cnn/r50.zarr/")]
+    assert completions("cka", "--estimator", "") == [
+        ("plain", word) for word in ("exact", "minibatch", "biased")
+    ]
+    assert ("plain", "info") in completions("in")
 
 
 def test_tokens() -> None:

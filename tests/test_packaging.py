@@ -115,9 +115,12 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+# Under `make PYTHON=... test` its flags and variables would reach the makes of these tests.
+OF_AN_OUTER_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "PYTHON", "PYTHONS")
+
+
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # Under `make test` the flags of that make would reach this one.
-    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
+    environment = {k: v for k, v in os.environ.items() if k not in OF_AN_OUTER_MAKE}
     return subprocess.run(
         ["make", *arguments], capture_output=True, text=True, check=False, env=environment
     )
@@ -141,3 +144,27 @@ def test_make_says_what_is_missing(clone: Path) -> None:
     assert done.returncode != 0
     assert "vitsee needs Python >= 3.11" in done.stderr
     assert not (clone / ".venv").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_what_make_is_given_stays_in_it(clone: Path) -> None:
+    """`make PYTHON=... test` runs tests that run make themselves: with their own interpreters."""
+    tools = clone / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    inner = '#!/bin/sh\nenv | grep -E "^(PYTHONS?|MAKEFLAGS)=" >> "$CALLS"; echo ran >> "$CALLS"\n'
+    for name in ("ruff", "mypy", "lint-imports", "pytest"):
+        (tools / name).write_text(inner)
+        (tools / name).chmod(0o755)
+    (clone / ".venv" / "installed").touch()
+    done = make("test", f"PYTHON={clone}/good")
+    assert done.returncode == 0, done.stderr
+    lines = (clone / "calls").read_text().splitlines()
+    assert lines.count("ran") == 5
+    assert not any("good" in line for line in lines), lines
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_takes_the_interpreter_that_is_named(clone: Path) -> None:
+    done = make("env", f"PYTHON={clone}/good", f"PYTHONS={clone}/shim")
+    assert done.returncode == 0, done.stderr
+    assert "good -m venv --clear .venv" in (clone / "calls").read_text()

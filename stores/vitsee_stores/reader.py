@@ -27,10 +27,8 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +38,10 @@ from vitsee_stores.errors import IncompleteStore, MissingInput, SiteError, Store
 from vitsee_stores.layout import ArraySpec, select_names
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
 from vitsee_stores.manifest import Manifest, Samples
-from vitsee_stores.notebook import html_table, layout_text, to_frame
+from vitsee_stores.notebook import html_table, layout_text
 from vitsee_stores.pairing import require_paired
 from vitsee_stores.plan import AttentionGroup, SiteSpec, TokenLayout
+from vitsee_stores.samples import StoreSamples
 from vitsee_stores.sealed import SealedChunks
 from vitsee_stores.slab import Slab
 from vitsee_stores.tokens import Tokens, describe_layout, token_array
@@ -80,35 +79,6 @@ def open_store(
         if not committed.any():
             raise IncompleteStore(f"{done} (repeat the vitsee extract command to go on)")
     return Store(path, manifest, committed, complete, label)
-
-
-@dataclass(frozen=True)
-class StoreSamples:
-    """The images in the store's order, an array (images,) each: position in the data set's own
-    order, id, class (-1 for none), name of the split ("" for none), hash of the encoded bytes,
-    whether it could be read; size (images, 2): height and width as decoded, EXIF orientation not
-    applied, 0 where it could not be read."""
-
-    index: NDArray[np.int64]
-    id: NDArray[np.str_]
-    label: NDArray[np.int64]
-    split: NDArray[np.str_]
-    hash: NDArray[np.uint64]
-    valid: NDArray[np.bool_]
-    size: NDArray[np.int32]
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def to_pandas(self) -> Any:
-        """The samples as a pandas DataFrame, one row an image, `size` as `height` and `width`.
-
-        Raises:
-            VitseeError: pandas is not installed.
-        """
-        names = [field.name for field in fields(self) if field.name != "size"]
-        sides = {"height": self.size[:, 0], "width": self.size[:, 1]}
-        return to_frame({**{name: getattr(self, name) for name in names}, **sides})
 
 
 class Store:
