@@ -161,6 +161,18 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         check_outputs(Outputs(tmp_path / "file" / "r.csv"))
 
 
+def test_names_as_long_as_they_can_be(tmp_path: Path) -> None:
+    """No temporary name is longer, and none is shown."""
+    longest = tmp_path / ("x" * 251 + ".csv")
+    write_files({longest: b"whole"})
+    assert longest.read_bytes() == b"whole"
+    longer = tmp_path / ("x" * 252 + ".csv")
+    with pytest.raises(OSError, match="name too long") as error:
+        check_new_files([longer])
+    assert error.value.filename == str(longer)
+    assert [path.name for path in tmp_path.iterdir()] == [longest.name]
+
+
 def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # asked through os.access, as root may write anywhere
     monkeypatch.setattr(os, "access", lambda *_: False)

@@ -51,7 +51,8 @@ def write_files(contents: Mapping[Path, bytes], *, force: bool = False) -> None:
     try:
         for path, data in contents.items():
             place = path.resolve()
-            name = f".{place.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+            # Without the file's own name, which may be as long as names can be.
+            name = f".vitsee-{os.getpid()}-{secrets.token_hex(4)}.partial"
             partial[path] = place.with_name(name)
             with open(partial[path], "xb") as file:
                 file.write(data)
