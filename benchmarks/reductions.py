@@ -91,7 +91,7 @@ def measure(name: str, batch: int, rounds: int, device: str) -> None:
 def elapsed(began: float, device: str) -> float:
     """Seconds since then, once the device is done."""
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return time.perf_counter() - began
 
 

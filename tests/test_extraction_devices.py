@@ -11,9 +11,12 @@ from torch import Tensor
 
 from tests.models_helpers import images, small
 from vitsee_core.extraction.erf import ErfPasses
+from vitsee_core.extraction.loop import _batch_fits
 from vitsee_core.extraction.slab import Overflow, check_peaks
+from vitsee_core.extraction.timing import Clock
 from vitsee_core.machine import is_out_of_memory
 from vitsee_core.models import site_table
+from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -81,3 +84,30 @@ def test_an_output_that_is_not_finite_names_what_else_to_try() -> None:
         check_peaks(peaks, sites, "images 0 to 3", precision="fp16")
     with pytest.raises(Overflow, match=r"the model's own output is broken$"):
         check_peaks(peaks, sites, "images 0 to 3", precision="bf16")
+
+
+def test_what_a_run_waits_for() -> None:
+    clock = Clock()
+    clock.add("model", 3.0)
+    clock.add("reductions", 1.5)
+    clock.add("loading", 4.0)
+    clock.add("writing", 9.0)  # beside the model
+    assert clock.limit() == "the model and its summaries"
+    clock.add("loading", 1.0)
+    assert clock.limit().startswith("loading images")
+    clock.add("waiting for the writer", 6.0)
+    assert clock.limit().startswith("writing")
+
+
+def test_too_large_a_batch_is_said_with_one_to_try() -> None:
+    with (
+        pytest.raises(
+            VitseeError, match=r"^out of memory on cuda with 64 images at once; try --ba"
+        ),
+        _batch_fits(64, CUDA),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with pytest.raises(VitseeError, match=r"with 1 image at once$"), _batch_fits(1, CUDA):
+        raise MemoryError
+    with pytest.raises(RuntimeError, match="shapes"), _batch_fits(64, CUDA):
+        raise RuntimeError("shapes do not fit")

@@ -166,3 +166,17 @@ def test_what_is_refused() -> None:
         make_recipe(BASE | {"interpolation": "cubic-ish"})
     with pytest.raises(DataError, match="mean has 2 values for 3 channels"):
         normalise(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), BASE | {"mean": (0.5, 0.5)}, "cpu")
+
+
+def test_constants_serve_inside_and_outside_inference_mode() -> None:
+    """They are kept on the device: first made in inference mode, then used where gradients are."""
+    pixels = torch.arange(48, dtype=torch.uint8).view(1, 3, 4, 4)
+    transform = BASE | {"mean": (0.3, 0.2, 0.1), "std": (0.5, 0.6, 0.7)}
+    with torch.inference_mode():
+        inside = normalise(pixels, transform, "cpu")
+    outside = normalise(pixels, transform, "cpu")
+    assert torch.equal(inside, outside) and not outside.is_inference()
+    want = (pixels[0, 2, 3, 3].item() / 255 - 0.1) / 0.7
+    assert outside[0, 2, 3, 3].item() == pytest.approx(want, rel=1e-6)
+    other = normalise(pixels, transform | {"std": (0.25,)}, "cpu")
+    assert other[0, 2, 3, 3].item() == pytest.approx(want * 0.7 / 0.25, rel=1e-6)

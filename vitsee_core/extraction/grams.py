@@ -21,6 +21,7 @@ from torch import Tensor
 from vitsee_core.device import precision_context
 
 # On the CPU a chunk stays near the caches; on a GPU it is large enough to fill it.
+TERMS = 16384
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20, "mps": 64 << 20}
 
 
@@ -67,7 +68,7 @@ class GramProducts:
                 with np.errstate(all="ignore"):  # what is not finite is told by `check_peaks`
                     total += torch.from_numpy(a @ a.T)
             else:
-                total += torch.mm(x, x.T)
+                add_products(x, total)
 
     def _near(self, part: Tensor) -> Tensor:
         """The part on the device where it fits, in one copy; else as it is, to be fetched in
@@ -77,6 +78,20 @@ class GramProducts:
         free, _ = torch.cuda.mem_get_info(self._device)
         fits = part.numel() * part.element_size() <= free // 4
         return part.to(self._device, non_blocking=True) if fits else part
+
+
+def add_products(x: Tensor, total: Tensor) -> None:
+    """total (n, n) += x x^T for x (n, columns), in sums of at most `TERMS` products in single
+    precision: a product of more columns at once loses digits by as much as the kernel of the day
+    decides. Those of all pieces are one call, which fills a GPU where one small matrix does not."""
+    width = x.shape[1]
+    whole = width // TERMS
+    if whole:
+        pieces = x[:, : whole * TERMS].unflatten(1, (whole, TERMS)).transpose(0, 1)
+        total += torch.bmm(pieces, pieces.transpose(1, 2)).sum(0, dtype=total.dtype)
+    if rest := width - whole * TERMS:
+        last = x[:, width - rest :]
+        total += torch.mm(last, last.T)
 
 
 def _flat(x: Tensor) -> Tensor:

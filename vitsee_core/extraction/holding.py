@@ -21,19 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from vitsee_core.extraction.host_memory import HostMemory, block_bytes
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.models import SiteTable
 from vitsee_stores.disk import reason
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.layout import ITEM_SIZE, ArraySpec, SiteSpec, StorePlan, arrays
+from vitsee_stores.layout import ArraySpec, SiteSpec, StorePlan, arrays
 
 # Largest memory of a forward pass over that of its largest activation in float32: 3.5 to 6 for
 # ViT, ResNet, Swin and Mixer on the CPU; the rest for what is reduced beside it.
 FORWARD_FACTOR = 8
-ALIGNED = 64
 FEWEST_SLABS = 10  # of a leave-one-slab-out spread
 
 
@@ -122,7 +121,7 @@ def choose_route(
         return GramRoute(batch_size)
     if batch_size == plan.slab or (explicit_batch is None and _forward_fits(plan, table, device)):
         return GramRoute(plan.slab, "forward")
-    set_bytes = sum(_size(spec, plan) + ALIGNED for spec in held_arrays(plan).values())
+    set_bytes = block_bytes(_shapes(plan))
     room = memory_bytes() // 4 - 2 * slab_bytes(plan)
     # CUDA multiplies in the order of its stream, so that one set is enough.
     sets = 1 if device.type == "cuda" else min(2, plan.n_slabs)
@@ -146,37 +145,29 @@ def _forward_fits(plan: StorePlan, table: SiteTable, device: torch.device) -> bo
     return need <= memory_bytes() // 4
 
 
-def _size(spec: ArraySpec, plan: StorePlan) -> int:
-    return plan.slab * math.prod(spec.shape[1:]) * ITEM_SIZE[spec.dtype]
-
-
-def make_room(
-    route: GramRoute, plan: StorePlan, output: Path, pinned: bool
-) -> list[dict[str, Tensor]]:
+def make_room(route: GramRoute, plan: StorePlan, output: Path, pinned: bool) -> list[HostMemory]:
     """Sets of tensors (slab, ...) for the arrays of `held_arrays`.
 
     Raises:
         VitseeError: the disk has no room for the scratch file, or none can be made there.
     """
-    specs = held_arrays(plan)
-    shapes = {path: (plan.slab, *spec.shape[1:]) for path, spec in specs.items()}
-    types: dict[str, torch.dtype] = {p: getattr(torch, s.dtype) for p, s in specs.items()}
+    shapes = _shapes(plan)
     if route.where == "memory":
-        return [
-            {p: torch.empty(shapes[p], dtype=types[p], pin_memory=pinned) for p in specs}
-            for _ in range(route.n_sets)
-        ]
+        return [HostMemory(shapes, pinned=pinned) for _ in range(route.n_sets)]
     space = _scratch(route.file_bytes, output, plan.slab)
-    sets: list[dict[str, Tensor]] = []
-    for number in range(route.n_sets):
-        tensors, offset = {}, number * route.set_bytes
-        for path, spec in specs.items():
-            count = math.prod(shapes[path])
-            flat = torch.frombuffer(space, dtype=types[path], count=count, offset=offset)
-            tensors[path] = flat.view(shapes[path])
-            offset += -(-_size(spec, plan) // ALIGNED) * ALIGNED
-        sets.append(tensors)
-    return sets
+    starts = range(0, route.file_bytes, route.set_bytes)
+    blocks = (
+        torch.frombuffer(space, dtype=torch.uint8, count=route.set_bytes, offset=start)
+        for start in starts
+    )
+    return [HostMemory(shapes, block=block) for block in blocks]
+
+
+def _shapes(plan: StorePlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {
+        path: ((plan.slab, *spec.shape[1:]), getattr(torch, spec.dtype))
+        for path, spec in held_arrays(plan).items()
+    }
 
 
 def no_room(size: int, free: int, slab: int) -> str:

@@ -11,24 +11,30 @@ import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from numpy.typing import NDArray
 
 from vitsee_core.device import precision_context
+from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.grams import GramProducts
 from vitsee_core.extraction.holding import GramRoute, make_room
 from vitsee_core.extraction.owners import only_writer
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
-from vitsee_core.extraction.slab import SlabBuffers, SlabObserver, check_peaks, to_store
+from vitsee_core.extraction.slab import SlabObserver, check_peaks
 from vitsee_core.extraction.timing import Clock, TimedObserver
+from vitsee_core.extraction.transfer import PixelFeed
 from vitsee_core.images import Batch, normalise
+from vitsee_core.machine import counted, is_out_of_memory
 from vitsee_core.models.capture import Capture
 from vitsee_core.progress import Progress
 from vitsee_stores import StoreWriter
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import StorePlan
 
 T = TypeVar("T")
 
@@ -60,15 +66,9 @@ class SlabLoop:
         """Make the slabs `todo` from their batches, in order, until done or asked to stop."""
         self.progress = progress
         prepared, plan, device = self.prepared, self.prepared.plan, self.prepared.device
-        on_cuda = device.type == "cuda"
-        for _ in range(min(2, len(todo))):
-            self._free.put(SlabBuffers(plan, pinned=on_cuda))
-        if self.route.holds:
-            for held in make_room(self.route, plan, self.writer.path, pinned=on_cuda):
-                self._free_held.put(held)
-        # In the writer's thread, which on CUDA multiplies nothing: see SlabObserver.finish.
-        self._products = GramProducts(torch.device("cpu"))
-        observer = SlabObserver(plan, device, self.route, self.clock)
+        observer = SlabObserver(plan, device, self.route, self.clock, prepared.precision)
+        # In the writer's thread, where the observer does not.
+        self._products, self._grams_made = GramProducts(torch.device("cpu")), observer.makes_grams
         blocks = {block for group in plan.attention for block in group.blocks}
         sublayers = {name for name, _ in plan.sublayers}
         table = prepared.table
@@ -79,7 +79,9 @@ class SlabLoop:
             sublayers=[s for s in table.sublayers if s.name in sublayers],
             attention=[b for b in table.attention if b.name in blocks],
         )
+        feed = PixelFeed(loading, device)
         with (
+            self._memory(plan, observer, sets=min(2, len(todo))),
             ThreadPoolExecutor(1, "writer") as pool,
             torch.inference_mode(),
             precision_context(device, prepared.precision),
@@ -90,15 +92,31 @@ class SlabLoop:
                     buffers = self._take(self._free)
                     if self.route.holds:
                         buffers.held = self._take(self._free_held)
-                if not self._forward(k, buffers, observer, capture, loading, stop):
+                if not self._forward(k, buffers, observer, capture, feed, stop):
                     break
-                sums, peaks = observer.finish(), observer.peaks
+                observer.finish()
                 fields = self._finish_erf(k)
-                if self.route.holds and on_cuda:
+                if observer.makes_grams:
                     self._free_held.put(buffers.held)
-                self._pending.append(pool.submit(self._write, k, buffers, sums, peaks, fields))
+                self._pending.append(pool.submit(self._write, k, buffers, fields))
         for future in self._pending:
             future.result()
+
+    @contextmanager
+    def _memory(self, plan: StorePlan, observer: SlabObserver, sets: int) -> Iterator[None]:
+        """Host memory for so many slabs, given back once nothing is copied into it any more."""
+        pinned = self.prepared.device.type == "cuda"
+        with ExitStack() as stack:
+            stack.callback(observer.close)
+            for _ in range(sets):
+                buffers = SlabBuffers(plan, pinned)
+                stack.callback(buffers.release)
+                self._free.put(buffers)
+            if self.route.holds:
+                for held in make_room(self.route, plan, self.writer.path, pinned):
+                    stack.callback(held.release)
+                    self._free_held.put(held.tensors)
+            yield
 
     def _take(self, free: queue.SimpleQueue[T]) -> T:
         """Waits for a free set; the writer's error, if it met one, is raised here."""
@@ -117,7 +135,7 @@ class SlabLoop:
         buffers: SlabBuffers,
         observer: SlabObserver,
         capture: Capture,
-        loading: Iterator[Batch],
+        feed: PixelFeed,
         stop: StopRequest,
     ) -> bool:
         """One slab through the model; False when a signal came before it was whole."""
@@ -132,16 +150,19 @@ class SlabLoop:
             if stop:
                 return False
             with clock("loading"):
-                batch = next(loading)
+                batch, given = feed.take()
             self.unreadable += batch.errors
-            with clock("model"):
-                pixels = normalise(batch.pixels, prepared.model.transform, prepared.device)
-                observer.begin_batch(row - rows.start, batch)
-                capture.run(pixels, timed)
-            with clock("reductions"):
-                observer.end_batch()
-            if not self._add_erf(row, pixels, batch, capture, stop):
-                return False
+            with _batch_fits(len(batch.valid), prepared.device):
+                with clock("model"):
+                    pixels = normalise(given, prepared.model.transform, prepared.device)
+                    observer.begin_batch(row - rows.start, batch)
+                    capture.run(pixels, timed)
+                with clock("loading"):
+                    feed.ahead()
+                with clock("reductions"):
+                    observer.end_batch()
+                if not self._add_erf(row, pixels, batch, capture, stop):
+                    return False
             row += len(batch.valid)
             self.progress.advance(len(batch.valid), 0)
         return True
@@ -167,16 +188,15 @@ class SlabLoop:
         self,
         k: int,
         buffers: SlabBuffers,
-        sums: dict[str, torch.Tensor],
-        peaks: dict[str, torch.Tensor],
         fields: dict[str, NDArray[Any]],
     ) -> None:
         plan = self.prepared.plan
         rows = plan.rows(k)
         n, where = rows.stop - rows.start, f"images {rows.start} to {rows.stop - 1}"
-        precision = self.prepared.precision
-        check_peaks(peaks, self.prepared.captured, where, self.route.holds, precision)
-        if self.route.holds and self.prepared.device.type != "cuda":
+        buffers.wait()
+        precision, sums = self.prepared.precision, buffers.sums
+        check_peaks(buffers.peaks, self.prepared.captured, where, self.route.holds, precision)
+        if self.route.holds and not self._grams_made:
             with self.clock("grams"):
                 sums = sums | buffers.grams(self._products, plan, n)
             self._free_held.put(buffers.held)
@@ -190,3 +210,20 @@ class SlabLoop:
         self.written += size
         self.progress.advance(0, size)
         self._free.put(buffers)
+
+
+@contextmanager
+def _batch_fits(n_images: int, device: torch.device) -> Iterator[None]:
+    """Names the batch size to try where memory runs out inside.
+
+    Raises:
+        VitseeError: it did.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        smaller = f"; try --batch-size {n_images // 2}" if n_images > 1 else ""
+        said = f"out of memory on {device} with {counted(n_images, 'images')} at once{smaller}"
+        raise VitseeError(said) from None

@@ -30,6 +30,20 @@ class Clock:
         with self._lock:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
+    def limit(self) -> str:
+        """What the run was waiting for most, in words: images, the disk, or the model."""
+        waited = {
+            "loading images (more --workers, smaller files)": self.seconds.get("loading", 0.0),
+            "writing (a faster disk, --tokens pooled)": self.seconds.get(
+                "waiting for the writer", 0.0
+            ),
+        }
+        rest = sum(
+            self.seconds.get(stage, 0.0) for stage in ("model", "reductions", "grams", "erf")
+        )
+        waited["the model and its summaries"] = rest
+        return max(waited, key=lambda stage: waited[stage])
+
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Book the time spent inside on a stage."""

@@ -10,6 +10,7 @@ input channel get `convert("L")`. One is our own, because `convert` clips every 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -110,12 +111,21 @@ def normalise(
             raise DataError(f"{name} has {len(transform[name])} values for {channels} channels")
     x = pixels.to(device, non_blocking=True).to(torch.float32)
     # A number as divisor is turned into a multiplication on CUDA, which rounds differently.
-    x.div_(torch.tensor(255.0, device=x.device).view(1, 1, 1, 1))
-    mean, std = (
-        torch.tensor(transform[name], dtype=torch.float32, device=x.device).view(1, -1, 1, 1)
-        for name in ("mean", "std")
+    largest, mean, std = (
+        _constant(tuple(map(float, values)), str(x.device))
+        for values in ((255,), transform["mean"], transform["std"])
     )
-    return x.sub_(mean).div_(std)
+    return x.div_(largest).sub_(mean).div_(std)
+
+
+@functools.lru_cache(maxsize=16)
+def _constant(values: tuple[float, ...], device: str) -> torch.Tensor:
+    """(1, values, 1, 1) float32, kept on the device: its way there waits for all that is under way
+    there."""
+    import torch
+
+    with torch.inference_mode(False):  # or it could only be used in there
+        return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
 
 
 def _lower(step: Any) -> Step | None:

@@ -1,0 +1,134 @@
+"""Host memory for one slab's numbers, and what the store takes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitsee_core.extraction.grams import GramProducts, as_block
+from vitsee_core.extraction.holding import feature_paths
+from vitsee_core.extraction.host_memory import HostMemory
+from vitsee_core.reductions.summary import PER_IMAGE
+from vitsee_stores.layout import ArraySpec, AttentionGroup, StorePlan, arrays
+
+PER_HEAD = tuple(name for name in PER_IMAGE if name != "head_std")
+# What stands where there is no head or no valid image, in arrays that cannot hold NaN.
+MISSING = {"n_queries": 0, "received_argmax": -1}
+PEAKS = "peaks"
+
+
+class SlabBuffers:
+    """Host memory for one slab, reused from slab to slab: path -> tensor, (slab, ...) of what is
+    known image by image, and one row of what is summed over a slab.
+
+    held: what is kept until the slab's Gram matrices are made, and not stored. sums and peaks:
+    what has been summed, and the largest |x| by site. done: what to wait for before any is read.
+    """
+
+    def __init__(self, plan: StorePlan, pinned: bool):
+        specs = {p: s for p, s in arrays(plan).items() if s.per == "image" or is_sum(p, s)}
+        self._sites = [site.name for site in plan.sites]
+        self._memory = HostMemory(
+            {path: (_shape(spec, plan.slab), _dtype(spec)) for path, spec in specs.items()}
+            | {PEAKS: ((len(self._sites),), torch.float32)},
+            pinned=pinned,
+        )
+        tensors = self._memory.tensors
+        self.arrays = {path: tensors[path] for path, spec in specs.items() if spec.per == "image"}
+        self._row = {path: tensors[path] for path in specs.keys() - self.arrays.keys()}
+        self.held: dict[str, Tensor] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Before a slab: nothing has been summed."""
+        self.sums: dict[str, Tensor] = {}
+        self.peaks: dict[str, Tensor] = {}
+        self.done: torch.cuda.Event | None = None
+
+    def __getitem__(self, path: str) -> Tensor:
+        """(slab, ...) of one array."""
+        return self.arrays[path] if path in self.arrays else self.held[path]
+
+    def sum(self, path: str, shape: torch.Size) -> Tensor:
+        """Where the sum of this shape goes: a Gram matrix of fewer images than a slab has is
+        smaller than its place."""
+        self.sums[path] = self._row[path].flatten()[: shape.numel()].view(shape)
+        return self.sums[path]
+
+    def largest(self, names: list[str]) -> Tensor:
+        """Where the largest |x| of these sites go, in their order."""
+        out = self._memory.tensors[PEAKS][: len(names)]
+        self.peaks = dict(zip(names, out.unbind(), strict=True))
+        return out
+
+    def wait(self) -> None:
+        """Return when everything has arrived."""
+        if self.done is not None:
+            self.done.synchronize()
+
+    def release(self) -> None:
+        """Give pinned memory back; no copy may be under way."""
+        self._memory.release()
+
+    def grams(self, products: GramProducts, plan: StorePlan, n: int) -> dict[str, Tensor]:
+        """Gram matrices of the valid images among the first `n`, from what is held and stored."""
+        valid = self.arrays["valid"][:n] == 1
+        return {
+            f"grams/{site.name}/all": products.gram(
+                [self[path][:n] for path in feature_paths(site)], valid
+            )
+            for site in plan.gram_sites
+        }
+
+
+def is_sum(path: str, spec: ArraySpec) -> bool:
+    """Whether an array has one row a slab that the observer sums up, on the device."""
+    return spec.per == "slab" and path.startswith(("attention/", "grams/"))
+
+
+def _shape(spec: ArraySpec, slab: int) -> tuple[int, ...]:
+    return (slab, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
+
+
+def _dtype(spec: ArraySpec) -> torch.dtype:
+    found: torch.dtype = getattr(torch, np.dtype(spec.dtype).name)
+    return found
+
+
+def to_store(
+    buffers: SlabBuffers, sums: Mapping[str, Tensor], n: int, plan: StorePlan
+) -> dict[str, NDArray[Any]]:
+    """The first `n` rows of the buffers and the slab's sums as arrays, once they have arrived;
+    invalid rows become NaN."""
+    out: dict[str, NDArray[Any]] = {k: v[:n].numpy() for k, v in buffers.arrays.items()}
+    invalid = np.flatnonzero(out["valid"] == 0)
+    if invalid.size:
+        for path, array in out.items():
+            if array.dtype.kind == "f":
+                array[invalid] = np.nan
+            elif (name := path.rpartition("/")[2]) in MISSING:
+                array[invalid] = MISSING[name]
+    for group in plan.attention:
+        _blank_missing_heads(out, group)
+    valid = out["valid"] == 1
+    for path, value in sums.items():
+        array = value.numpy()
+        out[path] = as_block(array, valid, plan.slab) if path.startswith("grams/") else array
+    out["n_valid"] = np.asarray(int(out["valid"].sum()), np.int64)
+    return out
+
+
+def _blank_missing_heads(out: dict[str, NDArray[Any]], group: AttentionGroup) -> None:
+    """Beyond a block's own heads: NaN, or `MISSING` (buffers are reused and start undefined)."""
+    widest = max(group.n_heads)
+    for row, heads in enumerate(group.n_heads):
+        if heads == widest:
+            continue
+        for name in (*PER_HEAD, "cls_rows", "received_rows"):
+            if (array := out.get(group.folder + name)) is not None:
+                array[:, row, heads:] = MISSING.get(name, np.nan)

@@ -1,0 +1,166 @@
+"""Results on their way from the device to the host, and pixels on theirs to the device.
+
+On CUDA copies run on streams of their own, beside the model. Nothing on the host waits for them
+but at the places that say so; on other devices each is done when its call returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vitsee_core.images import Batch
+
+# Batches whose results may be under way to the host at once: all of them lie on the device.
+BATCHES_UNDER_WAY = 2
+# Buffers between the device and memory that is not pinned.
+N_BOUNCES = 2
+# Batches of pixels in pinned memory: one that the model takes, one under way, one being filled.
+N_PINNED_BATCHES = 3
+
+
+class HostCopies:
+    """Copies into host memory, in the order in which they are asked for.
+
+    Memory on the device: the results of at most three batches, the one being made among them; on
+    the host: two buffers of the size of the largest copy into memory that is not pinned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._batches: deque[torch.cuda.Event] = deque()
+        self._bouncing: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
+        self._spare: list[Tensor] = []
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether copies are still under way when `copy` has returned."""
+        return self._stream is not None
+
+    def copy(self, out: Tensor, value: Tensor) -> None:
+        """Copy `value` into host memory `out`; `value` may change once this has returned.
+
+        Into memory that is not pinned a GPU cannot write by itself: such copies take a second step
+        on the host, which happens when the buffers between are needed, or in `wait` and `mark`.
+        """
+        if self._stream is None or value.device.type != self._device.type:
+            out.copy_(value)
+            return
+        # A copy always: the model may overwrite a live tensor before the side stream has read it.
+        staged = value.new_empty(value.shape, dtype=out.dtype).copy_(value)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        between = None if out.is_pinned() else self._room(out.nbytes)
+        target = out if between is None else _seen_as(between, out)
+        with torch.cuda.stream(self._stream):
+            target.copy_(staged, non_blocking=True)
+        staged.record_stream(self._stream)
+        if between is not None:
+            self._bouncing.append((self._now(), between, out))
+
+    def end_batch(self) -> None:
+        """Wait until the results of the batch before last have left the device: without it they
+        would pile up wherever the model is faster than the bus."""
+        if self._stream is None:
+            return
+        self._batches.append(self._now())
+        if len(self._batches) > BATCHES_UNDER_WAY:
+            self._batches.popleft().synchronize()
+
+    def wait(self) -> None:
+        """Return when everything has arrived, so that the host may read it."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._settle(0)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What to wait for (`synchronize`, from any thread) until all copies so far have arrived;
+        None where they have."""
+        self._settle(0)
+        return None if self._stream is None else self._now()
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _room(self, n: int) -> Tensor:
+        """At least `n` bytes of pinned memory that no copy needs."""
+        self._settle(N_BOUNCES - 1)
+        if self._spare and len(self._spare[0]) >= n:
+            return self._spare.pop(0)
+        del self._spare[:1]
+        return torch.empty(n, dtype=torch.uint8, pin_memory=True)
+
+    def _settle(self, n: int) -> None:
+        """Take the second step of the oldest copies, until at most `n` are without it."""
+        while len(self._bouncing) > n:
+            event, between, out = self._bouncing.popleft()
+            event.synchronize()
+            out.copy_(_seen_as(between, out))
+            self._spare.append(between)
+
+
+def _seen_as(memory: Tensor, like: Tensor) -> Tensor:
+    """The front of flat uint8 memory as a tensor of the type and shape of `like`."""
+    return memory[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+class PixelFeed:
+    """Batches with their pixels on the device, which on CUDA are copied there while the model is
+    busy with the batch before: call `ahead` once its forward pass has been started."""
+
+    def __init__(self, loading: Iterator[Batch], device: torch.device) -> None:
+        self._loading, self._device = loading, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pinned: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self._next: tuple[Batch, Tensor, torch.cuda.Event] | None = None
+
+    def ahead(self) -> None:
+        """Load the next batch, where there is one, and start its copy; only on CUDA."""
+        if self._stream is None or self._next is not None:
+            return
+        batch = next(self._loading, None)
+        if batch is None:
+            return
+        memory = self._room(batch.pixels.nbytes)
+        pinned = _seen_as(memory, batch.pixels).copy_(batch.pixels)
+        with torch.cuda.stream(self._stream):
+            pixels = pinned.to(self._device, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(self._stream)
+        self._pinned.append((arrived, memory))
+        self._next = batch, pixels, arrived
+
+    def take(self) -> tuple[Batch, Tensor]:
+        """The next batch, and its pixels (images, channels, height, width) uint8 on the device.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        if self._stream is None:
+            batch = next(self._loading)
+            return batch, batch.pixels.to(self._device)
+        self.ahead()
+        if self._next is None:
+            raise StopIteration
+        batch, pixels, arrived = self._next
+        self._next = None
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(arrived)
+        pixels.record_stream(current)
+        return batch, pixels
+
+    def _room(self, n: int) -> Tensor:
+        """At least `n` bytes of pinned memory; the oldest copy's, once it has arrived."""
+        if len(self._pinned) == N_PINNED_BATCHES:
+            arrived, memory = self._pinned.popleft()
+            arrived.synchronize()
+            if len(memory) >= n:
+                return memory
+        return torch.empty(n, dtype=torch.uint8, pin_memory=True)
