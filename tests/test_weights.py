@@ -21,6 +21,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from PIL import Image
 
 from tests.extractions import extracted, plant_images
 from tests.models_helpers import VIT, small
@@ -28,7 +29,7 @@ from vitsee_cli.commands.weights import SCALES, WHAT
 from vitsee_cli.main import main
 from vitsee_core.analyses import weights
 from vitsee_core.analyses.weights import COLUMNS, cosines, plot, principal_components, run
-from vitsee_core.figures.weights_figure import colours, percent
+from vitsee_core.figures.weights_figure import colours, labels, percent
 from vitsee_core.input_weights import InputWeights, of_model, of_store
 from vitsee_core.models import LoadedModel, load_model
 from vitsee_core.results import Table
@@ -213,7 +214,7 @@ def test_large_grids_are_thinned_and_that_is_said(
         table = made(None, positions)
     # every third: 3 x 3 queries of 64; every second: 4 x 4 queries, 1024 rows
     assert len(table) == 9 * 64
-    assert table.notes["positions"] == {"kind": "learned", "every": 3}
+    assert table.notes["sources"]["tiny"]["positions"] == {"kind": "learned", "every": 3}
     assert "one row and column in 3" in caplog.text
     monkeypatch.setattr(weights, "MOST_ROWS", 1)
     assert len(made(None, positions)) == 64
@@ -285,7 +286,7 @@ def test_what_is_shown(made: Any) -> None:
     with pytest.raises(VitseeError, match="no 'pos' in weights"):
         made(few, positions, what=("pos",))
     table = made(few, None)
-    assert table.notes["absent"] == {"positions": "for a reason"}
+    assert table.notes["sources"]["tiny"]["absent"] == {"positions": "for a reason"}
     assert len(made(None, None)) == 0
     assert WHAT == weights.WHAT
 
@@ -415,7 +416,9 @@ def test_a_store_holds_them(stores: Path) -> None:
     cnn = open_store(stores / "cnn.zarr")
     assert [name for name, _ in cnn.plan.weights][:1] == ["filters"]
     assert not cnn.has("weights/positions")
-    assert run(cnn).notes["absent"] == run(load_model("test_resnet", random_init=0)).notes["absent"]
+    (stored,) = run(cnn).notes["sources"].values()
+    (own,) = run(load_model("test_resnet", random_init=0)).notes["sources"].values()
+    assert stored["absent"] == own["absent"] != {}
     with pytest.raises(VitseeError, match="no position embedding is added"):
         run(cnn, what=["positions"])
 
@@ -447,8 +450,9 @@ def test_command_of_a_store(stores: Path, tmp_path: Path) -> None:
     assert lines[1].startswith("mine,test_vit,patch_embed.proj,,,0,,,,,variance_share,")
     sidecar = json.loads((tmp_path / "w.csv.json").read_text())
     assert sidecar["stores"][0]["label"] == "mine"
-    assert sidecar["notes"]["sites"]["positions"] == "pos_embed"
-    assert "mean filter subtracted" in sidecar["notes"]["components"]
+    notes = sidecar["notes"]["sources"]["mine"]
+    assert notes["sites"]["positions"] == "pos_embed"
+    assert "mean filter subtracted" in notes["components"]
     assert png.read_bytes()[1:4] == b"PNG"
 
 
@@ -466,7 +470,49 @@ def test_command_of_a_model(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "positions: n/a: no position embedding is added to its features" in result.stderr
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
-    assert sidecar["parameters"]["model"]["random_init"] == 0
+    assert sidecar["parameters"]["models"][0]["random_init"] == 0
+
+
+def test_several_stores_and_models(stores: Path, tmp_path: Path) -> None:
+    vit, cnn = stores / "vit.zarr", stores / "cnn.zarr"
+    own = ["--random-init", "0", "--img-size", "64"]
+    wanted: list[str | Path] = [f"a={vit}", "test_resnet", cnn, *own]
+    png = tmp_path / "w.png"
+    result = weights_command(*wanted, "-o", tmp_path / "w.csv", "--png", png)
+    assert (result.exit_code, result.stdout) == (0, ""), result.output
+    assert "a: position embeddings (pos_embed): learned" in result.stderr
+    assert "cnn: positions: n/a: no position embedding is added" in result.stderr
+    table = Table.read(tmp_path / "w.csv")
+    assert labels(table) == ["a", "test_resnet", "cnn"]
+    sidecar = json.loads((tmp_path / "w.csv.json").read_text())
+    assert list(sidecar["notes"]["sources"]) == ["a", "test_resnet", "cnn"]
+    # Each as it is alone, the random model as the store that was made with the same seed.
+    alone = {name: run(open_store(stores / f"{name}.zarr")) for name in ("vit", "cnn")}
+    both = run(*(open_store(stores / f"{name}.zarr") for name in ("vit", "cnn")))
+    for name, single in alone.items():
+        assert equal(both.where(store=name), single)
+    assert len(table.where(store="cnn")) == len(table.where(model="test_resnet")) // 2
+    with Image.open(png) as picture:
+        height = picture.size[1]
+    weights_command(vit, "--png", tmp_path / "one.png", "-o", tmp_path / "one.csv")
+    with Image.open(tmp_path / "one.png") as picture:
+        assert height > 2 * picture.size[1]
+
+
+def test_what_some_lack_is_a_remark(stores: Path) -> None:
+    vit, cnn = stores / "vit.zarr", stores / "cnn.zarr"
+    result = weights_command(vit, cnn, "--what", "positions")
+    assert result.exit_code == 0
+    assert "cnn: positions: n/a: no position embedding is added" in result.stderr
+    assert {line.split(",")[0] for line in result.stdout.splitlines()[1:]} == {"vit"}
+    result = weights_command(cnn, f"again={cnn}", "--what", "positions")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "has no positions to show" in result.stderr
+    result = weights_command(vit, vit)
+    assert result.exit_code == 1 and "two of these have one name: vit, vit" in result.stderr
+    twice = ["test_vit", "test_resnet", "--checkpoint", "w.pth"]
+    result = weights_command(*twice)
+    assert result.exit_code == 2 and "--checkpoint is for one MODEL; here are 2" in result.stderr
 
 
 def test_command_refuses_in_one_line(stores: Path, tmp_path: Path) -> None:

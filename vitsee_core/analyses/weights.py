@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +43,7 @@ COLUMNS = (
     *("store", "model", "site", "row", "col", "component", "filter", "channel"),
     *("other_row", "other_col", "metric", "value"),
 )
+NEEDS_ARRAY = {"components": FILTERS, "filters": FILTERS, "positions": POSITIONS}
 MOST_FILTERS = 128  # shown unless they were asked for
 MOST_ROWS = 1 << 20  # 32 x 32 patches with one another; half a GiB
 _TIED = 1e-6
@@ -57,12 +57,10 @@ _KINDS = {
 
 @takes_paths
 def run(
-    source: Store | LoadedModel,
-    *,
+    *sources: Store | LoadedModel,
     what: Sequence[str] = (),
     components: int = 28,
     every: int | None = None,
-    checkpoint: Path | None = None,
 ) -> Table:
     """One row a component (`variance_share`, and `variance_cumulative` of it and all before), a
     weight of a component or of a filter, or a pair of patches (`cosine`).
@@ -72,32 +70,52 @@ def run(
     other one. NaN: filters that are all alike have no components, zeros no direction.
 
     Args:
-        source: an open store, or a model on the CPU.
+        sources: open stores, or models on the CPU. One that lacks what others have is named.
         what: some of `WHAT`; by default what the model has, filters up to `MOST_FILTERS`.
         components: the weights of so many.
         every: cosines of every so many-th row and column of queries, beginning so that as much is
             left out before as after; by default the least that keeps their rows to `MOST_ROWS`.
-        checkpoint: where a store's weights are now, if it does not hold these arrays.
 
     Raises:
-        VitseeError: the model has not what was asked for, or its weights are gone.
+        VitseeError: no source has what was asked for, a store keeps no weights, or two sources
+            have one name.
     """
     from vitsee_stores import Store
 
     for name in what:
         if name not in WHAT:
             raise VitseeError(f"no {name!r} in weights; expected some of {', '.join(WHAT)}")
-    own = of_store(source) if isinstance(source, Store) else of_model(source)
-    needs = {"components": FILTERS, "filters": FILTERS, "positions": POSITIONS}
+    owns = [of_store(x) if isinstance(x, Store) else of_model(x) for x in sources]
+    by_label = {own.store or own.model: own for own in owns}
+    if len(by_label) < len(owns):
+        named = ", ".join(own.store or own.model for own in owns)
+        raise VitseeError(
+            f"two of these have one name: {named}; give stores others with NAME=STORE"
+        )
     for name in what:
-        if needs[name] in own.absent:
-            raise VitseeError(f"{own.model} has no {name} to show: {own.absent[needs[name]]}")
+        lacking = [own for own in owns if NEEDS_ARRAY[name] in own.absent]
+        if len(lacking) == len(owns):
+            own = lacking[0]
+            raise VitseeError(f"{own.model} has no {name} to show: {own.absent[NEEDS_ARRAY[name]]}")
+    parts, notes = [], {}
+    for label, own in by_label.items():
+        prefix = f"{label}: " if len(owns) > 1 else ""
+        rows, notes[label] = _of(own, what, components, every, prefix)
+        parts += rows
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+    return Table(columns, {"sources": notes})
+
+
+def _of(
+    own: InputWeights, what: Sequence[str], components: int, every: int | None, prefix: str
+) -> tuple[list[dict[str, NDArray[Any]]], dict[str, Any]]:
+    """One source's rows and notes; remarks begin with `prefix`."""
     notes: dict[str, Any] = {"sites": own.sites, "absent": {}}
     for name, reason in own.absent.items():
-        if not what:
-            log.info("%s: n/a: %s", name, reason)
+        if not what or name in {NEEDS_ARRAY[asked] for asked in what}:
+            log.info("%s%s: n/a: %s", prefix, name, reason)
             notes["absent"][name] = reason
-    parts = []
+    parts = [_rows(own, "", 0)]
     if (filters := own.arrays.get(FILTERS)) is not None:
         if not what or "components" in what:
             parts.append(_component_rows(own, filters, components))
@@ -105,24 +123,25 @@ def run(
         if "filters" in what or (not what and len(filters) <= MOST_FILTERS):
             parts.append(_weight_rows(own, "filter", filters.astype(np.float64)))
         elif not what:
-            log.info("%d filters: more than are shown without --what filters", len(filters))
+            log.info(
+                "%s%d filters: more than are shown without --what filters", prefix, len(filters)
+            )
     if (positions := own.arrays.get(POSITIONS)) is not None and (not what or "positions" in what):
         step = every if every is not None else _step(positions.shape[:2])
         if step > 1:
-            log.info("position embeddings: cosines of one row and column in %d with all", step)
+            log.info(
+                "%sposition embeddings: cosines of one row and column in %d with all", prefix, step
+            )
         parts.append(_cosine_rows(own, positions, step))
         notes["positions"] = {"kind": _KINDS[own.kind], "every": step}
-        log.info("position embeddings (%s): %s", own.sites[POSITIONS], _KINDS[own.kind])
-    if not parts:
-        parts.append(_rows(own, "", 0))
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
-    return Table(columns, notes)
+        log.info("%sposition embeddings (%s): %s", prefix, own.sites[POSITIONS], _KINDS[own.kind])
+    return parts, notes
 
 
 @styled
 def plot(table: Table, scale: str = "shared") -> Figure:
     """Components with their shares of variance, filters, and a grid of grids of cosines, as far as
-    the table holds them, side by side.
+    the table holds them, side by side; one store or model below the other.
 
     Args:
         table: from `run`.

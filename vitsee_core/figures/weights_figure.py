@@ -53,44 +53,105 @@ class _Panel:
         return (LEFT, RIGHT) if self.metric == "cosine" else (0.15, 0.3)
 
 
+@dataclass(frozen=True)
+class _Band:
+    """What is drawn of one store or model, from left to right; sizes in inches."""
+
+    cut: Table
+    panels: list[_Panel]
+    lines: list[str]  # the name above, then what is absent below
+    notes: dict[str, Any]
+
+    @property
+    def tall(self) -> float:
+        """Of the panels."""
+        return LARGE if any(panel.cells > 300 for panel in self.panels) else SMALL
+
+    @property
+    def slots(self) -> list[float]:
+        """Widths of the panels with all that stands beside them."""
+        return [max(self.tall * p.ratio + sum(p.margins()), NARROWEST) for p in self.panels]
+
+    @property
+    def width(self) -> float:
+        """Of all."""
+        return max(sum(self.slots), 0.075 * max(map(len, self.lines)), 4.0)
+
+    @property
+    def above(self) -> float:
+        """Between the panels and their titles."""
+        return NUMBERS if any(panel.metric == "cosine" for panel in self.panels) else 0.05
+
+    @property
+    def below(self) -> float:
+        """Under the panels."""
+        return BELOW + 0.2 * (len(self.lines) - 1)
+
+    @property
+    def height(self) -> float:
+        """Of all."""
+        return 0.35 + (TITLE + self.above + self.tall if self.panels else 0.0) + self.below
+
+
 def draw_weights(table: Table, scale: str) -> Figure:
     """See `vitsee_core.analyses.weights.plot`. To be called below `styled`."""
-    found = [m for m in ("component", "filter", "cosine") if m in table.unique("metric")]
-    panels = [_panel(metric, table.where(metric=metric)) for metric in found]
-    absent = [f"{k}: n/a: {reason}" for k, reason in table.notes.get("absent", {}).items()]
-    tall = LARGE if any(panel.cells > 300 for panel in panels) else SMALL
-    widths = [tall * panel.ratio for panel in panels]
-    slots = [max(w + sum(p.margins()), NARROWEST) for p, w in zip(panels, widths, strict=True)]
-    below = BELOW + 0.2 * len(absent)
-    texts = [_name(table), *absent]
-    width = max(sum(slots), 0.075 * max(map(len, texts)), 4.0)
-    above = NUMBERS if "cosine" in found else 0.05
-    height = 0.35 + (TITLE + above + tall if panels else 0.0) + below
+    bands = [_band(table, label) for label in labels(table)]
+    width = max((band.width for band in bands), default=4.0)
+    height = sum(band.height for band in bands) or 1.0
     # Laid out by hand: constrained layout leaves room where the tiles' shapes fix the sizes.
     figure = new_figure(width, height)
     figure.set_layout_engine("none")
-    figure.text(0.15 / width, 1 - 0.27 / height, texts[0], fontsize=10)
-    for i, line in enumerate(reversed(absent)):
-        figure.text(0.15 / width, (0.1 + 0.2 * i) / height, line, fontsize=8)
-    left = 0.0
-    for panel, wide, slot in zip(panels, widths, slots, strict=True):
-        start = left + panel.margins()[0]
-        place = (start / width, below / height, wide / width, tall / height)
-        axes = figure.add_axes(place)
-        if panel.metric == "cosine":
-            title = _draw_cosines(axes, panel, scale, table.notes.get("positions", {}))
-        else:
-            shares = table.where(metric="variance_share")["value"]
-            title = _draw_filters(axes, panel, shares, scale)
-        figure.text(start / width, (below + tall + above + 0.05) / height, title, fontsize=9.5)
-        left += slot
+    bottom = height
+    for band in bands:
+        bottom -= band.height
+        _draw_band(figure, band, scale, bottom, (width, height))
     return figure
 
 
-def _name(table: Table) -> str:
-    if not len(table):
-        return ""
-    store, model = table["store"][0], str(table["model"][0])
+def labels(table: Table) -> list[str]:
+    """The stores and models of a table, in its order: its notes name those without rows, too."""
+    named = [store or model for store, model in zip(table["store"], table["model"], strict=True)]
+    return list(dict.fromkeys([*map(str, table.notes.get("sources", {})), *map(str, named)]))
+
+
+def _band(table: Table, label: str) -> _Band:
+    mine = [label == str(s or m) for s, m in zip(table["store"], table["model"], strict=True)]
+    cut = table.take(np.flatnonzero(mine))
+    notes = table.notes.get("sources", {}).get(label, {})
+    found = [m for m in ("component", "filter", "cosine") if m in cut.unique("metric")]
+    panels = [_panel(metric, cut.where(metric=metric)) for metric in found]
+    absent = [f"{k}: n/a: {reason}" for k, reason in notes.get("absent", {}).items()]
+    return _Band(cut, panels, [_name(cut, label), *absent], notes)
+
+
+def _draw_band(
+    figure: Figure, band: _Band, scale: str, bottom: float, size: tuple[float, float]
+) -> None:
+    width, height = size
+    top = bottom + band.height
+    figure.text(0.15 / width, (top - 0.27) / height, band.lines[0], fontsize=10)
+    for i, line in enumerate(reversed(band.lines[1:])):
+        figure.text(0.15 / width, (bottom + 0.1 + 0.2 * i) / height, line, fontsize=8)
+    left, low = 0.0, bottom + band.below
+    for panel, slot in zip(band.panels, band.slots, strict=True):
+        start = left + panel.margins()[0]
+        wide = band.tall * panel.ratio
+        place = (start / width, low / height, wide / width, band.tall / height)
+        axes = figure.add_axes(place)
+        if panel.metric == "cosine":
+            title = _draw_cosines(axes, panel, scale, band.notes.get("positions", {}))
+        else:
+            shares = band.cut.where(metric="variance_share")["value"]
+            title = _draw_filters(axes, panel, shares, scale)
+        above = low + band.tall + band.above + 0.05
+        figure.text(start / width, above / height, title, fontsize=9.5)
+        left += slot
+
+
+def _name(cut: Table, label: str) -> str:
+    if not len(cut):
+        return shorten(label, 80)
+    store, model = cut["store"][0], str(cut["model"][0])
     return f"{shorten(store, 30)} ({shorten(model, 50)})" if store else shorten(model, 80)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,14 +12,22 @@ from vitsee_cli.values import StorePath, parse_store
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
+    from vitsee_core.models import LoadedModel
     from vitsee_core.results import Outputs, Table
+    from vitsee_stores import Store
 
 WHAT = ("components", "filters", "positions")
 SCALES = ("shared", "tile")
 
 
 @click.command()
-@click.argument("source", metavar="[NAME=]STORE|MODEL", shell_complete=parse_store.shell_complete)
+@click.argument(
+    "sources",
+    metavar="[NAME=]STORE|MODEL...",
+    nargs=-1,
+    required=True,
+    shell_complete=parse_store.shell_complete,
+)
 @options.output_options
 @click.option(
     "--what",
@@ -53,18 +61,20 @@ SCALES = ("shared", "tile")
 )
 @options.weight_options
 @options.allow_partial_option
-def command(source: str, outputs: Outputs, scale: str, **parameters: Any) -> None:
-    """Show a model's first-layer filters and position embeddings.
+def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters: Any) -> None:
+    """Show models' first-layer filters and position embeddings.
 
     Principal components of the patch embedding's (or the first convolution's) filters and their
     shares of variance, the filters themselves where they are few, and the cosine similarity of
     every patch's position embedding with all others (Dosovitskiy et al. 2021, Figs. 7 left and
     centre, 9). No images are needed: of a MODEL these are its weights, of a STORE those of the
-    model that made it. A path that exists is a store.
+    model that made it. A path that exists is a store. Options of the weights are for MODELs:
+    --checkpoint for the only one, the others for each.
 
     \b
       $ vitsee weights demo:vit -o weights.csv --png weights.png
       $ vitsee weights b16.zarr --what positions --png positions.png > positions.csv
+      $ vitsee weights b16.zarr dino.zarr --what components --png both.png > both.csv
       $ vitsee weights vit_base_patch16_224 --img-size 384 --png resampled.png > resampled.csv
 
     The mean filter is subtracted, components have norm 1 and a positive largest weight. Position
@@ -85,18 +95,28 @@ def command(source: str, outputs: Outputs, scale: str, **parameters: Any) -> Non
     from vitsee_core.analyses import weights
 
     draw = partial(weights.plot, scale=scale)
-    of_model = ("checkpoint_key", "random_init", "img_size", "model_args")
-    given = {name: parameters.pop(name) for name in of_model}
-    if (store := _store(source)) is not None:
-        if any(value not in (None, ()) for value in given.values()):
-            raise click.UsageError(
-                f"{store.path} is a store: --checkpoint-key, --random-init, --img-size and "
-                "--model-arg are for a MODEL"
-            )
-        run_analysis(weights.run, draw, (store,), outputs, **parameters)
-        return
-    model = _model(source, parameters.pop("checkpoint"), **given)
-    run_analysis(_run_model, draw, (), outputs, model=vars(model), **parameters)
+    found = [(text, _store(text)) for text in sources]
+    names = [text for text, store in found if store is None]
+    _check(names, {name: parameters[name] for name in _OF_MODELS})
+    given = {name: parameters.pop(name) for name in _OF_MODELS}
+    order = ["model" if store is None else "store" for _, store in found]
+    stores = tuple(store for _, store in found if store is not None)
+    models = [vars(_model(name, **given)) for name in names]
+    run_analysis(partial(_run, order), draw, stores, outputs, models=models, **parameters)
+
+
+_OF_MODELS = ("checkpoint", "checkpoint_key", "random_init", "img_size", "model_args")
+
+
+def _check(models: list[str], given: dict[str, Any]) -> None:
+    """Refuse options of the weights where they have nothing, or too much, to be for."""
+    used = [f"--{name.replace('_', '-')}" for name, x in given.items() if x not in (None, ())]
+    used = [name.replace("-args", "-arg") for name in used]
+    if used and not models:
+        raise click.UsageError(f"{', '.join(used)}: for a MODEL, and there are stores only")
+    if len(models) > 1 and given["checkpoint"] is not None:
+        raise click.UsageError(f"--checkpoint is for one MODEL; here are {len(models)}")
+    options.check_weight_options(given)
 
 
 def _store(text: str) -> StorePath | None:
@@ -106,16 +126,23 @@ def _store(text: str) -> StorePath | None:
     return store if store.path.exists() or named else None
 
 
-def _model(name: str, checkpoint: Path | None, model_args: Any, **given: Any) -> ModelOptions:
+def _model(name: str, model_args: Any, **given: Any) -> ModelOptions:
     from vitsee_core.extraction.options import ModelOptions
 
-    own = {"checkpoint": checkpoint, **given}
-    options.check_weight_options(own)
-    return ModelOptions(name=name, model_args=dict(model_args), **own)
+    return ModelOptions(name=name, model_args=dict(model_args), **given)
 
 
-def _run_model(*, model: dict[str, Any], **parameters: Any) -> Table:
+def _run(
+    order: list[str], *stores: Store, models: list[dict[str, Any]], **parameters: Any
+) -> Table:
+    """The sources as they were given: stores and models in any order."""
     from vitsee_core.analyses import weights
+
+    rest: dict[str, Iterator[Any]] = {"store": iter(stores), "model": map(_load, models)}
+    return weights.run(*(next(rest[kind]) for kind in order), **parameters)
+
+
+def _load(model: dict[str, Any]) -> LoadedModel:
     from vitsee_core.models import load_model
 
-    return weights.run(load_model(**model), **parameters)
+    return load_model(**model)
