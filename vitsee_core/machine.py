@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -15,7 +17,8 @@ def n_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Memory this process may use: the machine's, or less where a cgroup or job limits it."""
+    """Memory this process may use: the machine's, or less where a cgroup or job limits it, in equal
+    parts for the processes of its job on this machine."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in (
         Path("/sys/fs/cgroup/memory.max"),
@@ -25,7 +28,24 @@ def memory_bytes() -> int:
             total = min(total, int(limit.read_text()))
         except (OSError, ValueError):
             continue  # no such hierarchy, or "max"
-    return total
+    return total // local_processes(os.environ)
+
+
+def local_processes(environ: Mapping[str, str]) -> int:
+    """How many processes of this job run on this machine, as torchrun, MPI or SLURM's srun say it;
+    1 where none does."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        if environ.get(name, "").isdigit():
+            return max(1, int(environ[name]))
+    # Tasks by node, "8", or "8(x2),4" where they differ: two nodes of 8 tasks and one of 4.
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return 1
+        counts += [int(match[1])] * min(int(match[2] or 1), 100_000)
+    node = environ.get("SLURM_NODEID", "0")
+    return max(1, counts[int(node)]) if node.isdigit() and int(node) < len(counts) else 1
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,13 @@ from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
 from vitsee_core.extraction.versions import versions
 from vitsee_core.images import batches
-from vitsee_core.machine import counted, free_disk_bytes, human_bytes, n_cores
+from vitsee_core.machine import (
+    counted,
+    free_disk_bytes,
+    human_bytes,
+    local_processes,
+    n_cores,
+)
 from vitsee_core.progress import SILENT, Progress
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError
@@ -37,6 +44,8 @@ from vitsee_stores.layout import n_bytes
 from vitsee_stores.manifest import by_reason
 
 log = logging.getLogger(__name__)
+
+MOST_WORKERS = 32
 
 
 @dataclass
@@ -209,6 +218,7 @@ def fill(
     finally:
         progress.stop()
     seconds = time.perf_counter() - started
+    log.info("the run was limited by %s", job.clock.limit())
     committed = writer.committed()
     if stop and not committed[todo].all():
         raise Interrupted(
@@ -252,8 +262,14 @@ def default_batch(device: torch.device) -> int:
 
 
 def default_workers(device: torch.device) -> int:
-    """0 (one loading thread) beside a CPU model, which needs the cores; else up to 8 processes."""
-    return 0 if device.type == "cpu" else min(8, n_cores())
+    """0 (one loading thread) beside a CPU model, which needs the cores; else a process a core but
+    two, which feed the device and write."""
+    if device.type == "cpu":
+        return 0
+    cores = n_cores()
+    if cores == os.cpu_count():  # not this process's own share
+        cores //= local_processes(os.environ)
+    return min(MOST_WORKERS, max(1, cores - 2))
 
 
 def _provenance(

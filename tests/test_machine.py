@@ -1,0 +1,57 @@
+"""What this process may use of the machine it shares with others of its job."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from vitsee_core import machine
+from vitsee_core.extraction import run
+from vitsee_core.extraction.run import default_workers
+from vitsee_core.machine import local_processes, memory_bytes
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("environ", "n"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"MPI_LOCALNRANKS": "0"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "1"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "3"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "-1"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "many"}, 1),
+        ({"SLURM_TASKS_PER_NODE": "8"}, 1),  # of the job: its script itself is one process
+        ({"LOCAL_WORLD_SIZE": "all"}, 1),
+    ],
+)
+def test_processes_of_a_job_on_this_machine(environ: dict[str, str], n: int) -> None:
+    assert local_processes(environ) == n
+
+
+def test_they_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "local_processes", lambda _environ: 1)
+    whole = memory_bytes()
+    monkeypatch.setattr(machine, "local_processes", lambda _environ: 8)
+    assert memory_bytes() == whole // 8
+
+
+@pytest.mark.parametrize(
+    ("cores", "all_cores", "processes", "workers"),
+    [(16, 16, 1, 14), (64, 64, 8, 6), (8, 64, 8, 6), (2, 2, 1, 1), (192, 192, 1, 32)],
+)
+def test_workers_by_cores(
+    cores: int, all_cores: int, processes: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "n_cores", lambda: cores)
+    monkeypatch.setattr(os, "cpu_count", lambda: all_cores)
+    monkeypatch.setattr(run, "local_processes", lambda _environ: processes)
+    assert default_workers(CUDA) == workers
+    assert default_workers(CPU) == 0
