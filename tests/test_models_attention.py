@@ -255,6 +255,11 @@ def test_softmax_that_weighs_nothing_is_mixed() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "cait_xxs24_224": ({"embed_dim": 48, "depth": 2, "patch_size": 8}, 32, "mixed"),
     "shvit_s1": ({}, None, "attention over 3 dimensions"),
+    "samvit_base_patch16_224": (
+        {**VIT, "global_attn_indexes": (1,)},
+        64,
+        "3 attentions an image in the batch dimension",
+    ),
     "xcit_nano_12_p8_224": ({"depth": 2}, 32, "entries, but the block has"),
     "vit_tiny_patch16_224": ({**VIT, "attn_layer": "diff"}, 32, "2 attention calls"),
     "vit_base_patch16_18x2_224": (VIT, 32, "2 attention calls"),

@@ -98,7 +98,10 @@ def _refusal(
         )
     if event.query[0] != n_images:
         share = event.query[0] / n_images
-        return f"attention within windows ({share:g} an image)"
+        tokens = min((layout.n_body for layout in layouts), default=0)
+        if len(event.query) == 3 and share * event.query[2] >= tokens:
+            return f"attention within windows ({share:g} an image)"
+        return f"{share:g} attentions an image in the batch dimension (heads, or windows)"
     if event.value is None or len(event.query) != 3:
         return f"attention over {len(event.query) + 1} dimensions, not image, head, query, key"
     if event.query[2] != event.n_keys:
