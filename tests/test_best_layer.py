@@ -190,6 +190,13 @@ def test_a_table_survives_the_file(tmp_path: Path) -> None:
         assert same, name
 
 
+def test_the_command_behind_its_flags(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", scores([0.5]))
+    sidecar = {"command": ["vitsee", "-q", "knn", "a.zarr"]}
+    (tmp_path / "a.csv.json").write_text(json.dumps(sidecar))
+    assert read_result(path).command == "knn"
+
+
 def test_broken_sidecars_say_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "r.csv", scores([0.1]))
     for text in ("{", "[1]", '{"command": 3}'):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from pathlib import Path
 
 import matplotlib
@@ -80,6 +81,15 @@ def test_names_are_drawn_letter_by_letter() -> None:
         svg = figure_bytes(labelled("", table), ".svg").decode()
         assert svg.count(f">{drawn}</text>") == 3
     assert table["store"][0] == "5$", "the caller's table is left alone"
+
+
+def test_letters_that_the_font_lacks_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure_bytes(labelled("图中图"))
+    assert [r.getMessage() for r in caplog.records] == [
+        "the figure's font has no letters 图中: boxes stand for them"
+    ]
 
 
 def test_endings_of_figures(tmp_path: Path) -> None:

@@ -7,7 +7,11 @@ with the first picture.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -28,7 +32,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+log = logging.getLogger(__name__)
+
 DPI = 200
+_MISSING = re.compile(r"Glyph (\d+) .*missing from font")
 # Okabe and Ito (2008) without the yellow, which white paper swallows.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -173,9 +180,27 @@ def figure_bytes(figure: Figure, ending: str = ".png") -> bytes:
     }
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     buffer = io.BytesIO()
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(settings), _missing_letters():
         figure.savefig(buffer, format=kind, dpi=DPI, metadata=undated.get(kind))
     return buffer.getvalue()
+
+
+@contextmanager
+def _missing_letters() -> Iterator[None]:
+    """Letters that the font lacks, in one line of the log in place of a warning each."""
+    letters: dict[str, None] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        if match := _MISSING.match(str(warning.message)):
+            letters[chr(int(match[1]))] = None
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    if letters:
+        log.warning("the figure's font has no letters %s: boxes stand for them", "".join(letters))
 
 
 def save_figure(figure: Figure, path: str | Path, *, force: bool = False) -> None:

@@ -81,10 +81,11 @@ def read_result(path: str | Path) -> ResultFile:
     }
     sidecar = _sidecar(path)
     words = sidecar.get("command")
-    command = words[1] if isinstance(words, list) and len(words) > 1 else ""
+    typed = map(str, words[1:]) if isinstance(words, list) else ()
+    command = next((word for word in typed if not word.startswith("-")), "")  # vitsee -q knn ...
     notes = sidecar.get("notes")
     table = Table(columns, notes if isinstance(notes, dict) else {})
-    return ResultFile(path, table, str(command), sidecar)
+    return ResultFile(path, table, command, sidecar)
 
 
 def _column(path: Path, name: str, cells: list[str]) -> NDArray[Any]:
