@@ -25,7 +25,7 @@ from tests.reference_cka import biased_cka, loop_cka, loop_hsic1, loop_jackknife
 from vitsee_cli.commands.cka import PAIRS as COMMAND_PAIRS
 from vitsee_cli.commands.cka import PRESETS as COMMAND_PRESETS
 from vitsee_cli.main import main
-from vitsee_cli.options import ESTIMATORS
+from vitsee_cli.similarity_options import ESTIMATORS
 from vitsee_core.analyses.cka import COLUMNS, plot, run
 from vitsee_core.plotting import figure_bytes
 from vitsee_core.results import Table

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from vitsee_cli import console, options, values
 from vitsee_cli.main import main
+from vitsee_cli.model_options import model_options
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_defaults_fit_the_machine() -> None:
 
 def test_model_options_are_gathered() -> None:
     @click.command()
-    @options.model_options
+    @model_options
     def command(model: Any) -> None:
         console.out(repr(model))
 

@@ -6,7 +6,7 @@ A command takes what it needs: `@options.stores_argument`, `@options.output_opti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,9 @@ from vitsee_cli.values import (
     TOKENS,
     StorePath,
     parse_device,
-    parse_floats,
     parse_folder,
-    parse_fraction,
-    parse_image_size,
-    parse_model_arg,
     parse_output,
     parse_path,
-    parse_positive_floats,
     parse_size,
     parse_store,
     parse_words,
@@ -34,7 +29,6 @@ from vitsee_core import machine
 from vitsee_stores.selectors import GROUPS
 
 if TYPE_CHECKING:
-    from vitsee_core.extraction.options import ModelOptions
     from vitsee_stores.reader import Store
 
 Decorator = Callable[[Any], Any]
@@ -309,77 +303,6 @@ jobs_option = click.option(
 )
 
 
-# ---------------------------------------------------------------- similarity
-
-ESTIMATORS = ("exact", "minibatch", "biased")
-
-
-def estimator_options(*presets: str) -> Decorator:
-    """--estimator and the sizes of minibatches, and --preset with these names."""
-    sizes = (
-        ("--batch", "images in a minibatch", 4, "1024"),
-        ("--examples", "images in a repeat, drawn without replacement", 4, "10240"),
-        ("--repeats", "how often they are drawn", 1, "20"),
-    )
-    return lambda command: apply(
-        command,
-        (
-            click.option(
-                "--estimator",
-                type=click.Choice(ESTIMATORS),
-                show_default="exact for up to 16384 images, else minibatch",
-                help="exact: unbiased HSIC over all images; minibatch: its mean over batches; "
-                "biased: the original CKA, inflated for few images.",
-            ),
-            *(
-                click.option(
-                    name,
-                    metavar="N",
-                    type=click.IntRange(min=least),
-                    show_default=default,
-                    help=f"Of the minibatch estimator: {text}.",
-                )
-                for name, text, least, default in sizes
-            ),
-            click.option(
-                "--preset",
-                type=click.Choice(presets),
-                help="The estimator of a paper or its code; options given beside it win.  "
-                "[default: none]",
-            ),
-        ),
-    )
-
-
-def gram_options(command: Any) -> Any:
-    """Where Gram matrices are kept and made: `cache`, `no_cache`, `device`, `memory`."""
-
-    @functools.wraps(command)
-    def checked(*args: Any, cache: Any, no_cache: bool, **kwargs: Any) -> Any:
-        if cache is not None and no_cache:
-            raise click.UsageError("--cache and --no-cache exclude each other")
-        return command(*args, cache=cache, no_cache=no_cache, **kwargs)
-
-    return apply(checked, _GRAM_OPTIONS)
-
-
-_GRAM_OPTIONS: tuple[Decorator, ...] = (
-    click.option(
-        "--cache",
-        metavar="DIR",
-        type=parse_folder,
-        help="Keep Gram matrices in DIR.  [default: STORE.grams beside each store]",
-    ),
-    click.option(
-        "--no-cache",
-        is_flag=True,
-        help="Keep no Gram matrices.  [default: keep them for later comparisons]",
-    ),
-    device_option,
-    memory_option,
-)
-
-
 # ---------------------------------------------------------------- what a store does not hold
 
 
@@ -414,101 +337,3 @@ _RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
     ),
     device_option,
 )
-
-
-# ---------------------------------------------------------------- which model
-
-
-def model_options(command: Any) -> Any:
-    """MODEL and all that decides its weights and input, as `model`: a ModelOptions."""
-
-    @functools.wraps(command)
-    def gathered(*args: Any, model_name: str, model_args: Any, **kwargs: Any) -> Any:
-        from vitsee_core.extraction.options import ModelOptions
-
-        fields = ("checkpoint", "checkpoint_key", "random_init", "img_size", "img_mean", "img_std")
-        own = {field: kwargs.pop(field) for field in (*fields, "crop_pct")}
-        check_weight_options(own)
-        options: ModelOptions = ModelOptions(name=model_name, model_args=dict(model_args), **own)
-        return command(*args, model=options, **kwargs)
-
-    return apply(gathered, _MODEL_OPTIONS)
-
-
-def check_weight_options(given: Mapping[str, Any]) -> None:
-    """Refuse options of weights that do not go together, named as click names them."""
-    if given["checkpoint"] is not None and given["random_init"] is not None:
-        raise click.UsageError("--checkpoint and --random-init exclude each other")
-    if given["checkpoint"] is None and given["checkpoint_key"] is not None:
-        raise click.UsageError("--checkpoint-key chooses within a file: give --checkpoint too")
-
-
-_WEIGHT_OPTIONS: tuple[Decorator, ...] = (
-    click.option(
-        "--checkpoint",
-        metavar="FILE",
-        type=parse_path,
-        help="Weights from a .pth, .pt or .safetensors file.  [default: timm's pretrained ones]",
-    ),
-    click.option(
-        "--checkpoint-key",
-        metavar="KEY",
-        help="Which weights of FILE, e.g. model_ema, teacher.  [default: the ones its authors "
-        "evaluate, averaged ones only if there are no others; said]",
-    ),
-    click.option(
-        "--random-init",
-        metavar="SEED",
-        type=click.IntRange(min=0, max=2**63 - 1),
-        help="Random weights drawn with SEED: a control.  [default: trained weights]",
-    ),
-    click.option(
-        "--img-size",
-        metavar="SIZE",
-        type=parse_image_size,
-        show_default="the model's own",
-        help="Input size in pixels, 224 or HEIGHTxWIDTH; position tables are resampled.",
-    ),
-)
-
-_MODEL_ARG_OPTION: Decorator = click.option(
-    "--model-arg",
-    "model_args",
-    metavar="KEY=VALUE",
-    multiple=True,
-    type=parse_model_arg,
-    help="Passed to timm's create_model, e.g. dynamic_img_size=true. Repeatable.  [default: none]",
-)
-
-_MODEL_OPTIONS: tuple[Decorator, ...] = (
-    click.argument("model_name", metavar="MODEL"),
-    *_WEIGHT_OPTIONS,
-    click.option(
-        "--img-mean",
-        metavar="MEAN",
-        type=parse_floats,
-        show_default="the model's own",
-        help="Mean of the normalisation, e.g. 0.5,0.5,0.5.",
-    ),
-    click.option(
-        "--img-std",
-        metavar="STD",
-        type=parse_positive_floats,
-        show_default="the model's own",
-        help="Standard deviation of the normalisation.",
-    ),
-    click.option(
-        "--crop-pct",
-        metavar="FRACTION",
-        type=parse_fraction,
-        show_default="the model's own",
-        help="Part of the resized image's side that the centre crop keeps, e.g. 0.9.",
-    ),
-    _MODEL_ARG_OPTION,
-)
-
-
-def weight_options(command: Any) -> Any:
-    """Those of `model_options` that decide a model's weights, as click gives them: `checkpoint`,
-    `checkpoint_key`, `random_init`, `img_size`, `model_args`."""
-    return apply(command, (*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION))

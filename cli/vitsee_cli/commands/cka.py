@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.similarity_options import estimator_options, gram_options
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -40,10 +41,10 @@ PRESETS = ("raghu", "walmer", "vit_analysis")
     help="image: the stores hold the same images in the same order; id: rows of the same id, "
     "whatever their bytes and order (clean against corrupted images of the same names).",
 )
-@options.estimator_options(*PRESETS)
+@estimator_options(*PRESETS)
 @options.images_option
 @options.seed_option
-@options.gram_options
+@gram_options
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
     """Compare representations by linear CKA.

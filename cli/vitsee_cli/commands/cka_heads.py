@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.similarity_options import estimator_options, gram_options
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -37,10 +38,10 @@ PRESETS = ("raghu",)
     help="Groups of the k most local heads, k from 1 to all.  [default: windows]",
 )
 @options.side_option("b", "the second store", "its blocks in the lower half by depth")
-@options.estimator_options(*PRESETS)
+@estimator_options(*PRESETS)
 @options.images_option
 @options.seed_option
-@options.gram_options
+@gram_options
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
     """Compare local and global heads with another model.

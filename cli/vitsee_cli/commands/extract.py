@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options, signals
+from vitsee_cli.model_options import model_options
 from vitsee_cli.sections import SectionedCommand, section
 from vitsee_cli.values import parse_path
 
@@ -194,7 +195,7 @@ RUN_OPTIONS: tuple[options.Decorator, ...] = (
 @click.command(
     cls=SectionedCommand, short_help="Run a model over images and keep what it computes in a store."
 )
-@section("Model", options.model_options, ABLATE_OPTION, PRECISION_OPTION)
+@section("Model", model_options, ABLATE_OPTION, PRECISION_OPTION)
 @section("Data", *DATA_OPTIONS)
 @section("What to keep", OUTPUT_OPTION, *KEEP_OPTIONS)
 @section("Running", *RUN_OPTIONS)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.similarity_options import estimator_options
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -26,7 +27,7 @@ SUMMARIES = ("site", "token")
     help="In place of maps, how each token compares with its own patch, by token or averaged by "
     "site (curves over depth).  [default: maps]",
 )
-@options.estimator_options("raghu")
+@estimator_options("raghu")
 @options.images_option
 @options.seed_option
 @options.data_again_option

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.model_options import model_options
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@options.model_options
+@model_options
 @options.sites_option(show_default="all but single modules")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.  [default: a table]")
 @click.option("--csv", "as_csv", is_flag=True, help="The sites as CSV.  [default: a table]")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.model_options import check_weight_options, weight_options
 from vitsee_cli.values import StorePath, parse_store
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ SCALES = ("shared", "tile")
     show_default=True,
     help="Colours of the figure: one scale for all tiles, or each tile over its own range.",
 )
-@options.weight_options
+@weight_options
 @options.allow_partial_option
 def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters: Any) -> None:
     """Show models' first-layer filters and position embeddings.
@@ -116,7 +117,7 @@ def _check(models: list[str], given: dict[str, Any]) -> None:
         raise click.UsageError(f"{', '.join(used)}: for a MODEL, and there are stores only")
     if len(models) > 1 and given["checkpoint"] is not None:
         raise click.UsageError(f"--checkpoint is for one MODEL; here are {len(models)}")
-    options.check_weight_options(given)
+    check_weight_options(given)
 
 
 def _store(text: str) -> StorePath | None:

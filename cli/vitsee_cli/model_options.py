@@ -1,0 +1,117 @@
+"""Options of the commands that build a model: which one, and with which weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli.options import Decorator, apply
+from vitsee_cli.values import (
+    parse_floats,
+    parse_fraction,
+    parse_image_size,
+    parse_model_arg,
+    parse_path,
+    parse_positive_floats,
+)
+
+if TYPE_CHECKING:
+    from vitsee_core.extraction.options import ModelOptions
+
+
+def model_options(command: Any) -> Any:
+    """MODEL and all that decides its weights and input, as `model`: a ModelOptions."""
+
+    @functools.wraps(command)
+    def gathered(*args: Any, model_name: str, model_args: Any, **kwargs: Any) -> Any:
+        from vitsee_core.extraction.options import ModelOptions
+
+        fields = ("checkpoint", "checkpoint_key", "random_init", "img_size", "img_mean", "img_std")
+        own = {field: kwargs.pop(field) for field in (*fields, "crop_pct")}
+        check_weight_options(own)
+        options: ModelOptions = ModelOptions(name=model_name, model_args=dict(model_args), **own)
+        return command(*args, model=options, **kwargs)
+
+    return apply(gathered, _MODEL_OPTIONS)
+
+
+def check_weight_options(given: Mapping[str, Any]) -> None:
+    """Refuse options of weights that do not go together, named as click names them."""
+    if given["checkpoint"] is not None and given["random_init"] is not None:
+        raise click.UsageError("--checkpoint and --random-init exclude each other")
+    if given["checkpoint"] is None and given["checkpoint_key"] is not None:
+        raise click.UsageError("--checkpoint-key chooses within a file: give --checkpoint too")
+
+
+_WEIGHT_OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--checkpoint",
+        metavar="FILE",
+        type=parse_path,
+        help="Weights from a .pth, .pt or .safetensors file.  [default: timm's pretrained ones]",
+    ),
+    click.option(
+        "--checkpoint-key",
+        metavar="KEY",
+        help="Which weights of FILE, e.g. model_ema, teacher.  [default: the ones its authors "
+        "evaluate, averaged ones only if there are no others; said]",
+    ),
+    click.option(
+        "--random-init",
+        metavar="SEED",
+        type=click.IntRange(min=0, max=2**63 - 1),
+        help="Random weights drawn with SEED: a control.  [default: trained weights]",
+    ),
+    click.option(
+        "--img-size",
+        metavar="SIZE",
+        type=parse_image_size,
+        show_default="the model's own",
+        help="Input size in pixels, 224 or HEIGHTxWIDTH; position tables are resampled.",
+    ),
+)
+
+_MODEL_ARG_OPTION: Decorator = click.option(
+    "--model-arg",
+    "model_args",
+    metavar="KEY=VALUE",
+    multiple=True,
+    type=parse_model_arg,
+    help="Passed to timm's create_model, e.g. dynamic_img_size=true. Repeatable.  [default: none]",
+)
+
+_MODEL_OPTIONS: tuple[Decorator, ...] = (
+    click.argument("model_name", metavar="MODEL"),
+    *_WEIGHT_OPTIONS,
+    click.option(
+        "--img-mean",
+        metavar="MEAN",
+        type=parse_floats,
+        show_default="the model's own",
+        help="Mean of the normalisation, e.g. 0.5,0.5,0.5.",
+    ),
+    click.option(
+        "--img-std",
+        metavar="STD",
+        type=parse_positive_floats,
+        show_default="the model's own",
+        help="Standard deviation of the normalisation.",
+    ),
+    click.option(
+        "--crop-pct",
+        metavar="FRACTION",
+        type=parse_fraction,
+        show_default="the model's own",
+        help="Part of the resized image's side that the centre crop keeps, e.g. 0.9.",
+    ),
+    _MODEL_ARG_OPTION,
+)
+
+
+def weight_options(command: Any) -> Any:
+    """Those of `model_options` that decide a model's weights, as click gives them: `checkpoint`,
+    `checkpoint_key`, `random_init`, `img_size`, `model_args`."""
+    return apply(command, (*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION))

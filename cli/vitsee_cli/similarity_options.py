@@ -1,0 +1,85 @@
+"""Options of the commands that compare representations: the estimator, and its Gram matrices."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli.options import Decorator, apply, device_option, memory_option
+from vitsee_cli.values import (
+    parse_folder,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+ESTIMATORS = ("exact", "minibatch", "biased")
+
+
+def estimator_options(*presets: str) -> Decorator:
+    """--estimator and the sizes of minibatches, and --preset with these names."""
+    sizes = (
+        ("--batch", "images in a minibatch", 4, "1024"),
+        ("--examples", "images in a repeat, drawn without replacement", 4, "10240"),
+        ("--repeats", "how often they are drawn", 1, "20"),
+    )
+    return lambda command: apply(
+        command,
+        (
+            click.option(
+                "--estimator",
+                type=click.Choice(ESTIMATORS),
+                show_default="exact for up to 16384 images, else minibatch",
+                help="exact: unbiased HSIC over all images; minibatch: its mean over batches; "
+                "biased: the original CKA, inflated for few images.",
+            ),
+            *(
+                click.option(
+                    name,
+                    metavar="N",
+                    type=click.IntRange(min=least),
+                    show_default=default,
+                    help=f"Of the minibatch estimator: {text}.",
+                )
+                for name, text, least, default in sizes
+            ),
+            click.option(
+                "--preset",
+                type=click.Choice(presets),
+                help="The estimator of a paper or its code; options given beside it win.  "
+                "[default: none]",
+            ),
+        ),
+    )
+
+
+def gram_options(command: Any) -> Any:
+    """Where Gram matrices are kept and made: `cache`, `no_cache`, `device`, `memory`."""
+
+    @functools.wraps(command)
+    def checked(*args: Any, cache: Any, no_cache: bool, **kwargs: Any) -> Any:
+        if cache is not None and no_cache:
+            raise click.UsageError("--cache and --no-cache exclude each other")
+        return command(*args, cache=cache, no_cache=no_cache, **kwargs)
+
+    return apply(checked, _GRAM_OPTIONS)
+
+
+_GRAM_OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--cache",
+        metavar="DIR",
+        type=parse_folder,
+        help="Keep Gram matrices in DIR.  [default: STORE.grams beside each store]",
+    ),
+    click.option(
+        "--no-cache",
+        is_flag=True,
+        help="Keep no Gram matrices.  [default: keep them for later comparisons]",
+    ),
+    device_option,
+    memory_option,
+)
