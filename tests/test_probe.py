@@ -377,7 +377,7 @@ def test_holdout_is_stratified(pair: Pair) -> None:
 
 def test_a_large_share_leaves_an_image_of_each_class_to_train(pair: Pair) -> None:
     notes = run(pair.train, holdout=0.999).notes
-    assert (notes["train"]["rows"], notes["test"]["rows"]) == (CLASSES, N - CLASSES)
+    assert (notes["train"]["rows"], notes["tests"][0]["rows"]) == (CLASSES, N - CLASSES)
 
 
 def test_a_single_image_of_each_class_cannot_be_held_out(tmp_path: Path) -> None:
@@ -427,7 +427,7 @@ def test_bad_pairs(tmp_path: Path, pair: Pair) -> None:
     with pytest.raises(StoreMismatch, match=r"90 of the 90 test images .*--allow-shared"):
         run(pair.train, pair.train)
     shared = run(pair.train, pair.train, allow_shared=True, l2=[1.0])
-    assert shared.notes["test"]["also_in_train"] == 90
+    assert shared.notes["tests"][0]["also_in_train"] == 90
     named = write_labelled(
         tmp_path / "n.zarr", sites, pair.labels, classes=["a", "b", "c"], hash_offset=500
     )

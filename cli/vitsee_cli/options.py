@@ -82,20 +82,34 @@ allow_partial_option = click.option(
 
 def stores_argument(command: Any) -> Any:
     """One or more stores, as `stores`: a tuple of StorePath with distinct labels."""
+    return _stores_argument(_distinct(command, "stores"))
+
+
+def tests_argument(*, required: bool) -> Decorator:
+    """Stores whose images are tested on, as `tests`: a tuple of StorePath with distinct labels."""
+    metavar = "[NAME=]TEST..." if required else "[[NAME=]TEST]..."
+    argument = click.argument(
+        "tests", metavar=metavar, nargs=-1, required=required, type=parse_store
+    )
+    return lambda command: argument(_distinct(command, "tests"))
+
+
+def _distinct(command: Any, name: str) -> Any:
+    """The command, refusing two stores of one label in its argument `name`."""
 
     @functools.wraps(command)
-    def checked(*args: Any, stores: tuple[StorePath, ...], **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         seen: dict[str, StorePath] = {}
-        for store in stores:
+        for store in kwargs[name]:
             other = seen.setdefault(store.label, store)
             if other is not store:
                 raise click.UsageError(
                     f"two stores are called {store.label!r}; "
                     f"name them: first={other.path} second={store.path}"
                 )
-        return command(*args, stores=stores, **kwargs)
+        return command(*args, **kwargs)
 
-    return _stores_argument(checked)
+    return checked
 
 
 def open_stores(stores: Iterable[StorePath], *, allow_partial: bool = False) -> list[Store]:

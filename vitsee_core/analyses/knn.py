@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.classes.neighbours import Nearest
-    from vitsee_stores import Store
+    from vitsee_stores import SiteSpec, Store
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,7 @@ VOTED_AT_ONCE = 4096
 @takes_paths
 def run(
     train: Store,
-    test: Store,
-    *,
+    *tests: Store,
     sites: Sequence[str] = ("blocks",),
     tokens: str | None = None,
     ks: Sequence[int] = (20,),
@@ -93,15 +93,16 @@ def run(
 ) -> Table:
     """One row a site, k and metric: the accuracy on the test images and its 95 % interval.
 
-    Columns: see `COLUMNS`; `class` only with `per_class`; `store` is the test store; `baseline` is
-    empty in the rows about the model.
+    Columns: see `COLUMNS`; `class` only with `per_class`; `store` is the one that tests;
+    `baseline` is empty in the rows about the model.
 
     Memory: the test vectors in float64 and float32, as many of them at a time as fit; the training
     vectors pass by.
 
     Args:
         train: its labelled images vote.
-        test: its labelled images are classified; both hold activations of the same model.
+        tests: their labelled images are classified, store by store; all hold activations of the
+            same model.
         sites: names, globs and groups.
         tokens: which token stands for an image; see `choose_tokens`.
         ks: numbers of neighbours.
@@ -110,7 +111,7 @@ def run(
         baselines: `random`: standard normal features of the same shape (one draw for each number
             of channels).
         per_class: add the `top1_class` of each class.
-        allow_shared: go on where both stores hold the same image.
+        allow_shared: go on where an image trains and tests.
         images: look at so many rows of each store; see `choose_rows`.
         seed: of that sample and of the baseline.
         device: where similarities are computed.
@@ -126,18 +127,12 @@ def run(
     from vitsee_core.classes.neighbours import nearest
     from vitsee_core.device import resolve_device
 
-    a, b = labelled_rows(train, images, seed), labelled_rows(test, images, seed)
-    check_same_model(train, test)
-    remarks = check_label_spaces(a, b)
-    for remark in remarks:
-        log.info("%s", remark)
+    if not tests:
+        raise VitseeError("no store to test on; expected one or more")
+    a = labelled_rows(train, images, seed)
+    # Everything is checked before any work.
+    queries = [_query(a, test, sites, tokens, images, seed, allow_shared) for test in tests]
     ks = _checked(a, ks, vote, temperature, baselines)
-    n_shared = check_disjoint(a, b, allow_shared)
-    chosen = test.select(list(sites))
-    read = {site.name: choose_tokens(test, site.name, tokens) for site in chosen}
-    for name, word in read.items():
-        site_vectors(train, name, word)  # before any work: refuses what is not there
-        site_vectors(test, name, word)
     n_top = [k for k in ks if k >= TOP and a.n_classes > TOP]
     if not n_top:
         log.info("top5 is left out: it needs k >= %d and more than %d classes", TOP, TOP)
@@ -145,49 +140,105 @@ def run(
     search = partial(
         nearest, k=max(ks), device=resolve_device(device), memory=3 * budget // 4, progress=progress
     )
-    progress.start(len(a) * (len(chosen) + len(baselines) * len({s.dim for s in chosen})))
+    searches = [len(q.sites) + len(baselines) * len({s.dim for s in q.sites}) for q in queries]
+    progress.start(len(a) * sum(searches))
     rows: list[dict[str, Any]] = []
     random_rows: list[dict[str, Any]] = []
-    drawn: dict[int, list[dict[str, Any]]] = {}
+    remarks = [remark for query in queries for remark in query.remarks]
 
-    def scored(found: Nearest) -> list[dict[str, Any]]:
-        return list(_scores(found, a, b, ks, vote, temperature, per_class))
+    def stored(data: LabelledRows, site: str, word: str) -> Pieces:
+        return lambda: each_vectors(data, site, word, jobs=jobs, memory=budget // 4)
 
-    def stored(data: LabelledRows, site: str) -> Pieces:
-        return lambda: each_vectors(data, site, read[site], jobs=jobs, memory=budget // 4)
+    def measure(query: _Query) -> None:
+        b, test = query.data, query.data.store
+        drawn: dict[int, list[dict[str, Any]]] = {}
 
-    try:
-        for site in chosen:
-            found = search(stored(a, site.name), stored(b, site.name), len(b), site.dim)
+        def scored(found: Nearest) -> list[dict[str, Any]]:
+            return list(_scores(found, a, b, ks, vote, temperature, per_class))
+
+        for site in query.sites:
+            word = query.read[site.name]
+            theirs = stored(b, site.name, word)
+            found = search(stored(a, site.name, word), theirs, len(b), site.dim)
             if found.constant:
-                remarks.append(
-                    f"{site.name}: the {'' if site.layout is None else read[site.name] + ' '}"
-                    "vector of every training image is the same; its value is the vote of the "
-                    "first rows"
+                remark = (
+                    f"{site.name}: the {'' if site.layout is None else word + ' '}vector of every "
+                    "training image is the same; its value is the vote of the first rows"
                 )
-                log.info("%s", remarks[-1])
-            rows += [site_columns(test, site) | score | {"baseline": ""} for score in scored(found)]
+                if remark not in remarks:
+                    remarks.append(remark)
+                    log.info("%s", remark)
+            rows.extend(
+                site_columns(test, site) | score | {"baseline": ""} for score in scored(found)
+            )
             for name in baselines:
                 if site.dim not in drawn:
-                    ours = partial(random_pieces, len(a), site.dim, (seed, 0))
-                    theirs = partial(random_pieces, len(b), site.dim, (seed, 1))
-                    drawn[site.dim] = scored(search(ours, theirs, len(b), site.dim))
-                random_rows += [
+                    noise = [
+                        partial(random_pieces, len(data), site.dim, (seed, i))
+                        for i, data in enumerate((a, b))
+                    ]
+                    drawn[site.dim] = scored(search(noise[0], noise[1], len(b), site.dim))
+                random_rows.extend(
                     site_columns(test, site) | score | {"baseline": name}
                     for score in drawn[site.dim]
-                ]
+                )
+
+    try:
+        for query in queries:
+            measure(query)
     finally:
         progress.stop()
     notes = {
         "interval": INTERVAL_METHOD,
         "train": {"store": train.label, **a.describe()},
-        "test": {"store": test.label, **b.describe(), "also_in_train": n_shared},
-        "tokens": read,
+        "tests": [query.describe() for query in queries],
+        "tokens": {name: word for query in queries for name, word in query.read.items()},
         "seed": seed,
         "remarks": remarks,
     }
     names = [name for name in COLUMNS if name != "class" or per_class]
     return Table.from_rows(rows + random_rows, names, notes)
+
+
+@dataclass(frozen=True)
+class _Query:
+    """What is classified: images of one store at some sites, read as these tokens; n_shared of them
+    train too."""
+
+    data: LabelledRows
+    sites: list[SiteSpec]
+    read: dict[str, str]
+    n_shared: int
+    remarks: list[str]
+
+    def describe(self) -> dict[str, Any]:
+        """For a sidecar."""
+        about = {"store": self.data.store.label, **self.data.describe()}
+        return about | {"also_in_train": self.n_shared}
+
+
+def _query(
+    train: LabelledRows,
+    test: Store,
+    sites: Sequence[str],
+    tokens: str | None,
+    images: int | None,
+    seed: int,
+    allow_shared: bool,
+) -> _Query:
+    """Refuses what does not fit the training images."""
+    data = labelled_rows(test, images, seed)
+    check_same_model(train.store, test)
+    remarks = check_label_spaces(train, data)
+    for remark in remarks:
+        log.info("%s", remark)
+    n_shared = check_disjoint(train, data, allow_shared)
+    chosen = test.select(list(sites))
+    read = {site.name: choose_tokens(test, site.name, tokens) for site in chosen}
+    for name, word in read.items():
+        site_vectors(train.store, name, word)
+        site_vectors(test, name, word)
+    return _Query(data, chosen, read, n_shared, remarks)
 
 
 def _checked(

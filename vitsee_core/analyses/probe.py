@@ -66,8 +66,7 @@ COLUMNS = (
 @takes_paths
 def run(
     train: Store,
-    test: Store | None = None,
-    *,
+    *tests: Store,
     test_split: str | None = None,
     holdout: float | None = None,
     preset: str | None = None,
@@ -108,9 +107,10 @@ def run(
 
     Args:
         train: its labelled images train.
-        test: its labelled images are classified; both hold activations of the same model.
-        test_split: in place of `test`, images of this split of `train`.
-        holdout: in place of `test`, this share of each class of `train`.
+        tests: their labelled images are classified, store by store; all hold activations of the
+            same model. Each store's probes are fitted anew.
+        test_split: in place of `tests`, images of this split of `train`.
+        holdout: in place of `tests`, this share of each class of `train`.
         preset: see `settings`; what is given beside it counts more.
         sites: names, globs and groups; default `blocks`.
         tokens: one or several words; default `cls` where a site has a class token, else `mean`.
@@ -170,48 +170,55 @@ def run(
     for name in baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
-    ours, theirs = split_rows(
-        train, test, test_split=test_split, holdout=holdout, images=images, seed=seed
-    )
-    remarks: list[str] = []
-    if test is not None:
-        check_same_model(train, test)
-        remarks += check_label_spaces(ours, theirs)
-    n_shared = check_disjoint(ours, theirs, allow_shared)
-    remarks += check_classes(ours, theirs, settings.shots)
-    draws = [
-        draw_images(ours, number, s) for number in settings.shots or (None,) for s in settings.seeds
-    ]
-    task = Task(
-        ours.labels,
-        ours.n_classes,
-        settings.algebra,
-        settings.l2s if training is None else (math.nan,),
-        settings.choose,
-        jobs,
-        memory if memory is not None else memory_bytes() // 4,
-    )
-    prober = Prober(task, draws, theirs.labels, training)
-    work = _Work(prober, ours, theirs, settings, per_class, tuple(baselines), seed, progress)
+    works, remarks, shared = [], [], []
+    for test in tests or (None,):
+        ours, theirs = split_rows(
+            train, test, test_split=test_split, holdout=holdout, images=images, seed=seed
+        )
+        if test is not None:
+            check_same_model(train, test)
+            remarks += check_label_spaces(ours, theirs)
+        shared.append(check_disjoint(ours, theirs, allow_shared))
+        remarks += check_classes(ours, theirs, settings.shots)
+        draws = [draw_images(ours, n, s) for n in settings.shots or (None,) for s in settings.seeds]
+        task = Task(
+            ours.labels,
+            ours.n_classes,
+            settings.algebra,
+            settings.l2s if training is None else (math.nan,),
+            settings.choose,
+            jobs,
+            memory if memory is not None else memory_bytes() // 4,
+        )
+        prober = Prober(task, draws, theirs.labels, training)
+        works.append(
+            _Work(prober, ours, theirs, settings, per_class, tuple(baselines), seed, progress)
+        )
+    progress.start(sum(work.n_probes for work in works))
     try:
-        rows = work.rows()
+        found = [work.rows() for work in works]
     finally:
         progress.stop()
-    for remark in [*remarks, *work.remarks]:
+    remarks = list(dict.fromkeys([*remarks, *(r for work in works for r in work.remarks)]))
+    for remark in remarks:
         log.info("%s", remark)
     notes = {
         "interval": INTERVAL,
         "solver": settings.describe() if training is None else training.describe(),
-        "train": {"store": train.label, **ours.describe()},
-        "test": {"store": theirs.store.label, **theirs.describe(), "also_in_train": n_shared},
-        "classes": ours.n_classes,
+        "train": {"store": train.label, **works[0].train.describe()},
+        "tests": [
+            {"store": work.test.store.label, **work.test.describe(), "also_in_train": n}
+            for work, n in zip(works, shared, strict=True)
+        ],
+        "classes": works[0].train.n_classes,
         "shots": list(settings.shots) or "all",
         "seeds": list(settings.seeds),
         "seed": seed,
-        "tokens": work.words,
-        "matched_to_last_stage": work.matched,
-        "remarks": [*remarks, *work.remarks],
+        "tokens": works[0].words,
+        "matched_to_last_stage": works[0].matched,
+        "remarks": remarks,
     }
+    rows = [row for real, _ in found for row in real] + [row for _, some in found for row in some]
     names = [name for name in COLUMNS if name != "class" or per_class]
     return Table.from_rows(rows, names, notes)
 
@@ -239,17 +246,19 @@ class _Work:
         self.matched: dict[str, str] = {}
         self.remarks: list[str] = []
         self._drawn: dict[tuple[int, int], Tally] = {}
+        self._chosen = list(self._features())  # refuses what is not there
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All rows, the baselines' last."""
-        chosen = list(self._features())
-        self.progress.start(
-            len(self.prober.draws) * sum(_n_probes(features) for features, _ in chosen)
-        )
+    @property
+    def n_probes(self) -> int:
+        """How many are fitted."""
+        return len(self.prober.draws) * sum(_n_probes(features) for features, _ in self._chosen)
+
+    def rows(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The rows about the model, and those of the baselines."""
         rows: list[dict[str, Any]] = []
         random_rows: list[dict[str, Any]] = []
         one_class = len(np.unique(self.train.labels)) == 1
-        for features, other in chosen:
+        for features, other in self._chosen:
             tally = self._probe(features, other)
             self.remarks += remarks_on(features, tally, self.prober.task, one_class)
             place = site_columns(self.test.store, features.site)
@@ -265,7 +274,7 @@ class _Work:
                     place | row | {"baseline": name}
                     for row in self.scorer.rows([mean], self._random(features), False)
                 ]
-        return rows + random_rows
+        return rows, random_rows
 
     def _features(self) -> Iterator[tuple[Features, Features]]:
         """What is probed: of the training images and of the test images."""

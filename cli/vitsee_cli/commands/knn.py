@@ -19,7 +19,7 @@ VOTES = ("softmax", "majority")
 
 @click.command()
 @click.argument("train", metavar="TRAIN", type=parse_store)
-@click.argument("test", metavar="[NAME=]TEST", type=parse_store)
+@options.tests_argument(required=True)
 @options.output_options
 @options.sites_option("blocks")
 @options.tokens_option(
@@ -69,12 +69,14 @@ VOTES = ("softmax", "majority")
 @options.jobs_option
 @options.memory_option
 @options.allow_partial_option
-def command(train: StorePath, test: StorePath, outputs: Outputs, **parameters: Any) -> None:
+def command(
+    train: StorePath, tests: tuple[StorePath, ...], outputs: Outputs, **parameters: Any
+) -> None:
     """Classify images by their nearest neighbours.
 
     A test image gets the class that the k training images nearest by cosine vote for (Walmer et
-    al. 2023, Figs. 9 left, 28; Caron et al. 2021). TRAIN and TEST are stores of the same model over
-    different images of the same classes. Neighbours are exact; memory stays bounded.
+    al. 2023, Figs. 9 left, 28; Caron et al. 2021). TRAIN and each TEST are stores of the same model
+    over different images of the same classes. Neighbours are exact; memory stays bounded.
 
     \b
       $ vitsee extract vit_base_patch16_224 --data imagenet/train --tokens pooled -o train.zarr
@@ -91,7 +93,7 @@ def command(train: StorePath, test: StorePath, outputs: Outputs, **parameters: A
     from vitsee_cli.console import Reporter
     from vitsee_core.analyses import knn
 
-    if train.label == test.label:
+    if train.label in (test.label for test in tests):
         train = train._replace(label=f"{train.label} (train)")
     reporter = Reporter("knn", unit="rows")
-    run_analysis(knn.run, knn.plot, (train, test), outputs, progress=reporter, **parameters)
+    run_analysis(knn.run, knn.plot, (train, *tests), outputs, progress=reporter, **parameters)

@@ -140,7 +140,7 @@ def _sgd_options(command: Any) -> Any:
 
 @click.command()
 @click.argument("train", metavar="TRAIN", type=parse_store)
-@click.argument("test", metavar="[[NAME=]TEST]", type=parse_store, required=False)
+@options.tests_argument(required=False)
 @click.option(
     "--test-split",
     metavar="NAME",
@@ -183,7 +183,7 @@ def _sgd_options(command: Any) -> Any:
 @options.allow_partial_option
 def command(
     train: StorePath,
-    test: StorePath | None,
+    tests: tuple[StorePath, ...],
     test_split: str | None,
     holdout: float | None,
     outputs: Outputs,
@@ -192,7 +192,7 @@ def command(
     """Probe what a layer's tokens know of the classes.
 
     A linear map from a token (or a mean of tokens) to one target a class, +1 or -1, fitted to the
-    images of TRAIN by ridge regression in closed form and tested on those of TEST, two stores of
+    images of TRAIN by ridge regression in closed form and tested on those of each TEST, stores of
     the same model over different images of the same classes (Raghu et al. 2021, Figs. 11, 13, D.4,
     F.1 to F.3; Dosovitskiy et al. 2021, few-shot; with --solver sgd Walmer et al. 2023, Table 6).
     Nothing is chosen on the test images.
@@ -218,15 +218,15 @@ def command(
     from vitsee_cli.console import Reporter
     from vitsee_core.analyses import probe
 
-    ways = [test, test_split, holdout]
+    ways = [tests or None, test_split, holdout]
     if sum(way is not None for way in ways) != 1:
         raise click.UsageError("give exactly one of TEST, --test-split NAME and --holdout SHARE")
-    if test is not None and train.label == test.label:
+    if train.label in (test.label for test in tests):
         train = train._replace(label=f"{train.label} (train)")
     run_analysis(
         probe.run,
         probe.plot,
-        (train,) if test is None else (train, test),
+        (train, *tests),
         outputs,
         progress=Reporter("probe", unit="probes"),
         test_split=test_split,
