@@ -127,6 +127,16 @@ def test_every_analysis_says_what_it_needs() -> None:
     assert not silent, f'give these analyses a NEEDS, as ("attention",): {silent}'
 
 
+def test_what_shapes_cannot_tell_is_proven_on_request() -> None:
+    """XCiT attends over channels: its heads are no tokens', its branches not where ViT's are."""
+    name = "xcit_nano_12_p16_224"
+    (told,), (proven,) = rows(models(name)), rows(models(name, "--prove"))
+    assert "normratio" in told["analyses"].split()
+    assert "normratio" not in proven["analyses"].split()
+    assert "normratio: no block whose branches are known" in proven["left_out"]
+    assert told["n_params"] == proven["n_params"]
+
+
 def test_a_pattern_that_matches_nothing_in_python() -> None:
     with pytest.raises(VitseeError, match="no timm model matches"):
         catalogue.run("nothing*")

@@ -465,6 +465,11 @@ def test_command_of_a_model(tmp_path: Path) -> None:
     torch.save(model.module.state_dict(), tmp_path / "w.pth")
     args[1:3] = ["--checkpoint", str(tmp_path / "w.pth")]
     assert weights_command(*args, "--what", "positions").stdout == result.stdout
+    square = load_model("test_vit", random_init=3, img_size=32, model_args={"patch_size": 8})
+    torch.save(square.module.state_dict(), tmp_path / "w.pth")
+    args[args.index("32x48")] = "64"
+    result = weights_command(*args, "--what", "positions")
+    assert "w.pth: resampled: pos_embed (1, 17, 64) to (1, 65, 64)" in result.stderr
     out = tmp_path / "r.csv"
     result = weights_command("test_resnet", "--random-init", "0", "-o", out, "--scale", "tile")
     assert result.exit_code == 0

@@ -22,7 +22,12 @@ MOST = 100  # architectures that are made without being asked for more; about a 
 
 
 def run(
-    pattern: str, *, limit: int = MOST, names_only: bool = False, progress: Progress = SILENT
+    pattern: str,
+    *,
+    limit: int = MOST,
+    names_only: bool = False,
+    prove: bool = False,
+    progress: Progress = SILENT,
 ) -> Table:
     """One row an architecture, in timm's order.
 
@@ -36,6 +41,8 @@ def run(
             `local-dir:...`, `hf-hub:...`, `demo:...`.
         limit: how many architectures may be made.
         names_only: make none; columns beyond tags and input size are empty.
+        prove: make each with random weights and prove its sites on pixels, as extract does, in
+            place of reading shapes, which cannot tell an attention or a branch of another kind.
         progress: told of every one that was made.
 
     Raises:
@@ -55,7 +62,7 @@ def run(
         progress.start(len(found))
         rows = []
         for name, tags in found.items():
-            rows.append(_made(name, tags, needs))
+            rows.append(_made(name, tags, needs, prove))
             progress.advance(1)
         progress.stop()
     return Table.from_rows(rows, COLUMNS)
@@ -122,7 +129,10 @@ def _named(name: str, tags: Sequence[str]) -> dict[str, Any]:
     return {"model": name, "tags": " ".join(tags), "height": height, "width": width}
 
 
-def _made(name: str, tags: Sequence[str], needs: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+def _made(
+    name: str, tags: Sequence[str], needs: Mapping[str, tuple[str, ...]], prove: bool
+) -> dict[str, Any]:
+    from vitsee_core.models import load_model, site_table
     from vitsee_core.models.sketch import sketch, without_weights
     from vitsee_core.models.taps import ModelError
 
@@ -135,7 +145,7 @@ def _made(name: str, tags: Sequence[str], needs: Mapping[str, tuple[str, ...]]) 
         "width": size[2],
     }
     try:
-        table = sketch(module, size)
+        table = site_table(load_model(name, random_init=0)) if prove else sketch(module, size)
     except (ModelError, NotImplementedError) as error:
         return {**row, "left_out": f"not to be told without weights: {_line(error)}"}
     lacks = offers(table)

@@ -18,6 +18,12 @@ MOST = 100
 @click.argument("pattern", metavar="GLOB")
 @click.option("--names", "names_only", is_flag=True, help="Names, tags and input sizes alone.")
 @click.option(
+    "--prove",
+    is_flag=True,
+    help="Prove each with random weights on pixels, as extract does: some seconds each.  [default: "
+    "from shapes]",
+)
+@click.option(
     "--limit",
     metavar="N",
     type=click.IntRange(min=1),
@@ -33,7 +39,8 @@ def command(pattern: str, outputs: Outputs, **parameters: Any) -> None:
 
     GLOB is an architecture, or a pattern of such or of NAME.TAG (tags name pretrained weights);
     also local-dir:FOLDER, hf-hub:OWNER/NAME, demo:vit. No weights are loaded: each model is run
-    once on shapes alone. What only pixels can prove is proven by extract.
+    once on shapes alone, which cannot tell an attention or a branch of another kind (XCiT, MViTv2);
+    --prove does.
 
     \b
       $ vitsee models vit_base_patch16_224

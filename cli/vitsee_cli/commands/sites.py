@@ -45,6 +45,8 @@ def command(model: ModelOptions, sites: tuple[str, ...], as_json: bool, as_csv: 
     from vitsee_stores.layout import select_names
 
     loaded = load_model(**vars(model))
+    for note in loaded.notes():
+        console.warn(note)
     table = site_table(loaded)
     if sites:
         chosen: Sequence[SiteSpec] = select_names(sites, table.sites)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vitsee_cli import options
+from vitsee_cli import console, options
 from vitsee_cli.model_options import check_weight_options, weight_options
 from vitsee_cli.values import StorePath, parse_store
 
@@ -146,4 +146,7 @@ def _run(
 def _load(model: dict[str, Any]) -> LoadedModel:
     from vitsee_core.models import load_model
 
-    return load_model(**model)
+    loaded = load_model(**model)
+    for note in loaded.notes():
+        console.warn(note)
+    return loaded
