@@ -33,7 +33,7 @@ def test_sizes(text: str, size_bytes: int) -> None:
     assert values.parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "4X", "-1", "0", "G", "1e9", "four"])
+@pytest.mark.parametrize("text", ["", "4X", "-1", "0", "G", "1e9", "four", "9" * 400, "8388608T"])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is no size"):
         values.parse_size(text)
@@ -163,6 +163,8 @@ def test_numbers_are_finite_and_paths_are_given(name: str) -> None:
     [
         ["head-types", "x.zarr", "--focus", "nan"],
         ["head-types", "x.zarr", "--keys", "inf"],
+        ["probe", "x.zarr", "--seed", str(10**26)],
+        ["extract", "demo:vit", "--data", "demo:test", "-o", "s.zarr", "--seed", str(2**63)],
         ["cka", "x.zarr", "--cache", ""],
         ["cka", "x.zarr", "-o", ""],
         ["cka", "x.zarr", "--png", "-"],

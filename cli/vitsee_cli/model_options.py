@@ -10,6 +10,7 @@ import click
 
 from vitsee_cli.options import Decorator, apply
 from vitsee_cli.values import (
+    SEED,
     parse_floats,
     parse_fraction,
     parse_image_size,
@@ -62,7 +63,7 @@ _WEIGHT_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--random-init",
         metavar="SEED",
-        type=click.IntRange(min=0, max=2**63 - 1),
+        type=SEED,
         help="Random weights drawn with SEED: a control.  [default: trained weights]",
     ),
     click.option(

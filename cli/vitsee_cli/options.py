@@ -14,6 +14,7 @@ import click
 
 from vitsee_cli import console
 from vitsee_cli.values import (
+    SEED,
     TOKENS,
     StorePath,
     parse_device,
@@ -279,7 +280,7 @@ images_option = click.option(
 seed_option = click.option(
     "--seed",
     metavar="SEED",
-    type=click.IntRange(min=0),
+    type=SEED,
     default=0,
     show_default=True,
     help="Seed of everything random.",

@@ -139,6 +139,7 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+SEED = click.IntRange(0, 2**63 - 1)  # what every generator takes
 POSITIVE = FiniteRange(min=0, min_open=True)
 SHARE = FiniteRange(0, 1, min_open=True, max_open=True)
 
@@ -161,9 +162,10 @@ def parse_size(text: str | int) -> int:
         )
     number, unit, suffix = match[1], match[2].upper(), (match[3] or "").upper()
     scale = _SI_UNITS[unit] if unit and suffix == "B" else _UNITS[unit]
-    size_bytes = int(float(number) * scale)
-    if size_bytes < 1:
-        raise click.BadParameter(f"{text!r} is no size; expected at least one byte")
+    size = float(number) * scale
+    if not 1 <= size < 2**63:
+        raise click.BadParameter(f"{text!r} is no size; expected one byte to 8 EiB")
+    size_bytes = int(size)
     return size_bytes
 
 

@@ -12,6 +12,7 @@
     <LazyArray float16 (10000, 14, 14, 768)>
     >>> corner = store.acts("blocks.3.out", tokens=(0, 0))[:]      # one token of all images
     >>> first = store.acts("blocks.3.out")[:256]                   # every token of 256 images
+    >>> nines = store.pooled("norm", "cls")[store.samples.label == 9]   # each slab is read once
     >>> store.attention("distance_px")[:].mean(0)                  # (blocks, heads)
     >>> sums = 0
     >>> for slab in store.slabs():                                 # each byte is read once

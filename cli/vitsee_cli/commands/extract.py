@@ -13,7 +13,7 @@ import click
 from vitsee_cli import console, options, signals
 from vitsee_cli.model_options import model_options
 from vitsee_cli.sections import SectionedCommand, section
-from vitsee_cli.values import parse_path
+from vitsee_cli.values import SEED, parse_path
 
 if TYPE_CHECKING:
     from vitsee_core.extraction import Outcome, Prepared
@@ -52,7 +52,7 @@ DATA_OPTIONS: tuple[options.Decorator, ...] = (
     click.option(
         "--seed",
         metavar="SEED",
-        type=click.IntRange(min=0),
+        type=SEED,
         help="Seed of the order.  [default: 0]",
     ),
     click.option(
