@@ -37,6 +37,7 @@ from vitsee_core.similarity.whole import block_labels, leave_one_out
 from vitsee_stores.errors import VitseeError
 
 LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 1024, 256, 32
+SIDES = 4  # features of a tile's side in memory: two, and one being read, which takes twice
 TILES_ALONG = 6  # a square on the diagonal is multiplied whole: few large ones waste work
 Work = Callable[..., list[Hsic]]
 Shape = tuple[int, int]
@@ -187,7 +188,7 @@ def _divide(
 
     def fits(tile: int, parts: tuple[int, int]) -> bool:
         sums, side = needs(tile, parts)
-        return sums + 3 * side <= memory  # two sides, and one that is being read
+        return sums + SIDES * side <= memory
 
     counts = sum(s.n_matrices for s in rows), sum(s.n_matrices for s in cols)
     tile, parts = int(np.clip(-(-n // TILES_ALONG), min(n, GOOD_TILE), LARGEST_TILE)), (1, 1)
@@ -201,13 +202,15 @@ def _divide(
             tile = -(-tile // 2)
         else:
             sums, side = needs(tile, parts)
-            need = human_bytes(sums + 3 * side).replace(" ", "")
+            need = human_bytes(sums + SIDES * side).replace(" ", "")
             raise VitseeError(
                 f"{human_bytes(memory)} of memory are too few for {n} images; give --memory {need} "
                 "or more, or fewer --images"
             )
     sums, side = needs(tile, parts)
-    return _Plan(_split(rows, parts[0]), _split(cols, parts[1]), tile, (memory - sums) // side - 1)
+    return _Plan(
+        _split(rows, parts[0]), _split(cols, parts[1]), tile, (memory - sums) // side - SIDES + 2
+    )
 
 
 def _split(stacks: Sequence[Stack], n_parts: int) -> list[list[Stack]]:

@@ -147,5 +147,9 @@ class _Features:
             if len(values) > len(inside):
                 values = values[inside - inside[0]]
             self._progress.advance(0, values.nbytes)
+            if len(values) == len(rows) and values.dtype == np.float32:
+                whole = values.swapaxes(0, 1)
+                if whole.flags.c_contiguous and whole.base is not None and whole.flags.writeable:
+                    return whole  # as it is wanted already, in memory of its own
             self._backend.cast(out[:, low:high].swapaxes(0, 1), values)
         return out

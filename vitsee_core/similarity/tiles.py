@@ -100,6 +100,8 @@ def pair_totals(
     totals = [_Running(len(matrices), n_rows, n_cols, first_col, n, p) for p in partitions]
     work = n_rows * n_cols * side * side
     lanes = 1 if work < FEW else n_lanes(max(1, side * side // TERMS))
+    # Rows and columns in turn: where they are read from different files, two threads read them.
+    order = sorted(range(len(matrices)), key=lambda k: k - first_col if k >= n_rows else k)
     with lane_pool(lanes) as pool:
         for i, j in _tiles(n, tile):
             shape = len(matrices), i.stop - i.start, j.stop - j.start
@@ -108,7 +110,7 @@ def pair_totals(
             def load(k: int, i: slice = i, j: slice = j, values: Any = values) -> None:
                 values[k] = matrices[k].block(i, j)
 
-            spread(load, range(len(matrices)), pool)
+            spread(load, order, pool)
             if i == j:
                 within = np.arange(shape[1])
                 diagonals[:, i] = values[:, within, within]
