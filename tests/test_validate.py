@@ -66,3 +66,33 @@ def test_no_store(tmp_path: Path) -> None:
         assert result.stdout == ""
         assert len(result.stderr.splitlines()) == 1
         assert name in result.stderr
+
+
+def test_several_stores(make_store: MakeStore, tmp_path: Path) -> None:
+    sound, cut, part = make_store("a.zarr"), make_store("b.zarr"), make_store("c.zarr", slabs=[0])
+    result = validate(sound, part)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        f"ok: {sound}: 3 of 3 slabs",
+        f"ok: {part}: 1 of 3 slabs, unfinished",
+    ]
+    a_chunk(cut, "pooled/embed/cls").unlink()
+    result = validate(tmp_path / "lost.zarr", sound, cut)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert "lost.zarr" in lines[0] and "nothing is there" in lines[0]
+    assert lines[1] == f"ok: {sound}: 3 of 3 slabs"
+    assert lines[2].startswith(f"{cut}: pooled/embed/cls, slab 0: ")
+    assert len(lines) == 3
+    assert len(result.stderr.splitlines()) == 1
+    assert "2 of 3 stores are damaged" in result.stderr
+    assert validate().exit_code == 2
+
+
+def test_a_chunk_of_another_slab_is_found_without_reading(make_store: MakeStore) -> None:
+    store = make_store()
+    folder = store / "acts/embed/grid"
+    (folder / "c.1.0.0.0").write_bytes((folder / "c.0.0.0.0").read_bytes())
+    result = validate(store)
+    assert result.exit_code == 1
+    assert "acts/embed/grid, slab 1: c.1.0.0.0 does not have the checksum" in result.stderr

@@ -68,8 +68,6 @@ def verbosity(command: Any) -> Any:
 
 # ---------------------------------------------------------------- stores in, results out
 
-store_argument = click.argument("store", metavar="STORE", type=parse_folder)
-
 _stores_argument = click.argument(
     "stores", metavar="[NAME=]STORE...", nargs=-1, required=True, type=parse_store
 )

@@ -1,4 +1,4 @@
-"""vitsee validate: is this store whole?"""
+"""vitsee validate: are these stores whole?"""
 
 from __future__ import annotations
 
@@ -6,39 +6,58 @@ from pathlib import Path
 
 import click
 
-from vitsee_cli import console, options
+from vitsee_cli import console
+from vitsee_cli.values import parse_folder
 from vitsee_stores.errors import StoreError
 
 
 @click.command()
-@options.store_argument
+@click.argument("stores", metavar="STORE...", nargs=-1, required=True, type=parse_folder)
 @click.option(
     "--deep",
     is_flag=True,
     help="Read every byte: all checksums, and values that should not be NaN or infinite.  "
-    "[default: the small arrays only]",
+    "[default: every file's size and last bytes, and the small arrays]",
 )
-def command(store: Path, deep: bool) -> None:
-    """Check a store for damage.
+def command(stores: tuple[Path, ...], deep: bool) -> None:
+    """Check stores for damage.
 
-    Its layout, its commits against its arrays, its checksums. Prints one line for each damage
-    found and ends with exit code 1, or says `ok`. A store that is not finished yet is no damage,
-    and said.
+    Their layout, their commits against their arrays, their checksums. Prints one line for each
+    damage found and ends with exit code 1, or says `ok`. A store that is not finished yet is no
+    damage, and said. Of several stores all are checked, and a line of damage begins with its store.
 
     \b
       $ vitsee validate b16.zarr
       ok: b16.zarr: 196 of 196 slabs
-      $ vitsee validate --deep b16.zarr || echo damaged
+      $ vitsee validate --deep *.zarr || echo damaged
     """
+    found = {store: _check(store, deep, alone=len(stores) == 1) for store in dict.fromkeys(stores)}
+    damaged = {store: damage for store, damage in found.items() if damage}
+    if not damaged:
+        return
+    store, damage = next(iter(damaged.items()))
+    more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+    first = damage[0] if damage[0].startswith(str(store)) else f"{store} is damaged: {damage[0]}"
+    others = f"; {len(damaged)} of {len(found)} stores are damaged" if len(found) > 1 else ""
+    raise StoreError(f"{first}{more}{others}")
+
+
+def _check(store: Path, deep: bool, alone: bool) -> list[str]:
+    """Prints what is wrong with a store, or that nothing is; what was found."""
     from vitsee_stores import describe, validate
 
-    damage = validate(store, deep=deep)
+    try:
+        damage = validate(store, deep=deep)
+    except StoreError as error:
+        if alone:
+            raise
+        console.out(str(error))
+        return [str(error)]
     for line in damage:
-        console.out(line)
-    if damage:
-        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
-        raise StoreError(f"{store} is damaged: {damage[0]}{more}")
-    record = describe(store)
-    unfinished = "" if record["complete"] else ", unfinished"
-    slabs = f"{record['n_committed']} of {record['n_slabs']} slabs"
-    console.out(f"ok: {store}: {slabs}{unfinished}")
+        console.out(line if alone else f"{store}: {line}")
+    if not damage:
+        record = describe(store)
+        unfinished = "" if record["complete"] else ", unfinished"
+        slabs = f"{record['n_committed']} of {record['n_slabs']} slabs"
+        console.out(f"ok: {store}: {slabs}{unfinished}")
+    return damage
