@@ -62,8 +62,9 @@ class Hang(BaseException):
     """A variant took too long."""
 
 
-def make_store(path: Path) -> None:
-    """A small store with most kinds of arrays: two slabs of two images."""
+def make_store(path: Path, commit: bool = True) -> None:
+    """A small store with most kinds of arrays: two slabs of two images, written unless not
+    `commit`."""
     layout = TokenLayout(("cls",), (1, 2), stride_px=(8.0, 8.0))
     site = SiteSpec("b.0.out", "out", "b.0", ("blocks",), "tokens", 2, (3, 2), layout, 0, 0.5)
     alias = SiteSpec(
@@ -108,7 +109,7 @@ def make_store(path: Path) -> None:
     filters = np.ones((2, 1), np.float32)
     writer = StoreWriter.create_or_join(path, manifest, samples, {"weights/filters": filters})
     writer.durable = False
-    for k in range(2):
+    for k in range(2 if commit else 0):
         slab = {
             name: np.ones(
                 (2, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:], spec.dtype
