@@ -18,7 +18,6 @@ from vitsee_cli.values import (
     TOKENS,
     StorePath,
     parse_device,
-    parse_folder,
     parse_output,
     parse_path,
     parse_size,
