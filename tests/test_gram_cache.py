@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
 from vitsee_core.similarity.shift import Shift
 from vitsee_core.similarity.syrk import load_syrk, mirror
+from vitsee_core.similarity.whole import leave_one_out
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
 
@@ -406,3 +408,34 @@ def test_without_that_routine_numpy_multiplies(
     finally:
         monkeypatch.undo()
         load_syrk.cache_clear()
+
+
+# Memory
+
+
+@pytest.mark.parametrize("n", [1000, 5000, 50_000])
+@pytest.mark.parametrize("megabytes", [128, 512, 4000])
+def test_what_a_pass_plans_fits(store: Store, n: int, megabytes: int) -> None:
+    memory, side = megabytes * 10**6, min(n, 1000)
+    edges = [slice(at, at + side) for at in range(0, n, side)]
+    tiles_ = [products.Tile(a, b) for k, a in enumerate(edges) for b in edges[k:]]
+    features = Representation(store, store.select(["all"])[0]).features
+    plan = products.Plan.of(features, n, tiles_, memory, 4)
+    sums = plan.at_once * side * side * 8
+    a_lane = n * plan.columns * 4 + side * side * 4 + features.chunk_bytes
+    assert 0 < sums + plan.lanes * a_lane <= memory * 3 / 4
+    assert plan.at_once == 1 or sums > memory / 4  # and uses it
+
+
+def test_a_jackknife_holds_one_block_less_at_a_time() -> None:
+    n, rng = 1500, np.random.default_rng(0)
+    grams = [x @ x.T for x in rng.normal(size=(4, n, 3)).astype(np.float32)]
+    matrices = [batches.InMemory(n, lambda gram=gram: gram) for gram in grams]  # type: ignore[misc]
+    partition = tiles.Partition(np.arange(n) * 20 // n, 20, crossing=True)
+    tracemalloc.start()
+    found = leave_one_out(matrices, None, tile=64, partition=partition, biased=False, device="cpu")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(found) == 21
+    # what the products of a piece and its bookkeeping take beside it
+    assert peak < 4 * tiles.bytes_each(n, [partition], 64) + 500_000
