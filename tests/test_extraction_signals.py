@@ -76,6 +76,18 @@ def test_other_commands_end_as_a_shell_expects(
     assert (code, out, lines) == (expected, "", ["vitsee attn-dist: interrupted"])
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_the_exit_code_of_a_command_that_has_ended_stands(sent: signal.Signals) -> None:
+    """Closing down takes a moment once torch was imported."""
+    code = (
+        "import atexit, os, sys; sys.argv = ['vitsee', '--version']; "
+        f"atexit.register(os.kill, os.getpid(), {int(sent)}); "
+        "from vitsee_cli.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_while_the_store_is_made_the_signal_waits(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

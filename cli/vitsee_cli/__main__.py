@@ -12,7 +12,10 @@ def main() -> None:
     signals.answer(sys.argv[1:])
     from vitsee_cli.main import main as group
 
-    group(prog_name="vitsee")
+    try:
+        group(prog_name="vitsee")
+    finally:
+        signals.ignore()
 
 
 if __name__ == "__main__":

@@ -37,6 +37,12 @@ def answer(arguments: Sequence[str]) -> None:
         signal.signal(caught, _end)
 
 
+def ignore() -> None:
+    """The command has ended, and its exit code stands while the interpreter closes down."""
+    for caught in CAUGHT:
+        signal.signal(caught, signal.SIG_IGN)
+
+
 def keeps(line: str) -> None:
     """What a resumable command says from now on when it is stopped."""
     global _kept
