@@ -325,6 +325,7 @@ def test_coco(tmp_path: Path) -> None:
     table = run(store, masks=path)
     assert heads(table)["value"].tolist() == [1, 0]
     assert "crowd" in table.notes["masks"]["void"]
+    assert "float16" in table.notes["attention"]
 
 
 # ---------------------------------------------------------------- attention computed once more
