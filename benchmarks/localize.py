@@ -150,7 +150,7 @@ def compare(store: Store, arguments: argparse.Namespace) -> None:
     print(f"  {statistics.median(seconds['ours']):.2f} s, {statistics.median(rate):.0f} GFLOP/s")
     print(f"  plain float32 product: {statistics.median(peak):.0f} GFLOP/s")
     print(f"  share: {paired_ratio(rate, peak):.2f}")
-    cka = found["ours"]["cka"].reshape(k, k)
+    cka = found["ours"]["value"].reshape(k, k)
     if "reference" in found:
         print(f"published scheme in RAM: {statistics.median(seconds['reference']):.2f} s, ", end="")
         print(f"{paired_ratio(seconds['reference'], seconds['ours']):.2f} times ours; ", end="")

@@ -77,11 +77,12 @@ def write_labelled(
     samples = Samples(order.astype(np.int64), [f"i{i}" for i in order], labels[order], split)
     names = [f"c{i}" for i in range(int(labels.max()) + 1)] if classes is None else list(classes)
     manifest = new_manifest(
-        {"order": "shuffled", "seed": 0, "model": model}, plan, samples,
+        {"order": "shuffled", "seed": 0, "model": {"architecture": model}}, plan, samples,
         model={"name": model}, class_names=names or None,
     )  # fmt: skip
     writer = StoreWriter.create_or_join(path, manifest, samples)
     rows = {"valid": keep, "hash": order.astype(np.uint64) + np.uint64(hash_offset)}
+    rows["size"] = np.full((n, 2), 32)
     for k in range(plan.n_slabs) if slabs is None else slabs:
         place = plan.rows(k)
         out: dict[str, Array] = {}

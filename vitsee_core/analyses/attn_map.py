@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from vitsee_core.arguments import takes_paths
 from vitsee_core.attention.head_maps import (
     SUMS,
+    blocks_of_each,
     check_class_token,
     check_heads,
-    chosen_blocks,
     map_columns,
     mean_maps,
     per_query,
@@ -88,8 +88,7 @@ TITLES = {
 
 @takes_paths
 def run(
-    store: Store,
-    *,
+    *stores: Store,
     kind: str | None = None,
     sites: Sequence[str] = (),
     heads: Sequence[int] = (),
@@ -114,7 +113,7 @@ def run(
     image counts.
 
     Args:
-        store: with attention summaries.
+        stores: with attention summaries; those without are left out where others have them.
         kind: one of `KINDS`.
         sites: blocks by path or glob; by default all, for single images the last one.
         heads: which of each block; by default all.
@@ -133,7 +132,7 @@ def run(
         progress: told the images computed once more.
 
     Raises:
-        MissingInput: the store has no such summaries, or no class token.
+        MissingInput: no store has such summaries, or a class token.
         SiteError: a pattern matches no block.
         VitseeError: options that do not go together, no such head, image or cell.
     """
@@ -151,21 +150,64 @@ def run(
     if kind is None:
         if images is not None:
             raise VitseeError("single images were named: leave the number of images out")
-        return map_images(
-            store, image, sites, heads, query, device=device, origin=origin, progress=progress
-        )
+    elif kind == "rollout" and (sites or heads):
+        raise VitseeError("a rollout goes through all blocks and heads: leave their choice out")
+    selected = blocks_of_each(stores, sites or ("blocks",))
+    tables = {}
+    for store, blocks in selected.members:
+        own = blocks if sites or kind is not None else blocks[-1:]
+        if kind is None:
+            tables[store.label] = map_images(
+                store, image, own, heads, query, device=device, origin=origin, progress=progress
+            )
+        else:
+            tables[store.label] = _of_store(
+                store, own, kind, heads, coverage, residual, images, seed,
+                jobs=jobs, memory=memory, device=device, origin=origin, map=map, progress=progress,
+            )  # fmt: skip
+    return _together(tables, selected.notes())
+
+
+def _together(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
+    """The stores' tables as one; notes that differ between them stand under `stores`."""
+    every = [table.notes for table in tables.values()]
+    same = {k: v for k, v in every[0].items() if all(other.get(k) == v for other in every)}
+    differing = {
+        label: {k: v for k, v in table.notes.items() if k not in same}
+        for label, table in tables.items()
+    }
+    if any(differing.values()):
+        notes = notes | {"stores": differing}
+    return Table.concat(list(tables.values()), same | notes)
+
+
+def _of_store(
+    store: Store,
+    blocks: list[Block],
+    kind: str,
+    heads: Sequence[int],
+    coverage: bool,
+    residual: bool,
+    images: int | None,
+    seed: int,
+    *,
+    jobs: int,
+    memory: int | None,
+    device: str,
+    origin: Origin | None,
+    map: Map | None,
+    progress: Progress,
+) -> Table:
+    """The means of one store's blocks."""
     chosen = choose_rows(store, images, seed, whole_slabs=kind in SUMS)
     for remark in chosen.remarks:
         log.info("%s", remark)
     notes: dict[str, Any] = {"kind": kind, "seed": seed, "images": chosen.describe()}
     if kind == "rollout":
-        if sites or heads:
-            raise VitseeError("a rollout goes through all blocks and heads: leave their choice out")
         summary, block = _rollout(store, chosen, residual, jobs, map, device, origin, progress)
         metric = "rollout" if residual else "rollout_no_residual"
         notes["interval"] = INTERVAL_METHOD
         return Table(_rollout_columns(store, block, summary, metric), notes)
-    blocks = chosen_blocks(store, sites or ("blocks",))
     picked = check_heads(store, blocks, heads)
     if kind in NUMBERS:
         notes["interval"] = INTERVAL_METHOD

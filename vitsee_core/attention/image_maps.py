@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.attention.head_maps import check_heads, chosen_blocks, spatial
+from vitsee_core.attention.head_maps import check_heads, spatial
 from vitsee_core.attention.heads import Block, attention_blocks
 from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
 from vitsee_core.columns import SITE, site_columns
@@ -48,7 +48,7 @@ HEAD_MEAN = "head mean"
 def map_images(
     store: Store,
     names: Sequence[str],
-    sites: Sequence[str] = (),
+    shown: Sequence[Block],
     heads: Sequence[int] = (),
     query: Sequence[tuple[int, int]] = (),
     *,
@@ -66,7 +66,7 @@ def map_images(
     Args:
         store: with attention summaries.
         names: images by id or row.
-        sites: blocks whose heads are shown; by default the last one.
+        shown: the blocks whose heads are shown.
         heads: of each block; by default all.
         query: cells (row, col) of the grid.
         device: where what the store lacks is computed.
@@ -77,7 +77,6 @@ def map_images(
         VitseeError: no such image, block, head or cell; images or weights are gone.
     """
     every = attention_blocks(store)
-    shown = chosen_blocks(store, sites) if sites else every[-1:]
     picked = dict(zip([b.site for b in shown], check_heads(store, shown, heads), strict=True))
     _check_cells(shown, query)
     rows = find_rows(store, list(dict.fromkeys(names)))

@@ -16,6 +16,7 @@ from vitsee_core.plotting import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from vitsee_core.results import Table
@@ -27,16 +28,27 @@ UNITS = {
 
 
 def draw_numbers(table: Table) -> Figure:
-    """Left: every head with its 95 % interval against depth, the layers' means as a line. Right:
-    the same by layer and head. Both start at 0, or, where all values are alike, at the least one.
-    To be called below `styled`."""
+    """A line of panels a store. Left: every head with its 95 % interval against depth, the layers'
+    means as a line. Right: the same by layer and head. Both start at 0, or, where all values are
+    alike, at the least one. To be called below `styled`."""
+    stores = [rows for _, rows in table.groups("store")]
+    most_heads = max(int(rows["head"].max()) + 1 for rows in stores)
+    cell = min(0.34, max(0.16, 8 / max(most_heads, 1)))
+    heights = [max(3.1, 1.2 + cell * len(rows.unique("depth"))) for rows in stores]
+    figure = new_figure(4.3 + 2.0 + cell * most_heads, sum(heights))
+    lines = figure.subplots(
+        len(stores), 2, squeeze=False, width_ratios=[4.0, 1.9 + cell * most_heads],
+        height_ratios=heights,
+    )  # fmt: skip
+    for (left, right), rows in zip(lines, stores, strict=True):
+        _draw_store(figure, left, right, rows)
+    return figure
+
+
+def _draw_store(figure: Figure, left: Axes, right: Axes, table: Table) -> None:
     metric = str(table["metric"][0])
     depths = np.unique(table["depth"])
     n_heads = int(table["head"].max()) + 1
-    cell = min(0.34, max(0.16, 8 / max(n_heads, 1)))
-    height = max(3.1, 1.2 + cell * len(depths))
-    figure = new_figure(4.3 + 2.0 + cell * n_heads, height)
-    left, right = figure.subplots(1, 2, width_ratios=[4.0, 1.9 + cell * n_heads])
     offsets = (table["head"] - (n_heads - 1) / 2) * 0.6 / max(n_heads, 1)
     error = np.abs(np.stack([table["value"] - table["low"], table["high"] - table["value"]]))
     left.errorbar(
@@ -75,4 +87,3 @@ def draw_numbers(table: Table) -> Figure:
     unit = UNITS.get(metric, metric)
     bar.set_label(f"{unit}\n{NOT_FROM_ZERO}" if lowest > 0 else unit)
     bar.outline.set_visible(False)  # type: ignore[operator]
-    return figure

@@ -81,19 +81,25 @@ def cut_maps(table: Table) -> Iterator[tuple[int, int, str, Float]]:
 def tile_table(table: Table, convert: Callable[[Float], Float] | None = None) -> list[Tiles]:
     """The maps of a table, each as `convert` makes it, by grid size, the largest first; rows are
     the layers that have it."""
-    by_size: dict[tuple[int, ...], list[tuple[int, int, str, Float]]] = {}
-    for entry in cut_maps(table):
-        by_size.setdefault(entry[3].shape, []).append(entry)
+    stores = table.unique("store")
+    by_size: dict[tuple[int, ...], list[tuple[tuple[str, int], int, str, Float]]] = {}
+    for store in stores:
+        for depth, head, site, values in cut_maps(table.where(store=store)):
+            entry = ((store, depth), head, site, values)
+            by_size.setdefault(values.shape, []).append(entry)
     found = []
     for entries in by_size.values():
-        depths = list(dict.fromkeys(entry[0] for entry in entries))
+        layers = list(dict.fromkeys(entry[0] for entry in entries))
         heads = sorted({entry[1] for entry in entries})
-        sites = {depth: site for depth, _, site, _ in entries}
+        sites = {layer: site for layer, _, site, _ in entries}
         maps = {
-            (depths.index(d), heads.index(h)): convert(values) if convert else values
-            for d, h, _, values in entries
+            (layers.index(layer), heads.index(h)): convert(values) if convert else values
+            for layer, h, _, values in entries
         }
-        labels = [shorten(sites[depth], 18) for depth in depths]
+        labels = [
+            (f"{shorten(layer[0], 14)} " if len(stores) > 1 else "") + shorten(sites[layer], 18)
+            for layer in layers
+        ]
         found.append(Tiles(maps, labels, [str(h) for h in heads]))
     return sorted(found, key=lambda tiles: -np.prod(tiles.size))
 
@@ -279,7 +285,9 @@ def draw_grid(
             axes.set(xticks=[], yticks=[], xlabel="")
     low, high = table["n_images"].min(), table["n_images"].max()
     n = f"n = {high}" if low == high else f"n = {low} to {high}"
-    text = f"{shorten(str(table['store'][0]), 28)}: {title} ({n})"
+    stores = table.unique("store")
+    who = shorten(str(stores[0]), 28) if len(stores) == 1 else f"{len(stores)} stores"
+    text = f"{who}: {title} ({n})"
     if alone:
         text = f"{shorten(str(table['store'][0]), 28)}, {all_tiles[0].row_labels[0]}{_head(table)}"
         figure.text(0.15 / width, 1 - 0.42 / height, f"{title} ({n})", fontsize=8)

@@ -35,36 +35,51 @@ def draw_images(table: Table, scale: str) -> Figure:
     """A line of panels an image: its picture, the rollouts over it, the heads' maps of each query
     (tiles; layers in rows and heads in columns where there are several layers, else the layer's
     heads wrapped). To be called below `styled`."""
-    images = table.unique("image")
-    heads = table.where(metric="attention")
-    tokens = heads.unique("token")
-    wrapped = len(heads.unique("depth")) == 1
+    lines = []
+    for store, of_store in table.groups("store"):
+        for image, own in of_store.groups("image"):
+            name = shorten(image, 26)
+            if len(table.unique("store")) > 1:
+                name = f"{shorten(store, 20)}: {name}"
+            lines.append((_picture(table, store, image), name, own, _queries(own)))
     rollouts = [m for m in ROLLOUTS if m in table.unique("metric")]
-    samples = _tiles(heads.where(image=images[0], token=tokens[0]), wrapped)
-    n_rows = max(len(sample.row_labels) for sample in samples)
+    longest = max((queries for *_, queries in lines), key=len)
+    n_rows = max(len(tiles.row_labels) for *_, queries in lines for _, tiles, _ in queries)
     line = max(SIDE, n_rows * (0.5 if n_rows > 6 else 0.62))
-    across = [min(line * s.shape()[1] / s.shape()[0], 9.0) + 0.9 for s in samples]
-    widths = [SIDE] * (1 + len(rollouts)) + across * len(tokens)
-    figure = new_figure(sum(widths) + 0.4, len(images) * (line + 0.75) + 0.3)
-    panels = figure.subplots(len(images), len(widths), squeeze=False, width_ratios=widths)
-    for line_of_axes, image in zip(panels, images, strict=True):
-        own = table.where(image=image)
-        picture = _picture(table, image)
-        _show_picture(line_of_axes[0], picture, shorten(image, 26))
+    shapes = [tiles.shape() for _, tiles, _ in longest]
+    across = [min(line * wide / tall, 9.0) + 0.9 for tall, wide in shapes]
+    widths = [SIDE] * (1 + len(rollouts)) + across
+    figure = new_figure(sum(widths) + 0.4, len(lines) * (line + 0.75) + 0.3)
+    panels = figure.subplots(len(lines), len(widths), squeeze=False, width_ratios=widths)
+    for line_of_axes, (picture, name, own, queries) in zip(panels, lines, strict=True):
+        _show_picture(line_of_axes[0], picture, name)
         for axes, metric in zip(line_of_axes[1:], rollouts, strict=False):
-            _show_rollout(axes, own.where(metric=metric), picture, ROLLOUTS[metric])
+            if metric in own.unique("metric"):
+                _show_rollout(axes, own.where(metric=metric), picture, ROLLOUTS[metric])
+            else:
+                axes.set_axis_off()
         rest = iter(line_of_axes[1 + len(rollouts) :])
-        for token in tokens:
-            maps = own.where(metric="attention", token=token)
-            who = TOKENS.get(token, f"patch {token}")
-            where = f" in {shorten(maps['site'][0], 18)}" if wrapped else ""
-            for tiles in _tiles(maps, wrapped):
-                axes = next(rest)
-                axes.set_title(f"{who}{where}")
-                _show_heads(figure, axes, tiles, token, scale)
-                if wrapped:
-                    _number_heads(axes, tiles, maps.unique("head"))
+        for token, tiles, numbered in queries:
+            axes = next(rest)
+            where = f" in {shorten(own['site'][0], 18)}" if numbered else ""
+            axes.set_title(f"{TOKENS.get(token, f'patch {token}')}{where}")
+            _show_heads(figure, axes, tiles, token, scale)
+            if numbered:
+                _number_heads(axes, tiles, numbered)
+        for axes in rest:
+            axes.set_axis_off()
     return figure
+
+
+def _queries(own: Table) -> list[tuple[str, Tiles, list[int]]]:
+    """(token, its tiles, the heads' numbers where one layer's heads are wrapped) of one image."""
+    heads = own.where(metric="attention")
+    wrapped = len(heads.unique("depth")) == 1
+    return [
+        (token, tiles, maps.unique("head") if wrapped else [])
+        for token, maps in heads.groups("token")
+        for tiles in _tiles(maps, wrapped)
+    ]
 
 
 def _tiles(maps: Table, wrapped: bool) -> list[Tiles]:
@@ -88,10 +103,11 @@ def _tiles(maps: Table, wrapped: bool) -> list[Tiles]:
     return found
 
 
-def _picture(table: Table, image: str) -> NDArray[np.uint8] | None:
+def _picture(table: Table, store: str, image: str) -> NDArray[np.uint8] | None:
     from PIL import Image
 
-    encoded = table.notes.get("pictures", {}).get(image)
+    own = table.notes.get("stores", {}).get(store, {})
+    encoded = own.get("pictures", table.notes.get("pictures", {})).get(image)
     if encoded is None:
         return None
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB"))

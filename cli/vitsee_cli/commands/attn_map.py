@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
-from vitsee_cli.values import parse_store
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -30,7 +29,7 @@ def parse_cell(text: str | tuple[int, int]) -> tuple[int, int]:
 
 
 @click.command()
-@click.argument("store", metavar="[NAME=]STORE", type=parse_store)
+@options.stores_argument
 @options.output_options
 @click.option(
     "--kind",
@@ -90,7 +89,7 @@ def parse_cell(text: str | tuple[int, int]) -> tuple[int, int]:
 @options.memory_option
 @options.allow_partial_option
 def command(
-    store: StorePath,
+    stores: tuple[StorePath, ...],
     outputs: Outputs,
     scale: str,
     coverage: bool | None,
@@ -131,7 +130,7 @@ def command(
     run_analysis(
         attn_map.run,
         partial(attn_map.plot, scale=scale, coverage=coverage is not False),
-        (store,),
+        stores,
         outputs,
         coverage=bool(coverage),
         origin=Origin(data, checkpoint, trust_store),
