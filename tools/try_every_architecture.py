@@ -10,7 +10,7 @@ and timm's pre-logits features of the same images. A row names what was left out
 why; a traceback, a failed self-check, damage or a difference is a FAILURE, and the exit code 1.
 
 WORK_DIR keeps a file for each row, so that the run can be stopped and goes on where it was; remove
-a row's file to try it again. Some hours on two cores, and up to 8 GB of memory.
+a row's file to try it again. About an hour on two cores; several GB of memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ N_IMAGES = 3
 # Sizes that no patch of 2, 4, 8, 14, 16, 32 divides; the larger one for models with a least size.
 UNEVEN = (101, 229)
 # What makes the smallest one of a family small enough, and changes nothing of how it works.
-SIZES = {"vision_transformer_sam": 256, "hieradet_sam2": 256, "mobilenetv5": 256}
+SIZES = {
+    "hieradet_sam2": 256,
+    "mobilenetv5": 256,
+    "qwen3_vit": 256,
+    "vision_transformer_sam": 256,
+}
 SMALLER: dict[str, dict[str, Any]] = {
     "deepseek_vit": {"depth": 2},
     "gemma4_vit": {"depth": 2},
