@@ -93,13 +93,12 @@ def _refusal(
     if len(met) > 1:
         return f"{len(met)} attention calls in one block"
     if event.mixed:
-        return (
-            "the values are not multiplied by the softmax as it is (heads mixed after it, or more)"
-        )
+        return "the values are not multiplied by the softmax as it is (heads mixed after it, say)"
     if event.query[0] != n_images:
         share = event.query[0] / n_images
         tokens = min((layout.n_body for layout in layouts), default=0)
-        if len(event.query) == 3 and share * event.query[2] >= tokens:
+        # Of padded maps a little more than the tokens, of heads a multiple.
+        if len(event.query) == 3 and tokens <= share * event.query[2] < 4 * tokens:
             return f"attention within windows ({share:g} an image)"
         return f"{share:g} attentions an image in the batch dimension (heads, or windows)"
     if event.value is None or len(event.query) != 3:
