@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,51 @@ def test_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("", "name="):
         with pytest.raises(click.BadParameter, match="an empty text is no path"):
             values.parse_store(text)
+
+
+def declared(file: Path) -> dict[str, str]:
+    """{flag: call in one line} of the options that a file declares by `click.option`."""
+    calls = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+    found = {}
+    for call in calls:
+        if ast.unparse(call.func) == "click.option":
+            texts = [a.value for a in call.args if isinstance(a, ast.Constant)]
+            found.update({str(text): ast.unparse(call) for text in texts if str(text)[:2] == "--"})
+    return found
+
+
+def test_no_option_is_declared_twice() -> None:
+    """Two commands whose option means the same take it from one place."""
+    folder = Path(options.__file__).parent
+    seen: dict[str, str] = {}
+    for file in sorted((*folder.glob("*options.py"), *folder.glob("commands/*.py"))):
+        for flag, call in declared(file).items():
+            assert call not in seen, f"{flag} of {file.name} is also in {seen[call]}"
+            seen[call] = file.name
+    assert len(seen) > 60, "the options were found"
+
+
+def test_the_table_of_shared_options_is_whole() -> None:
+    """At the head of options.py: each decorator that commands take, below its file's name."""
+    table: dict[str, set[str]] = {}
+    module = ""
+    for line in (options.__doc__ or "").splitlines():
+        if line.startswith("    "):
+            module = line[4:24].strip() or module
+            table.setdefault(module, set()).update(re.findall(r"\w+", line[40:]))
+    folder = Path(options.__file__).parent
+    exported = {}
+    for file in folder.glob("*options.py"):
+        body = ast.parse(file.read_text()).body
+        names = {n.name for n in body if isinstance(n, ast.FunctionDef)}
+        for node in body:
+            if isinstance(node, ast.Assign):
+                names |= {ast.unparse(target) for target in node.targets}
+        exported[file.stem] = {
+            n for n in names if re.search("^[a-z].*_(options?|argument|stores)$|^verbosity$", n)
+        }
+    exported["model_options"].remove("check_weight_options")
+    assert table == exported
 
 
 @pytest.mark.parametrize("name", main.list_commands(click.Context(main)))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vitsee_cli.options import Decorator, apply
+from vitsee_cli.data_options import recompute_data_option
+from vitsee_cli.options import Decorator, apply, device_option
 from vitsee_cli.values import (
     SEED,
     parse_floats,
@@ -116,3 +117,27 @@ def weight_options(command: Any) -> Any:
     """Those of `model_options` that decide a model's weights, as click gives them: `checkpoint`,
     `checkpoint_key`, `random_init`, `img_size`, `model_args`."""
     return apply(command, (*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION))
+
+
+def recompute_options(command: Any) -> Any:
+    """From where to recompute what a store lacks: `data`, `checkpoint`, `trust_store`,
+    `device`."""
+    return apply(command, _RECOMPUTE_OPTIONS)
+
+
+_RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
+    recompute_data_option,
+    click.option(
+        "--checkpoint",
+        metavar="FILE",
+        type=parse_path,
+        help="Where the weights are now, for the same.  [default: where extract read them]",
+    ),
+    click.option(
+        "--trust-store",
+        is_flag=True,
+        help="Your own store: take its model from the folder or the hub that it names.  [default: "
+        "only timm's models and files that this machine has, no network]",
+    ),
+    device_option,
+)

@@ -1,6 +1,22 @@
-"""Every option that two commands share, once.
+"""Options that several commands share, each declared once: those of every subject, and a table.
 
-A command takes what it needs: `@options.stores_argument`, `@options.output_options`, ...
+An option of one command alone is declared in that command. The others:
+
+    options             every command   verbosity
+                        stores          stores_argument, allow_partial_option, open_stores
+                        results         output_options, table_options, force_option
+                        what to read    sites_option, blocks_option, side_option, tokens_option,
+                                        images_option
+                        how to work     seed_option, device_option, memory_option, jobs_option
+    model_options       a model         model_options, weight_options, recompute_options
+    data_options        images          data_options, recompute_data_option
+    extraction_options  what extract    store_output_option, keep_options, ablate_skip_option,
+                        stores, how     precision_option, run_options
+    similarity_options  CKA             estimator_options, gram_options
+    accuracy_options    accuracies      tests_argument, random_baseline_option, per_class_option,
+                                        allow_shared_option
+
+A command takes what it needs as decorators: `@options.stores_argument`, `@model_options`, ...
 """
 
 from __future__ import annotations
@@ -22,7 +38,6 @@ from vitsee_cli.values import (
     parse_path,
     parse_size,
     parse_store,
-    parse_words,
     token_parser,
 )
 from vitsee_core import machine
@@ -80,19 +95,10 @@ allow_partial_option = click.option(
 
 def stores_argument(command: Any) -> Any:
     """One or more stores, as `stores`: a tuple of StorePath with distinct labels."""
-    return _stores_argument(_distinct(command, "stores"))
+    return _stores_argument(distinct_labels(command, "stores"))
 
 
-def tests_argument(*, required: bool) -> Decorator:
-    """Stores whose images are tested on, as `tests`: a tuple of StorePath with distinct labels."""
-    metavar = "[NAME=]TEST..." if required else "[[NAME=]TEST]..."
-    argument = click.argument(
-        "tests", metavar=metavar, nargs=-1, required=required, type=parse_store
-    )
-    return lambda command: argument(_distinct(command, "tests"))
-
-
-def _distinct(command: Any, name: str) -> Any:
+def distinct_labels(command: Any, name: str) -> Any:
     """The command, refusing two stores of one label in its argument `name`."""
 
     @functools.wraps(command)
@@ -312,40 +318,4 @@ jobs_option = click.option(
     default=machine.n_cores,
     show_default="the cores of this process",
     help="Slabs to work on at a time; the result does not depend on it.",
-)
-
-
-# ---------------------------------------------------------------- what a store does not hold
-
-
-data_again_option = click.option(
-    "--data",
-    metavar="DATA",
-    type=parse_words,
-    help="Where the images are now, for what has to be computed once more.  [default: where "
-    "extract read them]",
-)
-
-
-def recompute_options(command: Any) -> Any:
-    """Where to compute once more what a store does not hold, and from what: `data`, `checkpoint`,
-    `trust_store`, `device`."""
-    return apply(command, _RECOMPUTE_OPTIONS)
-
-
-_RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
-    data_again_option,
-    click.option(
-        "--checkpoint",
-        metavar="FILE",
-        type=parse_path,
-        help="Where the weights are now, for the same.  [default: where extract read them]",
-    ),
-    click.option(
-        "--trust-store",
-        is_flag=True,
-        help="Your own store: take its model from the folder or the hub that it names.  [default: "
-        "only timm's models and files that this machine has, no network]",
-    ),
-    device_option,
 )

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from vitsee_cli.options import Decorator, apply, device_option, memory_option
-from vitsee_cli.values import (
-    parse_folder,
-)
-
-if TYPE_CHECKING:
-    pass
-
+from vitsee_cli.values import parse_folder
 
 ESTIMATORS = ("exact", "minibatch", "biased")
 

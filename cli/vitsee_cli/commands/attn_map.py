@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.model_options import recompute_options
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -84,7 +85,7 @@ def parse_cell(text: str | tuple[int, int]) -> tuple[int, int]:
 )
 @options.images_option
 @options.seed_option
-@options.recompute_options
+@recompute_options
 @options.jobs_option
 @options.memory_option
 @options.allow_partial_option

@@ -11,194 +11,29 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options, signals
+from vitsee_cli.data_options import data_options
+from vitsee_cli.extraction_options import (
+    ablate_skip_option,
+    keep_options,
+    precision_option,
+    run_options,
+    store_output_option,
+)
 from vitsee_cli.model_options import model_options
 from vitsee_cli.sections import SectionedCommand, section
-from vitsee_cli.values import SEED, parse_path
 
 if TYPE_CHECKING:
     from vitsee_core.extraction import Outcome, Prepared
     from vitsee_core.extraction.options import ModelOptions, RunOptions
 
-ATTENTION = ("none", "summary", "rows", "full")
-
-
-# Which images, in which order.
-DATA_OPTIONS: tuple[options.Decorator, ...] = (
-    click.option(
-        "--data",
-        required=True,
-        metavar="DATA",
-        help="Folder of images, CSV/TSV list, .npz, tar, torch/NAME[:FOLDER] (torchvision's, in "
-        "FOLDER), hfds/NAME[:CACHE] (Hugging Face's, cached in CACHE), demo:train or demo:test.",
-    ),
-    click.option(
-        "--split",
-        metavar="SPLIT",
-        help="Part of the data: train, 'train[:45000]', 'test[10%:20%]', train+test.  "
-        "[default: all]",
-    ),
-    click.option(
-        "--images",
-        metavar="N",
-        type=click.IntRange(min=1),
-        help="Take N images: the first of the order.  [default: all]",
-    ),
-    click.option(
-        "--per-class",
-        metavar="K",
-        type=click.IntRange(min=1),
-        help="Take K images of every class.  [default: all]",
-    ),
-    click.option(
-        "--seed",
-        metavar="SEED",
-        type=SEED,
-        help="Seed of the order.  [default: 0]",
-    ),
-    click.option(
-        "--order",
-        type=click.Choice(["shuffled", "dataset"]),
-        help="Order of the images in the store.  [default: shuffled]",
-    ),
-)
-
-OUTPUT_OPTION = click.option(
-    "-o", "--output", metavar="STORE", type=parse_path, required=True, help="The store to fill."
-)
-
-# What the store keeps; without a value: the default of a new store, or what a joined one has.
-KEEP_OPTIONS: tuple[options.Decorator, ...] = (
-    click.option(
-        "--sites",
-        metavar="GLOB",
-        multiple=True,
-        help="Sites by name, glob or group (blocks, head, residual, norms, hidden, heads, "
-        "modules, all), or by place (first, last, stage:I, depth:F); !NAME leaves out; see "
-        "`vitsee sites MODEL`. Repeatable, or a comma list.  [default: blocks head]",
-    ),
-    click.option(
-        "--tokens",
-        metavar="[GROUP=]all|pooled",
-        multiple=True,
-        help="Keep every token, or only pooled vectors; norms=pooled for some sites. "
-        "Repeatable.  [default: all]",
-    ),
-    click.option(
-        "--attention",
-        type=click.Choice(ATTENTION),
-        help="Attention to keep: summaries a head, also CLS and received rows an image, "
-        "also full maps; each level includes those before it.  [default: summary]",
-    ),
-    click.option(
-        "--residual/--no-residual",
-        default=None,
-        help="Dot products of skip and branch, a token and sublayer.  [default: residual]",
-    ),
-    click.option(
-        "--inputs/--no-inputs",
-        default=None,
-        help="Keep the pixels as the model sees them.  [default: no-inputs]",
-    ),
-    click.option(
-        "--grams/--no-grams",
-        default=None,
-        help="Keep each site's Gram matrix (all tokens) within every slab: minibatch CKA of whole "
-        "models without their activations.  [default: no-grams]",
-    ),
-    click.option(
-        "--erf",
-        metavar="N",
-        type=click.IntRange(min=1),
-        help="Keep effective receptive fields of the sites with a grid, over the first N images "
-        "(256 gives smooth ones): a backward pass a site and batch.  [default: none]",
-    ),
-    click.option(
-        "--head-weights/--no-head-weights",
-        default=None,
-        help="Keep the classifier and the norm before it, whatever their size.  [default: up to "
-        "16 MB]",
-    ),
-    click.option(
-        "--dtype",
-        metavar="[SITE=]float16|float32",
-        multiple=True,
-        help="Type of the activations; SITE=float32 for some. Repeatable.  [default: float16]",
-    ),
-    click.option(
-        "--codec",
-        type=click.Choice(["none", "zstd", "lz4"]),
-        help="Compression of the chunks.  [default: none]",
-    ),
-    click.option(
-        "--slab",
-        metavar="N",
-        type=click.IntRange(min=1),
-        help="Images to a slab, the unit of work and of commit.  [default: 256, halved "
-        "until two fit a quarter of the memory]",
-    ),
-)
-
-
-ABLATE_OPTION = click.option(
-    "--ablate-skip",
-    metavar="BLOCK[.attn|.mlp]",
-    multiple=True,
-    help="Run the model without this skip connection: z + f(z) becomes f(z). A block alone: all of "
-    "its own. Repeatable.  [default: none]",
-)
-
-PRECISION_OPTION = click.option(
-    "--precision",
-    type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
-    help="Arithmetic of the forward pass.  [default: fp32]",
-)
-
-# How this process works; nothing here changes a number in the store.
-RUN_OPTIONS: tuple[options.Decorator, ...] = (
-    click.option(
-        "--dry-run",
-        is_flag=True,
-        help="Print what would be stored, as CSV: the sum and each folder, with -v each array. "
-        "Nothing is written.",
-    ),
-    click.option("--force", is_flag=True, help="Start anew: delete the store at -o first."),
-    click.option(
-        "--batch-size",
-        metavar="N",
-        type=click.IntRange(min=1),
-        help="Images to a forward pass.  [default: 32, on CUDA 128; with --grams a whole slab "
-        "where that suits the memory]",
-    ),
-    options.device_option,
-    click.option(
-        "--workers",
-        metavar="N",
-        type=click.IntRange(min=0),
-        help="Loading processes; 0 loads in a thread.  [default: 0 on the CPU, else up to 8]",
-    ),
-    click.option(
-        "--shard",
-        metavar="I/N|slurm",
-        help="Do only every N-th slab, from the I-th (from 0) on; slurm reads the job's "
-        "variables.  [default: all]",
-    ),
-    click.option(
-        "--on-error",
-        type=click.Choice(["nan", "fail"]),
-        default="nan",
-        show_default=True,
-        help="An unreadable image: a NaN row with valid = 0, or stop.",
-    ),
-)
-
 
 @click.command(
     cls=SectionedCommand, short_help="Run a model over images and keep what it computes in a store."
 )
-@section("Model", model_options, ABLATE_OPTION, PRECISION_OPTION)
-@section("Data", *DATA_OPTIONS)
-@section("What to keep", OUTPUT_OPTION, *KEEP_OPTIONS)
-@section("Running", *RUN_OPTIONS)
+@section("Model", model_options, ablate_skip_option, precision_option)
+@section("Data", data_options)
+@section("What to keep", store_output_option, keep_options)
+@section("Running", run_options)
 def command(model: ModelOptions, **given: Any) -> None:
     """Run MODEL (a timm name, hf-hub:..., local-dir:..., demo:vit) over images, and keep its
     activations, attention summaries and residual products in STORE.

@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.accuracy_options import (
+    allow_shared_option,
+    per_class_option,
+    random_baseline_option,
+    tests_argument,
+)
 from vitsee_cli.values import POSITIVE, parse_store
 
 if TYPE_CHECKING:
@@ -19,7 +25,7 @@ VOTES = ("softmax", "majority")
 
 @click.command()
 @click.argument("train", metavar="TRAIN", type=parse_store)
-@options.tests_argument(required=True)
+@tests_argument(required=True)
 @options.output_options
 @options.sites_option("blocks")
 @options.tokens_option(
@@ -50,19 +56,9 @@ VOTES = ("softmax", "majority")
     show_default=True,
     help="Of the softmax vote.",
 )
-@click.option(
-    "--baseline",
-    "baselines",
-    type=click.Choice(["random"]),
-    multiple=True,
-    help="Add the rows of Gaussian features of the same shape.  [default: none]",
-)
-@click.option("--per-class", is_flag=True, help="Add top1_class of each class.")
-@click.option(
-    "--allow-shared",
-    is_flag=True,
-    help="Go on where an image is in both stores.  [default: refuse]",
-)
+@random_baseline_option
+@per_class_option
+@allow_shared_option
 @options.images_option
 @options.seed_option
 @options.device_option

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.data_options import recompute_data_option
 from vitsee_cli.similarity_options import estimator_options
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ SUMMARIES = ("site", "token")
 @estimator_options("raghu")
 @options.images_option
 @options.seed_option
-@options.data_again_option
+@recompute_data_option
 @options.device_option
 @options.memory_option
 @options.allow_partial_option

@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.accuracy_options import (
+    allow_shared_option,
+    per_class_option,
+    random_baseline_option,
+    tests_argument,
+)
 from vitsee_cli.values import POSITIVE, SHARE, parse_store
 
 if TYPE_CHECKING:
@@ -140,7 +146,7 @@ def _sgd_options(command: Any) -> Any:
 
 @click.command()
 @click.argument("train", metavar="TRAIN", type=parse_store)
-@options.tests_argument(required=False)
+@tests_argument(required=False)
 @click.option(
     "--test-split",
     metavar="NAME",
@@ -162,19 +168,9 @@ def _sgd_options(command: Any) -> Any:
     show_default="cls where a site has a class token, else mean; raghu: mean-all",
 )
 @_protocol_options
-@click.option(
-    "--baseline",
-    "baselines",
-    type=click.Choice(["random"]),
-    multiple=True,
-    help="Add the rows of Gaussian features of the same shape.  [default: none]",
-)
-@click.option("--per-class", is_flag=True, help="Add top1_class of each class.")
-@click.option(
-    "--allow-shared",
-    is_flag=True,
-    help="Go on where an image trains and tests.  [default: refuse]",
-)
+@random_baseline_option
+@per_class_option
+@allow_shared_option
 @_sgd_options
 @options.images_option
 @options.seed_option

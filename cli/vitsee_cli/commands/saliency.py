@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.model_options import recompute_options
 from vitsee_cli.values import SHARE, parse_path
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def parse_void(text: str | int) -> str | int:
 @options.blocks_option("every block with attention")
 @options.images_option
 @options.seed_option
-@options.recompute_options
+@recompute_options
 @options.jobs_option
 @options.memory_option
 @options.allow_partial_option

@@ -1,0 +1,64 @@
+"""Options that say which images: those of `extract`, and where a store's images are now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from vitsee_cli.options import Decorator, apply
+from vitsee_cli.values import SEED, parse_words
+
+
+def data_options(command: Any) -> Any:
+    """Which images in which order, as the fields of a DataOptions: `data`, `split`, `images`,
+    `per_class`, `seed`, `order`."""
+    return apply(command, _DATA_OPTIONS)
+
+
+_DATA_OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--data",
+        required=True,
+        metavar="DATA",
+        help="Folder of images, CSV/TSV list, .npz, tar, torch/NAME[:FOLDER] (torchvision's, in "
+        "FOLDER), hfds/NAME[:CACHE] (Hugging Face's, cached in CACHE), demo:train or demo:test.",
+    ),
+    click.option(
+        "--split",
+        metavar="SPLIT",
+        help="Part of the data: train, 'train[:45000]', 'test[10%:20%]', train+test.  "
+        "[default: all]",
+    ),
+    click.option(
+        "--images",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Take N images: the first of the order.  [default: all]",
+    ),
+    click.option(
+        "--per-class",
+        metavar="K",
+        type=click.IntRange(min=1),
+        help="Take K images of every class.  [default: all]",
+    ),
+    click.option(
+        "--seed",
+        metavar="SEED",
+        type=SEED,
+        help="Seed of the order.  [default: 0]",
+    ),
+    click.option(
+        "--order",
+        type=click.Choice(["shuffled", "dataset"]),
+        help="Order of the images in the store.  [default: shuffled]",
+    ),
+)
+
+recompute_data_option = click.option(
+    "--data",
+    metavar="DATA",
+    type=parse_words,
+    help="Where the images are now, for what has to be recomputed.  [default: where extract read "
+    "them]",
+)

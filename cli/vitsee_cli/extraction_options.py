@@ -1,0 +1,151 @@
+"""Options of `extract` itself: what a store keeps, and how the process works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from vitsee_cli.options import Decorator, apply, device_option
+from vitsee_cli.values import parse_path
+
+ATTENTION = ("none", "summary", "rows", "full")
+
+
+def keep_options(command: Any) -> Any:
+    """What the store keeps, as the fields of a KeepOptions. Without a value: the default of a new
+    store, or what the store that is joined has."""
+    return apply(command, _KEEP_OPTIONS)
+
+
+def run_options(command: Any) -> Any:
+    """How this process works, as the fields of a RunOptions less `output`, and `shard`; nothing
+    here changes a number in the store."""
+    return apply(command, _RUN_OPTIONS)
+
+
+store_output_option = click.option(
+    "-o", "--output", metavar="STORE", type=parse_path, required=True, help="The store to fill."
+)
+
+ablate_skip_option = click.option(
+    "--ablate-skip",
+    metavar="BLOCK[.attn|.mlp]",
+    multiple=True,
+    help="Run the model without this skip connection: z + f(z) becomes f(z). A block alone: all of "
+    "its own. Repeatable.  [default: none]",
+)
+
+precision_option = click.option(
+    "--precision",
+    type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
+    help="Arithmetic of the forward pass.  [default: fp32]",
+)
+
+_KEEP_OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--sites",
+        metavar="GLOB",
+        multiple=True,
+        help="Sites by name, glob or group (blocks, head, residual, norms, hidden, heads, "
+        "modules, all), or by place (first, last, stage:I, depth:F); !NAME leaves out; see "
+        "`vitsee sites MODEL`. Repeatable, or a comma list.  [default: blocks head]",
+    ),
+    click.option(
+        "--tokens",
+        metavar="[GROUP=]all|pooled",
+        multiple=True,
+        help="Keep every token, or only pooled vectors; norms=pooled for some sites. "
+        "Repeatable.  [default: all]",
+    ),
+    click.option(
+        "--attention",
+        type=click.Choice(ATTENTION),
+        help="Attention to keep: summaries a head, also CLS and received rows an image, "
+        "also full maps; each level includes those before it.  [default: summary]",
+    ),
+    click.option(
+        "--residual/--no-residual",
+        default=None,
+        help="Dot products of skip and branch, a token and sublayer.  [default: residual]",
+    ),
+    click.option(
+        "--inputs/--no-inputs",
+        default=None,
+        help="Keep the pixels as the model sees them.  [default: no-inputs]",
+    ),
+    click.option(
+        "--grams/--no-grams",
+        default=None,
+        help="Keep each site's Gram matrix (all tokens) within every slab: minibatch CKA of whole "
+        "models without their activations.  [default: no-grams]",
+    ),
+    click.option(
+        "--erf",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Keep effective receptive fields of the sites with a grid, over the first N images "
+        "(256 gives smooth ones): a backward pass a site and batch.  [default: none]",
+    ),
+    click.option(
+        "--head-weights/--no-head-weights",
+        default=None,
+        help="Keep the classifier and the norm before it, whatever their size.  [default: up to "
+        "16 MB]",
+    ),
+    click.option(
+        "--dtype",
+        metavar="[SITE=]float16|float32",
+        multiple=True,
+        help="Type of the activations; SITE=float32 for some. Repeatable.  [default: float16]",
+    ),
+    click.option(
+        "--codec",
+        type=click.Choice(["none", "zstd", "lz4"]),
+        help="Compression of the chunks.  [default: none]",
+    ),
+    click.option(
+        "--slab",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Images to a slab, the unit of work and of commit.  [default: 256, halved "
+        "until two fit a quarter of the memory]",
+    ),
+)
+
+_RUN_OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Print what would be stored, as CSV: the sum and each folder, with -v each array. "
+        "Nothing is written.",
+    ),
+    click.option("--force", is_flag=True, help="Start anew: delete the store at -o first."),
+    click.option(
+        "--batch-size",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="Images to a forward pass.  [default: 32, on CUDA 128; with --grams a whole slab "
+        "where that suits the memory]",
+    ),
+    device_option,
+    click.option(
+        "--workers",
+        metavar="N",
+        type=click.IntRange(min=0),
+        help="Loading processes; 0 loads in a thread.  [default: 0 on the CPU, else up to 8]",
+    ),
+    click.option(
+        "--shard",
+        metavar="I/N|slurm",
+        help="Do only every N-th slab, from the I-th (from 0) on; slurm reads the job's "
+        "variables.  [default: all]",
+    ),
+    click.option(
+        "--on-error",
+        type=click.Choice(["nan", "fail"]),
+        default="nan",
+        show_default=True,
+        help="An unreadable image: a NaN row with valid = 0, or stop.",
+    ),
+)
