@@ -9,7 +9,7 @@ see each other (eval mode), so one backward pass serves a batch: the gradient of
 images holds each image's own. Absolute values are taken before any sum over images.
 
 It takes a forward pass of its own, in single precision: what the store holds of the same images
-keeps every bit.
+keeps every bit. On a GPU a backward pass need not give the same last digits twice.
 """
 
 from __future__ import annotations

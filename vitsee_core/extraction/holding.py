@@ -6,8 +6,8 @@ takes a whole slab, or activations are held until the slab is full.
     file      the same in a scratch file that has no name, beside the store
 
 Rounding to float16 moves entries by 1e-5 of the mean diagonal (rms; 2e-4 at worst, measured on a
-small ViT); nothing else differs. One way and batch size give the same bytes whatever shards and
-resumed runs there are.
+small ViT); nothing else differs. On a CPU one way and batch size give the same bytes whatever
+shards and resumed runs there are; on a GPU kernels may be chosen anew, and last digits move.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One call of `vitsee extract`: prepare, create or join the store, fill what this process owns.
 
-Batches never cross a slab, so a slab's bytes do not depend on which process makes it.
+Batches never cross a slab, so a slab does not depend on which process makes it: bit for bit on a
+CPU, to last digits on a GPU, whose libraries may choose other kernels.
 """
 
 from __future__ import annotations

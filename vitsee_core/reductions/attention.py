@@ -10,8 +10,10 @@ import torch
 from vitsee_core.reductions.geometry import distances, sum_by_offset, unit_step
 from vitsee_core.reductions.passes import (
     row_entropies,
+    shared_information,
     spread_over_heads,
     spread_over_queries,
+    sum_in_order,
 )
 from vitsee_core.reductions.summary import PER_IMAGE, AttentionCall, AttentionSummary
 from vitsee_core.reductions.threads import run_split
@@ -37,8 +39,9 @@ class AttentionReducer:
 
     Holds their constants and its buffers: for each thread twice the scores of a block of images
     (2 MiB, on a GPU 256 MiB, or one image if that is more; `block_bytes` sets it), and those of
-    up to 16 images (one if they are large, or on a GPU). Every image is reduced by itself: its
-    values do not depend on blocks, batches or threads, bit for bit, nor do the sums on threads.
+    up to 16 images (one if they are large, or on a GPU). Every image is reduced by itself: on a CPU
+    its values do not depend on blocks, batches or threads, bit for bit, nor do the sums on threads;
+    a GPU's libraries choose kernels by the number of images, which moves last digits.
 
     `rollout` asks for head means, `rows` for the rows of every image, `full` for A itself.
     Raises ValueError if the layout has no grid or no stride: callers choose blocks that do.
@@ -115,7 +118,7 @@ class AttentionReducer:
                 self._reduce_part(call, images, kept, out, here, thread)
 
         def sum_pairs(_: int, heads: range) -> None:
-            total = _sum_in_order(sums["pairs"][:, heads.start : heads.stop, n:])
+            total = sum_in_order(sums["pairs"][:, heads.start : heads.stop, n:])
             total = total[..., n:].to(self._sum_dtype)
             out["aligned"][heads.start : heads.stop] = sum_by_offset(total, self.grid)
 
@@ -123,8 +126,8 @@ class AttentionReducer:
         run_split(sum_pairs, call.n_heads, min(n_threads, call.n_heads))
         return AttentionSummary(
             **{name: out[name] for name in (*PER_IMAGE, "aligned")},
-            received=_sum_in_order(sums["received_rows"]),
-            cls_map=_sum_in_order(sums["cls_rows"]) if "cls_rows" in sums else None,
+            received=sum_in_order(sums["received_rows"]),
+            cls_map=sum_in_order(sums["cls_rows"]) if "cls_rows" in sums else None,
             head_mean=out.get("head_mean"),
             received_rows=out["received_rows"] if self.rows else None,
             cls_rows=out.get("cls_rows") if self.rows else None,
@@ -216,7 +219,7 @@ class AttentionReducer:
         self._distances(rows, scratch, share, n_queries, here)
         renormalised = self._received(rows, share, here)
         spatial = torch.where(counted, spatial, 0.0).sum(-1) / n_queries
-        here["qk_nmi"].copy_(_shared_information(renormalised, spatial, n_queries))
+        here["qk_nmi"].copy_(shared_information(renormalised, spatial, n_queries))
         self._spreads(a, scores, here)
         if self.layout.cls is not None:
             here["cls_rows"].copy_(a[:, :, self.layout.cls])
@@ -300,23 +303,3 @@ class AttentionReducer:
         mean = torch.mean(a, 1, out=here["head_mean"]) if self.rollout else a.mean(1)
         std = spread_over_heads(rows, mean[:, n:], scratch[:, :, n:])
         here["head_std"].copy_(std[..., n:].mean(-1).mean(-1))
-
-
-def _shared_information(mean: Tensor, entropy: Tensor, n_queries: Tensor) -> Tensor:
-    """[H(mean) - entropy] / sqrt(ln n_queries H(mean)): (images, heads).
-
-    `mean`: (images, heads, keys), the mean row; `entropy`: the rows' mean entropy; `n_queries`:
-    how many rows. NaN (0 / 0) for one query, and where all rows are the same single key.
-    """
-    of_keys = torch.special.entr(mean).sum(-1)
-    shared = (of_keys - entropy).clamp_(min=0.0)
-    found: Tensor = shared / (n_queries.log() * of_keys).sqrt()
-    return found
-
-
-def _sum_in_order(parts: Tensor) -> Tensor:
-    """The sum over the first axis, term after term: equal bits whatever else is computed beside."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total

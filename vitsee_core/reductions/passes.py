@@ -81,3 +81,23 @@ def spread_over_heads(a: Tensor, mean: Tensor, scratch: Tensor) -> Tensor:
         torch.sub(head, mean, out=apart)
         total.addcmul_(apart, apart)
     return total.mul_(1.0 / (n - 1)).sqrt_()
+
+
+def shared_information(mean: Tensor, entropy: Tensor, n_queries: Tensor) -> Tensor:
+    """[H(mean) - entropy] / sqrt(ln n_queries H(mean)): (images, heads).
+
+    `mean`: (images, heads, keys), the mean row; `entropy`: the rows' mean entropy; `n_queries`:
+    how many rows. NaN (0 / 0) for one query, and where all rows are the same single key.
+    """
+    of_keys = torch.special.entr(mean).sum(-1)
+    shared = (of_keys - entropy).clamp_(min=0.0)
+    found: Tensor = shared / (n_queries.log() * of_keys).sqrt()
+    return found
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """The sum over the first axis, term after term: equal bits whatever else is computed beside."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
