@@ -412,8 +412,8 @@ def test_images_that_are_gone_or_changed(extractions: Path, tmp_path: Path) -> N
     moved = tmp_path / "moved"
     shutil.copytree(extractions / "data", moved)
     shutil.copytree(extractions / "summary.zarr", tmp_path / "s.zarr")
-    root = tmp_path / "s.zarr" / "zarr.json"
-    root.write_text(root.read_text().replace(str(extractions / "data"), "/gone/data"))
+    with edited(tmp_path / "s.zarr") as manifest:
+        manifest["info"]["data"]["data"] = "/gone/data"
     result = attn_map_cli(tmp_path / "s.zarr", "--image", "0")
     assert (result.exit_code, result.stdout) == (1, "")
     last = result.stderr.splitlines()[-1]

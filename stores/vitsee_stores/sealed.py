@@ -27,7 +27,7 @@ from vitsee_stores.chunks import (
     read_chunk,
 )
 from vitsee_stores.disk import each, read_regular, reason, work_pool
-from vitsee_stores.errors import StoreError
+from vitsee_stores.errors import StoreError, StoreMismatch
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, places
 from vitsee_stores.manifest import Manifest, Samples, samples_from_arrays
 
@@ -85,10 +85,12 @@ class SealedChunks:
 
         Raises:
             StoreError: the marker or the row is missing, damaged, or that of another slab or store.
+            StoreMismatch: another store is there now.
         """
         spec, index = self.specs["checksums"], (slab, 0)
         marker = root.read_marker(self.folder, slab, self.specs["commits"], self.manifest)
         if marker is None:
+            self._check_not_replaced()
             what = "is no sound marker of this slab"
             raise damage(self.folder, self.specs["commits"], index, what)
         try:
@@ -106,6 +108,11 @@ class SealedChunks:
                 return row
             what = "is not the row that the slab's marker seals"
         raise damage(self.folder, spec, index, what)
+
+    def _check_not_replaced(self) -> None:
+        manifest, _ = root.read_root(self.folder)
+        if manifest.store_id != self.manifest.store_id:
+            raise StoreMismatch(f"{self.folder} was replaced by another store during the work")
 
     def samples(self) -> Samples:
         """The images in the store's order.
