@@ -18,8 +18,8 @@ from tests.models_helpers import VIT as TINY
 from vitsee_cli.main import main
 from vitsee_core.models import ModelError, ablation, load_model, self_check, site_table
 from vitsee_core.models.ablation import ablate_skips
-from vitsee_core.models.alone import Alone, alone
-from vitsee_core.origin import model_of
+from vitsee_core.models.branch_only import BranchOnly, branch_only
+from vitsee_core.provenance import model_of
 from vitsee_core.results import describe_run
 from vitsee_stores import Store, open_store, validate
 
@@ -205,7 +205,7 @@ def test_a_skip_that_stays_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None
     model = small("vit_tiny_patch16_224", 32, **TINY)
     x = images(model)
     before = model.module(x)
-    monkeypatch.setattr(ablation, "alone", lambda f: f)
+    monkeypatch.setattr(ablation, "branch_only", lambda f: f)
     with pytest.raises(ModelError, match=r"blocks.0.attn cannot be done .* is not blocks.0"):
         ablate_skips(model, ["blocks.0"])
     assert not model.ablate_skip
@@ -255,19 +255,24 @@ def test_info_sidecar_and_the_model_again(cut_vit: Path, folder: Path, tmp_path:
 
 def test_sums_give_the_branch_itself() -> None:
     f, z = torch.randn(2, 3), torch.randn(2, 3)
-    for total in (alone(f) + z, z + alone(f), torch.add(z, alone(f)), alone(f).add(z)):
+    for total in (
+        branch_only(f) + z,
+        z + branch_only(f),
+        torch.add(z, branch_only(f)),
+        branch_only(f).add(z),
+    ):
         assert total is f
-    inplace: Tensor = alone(f)
+    inplace: Tensor = branch_only(f)
     inplace += z
     assert inplace is f
     other = z
-    other += alone(f)
+    other += branch_only(f)
     assert other is f
 
 
 def test_everything_else_sees_the_plain_tensor() -> None:
     f, z = torch.randn(2, 3), torch.randn(2, 3)
-    lonely = alone(f)
+    lonely = branch_only(f)
     for found, wanted in (
         (lonely * z, f * z),
         (lonely + 1, f + 1),
@@ -278,18 +283,18 @@ def test_everything_else_sees_the_plain_tensor() -> None:
     ):
         assert type(found) is Tensor
         assert torch.equal(found, wanted)
-    assert isinstance(lonely, Alone)
+    assert isinstance(lonely, BranchOnly)
     assert torch.equal(lonely, f)
 
 
 def test_gradients_and_types() -> None:
     f = torch.randn(2, 3, requires_grad=True)
     z = torch.randn(2, 3, requires_grad=True)
-    (z + alone(2 * f)).sum().backward()
+    (z + branch_only(2 * f)).sum().backward()
     assert f.grad is not None
     assert torch.equal(f.grad, torch.full((2, 3), 2.0))
     assert z.grad is None
     half = torch.randn(2, 3).bfloat16()
-    total = torch.randn(2, 3) + alone(half)
+    total = torch.randn(2, 3) + branch_only(half)
     assert total.dtype == torch.float32
     assert torch.equal(total, half.float())

@@ -31,7 +31,7 @@ from vitsee_core.analyses.attn_map import KINDS, MAP_COLUMNS, NUMBER_COLUMNS, pl
 from vitsee_core.attention import recompute
 from vitsee_core.attention.recompute import attention_of_images, find_rows
 from vitsee_core.figures.head_tiles import SCALES, Tiles, tile_table
-from vitsee_core.origin import Origin
+from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -459,7 +459,7 @@ def test_weights_of_a_checkpoint_are_found_again(tmp_path: Path) -> None:
     (tmp_path / "w.pth").rename(tmp_path / "elsewhere.pth")
     with pytest.raises(VitseeError, match=r"no checkpoint at .*w\.pth"):
         run(store, image=["0"])
-    origin = Origin(checkpoint=tmp_path / "elsewhere.pth")
+    origin = Provenance(checkpoint=tmp_path / "elsewhere.pth")
     assert equal(table, run(store, image=["0"], origin=origin))
 
 

@@ -28,13 +28,13 @@ def answering(model: LoadedModel, patches: Patches, axis: int) -> np.ndarray[Any
     """The oracle: (cells, pixels) along an axis, which cells change when one row or column of
     pixels does."""
     base, other = images(model, 2)
-    before = cells(model.module, patches.tap, patches.view, base[None])
+    before = cells(model.module, patches.hook_point, patches.view, base[None])
     rows = []
     for pixel in range(model.input_size[1 + axis]):
         changed = base.clone()
         part = (slice(None), pixel) if axis == 0 else (slice(None), slice(None), pixel)
         changed[part] = other[part]
-        after = cells(model.module, patches.tap, patches.view, changed[None])
+        after = cells(model.module, patches.hook_point, patches.view, changed[None])
         rows.append((after - before)[0].abs().amax((1 - axis, 2)) > 1e-6)
     return torch.stack(rows, 1).numpy()
 

@@ -25,7 +25,7 @@ from vitsee_cli.main import main
 from vitsee_core.analyses.saliency import COLUMNS, plot, run
 from vitsee_core.masks import figure
 from vitsee_core.masks.overlap import BASELINES
-from vitsee_core.origin import Origin
+from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -307,11 +307,11 @@ def test_sizes_are_compared_with_the_images(
     data.rename(tmp_path / "moved")
     run(store, masks=masks)
     assert "sizes are not compared" in caplog.text
-    moved = Origin(str(tmp_path / "moved"))
+    moved = Provenance(str(tmp_path / "moved"))
     with pytest.raises(VitseeError, match=r"1\.png is 8 x 8"):
         run(store, masks=masks, origin=moved)
     with pytest.raises(VitseeError, match="cannot be read again"):
-        run(store, masks=masks, origin=Origin(str(tmp_path / "nowhere")))
+        run(store, masks=masks, origin=Provenance(str(tmp_path / "nowhere")))
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.models_helpers import SMALL, VIT, images, small
 from vitsee_core.models import Capture, LoadedModel, SelfCheck, SiteTable, self_check, site_table
+from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.sites import Point
-from vitsee_core.models.taps import Tap
 
 CONVNET: dict[str, Any] = {}
 # id -> timm name, image size, arguments, number of residual sublayers, of attention blocks
@@ -158,19 +158,19 @@ def resnet() -> tuple[LoadedModel, SiteTable]:
     return model, site_table(model)
 
 
-def moved(table: SiteTable, site: str, tap: Tap) -> SiteTable:
+def moved(table: SiteTable, site: str, hook_point: HookPoint) -> SiteTable:
     """The table with one hook in the wrong place."""
-    point = Point((tap,), table.points[site].view)
+    point = Point((hook_point,), table.points[site].view)
     return dataclasses.replace(table, points={**table.points, site: point})
 
 
 WRONG_VIT = {
-    "branch before LayerScale": ("blocks.1.attn.branch", Tap("blocks.1.attn.proj")),
-    "mlp branch before LayerScale": ("blocks.1.mlp.branch", Tap("blocks.1.mlp.fc2")),
-    "mid taken as in": ("blocks.1.mid", Tap("blocks.1", "in")),
-    "in taken as mid": ("blocks.1.in", Tap("blocks.1.norm2", "in")),
-    "out of another block": ("blocks.1.out", Tap("blocks.0")),
-    "branch of another block": ("blocks.1.attn.branch", Tap("blocks.2.drop_path1")),
+    "branch before LayerScale": ("blocks.1.attn.branch", HookPoint("blocks.1.attn.proj")),
+    "mlp branch before LayerScale": ("blocks.1.mlp.branch", HookPoint("blocks.1.mlp.fc2")),
+    "mid taken as in": ("blocks.1.mid", HookPoint("blocks.1", "in")),
+    "in taken as mid": ("blocks.1.in", HookPoint("blocks.1.norm2", "in")),
+    "out of another block": ("blocks.1.out", HookPoint("blocks.0")),
+    "branch of another block": ("blocks.1.attn.branch", HookPoint("blocks.2.drop_path1")),
 }
 
 
@@ -179,8 +179,8 @@ def test_a_wrong_hook_in_a_transformer_fails(
     vit: tuple[LoadedModel, SiteTable], fault: str
 ) -> None:
     model, table = vit
-    site, tap = WRONG_VIT[fault]
-    result = checked(model, moved(table, site, tap))
+    site, hook_point = WRONG_VIT[fault]
+    result = checked(model, moved(table, site, hook_point))
     assert any(site.rpartition(".")[0][:8] in line for line in result.failures)
 
 
@@ -193,18 +193,18 @@ def test_attention_of_another_block_fails(vit: tuple[LoadedModel, SiteTable]) ->
 
 
 WRONG_RESNET = {
-    "branch after the in-place sum": ("layer2.1.branch", Tap("layer2.1.act3", "in")),
-    "branch before the norm": ("layer2.1.branch", Tap("layer2.1.conv3")),
-    "shortcut before downsample": ("layer2.0.shortcut", Tap("layer2.0.downsample.0")),
-    "out before the activation": ("layer2.1.out", Tap("layer2.1.bn2")),
+    "branch after the in-place sum": ("layer2.1.branch", HookPoint("layer2.1.act3", "in")),
+    "branch before the norm": ("layer2.1.branch", HookPoint("layer2.1.conv3")),
+    "shortcut before downsample": ("layer2.0.shortcut", HookPoint("layer2.0.downsample.0")),
+    "out before the activation": ("layer2.1.out", HookPoint("layer2.1.bn2")),
 }
 
 
 @pytest.mark.parametrize("fault", WRONG_RESNET)
 def test_a_wrong_hook_in_a_resnet_fails(resnet: tuple[LoadedModel, SiteTable], fault: str) -> None:
     model, table = resnet
-    site, tap = WRONG_RESNET[fault]
-    result = checked(model, moved(table, site, tap))
+    site, hook_point = WRONG_RESNET[fault]
+    result = checked(model, moved(table, site, hook_point))
     assert any(site.rpartition(".")[0] in line for line in result.failures)
 
 
@@ -240,7 +240,7 @@ def test_a_module_called_another_number_of_times_fails(
     vit: tuple[LoadedModel, SiteTable],
 ) -> None:
     model, table = vit
-    wrong = moved(table, "blocks.1.norm2", Tap("blocks.1.norm2", calls=2))
+    wrong = moved(table, "blocks.1.norm2", HookPoint("blocks.1.norm2", calls=2))
     result = checked(model, wrong)
     assert result.failures == [
         "blocks.1.norm2: module blocks.1.norm2 was called 1 times in one forward pass, expected 2"

@@ -34,7 +34,7 @@ from PIL import Image
 from vitsee_cli.main import main as vitsee
 from vitsee_core.images import normalise
 from vitsee_core.models import LoadedModel, ModelError, load_model
-from vitsee_core.origin import Pictures
+from vitsee_core.provenance import Pictures
 from vitsee_stores import Store, VitseeError, open_store
 
 N_IMAGES = 3

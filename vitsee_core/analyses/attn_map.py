@@ -50,9 +50,9 @@ from vitsee_core.columns import SITE, site_columns
 from vitsee_core.figures.head_numbers import draw_numbers
 from vitsee_core.figures.head_tiles import draw_grid
 from vitsee_core.figures.image_figure import draw_images
-from vitsee_core.origin import Origin
 from vitsee_core.plotting import styled
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import INTERVAL_METHOD, Summary
 from vitsee_core.streaming import Rows, choose_rows, fold
@@ -101,7 +101,7 @@ def run(
     jobs: int = 1,
     memory: int | None = None,
     device: str = "auto",
-    origin: Origin | None = None,
+    origin: Provenance | None = None,
     map: Map | None = None,
     progress: Progress = SILENT,
 ) -> Table:
@@ -194,7 +194,7 @@ def _of_store(
     jobs: int,
     memory: int | None,
     device: str,
-    origin: Origin | None,
+    origin: Provenance | None,
     map: Map | None,
     progress: Progress,
 ) -> Table:
@@ -251,7 +251,7 @@ def _rollout(
     jobs: int,
     map: Map | None,
     device: str,
-    origin: Origin | None,
+    origin: Provenance | None,
     progress: Progress,
 ) -> tuple[Summary, Block]:
     """Moments over images of each token, and the block the rollout starts from."""

@@ -36,9 +36,9 @@ from vitsee_core.masks import RULES, Truth, ground_truth, open_masks
 from vitsee_core.masks.figure import draw_saliency
 from vitsee_core.masks.overlap import BASELINES, blind_overlaps
 from vitsee_core.masks.scoring import TOKENS, Overlaps, Wanted, overlaps
-from vitsee_core.origin import Origin
 from vitsee_core.plotting import styled
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import INTERVAL_METHOD, Moments, Summary
 from vitsee_core.streaming import Rows, choose_rows
@@ -83,7 +83,7 @@ def run(
     jobs: int = 1,
     memory: int | None = None,
     device: str = "auto",
-    origin: Origin | None = None,
+    origin: Provenance | None = None,
     map: Map | None = None,
     progress: Progress = SILENT,
 ) -> Table:
@@ -124,7 +124,7 @@ def run(
     selected = blocks_of_each(stores, sites)
     plans = [_wanted(store, blocks, tokens) for store, blocks in selected.members]
     source = open_masks(masks, background, void)
-    origin = origin or Origin()
+    origin = origin or Provenance()
     rows: list[dict[str, Any]] = []
     counts: dict[str, Any] = {}
     for store, wanted in zip(selected.stores, plans, strict=True):

@@ -20,8 +20,8 @@ from vitsee_core.attention.head_maps import check_heads, spatial
 from vitsee_core.attention.heads import Block, attention_blocks
 from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
 from vitsee_core.columns import SITE, site_columns
-from vitsee_core.origin import Origin, Pictures
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.provenance import Pictures, Provenance
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import Moments, Summary
 from vitsee_stores.errors import VitseeError
@@ -53,7 +53,7 @@ def map_images(
     query: Sequence[tuple[int, int]] = (),
     *,
     device: str = "auto",
-    origin: Origin | None = None,
+    origin: Provenance | None = None,
     progress: Progress = SILENT,
 ) -> Table:
     """One row a cell of each map of each image.
@@ -92,7 +92,7 @@ def map_images(
         found = dict(_tokens(block, a, query)) if block.site in wanted else {}
         return found | ({HEAD_MEAN: a.mean(1)} if rolled else {})
 
-    origin = origin or Origin()
+    origin = origin or Provenance()
     parts: list[dict[str, Array]] = []
     blocks = every if rolled else shown
     found = attention_of_images(
@@ -128,7 +128,7 @@ def mean_rollout(
     blocks: Sequence[Block],
     *,
     device: str,
-    origin: Origin | None,
+    origin: Provenance | None,
     progress: Progress,
 ) -> Summary:
     """Moments over these images of the rollout without residual term, (tokens,)."""
@@ -224,7 +224,7 @@ def _rollouts(
     ]
 
 
-def _pictures(store: Store, rows: NDArray[np.int64], origin: Origin) -> dict[str, str]:
+def _pictures(store: Store, rows: NDArray[np.int64], origin: Provenance) -> dict[str, str]:
     """Image -> PNG in base64; without those that cannot be read any more, which is said."""
     from PIL import Image
 

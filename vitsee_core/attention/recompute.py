@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import Block, attention_blocks
-from vitsee_core.origin import Origin, Pictures, model_of
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.provenance import Pictures, Provenance, model_of
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def attention_of_images(
     take: Take,
     *,
     blocks: Sequence[Block] | None = None,
-    origin: Origin | None = None,
+    origin: Provenance | None = None,
     device: str = "auto",
     progress: Progress = SILENT,
 ) -> Iterator[Attended]:
@@ -107,7 +107,7 @@ def attention_of_images(
         rows: valid rows of the store, each once.
         take: what to keep.
         blocks: all that the store has attention of, by default.
-        origin: see `Origin`.
+        origin: see `Provenance`.
         device: as --device; of stored attention it is not needed.
         progress: told the images done.
 
@@ -122,7 +122,7 @@ def attention_of_images(
         found = (
             _stored(store, rows, take, chosen)
             if stored
-            else _computed(store, rows, take, chosen, origin or Origin(), device)
+            else _computed(store, rows, take, chosen, origin or Provenance(), device)
         )
         for part in found:
             yield part
@@ -167,7 +167,7 @@ def _computed(
     rows: Rows,
     take: Take,
     blocks: Sequence[Block],
-    origin: Origin,
+    origin: Provenance,
     device: str,
 ) -> Iterator[Attended]:
     import torch

@@ -14,8 +14,8 @@ from vitsee_core.attention.heads import Block
 from vitsee_core.attention.recompute import attention_of_images
 from vitsee_core.masks.labels import Labels
 from vitsee_core.masks.overlap import overlap, top_mass
-from vitsee_core.origin import Origin
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.provenance import Provenance
 from vitsee_core.statistics.moments import Moments
 from vitsee_core.streaming import Rows, fold
 
@@ -42,7 +42,7 @@ def overlaps(
     jobs: int = 1,
     memory: int | None = None,
     device: str = "auto",
-    origin: Origin | None = None,
+    origin: Provenance | None = None,
     map: Map | None = None,
     progress: Progress = SILENT,
 ) -> Overlaps:
@@ -68,7 +68,7 @@ def overlaps(
     make = partial(Overlaps, wanted, labels, mass)
     if not _has_rows(store, wanted):
         found = make()
-        _compute(store, found, wanted, rows, origin or Origin(), device, progress)
+        _compute(store, found, wanted, rows, origin or Provenance(), device, progress)
         return found
     slab_bytes = _slab_bytes(store, wanted)
     return fold(store, make, rows=rows, jobs=jobs, memory=memory, slab_bytes=slab_bytes, map=map)
@@ -137,7 +137,7 @@ def _compute(
     found: Overlaps,
     wanted: Wanted,
     used: Rows,
-    origin: Origin,
+    origin: Provenance,
     device: str,
     progress: Progress,
 ) -> None:

@@ -18,8 +18,8 @@ from vitsee_core.images.openers import FileOpener
 from vitsee_core.masks.geometry import as_seen, mask_recipe, token_labels
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource
 from vitsee_core.masks.matching import match_names
-from vitsee_core.origin import source_of
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.provenance import source_of
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
 

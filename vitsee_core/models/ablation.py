@@ -1,9 +1,9 @@
 """Forward passes without some skip connections: z + f(z) becomes f(z) (Raghu et al. 2021, Fig. 8).
 
-The branch's last module hands its output on as a tensor that stays what it is when the skip is
-added (alone.py), so the result is f to the bit and nothing of the block's code is rewritten. That
-the model does hand on f is proven: first on random images, then by every extraction's self-check,
-as branch == sum.
+The branch's last module returns its output as a tensor that ignores the addition of the skip
+(branch_only.py), so the result is f to the bit and no code of the block is rewritten. That the
+block's output is f is verified: first on random images, then by every extraction's self-check, as
+branch == sum.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from vitsee_core.models.alone import alone
+from vitsee_core.models.branch_only import branch_only
+from vitsee_core.models.hook_points import HookPoint, ModelError
 from vitsee_core.models.sites import SiteTable, site_table
-from vitsee_core.models.taps import ModelError, Tap
 from vitsee_stores.errors import SiteError
 from vitsee_stores.manifest import few
 from vitsee_stores.selectors import GROUPS, select_names
@@ -43,7 +43,7 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
     chosen = sorted({found for name in names for found in _sublayers(model, table, name)})
     if not chosen:
         return
-    ends = [table.points[table.residuals[name].branch].taps[0] for name in chosen]
+    ends = [table.points[table.residuals[name].branch].hook_points[0] for name in chosen]
     cuts = _Cuts(model.module, ends)
     before, model.ablate_skip = model.ablate_skip, tuple(chosen)
     proven = site_table(model)
@@ -83,12 +83,12 @@ def _sublayers(model: LoadedModel, table: SiteTable, text: str) -> list[str]:
 class _Cuts:
     """Hooks behind the branches' last modules, counting the calls of those that several share."""
 
-    def __init__(self, module: nn.Module, ends: Sequence[Tap]) -> None:
+    def __init__(self, module: nn.Module, ends: Sequence[HookPoint]) -> None:
         self.counts: Counter[str] = Counter()
         self.handles = [module.register_forward_pre_hook(lambda _m, _a: self.counts.clear())]
         by_module: dict[str, set[int]] = {}
-        for tap in ends:
-            by_module.setdefault(tap.module, set()).add(tap.call)
+        for hook_point in ends:
+            by_module.setdefault(hook_point.module, set()).add(hook_point.call)
         for path, calls in by_module.items():
             child = module.get_submodule(path)
             self.handles.append(child.register_forward_hook(self._cut(path, calls)))
@@ -97,7 +97,7 @@ class _Cuts:
         def cut(_module: nn.Module, _args: Any, output: Any) -> Tensor | None:
             call = self.counts[path]
             self.counts[path] += 1
-            return alone(output) if call in calls and isinstance(output, Tensor) else None
+            return branch_only(output) if call in calls and isinstance(output, Tensor) else None
 
         return cut
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vitsee_core.models.taps import ModelError
+from vitsee_core.models.hook_points import ModelError
 
 # What timm loads, from where and onto what; each has an option of its own here, or none.
 LOADING = {

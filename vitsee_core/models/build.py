@@ -8,16 +8,16 @@ from dataclasses import replace
 
 from torch import nn
 
+from vitsee_core.models.attention_sites import Attention, attention_blocks, rollout_refusal
 from vitsee_core.models.blocks import has_weights, is_leaf
-from vitsee_core.models.entries import Entry, find_aliases, specs
 from vitsee_core.models.families import describe
 from vitsee_core.models.families.base import Description, Part, Residual
-from vitsee_core.models.head import head_taps
+from vitsee_core.models.head import head_hook_points
+from vitsee_core.models.hook_points import HookPoint, View
 from vitsee_core.models.reading import Reader
-from vitsee_core.models.served import Attention, attention_blocks, rollout_refusal
+from vitsee_core.models.site_drafts import SiteDraft, find_aliases, specs
 from vitsee_core.models.sites import Point, SiteTable, Sublayer
 from vitsee_core.models.survey import Survey
-from vitsee_core.models.taps import Tap, View
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
 
@@ -47,9 +47,9 @@ class TableBuilder:
 
     def build(self) -> SiteTable:
         """The table, its sites in the model's order."""
-        entries = self._unique(list(self._entries()))
-        find_aliases(entries)
-        sites = specs(entries)
+        drafts = self._unique(list(self._drafts()))
+        find_aliases(drafts)
+        sites = specs(drafts)
         by_name = {site.name: site for site in sites}
         sublayers, residuals = self._sublayers(by_name)
         attention = attention_blocks(self)
@@ -63,7 +63,7 @@ class TableBuilder:
             rollout_refusal=self._rollout_refusal(attention),
             left_out={**self.left_out, **self.demoted, **attention.left_out},
             patches=self.geometry.patches,
-            points={entry.name: Point(entry.taps, entry.view) for entry in entries},
+            points={draft.name: Point(draft.hook_points, draft.view) for draft in drafts},
             residuals=residuals,
             attention_modules=attention.modules,
             heads=attention.heads,
@@ -76,7 +76,7 @@ class TableBuilder:
             return f"its identity stands for skips, and {cut[0]} works without its own"
         return rollout_refusal(attention, len(self.blocks))
 
-    def _entries(self) -> Iterator[Entry]:
+    def _drafts(self) -> Iterator[SiteDraft]:
         """All sites in the model's order."""
         leaves = [name for name in self.modules if self._is_site(name)]
         inside: dict[str | None, list[str]] = defaultdict(list)
@@ -85,13 +85,13 @@ class TableBuilder:
         outside = inside[None]
         first = self.index[self.blocks[0]] if self.blocks else len(self.index)
         before = [name for name in outside if self.index[name] < first]
-        head, missing = head_taps(self.model, self.trace)
+        head, missing = head_hook_points(self.model, self.trace)
         yield from self._lone_modules(before, head)
         for i, path in enumerate(self.blocks):
             entrance = self._entrance(path, i)
             if entrance:
                 yield entrance
-            yield from self._block_entries(path, inside[path])
+            yield from self._block_drafts(path, inside[path])
             start = self.index[path]
             end = self.index[self.blocks[i + 1]] if i + 1 < len(self.blocks) else start
             between = [name for name in outside if start < self.index[name] < end]
@@ -103,7 +103,7 @@ class TableBuilder:
                 yield from self._whole(part, head[part])
         self.left_out |= {k: v for k, v in missing.items() if k not in head}
 
-    def _entrance(self, path: str, i: int) -> Entry | None:
+    def _entrance(self, path: str, i: int) -> SiteDraft | None:
         """embed or stem before the first block, and embed before the blocks that follow a
         backbone of another kind."""
         root = path.split(".")[0]
@@ -117,21 +117,21 @@ class TableBuilder:
         if seen.shape[1:] == (3, *self.geometry.image) or (i and name in self.entered):
             return None
         self.entered.add(name)
-        return Entry(name, name, None, {"blocks"}, (Tap(path, "in"),), seen, view)
+        return SiteDraft(name, name, None, {"blocks"}, (HookPoint(path, "in"),), seen, view)
 
-    def _block_entries(self, path: str, leaves: list[str]) -> Iterator[Entry]:
+    def _block_drafts(self, path: str, leaves: list[str]) -> Iterator[SiteDraft]:
         described = self.described.get(path)
-        parts = described.parts if described else (Part("out", Tap(path), ("blocks",)),)
-        named = {part.tap.module: part for part in parts if part.tap.when == "out"}
+        parts = described.parts if described else (Part("out", HookPoint(path), ("blocks",)),)
+        named = {part.hook_point.module: part for part in parts if part.hook_point.when == "out"}
         base: list[View] = []
         for part in parts:
-            seen = self.read.seen(part.tap)
+            seen = self.read.seen(part.hook_point)
             if seen is not None and part.name in ("in", "out", "shortcut"):
-                base.append(self.read.token_view(path, seen, part.tap.when == "in"))
+                base.append(self.read.token_view(path, seen, part.hook_point.when == "in"))
         waiting = [name for name in leaves if name not in named]
         anchor = self.index[path]
         for part in parts:
-            anchor = max(anchor, self.index[part.tap.module])
+            anchor = max(anchor, self.index[part.hook_point.module])
             limit = len(self.index) if part.name == "out" else anchor
             while waiting and self.index[waiting[0]] < limit:
                 yield from self._module(waiting.pop(0), path, base, described)
@@ -139,30 +139,30 @@ class TableBuilder:
         for name in waiting:
             yield from self._module(name, path, base, described)
 
-    def _part(self, path: str, part: Part, base: list[View]) -> Iterator[Entry]:
+    def _part(self, path: str, part: Part, base: list[View]) -> Iterator[SiteDraft]:
         name = f"{path}.{part.name}"
-        seen = self.read.seen(part.tap)
+        seen = self.read.seen(part.hook_point)
         if seen is None:
-            self.left_out[name] = self.read.why_not(part.tap)
+            self.left_out[name] = self.read.why_not(part.hook_point)
             return
         groups = set(part.groups)
-        leaf = part.tap.when == "out" and is_leaf(self.modules[part.tap.module])
-        if leaf and f"{path}.{part.name}" == part.tap.module:
+        leaf = part.hook_point.when == "out" and is_leaf(self.modules[part.hook_point.module])
+        if leaf and f"{path}.{part.name}" == part.hook_point.module:
             groups.add("modules")
         if part.rows:
             view = View("rows", TokenLayout((), None, rows=seen.shape[1]))
         elif part.name in ("in", "out", "shortcut"):
-            view = self.read.token_view(path, seen, part.tap.when == "in")
+            view = self.read.token_view(path, seen, part.hook_point.when == "in")
         else:
             view = self.read.inner_view(seen, base)
-        yield Entry(name, part.name, path, groups, (part.tap,), seen, view)
+        yield SiteDraft(name, part.name, path, groups, (part.hook_point,), seen, view)
 
     def _module(
         self, name: str, path: str, base: list[View], described: Description | None
-    ) -> Iterator[Entry]:
-        seen = self.read.seen(Tap(name))
+    ) -> Iterator[SiteDraft]:
+        seen = self.read.seen(HookPoint(name))
         if seen is None:
-            self.left_out[name] = self.read.why_not(Tap(name))
+            self.left_out[name] = self.read.why_not(HookPoint(name))
             return
         rows_below = described.rows_below if described else ()
         if any(name == p or name.startswith(f"{p}.") for p in rows_below) and len(seen.shape) == 3:
@@ -170,37 +170,46 @@ class TableBuilder:
         else:
             view = self.read.inner_view(seen, base)
         part = name.removeprefix(f"{path}.") if name != path else name.rpartition(".")[2]
-        yield Entry(
-            name, part, path, self._module_groups(name), (Tap(name),), seen, view, module_only=True
+        yield SiteDraft(
+            name,
+            part,
+            path,
+            self._module_groups(name),
+            (HookPoint(name),),
+            seen,
+            view,
+            module_only=True,
         )
 
     def _lone_modules(
-        self, names: list[str], head: Mapping[str, tuple[Tap, ...]]
-    ) -> Iterator[Entry]:
+        self, names: list[str], head: Mapping[str, tuple[HookPoint, ...]]
+    ) -> Iterator[SiteDraft]:
         for name in names:
             if name in head:
                 yield from self._whole(name, head[name])
                 continue
-            seen = self.read.seen(Tap(name))
+            seen = self.read.seen(HookPoint(name))
             if seen is None:
-                self.left_out[name] = self.read.why_not(Tap(name))
+                self.left_out[name] = self.read.why_not(HookPoint(name))
                 continue
             groups = self._module_groups(name)
             view = self.read.inner_view(seen, [])
-            yield Entry(name, name, None, groups, (Tap(name),), seen, view, module_only=True)
+            yield SiteDraft(
+                name, name, None, groups, (HookPoint(name),), seen, view, module_only=True
+            )
 
-    def _whole(self, part: str, taps: tuple[Tap, ...]) -> Iterator[Entry]:
-        seen = self.read.seen(taps[0])
+    def _whole(self, part: str, hook_points: tuple[HookPoint, ...]) -> Iterator[SiteDraft]:
+        seen = self.read.seen(hook_points[0])
         if seen is None:
-            self.left_out[part] = self.read.why_not(taps[0])
+            self.left_out[part] = self.read.why_not(hook_points[0])
             return
         groups = {"head"} | ({"norms", "modules"} if part == "norm" else set())
         view = View("vector")
         if part == "norm":
             view = self.read.token_view(self.blocks[-1], seen) if self.blocks else View("raw")
-        if len(taps) > 1:
+        if len(hook_points) > 1:
             seen = replace(seen, key=(-1, 0))
-        yield Entry(part, part, None, groups, taps, seen, view)
+        yield SiteDraft(part, part, None, groups, hook_points, seen, view)
 
     def _is_site(self, name: str) -> bool:
         module = self.modules[name]
@@ -229,13 +238,13 @@ class TableBuilder:
         kind = type(self.modules[name]).__name__.lower()
         return {"modules", "norms"} if "norm" in kind else {"modules"}
 
-    def _unique(self, entries: list[Entry]) -> list[Entry]:
-        """The entries without modules that are called like a site of the vocabulary."""
-        taken = {entry.name for entry in entries if not entry.module_only}
-        clash = [entry for entry in entries if entry.module_only and entry.name in taken]
-        for entry in clash:
-            self.left_out[f"{entry.name} (module)"] = "its name is taken by the site of that name"
-        return [entry for entry in entries if entry not in clash]
+    def _unique(self, drafts: list[SiteDraft]) -> list[SiteDraft]:
+        """The drafts without modules that are called like a site of the vocabulary."""
+        taken = {draft.name for draft in drafts if not draft.module_only}
+        clash = [draft for draft in drafts if draft.module_only and draft.name in taken]
+        for draft in clash:
+            self.left_out[f"{draft.name} (module)"] = "its name is taken by the site of that name"
+        return [draft for draft in drafts if draft not in clash]
 
     def _sublayers(
         self, sites: Mapping[str, SiteSpec]

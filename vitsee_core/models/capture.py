@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.attention import AttentionCall, AttentionEvent, AttentionWatch
-from vitsee_core.models.taps import (
+from vitsee_core.models.hook_points import (
     CaptureError,
-    Tap,
+    HookPoint,
     first_tensor,
     input_tensor,
     refuse_compiled,
@@ -44,7 +44,7 @@ class Observer(Protocol):
 
 
 class Hooks:
-    """Consumers of taps, by module: installed once, counted in every pass."""
+    """Consumers of hook points, by module: installed once, counted in every pass."""
 
     def __init__(self, module: nn.Module, watch: AttentionWatch) -> None:
         self.module, self.watch = module, watch
@@ -55,11 +55,13 @@ class Hooks:
         self.counts: dict[tuple[str, bool], int] = defaultdict(int)
         self.handles: list[RemovableHandle] = []
 
-    def on(self, tap: Tap, consumer: Consumer, what: str) -> None:
-        """Give the tap's tensor to `consumer` in every pass; `what` names it in errors."""
-        entering = tap.when == "in"
-        (self.entering if entering else self.leaving)[tap.module].append((tap.call, consumer))
-        self.expected.setdefault((tap.module, entering), (tap.calls, what))
+    def on(self, hook_point: HookPoint, consumer: Consumer, what: str) -> None:
+        """Give the hook point's tensor to `consumer` in every pass; `what` names it in errors."""
+        entering = hook_point.when == "in"
+        (self.entering if entering else self.leaving)[hook_point.module].append(
+            (hook_point.call, consumer)
+        )
+        self.expected.setdefault((hook_point.module, entering), (hook_point.calls, what))
 
     def install(self) -> None:
         """Register one hook for each module and direction."""
@@ -89,7 +91,7 @@ class Hooks:
 
     def check(self) -> None:
         """Raises:
-        CaptureError: a module was called another number of times than its taps expect.
+        CaptureError: a module was called another number of times than its hook points expect.
         """
         for (name, entering), (calls, what) in self.expected.items():
             met = self.counts[name, entering]
@@ -154,19 +156,19 @@ class Capture:
         """Give a site's tensor, as the model has it, to `consumer`; aliases are sites here. A site
         made of several tensors (the mean of two heads' inputs) comes once all are there."""
         point = self.table.points[name]
-        if len(point.taps) == 1:
-            self.hooks.on(point.taps[0], consumer, name)
+        if len(point.hook_points) == 1:
+            self.hooks.on(point.hook_points[0], consumer, name)
             return
-        for i, tap in enumerate(point.taps):
+        for i, hook_point in enumerate(point.hook_points):
 
             def gather(x: Tensor, i: int = i) -> None:
                 parts = self._held[f"{name} for {id(consumer)}"]
                 parts[i] = x
-                if len(parts) == len(point.taps):
+                if len(parts) == len(point.hook_points):
                     consumer(torch.stack(list(parts.values())).mean(0))
                     parts.clear()
 
-            self.hooks.on(tap, gather, name)
+            self.hooks.on(hook_point, gather, name)
 
     def run(self, x: Tensor, observer: Observer) -> Any:
         """The model's own output for a batch, bit for bit, with everything shown to `observer`.
@@ -209,7 +211,7 @@ class Capture:
         self.hooks.install()
         if not self.hooks.handles:
             # Nothing chosen: run() is then the plain forward pass.
-            self.hooks.on(Tap("", "in"), lambda _x: None, "input")
+            self.hooks.on(HookPoint("", "in"), lambda _x: None, "input")
             self.hooks.install()
         return self
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.head import classifiers
-from vitsee_core.models.taps import ModelError
+from vitsee_core.models.hook_points import ModelError
 
 # Which of several state dicts in a file, or of several copies of the model in one, is taken: the
 # one its authors evaluate. Averaged weights (EMA) are taken only where a file holds nothing else.

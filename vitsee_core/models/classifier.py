@@ -15,7 +15,7 @@ from vitsee_core.head_weights import POOLS, HeadWeights
 from vitsee_core.models.attention import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.head import classifiers
-from vitsee_core.models.taps import CaptureError, first_tensor
+from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.trace import probe_images
 from vitsee_stores.layout import SiteSpec, TokenLayout
 

@@ -15,9 +15,9 @@ from torch import nn
 from vitsee_core.machine import human_bytes, memory_bytes
 from vitsee_core.models.arguments import refuse_loading
 from vitsee_core.models.head import classifiers
+from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.input_transform import checked_size
-from vitsee_core.models.sources import NotHere, local_only, needs_network, why_unreachable
-from vitsee_core.models.taps import ModelError
+from vitsee_core.models.weight_sources import NotHere, local_only, needs_network, why_unreachable
 
 _HUB = ("hf-hub:", "hf_hub:")
 _FOLDER = "local-dir:"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from vitsee_core.models.taps import Tap
+from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.trace import Trace
 
 
@@ -43,19 +43,21 @@ def _layer(model: nn.Module, trace: Trace, name: str) -> str:
     return inner[-1] if inner else name
 
 
-def head_taps(model: nn.Module, trace: Trace) -> tuple[dict[str, tuple[Tap, ...]], dict[str, str]]:
+def head_hook_points(
+    model: nn.Module, trace: Trace
+) -> tuple[dict[str, tuple[HookPoint, ...]], dict[str, str]]:
     """Taps of `norm`, `pooled` and `logits`, and the reason for each that the model has not.
 
     pooled: what goes into the classifier; where there are two (distillation), the mean of what
     goes into each, which is timm's own pre-logits output.
     """
-    taps: dict[str, tuple[Tap, ...]] = {}
+    hook_points: dict[str, tuple[HookPoint, ...]] = {}
     missing: dict[str, str] = {}
     norm = getattr(model, "norm", None)
     after = trace.by_image(trace.left("norm"))
     present = isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity)
     if present and after and len(after.shape) >= 3:
-        taps["norm"] = (Tap("norm"),)
+        hook_points["norm"] = (HookPoint("norm"),)
     names = {id(module): name for name, module in model.named_modules()}
     found = [names[id(module)] for module in classifiers(model) if id(module) in names]
     found = [_layer(model, trace, name) for name in found]
@@ -65,7 +67,9 @@ def head_taps(model: nn.Module, trace: Trace) -> tuple[dict[str, tuple[Tap, ...]
         missing["pooled"] = "several classifiers, on vectors of different sizes"
     elif found and len(vectors) == len(found):
         same = len({x.key for x in vectors}) == 1
-        taps["pooled"] = tuple(Tap(name, "in") for name in (found[:1] if same else found))
+        hook_points["pooled"] = tuple(
+            HookPoint(name, "in") for name in (found[:1] if same else found)
+        )
     else:
         missing["pooled"] = "no vector goes into the classifier"
     output = trace.by_image(trace.left(""))
@@ -73,5 +77,5 @@ def head_taps(model: nn.Module, trace: Trace) -> tuple[dict[str, tuple[Tap, ...]
     if output is None or len(output.shape) != 2 or not is_head:
         missing["logits"] = "the model's output is no vector of logits"
     else:
-        taps["logits"] = (Tap(""),)
-    return taps, missing
+        hook_points["logits"] = (HookPoint(""),)
+    return hook_points, missing

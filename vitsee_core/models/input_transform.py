@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from vitsee_core.models.taps import ModelError
+from vitsee_core.models.hook_points import ModelError
 
 MOST_PIXELS = 1 << 14  # along one side
 

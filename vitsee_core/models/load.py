@@ -15,8 +15,8 @@ from torch import nn
 from vitsee_core.models.arguments import check_foreign, refuse_loading
 from vitsee_core.models.checkpoints import load_checkpoint
 from vitsee_core.models.create import create_model, not_as_pretrained
+from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
-from vitsee_core.models.taps import ModelError, refuse_compiled
 from vitsee_stores.manifest import few
 
 _DEMO = "demo:"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vitsee_core.models.hook_points import HookPoint, View, first_tensor
 from vitsee_core.models.steps import Grid, Pair
-from vitsee_core.models.taps import Tap, View, first_tensor
 from vitsee_core.models.trace import Trace
 from vitsee_stores.layout import TokenLayout
 
@@ -22,7 +22,7 @@ QUIET = 1e-5
 
 @dataclass(frozen=True)
 class Patches:
-    """A grid of patches. tap, view: where its cells are first seen, and how they are read.
+    """A grid of patches. hook_point, view: where its cells are first seen, and how they are read.
 
     window: the pixels along each axis that cell 0 would answer to, were the image endless, as
         (first, length); those of cell i lie i stride_px further on.
@@ -30,7 +30,7 @@ class Patches:
         answers to.
     """
 
-    tap: Tap
+    hook_point: HookPoint
     view: View
     stride_px: Pair
     offset_px: Pair
@@ -48,20 +48,20 @@ class _Enough(Exception):
     """The forward pass came as far as was wanted."""
 
 
-def cells(module: nn.Module, tap: Tap, view: View, images: Tensor) -> Tensor:
-    """(images, rows, cols, dim) at a tap; the forward pass ends there."""
+def cells(module: nn.Module, hook_point: HookPoint, view: View, images: Tensor) -> Tensor:
+    """(images, rows, cols, dim) at a hook point; the forward pass ends there."""
     found: list[Tensor] = []
     calls = 0
 
     def left(_m: nn.Module, _a: object, output: object) -> None:
         nonlocal calls
         calls += 1
-        x = first_tensor(output, len(images)) if calls == tap.call + 1 else None
+        x = first_tensor(output, len(images)) if calls == hook_point.call + 1 else None
         if x is not None:
             found.append(view.split(x)[1].float())
             raise _Enough
 
-    handle = module.get_submodule(tap.module).register_forward_hook(left)
+    handle = module.get_submodule(hook_point.module).register_forward_hook(left)
     try:
         with torch.no_grad():
             module(images)
@@ -72,7 +72,7 @@ def cells(module: nn.Module, tap: Tap, view: View, images: Tensor) -> Tensor:
     return found[0]
 
 
-def first_seen(trace: Trace, grid: Grid, prefix: tuple[str, ...]) -> tuple[Tap, View] | None:
+def first_seen(trace: Trace, grid: Grid, prefix: tuple[str, ...]) -> tuple[HookPoint, View] | None:
     """Where a grid first comes out of a module, channels first, last or as a sequence."""
     passages = []
     n = grid[0] * grid[1]
@@ -88,27 +88,27 @@ def first_seen(trace: Trace, grid: Grid, prefix: tuple[str, ...]) -> tuple[Tap, 
                 view = View("tokens", TokenLayout(prefix if shape[1] > n else (), grid))
             else:
                 continue
-            passages.append((left.key, Tap(name, "out", i, len(calls)), view))
+            passages.append((left.key, HookPoint(name, "out", i, len(calls)), view))
     first = min(passages, key=lambda passage: passage[0], default=None)
     return None if first is None else first[1:]
 
 
 def measure(
-    module: nn.Module, size: tuple[int, int, int], tap: Tap, view: View, step: Pair
+    module: nn.Module, size: tuple[int, int, int], hook_point: HookPoint, view: View, step: Pair
 ) -> Patches | None:
-    """The patches at a tap, `step` being the product of the strides on their path. None where
-    cells answer to no window that moves with them, or where padding cuts windows that overlap:
-    nothing tells the centre of the first cell then.
+    """The patches at a hook point, `step` being the product of the strides before it. None
+    where no window that moves with the cells explains them, or padding cuts windows that overlap:
+    then the centre of the first cell is unknown.
 
     What an unpadded convolution says of itself is taken if it is not disproved; else about ten
     forward passes of seventeen images up to there.
     """
-    said = _as_said(module, size, tap, view)
+    said = _as_said(module, size, hook_point, view)
     if said is not None:
         image = torch.randn(size, generator=torch.Generator().manual_seed(2))
         if disproof(module, said, image.to(next(iter(module.parameters())).device)) is None:
             return said
-    found = _Windows(module, size, tap, view).find()
+    found = _Windows(module, size, hook_point, view).find()
     if found is None:
         return None
     y, x = (_axis(windows, n) for windows, n in zip(found, step, strict=True))
@@ -118,12 +118,14 @@ def measure(
         (min(a for a, _ in w.values()), max(b for _, b in w.values())) for w in found
     )
     covered = (first, last), (left, right)
-    return Patches(tap, view, (y[0], x[0]), (y[1], x[1]), (y[2], x[2]), covered)
+    return Patches(hook_point, view, (y[0], x[0]), (y[1], x[1]), (y[2], x[2]), covered)
 
 
-def _as_said(module: nn.Module, size: tuple[int, int, int], tap: Tap, view: View) -> Patches | None:
+def _as_said(
+    module: nn.Module, size: tuple[int, int, int], hook_point: HookPoint, view: View
+) -> Patches | None:
     """The patches of a convolution without padding that works on the image as it is."""
-    layer = module.get_submodule(tap.module)
+    layer = module.get_submodule(hook_point.module)
     if not isinstance(layer, nn.Conv2d) or layer.padding != (0, 0) or layer.dilation != (1, 1):
         return None
     assert view.layout is not None and view.layout.grid is not None
@@ -133,7 +135,9 @@ def _as_said(module: nn.Module, size: tuple[int, int, int], tap: Tap, view: View
         return None
     strides = float(s_y), float(s_x)
     offsets = (k_y - s_y) / 2, (k_x - s_x) / 2
-    return Patches(tap, view, strides, offsets, ((0, k_y), (0, k_x)), ((0, ends[0]), (0, ends[1])))
+    return Patches(
+        hook_point, view, strides, offsets, ((0, k_y), (0, k_x)), ((0, ends[0]), (0, ends[1]))
+    )
 
 
 def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
@@ -163,13 +167,13 @@ def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
                 checks.append((cell, True))
     batch.append(other)
     with torch.autocast(image.device.type, enabled=False):
-        out = cells(module, patches.tap, patches.view, torch.stack(batch).float())
+        out = cells(module, patches.hook_point, patches.view, torch.stack(batch).float())
     change = (out - out[:1]).abs().amax(-1)
     for (row, col), wanted, seen in ((*check, change[i + 1]) for i, check in enumerate(checks)):
         answers = float(seen[row, col]) > QUIET * float(change[-1, row, col])
         if answers != wanted:
             where = "does not answer to the border of" if wanted else "answers to pixels outside"
-            return f"cell ({row}, {col}) of {patches.tap.module} {where} its patch"
+            return f"cell ({row}, {col}) of {patches.hook_point.module} {where} its patch"
     return None
 
 
@@ -209,11 +213,13 @@ def _axis(windows: Ends, step: float) -> tuple[float, float, tuple[int, int]] | 
 class _Windows:
     """Finds by halving where the windows of some rows and columns of cells begin and end."""
 
-    def __init__(self, module: nn.Module, size: tuple[int, int, int], tap: Tap, view: View) -> None:
+    def __init__(
+        self, module: nn.Module, size: tuple[int, int, int], hook_point: HookPoint, view: View
+    ) -> None:
         device = next(iter(module.parameters())).device
         generator = torch.Generator().manual_seed(2)
         self.image, self.other = torch.randn((2, *size), generator=generator).to(device)
-        self.module, self.tap, self.view, self.size = module, tap, view, size[1:]
+        self.module, self.hook_point, self.view, self.size = module, hook_point, view, size[1:]
         assert view.layout is not None and view.layout.grid is not None
         self.queries = [
             (axis, place, from_end)
@@ -253,7 +259,7 @@ class _Windows:
             part = slice(length - n, length) if from_end else slice(0, n)
             place = (slice(None), part) if axis == 0 else (slice(None), slice(None), part)
             batch[i][place] = self.other[place]
-        out = cells(self.module, self.tap, self.view, batch)
+        out = cells(self.module, self.hook_point, self.view, batch)
         change = (out - out[-1:]).abs()
         return torch.stack(
             [change[i].select(axis, place).max() for i, (axis, place, _) in enumerate(self.queries)]

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitsee_core.models.additions import LEARNED, Candidate, Runner
 from vitsee_core.models.geometry import model_geometry
 from vitsee_core.models.load import LoadedModel
+from vitsee_core.models.perturbation import LEARNED, Candidate, Runner
 
 SINE_COSINE = "sine-cosine"
 _SINE_COSINE_TOLERANCE = 5e-3  # float16 checkpoints

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitsee_core.models.attention import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.families.base import Residual
-from vitsee_core.models.taps import View
+from vitsee_core.models.hook_points import View
 
 if TYPE_CHECKING:
     from vitsee_core.models.sites import AttentionBlock, SiteTable
@@ -141,9 +141,9 @@ class AttentionProof:
     def attach(self, capture: Capture, blocks: Sequence[AttentionBlock]) -> None:
         """Ask a capture for where the heads' outputs go in these blocks."""
         for block in blocks:
-            tap = self.table.heads.get(block.name)
-            if tap:
-                capture.hooks.on(tap, self._compare(block.name), block.name)
+            hook_point = self.table.heads.get(block.name)
+            if hook_point:
+                capture.hooks.on(hook_point, self._compare(block.name), block.name)
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
         """Take one block's attention."""

@@ -1,4 +1,4 @@
-"""How the activations of one model are read: which tensor a tap sees, as tokens of which grid."""
+"""How a model's activations are read: the tensor at a hook point, as tokens of which grid."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import partial
 from torch import nn
 
 from vitsee_core.models.geometry import in_raster_order, read_map
+from vitsee_core.models.hook_points import HookPoint, View
 from vitsee_core.models.patches import first_seen, measure
 from vitsee_core.models.steps import Grid
 from vitsee_core.models.survey import Survey
-from vitsee_core.models.taps import Tap, View
 from vitsee_core.models.trace import Seen
 from vitsee_stores.layout import TokenLayout
 
@@ -24,14 +24,14 @@ class Reader:
         self.model, self.trace, self.geometry = model, survey.trace, survey.geometry
         self.block_index: Mapping[str, int] = {path: i for i, path in enumerate(survey.blocks)}
 
-    def seen(self, tap: Tap) -> Seen | None:
-        """What passes by at a tap, None if its module is called another number of times or the
-        batch is not in front."""
-        calls = self.trace.calls.get(tap.module, [])
-        if len(calls) != tap.calls:
+    def seen(self, hook_point: HookPoint) -> Seen | None:
+        """The tensor at a hook point; None if its module is called another number of times, or if
+        the batch is not its first dimension."""
+        calls = self.trace.calls.get(hook_point.module, [])
+        if len(calls) != hook_point.calls:
             return None
-        call = calls[tap.call]
-        return self.trace.by_image(call.entered if tap.when == "in" else call.left)
+        call = calls[hook_point.call]
+        return self.trace.by_image(call.entered if hook_point.when == "in" else call.left)
 
     def token_view(self, path: str, seen: Seen, entering: bool = False) -> View:
         """The reading of a block's output, or of its input."""
@@ -80,13 +80,13 @@ class Reader:
             return View("raw")
         return found
 
-    def why_not(self, tap: Tap) -> str:
-        """Why there is nothing to capture at a tap."""
-        calls = self.trace.calls.get(tap.module, [])
-        if len(calls) != tap.calls:
+    def why_not(self, hook_point: HookPoint) -> str:
+        """Why there is nothing to capture at a hook point."""
+        calls = self.trace.calls.get(hook_point.module, [])
+        if len(calls) != hook_point.calls:
             return f"called {len(calls)} times in one forward pass"
-        call = calls[tap.call]
-        seen = call.entered if tap.when == "in" else call.left
+        call = calls[hook_point.call]
+        seen = call.entered if hook_point.when == "in" else call.left
         if seen is None:
             return f"gives a {call.left_type}, not one tensor"
         return f"its first dimension is {seen.shape[0]} for {self.trace.n_images} images"

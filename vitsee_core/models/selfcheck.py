@@ -14,9 +14,9 @@ from torch import Tensor
 from vitsee_core.device import current_precision
 from vitsee_core.models.attention import AttentionCall
 from vitsee_core.models.capture import Capture
+from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.patches import disproof
 from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof
-from vitsee_core.models.taps import CaptureError, first_tensor
 from vitsee_stores.layout import SiteSpec
 from vitsee_stores.manifest import few
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vitsee_core.models.families.base import Residual
+from vitsee_core.models.hook_points import HookPoint, View, refuse_compiled
 from vitsee_core.models.patches import Patches
-from vitsee_core.models.taps import Tap, View, refuse_compiled
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class AttentionBlock:
 class Point:
     """Where a site's tensor comes from (the mean, if from several places) and how it is read."""
 
-    taps: tuple[Tap, ...]
+    hook_points: tuple[HookPoint, ...]
     view: View
 
 
@@ -67,7 +67,7 @@ class SiteTable:
     points: Mapping[str, Point] = field(repr=False, default_factory=dict)
     residuals: Mapping[str, Residual] = field(repr=False, default_factory=dict)
     attention_modules: Mapping[str, str] = field(repr=False, default_factory=dict)
-    heads: Mapping[str, Tap] = field(repr=False, default_factory=dict)
+    heads: Mapping[str, HookPoint] = field(repr=False, default_factory=dict)
 
     def __getitem__(self, name: str) -> SiteSpec:
         """The site of this name."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.attention import AttentionEvent, AttentionWatch
-from vitsee_core.models.taps import ModelError, first_tensor, input_tensor
+from vitsee_core.models.hook_points import ModelError, first_tensor, input_tensor
 
 N_CORNERS = 4
 Key = tuple[int, int]

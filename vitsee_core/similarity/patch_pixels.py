@@ -1,7 +1,7 @@
 """The pixels of each input patch, as the model saw them: normalised, patch by patch.
 
 From the store where `extract --inputs` kept them; else the images are loaded again from the data
-that the store says it was made of, and refused unless they are the same; see `origin.Pictures`.
+that the store says it was made of, and refused unless they are the same; see `provenance.Pictures`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from vitsee_core.cells import cell_edges
 from vitsee_core.machine import free_disk_bytes, human_bytes
-from vitsee_core.origin import Pictures
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.provenance import Pictures
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.lazy import LazyArray
 

@@ -123,7 +123,7 @@ def command(
 
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import attn_map
-    from vitsee_core.origin import Origin
+    from vitsee_core.provenance import Provenance
 
     if (parameters["kind"] is None) == (not parameters["image"]):
         raise click.UsageError("give either --kind or --image")
@@ -134,7 +134,7 @@ def command(
         stores,
         outputs,
         coverage=bool(coverage),
-        origin=Origin(data, checkpoint, trust_store),
+        origin=Provenance(data, checkpoint, trust_store),
         progress=progress,
         **parameters,
     )

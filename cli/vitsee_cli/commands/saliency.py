@@ -129,14 +129,14 @@ def command(
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import saliency
-    from vitsee_core.origin import Origin
+    from vitsee_core.provenance import Provenance
 
     run_analysis(
         saliency.run,
         saliency.plot,
         stores,
         outputs,
-        origin=Origin(data, checkpoint, trust_store),
+        origin=Provenance(data, checkpoint, trust_store),
         progress=console.Reporter("saliency"),
         **parameters,
     )

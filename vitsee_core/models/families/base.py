@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from vitsee_core.models.taps import Tap
+from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.trace import Trace
 
 ACTIVATIONS_GROUP: tuple[str, ...] = ("modules",)
@@ -20,7 +20,7 @@ class Part:
     """
 
     name: str
-    tap: Tap
+    hook_point: HookPoint
     groups: tuple[str, ...] = ()
     rows: bool = False
 
@@ -69,35 +69,35 @@ def has(block: nn.Module, *names: str) -> bool:
 
 def enters(path: str) -> Part:
     """The input of a block."""
-    return Part("in", Tap(path, "in"), ("residual",))
+    return Part("in", HookPoint(path, "in"), ("residual",))
 
 
 def leaves(path: str) -> Part:
     """The output of a block."""
-    return Part("out", Tap(path), ("blocks", "residual"))
+    return Part("out", HookPoint(path), ("blocks", "residual"))
 
 
-def drop_paths(block: nn.Module, path: str) -> tuple[Tap, Tap] | None:
+def drop_paths(block: nn.Module, path: str) -> tuple[HookPoint, HookPoint] | None:
     """Where the two branches of a block end: after their drop path, whether each has its own or
     both share one that is called twice."""
     if has(block, "drop_path1", "drop_path2"):
-        return Tap(f"{path}.drop_path1"), Tap(f"{path}.drop_path2")
+        return HookPoint(f"{path}.drop_path1"), HookPoint(f"{path}.drop_path2")
     if has(block, "drop_path"):
-        shared = Tap(f"{path}.drop_path", calls=2)
+        shared = HookPoint(f"{path}.drop_path", calls=2)
         return shared, replace(shared, call=1)
     return None
 
 
-def fired(trace: Trace, tap: Tap) -> bool:
-    """Whether the module was called as often as the tap expects."""
-    return len(trace.calls.get(tap.module, ())) == tap.calls
+def fired(trace: Trace, hook_point: HookPoint) -> bool:
+    """Whether the module was called as often as the hook point expects."""
+    return len(trace.calls.get(hook_point.module, ())) == hook_point.calls
 
 
-def hidden(mlp: nn.Module, path: str, trace: Trace) -> Tap | None:
+def hidden(mlp: nn.Module, path: str, trace: Trace) -> HookPoint | None:
     """The hidden activations of an MLP: what its first dropout gets, which is the activation, or
     the gated product where a gate is the activation; else the activation's output."""
     for name, when in (("drop1", "in"), ("act", "out")):
-        tap = Tap(f"{path}.{name}", "in" if when == "in" else "out")
-        if has(mlp, name) and fired(trace, tap):
-            return tap
+        hook_point = HookPoint(f"{path}.{name}", "in" if when == "in" else "out")
+        if has(mlp, name) and fired(trace, hook_point):
+            return hook_point
     return None

@@ -15,7 +15,7 @@ from vitsee_core.models.families.base import (
     hidden,
     leaves,
 )
-from vitsee_core.models.taps import Tap
+from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.trace import Trace
 
 
@@ -32,16 +32,16 @@ def describe(block: nn.Module, path: str, trace: Trace) -> Description | None:
     inner = hidden(block.get_submodule("mlp_channels"), f"{path}.mlp_channels", trace)
     parts = [
         enters(path),
-        Part("norm1", Tap(f"{path}.norm1"), ("norms",)),
+        Part("norm1", HookPoint(f"{path}.norm1"), ("norms",)),
         *([Part("token.hidden", mixed, ("hidden",), rows=True)] if mixed else []),
         Part("token.branch", ends[0], ("residual",)),
-        Part("mid", Tap(f"{path}.norm2", "in"), ("residual",)),
-        Part("norm2", Tap(f"{path}.norm2"), ("norms",)),
+        Part("mid", HookPoint(f"{path}.norm2", "in"), ("residual",)),
+        Part("norm2", HookPoint(f"{path}.norm2"), ("norms",)),
         *([Part("channel.hidden", inner, ("hidden",))] if inner else []),
         Part("channel.branch", ends[1], ("residual",)),
         leaves(path),
     ]
-    if not all(fired(trace, part.tap) for part in parts):
+    if not all(fired(trace, part.hook_point) for part in parts):
         return None
     sums = (
         Residual("token", "token", "in", "token.branch", "mid"),

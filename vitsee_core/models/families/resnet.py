@@ -16,7 +16,7 @@ from vitsee_core.models.families.base import (
     has,
     leaves,
 )
-from vitsee_core.models.taps import Tap
+from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.trace import Trace
 
 
@@ -27,17 +27,17 @@ def describe(block: nn.Module, path: str, trace: Trace) -> Description | None:
     if not has(block, *names) or not hasattr(block, "downsample") or has(block, "conv4"):
         return None
     ends = [n for n in ("drop_path", "se") if has(block, n)] + [f"bn{last}"]
-    skip = Tap(f"{path}.downsample") if has(block, "downsample") else Tap(path, "in")
+    skip = HookPoint(f"{path}.downsample") if has(block, "downsample") else HookPoint(path, "in")
     parts = [
-        Part(name, Tap(f"{path}.{name}"), ("norms",) if name.startswith("bn") else ())
+        Part(name, HookPoint(f"{path}.{name}"), ("norms",) if name.startswith("bn") else ())
         for name in names
     ]
     parts += [
-        Part("branch", Tap(f"{path}.{ends[0]}"), ("residual",)),
+        Part("branch", HookPoint(f"{path}.{ends[0]}"), ("residual",)),
         Part("shortcut", skip, ("residual",)),
         leaves(path),
     ]
-    if not all(fired(trace, part.tap) for part in parts):
+    if not all(fired(trace, part.hook_point) for part in parts):
         return None
     total = Residual("", "block", "shortcut", "branch", "out", f"{path}.act{last}")
     return Description("ResNet block", tuple(parts), (total,))

@@ -13,7 +13,7 @@ from vitsee_core.models.families.base import (
     has,
     leaves,
 )
-from vitsee_core.models.taps import Tap
+from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.trace import Trace
 
 
@@ -27,17 +27,17 @@ def describe(block: nn.Module, path: str, trace: Trace) -> Description | None:
     act = f"act{last}" if has(block, f"act{last}") else None
     wanted = {*pairs, *([act] if act else [])}
     names = [name for name, _ in block.named_children() if name in wanted]
-    skip = Tap(f"{path}.downsample") if has(block, "downsample") else Tap(path, "in")
+    skip = HookPoint(f"{path}.downsample") if has(block, "downsample") else HookPoint(path, "in")
     parts = [
-        Part(name, Tap(f"{path}.{name}"), ("norms",) if name.startswith("norm") else ())
+        Part(name, HookPoint(f"{path}.{name}"), ("norms",) if name.startswith("norm") else ())
         for name in names
     ]
     parts += [
-        Part("branch", Tap(f"{path}.drop_path"), ("residual",)),
+        Part("branch", HookPoint(f"{path}.drop_path"), ("residual",)),
         Part("shortcut", skip, ("residual",)),
         leaves(path),
     ]
-    if not all(fired(trace, part.tap) for part in parts):
+    if not all(fired(trace, part.hook_point) for part in parts):
         return None
     activation = f"{path}.{act}" if act else None
     total = Residual("", "block", "shortcut", "branch", "out", activation)

@@ -20,7 +20,7 @@ from vitsee_core.models.families.base import (
     hidden,
     leaves,
 )
-from vitsee_core.models.taps import Tap
+from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.trace import Trace
 
 
@@ -31,24 +31,24 @@ def describe(block: nn.Module, path: str, trace: Trace) -> Description | None:
         return None
     ends = drop_paths(block, path)
     start = trace.entered(path)
-    if ends is None or start is None or not all(fired(trace, tap) for tap in ends):
+    if ends is None or start is None or not all(fired(trace, hook_point) for hook_point in ends):
         return None
-    norm1 = Part("norm1", Tap(f"{path}.norm1"), ("norms",))
-    norm2 = Part("norm2", Tap(f"{path}.norm2"), ("norms",))
+    norm1 = Part("norm1", HookPoint(f"{path}.norm1"), ("norms",))
+    norm2 = Part("norm2", HookPoint(f"{path}.norm2"), ("norms",))
     heads = _heads(block, path, trace)
     attn = Part("attn.branch", ends[0], ("residual",))
     mlp = Part("mlp.branch", ends[1], ("residual",))
     inner = hidden(block.get_submodule("mlp"), f"{path}.mlp", trace)
     middle = [Part("mlp.hidden", inner, ("hidden",))] if inner else []
     if _is(trace, f"{path}.norm1", start.key):
-        mid = Part("mid", Tap(f"{path}.norm2", "in"), ("residual",))
+        mid = Part("mid", HookPoint(f"{path}.norm2", "in"), ("residual",))
         parts = [enters(path), norm1, *heads, attn, mid, norm2, *middle, mlp, leaves(path)]
     elif _is(trace, f"{path}.attn", start.key):
-        mid = Part("mid", Tap(f"{path}.mlp", "in"), ("residual",))
+        mid = Part("mid", HookPoint(f"{path}.mlp", "in"), ("residual",))
         parts = [enters(path), *heads, norm1, attn, mid, *middle, norm2, mlp, leaves(path)]
     else:
         return None
-    if not all(fired(trace, part.tap) for part in parts):
+    if not all(fired(trace, part.hook_point) for part in parts):
         return None
     sums = (
         Residual("attn", "attn", "in", "attn.branch", "mid"),
@@ -64,6 +64,6 @@ def _is(trace: Trace, module: str, key: tuple[int, int]) -> bool:
 
 def _heads(block: nn.Module, path: str, trace: Trace) -> list[Part]:
     """The heads' outputs side by side, as they go into the projection."""
-    tap = Tap(f"{path}.attn.proj", "in")
-    known = has(block.get_submodule("attn"), "proj") and fired(trace, tap)
-    return [Part("attn.heads", tap, ("heads",))] if known else []
+    hook_point = HookPoint(f"{path}.attn.proj", "in")
+    known = has(block.get_submodule("attn"), "proj") and fired(trace, hook_point)
+    return [Part("attn.heads", hook_point, ("heads",))] if known else []

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vitsee_core.models.geometry import in_raster_order
+from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.sites import AttentionBlock
-from vitsee_core.models.taps import Tap
 from vitsee_core.models.trace import Attended
 from vitsee_stores.layout import TokenLayout
 
@@ -24,7 +24,7 @@ class Attention:
 
     blocks: list[AttentionBlock] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
-    heads: dict[str, Tap] = field(default_factory=dict)
+    heads: dict[str, HookPoint] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     refusal: str | None = None
 
@@ -50,9 +50,9 @@ def attention_blocks(builder: TableBuilder) -> Attention:
         layout = next(x for x in layouts if x.n_tokens == event.n_keys)
         found.blocks.append(AttentionBlock(path, index, event.query[1], layout))
         found.modules[path] = module
-        tap = _heads_tap(builder, module, event)
-        if tap:
-            found.heads[path] = tap
+        hook_point = _heads_hook_point(builder, module, event)
+        if hook_point:
+            found.heads[path] = hook_point
     if not found.blocks:
         reasons = list(dict.fromkeys(found.left_out.values()))
         found.refusal = "; ".join(reasons[:2]) if reasons else NO_ATTENTION
@@ -114,13 +114,13 @@ def _refusal(
     return None
 
 
-def _heads_tap(builder: TableBuilder, module: str, event: Attended) -> Tap | None:
+def _heads_hook_point(builder: TableBuilder, module: str, event: Attended) -> HookPoint | None:
     """The module that the heads' outputs enter side by side."""
     assert event.value is not None
     for name in ("norm", "proj", "attn_out_proj"):
-        tap = Tap(f"{module}.{name}" if module else name, "in")
-        seen = builder.read.seen(tap) if tap.module in builder.modules else None
+        hook_point = HookPoint(f"{module}.{name}" if module else name, "in")
+        seen = builder.read.seen(hook_point) if hook_point.module in builder.modules else None
         # Made after the values: TinyViT's norm is before its queries, keys and values.
         if seen and seen.shape == event.value.shape and seen.key > event.value.key:
-            return tap
+            return hook_point
     return None

@@ -1,4 +1,4 @@
-"""Sites in the making: which are equal, how deep they lie, and what a store is told of them."""
+"""Drafts of sites: which tensors are equal, the depth of each, and what a store keeps of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitsee_core.models.taps import Tap, View
+from vitsee_core.models.hook_points import HookPoint, View
 from vitsee_core.models.trace import Seen
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
@@ -20,7 +20,7 @@ MODULE_RANK = 3
 
 
 @dataclass
-class Entry:
+class SiteDraft:
     """A site in the making: its names, where its tensor comes from and how it is read.
 
     module_only: known by its module's name alone, no part of the vocabulary.
@@ -30,7 +30,7 @@ class Entry:
     part: str
     block: str | None
     groups: set[str]
-    taps: tuple[Tap, ...]
+    hook_points: tuple[HookPoint, ...]
     seen: Seen
     view: View
     alias_of: str | None = None
@@ -42,44 +42,44 @@ class Entry:
         return MODULE_RANK if self.module_only else RANK.get(self.part.rpartition(".")[2], 2)
 
 
-def find_aliases(entries: Sequence[Entry]) -> None:
-    """Mark every entry whose tensor another one is to stand for, and hand its groups over."""
-    owners: dict[tuple[int, int], Entry] = {}
-    for entry in sorted(entries, key=lambda entry: entry.rank):
-        owner = owners.setdefault(entry.seen.key, entry)
-        if owner is not entry:
-            entry.alias_of = owner.name
-            owner.groups |= entry.groups
+def find_aliases(drafts: Sequence[SiteDraft]) -> None:
+    """Mark every draft whose tensor another one is to stand for, and hand its groups over."""
+    owners: dict[tuple[int, int], SiteDraft] = {}
+    for draft in sorted(drafts, key=lambda draft: draft.rank):
+        owner = owners.setdefault(draft.seen.key, draft)
+        if owner is not draft:
+            draft.alias_of = owner.name
+            owner.groups |= draft.groups
 
 
-def specs(entries: Sequence[Entry]) -> list[SiteSpec]:
-    """The entries as a store knows them."""
-    depths = _depths(entries)
+def specs(drafts: Sequence[SiteDraft]) -> list[SiteSpec]:
+    """The drafts as a store knows them."""
+    depths = _depths(drafts)
     sites = []
-    for entry in entries:
-        depth, rel_depth = depths[entry.name]
-        kind, shape, layout = _shape(entry)
+    for draft in drafts:
+        depth, rel_depth = depths[draft.name]
+        kind, shape, layout = _shape(draft)
         sites.append(
             SiteSpec(
-                name=entry.name,
-                part=entry.part,
-                block=entry.block,
-                groups=tuple(sorted(entry.groups | {"all"})),
+                name=draft.name,
+                part=draft.part,
+                block=draft.block,
+                groups=tuple(sorted(draft.groups | {"all"})),
                 kind=kind,
                 dim=math.prod(shape) if kind == "raw" else shape[-1],
                 shape=shape,
                 layout=layout,
                 depth=depth,
                 rel_depth=rel_depth,
-                alias_of=entry.alias_of,
+                alias_of=draft.alias_of,
             )
         )
     return sites
 
 
-def _shape(entry: Entry) -> tuple[str, tuple[int, ...], TokenLayout | None]:
+def _shape(draft: SiteDraft) -> tuple[str, tuple[int, ...], TokenLayout | None]:
     """Kind, one image's shape and layout as the store has them."""
-    form, shape, layout = entry.view.form, entry.seen.shape[1:], entry.view.layout
+    form, shape, layout = draft.view.form, draft.seen.shape[1:], draft.view.layout
     if form == "vector":
         return "vector", (math.prod(shape),), None
     if form == "raw" or layout is None:
@@ -90,27 +90,27 @@ def _shape(entry: Entry) -> tuple[str, tuple[int, ...], TokenLayout | None]:
     return "tokens", (layout.n_tokens, dim), layout
 
 
-def _depths(entries: Sequence[Entry]) -> dict[str, tuple[int, float]]:
+def _depths(drafts: Sequence[SiteDraft]) -> dict[str, tuple[int, float]]:
     """depth and rel_depth by name: sites of one kind are counted together."""
-    kinds: dict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        if entry.module_only:
-            kinds[f"{entry.part} module" if entry.block else "modules"].append(entry)
-        elif entry.part in ENTRANCES:
-            kinds["out"].append(entry)
-        elif entry.block:
-            kinds[entry.part].append(entry)
+    kinds: dict[str, list[SiteDraft]] = defaultdict(list)
+    for draft in drafts:
+        if draft.module_only:
+            kinds[f"{draft.part} module" if draft.block else "modules"].append(draft)
+        elif draft.part in ENTRANCES:
+            kinds["out"].append(draft)
+        elif draft.block:
+            kinds[draft.part].append(draft)
     depths: dict[str, tuple[int, float]] = {}
     last_out = 0
     for kind, members in kinds.items():
         # Without an entrance the first block still has depth 1.
         offset = int(kind == "out" and members[0].part not in ENTRANCES)
         last = len(members) - 1 + offset
-        for i, entry in enumerate(members):
-            depths[entry.name] = (i + offset, (i + offset) / last if last else 0.0)
+        for i, draft in enumerate(members):
+            depths[draft.name] = (i + offset, (i + offset) / last if last else 0.0)
         if kind == "out":
             last_out = last
-    for entry in entries:
-        if entry.part in HEAD and not entry.module_only:
-            depths.setdefault(entry.name, (last_out, 1.0))
+    for draft in drafts:
+        if draft.part in HEAD and not draft.module_only:
+            depths.setdefault(draft.name, (last_out, 1.0))
     return depths

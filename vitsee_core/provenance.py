@@ -28,7 +28,7 @@ MOST_PIXELS = 1 << 14  # along one side of the input
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """Where the images and the weights are now, where that is not what the manifest says. trust:
     the store is the user's own, so that folders and repositories it names may be opened."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vitsee_core.models.taps import ModelError
+from vitsee_core.models.hook_points import ModelError
 
 PROBE_SECONDS = 5.0
 

@@ -1,4 +1,4 @@
-"""Where a tensor passes by in the forward pass, and how it is read as tokens."""
+"""Where a tensor is captured in the forward pass, and how it is read as tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models.alone import plain
+from vitsee_core.models.branch_only import plain
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
@@ -25,7 +25,7 @@ class CaptureError(VitseeError):
 
 
 @dataclass(frozen=True)
-class Tap:
+class HookPoint:
     """One passage: the first tensor that goes into a module, or the one that comes out of it.
 
     `call` counts the module's calls within a forward pass, `calls` is how many there are.

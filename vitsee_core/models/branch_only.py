@@ -18,11 +18,11 @@ _SUMS = {
 }
 
 
-class Alone(Tensor):
+class BranchOnly(Tensor):
     """f of a residual sum z + f that is to be left without z: a sum with one tensor of its own
     shape gives f itself, the same object and so to the bit. Any other function gets the plain f.
 
-    Made by `alone`; `plain` is f.
+    Made by `branch_only`; `plain` is f.
     """
 
     plain: Tensor
@@ -38,25 +38,25 @@ class Alone(Tensor):
         """The sum's stand-in, or `func` of plain tensors."""
         terms = _plain(args)
         if func in _SUMS and len(args) == 2 and not kwargs:
-            number = sum(isinstance(term, Alone) for term in args)
+            number = sum(isinstance(term, BranchOnly) for term in args)
             if number == 1 and all(isinstance(term, Tensor) for term in terms):
-                f, z = terms if isinstance(args[0], Alone) else terms[::-1]
+                f, z = terms if isinstance(args[0], BranchOnly) else terms[::-1]
                 if f.shape == z.shape:
                     # The type that the sum would have had (under autocast these differ).
                     return f.to(torch.result_type(f, z))
         return func(*terms, **_plain(dict(kwargs or {})))
 
 
-def alone(f: Tensor) -> Tensor:
-    """`f` as an `Alone`; gradients flow through it."""
-    wrapped: Alone = f.as_subclass(Alone)
+def branch_only(f: Tensor) -> Tensor:
+    """`f` as an `BranchOnly`; gradients flow through it."""
+    wrapped: BranchOnly = f.as_subclass(BranchOnly)
     wrapped.plain = f
     return wrapped
 
 
 def plain(x: Tensor) -> Tensor:
-    """The tensor that an `Alone` stands for; any other as it is."""
-    return x.plain if isinstance(x, Alone) else x
+    """The tensor that an `BranchOnly` stands for; any other as it is."""
+    return x.plain if isinstance(x, BranchOnly) else x
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.blocks import CONTAINERS, is_leaf
-from vitsee_core.models.taps import input_tensor
+from vitsee_core.models.hook_points import input_tensor
 
 LEARNED, FIXED, COMPUTED = "learned", "fixed", "computed"
 
