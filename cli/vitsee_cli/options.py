@@ -31,7 +31,6 @@ import click
 from vitsee_cli import console
 from vitsee_cli.values import (
     SEED,
-    TOKENS,
     StorePath,
     parse_device,
     parse_output,
@@ -42,6 +41,7 @@ from vitsee_cli.values import (
 )
 from vitsee_core import machine
 from vitsee_stores.selectors import GROUPS
+from vitsee_stores.token_selection import WORDS as TOKENS
 
 if TYPE_CHECKING:
     from vitsee_stores.reader import Store

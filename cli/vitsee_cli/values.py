@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
+from vitsee_stores.errors import SiteError
+from vitsee_stores.token_selection import TokenSelection
+
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]  # generic only in newer releases of click
 else:
     ParamType = click.ParamType
 
-TOKENS = ("all", "patches", "cls", "prefix", "mean", "mean-all", "first", "rest", "each")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SI_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -238,13 +240,15 @@ def parse_model_arg(text: str | tuple[str, Any]) -> tuple[str, Any]:
     return key, value
 
 
-def token_parser(choices: Iterable[str]) -> Callable[[str], str]:
+def token_parser(choices: Iterable[str]) -> Callable[[str], TokenSelection]:
     """A reader of --tokens that takes these words, and ROW,COL of the grid."""
     words = tuple(choices)
 
-    def parse_tokens(text: str) -> str:
-        if text in words or re.fullmatch(r"\d+,\d+", text):
-            return text
-        raise click.BadParameter(f"{text!r}; expected {', '.join(words)} or ROW,COL of the grid")
+    def parse_tokens(text: str) -> TokenSelection:
+        try:
+            return TokenSelection.parse(text, words)
+        except SiteError:
+            expected = f"{', '.join(words)} or ROW,COL of the grid"
+            raise click.BadParameter(f"{text!r}; expected {expected}") from None
 
     return parse_tokens

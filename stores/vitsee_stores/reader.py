@@ -45,7 +45,8 @@ from vitsee_stores.plan import AttentionGroup, SiteSpec, TokenLayout
 from vitsee_stores.samples import StoreSamples
 from vitsee_stores.sealed import SealedChunks
 from vitsee_stores.slab import Slab
-from vitsee_stores.tokens import Tokens, describe_layout, token_array
+from vitsee_stores.token_selection import describe_layout
+from vitsee_stores.tokens import Tokens, token_array
 
 __all__ = ["LazyArray", "Slab", "Store", "StoreSamples", "open_store", "require_paired"]
 

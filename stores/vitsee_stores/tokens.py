@@ -1,4 +1,4 @@
-"""Which tokens of a site: the words of `--tokens`, and the array that each stands for."""
+"""The array that a selection of a site's tokens stands for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from vitsee_stores.errors import SiteError
 from vitsee_stores.lazy import LazyArray, TokenArray, TokenMean
+from vitsee_stores.token_selection import TokenSelection, describe_layout
 
 if TYPE_CHECKING:
     from vitsee_stores.plan import SiteSpec, TokenLayout
     from vitsee_stores.reader import Store
 
 Tokens = str | tuple[int, int]
-TOKENS = "all, patches, cls, prefix, mean, mean-all, first, rest, each or ROW,COL"
 
 
 def token_array(store: Store, spec: SiteSpec, layout: TokenLayout, tokens: Tokens) -> LazyArray:
@@ -23,42 +23,23 @@ def token_array(store: Store, spec: SiteSpec, layout: TokenLayout, tokens: Token
     """
     folder = f"acts/{spec.name}"
     body_path = f"{folder}/{'rows' if layout.grid is None else 'grid'}"
-    word = tokens if isinstance(tokens, str) else f"{tokens[0]},{tokens[1]}"
+    owner = f"{store.label}: {spec.name}"
+    chosen = TokenSelection.parse(tokens)
+    members = chosen.require(layout, owner)
+    if chosen == "patches" and layout.grid is None:
+        raise SiteError(f"{owner} has no tokens 'patches': it has {describe_layout(layout)}")
     prefix = store.array(f"{folder}/prefix") if layout.prefix else None
-    everything = TokenArray(prefix, store.array(body_path))
-    if word in ("all", "each"):
-        return everything
-    if word in ("mean-all", "rest"):
-        return TokenMean(everything, first=int(word == "rest"))
-    if word == "patches" and layout.grid is not None:
+    if chosen in ("all", "each", "mean-all", "rest"):
+        everything = TokenArray(prefix, store.array(body_path))
+        return TokenMean(everything, members.start) if chosen.is_mean else everything
+    if chosen == "patches":
         return store.array(body_path)
-    if word == "prefix" and prefix is not None:
+    if chosen == "prefix" and prefix is not None:
         return prefix
-    if word == "cls" and layout.cls is not None:
-        return store.array(f"{folder}/prefix", {1: layout.cls})
-    if word == "first" and prefix is not None:
-        return store.array(f"{folder}/prefix", {1: 0})
-    if word == "first":
-        return store.array(body_path, {1: 0} if layout.grid is None else {1: 0, 2: 0})
-    cell, grid = _cell(word), layout.grid or (0, 0)
-    if cell is not None and cell[0] < grid[0] and cell[1] < grid[1]:
-        return store.array(body_path, {1: cell[0], 2: cell[1]})
-    raise SiteError(
-        f"{store.label}: {spec.name} has no tokens {word!r}: it has {describe_layout(layout)} "
-        f"(expected {TOKENS})"
-    )
-
-
-def _cell(word: str) -> tuple[int, int] | None:
-    parts = word.split(",")
-    if len(parts) == 2 and all(part.strip().isdigit() for part in parts):
-        return int(parts[0]), int(parts[1])
-    return None
-
-
-def describe_layout(layout: TokenLayout) -> str:
-    """A layout in words."""
-    prefix = f"prefix {', '.join(layout.prefix)}" if layout.prefix else "no prefix tokens"
+    at = members.start - layout.n_prefix
+    if at < 0:
+        return store.array(f"{folder}/prefix", {1: members.start})
     if layout.grid is None:
-        return f"{prefix} and {layout.rows} rows that are no image grid"
-    return f"{prefix} and a grid of {layout.grid[0]} x {layout.grid[1]}"
+        return store.array(body_path, {1: at})
+    row, col = divmod(at, layout.grid[1])
+    return store.array(body_path, {1: row, 2: col})

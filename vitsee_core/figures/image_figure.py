@@ -19,6 +19,7 @@ from vitsee_core.figures.head_tiles import (
     value_range,
 )
 from vitsee_core.plotting import GREY, new_figure, shorten
+from vitsee_stores.token_selection import parse_cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -172,8 +173,7 @@ def _number_heads(axes: Axes, tiles: Tiles, heads: list[int]) -> None:
 
 def _show_heads(figure: Figure, axes: Axes, tiles: Tiles, token: str, scale: str) -> None:
     image = draw_tiles(axes, tiles, scale=scale, limits=value_range([tiles]))
-    if "," in token:
-        row, col = token.split(",")
-        mark_cell(axes, tiles, (int(row), int(col)))
+    if (cell := parse_cell(token)) is not None:
+        mark_cell(axes, tiles, cell)
     bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02)
     style_bar(bar, "attention", scale)

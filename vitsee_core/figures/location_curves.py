@@ -14,6 +14,7 @@ from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.plotting import GREY, new_figure, shorten
 from vitsee_core.results import Table
 from vitsee_core.similarity.localisation import OWN_METRICS, own_patch
+from vitsee_stores.token_selection import parse_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,12 +54,8 @@ class Panel:
 
     def placed(self) -> dict[int, tuple[int, int]]:
         """Of the tokens that lie on the grid: which they are, and where."""
-        found = {}
-        for k, token in enumerate(self.tokens):
-            row, comma, col = token.partition(",")
-            if comma:
-                found[k] = int(row), int(col)
-        return found
+        cells = enumerate(map(parse_cell, self.tokens))
+        return {k: cell for k, cell in cells if cell is not None}
 
 
 def derived_curves(panels: Sequence[Panel]) -> Table | None:

@@ -21,7 +21,7 @@ from vitsee_core.similarity.patch_pixels import PatchPixels, patch_shape, pixels
 from vitsee_core.similarity.stacks import Stack
 from vitsee_core.similarity.token_stack import ClassToken, GridTokens
 from vitsee_stores.errors import SiteError, VitseeError
-from vitsee_stores.tokens import describe_layout
+from vitsee_stores.token_selection import describe_layout
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store

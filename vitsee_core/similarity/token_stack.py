@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vitsee_stores.errors import SiteError
 from vitsee_stores.lazy import LazyArray
-from vitsee_stores.tokens import describe_layout
+from vitsee_stores.token_selection import describe_layout
 
 if TYPE_CHECKING:
     from vitsee_stores import Store

@@ -25,7 +25,7 @@ from vitsee_core.selection import Selection, select_each
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 from vitsee_stores.selectors import NOT, split_patterns
-from vitsee_stores.tokens import describe_layout
+from vitsee_stores.token_selection import TokenSelection, describe_layout, layout_tokens
 
 if TYPE_CHECKING:
     from vitsee_stores import Slab, Store
@@ -216,7 +216,7 @@ def places_of(layout: TokenLayout, words: Iterable[str]) -> list[Place]:
     found: dict[Place, None] = {}
     for word in words:
         if word == "each":
-            found |= dict.fromkeys([*_singles(layout), *_cells(layout)])
+            found |= dict.fromkeys(_singles(layout))
         elif word == "cls":
             found |= dict.fromkeys(p for p in _singles(layout) if p.token == "cls")
         elif word == "flat":
@@ -226,23 +226,21 @@ def places_of(layout: TokenLayout, words: Iterable[str]) -> list[Place]:
             body = Place("patches", None, None, tuple(range(layout.n_prefix, layout.n_tokens)))
             found |= dict.fromkeys([*kinds, *([] if word == "prefix" else [body])])
         else:
-            row, col = map(int, word.split(","))
-            found |= dict.fromkeys(p for p in _cells(layout) if (p.row, p.col) == (row, col))
+            cell = TokenSelection.parse(word, TOKENS).cell
+            found |= dict.fromkeys(p for p in _cells(layout) if (p.row, p.col) == cell)
     return list(found)
 
 
 def _singles(layout: TokenLayout) -> list[Place]:
-    return [Place(kind, None, None, (i,)) for i, kind in enumerate(layout.prefix)]
+    """Each token by itself."""
+    return [
+        Place(token.name if token.row is None else None, token.row, token.col, (i,))
+        for i, token in enumerate(layout_tokens(layout))
+    ]
 
 
 def _cells(layout: TokenLayout) -> list[Place]:
-    first = layout.n_prefix
-    if layout.grid is None:
-        return [Place(str(i), None, None, (first + i,)) for i in range(layout.rows)]
-    return [
-        Place(None, row, col, (first + row * layout.grid[1] + col,))
-        for row, col in np.ndindex(layout.grid)
-    ]
+    return _singles(layout)[layout.n_prefix :]
 
 
 def _prefix_kinds(layout: TokenLayout) -> list[Place]:

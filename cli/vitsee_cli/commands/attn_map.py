@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.model_options import recompute_options
+from vitsee_stores.token_selection import parse_cell
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -19,14 +19,12 @@ KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entro
 SCALES = ("shared", "head")
 
 
-def parse_cell(text: str | tuple[int, int]) -> tuple[int, int]:
+def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
     """`ROW,COL` of the token grid."""
-    if isinstance(text, tuple):
-        return text
-    match = re.fullmatch(r"(\d+),(\d+)", text)
-    if match is None:
+    cell = text if isinstance(text, tuple) else parse_cell(text)
+    if cell is None:
         raise click.BadParameter(f"{text!r}; expected ROW,COL of the token grid, e.g. 3,5")
-    return int(match[1]), int(match[2])
+    return cell
 
 
 @click.command()
@@ -49,7 +47,7 @@ def parse_cell(text: str | tuple[int, int]) -> tuple[int, int]:
     "--query",
     metavar="ROW,COL",
     multiple=True,
-    type=parse_cell,
+    type=parse_query,
     show_default="none",
     help="With --image: map what this patch of the token grid attends to, too. Repeatable.",
 )

@@ -1,0 +1,129 @@
+"""Which tokens of a site: the words of `--tokens`, and the tokens that each stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vitsee_stores.errors import SiteError
+
+if TYPE_CHECKING:
+    from vitsee_stores.plan import TokenLayout
+
+WORDS = ("all", "patches", "cls", "prefix", "mean", "mean-all", "first", "rest", "each")
+MEANS = ("mean", "mean-all", "rest")
+VECTOR_WORDS = ("cls", "mean", "mean-all", "first", "rest")  # one vector per image
+
+_CELL = re.compile(r"([0-9]+) *, *([0-9]+)")
+
+
+def parse_cell(text: str) -> tuple[int, int] | None:
+    """(row, col) of `ROW,COL`; None for any other text."""
+    match = _CELL.fullmatch(text)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+class TokenSelection(str):
+    """One value of `--tokens`, checked: a word, or `ROW,COL` for one cell of the grid.
+
+    A string, so that it compares with words and goes into JSON; made by `parse`.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, text: str | tuple[int, int], words: Iterable[str] = WORDS) -> TokenSelection:
+        """A word or a cell, `ROW,COL` or (row, col).
+
+        Args:
+            text: a selection too, which stays as it is.
+            words: those that are allowed; cells always are.
+
+        Raises:
+            SiteError: neither a word of these nor a cell.
+        """
+        if isinstance(text, tuple):
+            return cls(f"{text[0]},{text[1]}")
+        if (cell := parse_cell(text)) is not None:
+            return cls(f"{cell[0]},{cell[1]}")
+        words = tuple(words)
+        if text not in words:
+            raise SiteError(f"no tokens {text!r}; expected {', '.join((*words, 'ROW,COL'))}")
+        return text if isinstance(text, cls) else cls(text)
+
+    @property
+    def cell(self) -> tuple[int, int] | None:
+        """(row, col), where it is a cell."""
+        return parse_cell(self)
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the mean over its tokens is meant, not the tokens."""
+        return self in MEANS
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it stands for one vector per image."""
+        return self in VECTOR_WORDS or self.cell is not None
+
+    def members(self, layout: TokenLayout) -> range:
+        """Indices of its tokens among all tokens of the layout; empty where it has none."""
+        n, n_prefix = layout.n_tokens, layout.n_prefix
+        if self == "cls":
+            return range(0) if layout.cls is None else range(layout.cls, layout.cls + 1)
+        if (cell := self.cell) is not None:
+            rows, cols = layout.grid or (0, 0)
+            if cell[0] >= rows or cell[1] >= cols:
+                return range(0)
+            at = n_prefix + cell[0] * cols + cell[1]
+            return range(at, at + 1)
+        return {
+            "first": range(min(n, 1)),
+            "rest": range(1, max(n, 1)),
+            "prefix": range(n_prefix),
+            "patches": range(n_prefix, n),
+            "mean": range(n_prefix, n),
+        }.get(self, range(n))
+
+    def require(self, layout: TokenLayout, owner: str) -> range:
+        """As `members`, at least one.
+
+        Raises:
+            SiteError: the layout has none; `owner` names the store and the site.
+        """
+        if found := self.members(layout):
+            return found
+        special = {"cls": "class token", "rest": "tokens but the first"}
+        what, counted = special.get(self, f"tokens {str(self)!r}"), ""
+        if self.cell is not None:
+            what, counted = f"token {self}", ", counted from 0"
+        raise SiteError(f"{owner} has no {what}: it has {describe_layout(layout)}{counted}")
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token. name: its kind in the prefix, `ROW,COL` of a cell, the number of a plain row; row,
+    col: of a cell."""
+
+    name: str
+    row: int | None = None
+    col: int | None = None
+
+
+def layout_tokens(layout: TokenLayout) -> list[Token]:
+    """All tokens of a layout, in order."""
+    prefix = [Token(name) for name in layout.prefix]
+    if layout.grid is None:
+        return prefix + [Token(str(i)) for i in range(layout.rows)]
+    rows, cols = layout.grid
+    return prefix + [Token(f"{r},{c}", r, c) for r in range(rows) for c in range(cols)]
+
+
+def describe_layout(layout: TokenLayout) -> str:
+    """A layout in words."""
+    prefix = f"prefix {', '.join(layout.prefix)}" if layout.prefix else "no prefix tokens"
+    if layout.grid is None:
+        return f"{prefix} and {layout.rows} rows that are no image grid"
+    return f"{prefix} and a grid of {layout.grid[0]} x {layout.grid[1]}"
