@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from vitsee_stores.errors import VitseeError
 
@@ -38,6 +39,13 @@ def resolve_device(text: str) -> torch.device:
 def device_name(device: torch.device) -> str:
     """The device as people know it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array on a device, through pinned memory where that is a GPU: a copy from other memory
+    waits for all that is under way there."""
+    x = torch.from_numpy(values)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 @contextmanager

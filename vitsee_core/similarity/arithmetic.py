@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # to be imported.
 LARGE = 1e11
 # The same for the routine of `syrk`, with which scipy comes.
+# Columns of a symmetric product that a GPU makes at a time: an eighth, of a size that fills it.
+GOOD_WIDTH, N_WIDTHS = 1024, 8
 MEDIUM = 1e10
 
 # Cast(to, values): into (rows, columns) from as many, of another type.
@@ -64,6 +66,10 @@ class Arithmetic(Protocol):
     def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
         """Copy into another type."""
 
+    def staging(self, n: int, dtype: np.dtype[Any]) -> Staging | None:
+        """For strips of at most `n` elements that travel as they are stored, and are cast and
+        shifted where they arrive; None where they are taken as they are."""
+
     def free_bytes(self) -> int | None:
         """What may be used of the device's own memory; None where it has none."""
 
@@ -106,6 +112,9 @@ class Host:
             torch.from_numpy(to).copy_(torch.from_numpy(values))
         else:
             np.copyto(to, values)
+
+    def staging(self, n: int, dtype: np.dtype[Any]) -> None:
+        """None: memory is read once."""
 
     def free_bytes(self) -> int | None:
         """None."""
@@ -157,6 +166,10 @@ class Gpu:
         """On the host."""
         self._torch.from_numpy(to).copy_(self._torch.from_numpy(values))
 
+    def staging(self, n: int, dtype: np.dtype[Any]) -> Staging:
+        """Half the bytes of float32 where float16 is stored, and no cast on the host."""
+        return Staging(self._device, n, dtype)
+
     def free_bytes(self) -> int | None:
         """Half of what is free."""
         return int(self._torch.cuda.mem_get_info(self._device)[0] // 2)
@@ -175,9 +188,16 @@ class Gpu:
         return self._torch.from_numpy(x).to(self._device)
 
     def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-        """As `Arithmetic`."""
+        """As `Arithmetic`: of a symmetric product the columns on and below the diagonal, a few at
+        a time."""
         product = out[: len(left) * len(right)].view(len(left), len(right))
-        return self._torch.mm(left, right.T, out=product)
+        width = len(right) if left is not right else max(1, GOOD_WIDTH, len(right) // N_WIDTHS)
+        for at in range(0, len(right), width):
+            below = left[at:] if left is right else left
+            self._torch.mm(
+                below, right[at : at + width].T, out=product[-len(below) :, at : at + width]
+            )
+        return product
 
     def add(self, total: Tensor, product: Tensor) -> None:
         """As `Arithmetic`."""
@@ -186,4 +206,60 @@ class Gpu:
     def host(self, total: Tensor, symmetric: bool) -> NDArray[np.float64]:
         """As `Arithmetic`."""
         found: NDArray[np.float64] = total.cpu().numpy()
+        if symmetric:
+            mirror(found)
         return found
+
+
+class Staging:
+    """A strip on its way to the device: pinned memory that is filled with values as stored, sent
+    on a stream of its own, and filled again once it has arrived. For one thread."""
+
+    def __init__(self, device: Any, n: int, dtype: np.dtype[Any]) -> None:
+        import torch
+
+        self._torch, self._device = torch, device
+        on_gpu = device.type == "cuda"
+        like = torch.from_numpy(np.empty(0, dtype)).dtype
+        self._memory = torch.empty(n, dtype=like, pin_memory=on_gpu)
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._arrived: Any = None
+
+    def room(self, rows: int, columns: int) -> NDArray[Any]:
+        """(rows, columns) to be filled; waits until what it held has left."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: NDArray[Any] = self._memory[: rows * columns].view(rows, columns).numpy()
+        return found
+
+    def send(self, rows: int, columns: int, dtype: np.dtype[Any]) -> Tensor:
+        """What was filled in, of another type, on the device."""
+        torch = self._torch
+        host = self._memory[: rows * columns].view(rows, columns)
+        to = torch.from_numpy(np.empty(0, dtype)).dtype
+        if self._stream is None:
+            return host.to(self._device, to, copy=True)
+        with torch.cuda.stream(self._stream):
+            raw = host.to(self._device, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(self._stream)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(self._arrived)
+        raw.record_stream(current)
+        return raw.to(to, copy=True)
+
+    def shift(self, x: Tensor, mean: NDArray[np.float32]) -> None:
+        """x -= mean, on the device."""
+        x -= self._on_device(mean)
+
+    def times(self, x: Tensor, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+        """x weights, on the host."""
+        found: NDArray[np.float32] = (
+            (x @ self._on_device(weights).to(x.dtype)).float().cpu().numpy()
+        )
+        return found
+
+    def _on_device(self, values: NDArray[np.float32]) -> Tensor:
+        from vitsee_core.device import to_device
+
+        return to_device(values, self._device)

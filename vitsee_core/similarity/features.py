@@ -76,6 +76,11 @@ class Features:
         return max(array.dtype.itemsize for array, _ in self.parts)
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """A type that holds the values of all parts."""
+        return np.result_type(*(array.dtype for array, _ in self.parts))
+
+    @property
     def chunk_bytes(self) -> int:
         """Bytes of the largest stored chunk: what a thread that reads holds beside its strip."""
         return max(

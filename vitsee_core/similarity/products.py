@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vitsee_core.machine import human_bytes
-from vitsee_core.similarity.arithmetic import Arithmetic, Cast, arithmetic
+from vitsee_core.similarity.arithmetic import Arithmetic, Cast, Staging, arithmetic
 from vitsee_core.similarity.features import Features, Strip
 from vitsee_core.similarity.lanes import Turns, n_lanes, one_blas_thread, run_lanes
 from vitsee_core.similarity.shift import Origin
@@ -221,6 +221,7 @@ class _Pass:
         self._strips, self._tiles, self._centres, self._backend = strips, tiles, centres, backend
         self._n, self._slabs = len(rows), _by_slab(features, rows)
         self._item_size, self._slab = features.item_size, features.store.plan.slab
+        self._dtype = features.dtype
 
     def run(
         self,
@@ -233,22 +234,27 @@ class _Pass:
         lanes, backend = min(lanes, len(self._strips)), self._backend
         widest = max(strip.n_columns for strip in self._strips)
         largest = max(_length(t.i) * _length(t.j) for t in self._tiles)
+        staged = [backend.staging(self._n * widest, self._dtype) for _ in range(lanes)]
         buffers = [
             (
-                workspace.take(f"strip {k}", self._n * widest, dtype),
+                workspace.take(f"strip {k}", 0 if staging else self._n * widest, dtype),
                 workspace.take(f"slab {k}", self._slab * widest * self._item_size, np.uint8),
                 backend.buffer(workspace.take(f"product {k}", largest, dtype)),
+                staging,
             )
-            for k in range(lanes)
+            for k, staging in enumerate(staged)
         ]
         sums = [backend.zeros((_length(t.i), _length(t.j))) for t in self._tiles]
         turns = Turns(len(self._tiles) + 1)
 
         def work(lane: int, take: Callable[[], int | None]) -> None:
-            strip_buffer, slab, product = buffers[lane]
+            strip_buffer, slab, product, staging = buffers[lane]
             while (k := take()) is not None:
-                x, read = self._load(k, strip_buffer, slab)
-                on_device = backend.take(x)
+                if staging is None:
+                    x, read = self._load(k, strip_buffer, slab)
+                    on_device = backend.take(x)
+                else:
+                    on_device, read = self._send(k, staging, slab, dtype)
                 for t, tile in enumerate(self._tiles):
                     left = on_device[tile.i]
                     right = left if tile.i is tile.j else on_device[tile.j]
@@ -279,6 +285,23 @@ class _Pass:
                 self._centres.fill(x, values, k, target)
         return x, size
 
+    def _send(
+        self, k: int, staging: Staging, slab: NDArray[np.uint8], dtype: np.dtype[Any]
+    ) -> tuple[Any, int]:
+        """A strip on the device, less its centre; and the bytes it was read from."""
+        strip, size = self._strips[k], 0
+        shape = self._n, strip.n_columns
+        room = staging.room(*shape)
+        with in_this_thread():
+            for span, inside, target in self._slabs:
+                values = strip.read(span, slab)
+                size += values.nbytes
+                room[target] = values if inside is None else values[inside]
+                self._centres.meet(room[target], k)
+        x = staging.send(*shape, dtype)
+        self._centres.shift(x, k, staging)
+        return x, size
+
 
 class _Centres:
     """What is subtracted of each strip: the mean of the rows that are read first of it."""
@@ -294,14 +317,13 @@ class _Centres:
         if not self._centred:
             self._convert(into, raw)
             return
-        if strip not in self._of:
-            self._of[strip] = self._mean(raw, strip)
+        self.meet(raw, strip)
         mean, sums = self._of[strip], None
-        if self._origin is not None and self._origin.n_rows:
+        if self._sums_up:
             if strip not in self._sums:
                 self._sums[strip] = np.empty((len(x), 2), np.float32)
             sums = self._sums[strip][target]
-            weights = np.stack([mean, np.ones_like(mean)], 1)
+            weights = _weights(mean)
         step = max(1, PIECE // raw.shape[1])
         for at in range(0, len(raw), step):
             piece = into[at : at + step]
@@ -309,6 +331,23 @@ class _Centres:
             piece -= mean
             if sums is not None:
                 np.matmul(piece, weights, out=sums[at : at + step])
+
+    @property
+    def _sums_up(self) -> bool:
+        return self._origin is not None and bool(self._origin.n_rows)
+
+    def meet(self, raw: NDArray[Any], strip: int) -> None:
+        """The rows that are read first of a strip, which have its mean; others change nothing."""
+        if self._centred and strip not in self._of:
+            self._of[strip] = self._mean(raw, strip)
+
+    def shift(self, x: Any, strip: int, staging: Staging) -> None:
+        """x -= its strip's mean, on the device."""
+        if self._centred:
+            mean = self._of[strip]
+            staging.shift(x, mean)
+            if self._sums_up:
+                self._sums[strip] = staging.times(x, _weights(mean))
 
     def _convert(self, to: NDArray[Any], raw: NDArray[Any]) -> None:
         step = max(1, SERIAL // raw.shape[1])
@@ -329,6 +368,11 @@ class _Centres:
             sample -= mean
             self._origin.centre(strip, mean, sample)
         return mean
+
+
+def _weights(mean: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What rows are multiplied with for their product with the mean, and their sum."""
+    return np.stack([mean, np.ones_like(mean)], 1)
 
 
 def _by_slab(features: Features, rows: Rows) -> list[tuple[slice, Rows | None, slice]]:

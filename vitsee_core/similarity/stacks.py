@@ -55,14 +55,10 @@ class _Gram:
         """Number of images."""
         return len(self.features.images)
 
-    def block(self, i: slice, j: slice) -> Float32:
-        """(len(i), len(j)) of its entries."""
+    def block(self, i: slice, j: slice) -> Any:
+        """(len(i), len(j)) of its entries, where the features are: on the CPU or a GPU."""
         a, b = (x[self.k] for x in self.features.both(i, j))
-        if isinstance(a, np.ndarray):  # syrk where both sides are the same memory: half the work
-            product: Float32 = np.matmul(a, b.T)
-        else:
-            product = (a @ b.T).cpu().numpy()
-        return product
+        return a @ b.T  # numpy takes syrk where both sides are the same memory: half the work
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class Counted:
         """Number of images."""
         return self.matrix.n
 
-    def block(self, i: slice, j: slice) -> Float32:
+    def block(self, i: slice, j: slice) -> Any:
         """(len(i), len(j)) of its entries."""
         self.progress.advance(1)
         return self.matrix.block(i, j)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import starmap
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,8 +36,8 @@ class Matrix(Protocol):
     def n(self) -> int:
         """Number of images."""
 
-    def block(self, i: slice, j: slice) -> Float32:
-        """(len(i), len(j)) of its entries."""
+    def block(self, i: slice, j: slice) -> Any:
+        """(len(i), len(j)) float32 of its entries, an array, or on the device where it was made."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def pair_totals(
     matrices = list(rows) if cols is None else [*rows, *cols]
     first_col = 0 if cols is None else n_rows
     side = min(tile, n)
-    stack = np.empty(len(matrices) * side * side, np.float32)
+    memory = _tile_memory(device, len(matrices) * side * side)
     diagonals = np.empty((len(matrices), n))
     n_cols = len(matrices) - first_col
     totals = [_Running(len(matrices), n_rows, n_cols, first_col, n, p) for p in partitions]
@@ -105,19 +106,21 @@ def pair_totals(
     with lane_pool(lanes) as pool:
         for i, j in _tiles(n, tile):
             shape = len(matrices), i.stop - i.start, j.stop - j.start
-            values = stack[: math.prod(shape)].reshape(shape)
+            values = memory.shaped(*shape)
 
             def load(k: int, i: slice = i, j: slice = j, values: Any = values) -> None:
-                values[k] = matrices[k].block(i, j)
+                memory.put(values, k, matrices[k].block(i, j))
 
             spread(load, order, pool)
             if i == j:
-                within = np.arange(shape[1])
-                diagonals[:, i] = values[:, within, within]
-                values[:, within, within] = 0
+                diagonals[:, i] = memory.without_diagonals(values)
             blocks = [piece for running in totals for piece in running.pieces(i, j)]
-            sums: partial[_Sums] = partial(_sums, _on(device, values), n_rows, first_col)
-            made = in_order(sums, blocks, None if device != "cpu" else pool, 2 * lanes)
+            if isinstance(memory, _HostTiles):
+                sums: partial[_Sums] = partial(_sums, values, n_rows, first_col)
+                made = in_order(sums, blocks, pool, 2 * lanes)
+            else:
+                cuts = [(piece.rows, piece.cols) for piece in blocks]
+                made = starmap(_Sums, memory.sums(values, cuts, n_rows, first_col))
             for piece, of_piece in zip(blocks, made, strict=True):
                 piece.running.add(piece, of_piece, 1 if i == j else 2)
     return [r.finish() for r in totals], (diagonals[:n_rows], diagonals[first_col:])
@@ -151,6 +154,34 @@ class _Piece(NamedTuple):
     first_col: int
 
 
+class _HostTiles:
+    """`DeviceTiles` in host memory, but for the sums, which threads share."""
+
+    def __init__(self, n: int) -> None:
+        self._memory = np.empty(n, np.float32)
+
+    def shaped(self, *shape: int) -> Float32:
+        return self._memory[: math.prod(shape)].reshape(shape)
+
+    def put(self, values: Float32, k: int, block: Float32) -> None:
+        values[k] = block
+
+    def without_diagonals(self, values: Float32) -> Float32:
+        within = np.arange(values.shape[1])
+        found: Float32 = values[:, within, within]
+        values[:, within, within] = 0
+        return found
+
+
+def _tile_memory(device: str, n: int) -> Any:
+    """Memory for tiles where they are multiplied."""
+    if device == "cpu":
+        return _HostTiles(n)
+    from vitsee_core.similarity.device_tiles import DeviceTiles
+
+    return DeviceTiles(device, n)
+
+
 class _Sums(NamedTuple):
     """Of a piece: (R, C) inner products, each matrix's own, sums over its columns and rows."""
 
@@ -160,30 +191,14 @@ class _Sums(NamedTuple):
     over_rows: Float
 
 
-def _sums(values: Any, n_rows: int, first_col: int, piece: _Piece) -> _Sums:
-    """Of a tile (matrices, rows, cols), its diagonal 0, in numpy or on a GPU."""
+def _sums(values: Float32, n_rows: int, first_col: int, piece: _Piece) -> _Sums:
+    """Of a tile (matrices, rows, cols), its diagonal 0."""
     block = _cut(values, piece.rows, piece.cols)
     part = block.reshape(len(block), -1)
-    if isinstance(values, np.ndarray):
-        products = np.matmul(part[:n_rows], part[first_col:].T)
-        own = np.linalg.vecdot(part, part) if first_col else np.zeros(len(part))
-        over = [block.sum(axis, dtype=np.float64) for axis in (2, 1)]
-    else:
-        import torch
-
-        products = (part[:n_rows] @ part[first_col:].T).double().cpu().numpy()
-        own = torch.linalg.vecdot(part, part).double().cpu().numpy()
-        over = [block.sum(axis, dtype=torch.float64).cpu().numpy() for axis in (2, 1)]
+    products = np.matmul(part[:n_rows], part[first_col:].T)
+    own = np.linalg.vecdot(part, part) if first_col else np.zeros(len(part))
+    over = [block.sum(axis, dtype=np.float64) for axis in (2, 1)]
     return _Sums(products, own, over[0], over[1])
-
-
-def _on(device: str, values: NDArray[np.float32]) -> Any:
-    """The tile on the device."""
-    if device == "cpu":
-        return values
-    import torch
-
-    return torch.from_numpy(values).to(device)
 
 
 class _Running:
@@ -251,20 +266,14 @@ def _cells(labels: Labels) -> dict[int, Labels]:
     return {int(name): part for name, part in zip(names, parts, strict=True) if name >= 0}
 
 
-def _cut(values: Any, rows: Labels, cols: Labels) -> Any:
+def _cut(values: Float32, rows: Labels, cols: Labels) -> Float32:
     """values[:, rows][:, :, cols], contiguous; by slices where they are runs."""
     a, b = _run(rows), _run(cols)
     if isinstance(a, slice) and isinstance(b, slice):
-        block = values[:, a, b]
-        return np.ascontiguousarray(block) if isinstance(block, np.ndarray) else block.contiguous()
+        return np.ascontiguousarray(values[:, a, b])
     flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
-    shape = len(values), len(rows), len(cols)
-    if isinstance(values, np.ndarray):
-        return values.reshape(len(values), -1).take(flat, 1).reshape(shape)
-    import torch
-
-    places = torch.from_numpy(flat).to(values.device)
-    return values.reshape(len(values), -1).index_select(1, places).reshape(shape)
+    found: Float32 = values.reshape(len(values), -1).take(flat, 1)
+    return found.reshape(len(values), len(rows), len(cols))
 
 
 def _run(places: Labels) -> slice | Labels:

@@ -1,0 +1,176 @@
+"""CKA as it is made on a GPU (torch, tiles on the device, strips that travel as stored) against
+numpy's, with torch on the CPU in the GPU's place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.activation_stores import CNN, activations
+from tests.cka_stores import write_store
+from tests.test_cka_heads import CNN_SITES, N, distances, vit
+from vitsee_core.analyses import cka, cka_heads
+from vitsee_core.similarity import arithmetic, device_tiles, on_the_fly, products, tiles
+from vitsee_core.similarity.arithmetic import Gpu, Staging
+from vitsee_core.similarity.device_tiles import DeviceTiles
+from vitsee_core.similarity.gram_file import GramFile, GramView, Header
+from vitsee_core.similarity.shift import raw_gram
+from vitsee_stores import Store
+
+CPU = torch.device("cpu")
+
+
+class OnTheCpu(Gpu):
+    """The arithmetic of a GPU, on the CPU."""
+
+    def free_bytes(self) -> None:
+        return None
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Calls of what only a GPU uses, counted."""
+    calls = {"tiles": 0, "strips": 0}
+
+    def memory(_device: str, n: int) -> DeviceTiles:
+        calls["tiles"] += 1
+        return DeviceTiles("cpu", n)
+
+    send = Staging.send
+
+    def sent(self: Staging, *args: Any) -> Any:
+        calls["strips"] += 1
+        return send(self, *args)
+
+    for module in (products, on_the_fly):
+        monkeypatch.setattr(module, "arithmetic", lambda _device, _work: OnTheCpu("cpu"))
+    monkeypatch.setattr(tiles, "_tile_memory", memory)
+    monkeypatch.setattr(Staging, "send", sent)
+    return calls
+
+
+def store_of(path: Path) -> Store:
+    sites = {
+        "embed": activations(N, 4, 1) + 30,  # far from 0: what is subtracted matters
+        "blocks.0.out": activations(N, 4, 2),
+        "blocks.1.out": activations(N, 4, 3),
+    }
+    return write_store(path, sites, n=N, slab=7, valid=[i != 5 for i in range(N)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"estimator": "biased"},
+        {"estimator": "minibatch", "batch": 8, "repeats": 3},
+    ],
+    ids=lambda options: options.get("estimator", "exact"),
+)
+def test_cka(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(tmp_path / "a.zarr")
+    want = cka.run(store, no_cache=True, **options)
+    calls = as_on_a_gpu(monkeypatch)
+    found = cka.run(store, no_cache=True, **options)
+    assert calls["strips"] and calls["tiles"]
+    for name in ("value", "std"):
+        np.testing.assert_allclose(found[name], want[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_cka_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = vit(tmp_path / "vit.zarr")
+    b = write_store(tmp_path / "cnn.zarr", CNN_SITES, n=N, layout=CNN)
+    assert distances().shape[0] == N
+    want = cka_heads.run(a, b, window=2, no_cache=True)
+    calls = as_on_a_gpu(monkeypatch)
+    found = cka_heads.run(a, b, window=2, no_cache=True)
+    assert calls["tiles"]
+    np.testing.assert_allclose(found["value"], want["value"], rtol=0, atol=2e-6)
+
+
+def test_what_a_cache_keeps_beside_its_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products with what was subtracted and sums over channels, made on the device."""
+
+    def kept(path: Path) -> dict[str, tuple[Any, ...]]:
+        store = store_of(path)
+        cka.run(store)
+        found = {}
+        for file in path.with_name(f"{path.name}.grams").glob("*.json"):
+            header = Header.load(file.read_bytes())
+            assert header is not None
+            view = GramView(GramFile(file.with_suffix(".tiles"), header), header.rows)
+            everything = slice(0, view.n)
+            gram = view.block(everything, everything)
+            found[header.key[0]] = gram, raw_gram(gram, view.shift), view.shift.means
+        return found
+
+    want = kept(tmp_path / "host.zarr")
+    as_on_a_gpu(monkeypatch)
+    found = kept(tmp_path / "device.zarr")
+    assert found.keys() == want.keys() and len(found) == 3
+    for site, pair in found.items():
+        for here, there in zip(pair, want[site], strict=True):
+            scale = np.abs(there).max()
+            np.testing.assert_allclose(here, there, rtol=0, atol=2e-6 * scale, err_msg=site)
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 50])
+def test_symmetric_products_are_whole_after_half_the_work(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arithmetic, "GOOD_WIDTH", 4)
+    device = Gpu("cpu")
+    x = torch.randn(n, 30, generator=torch.Generator().manual_seed(0))
+    y = torch.randn(n + 3, 30, generator=torch.Generator().manual_seed(1))
+    memory = torch.full((n * (n + 3),), torch.nan)  # as it may lie on a GPU
+    total = device.zeros((n, n))
+    device.add(total, device.multiply(x, x, memory))
+    device.add(total, device.multiply(x, x, memory))
+    found = device.host(total, symmetric=True)
+    want = 2 * (x.double() @ x.double().T).numpy()
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+    other = device.multiply(x, y, memory)
+    np.testing.assert_allclose(other, x @ y.T, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_pieces_leave_the_device_in_few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0))
+    runs = np.arange(1, 4), np.arange(2, 8)
+    scattered = np.array([0, 2, 5]), np.array([7, 1])
+    memory = DeviceTiles("cpu", 5 * 6 * 8)
+    copies: list[int] = []
+    cpu = torch.Tensor.cpu
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        copies.append(x.numel())
+        return cpu(x)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    for most, n_copies in ((1 << 24, 1), (1, 3)):
+        copies.clear()
+        monkeypatch.setattr(device_tiles, "MOST_WAITING", most)
+        found = list(memory.sums(values, [runs, scattered, runs], 2, 2))
+        assert len(copies) == n_copies and len(found) == 3
+        for (rows, cols), sums in zip((runs, scattered, runs), found, strict=True):
+            block = values.numpy()[:, rows][:, :, cols].astype(np.float64)
+            products, own, over_cols, over_rows = sums
+            want = np.einsum("aij,bij->ab", block[:2], block[2:])
+            np.testing.assert_allclose(products, want, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(own, (block**2).sum((1, 2)), rtol=1e-5)
+            np.testing.assert_allclose(over_cols, block.sum(2), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(over_rows, block.sum(1), rtol=1e-5, atol=1e-6)
+    assert list(memory.sums(values, [], 2, 2)) == []
+
+
+def test_tiles_on_the_device() -> None:
+    memory = DeviceTiles("cpu", 2 * 3 * 3)
+    values = memory.shaped(2, 3, 3)
+    memory.put(values, 0, np.arange(9, dtype=np.float32).reshape(3, 3))
+    memory.put(values, 1, torch.ones(3, 3))
+    assert memory.without_diagonals(values).tolist() == [[0, 4, 8], [1, 1, 1]]
+    assert values[0].tolist() == [[0, 1, 2], [3, 0, 5], [6, 7, 0]]
