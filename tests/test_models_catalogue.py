@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 from vitsee_cli.main import main
 from vitsee_core import analyses, catalogue
 from vitsee_core.models import load_model, site_table
-from vitsee_core.models.sketch import sketch, without_weights
+from vitsee_core.models.create import without_weights
+from vitsee_core.models.site_tables import sketch
 from vitsee_stores.errors import VitseeError
 
 VIT = "vit_tiny_patch16_224"
@@ -111,7 +112,7 @@ def test_a_model_that_needs_values_is_named_and_left(monkeypatch: pytest.MonkeyP
     def refuse(*_: object, **__: object) -> None:
         raise NotImplementedError("no values")
 
-    monkeypatch.setattr("vitsee_core.models.sketch.trace", refuse)
+    monkeypatch.setattr("vitsee_core.models.site_tables.trace", refuse)
     (row,) = rows(models("test_vit"))
     assert row["analyses"] == "" and row["left_out"] == "not to be told without weights: no values"
     assert int(row["n_params"]) > 0

@@ -133,8 +133,9 @@ def _made(
     name: str, tags: Sequence[str], needs: Mapping[str, tuple[str, ...]], prove: bool
 ) -> dict[str, Any]:
     from vitsee_core.models import load_model, site_table
+    from vitsee_core.models.create import without_weights
     from vitsee_core.models.hook_points import ModelError
-    from vitsee_core.models.sketch import sketch, without_weights
+    from vitsee_core.models.site_tables import sketch
 
     module, size = without_weights(name)
     row: dict[str, Any] = {

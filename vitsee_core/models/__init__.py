@@ -3,9 +3,11 @@
 from vitsee_core.models.attention import AttentionCall
 from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.hook_points import CaptureError, ModelError
-from vitsee_core.models.load import LoadedModel, load_model
+from vitsee_core.models.load import load_model
+from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import SelfCheck, self_check
-from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer, site_table
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 
 __all__ = [
     "AttentionBlock",

@@ -11,19 +11,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from vitsee_core.models.branch_only import branch_only
 from vitsee_core.models.hook_points import HookPoint, ModelError
-from vitsee_core.models.sites import SiteTable, site_table
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sites import SiteTable
 from vitsee_stores.errors import SiteError
 from vitsee_stores.manifest import few
 from vitsee_stores.selectors import GROUPS, select_names
-
-if TYPE_CHECKING:
-    from vitsee_core.models.load import LoadedModel
 
 SHOWN = 8
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from vitsee_core.models.geometry import in_raster_order
 from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.sites import AttentionBlock
+from vitsee_core.models.survey import Reader
 from vitsee_core.models.trace import Attended
 from vitsee_stores.layout import TokenLayout
-
-if TYPE_CHECKING:
-    from vitsee_core.models.build import TableBuilder
 
 NO_ATTENTION = "no block has a softmax over tokens"
 
 
 @dataclass
 class Attention:
-    """blocks: those served; modules: block -> module inside which its attention is computed;
-    heads: block -> where the heads' outputs go next, if that was found."""
+    """blocks: those with token-to-token attention; modules: block -> module inside which it is
+    computed; heads: block -> where the heads' outputs go next, if that was found; left_out: "PATH
+    attention" -> why it has no such attention; refusal: why no block has."""
 
     blocks: list[AttentionBlock] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
@@ -29,20 +28,21 @@ class Attention:
     refusal: str | None = None
 
 
-def attention_blocks(builder: TableBuilder) -> Attention:
-    """Every block's attention, taken or refused by name."""
+def attention_blocks(read: Reader, demoted: Mapping[str, str]) -> Attention:
+    """The attention of every block, or why it has none that can be captured. demoted: "PATH
+    attention" -> why what was found there before was disproved."""
     found = Attention()
-    for index, path in enumerate(builder.blocks):
+    for path, index in read.block_index.items():
         met = [
             (module, event)
-            for module, events in builder.trace.events.items()
+            for module, events in read.trace.events.items()
             if module == path or module.startswith(f"{path}.")
             for event in events
         ]
         if not met:
             continue
-        layouts = _layouts(builder, path)
-        reason = builder.demoted.get(f"{path} attention") or _refusal(builder, met, layouts)
+        layouts = _layouts(read, path)
+        reason = demoted.get(f"{path} attention") or _refusal(read, met, layouts)
         if reason:
             found.left_out[f"{path} attention"] = reason
             continue
@@ -50,7 +50,7 @@ def attention_blocks(builder: TableBuilder) -> Attention:
         layout = next(x for x in layouts if x.n_tokens == event.n_keys)
         found.blocks.append(AttentionBlock(path, index, event.query[1], layout))
         found.modules[path] = module
-        hook_point = _heads_hook_point(builder, module, event)
+        hook_point = _heads_hook_point(read, module, event)
         if hook_point:
             found.heads[path] = hook_point
     if not found.blocks:
@@ -71,24 +71,22 @@ def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
     return None
 
 
-def _layouts(builder: TableBuilder, path: str) -> list[TokenLayout]:
+def _layouts(read: Reader, path: str) -> list[TokenLayout]:
     """Layouts of a block's input and output in which tokens lie row by row."""
-    trace = builder.trace
+    trace = read.trace
     found = []
-    for seen, entering in ((trace.entered(path), True), (trace.left(path), False)):
-        seen = trace.by_image(seen)
-        view = (
-            builder.read.token_view(path, seen, entering) if seen and len(seen.shape) > 2 else None
-        )
+    for call, entering in ((trace.entered(path), True), (trace.left(path), False)):
+        seen = trace.by_image(call)
+        view = read.token_view(path, seen, entering) if seen and len(seen.shape) > 2 else None
         if view and view.layout and view.layout.grid and view.form != "unrolled":
             found.append(view.layout)
     return found
 
 
 def _refusal(
-    builder: TableBuilder, met: list[tuple[str, Attended]], layouts: list[TokenLayout]
+    read: Reader, met: list[tuple[str, Attended]], layouts: list[TokenLayout]
 ) -> str | None:
-    n_images = builder.trace.n_images
+    n_images = read.trace.n_images
     event = met[0][1]
     if len(met) > 1:
         return f"{len(met)} attention calls in one block"
@@ -114,12 +112,12 @@ def _refusal(
     return None
 
 
-def _heads_hook_point(builder: TableBuilder, module: str, event: Attended) -> HookPoint | None:
+def _heads_hook_point(read: Reader, module: str, event: Attended) -> HookPoint | None:
     """The module that the heads' outputs enter side by side."""
     assert event.value is not None
     for name in ("norm", "proj", "attn_out_proj"):
         hook_point = HookPoint(f"{module}.{name}" if module else name, "in")
-        seen = builder.read.seen(hook_point) if hook_point.module in builder.modules else None
+        seen = read.seen(hook_point) if hook_point.module in read.modules else None
         # Made after the values: TinyViT's norm is before its queries, keys and values.
         if seen and seen.shape == event.value.shape and seen.key > event.value.key:
             return hook_point

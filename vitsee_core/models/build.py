@@ -14,10 +14,9 @@ from vitsee_core.models.families import describe
 from vitsee_core.models.families.base import Description, Part, Residual
 from vitsee_core.models.head import head_hook_points
 from vitsee_core.models.hook_points import HookPoint, View
-from vitsee_core.models.reading import Reader
 from vitsee_core.models.site_drafts import SiteDraft, find_aliases, specs
 from vitsee_core.models.sites import Point, SiteTable, Sublayer
-from vitsee_core.models.survey import Survey
+from vitsee_core.models.survey import Reader, Survey
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
 
@@ -36,9 +35,9 @@ class TableBuilder:
         self.trace, self.geometry, self.blocks = survey.trace, survey.geometry, survey.blocks
         self.left_out: dict[str, str] = {}
         self.entered: set[str] = set()
-        self.modules = dict(model.named_modules())
-        self.index = {name: i for i, name in enumerate(self.modules)}
         self.read = Reader(model, survey)
+        self.modules = self.read.modules
+        self.index = {name: i for i, name in enumerate(self.modules)}
         self.described: dict[str, Description] = {}
         for path in self.blocks:
             found = None if path in demoted else describe(self.modules[path], path, self.trace)
@@ -52,7 +51,7 @@ class TableBuilder:
         sites = specs(drafts)
         by_name = {site.name: site for site in sites}
         sublayers, residuals = self._sublayers(by_name)
-        attention = attention_blocks(self)
+        attention = attention_blocks(self.read, self.demoted)
         residual_refusal = None if sublayers else "no block whose branches are known"
         return SiteTable(
             sites=tuple(sites),

@@ -18,13 +18,12 @@ from vitsee_core.models.hook_points import (
     input_tensor,
     refuse_compiled,
 )
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_stores.layout import SiteSpec
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
-
-    from vitsee_core.models.load import LoadedModel
-    from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 
 Consumer = Callable[[Tensor], None]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +15,10 @@ from vitsee_core.models.attention import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import CaptureError, first_tensor
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_core.models.trace import probe_images
 from vitsee_stores.layout import SiteSpec, TokenLayout
-
-if TYPE_CHECKING:
-    from vitsee_core.models.load import LoadedModel
-    from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 
 TOLERANCE = 1e-5  # of the largest logit less its bias; float32 sums over some thousand channels
 CLEARLY = 0.5  # of two that hold the first is taken, unless the other's error is less than this

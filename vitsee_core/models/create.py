@@ -16,12 +16,26 @@ from vitsee_core.machine import human_bytes, memory_bytes
 from vitsee_core.models.arguments import refuse_loading
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.input_transform import checked_size
+from vitsee_core.models.input_transform import checked_size, input_transform
 from vitsee_core.models.weight_sources import NotHere, local_only, needs_network, why_unreachable
 
+_DEMO = "demo:"
 _HUB = ("hf-hub:", "hf_hub:")
 _FOLDER = "local-dir:"
 SHOWN = 4
+
+
+def resolve(name: str) -> str:
+    """The name as timm knows it: the demo's are folders.
+
+    Raises:
+        VitseeError: no demo model has this name.
+    """
+    if not name.startswith(_DEMO):
+        return name
+    from vitsee_core.demo import model_folder
+
+    return f"local-dir:{model_folder(name.removeprefix(_DEMO))}"
 
 
 def create_model(
@@ -60,6 +74,19 @@ def create_model(
             return _build(full, pretrained, seed, wanted)
         except Exception as error:
             raise _explained(error, name, pretrained, wanted, unreachable) from error
+
+
+def without_weights(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
+    """The module that `name` stands for (see `load_model`) on torch's meta device, where nothing
+    is computed and no memory taken, and its input size.
+
+    Raises:
+        ModelError: unknown model.
+    """
+    with torch.device("meta"):
+        module = create_model(resolve(name), name, pretrained=False, seed=0, wanted={})
+    module.eval().requires_grad_(False)
+    return module, input_transform(module, name, None, {})["input_size"]
 
 
 def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:

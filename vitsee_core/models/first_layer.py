@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vitsee_core.models.load import LoadedModel
+from vitsee_core.models.loaded import LoadedModel
 
 _LAYERS = (torch.conv2d, nn.functional.linear)
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation")

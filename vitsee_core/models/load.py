@@ -5,63 +5,21 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.arguments import check_foreign, refuse_loading
 from vitsee_core.models.checkpoints import load_checkpoint
-from vitsee_core.models.create import create_model, not_as_pretrained
+from vitsee_core.models.create import create_model, not_as_pretrained, resolve
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
-from vitsee_stores.manifest import few
+from vitsee_core.models.loaded import LoadedModel
 
-_DEMO = "demo:"
 MOST_SEED = 2**63 - 1  # of a torch generator, as JSON readers hold it
-
-
-@dataclass
-class LoadedModel:
-    """A model ready to run: eval mode, no gradients, float32, on the CPU.
-
-    input_size: (channels, rows, cols). transform: input_size, interpolation, crop_pct, crop_mode,
-    mean, std. weights: source ("pretrained", "random", "checkpoint", "local-dir"), sha256 of all
-    tensors, for a checkpoint its file, the key used, and what was missing or unexpected; missing
-    (tensors left random) and resampled (tensors of another size in the weights, "NAME (shape) to
-    (shape)") also of pretrained weights that were fitted to other arguments.
-    ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
-    """
-
-    name: str
-    module: nn.Module
-    input_size: tuple[int, int, int]
-    transform: dict[str, Any]
-    weights: dict[str, Any]
-    architecture: str
-    model_args: dict[str, Any] = field(default_factory=dict)
-    class_names: list[str] | None = None
-    ablate_skip: tuple[str, ...] = ()
-
-    def notes(self) -> list[str]:
-        """What to know of the weights, in a line: the key taken where a file has several, tensors
-        left random, resampled or without use."""
-        weights, parts = self.weights, []
-        others, key = weights.get("other_keys"), weights.get("key", "")
-        if others or "ema" in key.lower():
-            parts.append(f"taken: {key}")
-        if others:
-            parts.append(f"other weights in the file: {few(others)} (--checkpoint-key)")
-        if missing := weights.get("missing"):
-            parts.append(f"not in these weights, so random: {few(missing)}")
-        if resampled := weights.get("resampled"):
-            parts.append(f"resampled: {few(resampled)}")
-        if unexpected := weights.get("unexpected"):
-            parts.append(f"left over: {few(unexpected)}")
-        where = weights.get("file") or weights.get("pretrained") or "weights"
-        return [f"{where}: {'; '.join(parts)}"] if parts else []
 
 
 def load_model(
@@ -132,8 +90,6 @@ def load_model(
         class_names=label_names(config, name),
     )
     if ablate_skip:
-        from vitsee_core.models.ablation import ablate_skips
-
         ablate_skips(model, ablate_skip)
     return model
 
@@ -174,19 +130,6 @@ def hash_weights(module: nn.Module) -> str:
         digest.update(f"{key} {flat.dtype} {tuple(flat.shape)}\n".encode())
         digest.update(flat.view(-1).view(torch.uint8).numpy().data if flat.numel() else b"")
     return digest.hexdigest()
-
-
-def resolve(name: str) -> str:
-    """The name as timm knows it: the demo's are folders.
-
-    Raises:
-        VitseeError: no demo model has this name.
-    """
-    if not name.startswith(_DEMO):
-        return name
-    from vitsee_core.demo import model_folder
-
-    return f"local-dir:{model_folder(name.removeprefix(_DEMO))}"
 
 
 def _still(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitsee_core.models.geometry import model_geometry
-from vitsee_core.models.load import LoadedModel
+from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.perturbation import LEARNED, Candidate, Runner
 
 SINE_COSINE = "sine-cosine"

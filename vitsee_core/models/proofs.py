@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +12,7 @@ from vitsee_core.models.attention import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.families.base import Residual
 from vitsee_core.models.hook_points import View
-
-if TYPE_CHECKING:
-    from vitsee_core.models.sites import AttentionBlock, SiteTable
+from vitsee_core.models.sites import AttentionBlock, SiteTable
 
 # Scores of how many numbers are held at once while attention is recomputed.
 SCORES_AT_ONCE = 1 << 24

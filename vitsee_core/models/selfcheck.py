@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +15,12 @@ from vitsee_core.device import current_precision
 from vitsee_core.models.attention import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import CaptureError, first_tensor
+from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.patches import disproof
 from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof
+from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_stores.layout import SiteSpec
 from vitsee_stores.manifest import few
-
-if TYPE_CHECKING:
-    from vitsee_core.models.load import LoadedModel
-    from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 
 FLOAT16_MAX = float(torch.finfo(torch.float16).max)
 # Recomputed attention against the model's own: summation order in float32, rounded factors in

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from vitsee_core.models.families.base import Residual
-from vitsee_core.models.hook_points import HookPoint, View, refuse_compiled
+from vitsee_core.models.hook_points import HookPoint, View
 from vitsee_core.models.patches import Patches
 from vitsee_stores.layout import SiteSpec, TokenLayout
-
-if TYPE_CHECKING:
-    from vitsee_core.models.load import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -75,27 +71,3 @@ class SiteTable:
             if site.name == name:
                 return site
         raise KeyError(name)
-
-
-def site_table(model: LoadedModel) -> SiteTable:
-    """Run the model on random images, two or three times, and read its sites from what passed by.
-
-    Residual sums and attention are proven on those images; a block whose sums do not hold is
-    listed with its output alone. Patch embeddings are measured, see `patches`. Raises:
-        ModelError: parts of the model are compiled, traced or scripted.
-    """
-    from vitsee_core.models.build import TableBuilder
-    from vitsee_core.models.reading import measured
-    from vitsee_core.models.survey import survey
-    from vitsee_core.models.verify import verify
-
-    refuse_compiled(model.module)
-    found = survey(model.module, model.input_size)
-    found = measured(model.module, model.input_size, found)
-    demoted: dict[str, str] = {}
-    while True:
-        table = TableBuilder(model.module, found, demoted, model.ablate_skip).build()
-        failed = verify(model, table)
-        if not failed:
-            return table
-        demoted |= failed

@@ -1,16 +1,22 @@
-"""What one or two forward passes say about a model: calls, blocks, token geometry."""
+"""What a few forward passes say about a model: its calls, blocks and grids of tokens, and how each
+activation is read as tokens."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
 from vitsee_core.models.blocks import find_blocks
-from vitsee_core.models.geometry import Geometry, model_geometry
-from vitsee_core.models.steps import Steps
-from vitsee_core.models.trace import Trace, trace
+from vitsee_core.models.geometry import Geometry, in_raster_order, model_geometry, read_map
+from vitsee_core.models.hook_points import HookPoint, View
+from vitsee_core.models.patches import first_seen, measure
+from vitsee_core.models.steps import Grid, Steps
+from vitsee_core.models.trace import Seen, Trace, trace
+from vitsee_stores.layout import TokenLayout
 
 
 @dataclass(frozen=True)
@@ -48,3 +54,111 @@ def _doubtful(module: nn.Module, seen: Trace, blocks: list[str], geometry: Geome
     return any(
         len(s) == 4 and geometry.exact((s[1], s[2])) and geometry.exact((s[2], s[3])) for s in maps
     )
+
+
+def measured(module: nn.Module, size: tuple[int, int, int], found: Survey) -> Survey:
+    """The survey with its patch embeddings measured: the grids of tokens (not of channels-first
+    maps) that one strided layer makes of the image."""
+    geometry, trace = found.geometry, found.trace
+    assert geometry.steps is not None
+    if next(iter(module.parameters())).is_meta:
+        return found
+    reader = Reader(module, found)
+    patches = []
+    for grid in dict.fromkeys(_token_grids(reader, found.blocks)):
+        step = geometry.steps.of(grid)
+        first = first_seen(trace, grid, geometry.prefix) if step.reductions == 1 else None
+        if first is not None:
+            patches.append(measure(module, size, *first, step.px))
+    known = tuple(one for one in patches if one is not None)
+    return replace(found, geometry=replace(geometry, patches=known))
+
+
+def _token_grids(reader: Reader, blocks: tuple[str, ...]) -> Iterator[Grid]:
+    for path in blocks:
+        for seen, entering in (
+            (reader.trace.entered(path), True),
+            (reader.trace.left(path), False),
+        ):
+            seen = reader.trace.by_image(seen)
+            if seen is None or len(seen.shape) < 3:
+                continue
+            view = reader.token_view(path, seen, entering)
+            if view.form in ("tokens", "nhwc", "unrolled") and view.layout and view.layout.grid:
+                yield view.layout.grid
+
+
+class Reader:
+    """Reads what a survey of the model has seen."""
+
+    def __init__(self, model: nn.Module, survey: Survey) -> None:
+        self.model, self.trace, self.geometry = model, survey.trace, survey.geometry
+        self.modules = dict(model.named_modules())
+        self.block_index: Mapping[str, int] = {path: i for i, path in enumerate(survey.blocks)}
+
+    def seen(self, hook_point: HookPoint) -> Seen | None:
+        """The tensor at a hook point; None if its module is called another number of times, or if
+        the batch is not its first dimension."""
+        calls = self.trace.calls.get(hook_point.module, [])
+        if len(calls) != hook_point.calls:
+            return None
+        call = calls[hook_point.call]
+        return self.trace.by_image(call.entered if hook_point.when == "in" else call.left)
+
+    def token_view(self, path: str, seen: Seen, entering: bool = False) -> View:
+        """The reading of a block's output, or of its input."""
+        shape = seen.shape
+        if len(shape) == 4:
+            return read_map(seen, self.geometry) or View("raw")
+        if len(shape) == 2:
+            return View("vector")
+        if len(shape) == 3 and self.geometry.prefix and shape[1] == len(self.geometry.prefix):
+            # The grid was left behind (PiT's norm); a token is not a grid of one cell.
+            return View("rows", TokenLayout((), None, rows=shape[1]))
+        layout = self.geometry.token_layout(shape[1]) if len(shape) == 3 else None
+        if layout is None:
+            return View("raw")
+        if in_raster_order(seen, layout):
+            return View("tokens", layout)
+        reroll = getattr(self.model, "reroll", None)
+        if isinstance(reroll, nn.Module) and not layout.prefix:
+            number = max(self.block_index[path] - entering, 0)
+            return View("unrolled", layout, partial(reroll.forward, block_idx=number))
+        return View("rows", TokenLayout((), None, rows=shape[1]))
+
+    def inner_view(self, seen: Seen, base: Sequence[View]) -> View:
+        """The reading of an inner activation: tokens if it has as many as the block it is in."""
+        shape = seen.shape
+        if len(shape) == 2:
+            return View("vector")
+        if len(shape) == 3:
+            if not base and self.geometry.grid:
+                layout = self.geometry.token_layout(shape[1])
+                if layout and layout.grid == self.geometry.grid:
+                    return View("tokens", layout)
+            for view in base:
+                if view.layout and view.layout.grid and view.layout.n_tokens == shape[1]:
+                    return view if view.form == "unrolled" else View("tokens", view.layout)
+            if any(view.form == "rows" and view.layout for view in base):
+                return View("rows", TokenLayout((), None, rows=shape[1]))
+            return View("raw")
+        if len(shape) != 4:
+            return View("raw")
+        token_grids = [view.layout.grid for view in base if view.form == "tokens" and view.layout]
+        found = read_map(seen, self.geometry)
+        if found is None or found.layout is None:
+            return View("raw")
+        if token_grids and found.layout.grid not in token_grids:
+            return View("raw")
+        return found
+
+    def why_not(self, hook_point: HookPoint) -> str:
+        """Why there is nothing to capture at a hook point."""
+        calls = self.trace.calls.get(hook_point.module, [])
+        if len(calls) != hook_point.calls:
+            return f"called {len(calls)} times in one forward pass"
+        call = calls[hook_point.call]
+        seen = call.entered if hook_point.when == "in" else call.left
+        if seen is None:
+            return f"gives a {call.left_type}, not one tensor"
+        return f"its first dimension is {seen.shape[0]} for {self.trace.n_images} images"

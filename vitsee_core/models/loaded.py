@@ -1,0 +1,51 @@
+"""A model that is ready to run, and the record of its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from vitsee_stores.manifest import few
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to run: eval mode, no gradients, float32, on the CPU.
+
+    input_size: (channels, rows, cols). transform: input_size, interpolation, crop_pct, crop_mode,
+    mean, std. weights: source ("pretrained", "random", "checkpoint", "local-dir"), sha256 of all
+    tensors, for a checkpoint its file, the key used, and what was missing or unexpected; missing
+    (tensors left random) and resampled (tensors of another size in the weights, "NAME (shape) to
+    (shape)") also of pretrained weights that were fitted to other arguments.
+    ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
+    """
+
+    name: str
+    module: nn.Module
+    input_size: tuple[int, int, int]
+    transform: dict[str, Any]
+    weights: dict[str, Any]
+    architecture: str
+    model_args: dict[str, Any] = field(default_factory=dict)
+    class_names: list[str] | None = None
+    ablate_skip: tuple[str, ...] = ()
+
+    def notes(self) -> list[str]:
+        """What to know of the weights, in a line: the key taken where a file has several, tensors
+        left random, resampled or without use."""
+        weights, parts = self.weights, []
+        others, key = weights.get("other_keys"), weights.get("key", "")
+        if others or "ema" in key.lower():
+            parts.append(f"taken: {key}")
+        if others:
+            parts.append(f"other weights in the file: {few(others)} (--checkpoint-key)")
+        if missing := weights.get("missing"):
+            parts.append(f"not in these weights, so random: {few(missing)}")
+        if resampled := weights.get("resampled"):
+            parts.append(f"resampled: {few(resampled)}")
+        if unexpected := weights.get("unexpected"):
+            parts.append(f"left over: {few(unexpected)}")
+        where = weights.get("file") or weights.get("pretrained") or "weights"
+        return [f"{where}: {'; '.join(parts)}"] if parts else []

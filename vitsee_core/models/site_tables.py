@@ -1,0 +1,104 @@
+"""The site table of a model: proven on random images, or sketched without weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from vitsee_core.models.attention import AttentionCall
+from vitsee_core.models.blocks import find_blocks
+from vitsee_core.models.build import TableBuilder
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.geometry import model_geometry
+from vitsee_core.models.hook_points import refuse_compiled
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.proofs import AttentionProof, SumProof
+from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+from vitsee_core.models.steps import Steps
+from vitsee_core.models.survey import Survey, measured, survey
+from vitsee_core.models.trace import probe_images, trace
+from vitsee_stores.layout import SiteSpec
+
+# In float32 the recomputed attention differs by summation order alone.
+ATTENTION_TOLERANCE = 1e-4
+
+
+def site_table(model: LoadedModel) -> SiteTable:
+    """Run the model on random images, two or three times, and find its sites in those passes.
+
+    Residual sums and attention are verified on those images; a block whose sums do not hold is
+    listed with its output alone. Patch embeddings are measured, see `patches`.
+
+    Raises:
+        ModelError: parts of the model are compiled, traced or scripted.
+    """
+    refuse_compiled(model.module)
+    found = survey(model.module, model.input_size)
+    found = measured(model.module, model.input_size, found)
+    demoted: dict[str, str] = {}
+    while True:
+        table = TableBuilder(model.module, found, demoted, model.ablate_skip).build()
+        failed = verify(model, table)
+        if not failed:
+            return table
+        demoted |= failed
+
+
+def sketch(module: nn.Module, size: tuple[int, int, int]) -> SiteTable:
+    """The site table as `site_table` begins it: what needs pixels (tokens in another order, patches
+    measured, sums and attention proven) is left to that.
+
+    Raises:
+        ModelError: the model does not run on images of this size.
+    """
+    seen = trace(module, size, corners=False)
+    geometry = replace(model_geometry(module, size[1:]), steps=Steps(size[1:], module, seen))
+    survey = Survey(seen, tuple(find_blocks(module, seen)), geometry)
+    return TableBuilder(module, survey, {}).build()
+
+
+def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
+    """What the table claims but two random images disprove: block path, or "PATH attention", ->
+    reason. {} for a table that holds."""
+    if not table.residuals and not table.attention:
+        return {}
+    names = list(table.residuals)
+    sums, heads = SumProof(model.module, table, names), AttentionProof(table)
+    capture = Capture(model, table, sites=(), attention=table.attention)
+    sums.attach(capture, names)
+    heads.attach(capture, table.attention)
+    device = next(model.module.parameters()).device
+    images = probe_images(model.input_size, corners=False).to(device)
+    with torch.inference_mode(), capture:
+        capture.run(images, _Verifier(heads))
+    failed = {}
+    for name in names:
+        error = sums.errors.get(name, float("inf"))
+        if not error <= 1:
+            residual = table.residuals[name]
+            block = residual.total.rpartition(".")[0]
+            failed[block] = f"{residual.formula} is not {residual.total}"
+    for block_served in table.attention:
+        error = heads.errors.get(block_served.name, float("inf"))
+        if not error <= ATTENTION_TOLERANCE:
+            failed[f"{block_served.name} attention"] = (
+                "softmax of the scores times the values is not what the block goes on with"
+            )
+    return failed
+
+
+class _Verifier:
+    def __init__(self, proof: AttentionProof) -> None:
+        self.proof = proof
+
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        """Nothing is asked for."""
+
+    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
+        """Nothing is asked for."""
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """Hand over to the proof."""
+        self.proof.attention(block, call)
