@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from vitsee_core.models import (
     Sublayer,
     site_table,
 )
+from vitsee_core.models.attention import AttentionWatch
 from vitsee_stores.layout import SiteSpec, select_names
 
 
@@ -210,3 +213,41 @@ def test_autocast_keeps_the_models_own_types(vit: tuple[LoadedModel, SiteTable])
         autocast=half,
     )
     assert result.failures == []
+
+
+class Busy(Keeper):
+    """Calls functions that no model calls, at every site, branch and attention."""
+
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        torch.special.erfcx(body)
+
+    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
+        torch.special.erfcx(z)
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        torch.special.erfcx(call.value)
+
+
+def test_an_observers_functions_pass_unwatched(
+    vit: tuple[LoadedModel, SiteTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch costs some microseconds a call, and summaries are thousands of calls."""
+    model, table = vit
+    watched = AttentionWatch.__torch_function__
+    seen = []
+
+    def noted(self: AttentionWatch, func: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(func)
+        return watched(self, func, *args, **kwargs)
+
+    monkeypatch.setattr(AttentionWatch, "__torch_function__", noted)
+    chosen = select_names(["blocks"], table.sites)
+    with (
+        torch.inference_mode(),
+        Capture(
+            model, table, sites=chosen, sublayers=table.sublayers, attention=table.attention
+        ) as capture,
+    ):
+        capture.run(images(model, 2), Busy())
+    assert torch.nn.functional.scaled_dot_product_attention in seen
+    assert torch.special.erfcx not in seen

@@ -12,7 +12,13 @@ from torch.nn import functional
 
 from tests.models_helpers import VIT, Keeper, images, small
 from vitsee_core.models import Capture, CaptureError, LoadedModel, site_table
-from vitsee_core.models.attention import AttentionEvent, AttentionWatch, KernelCall
+from vitsee_core.models.attention import (
+    AttentionEvent,
+    AttentionWatch,
+    KernelCall,
+    _at_once,
+    _by_image,
+)
 
 SERVED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "vit": ("vit_tiny_patch16_224", (32, 48), VIT),
@@ -324,3 +330,16 @@ def test_scores_are_those_of_a_kernel_under_autocast(gain: float) -> None:
     again = torch.softmax(found, -1) @ event.call.value.float()
     # What is left is the rounding of weights and output: half of 2^-8 each.
     assert float((again - output.float()).abs().max() / output.float().abs().max()) < 8e-3
+
+
+@pytest.mark.parametrize("n_heads", [1, 3])
+def test_both_ways_to_scores_agree(n_heads: int) -> None:
+    """Image by image from interleaved queries and keys, as on a CPU, and in one call."""
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randn(4, 7, 2, n_heads, 5, generator=generator)  # images, tokens, which, heads
+    q, k = both.permute(2, 0, 3, 1, 4)
+    want = q.double() @ k.double().transpose(2, 3) * 0.37
+    for multiply in (_by_image, _at_once):
+        out = torch.full((4, n_heads, 7, 7), torch.nan)
+        multiply(q, k, 0.37, out)
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)

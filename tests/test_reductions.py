@@ -20,7 +20,7 @@ from tests.attention_calls import (
     random_scores,
     reduce,
 )
-from vitsee_core.reductions import AttentionReducer, AttentionSummary
+from vitsee_core.reductions import AttentionReducer, AttentionSummary, attention, passes
 from vitsee_core.reductions.passes import spread_over_heads, spread_over_queries
 from vitsee_stores.layout import TokenLayout
 
@@ -65,6 +65,50 @@ def test_every_quantity_agrees_with_loops(
     layout = TokenLayout(prefix, grid, stride_px=(16.0, 12.0))
     scores = random_scores(layout)
     assert_summary(reduce(layout, scores, device=device), expected(layout, scores))
+
+
+@pytest.fixture
+def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes that a GPU takes, on the CPU."""
+    for module in (passes, attention):
+        monkeypatch.setattr(module, "by_caches", lambda _x: False)
+
+
+@pytest.mark.usefixtures("few_kernels")
+@pytest.mark.parametrize("grid", [(3, 4), (1, 5), (1, 1)])
+@pytest.mark.parametrize("prefix", PREFIXES[:3], ids=lambda kinds: "-".join(kinds) or "none")
+def test_the_passes_of_a_gpu_agree_with_loops(
+    prefix: tuple[str, ...], grid: tuple[int, int]
+) -> None:
+    layout = TokenLayout(prefix, grid, stride_px=(16.0, 12.0))
+    scores = random_scores(layout, n_images=3)
+    scores[0, 1, :, 0] = -math.inf if layout.n_tokens > 1 else 0.0
+    found = reduce(layout, scores, block_bytes=4 * 3 * layout.n_tokens**2 * 2)
+    assert_summary(found, expected(layout, scores))
+
+
+@pytest.mark.usefixtures("few_kernels")
+def test_the_passes_of_a_gpu_leave_invalid_images_out() -> None:
+    layout = TokenLayout(("cls",), (3, 4), stride_px=(16.0, 16.0))
+    scores = random_scores(layout, n_images=4)
+    want = expected(layout, scores)
+    scores[1] = math.nan
+    found = reduce(layout, scores, [True, False, False, True], block_bytes=1)
+    for name in SUMS:
+        total = getattr(want[0], name) + getattr(want[3], name)
+        np.testing.assert_allclose(getattr(found, name), total, rtol=1e-5, err_msg=name)
+
+
+def test_nothing_of_a_summary_needs_its_values_on_the_host() -> None:
+    """On the meta device there are none: whatever waited for them would fail."""
+    layout = TokenLayout(("cls",), (3, 4), stride_px=(16.0, 16.0))
+    call = Call(random_scores(layout).to("meta"))
+    reducer = AttentionReducer(layout, "meta", rows=True, full=True)
+    for valid in (torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool, device="meta")):
+        found = reducer.reduce(call, valid)
+        for name, value in vars(reduce(layout, random_scores(layout))).items():
+            other = getattr(found, name)
+            assert (other.shape, other.dtype) == (value.shape, value.dtype), name
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -59,6 +59,19 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return alike and x.data_ptr() == y.data_ptr()
 
 
+def _by_image(query: Tensor, key: Tensor, scale: float, out: Tensor) -> None:
+    """Scaled products. Queries, keys and values come interleaved, and a product of one image takes
+    them as they lie: over several images they would be copied first."""
+    for one, other, product in zip(query, key.transpose(2, 3), out, strict=True):
+        torch.baddbmm(product, one, other, beta=0, alpha=scale, out=product)
+
+
+def _at_once(query: Tensor, key: Tensor, scale: float, out: Tensor) -> None:
+    """The same in one call, which fills a GPU."""
+    left, right = torch.mul(query, scale).flatten(0, 1), key.flatten(0, 1)
+    torch.bmm(left, right.transpose(1, 2), out=out.flatten(0, 1))
+
+
 class KernelCall(AttentionCall):
     """The arguments of one scaled_dot_product_attention."""
 
@@ -77,21 +90,11 @@ class KernelCall(AttentionCall):
         """As in `AttentionCall`, computed from what the kernel was given."""
         query = self.query[images].float()
         key = _repeated(self.key[images].float(), self.n_heads)
-        n, heads, tokens, dim = query.shape
-        n_keys = key.shape[2]
+        n, heads, tokens, n_keys = *query.shape[:3], key.shape[2]
         if out is None:
             out = query.new_empty(n, heads, tokens, n_keys)
-        if query.device.type == "cpu":
-            # Queries, keys and values come interleaved, and a product of one image takes them as
-            # they lie: over several it would copy them first.
-            for one, other, product in zip(query, key.transpose(2, 3), out, strict=True):
-                torch.baddbmm(product, one, other, beta=0, alpha=self.scale, out=product)
-        else:
-            torch.bmm(
-                torch.mul(query, self.scale).reshape(n * heads, tokens, dim),
-                key.reshape(n * heads, n_keys, dim).transpose(1, 2),
-                out=out.view(n * heads, tokens, n_keys),
-            )
+        multiply = _by_image if query.device.type == "cpu" else _at_once
+        multiply(query, key, self.scale, out)
         if self.mask is not None:
             self._apply_mask(out, images)
         if self.causal:

@@ -9,6 +9,7 @@ import torch
 
 from vitsee_core.reductions.geometry import distances, sum_by_offset, unit_step
 from vitsee_core.reductions.passes import (
+    by_caches,
     row_entropies,
     shared_information,
     spread_over_heads,
@@ -246,7 +247,7 @@ class AttentionReducer:
             # Selected, not multiplied by 0: an invalid image may hold NaN.
             a = a.masked_fill_(~valid[:, None, None, None], 0.0)
             share = share.masked_fill(~valid[:, None, None], 0.0)
-        if a.device.type == "cpu":
+        if by_caches(a):
             for image, weight in zip(a, share.unsqueeze(-1), strict=True):
                 if fresh:
                     torch.mul(image[:, n:], weight, out=pairs[:, n:])

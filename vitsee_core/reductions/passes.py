@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def by_caches(x: Tensor) -> bool:
+    """Whether passes over a tensor are written for the caches of a CPU, or in as few kernels as a
+    GPU can do with."""
+    return x.device.type == "cpu"
+
+
 def row_entropies(p: Tensor, scores: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """-sum p ln p of every row, over all keys and over the spatial ones alone.
 
@@ -20,7 +26,7 @@ def row_entropies(p: Tensor, scores: Tensor, mass: Tensor) -> tuple[Tensor, Tens
     and a row that is no distribution (NaN) is NaN.
     """
     n_prefix = scores.shape[-1] - scores.shape[-2]
-    if p.device.type != "cpu":
+    if not by_caches(p):
         return _entropies(torch.special.entr(p, out=scores), mass, n_prefix)
     # ln p = score - lse, so the entropy is lse - sum p score, without a logarithm an element
     # (those take longer than all other passes together); lse from one key of each row.
@@ -58,7 +64,7 @@ def spread_over_queries(rows: Tensor, mean: Tensor, scratch: Tensor) -> Tensor:
     difference of sums of squares loses all digits where rows are nearly alike.
     """
     n = rows.shape[2]
-    if rows.device.type != "cpu":
+    if not by_caches(rows):
         return torch.std(rows, 2, correction=min(1, n - 1))
     apart = torch.sub(rows, mean.unsqueeze(2), out=scratch)
     return apart.square_().sum(2).mul_(1.0 / max(1, n - 1)).sqrt_()
@@ -73,7 +79,7 @@ def spread_over_heads(a: Tensor, mean: Tensor, scratch: Tensor) -> Tensor:
     n = a.shape[1]
     if n == 1:
         return torch.zeros_like(mean)
-    if a.device.type != "cpu":
+    if not by_caches(a):
         return torch.std(a, 1)
     # A head at a time: differences of one head and their sum stay in the nearest cache.
     apart, total = scratch[:, 0], scratch[:, 1].zero_()
