@@ -19,8 +19,8 @@ from vitsee_cli.main import main
 from vitsee_core.models import ModelError, ablation, load_model, self_check, site_table
 from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.branch_only import BranchOnly, branch_only
+from vitsee_core.outputs import describe_run
 from vitsee_core.provenance import model_of
-from vitsee_core.results import describe_run
 from vitsee_stores import Store, open_store, validate
 
 N = 5

@@ -20,8 +20,7 @@ from vitsee_core.figures.depth_curves import curve_numbers, draw_depth_curves, s
 from vitsee_core.figures.redundancy import to_last
 from vitsee_core.metrics import direction
 from vitsee_core.plotting import colour, new_figure
-from vitsee_core.result_files import read_result
-from vitsee_core.results import Table
+from vitsee_core.results import Table, read_result
 from vitsee_stores.errors import VitseeError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

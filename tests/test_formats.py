@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from vitsee_core.formats import TABLE_ENDINGS, table_bytes
-from vitsee_core.result_files import read_result
-from vitsee_core.results import Outputs, Table, check_outputs
+from vitsee_core.outputs import Outputs, check_outputs
+from vitsee_core.results import Table, read_result
 from vitsee_stores.errors import VitseeError
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from vitsee_core.files import check_new_files, write_files
-from vitsee_core.results import Outputs, Table, check_outputs, describe_run, write_results
+from vitsee_core.outputs import Outputs, check_outputs, describe_run, write_results
+from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError
 
 

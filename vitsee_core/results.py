@@ -1,44 +1,41 @@
-"""Tidy tables, and how a result reaches the disk: the table, its sidecar, the picture.
+"""Tidy tables, and results read back from their files, with the sidecar where there is one.
 
-Every analysis is `run(*stores, ...) -> Table` and `plot(Table) -> Figure`. A command opens the
-stores, asks `check_outputs` before the work starts, and hands both to `write_results`.
+Every analysis is `run(*stores, ...) -> Table` and `plot(Table) -> Figure`; `outputs` writes both.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import io
 import json
 import os
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.files import check_new_files, write_files
-from vitsee_core.formats import (
-    FIGURE_ENDINGS,
-    ending_of,
-    plain_json,
-    table_bytes,
-    table_ending,
-    write_csv,
-)
+from vitsee_core.files import write_files
+from vitsee_core.formats import ending_of, read_rows, table_bytes, table_ending, write_csv
+from vitsee_stores.errors import VitseeError
 from vitsee_stores.notebook import html_table, shown_cell, to_frame
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from vitsee_stores import Store
-
 SHOWN_ROWS = 20  # of a table in a notebook
-# What decides numbers and files; read without importing any of them.
-VERSIONED = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplotlib")
+# Never numbers, whatever they look like: a store may be called 5.
+TEXT = frozenset(
+    (
+        *("store", "model", "site", "block", "metric", "spread", "class", "token", "baseline"),
+        *("store_a", "model_a", "site_a", "block_a", "store_b", "model_b", "site_b", "block_b"),
+    )
+)
+# Always numbers, empty for NaN: a whole column of them may be empty.
+NUMBERS = frozenset(
+    (
+        *("depth", "rel_depth", "value", "std", "low", "high", "n_images"),
+        *("depth_a", "rel_depth_a", "depth_b", "rel_depth_b"),
+    )
+)
+SHOWN_COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -117,11 +114,9 @@ class Table:
         """A table that a command or `write` wrote, with the notes of its sidecar.
 
         Raises:
-            VitseeError: no such table; see `vitsee_core.result_files.read_result`.
+            VitseeError: no such table; see `read_result`.
             OSError: it cannot be opened.
         """
-        from vitsee_core.result_files import read_result
-
         return read_result(Path(path)).table
 
     def to_csv(self, file: IO[str] | str | os.PathLike[str], *, force: bool = False) -> None:
@@ -207,125 +202,94 @@ def _mapped_notes(value: Any, change: Callable[[str], str]) -> Any:
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """Where a result goes: table (None: CSV on stdout), picture (None: none), both in the format
-    that their endings say, and whether files that exist are replaced."""
+class ResultFile:
+    """A table that a command wrote. command: the command's name and sidecar: the content of
+    `r.csv.json`; "" and empty without that file."""
 
-    csv: Path | None = None
-    png: Path | None = None
-    force: bool = False
+    path: Path
+    table: Table
+    command: str
+    sidecar: dict[str, Any]
 
-    @property
-    def sidecar(self) -> Path | None:
-        """The table's companion, `r.csv.json` for `r.csv`."""
-        return None if self.csv is None else self.csv.with_name(self.csv.name + ".json")
+    def has(self, columns: Sequence[str]) -> bool:
+        """Whether the table has all these columns."""
+        return all(name in self.table.columns for name in columns)
 
-    def paths(self) -> list[Path]:
-        """Every file that will be written, in that order: the table last."""
-        return [path for path in (self.sidecar, self.png, self.csv) if path is not None]
-
-
-def check_outputs(outputs: Outputs) -> None:
-    """Refuse outputs that exist, cannot be written, or whose endings say no format; to be called
-    before the work starts.
-
-    Raises:
-        VitseeError: names the file and what to do.
-    """
-    if outputs.csv is not None:
-        table_ending(outputs.csv, "-o")
-    if outputs.png is not None:
-        ending_of(outputs.png, FIGURE_ENDINGS, "--png")
-    check_new_files(reversed(outputs.paths()), force=outputs.force)
+    def describe_columns(self) -> str:
+        """The first of its columns, for a message."""
+        names = list(self.table.columns)
+        more = f" and {len(names) - SHOWN_COLUMNS} more" if len(names) > SHOWN_COLUMNS else ""
+        return ", ".join(names[:SHOWN_COLUMNS]) + more
 
 
-def write_results(
-    table: Table,
-    outputs: Outputs,
-    *,
-    figure: Callable[[], Figure],
-    sidecar: Mapping[str, Any],
-    stdout: IO[str],
-) -> None:
-    """Write the table to stdout, or to its file with the sidecar beside it, and the picture.
+def read_result(path: str | Path) -> ResultFile:
+    """The table in a file, in the format that its ending says, and how it was made.
 
-    Everything is made before the first file appears, so a failure leaves none behind. The sidecar
-    is what the caller gives, the table's notes and the number of rows.
-
-    Args:
-        table: the result.
-        outputs: where it goes.
-        figure: draws it; called only where a picture is wanted.
-        sidecar: see `describe_run`.
-        stdout: receives the CSV, and nothing else, where no CSV file is named.
+    A column of numbers is float64 (an empty cell NaN) or, where all of it are whole numbers, int64
+    (an object array with None where a cell is empty); every other column is text.
 
     Raises:
-        VitseeError: a file could not be written.
-        BrokenPipeError: the reader of stdout is gone (`| head`).
+        VitseeError: a folder, not what its ending says, no rows, rows of different lengths, or
+            text where every command writes numbers.
+        OSError: it cannot be opened.
     """
-    check_outputs(outputs)
-    files: dict[Path, bytes] = {}
-    if outputs.sidecar is not None:
-        record = plain_json({**sidecar, "rows": len(table), "notes": table.notes})
-        files[outputs.sidecar] = (json.dumps(record, indent=2) + "\n").encode()
-    if outputs.png is not None:
-        from vitsee_core.plotting import figure_bytes
-
-        ending = ending_of(outputs.png, FIGURE_ENDINGS, "--png")
-        files[outputs.png] = figure_bytes(figure(), ending)
-    if outputs.csv is not None:
-        files[outputs.csv] = table_bytes(table.columns, table_ending(outputs.csv, "-o"))
-    text = io.StringIO()
-    if outputs.csv is None:
-        table.to_csv(text)
-    write_files(files, force=outputs.force)
-    if outputs.csv is None:
-        stdout.write(text.getvalue())
-        stdout.flush()
-
-
-def describe_run(
-    stores: Iterable[Store], *, command: Sequence[str], parameters: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What made a result, for its sidecar: command line, parameters after defaults (seeds among
-    them), stores by identity, versions, time."""
-    return {
-        "command": list(command),
-        "parameters": {name: _plain(value) for name, value in parameters.items()},
-        "stores": [
-            {
-                "label": store.label,
-                "path": str(Path(store.path).absolute()),
-                "store_id": store.manifest.store_id,
-                "samples_fingerprint": store.manifest.samples_fingerprint,
-                "model": store.manifest.model.get("name"),
-                "ablations": list(store.manifest.model.get("ablate_skip", ())),
-                "complete": bool(store.complete),
-            }
-            for store in stores
-        ],
-        "versions": {"python": platform.python_version(), **versions()},
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    path = Path(path)
+    if path.is_dir():
+        raise VitseeError(f"{path} is a folder; expected a CSV that a vitsee command wrote with -o")
+    header, body = read_rows(path)
+    if not body:
+        raise VitseeError(f"{path} has no rows; expected a CSV that a vitsee command wrote with -o")
+    for number, line in enumerate(body, 1):
+        if len(line) != len(header):
+            raise VitseeError(
+                f"{path}, row {number} has {len(line)} cells, its header {len(header)}; "
+                "expected a CSV that a vitsee command wrote with -o"
+            )
+    columns = {
+        name: _typed(path, name, [line[i] for line in body]) for i, name in enumerate(header)
     }
+    sidecar = _sidecar(path)
+    words = sidecar.get("command")
+    typed = map(str, words[1:]) if isinstance(words, list) else ()
+    command = next((word for word in typed if not word.startswith("-")), "")  # vitsee -q knn ...
+    notes = sidecar.get("notes")
+    table = Table(columns, notes if isinstance(notes, dict) else {})
+    return ResultFile(path, table, command, sidecar)
 
 
-def versions() -> dict[str, str]:
-    """The installed versions of what decides a result, without importing it."""
-    found = {}
-    for name in VERSIONED:
+def _typed(path: Path, name: str, cells: list[str]) -> NDArray[Any]:
+    if name in TEXT or not any(cells):
+        empty = np.full(len(cells), np.nan) if name in NUMBERS else np.array(cells)
+        return np.array(cells, object) if name in TEXT else empty
+    for kind in (int, float):
         try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            values = [kind(cell) if cell else None for cell in cells]
+        except ValueError:
             continue
-    return found
+        if kind is float:
+            return np.array([np.nan if v is None else v for v in values], np.float64)
+        return np.array(values, object if None in values else np.int64)
+    if name in NUMBERS:
+        raise VitseeError(
+            f"{path}: column {name} has the text {_first_text(cells)!r}; expected numbers"
+        )
+    return np.array(cells, object)
 
 
-def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain({f.name: getattr(value, f.name) for f in fields(value)})
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(v) for v in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+def _first_text(cells: list[str]) -> str:
+    """The first cell that is no number."""
+    for cell in filter(None, cells):
+        try:
+            float(cell)
+        except ValueError:
+            return cell
+    return ""
+
+
+def _sidecar(path: Path) -> dict[str, Any]:
+    """What stands beside the CSV; nothing where it is missing or not ours."""
+    try:
+        found = json.loads(path.with_name(path.name + ".json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -15,8 +15,9 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from vitsee_core.outputs import Outputs
     from vitsee_core.progress import Progress
-    from vitsee_core.results import Outputs, Table
+    from vitsee_core.results import Table
 
 
 def run_analysis(
@@ -45,7 +46,7 @@ def run_analysis(
     Raises:
         VitseeError: an output exists, a store cannot be read, or the analysis lacks its input.
     """
-    from vitsee_core.results import check_outputs, describe_run, write_results
+    from vitsee_core.outputs import check_outputs, describe_run, write_results
 
     check_outputs(outputs)
     if outputs.csv is None:

@@ -154,7 +154,7 @@ def output_options(command: Any) -> Any:
 
     @functools.wraps(command)
     def gathered(*args: Any, output: Any, png: Any, force: bool, **kwargs: Any) -> Any:
-        from vitsee_core.results import Outputs
+        from vitsee_core.outputs import Outputs
 
         output = None if output == Path("-") else output
         return command(*args, outputs=Outputs(csv=output, png=png, force=force), **kwargs)
@@ -167,7 +167,7 @@ def table_options(command: Any) -> Any:
 
     @functools.wraps(command)
     def gathered(*args: Any, output: Any, force: bool, **kwargs: Any) -> Any:
-        from vitsee_core.results import Outputs
+        from vitsee_core.outputs import Outputs
 
         output = None if output == Path("-") else output
         return command(*args, outputs=Outputs(csv=output, force=force), **kwargs)

@@ -31,8 +31,7 @@ from vitsee_core.figures.best_layers import draw_best_layers
 from vitsee_core.figures.redundancy import PAIRS, to_last
 from vitsee_core.metrics import direction
 from vitsee_core.plotting import styled
-from vitsee_core.result_files import ResultFile, read_result
-from vitsee_core.results import Table
+from vitsee_core.results import ResultFile, Table, read_result
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

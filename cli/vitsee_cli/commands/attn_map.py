@@ -13,7 +13,7 @@ from vitsee_stores.token_selection import parse_cell
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.results import Outputs
+    from vitsee_core.outputs import Outputs
 
 KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy")
 SCALES = ("shared", "head")

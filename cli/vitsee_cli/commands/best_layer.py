@@ -12,7 +12,7 @@ from vitsee_cli import options
 from vitsee_cli.values import parse_path
 
 if TYPE_CHECKING:
-    from vitsee_core.results import Outputs
+    from vitsee_core.outputs import Outputs
 
 
 @click.command()
@@ -50,7 +50,7 @@ def command(results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...
     """
     from vitsee_cli import console
     from vitsee_core.analyses import best_layer
-    from vitsee_core.results import check_outputs, describe_run, write_results
+    from vitsee_core.outputs import check_outputs, describe_run, write_results
 
     check_outputs(outputs)
     if outputs.csv is None:

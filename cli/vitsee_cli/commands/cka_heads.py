@@ -11,7 +11,7 @@ from vitsee_cli.similarity_options import estimator_options, gram_options
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.results import Outputs
+    from vitsee_core.outputs import Outputs
 
 PRESETS = ("raghu",)
 

@@ -11,7 +11,7 @@ from vitsee_cli.values import POSITIVE
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.results import Outputs
+    from vitsee_core.outputs import Outputs
 
 THRESHOLDS = {
     "strict": (0.5, "strict local: excess mass on the query itself, at least."),

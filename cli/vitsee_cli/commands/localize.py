@@ -12,7 +12,7 @@ from vitsee_cli.similarity_options import estimator_options
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.results import Outputs
+    from vitsee_core.outputs import Outputs
 
 SUMMARIES = ("site", "token")
 

@@ -9,7 +9,7 @@ import click
 from vitsee_cli import console, options
 
 if TYPE_CHECKING:
-    from vitsee_core.results import Outputs
+    from vitsee_core.outputs import Outputs
 
 MOST = 100
 

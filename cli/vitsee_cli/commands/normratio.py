@@ -10,7 +10,7 @@ from vitsee_cli import options
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.results import Outputs
+    from vitsee_core.outputs import Outputs
 
 DEFAULT_METRICS = (
     *("norm_ratio", "norm_ratio_median", "norm_ratio_geomean"),

@@ -13,7 +13,7 @@ from vitsee_cli.values import SHARE, parse_path
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.results import Outputs
+    from vitsee_core.outputs import Outputs
 
 TOKENS = ("cls", "mean")
 RULES = ("half", "any")

@@ -14,7 +14,8 @@ from vitsee_cli.values import StorePath, parse_store
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
     from vitsee_core.models import LoadedModel
-    from vitsee_core.results import Outputs, Table
+    from vitsee_core.outputs import Outputs
+    from vitsee_core.results import Table
     from vitsee_stores import Store
 
 WHAT = ("components", "filters", "positions")

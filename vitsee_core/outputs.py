@@ -1,0 +1,153 @@
+"""How a result reaches the disk: the table, its sidecar, the picture.
+
+A command opens the stores, calls `check_outputs` before the work starts, and passes table and
+figure to `write_results`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import io
+import json
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from vitsee_core.files import check_new_files, write_files
+from vitsee_core.formats import FIGURE_ENDINGS, ending_of, plain_json, table_bytes, table_ending
+from vitsee_core.plotting import figure_bytes
+from vitsee_core.results import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_stores import Store
+
+# What decides numbers and files; read without importing any of them.
+VERSIONED = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplotlib")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a result goes: table (None: CSV on stdout), picture (None: none), both in the format
+    that their endings say, and whether files that exist are replaced."""
+
+    csv: Path | None = None
+    png: Path | None = None
+    force: bool = False
+
+    @property
+    def sidecar(self) -> Path | None:
+        """The table's companion, `r.csv.json` for `r.csv`."""
+        return None if self.csv is None else self.csv.with_name(self.csv.name + ".json")
+
+    def paths(self) -> list[Path]:
+        """Every file that will be written, in that order: the table last."""
+        return [path for path in (self.sidecar, self.png, self.csv) if path is not None]
+
+
+def check_outputs(outputs: Outputs) -> None:
+    """Refuse outputs that exist, cannot be written, or whose endings say no format; to be called
+    before the work starts.
+
+    Raises:
+        VitseeError: names the file and what to do.
+    """
+    if outputs.csv is not None:
+        table_ending(outputs.csv, "-o")
+    if outputs.png is not None:
+        ending_of(outputs.png, FIGURE_ENDINGS, "--png")
+    check_new_files(reversed(outputs.paths()), force=outputs.force)
+
+
+def write_results(
+    table: Table,
+    outputs: Outputs,
+    *,
+    figure: Callable[[], Figure],
+    sidecar: Mapping[str, Any],
+    stdout: IO[str],
+) -> None:
+    """Write the table to stdout, or to its file with the sidecar beside it, and the picture.
+
+    Everything is made before the first file appears, so a failure leaves none behind. The sidecar
+    is what the caller gives, the table's notes and the number of rows.
+
+    Args:
+        table: the result.
+        outputs: where it goes.
+        figure: draws it; called only where a picture is wanted.
+        sidecar: see `describe_run`.
+        stdout: receives the CSV, and nothing else, where no CSV file is named.
+
+    Raises:
+        VitseeError: a file could not be written.
+        BrokenPipeError: the reader of stdout is gone (`| head`).
+    """
+    check_outputs(outputs)
+    files: dict[Path, bytes] = {}
+    if outputs.sidecar is not None:
+        record = plain_json({**sidecar, "rows": len(table), "notes": table.notes})
+        files[outputs.sidecar] = (json.dumps(record, indent=2) + "\n").encode()
+    if outputs.png is not None:
+        ending = ending_of(outputs.png, FIGURE_ENDINGS, "--png")
+        files[outputs.png] = figure_bytes(figure(), ending)
+    if outputs.csv is not None:
+        files[outputs.csv] = table_bytes(table.columns, table_ending(outputs.csv, "-o"))
+    text = io.StringIO()
+    if outputs.csv is None:
+        table.to_csv(text)
+    write_files(files, force=outputs.force)
+    if outputs.csv is None:
+        stdout.write(text.getvalue())
+        stdout.flush()
+
+
+def describe_run(
+    stores: Iterable[Store], *, command: Sequence[str], parameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What made a result, for its sidecar: command line, parameters after defaults (seeds among
+    them), stores by identity, versions, time."""
+    return {
+        "command": list(command),
+        "parameters": {name: _plain(value) for name, value in parameters.items()},
+        "stores": [
+            {
+                "label": store.label,
+                "path": str(Path(store.path).absolute()),
+                "store_id": store.manifest.store_id,
+                "samples_fingerprint": store.manifest.samples_fingerprint,
+                "model": store.manifest.model.get("name"),
+                "ablations": list(store.manifest.model.get("ablate_skip", ())),
+                "complete": bool(store.complete),
+            }
+            for store in stores
+        ],
+        "versions": {"python": platform.python_version(), **versions()},
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of what decides a result, without importing it."""
+    found = {}
+    for name in VERSIONED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can hold it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain({f.name: getattr(value, f.name) for f in fields(value)})
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
