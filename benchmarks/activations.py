@@ -89,8 +89,7 @@ def _write(path: Path, values: Sequence[Float16], images: int, dim: int, sites: 
     index = np.arange(images)
     samples = Samples(index, [str(i) for i in index], index, [""] * images)
     manifest = new_manifest({"order": "shuffled", "seed": 0}, plan, samples)
-    writer = StoreWriter.create_or_join(path, manifest, samples)
-    writer.durable = False
+    writer = StoreWriter.create_or_join(path, manifest, samples, durable=False)
     written = arrays(plan)
     for k in range(plan.n_slabs):
         rows = plan.rows(k)

@@ -48,8 +48,7 @@ def make(folder: Path, images: int, dim: int) -> Store:
     samples = Samples(index, [str(i) for i in index], index, [""] * images)
     transform = {"mean": MEAN, "std": STD}
     manifest = new_manifest({"order": "shuffled"}, plan, samples, transform=transform)
-    writer = StoreWriter.create_or_join(folder / "bench.zarr", manifest, samples)
-    writer.durable = False
+    writer = StoreWriter.create_or_join(folder / "bench.zarr", manifest, samples, durable=False)
     rng = np.random.default_rng(0)
     mixing = rng.normal(size=(3 * PATCH**2, dim)).astype(np.float32) / PATCH
     for k in range(plan.n_slabs):

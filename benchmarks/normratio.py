@@ -113,8 +113,8 @@ def write(path: Path, n: int, n_outputs: int) -> Store:
     )
     index = np.arange(n)
     samples = Samples(index, [str(i) for i in index], index, [""] * n)
-    writer = StoreWriter.create_or_join(path, new_manifest({}, plan, samples), samples)
-    writer.durable = False
+    manifest = new_manifest({}, plan, samples)
+    writer = StoreWriter.create_or_join(path, manifest, samples, durable=False)
     rng = np.random.default_rng(0)
     for k in range(plan.n_slabs):
         rows = plan.rows(k)

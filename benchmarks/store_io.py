@@ -119,8 +119,7 @@ class Bench:
 
         def ours() -> float:
             with self.fresh() as place:
-                writer = self.writer(place / "a.zarr")
-                writer.durable = durable
+                writer = self.writer(place / "a.zarr", durable)
                 began = time.perf_counter()
                 writer.write_slab(0, self.slab, {})
                 return time.perf_counter() - began
@@ -170,10 +169,10 @@ class Bench:
 
         return read
 
-    def writer(self, path: Path) -> StoreWriter:
+    def writer(self, path: Path, durable: bool = True) -> StoreWriter:
         """The writer of a new store."""
         self.manifest = new_manifest({}, self.plan, self.samples)
-        return StoreWriter.create_or_join(path, self.manifest, self.samples)
+        return StoreWriter.create_or_join(path, self.manifest, self.samples, durable=durable)
 
     def zarr_arrays(self, path: Path) -> dict[str, Any]:
         """The same arrays, made by zarr."""

@@ -28,6 +28,15 @@ N_IMAGES, SLAB = 10, 4  # the last of three slabs is not full
 LAYOUT = TokenLayout(prefix=("cls",), grid=(2, 3), stride_px=(16.0, 16.0))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def disk_without_waiting() -> Iterator[None]:
+    """No test cuts the power, and waiting for the disk was half of the suite's time. Which fsyncs
+    are asked for, and when, is tested in test_store_writer.py; processes that tests start wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
     """Every command sets up logging for its process; tests that read records (caplog) follow."""
@@ -112,7 +121,7 @@ def write_tiny_store(path: Path, slabs: Iterable[int]) -> None:
         model={"name": "tiny"},
         class_names=["even", "odd"],
     )
-    writer = StoreWriter.create_or_join(path, manifest, samples)
+    writer = StoreWriter.create_or_join(path, manifest, samples, durable=False)
     for k in slabs:
         writer.write_slab(k, slab_arrays(plan, k), {"command": "vitsee extract tiny"})
     writer.finish()
@@ -120,7 +129,7 @@ def write_tiny_store(path: Path, slabs: Iterable[int]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, ...]], Path]:
-    """Tiny stores, each written once: a copy costs no fsync."""
+    """Tiny stores, each written once and then copied."""
     folder = tmp_path_factory.mktemp("tiny")
 
     @functools.cache

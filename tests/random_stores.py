@@ -213,9 +213,10 @@ def weights_of(plan: StorePlan) -> dict[str, Array]:
     }
 
 
-def create(path: Path, plan: StorePlan, **identity: Any) -> StoreWriter:
-    manifest = make_manifest(plan, **identity)
-    return StoreWriter.create_or_join(path, manifest, make_samples(plan.n_images), weights_of(plan))
+def create(path: Path, plan: StorePlan, *, durable: bool = False, **identity: Any) -> StoreWriter:
+    """A writer; durable where a test is about what a crash leaves."""
+    manifest, samples = make_manifest(plan, **identity), make_samples(plan.n_images)
+    return StoreWriter.create_or_join(path, manifest, samples, weights_of(plan), durable=durable)
 
 
 def write(
@@ -252,7 +253,7 @@ def main(arguments: list[str]) -> None:
     whole = expected(plan)
     say("ready")
     sys.stdin.readline()
-    writer = create(options.store, plan)
+    writer = create(options.store, plan, durable=True)
     say(writer.manifest.store_id)
     index, count = options.shard
     todo = [k for k in range(index, plan.n_slabs, count) if not writer.committed()[k]]

@@ -17,6 +17,7 @@ from tests.random_stores import PLANS, create, expected, leftovers, slab_of, wri
 from vitsee_stores import (
     IncompleteStore,
     StoreError,
+    StoreWriter,
     describe,
     disk,
     open_store,
@@ -36,7 +37,7 @@ def test_every_kill_point_of_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     one = tmp_path / "one.zarr"
     write(one, VIT)
     path = tmp_path / "a.zarr"
-    made = create(path, VIT)
+    made = create(path, VIT, durable=True)
     calls = 0
     stop_at = 0
 
@@ -78,7 +79,7 @@ def test_every_kill_point_of_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_marker_comes_after_everything_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = create(tmp_path / "a.zarr", VIT)
+    made = create(tmp_path / "a.zarr", VIT, durable=True)
     events: list[tuple[str, str]] = []
     real_sync, real_replace, real_link = disk.sync, os.replace, os.link
 
@@ -117,12 +118,36 @@ def test_the_marker_comes_after_everything_is_on_the_disk(
     assert ("sync", str(tmp_path / "a.zarr/commits")) in events[marker:]
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_is_on_the_disk_when_a_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    synced: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    path = tmp_path / "a.zarr"
+
+    def everything() -> set[int]:
+        return {place.stat().st_ino for place in (tmp_path, path, *path.rglob("*"))}
+
+    made = create(path, VIT, durable=durable)
+    assert synced == (everything() if durable else set()), "creation"
+    whole = expected(VIT)
+    for k in range(VIT.n_slabs):
+        made.write_slab(k, slab_of(VIT, whole, k), {})
+    assert synced >= everything() if durable else not synced, "slabs"
+    assert made.finish()
+    assert synced >= everything() if durable else not synced, "completion"
+    joined = StoreWriter.join(path, durable=durable)
+    assert joined is not None and joined.durable == durable
+    assert create(path, VIT, durable=durable).durable == durable
+
+
 def test_resume(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     first = write(path, VIT, slabs=[1])
     assert not first.complete
     assert not first.finish()
-    again = create(path, VIT)
+    again = create(path, VIT, durable=True)
     assert again.manifest.store_id == first.manifest.store_id
     assert again.committed().tolist() == [False, True, False]
     whole = expected(VIT)
@@ -202,7 +227,7 @@ def test_creation_sweeps_what_killed_creations_left(tmp_path: Path) -> None:
     alive = tmp_path / f".a.zarr.{owners.tag()}.0011.creating"
     for folder in (left, alive):
         folder.mkdir()
-    create(tmp_path / "a.zarr", VIT)
+    create(tmp_path / "a.zarr", VIT, durable=True)
     assert not left.exists()
     assert alive.exists()
 
@@ -211,7 +236,7 @@ def test_a_slab_whose_files_were_swept_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.zarr"
-    made = create(path, VIT)
+    made = create(path, VIT, durable=True)
     real, calls = os.replace, 0
 
     def replace(source: str, target: str) -> None:
@@ -235,7 +260,7 @@ def test_two_owners_that_make_other_bytes_commit_one_of_them(
     """The second process writes the whole slab while the first is about to put its marker, or
     between the first one's chunks and its row."""
     path = tmp_path / "a.zarr"
-    first, second = create(path, VIT), create(path, VIT)
+    first, second = create(path, VIT, durable=True), create(path, VIT, durable=True)
     one = dict(slab_of(VIT, expected(VIT), 0))
     other = {**one, "vectors/pooled": one["vectors/pooled"] + 1}
     real, began = os.link if moment == "before its marker" else os.replace, False
@@ -263,7 +288,7 @@ def test_two_owners_that_make_other_bytes_commit_one_of_them(
 
 
 def test_a_slab_must_be_what_the_plan_says(tmp_path: Path) -> None:
-    made = create(tmp_path / "a.zarr", VIT)
+    made = create(tmp_path / "a.zarr", VIT, durable=True)
     slab = slab_of(VIT, expected(VIT), 2)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({k: v for k, v in slab.items() if k != "hash"}, "lacks hash"),
@@ -317,12 +342,12 @@ def test_a_full_disk_at_creation_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(StoreError, match=r"cannot make .*: no space left"):
-            create(tmp_path / "a.zarr", VIT)
+            create(tmp_path / "a.zarr", VIT, durable=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_removed_while_it_is_written(tmp_path: Path) -> None:
-    made = create(tmp_path / "a.zarr", VIT)
+    made = create(tmp_path / "a.zarr", VIT, durable=True)
     remove_store(tmp_path / "a.zarr")
     with pytest.raises(StoreError, match="was removed while slab 0"):
         made.write_slab(0, slab_of(VIT, expected(VIT), 0), {})
@@ -330,7 +355,7 @@ def test_a_store_removed_while_it_is_written(tmp_path: Path) -> None:
 
 def test_long_provenance_is_shortened_and_said(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
-    made = create(path, VIT)
+    made = create(path, VIT, durable=True)
     made.write_slab(0, slab_of(VIT, expected(VIT), 0), {"command": "x" * 5000, "host": "ä"})
     marker = json.loads((path / "commits/c.0.0").read_bytes()[:4096])
     assert marker["host"] == "ä"

@@ -149,9 +149,8 @@ class Trials:
 def fill(path: Path, rng: np.random.Generator) -> None:
     """The fuzz test's small store with random numbers."""
     fuzz_store.make_store(path, commit=False)
-    writer = StoreWriter.join(path)
+    writer = StoreWriter.join(path, durable=False)
     assert writer is not None
-    writer.durable = False
     for k in range(writer.n_slabs):
         slab: dict[str, Any] = {}
         for name, spec in arrays(writer.plan).items():

@@ -106,9 +106,8 @@ def make_store(path: Path, commit: bool = True) -> None:
         info={"data": {"data": "x", "split": None}, "versions": {"vitsee": "0"}},
     )
     specs = arrays(plan)
-    filters = np.ones((2, 1), np.float32)
-    writer = StoreWriter.create_or_join(path, manifest, samples, {"weights/filters": filters})
-    writer.durable = False
+    once = {"weights/filters": np.ones((2, 1), np.float32)}
+    writer = StoreWriter.create_or_join(path, manifest, samples, once, durable=False)
     for k in range(2 if commit else 0):
         slab = {
             name: np.ones(

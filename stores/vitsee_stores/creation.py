@@ -42,9 +42,11 @@ def remove_store(path: str | os.PathLike[str]) -> None:
         raise StoreError(f"cannot remove {path}: {reason(error)}") from None
 
 
-def build(folder: Path, manifest: Manifest, once: Mapping[str, NDArray[Any]]) -> Manifest:
+def build(
+    folder: Path, manifest: Manifest, once: Mapping[str, NDArray[Any]], *, durable: bool = True
+) -> Manifest:
     """An empty store: all metadata, and the arrays that are written once; the manifest with their
-    checksums."""
+    checksums. durable: on the disk before this returns."""
     specs = arrays(manifest.plan)
     written = {path for path, spec in specs.items() if spec.per == "once"}
     if set(once) != written:
@@ -70,7 +72,8 @@ def build(folder: Path, manifest: Manifest, once: Mapping[str, NDArray[Any]]) ->
         made.mkdir(parents=made != folder, exist_ok=True)
     for file, buffers in files:
         write_new(str(file), buffers)
-    each(sync_pool, sync, [*(file for file, _ in files), *folders])
+    if durable:
+        each(sync_pool, sync, [*(file for file, _ in files), *folders])
     return manifest
 
 

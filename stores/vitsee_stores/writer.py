@@ -46,19 +46,19 @@ class StoreWriter:
     """Writes slabs into one store; any number of processes may hold one, each with its own slabs.
 
     manifest: what is on disk, which another process may have put there. durable: False leaves
-    out every fsync, for measurements and tests.
+    out every fsync, that of a new store's metadata included, for measurements and tests.
     """
 
-    def __init__(self, path: str | os.PathLike[str], manifest: Manifest):
+    def __init__(self, path: str | os.PathLike[str], manifest: Manifest, *, durable: bool = True):
         self.path = Path(path)
         self.manifest = manifest
         self.plan = manifest.plan
         self._sealed = SealedChunks(os.fspath(path), manifest)
         self.arrays = self._sealed.specs
-        self.durable = True
+        self.durable = durable
 
     @classmethod
-    def join(cls, path: str | os.PathLike[str]) -> StoreWriter | None:
+    def join(cls, path: str | os.PathLike[str], *, durable: bool = True) -> StoreWriter | None:
         """The writer of an existing store; None where nothing is at `path`.
 
         Raises:
@@ -67,7 +67,7 @@ class StoreWriter:
         if not os.path.lexists(path):
             return None
         manifest, _ = root.read_root(path)
-        return cls(path, manifest)
+        return cls(path, manifest, durable=durable)
 
     @classmethod
     def create_or_join(
@@ -76,6 +76,8 @@ class StoreWriter:
         manifest: Manifest,
         samples: Samples,
         once: Mapping[str, NDArray[Any]] | None = None,
+        *,
+        durable: bool = True,
     ) -> StoreWriter:
         """The writer of a store at `path`, made now unless one is there.
 
@@ -86,22 +88,26 @@ class StoreWriter:
             StoreError: `path` is something else, or cannot be written.
             IdentityMismatch: the store there was made with other choices than `manifest`.
         """
-        writer = cls.join(path)
+        writer = cls.join(path, durable=durable)
         if writer is None:
             temporary = creation.sibling(path, creation.CREATING)
             for leftover in filter(is_left, creation.siblings(Path(path))):
                 shutil.rmtree(leftover, ignore_errors=True)
             try:
                 sealed = creation.build(
-                    temporary, manifest, {**samples_arrays(samples, manifest), **(once or {})}
+                    temporary,
+                    manifest,
+                    {**samples_arrays(samples, manifest), **(once or {})},
+                    durable=durable,
                 )
                 os.rename(temporary, path)
-                sync(Path(path).absolute().parent)
-                return cls(path, sealed)
+                if durable:
+                    sync(Path(path).absolute().parent)
+                return cls(path, sealed, durable=durable)
             except OSError as error:
                 # Another process was first: its folder is in the way, or it has finished already
                 # and swept this one.
-                writer = cls.join(path)
+                writer = cls.join(path, durable=durable)
                 if writer is None:
                     raise StoreError(f"cannot make {path}: {reason(error)}") from None
             finally:
