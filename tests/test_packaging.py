@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {"vitsee_cli", "vitsee_core", "vitsee_stores"}
+PACKAGES = {"vitsee", "vitsee_cli", "vitsee_core", "vitsee_stores"}
 FOLDERS = {
+    "vitsee": ROOT / "cli" / "vitsee",
     "vitsee_cli": ROOT / "cli" / "vitsee_cli",
     "vitsee_core": ROOT / "vitsee_core",
     "vitsee_stores": ROOT / "stores" / "vitsee_stores",

@@ -56,6 +56,11 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
     from vitsee_core.models import load_model
 
     record = _recorded(store)
+    if record.source == "module":
+        raise MissingInput(
+            f"{store.label} was made in Python from a torch module, which no store brings back; "
+            "extract it again with what is needed"
+        )
     made_in = Path(store.manifest.info.get("data_folder", "."))
     file, key = checkpoint, record.key
     if checkpoint is None and record.source == "checkpoint":

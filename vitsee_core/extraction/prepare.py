@@ -57,9 +57,10 @@ class Prepared:
 
 
 def prepare(
-    model_options: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
+    options: ModelOptions | LoadedModel, data: DataOptions, keep: KeepOptions, run: RunOptions
 ) -> Prepared:
-    """Load the model, choose the images, run the self-check, and settle what the store holds.
+    """Load the model (if it is not), choose the images, run the self-check, and settle what the
+    store holds.
 
     Nothing is written. An existing store is joined: it supplies every choice that was not given,
     and is compared with those that were.
@@ -80,7 +81,8 @@ def prepare(
         seed=data.seed if data.seed is not None else stored.get("seed", 0),
         order=data.order or stored.get("order", "shuffled"),
     )
-    model = load_model(**vars(model_options))
+    model = options if isinstance(options, LoadedModel) else load_model(**vars(options))
+    model.module.cpu()
     table = site_table(model)
     base = _fixed_identity(model, selection)
     if writer is not None:
@@ -139,7 +141,7 @@ def prepare(
             info={
                 "data": asdict(data),
                 "data_folder": os.getcwd(),
-                "checkpoint": model_options.checkpoint,
+                "checkpoint": getattr(options, "checkpoint", None),
                 "selection": selection.identity,
                 **first.record(),
                 "command": run.command,

@@ -38,6 +38,7 @@ from vitsee_core.machine import (
     local_processes,
     n_cores,
 )
+from vitsee_core.models import LoadedModel
 from vitsee_core.progress import SILENT, Progress
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError
@@ -60,9 +61,20 @@ class Outcome:
     clock: dict[str, float] = field(default_factory=dict)
     unreadable: list[tuple[int, str, str]] = field(default_factory=list)
 
+    def unreadable_line(self) -> str:
+        """Which images could not be read, and why; "" where all could."""
+        if not self.unreadable:
+            return ""
+        named = "; ".join(f"{name} ({reason})" for _, name, reason in self.unreadable[:10])
+        more = f"; and {len(self.unreadable) - 10} more" if len(self.unreadable) > 10 else ""
+        return (
+            f"{len(self.unreadable)} of {counted(self.n_images, 'images')} could not be read: "
+            f"{named}{more}; their rows are NaN with valid = 0"
+        )
+
 
 def extract(
-    model: ModelOptions,
+    model: ModelOptions | LoadedModel,
     data: DataOptions,
     keep: KeepOptions,
     run: RunOptions,

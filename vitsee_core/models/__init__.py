@@ -3,7 +3,7 @@
 from vitsee_core.models.attention import AttentionCall
 from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.hook_points import CaptureError, ModelError
-from vitsee_core.models.load import load_model
+from vitsee_core.models.load import load_model, own_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import SelfCheck, self_check
 from vitsee_core.models.site_tables import site_table
@@ -21,6 +21,7 @@ __all__ = [
     "SiteTable",
     "Sublayer",
     "load_model",
+    "own_model",
     "self_check",
     "site_table",
 ]

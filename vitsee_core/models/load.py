@@ -1,7 +1,9 @@
-"""A timm model by name, checkpoint or folder, with its geometry, transform and weights' hash."""
+"""A timm model by name, checkpoint or folder, or a caller's own torch module, with its geometry,
+transform and weights' hash."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -87,6 +89,51 @@ def load_model(
         weights=weights,
         architecture=str(config.get("architecture") or full),
         model_args=args,
+        class_names=label_names(config, name),
+    )
+    if ablate_skip:
+        ablate_skips(model, ablate_skip)
+    return model
+
+
+def own_model(
+    module: nn.Module,
+    transform: Mapping[str, Any] | None = None,
+    *,
+    name: str | None = None,
+    ablate_skip: Sequence[str] = (),
+) -> LoadedModel:
+    """A caller's own torch module as a model; the module itself is not changed but copied.
+
+    Args:
+        module: takes (images, channels, rows, cols) float32, and gives anything.
+        transform: input_size, interpolation, crop_pct, crop_mode, mean, std; None for a module of
+            timm's, which says it itself.
+        name: what tables call the model; by default its timm name, or its class.
+        ablate_skip: as in `load_model`.
+
+    Raises:
+        ModelError: neither module nor caller say how images are prepared; parts of the module are
+            compiled, traced or scripted; a skip that cannot be ablated.
+    """
+    refuse_compiled(module)
+    config: dict[str, Any] = getattr(module, "pretrained_cfg", None) or {}
+    kind = type(module)
+    architecture = str(config.get("architecture") or f"{kind.__module__}.{kind.__qualname__}")
+    name = name or str(config.get("architecture") or kind.__name__)
+    if transform is None:
+        if not config:
+            raise ModelError(f"{name} is no model of timm's: say how its images are prepared")
+        transform = input_transform(module, name, None, {})
+    module = copy.deepcopy(module).cpu()
+    _still(module)
+    model = LoadedModel(
+        name=name,
+        module=module,
+        input_size=tuple(transform["input_size"]),
+        transform=dict(transform),
+        weights={"source": "module", "sha256": hash_weights(module)},
+        architecture=architecture,
         class_names=label_names(config, name),
     )
     if ablate_skip:

@@ -15,10 +15,11 @@ class LoadedModel:
     """A model ready to run: eval mode, no gradients, float32, on the CPU.
 
     input_size: (channels, rows, cols). transform: input_size, interpolation, crop_pct, crop_mode,
-    mean, std. weights: source ("pretrained", "random", "checkpoint", "local-dir"), sha256 of all
-    tensors, for a checkpoint its file, the key used, and what was missing or unexpected; missing
-    (tensors left random) and resampled (tensors of another size in the weights, "NAME (shape) to
-    (shape)") also of pretrained weights that were fitted to other arguments.
+    mean, std. weights: source ("pretrained", "random", "checkpoint", "local-dir", or "module" for a
+    caller's own), sha256 of all tensors, for a checkpoint its file, the key used, and what was
+    missing or unexpected; missing (tensors left random) and resampled (tensors of another size in
+    the weights, "NAME (shape) to (shape)") also of pretrained weights that were fitted to other
+    arguments.
     ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
     """
 

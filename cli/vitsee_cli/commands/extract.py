@@ -110,14 +110,8 @@ def report(outcome: Outcome, output: Path) -> None:
     """The last lines: unreadable images, where the time went, what is left to do."""
     from vitsee_core.machine import counted, human_bytes
 
-    bad = outcome.unreadable
-    if bad:
-        named = "; ".join(f"{name} ({reason})" for _, name, reason in bad[:10])
-        more = f"; and {len(bad) - 10} more" if len(bad) > 10 else ""
-        console.warn(
-            f"{len(bad)} of {counted(outcome.n_images, 'images')} could not be read: "
-            f"{named}{more}; their rows are NaN with valid = 0"
-        )
+    if line := outcome.unreadable_line():
+        console.warn(line)
     if outcome.n_images:
         stages = ", ".join(
             f"{stage} {seconds:.1f} s"

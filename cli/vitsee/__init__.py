@@ -1,0 +1,55 @@
+"""vitsee in Python: stores, extraction, and every analysis under its command's name with `_`.
+
+    import vitsee
+
+    store = vitsee.extract("demo:vit", "demo:test", "vit.zarr", images=200)
+    table = vitsee.attn_dist("vit.zarr")           # a store or its path; options as keywords
+    table.to_csv("dist.csv")
+    vitsee.cka(vitsee.open_store("vit.zarr"), "resnet.zarr", tokens="mean")
+
+`extract` also takes a torch module of your own with its transform. An analysis is the `run` of its
+module in `vitsee_core.analyses`, whose `plot(table)` draws its figure. Names are imported when they
+are first used: `import vitsee` itself imports neither torch nor zarr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitsee_core.extraction.keywords import extract as extract
+    from vitsee_core.results import Table as Table
+    from vitsee_stores import Store as Store
+    from vitsee_stores import VitseeError as VitseeError
+    from vitsee_stores import open_store as open_store
+
+_HOME = {
+    "Store": "vitsee_stores",
+    "Table": "vitsee_core.results",
+    "VitseeError": "vitsee_stores",
+    "extract": "vitsee_core.extraction.keywords",
+    "open_store": "vitsee_stores",
+}
+_ANALYSES = "vitsee_core.analyses"
+
+
+def _analyses() -> list[str]:
+    folder = importlib.import_module(_ANALYSES).__path__
+    return [m.name for m in pkgutil.iter_modules(folder) if not m.name.startswith("_")]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif not name.startswith("_") and name in _analyses():
+        value = importlib.import_module(f"{_ANALYSES}.{name}").run
+    else:
+        raise AttributeError(f"module 'vitsee' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOME, *_analyses()])

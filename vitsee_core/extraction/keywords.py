@@ -1,0 +1,160 @@
+"""`extract` for Python: the command's options as keywords, and a caller's own torch module."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vitsee_core.extraction.options import (
+    ATTENTION_LEVELS,
+    PRECISIONS,
+    DataOptions,
+    KeepOptions,
+    ModelOptions,
+    OptionError,
+    RunOptions,
+)
+from vitsee_core.extraction.run import extract as fill_store
+from vitsee_core.extraction.run import log
+from vitsee_core.extraction.sharding import parse_shard
+from vitsee_core.models import LoadedModel, own_model
+from vitsee_core.progress import SILENT, Progress
+from vitsee_stores import Store, open_store
+
+_CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "attention": ATTENTION_LEVELS,
+    "precision": PRECISIONS,
+    "codec": ("none", "zstd", "lz4"),
+    "on_error": ("nan", "fail"),
+}
+_SEVERAL = ("sites", "tokens", "dtype", "ablate_skip")
+_COUNTS = ("images", "per_class", "slab", "batch_size", "erf")
+_PAIRS = ("img_size",)
+_TRIPLES = ("img_mean", "img_std")
+_OF_A_NAME = tuple(f.name for f in fields(ModelOptions) if f.name not in ("name", "ablate_skip"))
+_PLACED = ("name", "data", "output", "command", "dry_run")
+
+
+def extract(
+    model: str | nn.Module,
+    data: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    transform: Any = None,
+    name: str | None = None,
+    progress: Progress = SILENT,
+    **options: Any,
+) -> Store:
+    """Run a model over images into a store, or resume that; the store, opened.
+
+        vitsee.extract("vit_base_patch16_224", "photos", "b16.zarr", images=500, sites="blocks")
+        vitsee.extract(my_module, "photos", "mine.zarr", transform=my_transform, name="mine")
+
+    Args:
+        model: a name as the command takes it, or a torch module, which is copied: its sites are
+            found as those of timm's models are.
+        data: as the command's --data.
+        output: the store to fill.
+        transform: of a torch module, see `transform_config`; a module of timm's needs none.
+        name: of a torch module, what tables call it.
+        progress: told how many images are done, e.g. a bar.
+        options: those of `vitsee extract`, with `_`: images, per_class, split, seed, order, sites,
+            tokens, attention, residual, inputs, grams, erf, head_weights, dtype, codec, slab,
+            precision, batch_size, device, workers, shard, on_error, force, ablate_skip; of a name
+            also checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std, crop_pct,
+            model_args.
+
+    Returns:
+        The store. With `shard`, while others have slabs to do, only what is there so far.
+
+    Raises:
+        OptionError: an option that does not exist, or a value that it does not take.
+        VitseeError: as the command's line on stderr; committed slabs are kept.
+    """
+    values = {key: _checked(key, value) for key, value in _known(options).items()}
+    if isinstance(model, str):
+        if transform is not None or name is not None:
+            raise OptionError("transform and name belong to a torch module, not to a model's name")
+        source: ModelOptions | LoadedModel = ModelOptions(model, **_taken(ModelOptions, values))
+    else:
+        source = _own(model, transform, name, values)
+    shard = parse_shard(values.get("shard"), os.environ)
+    run = RunOptions(output=Path(output), command="vitsee.extract", **_taken(RunOptions, values))
+    outcome = fill_store(
+        source,
+        DataOptions(os.fspath(data), **_taken(DataOptions, values)),
+        KeepOptions(**_taken(KeepOptions, values)),
+        run,
+        shard,
+        progress,
+    )
+    if line := outcome.unreadable_line():
+        log.warning("%s", line)
+    return open_store(run.output, allow_partial=not outcome.complete)
+
+
+def _own(
+    module: nn.Module, transform: Any, name: str | None, values: dict[str, Any]
+) -> LoadedModel:
+    from vitsee_core.images.torch_transforms import transform_config
+
+    if given := [key for key in _OF_A_NAME if key in values]:
+        raise OptionError(
+            f"{given[0]} belongs to a model's name; a torch module is taken as it is, and its "
+            "transform says how images are prepared"
+        )
+    config = None if transform is None else transform_config(transform)
+    return own_model(module, config, name=name, ablate_skip=values.get("ablate_skip", ()))
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given (None is not).
+
+    Raises:
+        OptionError: one that does not exist.
+    """
+    kinds = (ModelOptions, DataOptions, KeepOptions, RunOptions)
+    names = [f.name for kind in kinds for f in fields(kind) if f.name not in _PLACED]
+    for key in options:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"options: {', '.join(names)}"
+            raise OptionError(f"no option {key!r} of extract; {hint}")
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A value in the form of the options' fields.
+
+    Raises:
+        OptionError: one that the option does not take.
+    """
+    expected: str | None = None
+    if key in _CHOICES and value not in _CHOICES[key]:
+        expected = ", ".join(_CHOICES[key])
+    elif key in _SEVERAL:
+        value = (value,) if isinstance(value, str) else tuple(value)
+        expected = None if all(isinstance(text, str) for text in value) else "texts"
+    elif key in _COUNTS and (type(value) is not int or value < 1):
+        expected = "a whole number above 0"
+    elif key == "checkpoint":
+        value = Path(value)
+    elif key in _PAIRS:
+        value = (value, value) if isinstance(value, int) else tuple(value)
+    elif key in _TRIPLES:
+        value = (value,) if isinstance(value, float | int) else tuple(value)
+    if expected is not None:
+        raise OptionError(f"{key} is {value!r}; expected {expected}")
+    return value
+
+
+def _taken(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that are fields of `kind`, less the ones that the caller places."""
+    names = {f.name for f in fields(kind)} - set(_PLACED)
+    return {key: value for key, value in values.items() if key in names}

@@ -1,0 +1,206 @@
+"""A caller's own transform as a configuration of timm's, proven on pictures.
+
+Stores keep 8-bit pixels, their hashes and a transform in plain numbers, so that a picture can be
+prepared again without anybody's code. A torchvision transform is therefore read, not kept: what its
+steps say becomes a configuration, which must then give the same input as the transform itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.transform import make_recipe, normalise
+
+if TYPE_CHECKING:
+    import torch
+
+# Of steps that change nothing but the type, from 0..255 to 0..1 included.
+_TO_TENSOR = ("ToTensor", "PILToTensor", "ToImage", "ToPureTensor", "ConvertImageDtype", "ToDtype")
+_TIMM_TO_TENSOR = ("MaybeToTensor", "MaybePILToTensor", "ToNumpy")
+_KEYS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
+TOLERANCE = 1e-5  # of the model's input: float32 in another order
+
+
+def transform_config(transform: Any) -> dict[str, Any]:
+    """input_size (channels, rows, cols), interpolation, crop_pct, crop_mode, mean, std.
+
+    Args:
+        transform: these as a mapping, as `timm.data.resolve_model_data_config` gives them
+            (input_size needed, the others by default bicubic, 1.0, center, 0 and 1); or a transform
+            of torchvision's or timm's made of Resize, CenterCrop, conversions to tensors, Grayscale
+            and Normalize, in this order; or torchvision's preset (`weights.transforms()`).
+
+    Raises:
+        DataError: a transform that does something else, or a configuration that timm cannot build.
+    """
+    if isinstance(transform, Mapping):
+        config = _from_mapping(transform)
+        make_recipe(config)
+        return config
+    config = _from_steps(_steps(transform))
+    _prove(transform, config)
+    return config
+
+
+def _from_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
+    if "input_size" not in given:
+        raise DataError(f"a transform needs input_size (channels, rows, cols), has {list(given)}")
+    default = {"interpolation": "bicubic", "crop_pct": 1.0, "crop_mode": "center"}
+    config = {**default, "mean": (0.0,), "std": (1.0,), **given}
+    try:
+        size = tuple(int(n) for n in config["input_size"])
+        mean, std = (tuple(float(x) for x in config[key]) for key in ("mean", "std"))
+        crop_pct = float(config["crop_pct"])
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a transform's numbers: {error}") from None
+    numbers = (*mean, *std, crop_pct)
+    if len(size) != 3 or min(size) < 1 or not all(map(math.isfinite, numbers)) or min(std) <= 0:
+        raise DataError(
+            f"the transform says input_size {size}, mean {mean}, std {std}, crop_pct {crop_pct}; "
+            "expected (channels, rows, cols), finite numbers, and std above 0"
+        )
+    known = {"input_size": size, "mean": mean, "std": std, "crop_pct": crop_pct}
+    return {key: known.get(key, config[key]) for key in _KEYS}
+
+
+@dataclass
+class _Steps:
+    """What the steps of a transform say; resize: an edge or (rows, cols)."""
+
+    resize: int | tuple[int, int] | None = None
+    interpolation: str = "bilinear"
+    crop: tuple[int, int] | None = None
+    channels: int = 3
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+
+def _steps(transform: Any) -> _Steps:
+    """Raises:
+    DataError: a step that no configuration says.
+    """
+    found = _Steps()
+    for step in _flat(transform):
+        kind = type(step).__name__
+        if kind == "Resize" and getattr(step, "max_size", None) is None:
+            found.resize = _edge(step.size)
+            found.interpolation = str(getattr(step.interpolation, "value", step.interpolation))
+        elif kind == "CenterCrop":
+            found.crop = _both(step.size)
+        elif kind == "ImageClassification":  # torchvision's preset
+            found.resize, found.crop = _edge(step.resize_size), _both(step.crop_size)
+            found.interpolation = step.interpolation.value
+            found.mean, found.std = _floats(step.mean), _floats(step.std)
+        elif kind == "Grayscale" and step.num_output_channels == 1:
+            found.channels = 1
+        elif kind == "Normalize":
+            found.mean, found.std = _floats(step.mean), _floats(step.std)
+        elif kind not in (*_TO_TENSOR, *_TIMM_TO_TENSOR):
+            raise DataError(
+                f"the transform's {kind} cannot be kept in a store; expected Resize, CenterCrop, "
+                "conversions to tensors and Normalize, or a mapping as "
+                "timm.data.resolve_model_data_config gives it"
+            )
+    return found
+
+
+def _flat(transform: Any) -> Iterator[Any]:
+    """The steps of a Compose of Composes, or of a Sequential."""
+    import torch
+
+    inner = getattr(transform, "transforms", None)
+    if isinstance(transform, torch.nn.Sequential):
+        inner = list(transform)
+    if inner is None:
+        yield transform
+        return
+    for step in inner:
+        yield from _flat(step)
+
+
+def _edge(size: Any) -> int | tuple[int, int]:
+    if isinstance(size, int):
+        return size
+    return int(size[0]) if len(size) == 1 else (int(size[0]), int(size[1]))
+
+
+def _both(size: Any) -> tuple[int, int]:
+    edge = _edge(size)
+    return (edge, edge) if isinstance(edge, int) else edge
+
+
+def _floats(values: Any) -> tuple[float, ...]:
+    return tuple(float(x) for x in np.atleast_1d(np.asarray(values)))
+
+
+def _from_steps(steps: _Steps) -> dict[str, Any]:
+    """Raises:
+    DataError: the steps do not end in one size.
+    """
+    resize, crop = steps.resize, steps.crop
+    if resize is None or (crop is None and isinstance(resize, int)):
+        raise DataError(
+            "the transform does not bring every image to one size; expected Resize((rows, cols)), "
+            "or Resize(edge) and CenterCrop(size)"
+        )
+    mode = "center" if isinstance(resize, int) else "squash"
+    edge = resize if isinstance(resize, int) else resize[0]
+    size = crop if crop is not None else resize
+    assert isinstance(size, tuple)
+    return {
+        "input_size": (steps.channels, *size),
+        "interpolation": steps.interpolation,
+        "crop_pct": _share(size[0], edge),
+        "crop_mode": mode,
+        "mean": steps.mean,
+        "std": steps.std,
+    }
+
+
+def _share(crop: int, edge: int) -> float:
+    """The crop_pct from which timm finds this edge: floor(crop / crop_pct)."""
+    exact = crop / edge
+    return exact if math.floor(crop / exact) == edge else crop / (edge + 0.5)
+
+
+def _prove(transform: Any, config: Mapping[str, Any]) -> None:
+    """The configuration gives what the transform gives, on noise of three shapes.
+
+    Raises:
+        DataError: it does not, or the transform fails.
+    """
+    import torch
+
+    recipe = make_recipe(config)
+    rng = np.random.default_rng(0)
+    side = max(recipe.shape[1:])
+    for width, height in ((side + 37, side), (side, 2 * side + 5), (side // 2 + 1, side // 2 + 3)):
+        image = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+        pixels = torch.from_numpy(recipe.apply(image).copy())[None]
+        expected = normalise(pixels, config, "cpu")[0]
+        try:
+            given = torch.as_tensor(transform(image), dtype=torch.float32)
+        except Exception as error:
+            raise DataError(f"the transform fails on a picture: {error}") from error
+        if given.shape != expected.shape:
+            raise DataError(
+                f"the transform gives {tuple(given.shape)}; expected {tuple(expected.shape)}"
+            )
+        difference = _difference(given, expected)
+        if not difference <= TOLERANCE * max(1.0, float(expected.abs().max())):
+            raise DataError(
+                f"the transform's input differs by up to {difference:.2g} from what its steps say "
+                "(resize before the conversion to a tensor, as Pillow does); or give a mapping as "
+                "timm.data.resolve_model_data_config gives it"
+            )
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
