@@ -18,8 +18,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vitsee_cli import console, options
+from vitsee_cli.commands import erf
 from vitsee_cli.main import CommandGroup, main
-from vitsee_cli.sections import SectionedCommand, section
+from vitsee_cli.sections import OTHER_COMMANDS, QUESTIONS, SectionedCommand, section
 from vitsee_stores.errors import VitseeError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -206,7 +207,35 @@ def test_help_lists_every_command_file() -> None:
     files = Path(options.__file__).with_name("commands").glob("[!_]*.py")
     for name in (file.stem.replace("_", "-") for file in files):
         assert f"\n  {name} " in result.stdout
-    assert "..." not in result.stdout.split("Commands:")[1], "a summary is too long for its line"
+    assert "..." not in result.stdout.split(QUESTIONS[0])[1], "a summary is too long for its line"
+
+
+def test_help_groups_the_commands_by_question() -> None:
+    """Each command once, below the question of its own file, the names in one column."""
+    blocks = CliRunner().invoke(main, ["--help"]).stdout.split("\n\n")
+    listed: dict[str, list[str]] = {}
+    columns = set()
+    for heading, *lines in (block.splitlines() for block in blocks):
+        if heading[:-1] in (*QUESTIONS, OTHER_COMMANDS):
+            listed[heading[:-1]] = [line.split()[0] for line in lines]
+            columns |= {re.match(r"  \S+ +", line).end() for line in lines}  # type: ignore[union-attr]
+    assert tuple(listed) == QUESTIONS, "their order, and no command without a question"
+    assert listed["Where attention looks"] == [
+        "attn-dist",
+        "attn-map",
+        "head-types",
+        "saliency",
+    ]
+    assert sorted(name for names in listed.values() for name in names) == main.list_commands(
+        click.Context(main)
+    )
+    assert len(columns) == 1
+
+
+def test_a_command_without_a_question_is_listed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(erf, "QUESTION")
+    shown = CliRunner().invoke(main, ["--help"]).stdout
+    assert re.search(r"Other commands:\n  erf ", shown)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import os
 import pkgutil
 import select
 import sys
+from types import ModuleType
 from typing import Any
 
 import click
 
-from vitsee_cli import commands, console, options, signals
+from vitsee_cli import commands, console, options, sections, signals
 from vitsee_core.machine import is_out_of_memory
 from vitsee_stores.errors import VitseeError
 
@@ -38,8 +39,9 @@ PATH_ERRNOS = frozenset(
 class CommandGroup(click.Group):
     """A group whose commands are the files of `vitsee_cli.commands`.
 
-    `commands/attn_dist.py` holds the click command `command`, called `vitsee attn-dist`.
-    Every command also takes the group's -v and -q.
+    `commands/attn_dist.py` holds the click command `command`, called `vitsee attn-dist`, and under
+    `QUESTION` the heading of the help that lists it. Every command also takes the group's -v and
+    -q.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -51,12 +53,28 @@ class CommandGroup(click.Group):
         """The command of that name, or None."""
         if cmd_name not in self.list_commands(ctx):
             return None
-        module = importlib.import_module(f"{commands.__name__}.{cmd_name.replace('-', '_')}")
-        command: click.Command = module.command
+        command: click.Command = _module(cmd_name).command
         command.name = cmd_name
         if not any(p.name == "verbose" for p in command.params):
             options.verbosity(command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands below the questions that they answer, in one column."""
+        names = self.list_commands(ctx)
+        width = max(map(len, names), default=0)
+        found: dict[str, list[tuple[str, str]]] = {question: [] for question in sections.QUESTIONS}
+        for name in names:
+            command = self.get_command(ctx, name)
+            if command is None or command.hidden:
+                continue
+            summary = command.get_short_help_str(formatter.width - width - 6)
+            question = getattr(_module(name), "QUESTION", sections.OTHER_COMMANDS)
+            found.setdefault(question, []).append((name.ljust(width), summary))
+        for question, rows in found.items():
+            if rows:
+                with formatter.section(question):
+                    formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -110,6 +128,11 @@ class CommandGroup(click.Group):
                 _fail(ctx, f"interrupted; {resumes}", signals.EXIT_RESUMABLE)
             _fail(ctx, "interrupted", signals.exit_code(stop))
         return result
+
+
+def _module(name: str) -> ModuleType:
+    """The file of a command."""
+    return importlib.import_module(f"{commands.__name__}.{name.replace('-', '_')}")
 
 
 def _first_word(ctx: click.Context) -> str:

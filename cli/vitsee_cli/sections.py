@@ -1,4 +1,4 @@
-"""Options under headings in a command's help."""
+"""Headings of the help: the questions that commands answer, and groups of a command's options."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+
+# In the order of `vitsee --help`. A command names its own: `QUESTION = ATTENTION`.
+STORES = "Make and inspect stores"
+SIMILARITY = "How similar layers and models are"
+ATTENTION = "Where attention looks"
+FLOW = "What flows through the layers"
+KNOWLEDGE = "What a layer knows"
+RESULTS = "Results of several commands"
+QUESTIONS = (STORES, SIMILARITY, ATTENTION, FLOW, KNOWLEDGE, RESULTS)
+OTHER_COMMANDS = "Other commands"
 
 REST = "Other options"
 

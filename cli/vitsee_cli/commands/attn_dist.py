@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.sections import ATTENTION
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
+
+QUESTION = ATTENTION
 
 METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
 

@@ -9,11 +9,14 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.model_options import recompute_options
+from vitsee_cli.sections import ATTENTION
 from vitsee_stores.token_selection import parse_cell
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
+
+QUESTION = ATTENTION
 
 KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy")
 SCALES = ("shared", "head")

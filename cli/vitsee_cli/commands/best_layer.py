@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from vitsee_cli import options
+from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import parse_path
 
 if TYPE_CHECKING:
     from vitsee_core.outputs import Outputs
+
+QUESTION = RESULTS
 
 
 @click.command()

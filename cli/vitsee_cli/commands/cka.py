@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.sections import SIMILARITY
 from vitsee_cli.similarity_options import estimator_options, gram_options
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
+
+QUESTION = SIMILARITY
 
 PAIRS = ("all", "same-depth", "branch")
 PAIR_BY = ("image", "id")

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.sections import KNOWLEDGE
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
+
+QUESTION = KNOWLEDGE
 
 TOKENS = ("cls", "mean", "mean-all", "first", "rest")
 BASELINES = ("shuffled", "random")

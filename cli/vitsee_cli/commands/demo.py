@@ -7,8 +7,11 @@ from pathlib import Path
 import click
 
 from vitsee_cli import console
+from vitsee_cli.sections import STORES
 from vitsee_cli.values import parse_folder
 from vitsee_stores.errors import VitseeError
+
+QUESTION = STORES
 
 
 def steps(folder: Path) -> list[list[str]]:

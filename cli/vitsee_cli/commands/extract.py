@@ -20,11 +20,13 @@ from vitsee_cli.extraction_options import (
     store_output_option,
 )
 from vitsee_cli.model_options import model_options
-from vitsee_cli.sections import SectionedCommand, section
+from vitsee_cli.sections import STORES, SectionedCommand, section
 
 if TYPE_CHECKING:
     from vitsee_core.extraction import Outcome, Prepared
     from vitsee_core.extraction.options import ModelOptions, RunOptions
+
+QUESTION = STORES
 
 
 @click.command(

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.sections import ATTENTION
 from vitsee_cli.values import POSITIVE
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
+
+QUESTION = ATTENTION
 
 THRESHOLDS = {
     "strict": (0.5, "strict local: excess mass on the query itself, at least."),

@@ -11,9 +11,12 @@ from typing import Any
 import click
 
 from vitsee_cli import console
+from vitsee_cli.sections import STORES
 from vitsee_cli.values import parse_folder
 from vitsee_core.text import visible
 from vitsee_stores.errors import VitseeError
+
+QUESTION = STORES
 
 FIELD_WIDTH = 100  # characters of JSON on one line
 SHOWN_LABELS = 6

@@ -8,11 +8,14 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.data_options import recompute_data_option
+from vitsee_cli.sections import FLOW
 from vitsee_cli.similarity_options import estimator_options
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
+
+QUESTION = FLOW
 
 SUMMARIES = ("site", "token")
 

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.sections import STORES
 
 if TYPE_CHECKING:
     from vitsee_core.outputs import Outputs
+
+QUESTION = STORES
 
 MOST = 100
 

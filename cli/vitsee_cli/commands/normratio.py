@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.sections import FLOW
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
+
+QUESTION = FLOW
 
 DEFAULT_METRICS = (
     *("norm_ratio", "norm_ratio_median", "norm_ratio_geomean"),

@@ -13,11 +13,14 @@ from vitsee_cli.accuracy_options import (
     random_baseline_option,
     tests_argument,
 )
+from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import POSITIVE, SHARE, parse_store
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
+
+QUESTION = KNOWLEDGE
 
 TOKENS = ("cls", "mean", "mean-all", "first", "rest", "each", "all")
 L2_WORDS = ("holdout", "loo", "grid")

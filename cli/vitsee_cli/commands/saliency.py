@@ -9,11 +9,14 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.model_options import recompute_options
+from vitsee_cli.sections import ATTENTION
 from vitsee_cli.values import SHARE, parse_path
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
+
+QUESTION = ATTENTION
 
 TOKENS = ("cls", "mean")
 RULES = ("half", "any")

@@ -13,11 +13,14 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.model_options import model_options
+from vitsee_cli.sections import STORES
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
     from vitsee_core.models.sites import SiteTable
     from vitsee_stores.layout import SiteSpec
+
+QUESTION = STORES
 
 
 @click.command()

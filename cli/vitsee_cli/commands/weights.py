@@ -9,6 +9,7 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.model_options import check_weight_options, weight_options
+from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import StorePath, parse_store
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from vitsee_core.outputs import Outputs
     from vitsee_core.results import Table
     from vitsee_stores import Store
+
+QUESTION = KNOWLEDGE
 
 WHAT = ("components", "filters", "positions")
 SCALES = ("shared", "tile")
