@@ -1,0 +1,90 @@
+"""What makes two extractions the same store: model, images and choices, as manifests have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vitsee_core.extraction.options import DataOptions, KeepOptions
+from vitsee_core.extraction.plan import Choices
+from vitsee_core.images import Selection
+from vitsee_core.models import LoadedModel
+from vitsee_stores import StoreWriter
+from vitsee_stores.errors import IdentityMismatch
+from vitsee_stores.layout import FORMAT_VERSION, StorePlan
+
+# Fields that stores of older versions lack, and what those stores are.
+LATER_FIELDS = {"grams": False, "erf": 0, "ablate_skip": []}
+
+
+def fixed_identity(model: LoadedModel, selection: Selection) -> dict[str, Any]:
+    """What is compared whether or not it was chosen explicitly: model, weights, images."""
+    return {
+        "format": FORMAT_VERSION,
+        "model": {
+            "architecture": model.architecture,
+            "args": model.model_args,
+            "input_size": list(model.input_size),
+        },
+        "weights": model.weights["sha256"],
+        "ablate_skip": list(model.ablate_skip),
+        "transform": model.transform,
+        "n_images": len(selection.samples),
+        "samples_fingerprint": selection.samples.fingerprint(),
+    }
+
+
+def given_identity(
+    keep: KeepOptions, data: DataOptions, choices: Choices, plan: StorePlan
+) -> dict[str, Any]:
+    """The identity fields that were chosen explicitly."""
+    values: dict[str, Any] = {
+        "sites": choices.requested["sites"] if keep.sites is not None else None,
+        "tokens": choices.requested["tokens"] if keep.tokens is not None else None,
+        "dtype": choices.requested["dtype"] if keep.dtype is not None else None,
+        "seed": data.seed,
+        "order": data.order,
+        "slab": None if keep.slab is None else min(keep.slab, plan.n_images),
+        "codec": keep.codec,
+        "attention": keep.attention,
+        "residual": keep.residual,
+        "inputs": keep.inputs,
+        "grams": keep.grams,
+        "erf": None if keep.erf is None else min(keep.erf, plan.n_images),
+        "precision": keep.precision,
+        "head_weights": keep.head_weights,
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def chosen_identity(
+    keep: KeepOptions, data: DataOptions, choices: Choices, plan: StorePlan
+) -> dict[str, Any]:
+    """The choices of a new store, defaults included."""
+    return {
+        **choices.requested,
+        "seed": data.seed if data.seed is not None else 0,
+        "order": data.order or "shuffled",
+        "slab": plan.slab,
+        "codec": choices.codec,
+        "attention": choices.attention,
+        "residual": choices.residual,
+        "inputs": choices.inputs is not None,
+        "grams": choices.grams,
+        "erf": 0 if plan.erf is None else plan.erf.n_images,
+        "precision": choices.precision,
+        "head_weights": keep.head_weights,
+    }
+
+
+def check_same_model(writer: StoreWriter, model: LoadedModel) -> None:
+    """One store, one architecture.
+
+    Raises:
+        IdentityMismatch: the store is of another model, whose sites have other names.
+    """
+    stored = writer.manifest.model
+    if stored.get("architecture") not in (None, model.architecture):
+        raise IdentityMismatch(
+            f"{writer.path} is a store of {stored.get('name')} ({stored['architecture']}), not of "
+            f"{model.name} ({model.architecture}); choose another -o, or start anew with --force"
+        )
