@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from vitsee_stores import (
     IncompleteStore,
     StoreError,
     StoreMismatch,
+    StoreWriter,
     describe,
     layout,
     open_store,
@@ -258,6 +261,45 @@ def test_foreign_formats_and_damaged_manifests(
         assert said in str(error.value)
         assert str(path) in str(error.value)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(1, "extract it anew"), (3, "update vitsee"), (10**9, "update vitsee")]
+)
+def test_nothing_of_another_version_is_interpreted(
+    tmp_path: Path, number: int, advice: str
+) -> None:
+    """Whatever else it says: fields of other types, no digest, nothing."""
+    rest: list[dict[str, Any]] = [{}, {"features": 7, "plan": [], "digest": 0}, {"features": ["x"]}]
+    for i, fields in enumerate(rest):
+        path = tmp_path / f"{i}.zarr"
+        path.mkdir()
+        document = {"zarr_format": 3, "node_type": "group"}
+        attributes = {"vitsee": {"format": number, **fields}}
+        (path / "zarr.json").write_text(json.dumps({**document, "attributes": attributes}))
+        before = (path / "zarr.json").read_bytes()
+        for call in (open_store, validate, describe, StoreWriter.join):
+            with pytest.raises(StoreError, match=f"store format {number}, .*; {advice}"):
+                call(path)
+        assert (path / "zarr.json").read_bytes() == before
+
+
+def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "a.zarr"
+    write(path, PLANS["registers"])
+    plain = open_store(path)
+    with edited(path) as manifest:
+        manifest["later"] = {"x": [1]}
+        for part in ("plan", "info", "model"):
+            manifest[part]["later"] = "y"
+        manifest["plan"]["sites"][0]["later"] = 1
+    store = open_store(path)
+    assert store.manifest.plan == plain.manifest.plan
+    assert validate(path, deep=True) == []
+    text = (path / "zarr.json").read_text()
+    (path / "zarr.json").write_text(text.replace('"later": "y"', '"later": "z"', 1))
+    with pytest.raises(StoreError, match="does not match its digest"):
+        open_store(path)
 
 
 def test_what_is_no_store(tmp_path: Path) -> None:
