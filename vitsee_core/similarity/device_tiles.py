@@ -14,8 +14,7 @@ from vitsee_core.device import to_device
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitsee_core.similarity.tiles import Labels
-
+Labels = NDArray[np.int64]
 # Sums that may wait on the device, in numbers: 128 MB.
 MOST_WAITING = 1 << 24
 
@@ -50,7 +49,7 @@ class DeviceTiles:
         first_col: int,
     ) -> Iterator[tuple[Any, ...]]:
         """Of each piece, rows and columns of the tile: (R, C) inner products, each matrix's own,
-        sums over its columns and over its rows, in float64. At most `TERMS` products (tiles.py) are
+        sums over its columns and over its rows, in float64. At most `TERMS` products (`tiles`) are
         added up in single precision; nothing waits in between."""
         waiting: list[tuple[Tensor, ...]] = []
         size = 0

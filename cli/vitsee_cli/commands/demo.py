@@ -84,8 +84,7 @@ def command(ctx: click.Context, output: Path) -> None:
     """
     import shlex
 
-    from vitsee_cli.main import main
-
+    vitsee = ctx.find_root().command
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -93,6 +92,6 @@ def command(ctx: click.Context, output: Path) -> None:
         raise VitseeError(f"cannot make the folder {output}: {reason}") from None
     for step in steps(output):
         console.say(f"$ vitsee {shlex.join(step)}")
-        if code := main.main(step, prog_name="vitsee", standalone_mode=False, parent=ctx):
+        if code := vitsee.main(step, prog_name="vitsee", standalone_mode=False, parent=ctx):
             ctx.exit(code)
     console.say(f"look at {output}/*.png")
