@@ -37,7 +37,7 @@ def test_sizes(text: str, size_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "4X", "-1", "0", "G", "1e9", "four", "9" * 400, "8388608T"])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="is no size"):
+    with pytest.raises(click.BadParameter, match="is not a size"):
         values.parse_size(text)
 
 
@@ -48,7 +48,7 @@ def test_devices(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "cpu:0", "CPU", ""])
 def test_no_devices(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="is no device"):
+    with pytest.raises(click.BadParameter, match="is not a device"):
         values.parse_device(text)
 
 
@@ -131,14 +131,14 @@ def test_paths(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parse("~/a b") == Path("/home/me/a b")
         assert parse(Path("x")) == Path("x")
         for text in ("", "  "):
-            with pytest.raises(click.BadParameter, match="an empty text is no path"):
+            with pytest.raises(click.BadParameter, match="an empty text is not a path"):
                 parse(text)
     assert values.parse_output("-") == Path("-")
     for parse in (values.parse_path, values.parse_folder, values.parse_store):
-        with pytest.raises(click.BadParameter, match="- is no path here"):
+        with pytest.raises(click.BadParameter, match="- is not a path here"):
             parse("-")
     for text in ("", "name="):
-        with pytest.raises(click.BadParameter, match="an empty text is no path"):
+        with pytest.raises(click.BadParameter, match="an empty text is not a path"):
             values.parse_store(text)
 
 

@@ -1,4 +1,4 @@
-"""The program `vitsee`: signals have their answer first, then comes what takes long to import."""
+"""The program `vitsee`: signal handlers are installed before the slow imports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the terminal shows: results on stdout, remarks, warnings and progress on stderr.
 
-The core and the stores speak through `logging`; this module decides what of it is seen and how.
+The core and the stores log through `logging`; this module decides what is shown, and how.
 rich is imported with the first line that needs it, so that `vitsee --help` does not pay for it.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("vitsee_cli", "vitsee_core", "vitsee_stores")
 ARGUMENTS = "vitsee.arguments"  # where the group leaves them in the click context
-GRAMS_KEPT = "finished Gram matrices are kept; repeat the command to go on"
+GRAMS_KEPT = "finished Gram matrices are kept; repeat the command to resume"
 RESUMES = "vitsee.resumes"  # in the click context: what is kept of a command that is stopped
 LOG_SECONDS = 15.0  # between progress lines where stderr is no terminal
 
@@ -48,7 +48,7 @@ class _StderrHandler(logging.Handler):
 
 
 class _ClosedStdout(io.TextIOBase):
-    """Where a shell closed stdout (`>&-`): the first result is a user's mistake."""
+    """Stdout where the shell closed it (`>&-`): writing a result is a user's mistake."""
 
     encoding, errors = "utf-8", "strict"
 
@@ -57,9 +57,9 @@ class _ClosedStdout(io.TextIOBase):
 
 
 def prepare_streams() -> None:
-    """Give what is closed a place, and let any text through whatever the encoding.
+    """Replace closed standard streams, and print any text whatever the encoding.
 
-    A descriptor below 3 that is closed would become that of the next file opened, and receive what
+    A closed descriptor below 3 would be reused by the next file that is opened, and receive what
     libraries print; it is bound to the null device.
     """
     for descriptor in range(3):
@@ -77,7 +77,7 @@ def prepare_streams() -> None:
 
 
 def require_stdout() -> None:
-    """To be called before the work whose result goes to stdout.
+    """Check stdout before work whose result goes there.
 
     Raises:
         VitseeError: it is closed.
@@ -134,7 +134,7 @@ def out(text: str) -> None:
 
 
 def fail(text: str) -> None:
-    """Why a command ends, on stderr whatever the verbosity."""
+    """Why a command failed, on stderr whatever the verbosity."""
     sys.stderr.write(visible(text, keep="\n\t") + "\n")
 
 
@@ -157,9 +157,9 @@ def human_time(seconds: float) -> str:
 
 
 class Reporter:
-    """Tells on stderr how far a long run is.
+    """Reports on stderr how far a long run is.
 
-    Between `start` and `stop` progress is a bar on a terminal, a line now and then elsewhere (a
+    Between `start` and `stop` progress is a bar on a terminal, an occasional line elsewhere (a
     file, a batch system), and nothing with -q. `advance` may be called from several threads.
     """
 
@@ -171,7 +171,7 @@ class Reporter:
         self._display: _Bar | _Lines | None = None
 
     def start(self, total: int, done: int = 0) -> None:
-        """`total` images, or what else `unit` says, are to be done, `done` of them already are."""
+        """Begin with `done` of `total` images (or other units) already done."""
         self.stop()
         if log.isEnabledFor(logging.INFO):
             rate = _Rate(total, done, self._unit)
@@ -179,14 +179,14 @@ class Reporter:
             self._display = _Bar(self._what, rate) if bar else _Lines(self._what, rate, self._every)
 
     def advance(self, images: int, size_bytes: int = 0) -> None:
-        """That many images more are done, and bytes written."""
+        """Count this many more images as done, and bytes as written."""
         with self._lock:
             if self._display is not None:
                 self._display.rate.add(images, size_bytes)
                 self._display.show()
 
     def stop(self) -> None:
-        """The run ended, well or not: the last state stays on the screen."""
+        """End after success or failure; the last state stays on the screen."""
         with self._lock:
             if self._display is not None:
                 self._display.close()
@@ -194,7 +194,7 @@ class Reporter:
 
 
 class _Rate:
-    """Images (or other units) and bytes since the start, and what they say about the end."""
+    """Images (or other units) and bytes since the start, their rates, and the time left."""
 
     def __init__(self, total: int, done: int, unit: str) -> None:
         self.total, self.done, self.unit = total, done, unit
@@ -210,7 +210,7 @@ class _Rate:
         return self.done + self.images
 
     def text(self) -> str:
-        """`31.2 images/s, 96.5 MB/s, 1:42 left`; the bytes only where there are any."""
+        """`31.2 images/s, 96.5 MB/s, 1:42 left`; bytes only where some were written."""
         seconds = max(time.monotonic() - self.start, 1e-9)
         parts = [f"{self.images / seconds:.1f} {self.unit}/s"]
         if self.size_bytes:
@@ -224,7 +224,7 @@ class _Rate:
 
 
 class _Lines:
-    """Progress as a log line now and then."""
+    """Progress as occasional log lines."""
 
     def __init__(self, what: str, rate: _Rate, every: float) -> None:
         self.what, self.rate, self.every = what, rate, every

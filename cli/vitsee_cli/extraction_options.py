@@ -61,13 +61,14 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--attention",
         type=click.Choice(ATTENTION),
-        help="Attention to keep: summaries a head, also CLS and received rows an image, "
+        help="Attention to keep: summaries per head, also CLS and received rows per image, "
         "also full maps; each level includes those before it.  [default: summary]",
     ),
     click.option(
         "--residual/--no-residual",
         default=None,
-        help="Dot products of skip and branch, a token and sublayer.  [default: residual]",
+        help="Keep the dot products of skip and branch, per token and sublayer.  "
+        "[default: residual]",
     ),
     click.option(
         "--inputs/--no-inputs",
@@ -85,7 +86,7 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
         metavar="N",
         type=click.IntRange(min=1),
         help="Keep effective receptive fields of the sites with a grid, over the first N images "
-        "(256 gives smooth ones): a backward pass a site and batch.  [default: none]",
+        "(256 gives smooth ones): one backward pass per site and batch.  [default: none]",
     ),
     click.option(
         "--head-weights/--no-head-weights",
@@ -108,7 +109,7 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
         "--slab",
         metavar="N",
         type=click.IntRange(min=1),
-        help="Images to a slab, the unit of work and of commit.  [default: 256, halved "
+        help="Images per slab, the unit of work and of commit.  [default: 256, halved "
         "until two fit a quarter of the memory]",
     ),
 )
@@ -120,12 +121,12 @@ _RUN_OPTIONS: tuple[Decorator, ...] = (
         help="Print what would be stored, as CSV: the sum and each folder, with -v each array. "
         "Nothing is written.",
     ),
-    click.option("--force", is_flag=True, help="Start anew: delete the store at -o first."),
+    click.option("--force", is_flag=True, help="Start over: delete the store at -o first."),
     click.option(
         "--batch-size",
         metavar="N",
         type=click.IntRange(min=1),
-        help="Images to a forward pass.  [default: 32, on CUDA 128; with --grams a whole slab "
+        help="Images per forward pass.  [default: 32, on CUDA 128; with --grams a whole slab "
         "where that suits the memory]",
     ),
     device_option,

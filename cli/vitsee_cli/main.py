@@ -79,7 +79,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, with near matches in the message for an unknown command."""
+        """As click's `resolve_command`, with near matches in the message for an unknown command."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             names = self.list_commands(ctx)
@@ -89,7 +89,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """As click's, on streams that take any text."""
+        """As click's `main`, on streams that take any text."""
         console.prepare_streams()
         try:
             return super().main(*args, **kwargs)
@@ -100,7 +100,7 @@ class CommandGroup(click.Group):
             sys.exit(1)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's; the arguments are kept for `console.command_line`."""
+        """As click's `parse_args`; keeps the arguments for `console.command_line`."""
         ctx.meta[console.ARGUMENTS] = list(args)
         return super().parse_args(ctx, args)
 
@@ -131,17 +131,17 @@ class CommandGroup(click.Group):
 
 
 def _module(name: str) -> ModuleType:
-    """The file of a command."""
+    """The module of a command."""
     return importlib.import_module(f"{commands.__name__}.{name.replace('-', '_')}")
 
 
 def _first_word(ctx: click.Context) -> str:
-    """The command that was typed, or another word where there is none."""
+    """The first word that is no option: the command, where one was typed."""
     return next((word for word in ctx.meta[console.ARGUMENTS] if not word.startswith("-")), "")
 
 
 def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
-    """Say `vitsee COMMAND: line` on stderr and leave. With -v the traceback goes before it."""
+    """Print `vitsee COMMAND: line` on stderr and exit; with -v after the traceback."""
     name = f"vitsee {ctx.invoked_subcommand}" if ctx.invoked_subcommand else "vitsee"
     console.debug_traceback()
     console.fail(f"{name}: {line}")
@@ -149,7 +149,7 @@ def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
 
 
 def _one_line(error: Exception) -> str | None:
-    """What a user is told about this error; None for a bug, whose traceback is wanted."""
+    """The line that reports this error to a user; None for a bug, whose traceback is wanted."""
     text = " ".join(str(error).split())
     if isinstance(error, VitseeError):
         return text
@@ -164,7 +164,7 @@ def _one_line(error: Exception) -> str | None:
 
 
 def _stdout_is_closed() -> bool:
-    """True if the reader of our output is gone (`| head`): not an error, and nothing to say."""
+    """True if the reader of our output is gone (`| head`): not an error, and nothing to report."""
     try:
         descriptor = sys.stdout.fileno()
     except OSError:  # no file at all, as in tests
@@ -196,5 +196,5 @@ def main() -> None:
 
     \b
     Exit codes: 0 done; 1 wrong input or damaged data; 2 wrong option;
-    75 stopped by a signal, the same command goes on where it was.
+    75 stopped by a signal; the same command resumes.
     """

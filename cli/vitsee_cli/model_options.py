@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def model_options(command: Any) -> Any:
-    """MODEL and all that decides its weights and input, as `model`: a ModelOptions."""
+    """MODEL and the options that decide its weights and input, as `model`: a ModelOptions."""
 
     @functools.wraps(command)
     def gathered(*args: Any, model_name: str, model_args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def model_options(command: Any) -> Any:
 
 
 def check_weight_options(given: Mapping[str, Any]) -> None:
-    """Refuse options of weights that do not go together, named as click names them."""
+    """Refuse options of weights that exclude each other, by click's names of their parameters."""
     if given["checkpoint"] is not None and given["random_init"] is not None:
         raise click.UsageError("--checkpoint and --random-init exclude each other")
     if given["checkpoint"] is None and given["checkpoint_key"] is not None:
@@ -59,7 +59,7 @@ _WEIGHT_OPTIONS: tuple[Decorator, ...] = (
         "--checkpoint-key",
         metavar="KEY",
         help="Which weights of FILE, e.g. model_ema, teacher.  [default: the ones its authors "
-        "evaluate, averaged ones only if there are no others; said]",
+        "evaluate, averaged ones only if there are no others; the choice is logged]",
     ),
     click.option(
         "--random-init",
@@ -136,8 +136,8 @@ _RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--trust-store",
         is_flag=True,
-        help="Your own store: take its model from the folder or the hub that it names.  [default: "
-        "only timm's models and files that this machine has, no network]",
+        help="For your own store: take its model from the folder or the hub that it names.  "
+        "[default: only timm's models and files that this machine has, no network]",
     ),
     device_option,
 )

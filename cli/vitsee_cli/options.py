@@ -71,7 +71,7 @@ def verbosity(command: Any) -> Any:
 
     shared: dict[str, Any] = {"is_flag": True, "expose_value": False, "callback": set_up}
     both = (
-        click.option("-v", "--verbose", **shared, help="Say more on stderr; show tracebacks."),
+        click.option("-v", "--verbose", **shared, help="More detail on stderr, and tracebacks."),
         click.option("-q", "--quiet", **shared, help="Only warnings and errors on stderr."),
     )
     # A finished command appends options, a function collects them from the last to the first.
@@ -185,8 +185,8 @@ def sites_option(*default: str, show_default: str | None = None) -> Decorator:
     """--sites, repeatable, as `sites`: a tuple of globs, groups and names.
 
     Args:
-        default: what is taken without the option.
-        show_default: the default in words, where these say more.
+        default: the sites without the option.
+        show_default: the default in words, where that is clearer.
     """
     return click.option(
         "--sites",
@@ -231,7 +231,7 @@ def tokens_option(
     """--tokens of an analysis, as `tokens`: one word of `choices` or ROW,COL.
 
     Args:
-        default: the word; None where the analysis decides (then say so in `show_default`).
+        default: the word; None where the analysis decides (`show_default` then describes how).
         choices: the words that this analysis knows.
         multiple: take several; `tokens` is then a tuple.
         show_default: the default in words.
@@ -251,7 +251,7 @@ def tokens_option(
 
 
 def _one_value(_ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """The value of an option that is given once at most; of several, none is dropped unsaid."""
+    """The value of an option that takes one; several are refused, not silently dropped."""
     if len(values) > 1:
         given = " and ".join(map(str, values))
         raise click.UsageError(f"{param.opts[0]} was given as {given}; it takes one value")

@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM: what a command answers, from the program's first line on.
+"""SIGINT and SIGTERM: how a command ends, from the program's first line on.
 
-Nothing here may import anything that takes long: the answer has to stand before torch is imported.
+Nothing here may import anything slow: the handlers are installed before torch is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_RESUMABLE = 130, 143, 75
 CAUGHT = (signal.SIGINT, signal.SIGTERM)
 # Commands that can end at any moment, since nothing half-made needs to be removed, and what they
-# say before they have stored anything.
+# report before they have stored anything.
 RESUMABLE = {
     "extract": "before its first slab: nothing is stored yet by this run; repeat the command"
 }
@@ -29,7 +29,7 @@ _kept = ""
 def answer(arguments: Sequence[str]) -> None:
     """From now on a signal ends this process: resumable commands with 75, others with 130 or 143.
 
-    An exception would not do: much of what is imported swallows it or dies of it half-way.
+    An exception would not do: many libraries swallow it while they are imported, or fail half-way.
     """
     global _command
     _command = next((word for word in arguments if not word.startswith("-")), "")
@@ -38,21 +38,23 @@ def answer(arguments: Sequence[str]) -> None:
 
 
 def ignore() -> None:
-    """The command has ended, and its exit code stands while the interpreter closes down."""
+    """Ignore signals once the command has ended, so that its exit code stands while the interpreter
+    shuts down."""
     for caught in CAUGHT:
         signal.signal(caught, signal.SIG_IGN)
 
 
 def keeps(line: str) -> None:
-    """What a resumable command says from now on when it is stopped."""
+    """Set what a resumable command reports when it is stopped from now on."""
     global _kept
     _kept = line
 
 
 @contextmanager
 def raised(command: str) -> Iterator[None]:
-    """While entered both signals are a KeyboardInterrupt with the signal's name, so that what is
-    half-made is removed; a resumable command goes on ending at once where `answer` said so."""
+    """While entered, both signals raise a KeyboardInterrupt with the signal's name, so that
+    half-made files are removed; a resumable command still ends at once where `answer` was
+    called."""
     main = threading.current_thread() is threading.main_thread()
     if not main or (command in RESUMABLE and signal.getsignal(signal.SIGTERM) is _end):
         yield
@@ -66,7 +68,7 @@ def raised(command: str) -> Iterator[None]:
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:
-    """That of a command without anything to resume."""
+    """The exit code of a command that cannot be resumed."""
     return EXIT_TERMINATED if stop.args == (signal.SIGTERM.name,) else EXIT_INTERRUPTED
 
 

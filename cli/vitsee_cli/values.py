@@ -1,7 +1,7 @@
-"""Readers of what is written on the command line: stores, paths, sizes, devices, numbers, tokens.
+"""Parsers of values on the command line: stores, paths, sizes, devices, numbers, tokens.
 
-Functions and click types given as `type=`. What they refuse is a usage error (exit code 2);
-whether a path exists is found out by who opens it (exit code 1).
+Functions and click types given as `type=`. A value that they refuse is a usage error (exit code 2);
+whether a path exists is checked where it is opened (exit code 1).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class PathType(ParamType):
     def path(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """`text` as a path, or a usage error."""
         if not text.strip():
-            self.fail("an empty text is no path; is a variable unset?", param, ctx)
+            self.fail("an empty text is not a path; is a variable unset?", param, ctx)
         if text == "-" and not self.stream:
-            self.fail("- is no path here; write ./- for a file of that name", param, ctx)
+            self.fail("- is not a path here; write ./- for a file of that name", param, ctx)
         return Path(text).expanduser()
 
     def shell_complete(
@@ -71,7 +71,7 @@ class PathType(ParamType):
 class StoreType(PathType):
     """`NAME=path.zarr` or `path.zarr`, whose label is then the file's stem, as a StorePath.
 
-    A path that exists is a path, whatever signs are in it.
+    A path that exists is taken as a path, even with `=` in it.
     """
 
     name = "store"
@@ -92,7 +92,7 @@ class StoreType(PathType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Folders; behind `NAME=`, where shells complete no paths of their own, by name."""
+        """Folders; behind `NAME=`, where shells complete no paths themselves, by name."""
         label, rest = _named(incomplete)
         if not label:
             return super().shell_complete(ctx, param, incomplete)
@@ -108,8 +108,8 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _folders(text: str) -> list[str]:
-    """The folders whose path begins with `text`; of a single one that is no store, those in it,
-    as the shell would set a blank behind it."""
+    """The folders whose path begins with `text`; if the only one is not a store, the folders in it,
+    as the shell would add a space behind it."""
     start = text.rpartition("/")[2]
     prefix = text[: len(text) - len(start)]
     place = Path(prefix or ".").expanduser()
@@ -131,13 +131,13 @@ parse_store = StoreType()
 
 
 class FiniteRange(click.FloatRange):
-    """A number of a range, which `inf` and `nan` are not."""
+    """A number within a range; `inf` and `nan` are refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number", param, ctx)
+            self.fail(f"{value} is not a finite number", param, ctx)
         return number
 
 
@@ -160,22 +160,22 @@ def parse_size(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*", text, re.IGNORECASE)
     if match is None:
         raise click.BadParameter(
-            f"{text!r} is no size; expected e.g. 4G, 512M or a number of bytes"
+            f"{text!r} is not a size; expected e.g. 4G, 512M or a number of bytes"
         )
     number, unit, suffix = match[1], match[2].upper(), (match[3] or "").upper()
     scale = _SI_UNITS[unit] if unit and suffix == "B" else _UNITS[unit]
     size = float(number) * scale
     if not 1 <= size < 2**63:
-        raise click.BadParameter(f"{text!r} is no size; expected one byte to 8 EiB")
+        raise click.BadParameter(f"{text!r} is not a size; expected one byte to 8 EiB")
     size_bytes = int(size)
     return size_bytes
 
 
 def parse_device(text: str) -> str:
-    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`; whether it is there is found out later."""
+    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`; whether it exists is checked later."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text):
         raise click.BadParameter(
-            f"{text!r} is no device; expected auto, cpu, cuda, cuda:INDEX or mps"
+            f"{text!r} is not a device; expected auto, cpu, cuda, cuda:INDEX or mps"
         )
     return text
 
@@ -194,7 +194,7 @@ def parse_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
 
 
 def parse_positive_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
-    """As `parse_floats`, each above 0: what pixels are divided by."""
+    """As `parse_floats`, each above 0, as divisors of pixels must be."""
     numbers = parse_floats(text)
     if min(numbers) <= 0:
         raise click.BadParameter(f"{text!r}; expected numbers above 0, e.g. 0.5,0.5,0.5")
@@ -206,7 +206,7 @@ def parse_fraction(text: str | float) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no number; expected e.g. 0.9") from None
+        raise click.BadParameter(f"{text!r} is not a number; expected e.g. 0.9") from None
     if not 0 < number <= 1:
         percent = f" (did you mean {number / 100:.2f}?)" if 1 < number <= 100 else ""
         raise click.BadParameter(f"{text!r}; expected above 0 and at most 1{percent}")
@@ -220,7 +220,7 @@ def parse_image_size(text: str | tuple[int, int]) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)(?:[x,]([1-9]\d*))?", text)
     if match is None:
         raise click.BadParameter(
-            f"{text!r} is no size; expected e.g. 224, or 224x320 (height x width)"
+            f"{text!r} is not a size; expected e.g. 224, or 224x320 (height x width)"
         )
     return int(match[1]), int(match[2] or match[1])
 
@@ -241,7 +241,7 @@ def parse_model_arg(text: str | tuple[str, Any]) -> tuple[str, Any]:
 
 
 def token_parser(choices: Iterable[str]) -> Callable[[str], TokenSelection]:
-    """A reader of --tokens that takes these words, and ROW,COL of the grid."""
+    """A parser of --tokens that takes these words, and ROW,COL of the grid."""
     words = tuple(choices)
 
     def parse_tokens(text: str) -> TokenSelection:

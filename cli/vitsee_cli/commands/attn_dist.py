@@ -42,8 +42,8 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
 
     The mean distance between a patch and the patches it attends to, weighted by the attention,
     averaged over patches and images (Raghu et al. 2021, Figs. 3, 4; Walmer et al. 2023, Figs. 4,
-    15; Dosovitskiy et al. 2021, Figs. 7, 10). One row a head; class and register tokens are left
-    out. Reads the summaries that extract keeps unless told otherwise, in seconds.
+    15; Dosovitskiy et al. 2021, Figs. 7, 10). One row per head; class and register tokens are left
+    out. Reads the summaries that extract stores by default; takes seconds.
 
     \b
       $ vitsee attn-dist b16.zarr -o dist.csv --png dist.png

@@ -36,8 +36,8 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
 @click.option(
     "--kind",
     type=click.Choice(KINDS),
-    help="What to map: means over images (aligned: by offset from the query), or one number a head "
-    "(prefix-mass, entropy).  [default: none, with --image]",
+    help="What to map: means over images (aligned: by offset from the query), or one number per "
+    "head (prefix-mass, entropy).  [default: none, with --image]",
 )
 @click.option(
     "--image",
@@ -75,7 +75,7 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
     default=True,
     show_default=True,
     help="With --kind rollout: multiply 0.5 A + 0.5 I, or A alone (from a store of --attention "
-    "full, else computed once more).",
+    "full, else recomputed).",
 )
 @click.option(
     "--scale",
@@ -104,10 +104,10 @@ def command(
 
     Means over images of what the class token or the patches attend to, head by head (Walmer et al.
     2023, Figs. 1, 2, 17), the same aligned by offset from the query (Figs. 3, 14, 18), attention
-    rollout (Dosovitskiy et al. 2021, Figs. 6, 13), or one number a head. They come from the
-    summaries that extract keeps unless told otherwise, in seconds. With --image single images: the
-    picture, the heads' maps and the rollout over it, from a store of extract --attention full or
-    computed once more with the store's model.
+    rollout (Dosovitskiy et al. 2021, Figs. 6, 13), or one number per head, in seconds, from the
+    summaries that extract stores by default. With --image, single images: the picture, the heads'
+    maps and the rollout over it, from a store of extract --attention full or recomputed with the
+    store's model.
 
     \b
       $ vitsee attn-map b16.zarr --kind mean-cls -o cls.csv --png cls.png
@@ -117,8 +117,8 @@ def command(
 
     Columns: store, model, site and block (the block), depth, rel_depth, row and col (of the key;
     the signed offset key minus query for aligned), head, metric, value, n_images; std and the 95 %
-    interval low, high over images where there is one number a head or a rollout. Single images have
-    columns image and token (the query: cls, mean or ROW,COL) in place of n_images.
+    interval low, high over images where there is one number per head, or a rollout. Single images
+    have columns image and token (the query: cls, mean or ROW,COL) in place of n_images.
     """
     from functools import partial
 

@@ -26,16 +26,17 @@ QUESTION = RESULTS
     "metrics",
     metavar="METRIC",
     multiple=True,
-    help="Only this metric (top1, purity, iou, ...). Repeatable.  [default: all with a better "
-    "side, without those of single classes]",
+    help="Only this metric (top1, purity, iou, ...). Repeatable.  [default: all with a "
+    "direction, except those of single classes]",
 )
 def command(results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...]) -> None:
     """Name the best layer of each model for each task.
 
-    RESULTS are tables (.csv, .tsv, .json, ...) that other commands wrote with -o and that have a
-    value a layer (probe, knn, cluster, saliency, ...); of each metric its better
-    side counts, higher or lower, and those without one (distances, ratios) are left out (Walmer et
-    al. 2023, Tables 1, 5). A task is a file's command and metric, with k and shots.
+    RESULTS are tables (.csv, .tsv, .json, ...) that other commands wrote with -o and that have one
+    value per layer (probe, knn, cluster, saliency, ...). The best value is the highest or the
+    lowest, as the metric's direction demands; metrics without a direction (distances, ratios) are
+    left out (Walmer et al. 2023, Tables 1, 5). A task is a file's command and metric, with k and
+    shots.
 
     \b
       $ vitsee knn train.zarr b16.zarr -o knn.csv

@@ -34,7 +34,7 @@ PRESETS = ("raghu", "walmer", "vit_analysis")
     default="all",
     show_default=True,
     help="same-depth: the first store's sites with each other store's, by name or else one by one; "
-    "branch: skip connections against the long branches they pass by, in one store.",
+    "branch: skip connections against the branches parallel to them, in one store.",
 )
 @click.option(
     "--pair-by",
@@ -69,7 +69,7 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
 
     Debiased (HSIC_1) over all images where there are at most 16384, with a jackknife's standard
     error and 95 % interval; otherwise over minibatches, whose spread is the estimator's own noise.
-    Gram matrices are kept beside each store and used again.
+    Gram matrices are cached beside each store and reused.
 
     Columns: store_a, model_a, site_a, block_a, depth_a, rel_depth_a, the same with _b, metric
     (cka), value, std, low, high, spread (what std is), n_images.

@@ -52,7 +52,7 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     The heads of the first block, from those that look at their neighbourhood to those that look
     everywhere (by mean attention distance), in groups: CKA between the outputs of a group's heads
     and the lower sites of a second store, usually a CNN, against the group's mean distance (Raghu
-    et al. 2021, Fig. 5). One row a group and site.
+    et al. 2021, Fig. 5). One row per group and site.
 
     \b
       $ vitsee extract MODEL --sites blocks --sites blocks.0.attn.heads -o b16.zarr ...

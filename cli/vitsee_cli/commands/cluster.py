@@ -62,9 +62,9 @@ def command(
 ) -> None:
     """Cluster images and compare with their classes.
 
-    k-means on one vector an image, its clusters held against the labels by purity, NMI and ARI
-    (Walmer et al. 2023, Figs. 7, 24, 25). k-means is scikit-learn's (k-means++, best of 10 starts,
-    float32); each value is the mean over seeds. Labels are not used for clustering.
+    k-means on one vector per image; the clusters are compared with the labels by purity, NMI and
+    ARI (Walmer et al. 2023, Figs. 7, 24, 25). k-means is scikit-learn's (k-means++, best of 10
+    starts, float32); each value is the mean over seeds. Labels are not used for clustering.
 
     \b
       $ vitsee cluster b16.zarr -o cluster.csv --png cluster.png

@@ -59,7 +59,7 @@ def _train(folder: Path, name: str) -> str:
 
 
 def _results(folder: Path, name: str) -> list[str]:
-    """Where a step's table and picture go."""
+    """Options that say where a step's table and picture go."""
     return ["-o", f"{folder / name}.csv", "--png", f"{folder / name}.png", "--force"]
 
 

@@ -73,10 +73,10 @@ def command(model: ModelOptions, **given: Any) -> None:
 
 
 class SlabReporter(console.Reporter):
-    """Progress of the slabs. From its start on there is something that a signal does not undo."""
+    """Progress of the slabs. From its start on, committed slabs survive a signal."""
 
     def start(self, total: int, done: int = 0) -> None:
-        """As any Reporter's."""
+        """Begin, and let signals report that committed slabs are kept."""
         signals.keeps("at once: committed slabs are kept; repeat the command to resume")
         super().start(total, done)
 
@@ -103,7 +103,7 @@ def show_plan(prepared: Prepared, run: RunOptions, each: bool) -> None:
     console.say(
         f"{run.output}: {human_bytes(total.size_bytes)} in {counted(total.n_files, 'files')} for "
         f"{counted(plan.n_images, 'images')} in slabs of {plan.slab}, "
-        f"{human_bytes(total.size_bytes / plan.n_images)} an image; "
+        f"{human_bytes(total.size_bytes / plan.n_images)} per image; "
         f"{human_bytes(free_disk_bytes(run.output))} free; nothing was written"
     )
 

@@ -27,7 +27,7 @@ THRESHOLDS = {
 
 
 def threshold_options(command: Any) -> Any:
-    """One option a threshold."""
+    """One option per threshold."""
     return options.apply(
         command,
         [
@@ -63,13 +63,13 @@ def threshold_options(command: Any) -> Any:
 @options.memory_option
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
-    """Class attention heads by what they look at.
+    """Classify attention heads by what they attend to.
 
     Strict, soft, axial and offset local heads (Walmer et al. 2023, Figs. 3, 14) by where their
     aligned maps have their mass, offset ones with direction and distance; repeating ones (their
-    sparse repeating patterns) by the few keys that all queries share; the rest are global. A share
-    of mass counts by its excess over uniform attention's: 0 as uniform, 1 all of it. Reads the
-    summaries that extract keeps unless told otherwise.
+    sparse repeating patterns) by the few keys that all queries share; the rest are global. Shares
+    of mass are measured as their excess over uniform attention: 0 is as uniform, 1 is all of it.
+    Reads the summaries that extract stores by default.
 
     \b
       $ vitsee head-types b16.zarr -o types.csv --png types.png
@@ -78,10 +78,11 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
 
     Columns: store, model, site and block (the block), depth, rel_depth, row, col, head, type,
     detail (the direction of an offset head; row, column or cross of an axial one), metric, value,
-    std, low, high, n_images. One row a head and score; same_type_thresholds is the share of other
-    thresholds (each one times 0.8 and times 1.25) that give the same type, same_type_slabs that of
-    the images without one slab. Rows of the metric aligned are the map of one head of each type,
-    row and col the offset from the query. The figure shows counts by block and these maps.
+    std, low, high, n_images. One row per head and score; same_type_thresholds is the share of other
+    thresholds (each one times 0.8 and times 1.25) that give the same type, same_type_slabs the
+    share of jackknife samples (the images without one slab) that do. Rows of the metric aligned are
+    the map of one head of each type, row and col the offset from the query. The figure shows counts
+    by block and these maps.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import head_types

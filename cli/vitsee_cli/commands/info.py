@@ -1,4 +1,4 @@
-"""vitsee info: what a store holds and how it was made."""
+"""vitsee info: what a store contains and how it was made."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ SHOWN_LABELS = 6
 )
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.  [default: for people]")
 def command(stores: tuple[Path, ...], field: str | None, as_json: bool) -> None:
-    """Tell what stores hold and how they were made.
+    """Show what stores contain and how they were made.
 
-    Reads no activations and imports no models; unfinished stores are described as far as they are.
-    Of several stores: a table, a list with --json, or one field with the store before it.
+    Reads no activations and imports no models; unfinished stores are described as far as they go.
+    For several stores: a table, a list with --json, or one field with the store before it.
 
     \b
       $ vitsee info b16.zarr
@@ -125,7 +125,7 @@ def show(record: Mapping[str, Any]) -> None:
 
 
 def show_together(records: Sequence[Mapping[str, Any]]) -> None:
-    """Several stores for people: a line each."""
+    """Several stores for people: one line each."""
     from rich.table import Table
 
     lines = Table(box=None, pad_edge=False, header_style="bold")
@@ -160,7 +160,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if record["complete"]:
         status = f"complete: {slabs}"
     else:
-        status = f"unfinished: {slabs} (the same extract command goes on)"
+        status = f"unfinished: {slabs} (the same extract command resumes it)"
     images = f"{record['n_images']} images"
     if record["n_valid"] is not None:
         images += f", {record['n_valid']} of them stored and readable"
@@ -226,7 +226,7 @@ def _attention(attention: Mapping[str, Any]) -> str:
 
 
 def _labels(labels: Sequence[Mapping[str, Any]]) -> str:
-    """`even 5, odd 5`; where they are many the range of their counts."""
+    """`even 5, odd 5`; for many labels the range of their counts."""
     if all(label["label"] is None for label in labels):
         return ""
     named = [
@@ -251,7 +251,7 @@ def _erf(record: Mapping[str, Any]) -> str:
 
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    """`key value, key value` of what is there and says something; the first without its key."""
+    """`key value, key value` of the entries that are not empty; the first without its key."""
     kept = [(key, record[key]) for key in keys if record.get(key) not in (None, "", [], {})]
     texts = [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in kept]
     return ", ".join(v if key == keys[0] else f"{key} {v}" for key, v in texts)

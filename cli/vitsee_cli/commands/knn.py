@@ -85,8 +85,8 @@ def command(
 
     Columns: store (TEST), model, site, block, depth, rel_depth, class (with --per-class), k, metric
     (top1, top5), value, std and the 95 % interval low, high over test images, n_images, baseline.
-    top5 needs k >= 5 and more than 5
-    classes, and counts only classes that a neighbour has. The figure shows accuracy against depth.
+    top5 needs k >= 5 and more than 5 classes, and counts only classes that a neighbour has. The
+    figure shows accuracy against depth.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_cli.console import Reporter

@@ -39,7 +39,7 @@ SUMMARIES = ("site", "token")
 @options.memory_option
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
-    """Map the input patches that each token tells of.
+    """Map how similar each token is to each input patch.
 
     Debiased CKA, over images, between one token of a site and the pixels of one input patch, for
     every patch (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3). The patches are the cells of the
@@ -55,7 +55,7 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     Columns: store, model, site, block, depth, rel_depth, token (ROW,COL or cls), row and col of the
     patch, metric (cka), value, std, low, high, spread (what std is), n_images. With --summary token
     the metrics own_cka, own_rank (1: no patch is more similar), own_rank_relative (0 first, 1
-    last), own_margin (own less best other), peak_distance_px (from the own to the most similar
+    last), own_margin (own minus best other), peak_distance_px (from the own to the most similar
     patch); with --summary site also own_top1, the fraction of tokens whose own patch is first,
     n_tokens, and baseline rows with what chance gives. Exact over all images, or over a sample of
     16384 where there are more; --images N takes fewer or more.

@@ -19,7 +19,7 @@ MOST = 100
 
 @click.command()
 @click.argument("pattern", metavar="GLOB")
-@click.option("--names", "names_only", is_flag=True, help="Names, tags and input sizes alone.")
+@click.option("--names", "names_only", is_flag=True, help="Names, tags and input sizes only.")
 @click.option(
     "--prove",
     is_flag=True,
@@ -32,18 +32,18 @@ MOST = 100
     type=click.IntRange(min=1),
     default=MOST,
     show_default=True,
-    help="Look into N architectures at most, about a second each; more are refused.",
+    help="Inspect N architectures at most, about a second each; more are refused.",
 )
 @options.table_options
 def command(pattern: str, outputs: Outputs, **parameters: Any) -> None:
-    """List timm's models, and which analyses they serve.
+    """List timm's models and the analyses they support.
 
     Parameters, input size, blocks, and the commands that apply.
 
-    GLOB is an architecture, or a pattern of such or of NAME.TAG (tags name pretrained weights);
-    also local-dir:FOLDER, hf-hub:OWNER/NAME, demo:vit. No weights are loaded: each model is run
-    once on shapes alone, which cannot tell an attention or a branch of another kind (XCiT, MViTv2);
-    --prove does.
+    GLOB is an architecture, or a pattern of architectures or of NAME.TAG (tags name pretrained
+    weights); also local-dir:FOLDER, hf-hub:OWNER/NAME, demo:vit. No weights are loaded: each model
+    is run once on shapes alone, which does not reveal attention or branches of another kind (XCiT,
+    MViTv2); --prove does.
 
     \b
       $ vitsee models vit_base_patch16_224

@@ -57,8 +57,8 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
 
     A sublayer (attention, MLP, residual block) adds its branch f(z) to its skip z. Where |z| /
     |f(z)| is high the token passes through, where it is low the branch rewrites it (Raghu et al.
-    2021, Figs. 7, E.1, E.2). Reads the dot products that extract keeps unless told otherwise, in
-    seconds; activations are not needed.
+    2021, Figs. 7, E.1, E.2). Reads the dot products that extract stores by default, in seconds;
+    activations are not needed.
 
     \b
       $ vitsee normratio b16.zarr -o ratio.csv --png ratio.png

@@ -1,4 +1,4 @@
-"""vitsee probe: which classes a layer's tokens know."""
+"""vitsee probe: how well a layer's tokens predict the classes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _PROTOCOL = (
         type=click.IntRange(min=1),
         multiple=True,
         show_default="all training images",
-        help="Train on K images of each class, fewer among more. Repeatable.",
+        help="Train on K images of each class, small draws within larger ones. Repeatable.",
     ),
     click.option(
         "--seeds",
@@ -126,7 +126,7 @@ _SGD = (
         metavar="LR",
         type=POSITIVE,
         show_default="0.1",
-        help="sgd: learning rate for 256 images a step, falling to 0 along a cosine.",
+        help="sgd: learning rate for 256 images per step, falling to 0 along a cosine.",
     ),
     click.option(
         "--batch",
@@ -188,9 +188,9 @@ def command(
     outputs: Outputs,
     **parameters: Any,
 ) -> None:
-    """Probe what a layer's tokens know of the classes.
+    """Probe how well a layer's tokens predict the classes.
 
-    A linear map from a token (or a mean of tokens) to one target a class, +1 or -1, fitted to the
+    A linear map from a token (or a mean of tokens) to one target per class, +1 or -1, fitted to the
     images of TRAIN by ridge regression in closed form and tested on those of each TEST, stores of
     the same model over different images of the same classes (Raghu et al. 2021, Figs. 11, 13, D.4,
     F.1 to F.3; Dosovitskiy et al. 2021, few-shot; with --solver sgd Walmer et al. 2023, Table 6).
@@ -211,7 +211,7 @@ def command(
     class (with --per-class), shots (empty: all), l2 (as used), metric (top1; top5 with more than
     five classes), value and std over seeds, the 95 % interval low, high over test images, n_images,
     baseline. The figure shows accuracy against depth, and maps of the tokens where each was probed.
-    For other models run it again: best-layer reads several results.
+    For other models repeat the command: best-layer reads several results.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_cli.console import Reporter

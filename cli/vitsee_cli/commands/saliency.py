@@ -86,7 +86,7 @@ def parse_void(text: str | int) -> str | int:
     default="head",
     show_default=True,
     help="head: flag each block's head with the highest mean over images. image: also add the mean "
-    "of each image's best head, as released code has it; an oracle.",
+    "of each image's best head, as the released code does; an oracle.",
 )
 @options.blocks_option("every block with attention")
 @options.images_option
@@ -109,7 +109,7 @@ def command(
     ground-truth masks, as intersection over union, averaged over images (Walmer et al. 2023, Figs.
     5, 16). Masks are resized and cropped as the images were. Images without a mask or without a
     foreground token are left out and counted. Reads stores of extract --attention rows; for others
-    the attention is computed once more with the store's model.
+    the attention is recomputed with the store's model.
 
     \b
       $ vitsee extract vit_base_patch16_224 --data voc/JPEGImages --attention rows -o b16.zarr
@@ -117,18 +117,18 @@ def command(
       $ vitsee saliency b16.zarr dino.zarr --masks instances_val2017.json --png both.png > both.csv
       $ vitsee saliency b16.zarr --masks saliency/ --void none --tokens cls --best image
 
-    Attention is taken in float16, as stores hold it: against float32, tokens that are nearly equal
-    at the cut change places, and a head's mean by up to 6e-4.
+    Attention is read in float16, as it is stored: compared with float32, nearly equal tokens at the
+    cut swap places, which changes a head's mean by up to 6e-4.
 
-    PNG masks hold one number a pixel: 0 is background, 255 void, all else foreground. Of a COCO
-    file every annotation is foreground, crowd regions are void. Tokens that are void by more than
-    half count on neither side.
+    PNG masks have one number per pixel: 0 is background, 255 void, all else foreground. Of a COCO
+    file every annotation is foreground, crowd regions are void. Tokens of which more than half is
+    void are left out.
 
     Columns: store, model, site and block (the block), depth, rel_depth, token (cls or mean: whose
     attention), head, best (head: the block's best one), metric (iou), value, std and the 95 %
-    interval low, high over images, n_images, baseline. Rows with a baseline tell what blind maps
-    reach: uniform (chance decides among equal tokens), centre (a Gaussian about the middle),
-    random.
+    interval low, high over images, n_images, baseline. Rows with a baseline give what maps that
+    ignore the image reach: uniform (chance decides among equal tokens), centre (a Gaussian about
+    the middle), random.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import saliency

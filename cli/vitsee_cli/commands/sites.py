@@ -1,4 +1,4 @@
-"""vitsee sites: what can be taken out of a model, and what it costs on disk."""
+"""vitsee sites: what can be captured of a model, and its size on disk."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _row(site: SiteSpec) -> dict[str, Any]:
 
 
 def _availability(table: SiteTable) -> dict[str, Any]:
-    """What beside the sites an extraction can take, or why it cannot."""
+    """What an extraction can store beside the sites, or why it cannot."""
     return {
         "attention": table.attention_refusal or [b.name for b in table.attention],
         "rollout": table.rollout_refusal or True,
@@ -102,14 +102,14 @@ def _show(rows: list[dict[str, Any]], table: SiteTable, n_modules: int) -> None:
     for title in ("site", "groups", "shape", "grid", "prefix"):
         listing.add_column(title, overflow="fold")
     listing.add_column("depth", justify="right")
-    listing.add_column("an image", justify="right")
+    listing.add_column("per image", justify="right")
     for row in rows:
         cost = f"= {row['alias_of']}" if row["alias_of"] else console.human_bytes(row["size_bytes"])
         cells = [str(row[c]) for c in ("site", "groups", "shape", "grid", "prefix", "depth")]
         listing.add_row(*cells, cost)
     console.stdout().print(listing)
     total = sum(row["size_bytes"] for row in rows)
-    console.out(f"\n{len(rows)} sites, {console.human_bytes(total)} an image")
+    console.out(f"\n{len(rows)} sites, {console.human_bytes(total)} per image")
     if n_modules:
         console.out(f"not listed: {n_modules} outputs of single modules (--sites modules)")
     attention = [block.name for block in table.attention]

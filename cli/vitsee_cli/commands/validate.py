@@ -25,9 +25,10 @@ QUESTION = STORES
 def command(stores: tuple[Path, ...], deep: bool) -> None:
     """Check stores for damage.
 
-    Their layout, their commits against their arrays, their checksums. Prints one line for each
-    damage found and ends with exit code 1, or says `ok`. A store that is not finished yet is no
-    damage, and said. Of several stores all are checked, and a line of damage begins with its store.
+    Checks their layout, their commits against their arrays, and their checksums. Prints one line
+    for each damage found and ends with exit code 1, or says `ok`. An unfinished store is reported
+    as such, not as damage. Of several stores all are checked; a line of damage begins with its
+    store.
 
     \b
       $ vitsee validate b16.zarr
@@ -46,7 +47,7 @@ def command(stores: tuple[Path, ...], deep: bool) -> None:
 
 
 def _check(store: Path, deep: bool, alone: bool) -> list[str]:
-    """Prints what is wrong with a store, or that nothing is; what was found."""
+    """Print the damage of a store, or that there is none; returns the damage."""
     from vitsee_stores import describe, validate
 
     try:

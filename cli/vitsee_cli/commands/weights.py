@@ -72,9 +72,9 @@ def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters
     Principal components of the patch embedding's (or the first convolution's) filters and their
     shares of variance, the filters themselves where they are few, and the cosine similarity of
     every patch's position embedding with all others (Dosovitskiy et al. 2021, Figs. 7 left and
-    centre, 9). No images are needed: of a MODEL these are its weights, of a STORE those of the
-    model that made it. A path that exists is a store. Options of the weights are for MODELs:
-    --checkpoint for the only one, the others for each.
+    centre, 9). No images are needed: a MODEL gives its weights, a STORE those of the model that
+    made it. A path that exists is a store. Options of the weights are for MODELs: --checkpoint for
+    the only one, the others for each.
 
     \b
       $ vitsee weights demo:vit -o weights.csv --png weights.png
@@ -114,7 +114,7 @@ _OF_MODELS = ("checkpoint", "checkpoint_key", "random_init", "img_size", "model_
 
 
 def _check(models: list[str], given: dict[str, Any]) -> None:
-    """Refuse options of the weights where they have nothing, or too much, to be for."""
+    """Refuse options of weights where no MODEL is given, or several are where one is meant."""
     used = [f"--{name.replace('_', '-')}" for name, x in given.items() if x not in (None, ())]
     used = [name.replace("-args", "-arg") for name in used]
     if used and not models:
@@ -125,7 +125,8 @@ def _check(models: list[str], given: dict[str, Any]) -> None:
 
 
 def _store(text: str) -> StorePath | None:
-    """The store that this names: what exists, or looks like a path and is to be missed as one."""
+    """The store that an argument names: a path that exists, or that looks like one and is then
+    reported as missing."""
     store = parse_store(text)
     named = text.endswith(".zarr") or (store.path.is_absolute() and ":" not in text)
     return store if store.path.exists() or named else None
@@ -140,7 +141,7 @@ def _model(name: str, model_args: Any, **given: Any) -> ModelOptions:
 def _run(
     order: list[str], *stores: Store, models: list[dict[str, Any]], **parameters: Any
 ) -> Table:
-    """The sources as they were given: stores and models in any order."""
+    """The sources in the order given: stores and models mixed."""
     from vitsee_core.analyses import weights
 
     rest: dict[str, Iterator[Any]] = {"store": iter(stores), "model": map(_load, models)}
