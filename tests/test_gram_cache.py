@@ -169,7 +169,7 @@ def test_the_number_of_threads_changes_no_bit(
     rng = np.random.default_rng(0)
     sites = {f"x{i}": rng.normal(1, 1, size=(40, 7, 600)) for i in range(3)}
     monkeypatch.setattr("vitsee_core.similarity.products.GOOD_COLUMNS", 256)
-    monkeypatch.setattr("vitsee_core.similarity.features.Features.chunk_columns", 64)
+    monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 64)
     monkeypatch.setattr("vitsee_core.similarity.whole.tile_size", lambda n: 16)
     monkeypatch.setattr("vitsee_core.similarity.tiles.FEW", 0)
     monkeypatch.setattr("vitsee_core.similarity.tiles.TERMS", 64)
@@ -190,7 +190,7 @@ def test_a_failing_thread_ends_the_others(store: Store, monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "n_cores", lambda: 3)
     monkeypatch.setattr(products, "GOOD_COLUMNS", 4)
     monkeypatch.setattr(products, "FEWEST_COLUMNS", 1)
-    monkeypatch.setattr("vitsee_core.similarity.features.Features.chunk_columns", 4)
+    monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 4)
     load = products._Pass._load
 
     def fail(self: Any, k: int, *args: Any) -> Any:

@@ -16,17 +16,20 @@ from vitsee_core.classes.labelled import (
     check_disjoint,
     check_label_spaces,
     check_same_model,
-    choose_tokens,
-    each_vectors,
     labelled_rows,
     random_features,
     random_pieces,
-    site_vectors,
 )
+from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
+
+
+def chosen(store: Store, site: str, tokens: str | None = None) -> SiteFeatures:
+    return choose_features(store, store.site(site), tokens, one_vector=True)
 
 
 def features(n: int, seed: int = 0) -> dict[str, Array]:
@@ -136,12 +139,12 @@ def test_models(tmp_path: Path) -> None:
 
 def test_default_tokens(tmp_path: Path) -> None:
     vit = write_labelled(tmp_path / "a.zarr", features(4), [0, 1, 0, 1])
-    assert choose_tokens(vit, "blocks.0.out") == "cls"
-    assert choose_tokens(vit, "blocks.0.out", "mean") == "mean"
-    assert choose_tokens(vit, "pooled", "mean") == "all"
+    assert chosen(vit, "blocks.0.out").selection == "cls"
+    assert chosen(vit, "blocks.0.out", "mean").selection == "mean"
+    assert chosen(vit, "pooled", "mean").selection == "all"
     values = {"stem": np.zeros((2, 2, 4))}
     cnn = write_labelled(tmp_path / "b.zarr", values, [0, 1], layout=CNN)
-    assert choose_tokens(cnn, "stem") == "mean"
+    assert chosen(cnn, "stem").selection == "mean"
 
 
 def test_each_token(tmp_path: Path) -> None:
@@ -160,38 +163,39 @@ def test_each_token(tmp_path: Path) -> None:
         "0,1": x[:, 2],
     }.items():
         for jobs, memory in ((1, None), (3, None), (3, 1)):
-            pieces = list(each_vectors(rows, "blocks.0.out", tokens, jobs=jobs, memory=memory))
+            read = chosen(store, "blocks.0.out", tokens)
+            pieces = list(read.vectors(rows.mask, jobs=jobs, memory=memory))
             got = np.concatenate(pieces)
             assert got.dtype == np.float32
             # float32 means, made in float64
             assert np.allclose(got, expected, rtol=1e-6, atol=1e-7), tokens
             assert len(pieces) == 4
-    vector = np.concatenate(list(each_vectors(rows, "pooled", "all")))
+    vector = np.concatenate(list(chosen(store, "pooled").vectors(rows.mask)))
     assert np.array_equal(vector, values["pooled"].astype(np.float32)[rows.rows])
 
 
 def test_pooled_stores_serve_cls_and_mean(tmp_path: Path) -> None:
     store = write_labelled(tmp_path / "a.zarr", features(4), [0, 1, 0, 1], tokens="pooled")
     for tokens in ("cls", "mean"):
-        assert site_vectors(store, "embed", tokens).shape == (4, 4)
+        assert next(chosen(store, "embed", tokens).vectors(store.valid)).shape == (4, 4)
     with pytest.raises(MissingInput, match="--tokens embed=all"):
-        site_vectors(store, "embed", "rest")
+        chosen(store, "embed", "rest")
 
 
 def test_several_tokens_are_no_vector(tmp_path: Path) -> None:
     store = write_labelled(tmp_path / "a.zarr", features(4), [0, 1, 0, 1])
     with pytest.raises(SiteError, match="several tokens of embed"):
-        site_vectors(store, "embed", "patches")
+        chosen(store, "embed", "patches")
     with pytest.raises(SiteError, match="9,9"):
-        site_vectors(store, "embed", "9,9")
+        chosen(store, "embed", "9,9")
 
 
 def test_one_token_has_no_rest(tmp_path: Path) -> None:
     one = TokenLayout((), (1, 1), stride_px=(16.0, 16.0))
     values = {"embed": np.ones((4, 1, 3))}
     store = write_labelled(tmp_path / "a.zarr", values, [0, 1, 0, 1], layout=one)
-    with pytest.raises(SiteError, match="embed has one token, so that --tokens rest has none"):
-        site_vectors(store, "embed", "rest")
+    with pytest.raises(SiteError, match="embed has no tokens but the first"):
+        chosen(store, "embed", "rest")
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
@@ -199,7 +203,7 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     values["pooled"][4, 1] = np.inf
     store = write_labelled(tmp_path / "a.zarr", values, [0, 1] * 3, slab=3)
     with pytest.raises(VitseeError, match=r"numbers in pooled that are not finite, in rows 3 to 5"):
-        list(each_vectors(labelled_rows(store), "pooled", "all"))
+        list(chosen(store, "pooled").vectors(labelled_rows(store).mask))
 
 
 # ---------------------------------------------------------------- baselines and intervals

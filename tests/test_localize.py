@@ -26,6 +26,7 @@ from vitsee_cli.commands.localize import SUMMARIES as COMMAND_SUMMARIES
 from vitsee_cli.main import main
 from vitsee_core.analyses import localize
 from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, SUMMARIES, plot, run
+from vitsee_core.features import choose_features
 from vitsee_core.figures import location_maps
 from vitsee_core.results import Table
 from vitsee_core.similarity import Estimator, GramOptions, Hsic, Representation, cost, hsic
@@ -34,7 +35,7 @@ from vitsee_core.similarity.localisation import own_patch
 from vitsee_core.similarity.on_the_fly import hsic_on_the_fly
 from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.similarity.site_maps import SiteMaps
-from vitsee_core.similarity.token_stack import ClassToken, GridTokens
+from vitsee_core.similarity.stacks import TokenStack
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores import Store, StoreWriter, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -379,11 +380,14 @@ def test_a_constant_patch_has_no_value(tmp_path: Path) -> None:
 # The engine: the same numbers however they were come by
 
 
+def token_stack(store: Store, site: str, tokens: str) -> TokenStack:
+    return TokenStack(choose_features(store, store.site(site), tokens))
+
+
 def both_ways(store: Store, estimator: Estimator, **kwargs: Any) -> tuple[Hsic, Hsic]:
-    cells = np.arange(6)
     fast = hsic_on_the_fly(
-        [ClassToken(store, "a.out"), GridTokens(store, "a.out", cells)],
-        [GridTokens(store, "b.out", cells)],
+        [token_stack(store, "a.out", "cls"), token_stack(store, "a.out", "patches")],
+        [token_stack(store, "b.out", "patches")],
         np.flatnonzero(store.valid),
         estimator=estimator,
         shuffled=store.manifest.identity["order"] == "shuffled",
@@ -464,13 +468,13 @@ def test_each_byte_is_read_once_where_it_fits(
 ) -> None:
     monkeypatch.setattr(engine, "GOOD_TILE", 8)
     rows: list[int] = []
-    read = GridTokens.read
+    read = TokenStack.read
 
-    def watch(self: GridTokens, span: slice) -> Any:
+    def watch(self: TokenStack, span: slice) -> Any:
         rows.extend(range(span.start, span.stop))
         return read(self, span)
 
-    monkeypatch.setattr(GridTokens, "read", watch)
+    monkeypatch.setattr(TokenStack, "read", watch)
     run(store)
     assert sorted(rows) == list(range(N))
 

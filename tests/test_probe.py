@@ -23,10 +23,10 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import probe
 from vitsee_core.analyses.probe import COLUMNS, plot, run
 from vitsee_core.classes.labelled import accuracy_interval, labelled_rows
-from vitsee_core.probing import settings, tokens
+from vitsee_core.features.last_stage import adaptive_average, flatten_patches, largest_patch
+from vitsee_core.probing import settings
 from vitsee_core.probing.draws import draw_images, split_rows
 from vitsee_core.probing.rows import _mean_l2
-from vitsee_core.probing.tokens import flatten_patches, largest_patch, pooled
 from vitsee_core.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
@@ -486,7 +486,7 @@ def test_bad_choices(pair: Pair) -> None:
     ):
         with pytest.raises(VitseeError, match=phrase):
             run(pair.train, pair.test, **options)  # type: ignore[arg-type]
-    with pytest.raises(SiteError, match="no tokens '5,5'"):
+    with pytest.raises(SiteError, match="no token 5,5"):
         run(pair.train, pair.test, tokens=["5,5"])
 
 
@@ -521,7 +521,7 @@ def test_flattening_and_pooling() -> None:
             torch.from_numpy(maps).permute(0, 3, 1, 2).double(), target
         )
         expected = theirs.permute(0, 2, 3, 1).numpy()
-        np.testing.assert_allclose(pooled(maps, target), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(adaptive_average(maps, target), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -560,7 +560,7 @@ def test_maps_at_the_last_stage(cnn: tuple[Store, Store, Array, Array]) -> None:
     }
     plain = run(train, test, sites=["layer2.0.out"], tokens=["mean"], l2=[1.0])
     assert values(table, site="layer2.0.out", token="mean") == values(plain)
-    with pytest.raises(SiteError, match="2 x 2 cells, none at 3,3"):
+    with pytest.raises(SiteError, match=r"no token 3,3: .*grid of 2 x 2"):
         run(train, test, match_last_stage=True, tokens=["3,3"])
     with pytest.raises(SiteError, match="no class token"):
         run(train, test, match_last_stage=True, tokens=["cls"])
@@ -573,7 +573,7 @@ def test_one_token_has_no_rest(tmp_path: Path) -> None:
     store = write_labelled(tmp_path / "a.zarr", sites, labels)
     run(store, holdout=0.5, sites=["layer1.0.out"], tokens=["rest"])
     for site, match in (("layer2.0.out", False), ("layer1.0.out", True)):
-        with pytest.raises(SiteError, match="rest"):
+        with pytest.raises(SiteError, match="no tokens but the first"):
             run(store, holdout=0.5, sites=[site], tokens=["rest"], match_last_stage=match)
 
 
@@ -750,7 +750,6 @@ def test_command_refuses_in_one_line(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_the_commands_words_are_the_analysis(pair: Pair) -> None:
-    assert probe_command.TOKENS == tokens.WORDS
     assert set(probe_command.L2_WORDS) == {*settings.CHOOSERS, "grid"}
 
 

@@ -78,13 +78,13 @@ def test_a_selection_is_its_text() -> None:
     "text", ["", "CLS", "-1,2", "1,2,3", "1", "1;2", "a,b", "\N{SUPERSCRIPT TWO},1"]
 )
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(SiteError, match=r"expected all, patches, .* ROW,COL"):
+    with pytest.raises(SiteError, match=r"expected all, patches, .* or ROW,COL"):
         TokenSelection.parse(text)
 
 
 def test_only_the_words_that_an_analysis_knows() -> None:
     assert TokenSelection.parse("flat", ("each", "flat")) == "flat"
-    with pytest.raises(SiteError, match="no tokens 'mean'; expected each, cls, ROW,COL"):
+    with pytest.raises(SiteError, match="no tokens 'mean'; expected each, cls or ROW,COL"):
         TokenSelection.parse("mean", ("each", "cls"))
 
 

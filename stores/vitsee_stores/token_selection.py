@@ -50,7 +50,7 @@ class TokenSelection(str):
             return cls(f"{cell[0]},{cell[1]}")
         words = tuple(words)
         if text not in words:
-            raise SiteError(f"no tokens {text!r}; expected {', '.join((*words, 'ROW,COL'))}")
+            raise SiteError(f"no tokens {text!r}; expected {', '.join(words)} or ROW,COL")
         return text if isinstance(text, cls) else cls(text)
 
     @property

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import statistics
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +29,11 @@ from numpy.typing import NDArray
 from vitsee_core.arguments import takes_paths
 from vitsee_core.classes.labelled import (
     LabelledRows,
-    choose_tokens,
-    each_vectors,
     labelled_rows,
     random_features,
-    site_vectors,
 )
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.machine import human_bytes
 from vitsee_core.plotting import new_figure, styled
@@ -102,7 +100,7 @@ def run(
     Args:
         stores: with labels; they need not hold the same images.
         sites: names, globs and groups.
-        tokens: which token stands for an image; see `choose_tokens`.
+        tokens: which token stands for an image; see `features.choose_features`.
         k: number of clusters; by default each store's number of classes.
         n_seeds: runs of k-means, with seeds from `seed` on.
         baselines: `shuffled`: labels permuted, one permutation a seed; `random`: standard normal
@@ -130,13 +128,12 @@ def run(
         )
     selected = select_each(stores, sites, sites_of)
     plans = [(labelled_rows(store, images, seed), chosen) for store, chosen in selected.members]
-    read = {}
+    read: dict[str, dict[str, SiteFeatures]] = {}
     for data, chosen in plans:
         _check(data, k if k is not None else data.n_classes, chosen, memory)
-        words = {site.name: choose_tokens(data.store, site.name, tokens) for site in chosen}
-        for name, word in words.items():
-            site_vectors(data.store, name, word)  # before any work: refuses what is not there
-        read[data.store.label] = words
+        read[data.store.label] = {
+            site.name: choose_features(data.store, site, tokens, one_vector=True) for site in chosen
+        }
     dims = [len({site.dim for site in chosen}) * ("random" in baselines) for _, chosen in plans]
     counts = [len(data) * (len(sites_) + n) for (data, sites_), n in zip(plans, dims, strict=True)]
     notes: dict[str, Any] = {
@@ -144,7 +141,10 @@ def run(
         "spread": SPREAD,
         "seeds": [seed + i for i in range(n_seeds)],
         "images": {data.store.label: data.describe() for data, _ in plans},
-        "tokens": read,
+        "tokens": {
+            label: {name: of.selection for name, of in sites_.items()}
+            for label, sites_ in read.items()
+        },
         "remarks": [],
     }
     progress.start(n_seeds * sum(counts))
@@ -153,7 +153,8 @@ def run(
         for data, chosen in plans:
             n_clusters = k if k is not None else data.n_classes
             work = _Clusters(data, n_clusters, notes["seeds"], progress)
-            tables += _store_rows(work, chosen, baselines, jobs, memory, notes)
+            of_store = read[data.store.label]
+            tables += _store_rows(work, chosen, of_store, baselines, jobs, memory, notes)
     finally:
         progress.stop()
     return Table.from_rows(tables, COLUMNS, notes)
@@ -218,6 +219,7 @@ class _Clusters:
 def _store_rows(
     work: _Clusters,
     sites: Sequence[SiteSpec],
+    read: Mapping[str, SiteFeatures],
     baselines: Sequence[str],
     jobs: int,
     memory: int | None,
@@ -231,7 +233,6 @@ def _store_rows(
         log.warning("%s", notes["remarks"][-1])
     rows: dict[str, list[Score]] = {name: [] for name in ("", *dict.fromkeys(baselines))}
     drawn: dict[int, list[Score]] = {}
-    read = notes["tokens"][store.label]
     for site in sites:
         place = {
             **site_columns(store, site),
@@ -244,11 +245,10 @@ def _store_rows(
                 about = place | nothing | {"baseline": name}
                 rows[name] += [about | {"metric": metric} for metric in METRICS]
             continue
-        vectors = np.concatenate(
-            list(each_vectors(data, site.name, read[site.name], jobs=jobs, memory=memory))
-        )
+        features = read[site.name]
+        vectors = np.concatenate(list(features.vectors(data.mask, jobs=jobs, memory=memory)))
         if (vectors == vectors[0]).all():
-            which = "" if site.layout is None else f"{read[site.name]} "
+            which = "" if site.layout is None else f"{features.selection} "
             remark = (
                 f"{store.label} {site.name}: the {which}vector of every image is the same, so all "
                 "are one cluster"

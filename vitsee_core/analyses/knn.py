@@ -33,13 +33,11 @@ from vitsee_core.classes.labelled import (
     check_disjoint,
     check_label_spaces,
     check_same_model,
-    choose_tokens,
-    each_vectors,
     labelled_rows,
     random_pieces,
-    site_vectors,
 )
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.machine import memory_bytes
 from vitsee_core.plotting import new_figure, styled
@@ -104,7 +102,7 @@ def run(
         tests: their labelled images are classified, store by store; all hold activations of the
             same model.
         sites: names, globs and groups.
-        tokens: which token stands for an image; see `choose_tokens`.
+        tokens: which token stands for an image; see `features.choose_features`.
         ks: numbers of neighbours.
         vote: one of `VOTES`.
         temperature: of the softmax vote.
@@ -146,8 +144,8 @@ def run(
     random_rows: list[dict[str, Any]] = []
     remarks = [remark for query in queries for remark in query.remarks]
 
-    def stored(data: LabelledRows, site: str, word: str) -> Pieces:
-        return lambda: each_vectors(data, site, word, jobs=jobs, memory=budget // 4)
+    def stored(data: LabelledRows, features: SiteFeatures) -> Pieces:
+        return lambda: features.vectors(data.mask, jobs=jobs, memory=budget // 4)
 
     def measure(query: _Query) -> None:
         b, test = query.data, query.data.store
@@ -157,13 +155,13 @@ def run(
             return list(_scores(found, a, b, ks, vote, temperature, per_class))
 
         for site in query.sites:
-            word = query.read[site.name]
-            theirs = stored(b, site.name, word)
-            found = search(stored(a, site.name, word), theirs, len(b), site.dim)
+            ours, theirs = query.read[site.name]
+            found = search(stored(a, ours), stored(b, theirs), len(b), site.dim)
             if found.constant:
+                which = "" if site.layout is None else f"{ours.selection} "
                 remark = (
-                    f"{site.name}: the {'' if site.layout is None else word + ' '}vector of every "
-                    "training image is the same; its value is the vote of the first rows"
+                    f"{site.name}: the {which}vector of every training image is the same; its "
+                    "value is the vote of the first rows"
                 )
                 if remark not in remarks:
                     remarks.append(remark)
@@ -192,7 +190,9 @@ def run(
         "interval": INTERVAL_METHOD,
         "train": {"store": train.label, **a.describe()},
         "tests": [query.describe() for query in queries],
-        "tokens": {name: word for query in queries for name, word in query.read.items()},
+        "tokens": {
+            name: ours.selection for query in queries for name, (ours, _) in query.read.items()
+        },
         "seed": seed,
         "remarks": remarks,
     }
@@ -202,12 +202,12 @@ def run(
 
 @dataclass(frozen=True)
 class _Query:
-    """What is classified: images of one store at some sites, read as these tokens; n_shared of them
-    train too."""
+    """What is classified: images of one store at some sites. read: site -> features of the training
+    and of the test images; n_shared: how many images train too."""
 
     data: LabelledRows
     sites: list[SiteSpec]
-    read: dict[str, str]
+    read: dict[str, tuple[SiteFeatures, SiteFeatures]]
     n_shared: int
     remarks: list[str]
 
@@ -234,10 +234,11 @@ def _query(
         log.info("%s", remark)
     n_shared = check_disjoint(train, data, allow_shared)
     chosen = test.select(list(sites))
-    read = {site.name: choose_tokens(test, site.name, tokens) for site in chosen}
-    for name, word in read.items():
-        site_vectors(train.store, name, word)
-        site_vectors(test, name, word)
+    read = {}
+    for site in chosen:
+        theirs = choose_features(test, site, tokens, one_vector=True)
+        word = theirs.selection
+        read[site.name] = (choose_features(train.store, site, word, one_vector=True), theirs)
     return _Query(data, chosen, read, n_shared, remarks)
 
 

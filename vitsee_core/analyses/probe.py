@@ -32,6 +32,7 @@ from vitsee_core.classes.labelled import (
     check_same_model,
 )
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.machine import memory_bytes
 from vitsee_core.probing.draws import check_classes, draw_images, split_rows
 from vitsee_core.probing.figure import plot
@@ -42,10 +43,10 @@ from vitsee_core.probing.score import Prober
 from vitsee_core.probing.settings import Settings, choose_settings, choose_training
 from vitsee_core.probing.sources import Random, Stored
 from vitsee_core.probing.tally import Tally
-from vitsee_core.probing.tokens import Features, Token, check_alike, choose_features
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.token_selection import Token
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -114,7 +115,7 @@ def run(
         preset: see `settings`; what is given beside it counts more.
         sites: names, globs and groups; default `blocks`.
         tokens: one or several words; default `cls` where a site has a class token, else `mean`.
-        match_last_stage: bring a CNN's grids and channels to the last stage's; see `tokens`.
+        match_last_stage: bring a CNN's grids and channels to the last stage's; see `last_stage`.
         shots: training images a class, one or several numbers; all images by default.
         seeds: how many draws of them (3): `seed`, `seed` + 1, ...
         l2: numbers or `grid`, of which all are reported, or `holdout` (default) or `loo`.
@@ -263,12 +264,12 @@ class _Work:
             self.remarks += remarks_on(features, tally, self.prober.task, one_class)
             place = site_columns(self.test.store, features.site)
             tokens = tokens_of(features)
-            each = features.word == "each"
+            each = features.selection == "each"
             rows += [
                 place | row | {"baseline": ""} for row in self.scorer.rows(tokens, tally, each)
             ]
             for name in self.baselines:
-                word = features.word
+                word = features.selection
                 mean = Token("" if features.site.layout is None else word)
                 random_rows += [
                     place | row | {"baseline": name}
@@ -276,7 +277,7 @@ class _Work:
                 ]
         return rows, random_rows
 
-    def _features(self) -> Iterator[tuple[Features, Features]]:
+    def _features(self) -> Iterator[tuple[SiteFeatures, SiteFeatures]]:
         """What is probed: of the training images and of the test images."""
         train, test = self.train.store, self.test.store
         for site in train.select(list(self.settings.sites)):
@@ -290,10 +291,10 @@ class _Work:
                 theirs = choose_features(test, other, word, match_last_stage=match)
                 check_alike(ours, theirs)
                 # A vector has no tokens to choose from: it is probed once.
-                if ours.word in seen or (site.layout is None and seen):
+                if ours.selection in seen or (site.layout is None and seen):
                     continue
-                seen.add(ours.word)
-                self.words.setdefault(site.name, []).append(ours.word)
+                seen.add(ours.selection)
+                self.words.setdefault(site.name, []).append(ours.selection)
                 if ours.matching is not None:
                     grid = " x ".join(map(str, ours.matching.grid))
                     self.matched[site.name] = (
@@ -302,20 +303,20 @@ class _Work:
                     )
                 yield ours, theirs
 
-    def _probe(self, features: Features, other: Features) -> Tally:
-        task, what = self.prober.task, f"{features.site.name} ({features.word})"
+    def _probe(self, features: SiteFeatures, other: SiteFeatures) -> Tally:
+        task, what = self.prober.task, f"{features.site.name} ({features.selection})"
         ours = Stored(features, self.train, task.jobs, task.memory)
         theirs = Stored(other, self.test, task.jobs, task.memory)
-        if features.site.layout is not None and features.word == "all":
+        if features.site.layout is not None and features.selection == "all":
             tally = self.prober.side_by_side(ours, theirs, what)
             self.progress.advance(len(self.prober.draws))
             return tally
-        first = features.n_prefix if features.word == "each" else 0
+        first = features.n_prefix if features.selection == "each" else 0
         return self.prober.each(ours, theirs, what, first, self.progress.advance)
 
-    def _random(self, features: Features) -> Tally:
+    def _random(self, features: SiteFeatures) -> Tally:
         """The baseline's tally for features of this shape; of `each`, for one token."""
-        n = len(features.tokens) if features.word == "all" else 1
+        n = len(features.tokens) if features.selection == "all" else 1
         key = (n, features.dim)
         if key not in self._drawn:
             ours = Random(len(self.train), n, features.dim, (self.seed, 0))
@@ -324,5 +325,5 @@ class _Work:
         return self._drawn[key]
 
 
-def _n_probes(features: Features) -> int:
-    return 1 if features.word == "all" else len(features.tokens)
+def _n_probes(features: SiteFeatures) -> int:
+    return 1 if features.selection == "all" else len(features.tokens)

@@ -1,5 +1,5 @@
 """Images with labels: which rows of a store have one, whether two stores fit together, and the
-vectors and baselines that are scored against labels.
+baselines and intervals of what is scored against labels.
 
 Labels are class numbers, -1 for none. The space of classes is that of the data set (the store's
 class names), not what happens to occur among the rows used. Where one store trains and another
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.statistics.moments import LEVEL
-from vitsee_core.streaming import Rows, choose_rows, each_slab
-from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
+from vitsee_core.streaming import choose_rows
+from vitsee_stores.errors import MissingInput, StoreMismatch
 
 if TYPE_CHECKING:
-    from vitsee_stores import LazyArray, Slab, Store
+    from vitsee_stores import Store
 
 Mask = NDArray[np.bool_]
 Integers = NDArray[np.int64]
@@ -202,80 +201,6 @@ def check_disjoint(train: LabelledRows, test: LabelledRows, allow_shared: bool =
             "with --allow-shared"
         )
     return n_shared
-
-
-def choose_tokens(store: Store, site: str, tokens: str | None = None) -> str:
-    """Which tokens of a site to read: as asked, by default `cls` where the site has a class token
-    and `mean` (over patches) elsewhere; `all` of a site without tokens, which is read as it is."""
-    layout = store.layout(site)
-    if layout is None:
-        return "all"
-    return tokens or ("cls" if layout.cls is not None else "mean")
-
-
-def site_vectors(store: Store, site: str, tokens: str) -> LazyArray:
-    """(images, dim): one vector an image; (images, ...) of a raw output.
-
-    What extract pooled (`cls`, `mean`) is read in the float32 of `pooled/`, and so from stores
-    that keep nothing else; other tokens in the type in which they are stored.
-
-    Args:
-        store: the store.
-        site: its name.
-        tokens: `cls`, `mean`, `first`, `mean-all`, `rest` or `ROW,COL`; see `choose_tokens`.
-
-    Raises:
-        SiteError: the site has no such tokens, or those asked for are several or none.
-        MissingInput: the site is stored pooled only.
-    """
-    layout = store.layout(site)
-    if tokens == "rest" and layout is not None and layout.n_tokens == 1:
-        raise SiteError(f"{store.label}: {site} has one token, so that --tokens rest has none")
-    pooled = tokens in ("cls", "mean") and layout is not None
-    vectors = store.pooled(site, tokens) if pooled else store.acts(site, tokens)
-    if layout is not None and vectors.ndim != 2:
-        raise SiteError(f"--tokens {tokens} is several tokens of {site}; expected one vector")
-    return vectors
-
-
-def each_vectors(
-    data: LabelledRows,
-    site: str,
-    tokens: str,
-    *,
-    jobs: int = 1,
-    memory: int | None = None,
-) -> Iterator[NDArray[np.float32]]:
-    """The vectors of these rows in the store's order, (rows of a slab, dim) float32 at a time.
-
-    Args:
-        data: the rows.
-        site: its name.
-        tokens: as in `site_vectors`; a raw output is flattened.
-        jobs: slabs read at a time.
-        memory: bytes to stay within: fewer slabs are read at a time.
-
-    Raises:
-        VitseeError: a vector is not finite.
-    """
-    store, spec = data.store, data.store.site(site)
-    whole = tokens in ("mean-all", "rest")
-    size_bytes = store.plan.slab * 4 * (math.prod(spec.shape) if whole else spec.dim)
-    if memory is not None:
-        jobs = max(1, min(jobs, memory // (2 * size_bytes)))
-    rows = Rows(data.mask, 0, data.how)
-    yield from each_slab(store, partial(_vectors, site=site, tokens=tokens), rows=rows, jobs=jobs)
-
-
-def _vectors(slab: Slab, site: str, tokens: str) -> NDArray[np.float32]:
-    values = site_vectors(slab.store, site, tokens)[slab.rows][slab.valid]
-    flat = values.reshape(len(values), -1).astype(np.float32, copy=False)
-    if not np.isfinite(flat).all():
-        raise VitseeError(
-            f"{slab.store.label} holds numbers in {site} that are not finite, in rows "
-            f"{slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
-        )
-    return flat
 
 
 def random_features(n: int, dim: int, seed: int | Sequence[int]) -> NDArray[np.float32]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from vitsee_core.features import SiteFeatures
 from vitsee_core.probing.fit import Task
 from vitsee_core.probing.tally import Tally
-from vitsee_core.probing.tokens import Features
 from vitsee_core.ridge import GRID
 
 
-def remarks_on(features: Features, tally: Tally, task: Task, one_class: bool) -> list[str]:
+def remarks_on(features: SiteFeatures, tally: Tally, task: Task, one_class: bool) -> list[str]:
     """One sentence each on SGD that diverged, equal features, and an l2 at an end of the grid.
 
     Args:
@@ -29,7 +29,7 @@ def remarks_on(features: Features, tally: Tally, task: Task, one_class: bool) ->
     if tally.blind.any() and not one_class:
         tokens = tally.blind.any((0, 1))
         count = f" of {int(tokens.sum())} of {tokens.size} tokens" if tokens.size > 1 else ""
-        which = "" if count or features.site.layout is None else f"{features.word} "
+        which = "" if count or features.site.layout is None else f"{features.selection} "
         out.append(
             f"{name}: the {which}features{count} are the same in all training images; their "
             "probe gives every image the class that most of them have"

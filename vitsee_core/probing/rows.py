@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.classes.labelled import accuracy_interval
+from vitsee_core.features import SiteFeatures
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.tally import Tally
-from vitsee_core.probing.tokens import Features, Token
 from vitsee_core.statistics.moments import INTERVAL_METHOD as MEAN_INTERVAL
 from vitsee_core.statistics.moments import Moments
+from vitsee_stores.token_selection import Token
 
 INTERVAL = (
     "95 % Wilson score interval of the share of test images that are right, training images and "
@@ -70,9 +71,9 @@ class Scorer:
             yield {"metric": "top1_class", "class": name} | scores
 
 
-def tokens_of(features: Features) -> list[Token]:
+def tokens_of(features: SiteFeatures) -> list[Token]:
     """What the rows call the probed vectors."""
-    if features.site.layout is not None and features.word == "all":
+    if features.site.layout is not None and features.selection == "all":
         return [Token("all")]
     return features.tokens
 

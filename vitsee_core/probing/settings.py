@@ -93,7 +93,7 @@ def choose_settings(
         l2: numbers and `grid`, or one of `CHOOSERS`; default `holdout`.
         standardise: scale features.
         intercept: `free`, or the value of a penalised constant column.
-        match_last_stage: see `tokens`.
+        match_last_stage: see `features.last_stage`.
 
     Raises:
         VitseeError: an unknown word, or choices that exclude each other.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.classes.labelled import LabelledRows, random_pieces
-from vitsee_core.probing.tokens import Features
-from vitsee_core.streaming import Rows, each_slab
+from vitsee_core.features import SiteFeatures
 
 Float32 = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -46,7 +44,7 @@ class Source(Protocol):
 class Stored:
     """A store's features of the labelled rows `data`, read slab by slab, `jobs` at a time."""
 
-    features: Features
+    features: SiteFeatures
     data: LabelledRows
     jobs: int
     memory: int
@@ -67,20 +65,12 @@ class Stored:
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
         """See `Source`."""
-        store = self.data.store
-        mask = np.zeros(store.n_images, bool)
+        mask = np.zeros(self.data.store.n_images, bool)
         mask[self.data.rows[places]] = True
-        slab_bytes = 2 * store.plan.slab * self.features.image_bytes
-        jobs = max(1, min(self.jobs, self.memory // (4 * slab_bytes)))
         done = 0
-        read = partial(_read, self.features, part)
-        for x in each_slab(store, read, rows=Rows(mask, 0, ""), jobs=jobs):
+        for x in self.features.blocks(mask, part, jobs=self.jobs, memory=self.memory // 4):
             yield places[done : done + len(x)], x
             done += len(x)
-
-
-def _read(features: Features, part: slice, slab: object) -> Float32:
-    return features.read(slab, part)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Representation similarity: Gram matrices, HSIC and CKA, out of core."""
 
 from vitsee_core.similarity.estimate import hsic
-from vitsee_core.similarity.features import Features, Representation
 from vitsee_core.similarity.hsic import (
     Hsic,
     Similarity,
@@ -11,11 +10,11 @@ from vitsee_core.similarity.hsic import (
     weighted_sum,
 )
 from vitsee_core.similarity.job import Estimator, GramOptions
+from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.shift import Shift, cosine, pearson, raw_gram
 
 __all__ = [
     "Estimator",
-    "Features",
     "GramOptions",
     "Hsic",
     "Representation",

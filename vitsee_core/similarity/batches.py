@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.similarity.cache import Tiles
-from vitsee_core.similarity.features import Representation
 from vitsee_core.similarity.gram_file import Float32, GramFile
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
 from vitsee_core.similarity.job import Estimator, Job, Rows
 from vitsee_core.similarity.products import Tile, products
+from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.shift import Origin, Shift
 from vitsee_core.similarity.tiles import (
     Matrix,

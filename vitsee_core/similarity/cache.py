@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.similarity.features import Features
+from vitsee_core.features.matrix import FeatureMatrix
 from vitsee_core.similarity.gram_file import (
     FORMAT,
     GramFile,
@@ -86,7 +86,9 @@ class GramCache:
             )
             return self.scratch
 
-    def find(self, features: Features, rows: Rows, batches: Sequence[Rows] = ()) -> GramFile | None:
+    def find(
+        self, features: FeatureMatrix, rows: Rows, batches: Sequence[Rows] = ()
+    ) -> GramFile | None:
         """A matrix that holds `rows`, or the matrices of these batches, if they were made."""
         store, folder = _revision(features.store), self.place(features.store)
         stem = _stem(features)
@@ -106,7 +108,7 @@ class GramCache:
 
     def add(
         self,
-        features: Features,
+        features: FeatureMatrix,
         rows: Rows,
         tile: int,
         make: Callable[[Origin], Tiles],
@@ -148,7 +150,7 @@ class GramCache:
     def _add(
         self,
         folder: Path,
-        features: Features,
+        features: FeatureMatrix,
         rows: Rows,
         tile: int,
         make: Callable[[Origin], Tiles],
@@ -202,7 +204,7 @@ def gram_cache(folder: Path | None, persistent: bool) -> Iterator[GramCache]:
             os.close(owner)
 
 
-def _stem(features: Features) -> str:
+def _stem(features: FeatureMatrix) -> str:
     """A file name that says what is in it."""
     text = ".".join([*features.key, features.store.manifest.store_id[:8]])
     return re.sub(r"[^A-Za-z0-9._-]", "_", text)

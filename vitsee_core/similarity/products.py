@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from vitsee_core.features.matrix import FeatureMatrix, Strip
 from vitsee_core.machine import human_bytes
 from vitsee_core.similarity.arithmetic import Arithmetic, Cast, Staging, arithmetic
-from vitsee_core.similarity.features import Features, Strip
 from vitsee_core.similarity.lanes import Turns, n_lanes, one_blas_thread, run_lanes
 from vitsee_core.similarity.shift import Origin
 from vitsee_stores.disk import in_this_thread
 from vitsee_stores.errors import VitseeError
 
 Rows = NDArray[np.int64]
-Columns = slice | Rows
+Places = slice | Rows
 
 MOST_COLUMNS, GOOD_COLUMNS, FEWEST_COLUMNS = 32768, 8192, 256
 LANES = 2  # threads that the width of strips leaves room for; it does not depend on the cores
@@ -41,8 +41,8 @@ class Tile:
     """A product to be made: of the chosen rows, places `i` times places `j`; `i is j` where it is
     symmetric."""
 
-    i: Columns
-    j: Columns
+    i: Places
+    j: Places
 
 
 class Workspace:
@@ -76,7 +76,9 @@ class Plan:
     lanes: int
 
     @classmethod
-    def of(cls, features: Features, n: int, tiles: Sequence[Tile], memory: int, item: int) -> Plan:
+    def of(
+        cls, features: FeatureMatrix, n: int, tiles: Sequence[Tile], memory: int, item: int
+    ) -> Plan:
         """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
         for what the libraries take, and for a tile on its way to the disk.
 
@@ -107,7 +109,7 @@ class Plan:
 
 
 def products(
-    features: Features,
+    features: FeatureMatrix,
     rows: Rows,
     tiles: Sequence[Tile],
     *,
@@ -161,7 +163,7 @@ def products(
         yield from work.run(lanes, item, workspace, progress)
 
 
-def _length(part: Columns) -> int:
+def _length(part: Places) -> int:
     return part.stop - part.start if isinstance(part, slice) else len(part)
 
 
@@ -187,7 +189,7 @@ def _localise(tile: Tile, places: Rows, n: int) -> Tile:
     to_local = np.full(n, -1)
     to_local[places] = np.arange(len(places))
 
-    def local(part: Columns) -> Columns:
+    def local(part: Places) -> Places:
         found: Rows = to_local[part]
         first, last = int(found[0]), int(found[-1])
         return slice(first, last + 1) if last - first + 1 == len(found) else found
@@ -211,7 +213,7 @@ class _Pass:
 
     def __init__(
         self,
-        features: Features,
+        features: FeatureMatrix,
         strips: Sequence[Strip],
         rows: Rows,
         tiles: Sequence[Tile],
@@ -375,7 +377,7 @@ def _weights(mean: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.stack([mean, np.ones_like(mean)], 1)
 
 
-def _by_slab(features: Features, rows: Rows) -> list[tuple[slice, Rows | None, slice]]:
+def _by_slab(features: FeatureMatrix, rows: Rows) -> list[tuple[slice, Rows | None, slice]]:
     """Of every slab with rows that count: its rows in the store, which of them count (None: all),
     and where they go."""
     plan, found = features.store.plan, []

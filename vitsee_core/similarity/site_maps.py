@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.features import choose_features
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import Progress
 from vitsee_core.similarity import Estimator, Hsic
@@ -18,10 +19,9 @@ from vitsee_core.similarity.cost import say_cost
 from vitsee_core.similarity.localisation import Maps
 from vitsee_core.similarity.on_the_fly import hsic_on_the_fly, multiplications, shapes
 from vitsee_core.similarity.patch_pixels import PatchPixels, patch_shape, pixels_shape
-from vitsee_core.similarity.stacks import Stack
-from vitsee_core.similarity.token_stack import ClassToken, GridTokens
+from vitsee_core.similarity.stacks import Stack, TokenStack
 from vitsee_stores.errors import SiteError, VitseeError
-from vitsee_stores.token_selection import describe_layout
+from vitsee_stores.token_selection import TokenSelection
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Rows = NDArray[np.int64]
+
+WORDS = ("each", "cls")
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class SiteMaps:
 
 
 def _tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> _Tokens:
-    """What --tokens says of a site.
+    """The tokens of a site that --tokens asks for, the class token first.
 
     Raises:
         SiteError: it has no such tokens.
@@ -145,27 +147,22 @@ def _tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> _Tokens:
     """
     layout = store.layout(site.name)
     assert layout is not None and layout.grid is not None
-    n_cols = layout.grid[1]
+    chosen = [TokenSelection.parse(word, WORDS) for word in words]
     cells: dict[int, None] = {}
-    for word in words:
-        if word == "each":
-            cells |= dict.fromkeys(range(layout.n_body))
-        elif word != "cls":
-            row, _, col = word.partition(",")
-            if not (row.isdigit() and col.isdigit()):
-                raise SiteError(f"no tokens {word!r}; expected each, cls or ROW,COL")
-            if int(row) >= layout.grid[0] or int(col) >= n_cols:
-                raise SiteError(
-                    f"{store.label}: {site.name} has no token {word}: it has "
-                    f"{describe_layout(layout)}, counted from 0"
-                )
-            cells[int(row) * n_cols + int(col)] = None
-    stacks: list[Stack] = [ClassToken(store, site.name)] if "cls" in words else []
-    names, places = ["cls"] * len(stacks), [-1] * len(stacks)
+    for selection in chosen:
+        if selection != "cls":  # `each` is of the grid here
+            members = selection.require(layout, f"{store.label}: {site.name}")
+            cells |= dict.fromkeys(i - layout.n_prefix for i in members if i >= layout.n_prefix)
+    stacks: list[Stack] = []
+    names: list[str] = []
+    if "cls" in chosen:
+        stacks.append(TokenStack(choose_features(store, site, "cls")))
+        names.append("cls")
     if cells:
-        stacks.append(GridTokens(store, site.name, np.array(list(cells))))
-        names += [f"{cell // n_cols},{cell % n_cols}" for cell in cells]
-        places += list(cells)
+        grid = TokenStack(choose_features(store, site, "patches"), np.array(list(cells)))
+        stacks.append(grid)
+        names += [grid.features.tokens[cell].name for cell in cells]
+    places = [-1] * ("cls" in chosen) + list(cells)
     return _Tokens(site, layout, stacks, names, np.array(places))
 
 

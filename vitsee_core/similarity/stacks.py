@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.features import SiteFeatures
 from vitsee_core.progress import Progress
 from vitsee_core.similarity.arithmetic import Arithmetic
 from vitsee_core.similarity.job import Rows
@@ -43,11 +44,47 @@ class Stack(Protocol):
         """Some of the matrices."""
 
 
+class TokenStack:
+    """Tokens of a site, each a feature matrix of its own, images by channels.
+
+    Raises:
+        SiteError: the site has no such tokens.
+        MissingInput: they are not stored.
+    """
+
+    def __init__(self, features: SiteFeatures, places: Rows | None = None) -> None:
+        """places: which of `features.tokens`, in any order; all of them by default."""
+        self.features, self.store = features, features.store
+        self.places = np.arange(len(features.tokens)) if places is None else places
+        _ = features.arrays  # refused now rather than in the middle of the work
+
+    @property
+    def n_matrices(self) -> int:
+        """Number of tokens."""
+        return len(self.places)
+
+    @property
+    def n_features(self) -> int:
+        """Channels of a token."""
+        return self.features.dim
+
+    def part(self, wanted: slice) -> TokenStack:
+        """Some of the tokens."""
+        return TokenStack(self.features, self.places[wanted])
+
+    def read(self, rows: slice) -> NDArray[Any]:
+        """(rows, tokens, channels) of consecutive rows of the store."""
+        first, last = int(self.places.min()), int(self.places.max())
+        values: NDArray[Any] = self.features.load(rows, slice(first, last + 1))
+        places = self.places - first
+        return values if np.array_equal(places, np.arange(values.shape[1])) else values[:, places]
+
+
 @dataclass(frozen=True)
 class _Gram:
     """The Gram matrix of one matrix of a stack."""
 
-    features: _Features
+    features: _Runs
     k: int
 
     @property
@@ -85,11 +122,11 @@ def matrices(
     """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
     `kept` tiles' images stay in memory, at least two, and `progress` is told of bytes read."""
     for stack in stacks:
-        features = _Features(stack, images, kept, backend, progress)
+        features = _Runs(stack, images, kept, backend, progress)
         yield from (_Gram(features, k) for k in range(stack.n_matrices))
 
 
-class _Features:
+class _Runs:
     """A stack's features by runs of images: (matrices, images, features) float32 on the device,
     less a fixed vector each, which changes no HSIC and keeps single precision good: the mean over
     the first images. Features that never change become 0, to the bit. `kept` runs stay in memory,

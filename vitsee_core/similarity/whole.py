@@ -10,7 +10,6 @@ from itertools import chain, combinations_with_replacement
 import numpy as np
 
 from vitsee_core.similarity.cache import Tiles
-from vitsee_core.similarity.features import Representation
 from vitsee_core.similarity.gram_file import (
     LARGEST_TILE,
     GramFile,
@@ -21,6 +20,7 @@ from vitsee_core.similarity.gram_file import (
 from vitsee_core.similarity.hsic import Hsic, stacked
 from vitsee_core.similarity.job import Job, Rows
 from vitsee_core.similarity.products import Tile, products
+from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.shift import Origin
 from vitsee_core.similarity.tiles import (
     Matrix,

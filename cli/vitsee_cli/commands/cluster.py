@@ -8,6 +8,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.sections import KNOWLEDGE
+from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 QUESTION = KNOWLEDGE
 
-TOKENS = ("cls", "mean", "mean-all", "first", "rest")
 BASELINES = ("shuffled", "random")
 
 
@@ -24,7 +24,7 @@ BASELINES = ("shuffled", "random")
 @options.output_options
 @options.sites_option("blocks")
 @options.tokens_option(
-    None, TOKENS, show_default="cls where a site has a class token, else mean (over patches)"
+    None, VECTOR_WORDS, show_default="cls where a site has a class token, else mean (over patches)"
 )
 @click.option(
     "--k",

@@ -15,6 +15,7 @@ from vitsee_cli.accuracy_options import (
 )
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import POSITIVE, parse_store
+from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 QUESTION = KNOWLEDGE
 
-TOKENS = ("cls", "mean", "mean-all", "first", "rest")
 VOTES = ("softmax", "majority")
 
 
@@ -32,7 +32,7 @@ VOTES = ("softmax", "majority")
 @options.output_options
 @options.sites_option("blocks")
 @options.tokens_option(
-    None, TOKENS, show_default="cls where a site has a class token, else mean (over patches)"
+    None, VECTOR_WORDS, show_default="cls where a site has a class token, else mean (over patches)"
 )
 @click.option(
     "--k",

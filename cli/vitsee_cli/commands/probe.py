@@ -15,6 +15,7 @@ from vitsee_cli.accuracy_options import (
 )
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import POSITIVE, SHARE, parse_store
+from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 QUESTION = KNOWLEDGE
 
-TOKENS = ("cls", "mean", "mean-all", "first", "rest", "each", "all")
+TOKENS = (*VECTOR_WORDS, "each", "all")
 L2_WORDS = ("holdout", "loo", "grid")
 
 

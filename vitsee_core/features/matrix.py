@@ -1,21 +1,19 @@
-"""A representation as a matrix, images by features, in strips of columns that fit the memory."""
+"""Features as a matrix, images by columns, in strips of columns that fit the memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores.errors import MissingInput
 from vitsee_stores.lazy import LazyArray, StoredArray
 
 if TYPE_CHECKING:
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import Store
 
 Box = tuple[slice, ...]
 Part = tuple[LazyArray, Box]
@@ -51,7 +49,7 @@ class Strip:
         return [Strip(self.array, piece) for piece in _pieces(self.box, chunks, columns)]
 
 
-class Features:
+class FeatureMatrix:
     """Images by features: columns of stored arrays, side by side.
 
     key: what tells these features from others of the same store, for a cache.
@@ -127,79 +125,3 @@ def _pieces(box: Box, chunks: Sequence[int], limit: int) -> Iterator[Box]:
     for at in range(first.start, first.stop):
         for rest in _pieces(box[1:], chunks[1:], limit):
             yield (slice(at, at + 1), *rest)
-
-
-@dataclass(frozen=True)
-class Representation:
-    """What one site of a store says about an image: its tokens' channels, flattened.
-
-    An example is an image, its features are token x channel; tokens are never examples. `cls` and
-    `mean` are read from the pooled vectors, in float32; a vector site is read as it is.
-
-    Args:
-        store: an open store.
-        site: one of its sites, an alias too.
-        tokens: "all", "patches", "cls", "prefix", "mean", "mean-all", "first", "rest", "ROW,COL".
-        channels: of every token, these channels only.
-
-    Raises:
-        MissingInput: the store keeps neither these tokens nor within-slab Gram blocks of them.
-        SiteError: the site has no such tokens.
-    """
-
-    store: Store
-    site: SiteSpec
-    tokens: str = "all"
-    channels: slice | None = None
-
-    def __post_init__(self) -> None:
-        if not self.has_blocks_only:
-            _ = self.features  # refuse now what cannot be read later
-
-    @property
-    def stored(self) -> SiteSpec:
-        """The site that is stored: the one an alias equals."""
-        return self.store.site(self.site.name)
-
-    @property
-    def has_blocks_only(self) -> bool:
-        """Whether the store keeps no such features, only their Gram matrix within each slab."""
-        site = self.stored
-        return (
-            site.kind != "vector"
-            and site.tokens != "all"
-            and self.tokens == "all"
-            and self.channels is None
-            and self.store.has(f"grams/{site.name}/all")
-        )
-
-    @cached_property
-    def features(self) -> Features:
-        """The matrix, read when its strips are."""
-        arrays = self._arrays()
-        if self.channels is None:
-            parts = [(a, tuple(slice(0, n) for n in a.shape[1:])) for a in arrays]
-            key = [self.stored.name, self.tokens]
-        else:
-            low, high, _ = self.channels.indices(arrays[0].shape[-1])
-            parts = [(a, (*(slice(0, n) for n in a.shape[1:-1]), slice(low, high))) for a in arrays]
-            key = [self.stored.name, self.tokens, f"channels {low}-{high}"]
-        if self.stored.kind == "vector":
-            key[1] = "all"
-        return Features(self.store, key, parts)
-
-    def _arrays(self) -> list[LazyArray]:
-        store, site = self.store, self.stored
-        if site.kind == "vector":
-            return [store.vectors(site.name)]
-        if self.tokens in ("cls", "mean") and site.layout is not None:
-            return [store.pooled(site.name, self.tokens)]
-        try:
-            whole = store.acts(site.name, self.tokens)
-        except MissingInput as error:
-            raise MissingInput(f"{error}, or with --grams where all tokens are compared") from None
-        if self.tokens != "all" or site.layout is None:
-            return [whole]
-        body = "rows" if site.layout.grid is None else "grid"
-        paths = [f"acts/{site.name}/prefix"] if site.layout.prefix else []
-        return [store.array(path) for path in (*paths, f"acts/{site.name}/{body}")]

@@ -1,0 +1,14 @@
+"""Features of images: some tokens of a site, as vectors, as groups of tokens, or as one matrix."""
+
+from vitsee_core.features.last_stage import Matching
+from vitsee_core.features.matrix import FeatureMatrix, Strip
+from vitsee_core.features.reader import SiteFeatures, check_alike, choose_features
+
+__all__ = [
+    "FeatureMatrix",
+    "Matching",
+    "SiteFeatures",
+    "Strip",
+    "check_alike",
+    "choose_features",
+]

@@ -1,0 +1,305 @@
+"""The one reader of features: which tokens of a site, from which arrays, in which form.
+
+    features = choose_features(store, site, "cls")
+    features.vectors(mask)              (images, dim) float32, slab by slab
+    features.blocks(mask, part)         (images, tokens, dim) float32, slab by slab
+    features.load(rows, part)           the same of consecutive rows, in the stored type
+    features.matrix()                   one matrix, images by all its features, read in strips
+
+What extract pooled (`cls`, `mean`) is read in the float32 of `pooled/`, and so from stores that
+keep nothing else; other tokens from `acts/`, in the type in which they are stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.features.last_stage import Matching
+from vitsee_core.features.last_stage import match_last_stage as match
+from vitsee_core.features.matrix import FeatureMatrix
+from vitsee_core.streaming import Rows, each_slab
+from vitsee_stores.errors import SiteError, StoreMismatch, VitseeError
+from vitsee_stores.token_selection import Token, TokenSelection, layout_tokens
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Slab, Store
+    from vitsee_stores.layout import TokenLayout
+    from vitsee_stores.lazy import LazyArray
+
+Float32 = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class SiteFeatures:
+    """Some tokens of one site of a store.
+
+    site: a stored one, no alias. matching: for CNNs, see `last_stage`. A site without tokens is
+    read as it is, flattened: one vector per image.
+    """
+
+    store: Store
+    site: SiteSpec
+    selection: TokenSelection
+    matching: Matching | None = None
+
+    @cached_property
+    def arrays(self) -> list[LazyArray]:
+        """The stored arrays that hold the tokens, in the tokens' order.
+
+        Raises:
+            SiteError: the site has no such tokens.
+            MissingInput: the site is stored pooled only.
+        """
+        store, name, layout = self.store, self.site.name, self.site.layout
+        if layout is None:
+            return [store.acts(name, self.selection)]
+        if self.matching is not None:
+            assert self.layout is not None
+            self.selection.require(self.layout, f"{store.label}: {name} on the last stage's grid")
+            return [store.acts(name, "patches")]
+        if self.selection in ("cls", "mean"):
+            return [store.pooled(name, self.selection)]
+        if self.selection not in ("all", "each"):
+            return [store.acts(name, self.selection)]
+        store.acts(name, "all")  # refused where it is pooled only
+        body = "rows" if layout.grid is None else "grid"
+        parts = ("prefix", body) if layout.prefix else (body,)
+        return [store.array(f"acts/{name}/{part}") for part in parts]
+
+    @property
+    def layout(self) -> TokenLayout | None:
+        """Of the tokens that are read: the site's, or what it is brought to."""
+        if self.matching is None or self.site.layout is None:
+            return self.site.layout
+        return dataclasses.replace(self.site.layout, grid=self.matching.grid)
+
+    @property
+    def several(self) -> bool:
+        """Whether an image has several vectors, or may have: one for each token."""
+        return self.site.layout is not None and not self.selection.is_vector
+
+    @cached_property
+    def tokens(self) -> list[Token]:
+        """What each vector of an image is of."""
+        layout = self.layout
+        if layout is None:
+            return [Token("")]
+        if not self.several:
+            return [Token(self.selection, *(self.selection.cell or ()))]
+        members = self.selection.members(layout)
+        return layout_tokens(layout)[members.start : members.stop]
+
+    @property
+    def n_prefix(self) -> int:
+        """How many of `tokens` are prefix tokens."""
+        layout = self.layout
+        if layout is None or not self.several:
+            return 0
+        members = self.selection.members(layout)
+        return max(0, min(layout.n_prefix, members.stop) - members.start)
+
+    @property
+    def dim(self) -> int:
+        """Channels of a vector."""
+        if self.site.layout is None:
+            return math.prod(self.site.shape)
+        return self.site.dim * (self.matching.patch**2 if self.matching else 1)
+
+    @property
+    def slab_bytes(self) -> int:
+        """What a slab takes while it is read: as it is stored, and in float32."""
+        whole = self.several or self.selection in ("mean-all", "rest") or self.matching is not None
+        of_image = math.prod(self.site.shape) if whole else self.site.dim
+        return 2 * 4 * of_image * self.store.plan.slab
+
+    def groups(self, n_tokens: int) -> list[slice]:
+        """`tokens` in pieces of about `n_tokens`, cut where chunks of the store end as far as
+        that is possible, so that each byte is read once."""
+        n, n_prefix = len(self.tokens), self.n_prefix
+        if n <= n_tokens:
+            return [slice(0, n)]
+        unit = self._chunk_tokens()
+        step = max(1, n_tokens) if n_tokens < unit else n_tokens // unit * unit
+        if step >= n:
+            return [slice(0, n)]
+        starts = [*range(n_prefix, n, step)]
+        if n_prefix:
+            starts[:1] = [0] if n_prefix <= step else [0, n_prefix]
+        return [slice(a, b) for a, b in zip(starts, [*starts[1:], n], strict=True)]
+
+    def _chunk_tokens(self) -> int:
+        """Tokens of the grid that are read together."""
+        layout = self.site.layout
+        if layout is None or layout.grid is None or self.matching is not None:
+            return 1
+        rows = self.store.array(f"acts/{self.site.name}/grid").spec.chunks[1]
+        return rows * layout.grid[1]
+
+    def load(self, rows: slice, part: slice) -> NDArray[np.floating]:
+        """(rows, tokens, dim) of consecutive rows of the store, in the stored type.
+
+        Args:
+            rows: of the store.
+            part: of `tokens`, with both ends.
+        """
+        if self.matching is not None:
+            return self._matched(rows)[:, part]
+        if not self.several:
+            values = self.arrays[0][rows]
+            return values.reshape(len(values), 1, -1)
+        pieces, at = [], 0
+        for array in self.arrays:
+            n = math.prod(array.shape[1:-1])
+            start, stop = max(part.start - at, 0), min(part.stop - at, n)
+            if start < stop:
+                pieces.append(_consecutive(array, rows, start, stop))
+            at += n
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+
+    def _matched(self, rows: slice) -> Float32:
+        assert self.matching is not None and self.layout is not None
+        cells = self.matching.apply(self.arrays[0][rows].astype(np.float32))
+        members = self.selection.members(self.layout)
+        chosen = cells[:, members.start : members.stop]
+        return chosen.mean(axis=1, keepdims=True) if self.selection.is_mean else chosen
+
+    def of_slab(self, slab: Slab, part: slice) -> Float32:
+        """(images, tokens, dim) of a slab's images that count.
+
+        Raises:
+            VitseeError: a number is not finite.
+        """
+        values = self.load(slab.rows, part)[slab.valid]
+        if not np.isfinite(values).all():
+            raise VitseeError(
+                f"{slab.store.label} holds numbers in {self.site.name} that are not finite, in "
+                f"rows {slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
+            )
+        return values.astype(np.float32, copy=False)
+
+    def blocks(
+        self, mask: Mask, part: slice | None = None, *, jobs: int = 1, memory: int | None = None
+    ) -> Iterator[Float32]:
+        """(images of a slab, tokens, dim) of the images in `mask`, in the store's order.
+
+        Args:
+            mask: (images,) over all rows of the store.
+            part: of `tokens`, by default all.
+            jobs: slabs read at a time.
+            memory: bytes to stay within: fewer slabs are read at a time.
+
+        Raises:
+            VitseeError: a number is not finite.
+        """
+        part = slice(0, len(self.tokens)) if part is None else part
+        if memory is not None:
+            jobs = max(1, min(jobs, memory // self.slab_bytes))
+        work = partial(self.of_slab, part=part)
+        yield from each_slab(self.store, work, rows=Rows(mask, 0, ""), jobs=jobs)
+
+    def vectors(self, mask: Mask, *, jobs: int = 1, memory: int | None = None) -> Iterator[Float32]:
+        """(images of a slab, dim): `blocks` of features that are one vector per image."""
+        for block in self.blocks(mask, slice(0, 1), jobs=jobs, memory=memory):
+            yield block[:, 0]
+
+    def matrix(self, channels: slice | None = None) -> FeatureMatrix:
+        """All features of an image side by side, as one matrix that is read in strips.
+
+        Args:
+            channels: of every token, these only.
+
+        Raises:
+            SiteError: the site has no such tokens.
+            MissingInput: the site is stored pooled only.
+        """
+        key = [self.site.name, "all" if self.site.kind == "vector" else str(self.selection)]
+        last: tuple[slice, ...] = ()
+        if channels is not None:
+            low, high, _ = channels.indices(self.arrays[0].shape[-1])
+            last = (slice(low, high),)
+            key.append(f"channels {low}-{high}")
+        parts = []
+        for array in self.arrays:
+            whole = tuple(slice(0, n) for n in array.shape[1:])
+            parts.append((array, (*whole[: len(whole) - len(last)], *last)))
+        return FeatureMatrix(self.store, key, parts)
+
+
+def _consecutive(array: LazyArray, rows: slice, start: int, stop: int) -> NDArray[Any]:
+    """(rows, tokens, dim): tokens from `start` to `stop` of an array of tokens, or of a grid, whose
+    cells are counted row by row."""
+    if array.ndim == 3:
+        return array[rows, start:stop]
+    n_cols = array.shape[2]
+    first, last = start // n_cols, -(-stop // n_cols)
+    cells = array[rows, first:last]
+    cells = cells.reshape(len(cells), -1, cells.shape[-1])
+    return cells[:, start - first * n_cols : stop - first * n_cols]
+
+
+def choose_features(
+    store: Store,
+    site: SiteSpec,
+    tokens: str | None = None,
+    *,
+    one_vector: bool = False,
+    match_last_stage: bool = False,
+) -> SiteFeatures:
+    """The features that an analysis reads of a site, refused here rather than in the middle of the
+    work.
+
+    Args:
+        store: an open store.
+        site: one of its sites, an alias too.
+        tokens: by default `cls` where the site has a class token and `mean` (over patches)
+            elsewhere; a site without tokens is read as it is.
+        one_vector: refuse tokens that are several vectors per image.
+        match_last_stage: bring a CNN's grids and channels to the last stage's; see `last_stage`.
+
+    Raises:
+        SiteError: the site has no such tokens, or they are several where one vector is needed.
+        MissingInput: the site is stored pooled only, or the last stage is not stored.
+    """
+    site = store.site(site.name)
+    layout = site.layout
+    if layout is None:
+        found = SiteFeatures(store, site, TokenSelection.parse("all"))
+    else:
+        default = "cls" if layout.cls is not None else "mean"
+        found = SiteFeatures(
+            store,
+            site,
+            TokenSelection.parse(tokens or default),
+            match(store, site) if match_last_stage else None,
+        )
+    if one_vector and found.several:
+        raise SiteError(
+            f"--tokens {found.selection} is several tokens of {site.name}; expected one vector"
+        )
+    _ = found.arrays
+    return found
+
+
+def check_alike(ours: SiteFeatures, theirs: SiteFeatures) -> None:
+    """Refuse a site that has other tokens or channels in the store that tests.
+
+    Raises:
+        StoreMismatch: names both.
+    """
+    a, b = ours.store.label, theirs.store.label
+    names = [[token.name for token in features.tokens] for features in (ours, theirs)]
+    if ours.dim != theirs.dim or names[0] != names[1]:
+        shapes = f"{len(names[0])} x {ours.dim} against {len(names[1])} x {theirs.dim}"
+        raise StoreMismatch(
+            f"{ours.site.name} differs between {a} and {b}: tokens x channels are {shapes} "
+            "(extract both with the same --img-size)"
+        )

@@ -1,0 +1,68 @@
+"""What is compared: some tokens of a site of a store, as one feature matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from vitsee_core.features import FeatureMatrix, SiteFeatures
+from vitsee_stores.errors import MissingInput
+from vitsee_stores.token_selection import TokenSelection
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Store
+
+
+@dataclass(frozen=True)
+class Representation:
+    """What one site of a store says about an image: its tokens' channels, flattened.
+
+    An example is an image, its features are token x channel; tokens are never examples. `cls` and
+    `mean` are read from the pooled vectors, in float32; a vector site is read as it is.
+
+    Args:
+        store: an open store.
+        site: one of its sites, an alias too.
+        tokens: "all", "patches", "cls", "prefix", "mean", "mean-all", "first", "rest", "ROW,COL".
+        channels: of every token, these channels only.
+
+    Raises:
+        MissingInput: the store keeps neither these tokens nor within-slab Gram blocks of them.
+        SiteError: the site has no such tokens.
+    """
+
+    store: Store
+    site: SiteSpec
+    tokens: str = "all"
+    channels: slice | None = None
+
+    def __post_init__(self) -> None:
+        if not self.has_blocks_only:
+            _ = self.features  # refuse now what cannot be read later
+
+    @property
+    def stored(self) -> SiteSpec:
+        """The site that is stored: the one an alias equals."""
+        return self.store.site(self.site.name)
+
+    @property
+    def has_blocks_only(self) -> bool:
+        """Whether the store keeps no such features, only their Gram matrix within each slab."""
+        site = self.stored
+        return (
+            site.kind != "vector"
+            and site.tokens != "all"
+            and self.tokens == "all"
+            and self.channels is None
+            and self.store.has(f"grams/{site.name}/all")
+        )
+
+    @cached_property
+    def features(self) -> FeatureMatrix:
+        """The matrix, read when its strips are."""
+        chosen = SiteFeatures(self.store, self.stored, TokenSelection.parse(self.tokens))
+        try:
+            return chosen.matrix(self.channels)
+        except MissingInput as error:
+            raise MissingInput(f"{error}, or with --grams where all tokens are compared") from None
