@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_store
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,6 +109,24 @@ def test_claims_that_sizes_alone_cannot_refuse(store: Path) -> None:
     assert describe(store)["n_committed"] == 3
     with pytest.raises(StoreError):
         open_store(store, allow_partial=True).samples.id  # noqa: B018
+
+
+def test_an_array_takes_no_memory_before_its_file_is_as_large(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with edited(store) as manifest:
+        manifest["plan"]["weights"][0][1] = [1 << 31, 1]
+    real = np.empty
+
+    def empty(shape: Any, *more: Any) -> Any:
+        assert np.prod(shape) < 1 << 20
+        return real(shape, *more)
+
+    monkeypatch.setattr(np, "empty", empty)
+    name = "weights/patch_filters"
+    assert any(line.startswith(f"{name}: ") for line in validate(store))
+    with pytest.raises(StoreError):
+        open_store(store).array(name)[...]
 
 
 def test_samples_are_checked(store: Path) -> None:

@@ -4,7 +4,7 @@ reads a store must end with a result or one line, at once, in little memory, and
     python tools/fuzz_store.py 100000 [--seed 0]
 
 Digests and checksums are made anew after most changes, so that what lies behind them is met. Prints
-how the variants ended; exit code 1 where one ended in a traceback, took more than five seconds, or
+how the variants ended; exit code 1 where one ended in a traceback, took more than 20 seconds, or
 opened a file outside.
 """
 
@@ -46,7 +46,7 @@ from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import AttentionGroup, ErfPlan, arrays
 from vitsee_stores.manifest import ATTRIBUTE, new_manifest
 
-SECONDS, MEMORY = 5, 2 << 30
+SECONDS, MEMORY = 20, 2 << 30
 NAMES = ("commits/c.0.0", "commits/c.1.0", "checksums/c.0.0", "checksums/c.1.0")
 DEEP = "lists in lists"  # made in the text: Python cannot copy what is nested that deeply
 SAMPLES = ("samples/index", "samples/label", "samples/split", "samples/id")
@@ -328,7 +328,7 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def limited(store: Path) -> Iterator[list[str]]:
-    """Five seconds, and a list of what is opened outside the store and Python itself."""
+    """Twenty seconds, and a list of what is opened outside the store and Python itself."""
     global _allowed
 
     def late(*_: object) -> None:
