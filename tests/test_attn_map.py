@@ -356,7 +356,7 @@ def test_single_images_of_blocks_on_several_grids(tmp_path: Path) -> None:
     assert len(figure.axes) == 1 + 2 * 2
 
 
-# ---------------------------------------------------------------- computed once more
+# ---------------------------------------------------------------- recomputed
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +391,7 @@ def test_computed_attention_equals_the_stored(extractions: Path) -> None:
     image = str(full.samples.id[4])
     options: dict[str, Any] = {"image": [image, "1"], "sites": ["blocks"], "query": [(1, 3)]}
     stored, computed = run(full, **options), run(summary, **options)
-    assert computed.notes["attention"] == "computed once more"
+    assert computed.notes["attention"] == "recomputed"
     for name in stored.columns:
         if name != "value":
             assert stored[name].tolist() == computed[name].tolist()

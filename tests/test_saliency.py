@@ -328,7 +328,7 @@ def test_coco(tmp_path: Path) -> None:
     assert "float16" in table.notes["attention"]
 
 
-# ---------------------------------------------------------------- attention computed once more
+# ---------------------------------------------------------------- attention recomputed
 
 
 def geometry(folder: Path, n: int) -> tuple[Path, Path]:

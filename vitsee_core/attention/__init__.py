@@ -1,1 +1,1 @@
-"""What stores know of attention, head by head; and attention computed once more."""
+"""Attention per head: the summaries that stores contain, and attention recomputed."""

@@ -1,32 +1,33 @@
 """What kind of head an aligned map shows: measured scores, and classes from thresholds on them.
 
-Walmer et al. 2023 (section 4.2, Figs. 3, 14) tell strict, soft, axial and offset local heads from
-global ones by eye; their code lists heads by hand. Here p(dy, dx) is a head's aligned map, of total
-mass 1, and u that of uniform attention, p of a head that looks everywhere alike. A share m of p's
-mass in some region counts by its excess over uniform attention's,
+Walmer et al. 2023 (section 4.2, Figs. 3, 14) distinguish strict, soft, axial and offset local heads
+from global ones by eye; their code lists heads by hand. Here p(dy, dx) is a head's aligned map, of
+total mass 1, and u that of uniform attention, that is, the map of a head that attends to all tokens
+equally. The share m of p's mass in some region is measured by its excess over the share u of
+uniform attention,
 
     excess(m) = (m - u) / (1 - u)           0: uniform attention, 1: everything,
 
-so that one threshold serves 7 x 7 and 28 x 28 cells. Scores of `measure`:
+so that one threshold suits 7 x 7 and 28 x 28 cells. Scores of `measure`:
 
 - `self_mass`: p(0, 0).
-- `focus_mass`: mass in the square of side 2 radius + 1 around the place where it gathers: from the
-  largest cell the square moves to its centre of mass until it stays. `offset_dy`, `offset_dx`: the
-  centre of mass in it, and `offset_cells` its distance from the query.
+- `focus_mass`: mass in the square of side 2 radius + 1 around the peak: starting at the largest
+  cell, the square moves to its centre of mass until it stays. `offset_dy`, `offset_dx`: the centre
+  of mass in it, and `offset_cells` its distance from the query.
 - `row_mass`, `column_mass`: |dy| <= 1, and |dx| <= 1. `cross_mass`: dy = 0 or dx = 0.
 - `elongation`: standard deviation along x over that along y (both with a cell's own 1/12 added to
   the variance). `off_cross`: the mass off the cross over what it would be if dy and dx were
-  independent; 0 for a cross, 1 for a Gaussian of any width. Both of what rises above the
-  background, max(p - b u, 0) with b the median of p / u over pairs of tokens: a little attention
-  spread evenly would otherwise decide them.
+  independent; 0 for a cross, 1 for a Gaussian of any width. Both are of what rises above the
+  background, max(p - b u, 0) with b the median of p / u over pairs of tokens: otherwise a little
+  attention spread evenly would decide them.
 
 Sparse repeating patterns (section 4.1) are few keys that all queries share. With N spatial keys:
 
 - `keys_share`: exp(entropy over spatial keys) / N, the share of keys in use: 1 if all alike.
 - `query_repetition`: 1 - s / s0, s the standard deviation over queries (`query_std`) in units of
-  the mean, s0 = sqrt(1 / keys_share - 1) that of queries which choose so many keys each on its own:
-  1 where all queries attend to the same keys, about 0 where they do not. `head_repetition`: the
-  same over a block's heads, with `head_std`.
+  the mean, s0 = sqrt(1 / keys_share - 1) that of queries which choose as many keys independently of
+  each other: 1 where all queries attend to the same keys, about 0 where they do not.
+  `head_repetition`: the same over a block's heads, with `head_std`.
 
 Entropy and spread are means over images of what `extract` keeps. The entropy's part over prefix
 keys is taken out as if each query used one of them, which makes `keys_share` an upper bound where
@@ -59,9 +60,10 @@ CELL_VARIANCE = 1 / 12
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where a class begins. strict: excess of self_mass. focus: excess of focus_mass, of the mass
-    along an axis and of cross_mass. offset: cells. elongation: of axial heads, either way; of
-    crosses off_cross below its inverse. repetition: query_repetition. keys: keys_share at most."""
+    """The thresholds of the classes. strict: excess of self_mass. focus: excess of focus_mass, of
+    the mass along an axis and of cross_mass. offset: cells. elongation: of axial heads, either way;
+    of crosses off_cross below its inverse. repetition: query_repetition. keys: keys_share at
+    most."""
 
     strict: float = 0.5
     focus: float = 0.5
@@ -88,8 +90,8 @@ class Scores:
 
 
 def excess(mass: float, uniform: float) -> float:
-    """How far a share of mass is above uniform attention's: 0 to 1; NaN where all of that lies in
-    the region."""
+    """The excess of a share of mass over uniform attention's: 0 to 1; NaN where the region contains
+    all of the latter."""
     return (mass - uniform) / (1 - uniform) if uniform < 1 - 1e-9 else math.nan
 
 
@@ -135,7 +137,7 @@ def measure(p: Float, radius: int = 2) -> Scores:
 
 
 def _focus(p: Float, radius: int) -> tuple[tuple[slice, slice], tuple[float, float]]:
-    """The square that mass gathers in, and its centre of mass there."""
+    """The square around the peak, and the centre of mass in it."""
     at = tuple(int(i) for i in np.unravel_index(int(p.argmax()), p.shape))
     seen: set[tuple[int, ...]] = set()
     while True:
@@ -150,7 +152,7 @@ def _focus(p: Float, radius: int) -> tuple[tuple[slice, slice], tuple[float, flo
 
 
 def _above_background(p: Float, u: Float) -> Float:
-    """What of a map rises above its background, of mass 1; the map itself where nothing does."""
+    """The part of a map above its background, scaled to mass 1; the map itself where nothing is."""
     lift = (p / u).ravel()
     order = np.argsort(lift, kind="stable")
     median = lift[order][np.searchsorted(np.cumsum(u.ravel()[order]), 0.5)]
@@ -184,7 +186,8 @@ def classify(
     scores: Scores, spread: Mapping[str, float], thresholds: Thresholds
 ) -> tuple[str, str]:
     """(class of `TYPES`, detail): the direction of an offset head, `row`, `column` or `cross` of an
-    axial one, else "". The first that fits of strict, offset, axial, soft, repeating, global.
+    axial one, else "". The first of strict, offset, axial, soft, repeating and global whose
+    conditions hold.
 
     A head without any spatial mass is `undefined`.
     """
@@ -206,8 +209,8 @@ def classify(
 
 
 def _axis(scores: Scores, t: Thresholds) -> str:
-    """Along which axis a head is elongated, both in cells and beside uniform attention (a grid of
-    4 x 16 cells makes every map long)."""
+    """Along which axis a head is elongated, both in cells and relative to uniform attention (a grid
+    of 4 x 16 cells makes every map long)."""
     along_x = (scores.values["elongation"], scores.relative_elongation)
     if scores.excess["row_mass"] >= t.focus and min(along_x) >= t.elongation:
         return "row"

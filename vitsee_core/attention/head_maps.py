@@ -39,7 +39,8 @@ SUMS = {"mean-cls": "cls_map", "mean-spatial": "received", "aligned": "aligned"}
 @dataclass(frozen=True)
 class SlabSums:
     """Sums over images. sums: (array, group) -> (parts, blocks, ...) float64, NaN where an image
-    has none; n_images: (parts,) valid images in each part, a part being consecutive slabs."""
+    has none; n_images: (parts,) valid images in each part, where a part is a run of consecutive
+    slabs."""
 
     sums: dict[Key, Float]
     n_images: NDArray[np.int64]
@@ -57,11 +58,10 @@ def sum_slabs(
     progress: Callable[[int], object] | None = None,
 ) -> SlabSums:
     """The stored sums of these slabs, added up in float64 to at most `parts` parts; of arrays
-    that are kept image by image their sums over the valid images.
+    stored per image, their sums over the valid images.
 
     Memory: `parts` times the arrays, and `jobs` slabs of them (fewer where `memory` is
-    short). Further arguments as for `fold`;
-    `rows` has to be whole slabs.
+    short). Further arguments as for `fold`; `rows` must be whole slabs.
     """
     counted = rows.mask & store.valid
     places = [store.plan.rows(k) for k in range(store.n_slabs)]
@@ -95,7 +95,7 @@ def _read(keys: Sequence[Key], slab: Slab) -> tuple[int, list[NDArray[Any]]]:
 
 
 def spatial(per_token: Float, layout: TokenLayout) -> Float:
-    """(..., tokens) as (..., rows, cols): prefix tokens left out, nothing renormalised."""
+    """(..., tokens) as (..., rows, cols): without prefix tokens, not renormalised."""
     assert layout.grid is not None
     return per_token[..., layout.n_prefix :].reshape(*per_token.shape[:-1], *layout.grid)
 
@@ -103,16 +103,17 @@ def spatial(per_token: Float, layout: TokenLayout) -> Float:
 def mean_maps(
     sums: Float, n_images: int, layout: TokenLayout, kind: str
 ) -> tuple[Float, NDArray[np.int64]]:
-    """Means over images of one block's heads, and how many images each counts.
+    """Means over images of one block's heads, and the number of images in each.
 
-    sums: (heads, ...) as stored under `SUMS[kind]`. `mean-cls` and `mean-spatial`: attention as it
-    is, so that a map's total is 1 less what goes to prefix tokens. `aligned`: of total mass 1; an
-    image without spatial mass in a head is not counted there. NaN where no image counts.
+    sums: (heads, ...) as stored under `SUMS[kind]`. `mean-cls` and `mean-spatial`: attention
+    without renormalisation, so that a map's total is 1 minus the mass on prefix tokens. `aligned`:
+    of total mass 1; an image without spatial mass in a head is excluded there. NaN where no image
+    is left.
     """
     n_heads = len(sums)
     if kind != "aligned":
         return spatial(sums / n_images, layout), np.full(n_heads, n_images)
-    # Each image's map has mass 1, or none at all.
+    # Each image's map has mass 1 or 0.
     mass = sums.sum((-2, -1), keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         maps = np.where(mass > 0, sums / mass, np.nan)
@@ -173,7 +174,7 @@ def _without_attention(store: Store) -> dict[str, str]:
 
 
 def check_class_token(store: Store, blocks: Sequence[Block], instead: str) -> None:
-    """Raises MissingInput where a block has no class token; `instead` names what it has."""
+    """Raises MissingInput where a block has no class token; `instead` names an alternative."""
     for block in blocks:
         if block.layout.cls is None:
             held = ", ".join(block.layout.prefix) or "none"
@@ -186,10 +187,10 @@ def check_class_token(store: Store, blocks: Sequence[Block], instead: str) -> No
 def check_heads(
     store: Store, blocks: Sequence[Block], heads: Sequence[int]
 ) -> list[NDArray[np.int64]]:
-    """The heads to look at in each block: those of `heads` that it has, or all.
+    """The heads of each block: the chosen ones, or all.
 
     Raises:
-        VitseeError: a head that some block has not.
+        VitseeError: a head that some block does not have.
     """
     for block in blocks:
         missing = [head for head in heads if not 0 <= head < block.n_heads]

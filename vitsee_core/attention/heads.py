@@ -1,4 +1,4 @@
-"""The attention heads that a store knows, and what they are measured against."""
+"""The attention heads of a store, and the distance of uniform attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """What rows about the block call it: its path."""
+        """The block's path, as tables name it."""
         return self.site
 
     @property
@@ -80,7 +80,7 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
 
 
 def _as_site(block: Block) -> SiteSpec:
-    """The block in the form that selectors search."""
+    """The block as an entry that selectors search."""
     return SiteSpec(
         name=block.site,
         part="",
@@ -97,19 +97,19 @@ def _as_site(block: Block) -> SiteSpec:
 
 class AttentionMoments:
     """Moments over images of stored arrays (name, group), each (blocks, heads), to be filled by
-    `streaming.fold`; a head that had no spatial mass in an image, or is not there, is NaN and left
-    out."""
+    `streaming.fold`; a head without spatial mass in an image, or beyond its block's heads, is NaN
+    and left out."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._moments = {array: Moments() for array in arrays}
 
     def update(self, slab: Slab) -> None:
-        """Count a slab's valid images."""
+        """Add a slab's valid images."""
         for (name, group), moments in self._moments.items():
             moments.add(slab.attention(name, group)[slab.valid])
 
     def merge(self, other: AttentionMoments) -> None:
-        """Count what `other` counted."""
+        """Add the moments of `other`."""
         for array, moments in self._moments.items():
             moments.merge(other._moments[array])
 
@@ -120,7 +120,7 @@ class AttentionMoments:
 
 def uniform_distance(layout: TokenLayout) -> float:
     """The distance in pixels of attention spread evenly over the grid: 116.5 on 14 x 14 cells of
-    16 px; 0 on a single cell. Every offset is counted with the number of pairs that have it."""
+    16 px; 0 on a single cell. Every offset is weighted by the number of pairs that have it."""
     if layout.grid is None or layout.stride_px is None:
         return np.nan
     (gh, gw), (step_y, step_x) = layout.grid, layout.stride_px

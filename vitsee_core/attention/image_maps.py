@@ -1,8 +1,8 @@
 """Attention maps of single images (Walmer et al. 2023, Figs. 11 to 13; Dosovitskiy et al. 2021,
-Figs. 6, 13): the class token's and chosen queries' rows head by head, and the rollout.
+Figs. 6, 13): the class token's and chosen queries' rows per head, and the rollout.
 
-Whole attention of these images is read from the store (`extract --attention full`) or computed once
-more with the manifest's model.
+The full attention of these images is read from the store (`extract --attention full`) or recomputed
+with the manifest's model.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ def map_images(
     origin: Provenance | None = None,
     progress: Progress = SILENT,
 ) -> Table:
-    """One row a cell of each map of each image.
+    """One row per cell of each map of each image.
 
     Columns: `COLUMNS`. `metric` is `attention` (of a head; `token` names the query: `cls`, without
     a class token `mean`, the mean over spatial queries, or ROW,COL), `rollout` or
-    `rollout_no_residual` (of the whole model; `token` `cls` or `mean`). Values as they are, prefix
-    keys left out. The notes hold the pictures, as PNG in base64, under `pictures`.
+    `rollout_no_residual` (of the whole model; `token` `cls` or `mean`). Values are not
+    renormalised; prefix keys are left out. The notes hold the pictures, as PNG in base64, under
+    `pictures`.
 
     Args:
         store: with attention summaries.
@@ -69,9 +70,9 @@ def map_images(
         shown: the blocks whose heads are shown.
         heads: of each block; by default all.
         query: cells (row, col) of the grid.
-        device: where what the store lacks is computed.
-        origin: where data and weights are now, for the same.
-        progress: told the images computed.
+        device: on which what the store lacks is computed.
+        origin: where data and weights are now, for the same purpose.
+        progress: advanced by the images computed.
 
     Raises:
         VitseeError: no such image, block, head or cell; images or weights are gone.
@@ -116,7 +117,7 @@ def map_images(
         parts += by_row[row]
     notes = {
         "images": [str(store.samples.id[row]) for row in rows],
-        "attention": "stored (float16)" if has_full(store, blocks) else "computed once more",
+        "attention": "stored (float16)" if has_full(store, blocks) else "recomputed",
         "pictures": _pictures(store, rows, origin),
     }
     return Table({name: np.concatenate([p[name] for p in parts]) for name in COLUMNS}, notes)
@@ -225,7 +226,7 @@ def _rollouts(
 
 
 def _pictures(store: Store, rows: NDArray[np.int64], origin: Provenance) -> dict[str, str]:
-    """Image -> PNG in base64; without those that cannot be read any more, which is said."""
+    """Image -> PNG in base64; without those that cannot be read any more, which are logged."""
     from PIL import Image
 
     try:

@@ -1,8 +1,8 @@
-"""Attention of single images of a store, whole: as it was stored, or computed once more.
+"""The full attention of single images of a store: as it was stored, or recomputed.
 
-A store keeps summaries of attention by default. What its manifest says of the model, the weights,
-the transform and the data is enough to compute the rest again for a few images, and its hashes
-tell whether the weights and the images are still those it was made from:
+By default a store contains summaries of attention. Its manifest records the model, the weights, the
+transform and the data, which is enough to recompute the rest for a few images, and hashes that
+prove whether the weights and the images are still those it was made from:
 
     def rows(block, a):                         # a: (images, heads, tokens, tokens), on the device
         return {"cls": a[:, :, block.layout.cls]}
@@ -44,8 +44,8 @@ MOST_IMAGES = 32
 
 @dataclass(frozen=True)
 class Attended:
-    """What was taken of some images. rows: (images,) in the store. values: block -> name -> array
-    (images, ...)."""
+    """What was computed of some images. rows: (images,) in the store. values: block -> name ->
+    array (images, ...)."""
 
     rows: Rows
     values: dict[str, dict[str, Array]]
@@ -71,7 +71,7 @@ def find_rows(store: Store, names: Sequence[str]) -> Rows:
         elif name.isdigit() and int(name) < len(ids) and int(name) != rows[0]:
             other = str(ids[int(name)])
             log.info(
-                "%s: %r is taken as an image's id (row %d of the store); the image in row %s is %r",
+                "%s: %r is read as an image's id (row %d of the store); the image in row %s is %r",
                 *(store.label, name, rows[0], name, other),
             )
         if not store.valid[rows[0]]:
@@ -81,7 +81,7 @@ def find_rows(store: Store, names: Sequence[str]) -> Rows:
 
 
 def has_full(store: Store, blocks: Sequence[Block]) -> bool:
-    """Whether the store itself holds the whole attention of these blocks."""
+    """Whether the store contains the full attention of these blocks."""
     return all(store.has(f"attention/full/{block.site}") for block in blocks)
 
 
@@ -95,21 +95,21 @@ def attention_of_images(
     device: str = "auto",
     progress: Progress = SILENT,
 ) -> Iterator[Attended]:
-    """What `take` makes of each block's attention, a batch of images at a time.
+    """What `take` computes from each block's attention, one batch of images at a time.
 
     `take(block, a)` gets (images, heads, tokens, tokens) float32: softmax attention as it is,
     queries by keys, prefix tokens first. Read from a store of `extract --attention full` (float16
     there), else computed with the model on `device`. Memory: one block's attention over a batch
-    (256 MiB, or one image), and what was taken.
+    (256 MiB, or one image), and the results of `take`.
 
     Args:
         store: with attention summaries.
         rows: valid rows of the store, each once.
-        take: what to keep.
+        take: computes what to keep.
         blocks: all that the store has attention of, by default.
         origin: see `Provenance`.
-        device: as --device; of stored attention it is not needed.
-        progress: told the images done.
+        device: as --device; not used for stored attention.
+        progress: advanced by the images done.
 
     Raises:
         MissingInput: the store has no attention summaries.
@@ -148,7 +148,7 @@ def _stored(store: Store, rows: Rows, take: Take, blocks: Sequence[Block]) -> It
     order = np.sort(rows)
     start = 0
     while start < len(order):
-        # Rows of one slab, near to each other: what lies between them is read too.
+        # Rows of one slab, close together: rows between them are read too.
         near = (order // store.plan.slab == order[start] // store.plan.slab) & (
             order < order[start] + most
         )
@@ -207,20 +207,20 @@ def _computed(
 
 
 class _Taker:
-    """An observer that keeps what `take` makes of each block's attention."""
+    """An observer that keeps what `take` computes from each block's attention."""
 
     def __init__(self, blocks: Mapping[str, Block], take: Take) -> None:
         self._blocks, self._take = blocks, take
         self.values: dict[str, dict[str, Array]] = {}
 
     def site(self, *_: Any) -> None:
-        """Nothing: no site is asked for."""
+        """Does nothing: no site is requested."""
 
     def branch(self, *_: Any) -> None:
-        """Nothing: no sublayer is asked for."""
+        """Does nothing: no sublayer is requested."""
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Take what is wanted of a block's attention."""
+        """Compute what is wanted from a block's attention."""
         import torch
 
         a = torch.softmax(call.scores(slice(None)), -1)

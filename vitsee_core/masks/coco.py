@@ -21,7 +21,7 @@ MOST_PIXELS = 178_956_970  # of an image that Pillow opens
 @dataclass(frozen=True)
 class CocoMasks:
     """Images of one file; see `MaskSource`. The objects of an image are its annotations of every
-    category. Crowd regions are void, as COCO's own evaluation ignores what lies in them; an object
+    category. Crowd regions are void, as COCO's own evaluation ignores them; an object
     in a crowd region stays foreground.
 
     images: those of the file. objects: image id -> its annotations.
@@ -84,7 +84,7 @@ def open_coco(path: Path) -> CocoMasks:
     """The images and annotations of a COCO file.
 
     Raises:
-        VitseeError: it is none, or pycocotools is not installed.
+        VitseeError: it is not one, or pycocotools is not installed.
     """
     coder(str(path))
     try:
@@ -92,11 +92,11 @@ def open_coco(path: Path) -> CocoMasks:
     except OSError as error:
         raise VitseeError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, RecursionError) as error:
-        raise VitseeError(f"{path} is no JSON: {error}") from None
+        raise VitseeError(f"{path} is not JSON: {error}") from None
     expected = "a COCO file with 'images' and 'annotations'"
     if not isinstance(found, dict) or not {"images", "annotations"} <= found.keys():
         held = ", ".join(found) if isinstance(found, dict) else type(found).__name__
-        raise VitseeError(f"{path} holds {held or 'nothing'}; expected {expected}")
+        raise VitseeError(f"{path} has {held or 'nothing'}; expected {expected}")
     objects: dict[Any, list[dict[str, Any]]] = {}
     try:
         for image in found["images"]:

@@ -60,7 +60,7 @@ class MaskFolder:
 
 
 def open_mask_folder(path: Path, background: tuple[int, ...], void: int | None) -> MaskFolder:
-    """The PNG files below `path`; others are passed over.
+    """The PNG files below `path`; other files are ignored.
 
     Raises:
         VitseeError: there are none, or a value is both background and void.
@@ -70,6 +70,6 @@ def open_mask_folder(path: Path, background: tuple[int, ...], void: int | None) 
     keys = [key for key in walk(str(path)) if key.lower().endswith(".png")]
     if not keys:
         raise VitseeError(
-            f"no .png files below {path}; expected one mask an image, named as the image is"
+            f"no .png files below {path}; expected one mask per image, named as the image is"
         )
     return MaskFolder(str(path), keys, background, void)

@@ -1,4 +1,4 @@
-"""What a mask says of a pixel or a token, and what a source of masks is."""
+"""The labels of pixels and tokens, and the interface of a source of masks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BACKGROUND, FOREGROUND, VOID = 0, 1, 2
 class MaskSource(Protocol):
     """Masks by number, each with the name of an image.
 
-    name: what the user calls the source. keys: the masks' names, matched with the images'. rules:
-    how pixels become labels, for a sidecar. void: what makes a pixel void, in words.
+    name: of the source, as the user gave it. keys: the masks' names, matched with the images'.
+    rules: how pixels become labels, for a sidecar. void: what makes a pixel void, in words.
     """
 
     @property

@@ -14,7 +14,7 @@ from vitsee_core.images.catalogue import EXTENSIONS
 def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64]:
     """(images,) the number of each image's mask, -1 for none.
 
-    Names are paths; an image's ending does not count. First the whole paths are compared, then,
+    Names are paths; an image's ending is ignored. First the whole paths are compared, then,
     for what is left, the last parts of both (`JPEGImages/7.jpg` and `SegmentationClass/7.png`),
     where these name one image and one mask only.
     """
@@ -41,7 +41,7 @@ def _last(name: str) -> str:
 
 
 def _only(names: Iterable[str]) -> dict[str, int]:
-    """Name -> its place, of names that come once."""
+    """Name -> its place, of names that occur once."""
     places: dict[str, int] = {}
     again = set()
     for i, name in enumerate(names):

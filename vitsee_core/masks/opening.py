@@ -1,4 +1,4 @@
-"""From what the user calls the masks to a source of them."""
+"""From the user's path of the masks to a source of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def open_masks(
 
     Args:
         path: of it.
-        background: values of PNG pixels that are no object; by default 0.
-        void: the value of PNG pixels that nothing is known of, or "none"; by default 255.
+        background: values of PNG pixels outside of objects; by default 0.
+        void: the value of unlabelled PNG pixels, or "none"; by default 255.
 
     Raises:
-        VitseeError: in one line, what was found and what was expected.
+        VitseeError: it is neither, or the options do not fit it.
     """
     if not path.exists():
         raise VitseeError(
@@ -35,11 +35,11 @@ def open_masks(
         return open_mask_folder(path, tuple(background or (0,)), ignored)
     if not path.is_file() or path.suffix.lower() != ".json":
         raise VitseeError(
-            f"{path} holds no masks; expected a folder of PNG masks or a COCO .json file"
+            f"{path} has no masks; expected a folder of PNG masks or a COCO .json file"
         )
     if background or void is not None:
         raise VitseeError(
-            f"--background and --void say what PNG pixels mean; {path} is a COCO file: leave them "
+            f"--background and --void are values of PNG pixels; {path} is a COCO file: leave them "
             "out"
         )
     return open_coco(path)

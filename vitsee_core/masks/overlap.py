@@ -1,4 +1,4 @@
-"""How well the most attended tokens cover the foreground, and what blind attention gets."""
+"""How well the most attended tokens cover the foreground, and baselines that ignore the image."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mask = NDArray[np.bool_]
 BASELINES = ("uniform", "centre", "random")
 CENTRE_STD = 0.25  # of the centred map, in sides of the grid
 # Sums within a billionth of the threshold are on it: whether an even map keeps 6 or 7 of its 10
-# tokens is not left to rounding.
+# tokens does not depend on rounding.
 SLACK = 1e-9
 
 
@@ -23,10 +23,10 @@ def top_mass(maps: NDArray[Any], mass: float) -> Mask:
     """(..., tokens) the smallest set of top tokens that holds the share `mass` of a map.
 
     Sorted ascending, the tokens are kept whose cumulated share is above 1 - mass (Walmer et al.
-    2023 with 0.6, as in their code). Of equal tokens the later ones are kept. A map is not negative
-    and need not sum to 1; one without mass, or with NaN, keeps nothing.
+    2023 with 0.6, as in their code). Of equal tokens the later ones are kept. Maps are non-negative
+    and need not sum to 1; a map without mass, or with NaN, keeps nothing.
     """
-    # The bits of float16 that is not negative sort as its values do, and seven times as fast.
+    # The bits of non-negative float16 sort as its values do, seven times as fast.
     keys = maps.view(np.int16) if maps.dtype == np.float16 else maps
     order = np.argsort(keys, axis=-1, kind="stable")
     summed = np.take_along_axis(maps, order, -1).cumsum(-1, dtype=np.float64)
@@ -52,7 +52,7 @@ def overlap(kept: Mask, labels: Labels) -> Float:
 def blind_overlaps(
     labels: Labels, grid: tuple[int, int], index: NDArray[np.int64], mass: float, seed: int
 ) -> dict[str, Float]:
-    """Baseline -> (images,): what maps reach that do not depend on the image.
+    """Baseline -> (images,): the IoU of maps that do not depend on the image.
 
     `uniform`: even attention, where chance decides which of the equal tokens are kept. `centre`: a
     Gaussian about the middle, of a quarter of the grid's sides. `random`: noise, every distribution

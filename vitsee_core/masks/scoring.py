@@ -1,4 +1,4 @@
-"""The overlap of each head's attention with the foreground, image by image, and its moments."""
+"""The overlap of each head's attention with the foreground, per image, and its moments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def overlaps(
     progress: Progress = SILENT,
 ) -> Overlaps:
     """The moments over these rows, from the store's rows of attention; where it has none, the
-    attention is computed once more.
+    attention is recomputed.
 
     Args:
         store: with attention summaries.
@@ -60,10 +60,10 @@ def overlaps(
         device: where attention is computed.
         origin: where data and weights are now.
         map: see `fold`.
-        progress: told the images computed.
+        progress: advanced by the images computed.
 
     Raises:
-        VitseeError: attention has to be computed, and images or weights are gone.
+        VitseeError: attention must be recomputed, and images or weights are gone.
     """
     make = partial(Overlaps, wanted, labels, mass)
     if not _has_rows(store, wanted):
@@ -85,7 +85,7 @@ class Overlaps:
         self.oracle = {key: Moments() for key in keys}
 
     def update(self, slab: Slab) -> None:
-        """Count a slab's images."""
+        """Add a slab's images."""
         valid = slab.valid
         rows = np.arange(slab.rows.start, slab.rows.stop)[valid]
         held: dict[tuple[str, str], NDArray[Any]] = {}
@@ -93,13 +93,13 @@ class Overlaps:
             for token in tokens:
                 array = ARRAYS[token], block.group
                 if array not in held:
-                    # One at a time: of a model with several grids, a slab may be large.
+                    # One group at a time: for a model with several grids, a slab may be large.
                     held = {k: v for k, v in held.items() if k[1] == block.group}
                     held[array] = slab.attention(*array)[valid]
                 self.add(block, token, held[array][:, block.row, : block.n_heads], rows)
 
     def add(self, block: Block, token: str, a: NDArray[Any], rows: NDArray[np.int64]) -> None:
-        """Count some images' attention over all keys, (images, heads, keys), rows of the store."""
+        """Add some images' attention over all keys, (images, heads, keys), rows of the store."""
         kept = top_mass(a[..., block.layout.n_prefix :], self._mass)
         iou = overlap(kept, self._labels[block.group][rows])
         self.heads[block.site, token].add(iou)
@@ -107,13 +107,13 @@ class Overlaps:
         self.oracle[block.site, token].add(np.where(np.isneginf(highest), np.nan, highest))
 
     def merge(self, other: Overlaps) -> None:
-        """Count what `other` counted."""
+        """Add the moments of `other`."""
         for key in self.heads:
             self.heads[key].merge(other.heads[key])
             self.oracle[key].merge(other.oracle[key])
 
     def result(self) -> Overlaps:
-        """Itself: `heads` has entries (heads,), `oracle` scalars."""
+        """The moments themselves: `heads` has entries (heads,), `oracle` scalars."""
         return self
 
 
@@ -142,7 +142,7 @@ def _compute(
     progress: Progress,
 ) -> None:
     """Add the overlaps of a store without rows of attention."""
-    log.info("%s keeps no rows of attention (extract --attention rows does)", store.label)
+    log.info("%s has no rows of attention (extract --attention rows does)", store.label)
     tokens_of = {block.site: tokens for block, tokens in wanted}
 
     def take(block: Block, a: Tensor) -> dict[str, Tensor]:
@@ -160,6 +160,6 @@ def _compute(
     for part in parts:
         for block, tokens in wanted:
             for token in tokens:
-                # Rounded as a store rounds them: rows that are kept give the same result.
+                # Rounded as in a store: stored rows give the same result.
                 maps = part.values[block.site][token].astype(np.float16)
                 found.add(block, token, maps, part.rows)

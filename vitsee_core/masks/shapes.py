@@ -1,7 +1,7 @@
 """Objects of COCO files as pixels: outlines by pycocotools, run lengths by numpy.
 
-Nothing is handed to compiled code, and no memory taken, before sizes and numbers were checked:
-pycocotools ends the process on outlines far outside of the image, and on runs beyond its end.
+Sizes and numbers are checked before memory is allocated or compiled code is called:
+pycocotools crashes the process on outlines far outside of the image, and on runs beyond its end.
 """
 
 from __future__ import annotations

@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 # passes; on a GPU blocks only bound the memory.
 BLOCK_BYTES_CPU = 2 << 20
 BLOCK_BYTES_GPU = 256 << 20
-# Where one image's scores are larger, all threads share every pass: one image is work enough for
-# them, and a buffer a thread would be too much.
+# Where one image's scores are larger, all threads share every pass: one image is enough work for
+# them, and one buffer per thread would take too much memory.
 THREAD_BYTES = 16 << 20
-# A batch's sums are added up from so many parts, however many threads make them.
+# A batch's sums are added up from this many parts, whatever the number of threads.
 MAX_PARTS = 16
 
 
 class AttentionReducer:
     """Summarises the attention of blocks that share a token layout.
 
-    Holds their constants and its buffers: for each thread twice the scores of a block of images
+    Keeps their constants and its buffers: for each thread twice the scores of a block of images
     (2 MiB, on a GPU 256 MiB, or one image if that is more; `block_bytes` sets it), and those of
-    up to 16 images (one if they are large, or on a GPU). Every image is reduced by itself: on a CPU
-    its values do not depend on blocks, batches or threads, bit for bit, nor do the sums on threads;
-    a GPU's libraries choose kernels by the number of images, which moves last digits.
+    up to 16 images (one if they are large, or on a GPU). Every image is reduced separately: on a
+    CPU its values do not depend on blocks, batches or threads, bit for bit, nor do the sums on
+    threads; a GPU's libraries choose kernels by the number of images, which moves last digits.
 
-    `rollout` asks for head means, `rows` for the rows of every image, `full` for A itself.
+    `rollout` adds head means, `rows` the rows of every image, `full` A itself.
     Raises ValueError if the layout has no grid or no stride: callers choose blocks that do.
     """
 
@@ -69,7 +69,7 @@ class AttentionReducer:
         self._buffers: dict[str, Tensor] = {}
         px = distances(self.grid, layout.stride_px)
         unit = distances(self.grid, unit_step(self.grid))
-        # Where both are the same up to a factor (square grids of square cells) one pass serves.
+        # Where both are equal up to a factor (square grids of square cells) one pass is enough.
         ratio = float(unit.max() / px.max()) if px.max() > 0 else 1.0
         self._unit_per_px = ratio if torch.allclose(unit, px * ratio, rtol=1e-12) else None
         self._px, self._unit = self._widened(px), self._widened(unit)
@@ -80,12 +80,12 @@ class AttentionReducer:
         return torch.nn.functional.pad(distance, (n, 0)).float().to(self.device)
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
-        """Reused memory of that name; what it held is lost."""
+        """The reused buffer of that name; its contents are lost."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            # Fresh memory of this size costs page faults worth a tenth of the run. An inference
-            # tensor could not be written outside inference mode by a later caller.
+            # Allocating this much memory each time costs page faults worth a tenth of the run. An
+            # inference tensor could not be written outside inference mode by a later caller.
             with torch.inference_mode(False):
                 buffer = torch.empty(size, dtype=torch.float32, device=self.device)
             self._buffers[name] = buffer
@@ -95,8 +95,8 @@ class AttentionReducer:
     def reduce(self, call: AttentionCall, valid: Tensor) -> AttentionSummary:
         """The summary of one call; `valid` (images,) bool says which images enter the sums.
 
-        Rows of an invalid image hold whatever the model made of its pixels, NaN included. A
-        `valid` on the host spares a GPU the pass that would leave invalid images out. Nothing
+        Rows of an invalid image contain whatever the model computed from its pixels, NaN included.
+        With `valid` on the host a GPU skips the pass that excludes invalid images. The host never
         waits for the device.
 
         Raises ValueError if the call's tokens are not the layout's.
@@ -104,7 +104,7 @@ class AttentionReducer:
         n, n_tokens = self.layout.n_prefix, call.n_tokens
         if n_tokens != self.layout.n_tokens:
             raise ValueError(f"attention over {n_tokens} tokens; layout: {self.layout.n_tokens}")
-        # Only a host tensor tells without waiting for the device.
+        # Only a host tensor can be read without waiting for the device.
         all_valid = valid.device.type == "cpu" and bool(valid.all())
         kept = None if all_valid else valid.to(self.device)
         n_parts, n_threads = self._split(call)
@@ -136,7 +136,7 @@ class AttentionReducer:
         )
 
     def _empty(self, n_images: int, n_heads: int) -> dict[str, Tensor]:
-        """Memory for what is known image by image, and for `aligned`."""
+        """Buffers for the results per image, and for `aligned`."""
         t, (gh, gw) = self.layout.n_tokens, self.grid
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PER_IMAGE, (n_images, n_heads))
         shapes["head_std"] = (n_images,)
@@ -156,7 +156,7 @@ class AttentionReducer:
         }
 
     def _empty_sums(self, n_parts: int, n_heads: int) -> dict[str, Tensor]:
-        """Memory for each part's sums over its images, by what they are sums of."""
+        """Buffers for each part's sums over its images, by name."""
         t = self.layout.n_tokens
         names = ["received_rows"] if self.layout.cls is None else ["received_rows", "cls_rows"]
         shape = (n_parts, n_heads, t)
@@ -166,7 +166,7 @@ class AttentionReducer:
         return {"pairs": self._buffer("pairs", *shape, t), **sums}
 
     def _split(self, call: AttentionCall) -> tuple[int, int]:
-        """Into how many parts, runs of images with a sum of their own, and for how many threads."""
+        """The number of parts (runs of images with sums of their own) and of threads."""
         image_bytes = 4 * call.n_heads * call.n_tokens**2
         if self.device.type != "cpu" or image_bytes > THREAD_BYTES:
             return 1, 1
@@ -210,7 +210,7 @@ class AttentionReducer:
         n = self.layout.n_prefix
         rows, scratch = a[:, :, n:], scores[:, :, n:]
         mass = rows[..., n:].sum(-1)
-        # Below the smallest normal number the device decides whether a value is zero.
+        # Below the smallest normal number it depends on the device whether a value is zero.
         counted = mass >= torch.finfo(mass.dtype).tiny
         n_queries = counted.sum(-1)
         here["n_queries"].copy_(n_queries)
@@ -239,8 +239,8 @@ class AttentionReducer:
     ) -> None:
         """Adds the renormalised rows of the valid images (None: of all) to `pairs`.
 
-        One sum by offset a batch follows, instead of one an image. `fresh`: `pairs` holds nothing
-        yet, and nothing of it is read.
+        One sum by offset per batch follows, instead of one per image. `fresh`: `pairs` is
+        uninitialised and is not read.
         """
         n = self.layout.n_prefix
         if valid is not None:
@@ -279,8 +279,8 @@ class AttentionReducer:
             here["distance_unit"].copy_((reach * share).sum(-1).masked_fill(undefined, torch.nan))
 
     def _received(self, rows: Tensor, share: Tensor, here: dict[str, Tensor]) -> Tensor:
-        """What keys receive, and where it is most; returns the mean of the renormalised rows over
-        spatial keys, (b, H, N), NaN where there is none."""
+        """The mass that keys receive, and its maximum; returns the mean of the renormalised rows
+        over spatial keys, (b, H, N), NaN where there is none."""
         n, (n_images, n_heads, n_queries, n_keys) = self.layout.n_prefix, rows.shape
         received = torch.mean(rows, 2, out=here["received_rows"])
         here["prefix_mass"].copy_(received[..., :n].sum(-1))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def distances(grid: tuple[int, int], step: tuple[float, float]) -> Tensor:
     """Euclidean distance between all pairs of cells: (cells, cells) float64, cells row-major.
 
-    `grid`: (rows, cols); `step`: how far apart neighbouring cells lie, (y, x).
+    `grid`: (rows, cols); `step`: the distance between neighbouring cells, (y, x).
     """
     gh, gw = grid
     cell = torch.arange(gh * gw)
@@ -24,14 +24,14 @@ def distances(grid: tuple[int, int], step: tuple[float, float]) -> Tensor:
 def unit_step(grid: tuple[int, int]) -> tuple[float, float]:
     """The step of a grid laid on the unit square, x = col / (gw - 1) and y = row / (gh - 1).
 
-    The coordinates of the code of Walmer et al. 2023; an axis of length 1 counts 0.
+    The coordinates of the code of Walmer et al. 2023; an axis of length 1 has coordinate 0.
     """
     gh, gw = grid
     return 1.0 / max(gh - 1, 1), 1.0 / max(gw - 1, 1)
 
 
 def sum_by_offset(pairs: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Sums a query-by-key map over all pairs of cells that lie equally far apart.
+    """Sums a query-by-key map over all pairs of cells with the same offset.
 
     `pairs`: (heads, cells, cells), query by key. Returns (heads, 2 gh - 1, 2 gw - 1) of the same
     dtype: [h, gh - 1 + dy, gw - 1 + dx] is the sum over pairs whose key minus query is (dy, dx).
@@ -54,7 +54,7 @@ def sum_by_offset(pairs: Tensor, grid: tuple[int, int]) -> Tensor:
 
 def _sum_by_offset_fold(pairs: Tensor, grid: tuple[int, int]) -> Tensor:
     # With queries in reverse order as the cells of a sliding window and keys as its positions,
-    # the sum is `fold`: one gathering kernel on a GPU (no atomics), but slow on a CPU.
+    # the sum is `fold`: one gather kernel on a GPU (no atomics), but slow on a CPU.
     gh, gw = grid
     size = (2 * gh - 1, 2 * gw - 1)
     return torch.nn.functional.fold(pairs.flip(1), size, kernel_size=grid).squeeze(1)

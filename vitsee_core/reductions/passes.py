@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def by_caches(x: Tensor) -> bool:
-    """Whether passes over a tensor are written for the caches of a CPU, or in as few kernels as a
-    GPU can do with."""
+    """Whether passes over a tensor are arranged for a CPU's caches (else in few kernels, for a
+    GPU)."""
     return x.device.type == "cpu"
 
 
@@ -22,24 +22,24 @@ def row_entropies(p: Tensor, scores: Tensor, mass: Tensor) -> tuple[Tensor, Tens
     `p`, `scores`: (images, heads, queries, keys), prefix keys first; p is the softmax of `scores`,
     which are overwritten. `mass`: (images, heads, queries), the sum of p over spatial keys.
     Returns two (images, heads, queries) in nats; the second of the row restricted to the spatial
-    keys and divided by its mass, and no number where the mass is 0. Keys without mass count 0,
-    and a row that is no distribution (NaN) is NaN.
+    keys and divided by its mass, and NaN where the mass is 0. Keys without mass contribute 0, and a
+    row with NaN is NaN.
     """
     n_prefix = scores.shape[-1] - scores.shape[-2]
     if not by_caches(p):
         return _entropies(torch.special.entr(p, out=scores), mass, n_prefix)
-    # ln p = score - lse, so the entropy is lse - sum p score, without a logarithm an element
+    # ln p = score - lse, so the entropy is lse - sum p score, without a logarithm per element
     # (those take longer than all other passes together); lse from one key of each row.
     first = p[..., 0]
     lse: Tensor = scores[..., 0] - first.log()
-    # What the plain way is for: a key whose logarithm is inexact, and scores so far from 0 that
+    # The direct formula is for a key whose logarithm is inexact, and for scores so far from 0 that
     # the difference would lose more than 1e-4 nats.
     plain = ~((first > 1e-30) & (lse.abs() < 256.0))
     expected = torch.mul(p, scores, out=scores)
     within = expected[..., n_prefix:].sum(-1)
     total = within + expected[..., :n_prefix].sum(-1) if n_prefix else within
-    # Of the renormalised row ln p = score - lse - ln mass. Taking the prefix keys' share off the
-    # whole entropy instead would divide its rounding by the mass.
+    # Of the renormalised row ln p = score - lse - ln mass. Subtracting the prefix keys' share from
+    # the full entropy instead would divide its rounding error by the mass.
     spatial = (lse + mass.log()).sub_(within.div_(mass)).clamp_(min=0.0)
     entropy = lse.sub_(total).clamp_(min=0.0)
     if plain.any() or not entropy.sum().isfinite():
@@ -81,7 +81,7 @@ def spread_over_heads(a: Tensor, mean: Tensor, scratch: Tensor) -> Tensor:
         return torch.zeros_like(mean)
     if not by_caches(a):
         return torch.std(a, 1)
-    # A head at a time: differences of one head and their sum stay in the nearest cache.
+    # One head at a time: its differences and their sum stay in the nearest cache.
     apart, total = scratch[:, 0], scratch[:, 1].zero_()
     for head in a.unbind(1):
         torch.sub(head, mean, out=apart)
@@ -102,7 +102,8 @@ def shared_information(mean: Tensor, entropy: Tensor, n_queries: Tensor) -> Tens
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
-    """The sum over the first axis, term after term: equal bits whatever else is computed beside."""
+    """The sum over the first axis, term by term: equal bits whatever else is computed at the same
+    time."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

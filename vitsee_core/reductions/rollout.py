@@ -1,7 +1,7 @@
 """Attention rollout: how much of every input token reaches the class token through all blocks.
 
-Source: Abnar & Zuidema 2020; used by Dosovitskiy et al. 2021 (Figs. 6 and 13), whose text names
-the averaging over heads and the recursive product only, not the residual term.
+Source: Abnar & Zuidema 2020; used by Dosovitskiy et al. 2021 (Figs. 6 and 13), whose text mentions
+the averaging over heads and the recursive product, but not the residual term.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 def rollout(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool = True) -> Tensor:
     """The class token's row of A_L ... A_1 with A = 0.5 (mean over heads) + 0.5 I.
 
-    `head_means`: one (images, tokens, tokens) tensor a block, first block first. Rows are
+    `head_means`: one (images, tokens, tokens) tensor per block, first block first. Rows are
     renormalised, so a result sums to 1 over its tokens; `residual=False` leaves the identity out.
     Without a class token the row is the mean over the spatial queries. Returns (images, tokens),
     prefix tokens included.
 
     Only one row of the product is wanted, so a row is carried from the last block to the first:
-    T^2 multiplications a block where the full product takes T^3.
+    T^2 multiplications per block where the full product takes T^3.
     """
     if not head_means:
         raise ValueError("rollout needs the head means of at least one block")

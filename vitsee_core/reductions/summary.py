@@ -6,12 +6,13 @@ keys; query_std = std over queries of A[q, k], mean over spatial keys; head_std 
 A[q, k], mean over spatial queries and keys (both with n - 1, as torch.std in the code of Walmer et
 al. 2023, and 0 where there is one query or one head). distance_px, distance_unit and aligned take
 A over spatial keys with its rows renormalised: a query without spatial mass is left out of them,
-n_queries counts the others. distance_px_raw, the class token's row and the received mass take A as
-it is. received_max and received_argmax are the largest received mass, over all keys, and its token
-(the first of equal ones). qk_nmi = [H(mean_q A') - mean_q H(A'_q)] / sqrt(ln Q H(mean_q A')), with
-A' the renormalised rows and Q their number n_queries: the normalised mutual information of queries
-and keys (Park et al. 2023), 0 where all queries attend alike, NaN for Q < 2 or H(mean_q A') = 0. A
-query that may attend to no key at all has no distribution: its image and head are NaN.
+n_queries counts the others. distance_px_raw, the class token's row and the received mass use A
+without renormalisation. received_max and received_argmax are the largest received mass, over all
+keys, and its token (the first of equal ones). qk_nmi = [H(mean_q A') - mean_q H(A'_q)] / sqrt(ln Q
+H(mean_q A')), with A' the renormalised rows and Q their number n_queries: the normalised mutual
+information of queries and keys (Park et al. 2023), 0 where all queries attend alike, NaN for Q < 2
+or H(mean_q A') = 0. A query that may attend to no key at all has no distribution: its image and
+head are NaN.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PER_IMAGE = (
 
 
 class AttentionCall(Protocol):
-    """One call of attention by the model, as far as it is needed here."""
+    """What is needed here of one call of attention by the model."""
 
     @property
     def n_images(self) -> int:
@@ -56,7 +57,7 @@ class AttentionCall(Protocol):
         ...
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """What goes into the softmax: (images, heads, tokens, tokens) float32, in `out`."""
+        """The scores before the softmax: (images, heads, tokens, tokens) float32, in `out`."""
         ...
 
 
@@ -69,7 +70,7 @@ class AttentionSummary:
     `qk_nmi`; `n_queries` and `received_argmax` (a token, -1 where `received_max` is NaN) as int32;
     `head_std` (images,).
     Sums over the valid images, float64 where the device has it: `aligned` (heads, 2 gh - 1,
-    2 gw - 1) by the offset key minus query, of total mass 1 an image; `cls_map` (heads, tokens),
+    2 gw - 1) by the offset key minus query, of total mass 1 per image; `cls_map` (heads, tokens),
     the class token's row, None without one; `received` (heads, tokens), the mean over queries.
     On request: `head_mean` (images, tokens, tokens); `cls_rows` (None without a class token) and
     `received_rows` (images, heads, tokens); `full` (images, heads, tokens, tokens) float16.

@@ -1,8 +1,8 @@
-"""Splits work over threads that use one core each, in place of threads that share every pass.
+"""Splits work over threads that use one core each, instead of threads that share every pass.
 
 A pass over a few images takes some ten microseconds. Shared by several threads it ends when the
 slowest of them does, and where other work wants the cores (loading images, writing) that wait is
-far longer than the pass. Threads with images of their own wait for each other once a call.
+far longer than the pass. Threads with images of their own wait for each other once per call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def run_split(function: Callable[[int, range], None], n_items: int, n_pieces: in
 
     Pieces are runs of about equal length. Each is run by a thread in which torch uses one core,
     in the caller's inference mode and without gradients; a single piece by the caller's own
-    thread with all its cores. Returns when all have ended; an error of a piece is raised then.
+    thread with all its cores. Returns when all have ended; an error in a piece is then raised.
     """
     bounds = [n_items * i // n_pieces for i in range(n_pieces + 1)]
     if n_pieces == 1:

@@ -46,7 +46,7 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
 
 
 def _multiply_at_once(z: Tensor, f: Tensor, out: Tensor) -> None:
-    """`residual_products` where memory is wide: one kernel a square, which reads the stored type
+    """`residual_products` where memory is wide: one kernel per product, which reads the stored type
     and sums in float32."""
     for column, x in enumerate((z, f)):
         norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
@@ -62,8 +62,8 @@ def pool_sites(
 
     `prefix`: (images, prefix tokens, dim) or None; `body`: (images, rows, cols, dim) or (images,
     rows, dim). Returns two float32 tensors of shape (images, dim), sums in float32; the first is
-    None where the layout has no class token. Prefix tokens are no part of the mean. Both are
-    copies: they hold when the model overwrites what it gave.
+    None where the layout has no class token. Prefix tokens are not part of the mean. Both are
+    copies, so they stay valid when the model overwrites its tensors.
     """
     cls = None
     if prefix is not None and layout.cls is not None:
