@@ -14,8 +14,9 @@ from tests.activation_stores import CNN, activations
 from tests.cka_stores import write_store
 from tests.test_cka_heads import CNN_SITES, N, distances, vit
 from vitsee_core.analyses import cka, cka_heads
-from vitsee_core.similarity import arithmetic, device_tiles, on_the_fly, products, tiles
-from vitsee_core.similarity.arithmetic import Gpu, Staging
+from vitsee_core.device import current_precision
+from vitsee_core.similarity import arithmetic, device_tiles, estimate, on_the_fly, products, tiles
+from vitsee_core.similarity.arithmetic import Gpu, Staging, full_precision
 from vitsee_core.similarity.device_tiles import DeviceTiles
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.shift import raw_gram
@@ -174,3 +175,32 @@ def test_tiles_on_the_device() -> None:
     memory.put(values, 1, torch.ones(3, 3))
     assert memory.without_diagonals(values).tolist() == [[0, 4, 8], [1, 1, 1]]
     assert values[0].tolist() == [[0, 1, 2], [3, 0, 5], [6, 7, 0]]
+
+
+def test_products_on_a_gpu_are_single_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TF32 as environments switch it on; every product of both ways to CKA is made without it."""
+    seen: list[str] = []
+
+    def multiplied(self: DeviceTiles, *args: Any) -> Any:
+        seen.append(current_precision(torch.device("cuda")))
+        return sums(self, *args)
+
+    as_on_a_gpu(monkeypatch)
+    sums = DeviceTiles.sums
+    monkeypatch.setattr(DeviceTiles, "sums", multiplied)
+    for module in (estimate, on_the_fly):
+        monkeypatch.setattr(module, "full_precision", lambda _device: full_precision("cuda"))
+    a = vit(tmp_path / "vit.zarr")
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert current_precision(torch.device("cuda")) == "tf32"
+        cka.run(a, no_cache=True)
+        by_sites = len(seen)
+        cka_heads.run(a, a, window=2, no_cache=True)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert 0 < by_sites < len(seen)
+    assert set(seen) == {"fp32"}
