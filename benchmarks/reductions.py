@@ -42,7 +42,8 @@ def main() -> None:
     if args.device.startswith("cuda"):
         print(torch.cuda.get_device_name(args.device))
     print(f"batch {args.batch}, medians of {args.rounds} rounds")
-    print(f"{'model':24} {'forward':>9} {'summaries':>9} {'ratio':>6}  error of entropy, distance")
+    columns = f"{'model':24} {'forward':>9} {'summaries':>9} {'ratio':>6}"
+    print(f"{columns}  error of entropy, distance, query_std")
     for name in args.models or MODELS:
         measure(name, args.batch, args.rounds, args.device)
     print(f"peak RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
@@ -84,7 +85,7 @@ def measure(name: str, batch: int, rounds: int, device: str) -> None:
     print(
         f"{name:24} {statistics.median(plain) * 1e3:6.0f} ms"
         f" {statistics.median(more) * 1e3:6.0f} ms {ratio:6.3f}"
-        f"  {errors[0]:.1e} nats, {errors[1]:.1e} px"
+        f"  {errors[0]:.1e} nats, {errors[1]:.1e} px, {errors[2]:.1e} of it"
     )
 
 
@@ -97,17 +98,20 @@ def elapsed(began: float, device: str) -> float:
 
 def agreement(
     call: AttentionCall, summary: AttentionSummary, layout: TokenLayout
-) -> tuple[float, float]:
-    """Largest differences of entropy and distance from plain float64 ones, over two images."""
+) -> tuple[float, float, float]:
+    """Largest differences from plain float64 values, over two images: of entropy, of distance, and
+    of the standard deviation over queries relative to it."""
     assert layout.grid and layout.stride_px
     n = layout.n_prefix
     rows = torch.softmax(call.scores(slice(0, 2)).double(), -1)[:, :, n:]
     entropy = torch.special.entr(rows).sum(-1).mean(-1)
     inner = rows[..., n:] / rows[..., n:].sum(-1, keepdim=True)
     distance = (inner * distances(layout.grid, layout.stride_px).to(inner.device)).sum(-1).mean(-1)
+    spread = rows[..., n:].std(2).mean(-1)
     return (
         float((summary.entropy[:2] - entropy).abs().max()),
         float((summary.distance_px[:2] - distance).abs().max()),
+        float(((summary.query_std[:2] - spread) / spread).abs().max()),
     )
 
 

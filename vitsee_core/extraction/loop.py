@@ -82,9 +82,10 @@ class SlabLoop:
         feed = PixelFeed(loading, device)
         with (
             self._memory(plan, observer, sets=min(2, len(todo))),
+            # The writer's products have a context of the same switches inside this one.
+            precision_context(device, prepared.precision),
             ThreadPoolExecutor(1, "writer") as pool,
             torch.inference_mode(),
-            precision_context(device, prepared.precision),
             capture,
         ):
             for k in todo:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitsee_core.device import precision_context
+from vitsee_core.device import precision_context, to_device
 from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, is_sum
 from vitsee_core.extraction.grams import GramProducts
 from vitsee_core.extraction.holding import GramRoute, feature_paths
@@ -107,7 +107,7 @@ class SlabObserver:
         # Where all images count a mask on the host says so without waiting for the device; else it
         # goes there once, and not once a block.
         all_valid = bool(batch.valid.all())
-        self._mask = self._valid if all_valid else self._valid.to(self._device)
+        self._mask = self._valid if all_valid else to_device(batch.valid, self._device)
         self._head_means: dict[str, Tensor] = {}
         self._staged: dict[str, Tensor] = {}
         self._keep("valid", torch.from_numpy(batch.valid.astype(np.uint8)))
