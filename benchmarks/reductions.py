@@ -19,9 +19,9 @@ import timm
 import torch
 from common import interleaved, machine, paired_ratio
 
-from vitsee_core.models.attention import AttentionCall, AttentionEvent, AttentionWatch
+from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
 from vitsee_core.reductions import AttentionReducer, AttentionSummary, rollout
-from vitsee_core.reductions.geometry import distances
+from vitsee_core.reductions.grid_distances import distances
 from vitsee_stores.layout import TokenLayout
 
 MODELS = ["vit_small_patch16_224", "vit_base_patch16_224"]

@@ -19,7 +19,7 @@ from vitsee_core.models import (
     Sublayer,
     site_table,
 )
-from vitsee_core.models.attention import AttentionWatch
+from vitsee_core.models.attention_watch import AttentionWatch
 from vitsee_stores.layout import SiteSpec, select_names
 
 

@@ -15,7 +15,7 @@ from PIL import Image, ImageFilter
 from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
 from vitsee_core.extraction import prepare, run, same_images
 from vitsee_core.extraction.versions import versions
-from vitsee_core.images import openers
+from vitsee_core.images import decoding
 from vitsee_stores import open_store
 
 N, SLAB = 12, 4
@@ -146,7 +146,7 @@ def test_another_decoder_is_refused_with_its_version(
     from vitsee_core.images import loading
 
     def brighter(out: NDArray[np.uint8], *args: Any) -> Any:
-        result = openers.load_into(out, *args)
+        result = decoding.load_into(out, *args)
         out += 1
         return result
 
@@ -163,18 +163,18 @@ def test_only_what_is_compared_is_read(
     """Four images are decoded and as many more read as are compared, whatever the store's size."""
     decoded: list[str] = []
     read: list[str] = []
-    decode, of_file = openers.decode, openers.FileOpener._bytes
+    decode, of_file = decoding.decode, decoding.FileOpener._bytes
 
     def counted(name: str, encoded: bytes) -> Any:
         decoded.append(name)
         return decode(name, encoded)
 
-    def counted_bytes(opener: openers.FileOpener, location: str) -> bytes:
+    def counted_bytes(opener: decoding.FileOpener, location: str) -> bytes:
         read.append(location)
         return of_file(opener, location)
 
-    monkeypatch.setattr(openers, "decode", counted)
-    monkeypatch.setattr(openers.FileOpener, "_bytes", counted_bytes)
+    monkeypatch.setattr(decoding, "decode", counted)
+    monkeypatch.setattr(decoding.FileOpener, "_bytes", counted_bytes)
     monkeypatch.setattr(same_images, "COMPARED", 3)
     assert "is complete" in extracted(*options(clean, made)).stderr
     first = open_store(made).samples.id[:4].tolist()
@@ -204,7 +204,7 @@ def test_hashes_without_decoding_are_those_with(tmp_path: Path) -> None:
     """Of files, tar members, arrays, shared arrays, and joint sources."""
     from tests.image_files import encoded, plant
     from vitsee_core.images import open_source
-    from vitsee_core.images.source import join
+    from vitsee_core.images.image_source import join
 
     folder = open_source(str(plant(tmp_path / "data", "a/1.png", "b/2.png")))
     np.savez(tmp_path / "rows.npz", images=np.arange(96, dtype=np.uint8).reshape(2, 4, 4, 3))
@@ -212,9 +212,9 @@ def test_hashes_without_decoding_are_those_with(tmp_path: Path) -> None:
     shutil.make_archive(str(tmp_path / "rolled"), "tar", tmp_path / "data")
     tar = open_source(str(tmp_path / "rolled.tar"))
     shared, _ = rows.opener.inherit()
-    assert isinstance(shared, openers.Opener)
+    assert isinstance(shared, decoding.Opener)
     assert shared.hash(1) == rows.opener.hash(1) == rows.read(1)[1]
     for source in (folder, rows, tar, join("both", [rows, rows])):
         for k in range(len(source)):
             assert source.hash(k) == source.read(k)[1]
-    assert tar.hash(0) == openers.hash64(encoded(0))
+    assert tar.hash(0) == decoding.hash64(encoded(0))

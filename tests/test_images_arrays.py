@@ -14,7 +14,7 @@ import pytest
 
 from tests.image_files import encoded, refused
 from vitsee_core.images import ImageError, open_source
-from vitsee_core.images.openers import hash64
+from vitsee_core.images.decoding import hash64
 
 
 def test_npz_with_everything(tmp_path: Path) -> None:

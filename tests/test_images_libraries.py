@@ -13,7 +13,7 @@ import pytest
 
 from tests.image_files import encoded, plant, refused
 from vitsee_core.images import ImageError, open_source
-from vitsee_core.images.openers import hash64
+from vitsee_core.images.decoding import hash64
 
 
 def write_mnist(root: Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from vitsee_core.images import Batch, DataError, ImageError, batches, open_source, select
-from vitsee_core.images.openers import hash64
+from vitsee_core.images.decoding import hash64
 from vitsee_core.images.selection import Selection
 from vitsee_core.images.transform import make_recipe
 
@@ -312,9 +312,7 @@ def test_a_killed_worker_is_said(folder: Path) -> None:
 
 
 def test_workers_import_neither_torch_nor_timm() -> None:
-    code = (
-        "import sys, vitsee_core.images.worker; print({'torch', 'timm', 'zarr'} & {*sys.modules})"
-    )
+    code = "import sys, vitsee_core.images.pool; print({'torch', 'timm', 'zarr'} & {*sys.modules})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitsee_core.images import DataError, Source, open_source, select
-from vitsee_core.images.openers import ArrayOpener
+from vitsee_core.images import DataError, ImageSource, open_source, select
+from vitsee_core.images.decoding import ArrayOpener
 from vitsee_core.images.selection import random_order
 
 
-def make(labels: list[int], class_names: list[str] | None = None) -> Source:
+def make(labels: list[int], class_names: list[str] | None = None) -> ImageSource:
     n = len(labels)
-    return Source(
+    return ImageSource(
         name="data",
         opener=ArrayOpener(np.zeros((n, 2, 2), np.uint8)),
         locations=range(n),

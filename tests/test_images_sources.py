@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.image_files import encoded, plant, refused
-from vitsee_core.images import Source, open_source
-from vitsee_core.images.catalogue import natural_key
-from vitsee_core.images.openers import hash64
+from vitsee_core.images import ImageSource, open_source
+from vitsee_core.images.decoding import hash64
+from vitsee_core.images.folders import natural_key
 
 
 def test_class_folders_give_sorted_ids_and_labels(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_a_folder_whose_name_looks_like_a_library(
 ) -> None:
     plant(tmp_path, "torch/cats/1.png")
     monkeypatch.chdir(tmp_path)
-    source: Source = open_source("torch/cats")
+    source: ImageSource = open_source("torch/cats")
     assert source.ids == ["1.png"]
-    assert isinstance(source, Source)
+    assert isinstance(source, ImageSource)
     monkeypatch.chdir("/")
     assert source.read(0)[0].size == (6, 4)
 

@@ -15,7 +15,7 @@ from PIL import Image
 from timm.data.transforms_factory import create_transform
 
 from vitsee_core.images import DataError, ImageError, normalise
-from vitsee_core.images.openers import decode
+from vitsee_core.images.decoding import decode
 from vitsee_core.images.transform import Recipe, make_recipe, to_mode
 
 BASE: dict[str, Any] = {

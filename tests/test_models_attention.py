@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests.models_helpers import VIT, Keeper, images, small
 from vitsee_core.models import Capture, CaptureError, LoadedModel, site_table
-from vitsee_core.models.attention import (
+from vitsee_core.models.attention_watch import (
     AttentionEvent,
     AttentionWatch,
     KernelCall,

@@ -14,7 +14,7 @@ from tests.attention_calls import Call, random_scores
 from vitsee_core.device import current_precision, no_autocast, precision_context
 from vitsee_core.models.selfcheck import SelfCheck, _judge_output
 from vitsee_core.probing.sgd import Training, train_linear
-from vitsee_core.reductions import AttentionReducer, residual_products, rollout, tokens
+from vitsee_core.reductions import AttentionReducer, activations, residual_products, rollout
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
@@ -139,7 +139,7 @@ def test_residual_products_are_single_precision_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = residual_products(z, f)
         at_once = torch.empty(2, 5, 3)
-        tokens._multiply_at_once(z, f, at_once)
+        activations._multiply_at_once(z, f, at_once)
         on_meta = residual_products(z.to("meta"), f.to("meta"))
     # Sums of 256 float32 products; bfloat16 is wrong by 1e-1 here.
     for value in (found, at_once):
@@ -151,7 +151,7 @@ def test_products_above_the_range_of_halves() -> None:
     z = torch.full((1, 2, 256), 300.0)
     out = torch.empty(1, 2, 3)
     with torch.autocast("cpu", torch.float16):
-        tokens._multiply_at_once(z, z, out)
+        activations._multiply_at_once(z, z, out)
     assert torch.all(out == 256 * 300.0**2)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from vitsee_stores.errors import MissingInput, VitseeError
 
 if TYPE_CHECKING:
-    from vitsee_core.images import Source
+    from vitsee_core.images import ImageSource
     from vitsee_core.models import LoadedModel
     from vitsee_stores import Store
 
@@ -149,7 +149,7 @@ class Pictures:
         self._store, self._data = store, data
 
     @cached_property
-    def source(self) -> Source:
+    def source(self) -> ImageSource:
         """The data set, as `source_of` finds it."""
         return source_of(self._store, self._data)
 
@@ -208,7 +208,7 @@ class Pictures:
                 return
 
 
-def source_of(store: Store, data: str | None = None) -> Source:
+def source_of(store: Store, data: str | None = None) -> ImageSource:
     """The data set that a store was made from, or `data` in its place.
 
     Raises:

@@ -27,7 +27,7 @@ from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, arrays
 
 if TYPE_CHECKING:
     from vitsee_core.images import Batch
-    from vitsee_core.models.attention import AttentionCall
+    from vitsee_core.models.attention_watch import AttentionCall
     from vitsee_core.models.sites import AttentionBlock, Sublayer
 
 FLOAT16_MAX = 65504.0

@@ -13,7 +13,7 @@ from torch import Tensor
 from vitsee_stores.layout import SiteSpec
 
 if TYPE_CHECKING:
-    from vitsee_core.models.attention import AttentionCall
+    from vitsee_core.models.attention_watch import AttentionCall
     from vitsee_core.models.capture import Observer
     from vitsee_core.models.sites import AttentionBlock, Sublayer
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from vitsee_core.images.catalogue import classify, is_image, utf8
+from vitsee_core.images.decoding import TarOpener, one_line
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.openers import TarOpener, one_line
-from vitsee_core.images.source import Source
+from vitsee_core.images.folders import classify, is_image, utf8
+from vitsee_core.images.image_source import ImageSource
 
 Member = tuple[str, int, int]
 
 
-def open_tars(tars: Sequence[Path], name: str) -> Source:
+def open_tars(tars: Sequence[Path], name: str) -> ImageSource:
     """The images of tar files, sorted by code point of their paths; nothing is unpacked.
 
     A path is the one in the tar; with several tars, and for a tar inside another, the tar's name
@@ -42,7 +42,7 @@ def open_tars(tars: Sequence[Path], name: str) -> Source:
     paths = sorted(found)
     labels, splits, class_names = classify(paths)
     opener = TarOpener(tuple(str(tar.absolute()) for tar in tars))
-    return Source(name, opener, [found[p] for p in paths], paths, labels, splits, class_names)
+    return ImageSource(name, opener, [found[p] for p in paths], paths, labels, splits, class_names)
 
 
 def _members(file: IO[bytes], prefix: str, base: int) -> Iterator[Member]:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.decoding import ArrayOpener, one_line
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.openers import ArrayOpener, one_line
-from vitsee_core.images.source import Source
+from vitsee_core.images.image_source import ImageSource
 
 _NAMES = ("images", "labels", "class_names", "splits")
 
 
-def open_npz(path: Path, name: str) -> Source:
+def open_npz(path: Path, name: str) -> ImageSource:
     """The rows of `images` (images, height, width) or (images, height, width, 3), uint8.
 
     Optional beside it: `labels` (integers, -1 for none), `class_names` (text), `splits` (text, one
@@ -44,7 +44,7 @@ def open_npz(path: Path, name: str) -> Source:
     splits = [str(s) for s in _text(arrays, "splits", n, name)] or [""] * n
     labels = _labels(arrays, n, class_names, name)
     ids = [f"{split}/{row}" if split else str(row) for row, split in enumerate(splits)]
-    return Source(name, ArrayOpener(images), range(n), ids, labels, splits, class_names)
+    return ImageSource(name, ArrayOpener(images), range(n), ids, labels, splits, class_names)
 
 
 def _read(path: Path, name: str) -> dict[str, NDArray[Any]]:

@@ -1,16 +1,31 @@
-"""Image folders: class folders or flat."""
+"""Image folders, class folders or flat: which files are images, and the rules by which their paths
+say classes and splits, for tar files too."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vitsee_core.images.catalogue import classify, walk
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.images import splits as split_rules
+from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.openers import FileOpener
-from vitsee_core.images.source import Source
+from vitsee_core.images.image_source import ImageSource
+
+EXTENSIONS = frozenset(
+    f".{kind}"
+    for kind in (
+        *("avif", "bmp", "gif", "jp2", "jpe", "jpeg", "jpg", "pbm"),
+        *("pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"),
+    )
+)
 
 
-def open_folder(path: Path, name: str) -> Source:
+def open_folder(path: Path, name: str) -> ImageSource:
     """The images below a folder, in the order of their paths (by code point, forward slashes).
 
     A sample's id is its path below the folder; `classify` says what its class and split are.
@@ -22,4 +37,90 @@ def open_folder(path: Path, name: str) -> Source:
     if not paths:
         raise DataError(f"no images below {path}; expected .jpg, .png or other image files")
     labels, splits, class_names = classify(paths)
-    return Source(name, FileOpener(str(path.absolute())), paths, paths, labels, splits, class_names)
+    return ImageSource(
+        name, FileOpener(str(path.absolute())), paths, paths, labels, splits, class_names
+    )
+
+
+def is_image(name: str) -> bool:
+    """Whether a file's name ends like an image's and does not start with a dot."""
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
+
+
+def classify(
+    paths: Sequence[str],
+) -> tuple[NDArray[np.int64], list[str], list[str] | None]:
+    """Labels (-1 for none), split names ("" for none) and class names from paths below the root.
+
+    The first folder of a path is its class. If every first folder is a split's name (train, val,
+    test and their synonyms), it is the split, and the folder below it the class. Folders below the
+    class do not count. Classes are numbered in natural order, as timm does: 2 before 10.
+    """
+    folders = [path.split("/")[:-1] for path in paths]
+    tops = {parts[0] for parts in folders if parts}
+    level = int(bool(tops) and all(top.lower() in split_rules.NAMES for top in tops))
+    splits = [parts[0] if level and parts else "" for parts in folders]
+    names = [parts[level] if len(parts) > level else "" for parts in folders]
+    labels, class_names = number(names)
+    return labels, splits, class_names
+
+
+def number(names: Sequence[str]) -> tuple[NDArray[np.int64], list[str] | None]:
+    """Labels for class names, "" being none (-1), and the names in natural order (None if none)."""
+    class_names = sorted({name for name in names if name}, key=natural_key)
+    code = {name: k for k, name in enumerate(class_names)}
+    labels = np.array([code.get(name, -1) for name in names], np.int64)
+    return labels, class_names or None
+
+
+def natural_key(text: str) -> tuple[list[int | str], str]:
+    """Sorts digits by their value and letters without case; ties by code point."""
+    pieces = re.split(r"([0-9]+)", text.lower())
+    return [int(p) if k % 2 else p for k, p in enumerate(pieces)], text
+
+
+def walk(root: str) -> list[str]:
+    """Paths of all images below `root`, with forward slashes, sorted by code point.
+
+    Links are followed unless they lead back to a folder they lie in; names that start with a dot
+    are passed over.
+
+    Raises:
+        DataError: a folder cannot be read, or a name is not UTF-8.
+    """
+    return sorted(_walk(root, "", frozenset()))
+
+
+def _walk(root: str, below: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    folder = os.path.join(root, below)
+    try:
+        status = os.stat(folder)
+        here = (status.st_dev, status.st_ino)
+        if here in above:
+            return
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                path = f"{below}/{entry.name}" if below else entry.name
+                if entry.is_dir():
+                    yield from _walk(root, path, above | {here})
+                elif is_image(entry.name):
+                    yield utf8(path)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(f"cannot read the folder {folder}: {reason}") from None
+
+
+def utf8(path: str) -> str:
+    """The path itself.
+
+    Raises:
+        DataError: it cannot be written as UTF-8, as ids are.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        shown = path.encode("utf-8", "backslashreplace").decode()
+        raise DataError(f"the name {shown!r} is not UTF-8; rename the file") from None
+    return path

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images import splits as split_rules
+from vitsee_core.images.decoding import ArrayOpener, FileOpener, RowOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import open_folder
-from vitsee_core.images.openers import ArrayOpener, FileOpener, RowOpener
-from vitsee_core.images.source import Source, join
+from vitsee_core.images.image_source import ImageSource, join
 
 RANDOM_ACCESS = ("torch", "hfds")
 ITERABLE = ("wds", "tfds", "hfids")
@@ -32,7 +32,7 @@ def refuse_iterable(data: str) -> DataError:
     )
 
 
-def open_library(data: str, split: str | None) -> Source:
+def open_library(data: str, split: str | None) -> ImageSource:
     """`torch/NAME[:FOLDER]` (FOLDER: where torchvision keeps it; default: here) or
     `hfds/NAME[:CACHE]`, one split or several of it.
 
@@ -59,7 +59,7 @@ def open_library(data: str, split: str | None) -> Source:
     return whole.part(split)
 
 
-def _load_torch(data: str, name: str, root: str, split: str) -> Source:
+def _load_torch(data: str, name: str, root: str, split: str) -> ImageSource:
     from timm.data.dataset_factory import create_dataset
 
     try:
@@ -84,7 +84,7 @@ def _load_torch(data: str, name: str, root: str, split: str) -> Source:
     return _source(data, ArrayOpener(images), range(len(ids)), ids, labels, split, classes)
 
 
-def _from_files(data: str, dataset: Any, split: str) -> Source:
+def _from_files(data: str, dataset: Any, split: str) -> ImageSource:
     """A torchvision data set that lists its files: ImageNet, Places365, iNaturalist."""
     if hasattr(dataset, "all_categories"):
         files = [
@@ -105,7 +105,7 @@ def _from_files(data: str, dataset: Any, split: str) -> Source:
     return _source(data, FileOpener(root), paths, ids, labels, split, classes)
 
 
-def _load_hugging_face(data: str, name: str, root: str, split: str) -> Source:
+def _load_hugging_face(data: str, name: str, root: str, split: str) -> ImageSource:
     if find_spec("datasets") is None:
         raise DataError(f"{data} needs the package datasets; run: pip install datasets")
     import datasets
@@ -145,9 +145,9 @@ def _source(
     labels: NDArray[np.int64],
     split: str,
     classes: Sequence[str] | None,
-) -> Source:
+) -> ImageSource:
     names = list(classes) if classes else None
-    return Source(data, opener, locations, ids, labels, [split] * len(ids), names)
+    return ImageSource(data, opener, locations, ids, labels, [split] * len(ids), names)
 
 
 def _first_line(error: BaseException) -> str:

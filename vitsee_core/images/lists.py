@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.catalogue import number
+from vitsee_core.images.decoding import FileOpener, one_line
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.openers import FileOpener, one_line
-from vitsee_core.images.source import Source
+from vitsee_core.images.folders import number
+from vitsee_core.images.image_source import ImageSource
 
 _PATH_NAMES = ("path", "image_path", "file_path", "filepath", "file_name", "filename", "file")
 _COLUMNS = {
@@ -29,7 +29,7 @@ _LARGEST_LABEL = 2**62
 Row = tuple[int, list[str]]
 
 
-def open_list(path: Path, name: str) -> Source:
+def open_list(path: Path, name: str) -> ImageSource:
     """The images of a comma- or tab-separated list (by its suffix), in the order of its lines.
 
     With a header, columns are found by name (path; optional label, split, id; others are passed
@@ -61,7 +61,7 @@ def open_list(path: Path, name: str) -> Source:
     return _source(path, name, fields, lines)
 
 
-def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int]) -> Source:
+def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int]) -> ImageSource:
     paths = fields["path"]
     n = len(paths)
     if not n:
@@ -92,7 +92,7 @@ def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int
         )
     labels, class_names = _labels(fields.get("label"), n)
     splits = fields.get("split", [""] * n)
-    return Source(name, FileOpener(folder), paths, ids, labels, splits, class_names)
+    return ImageSource(name, FileOpener(folder), paths, ids, labels, splits, class_names)
 
 
 def _labels(values: list[str] | None, n: int) -> tuple[NDArray[np.int64], list[str] | None]:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitsee_core.images.decoding import Opener, load_into
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_core.images.openers import Opener, load_into
 from vitsee_core.images.pool import Loaded, load_with_workers
 from vitsee_core.images.selection import Selection
 from vitsee_core.images.transform import Recipe, make_recipe

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.decoding import Opener, load_into
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.openers import Opener
 from vitsee_core.images.shared import SharedBlock
 from vitsee_core.images.transform import Recipe
 
@@ -44,7 +45,7 @@ _LARGEST_TASK = 16  # images; small enough that large batches spread evenly
 _SECONDS_TO_END = 2.0
 _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from vitsee_core.images.worker import main; main(int(sys.argv[2]))"
+    "from vitsee_core.images.pool import serve; serve(int(sys.argv[2]))"
 )
 
 
@@ -218,3 +219,22 @@ def _lost(worker: _Worker) -> DataError:
     return DataError(
         f"a loading process ended early ({how}); if memory ran out, run with fewer --workers"
     )
+
+
+def serve(fd: int) -> None:
+    """Serve the parent at the other end of the socket `fd`; returns when it is gone."""
+    # Pillow warns about odd metadata of single files; with several workers that is noise.
+    warnings.simplefilter("ignore")
+    socket = Connection(fd)
+    try:
+        opener, recipe, ring = pickle.loads(socket.recv_bytes())
+        while True:
+            _load_task(socket, opener, recipe, ring)
+    except (EOFError, ConnectionError):
+        return
+
+
+def _load_task(socket: Connection, opener: Opener, recipe: Recipe, ring: SharedBlock) -> None:
+    number, start, offset, locations = socket.recv()
+    out = ring.array((len(locations), *recipe.shape), offset)
+    socket.send((number, start, *load_into(out, opener, locations, recipe)))

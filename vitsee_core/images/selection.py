@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.source import Source
+from vitsee_core.images.image_source import ImageSource
 from vitsee_stores.manifest import Samples
 
 ORDERS = ("shuffled", "dataset")
@@ -21,7 +21,7 @@ class Selection:
     """Samples in the store's order. `notes` are lines for the user about what could not be met."""
 
     samples: Samples
-    source: Source
+    source: ImageSource
     identity: dict[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -45,7 +45,7 @@ def random_order(n: int, seed: int) -> NDArray[np.int64]:
 
 
 def select(
-    source: Source,
+    source: ImageSource,
     *,
     images: int | None = None,
     per_class: int | None = None,
@@ -86,7 +86,7 @@ def select(
 
 
 def _balanced(
-    source: Source, index: NDArray[np.int64], per_class: int
+    source: ImageSource, index: NDArray[np.int64], per_class: int
 ) -> tuple[NDArray[np.int64], list[str]]:
     """The first `per_class` of every class in the order of `index`, and a note on small classes."""
     labels = source.labels[index]
@@ -110,7 +110,7 @@ def _balanced(
 
 
 def _check(
-    source: Source, images: int | None, per_class: int | None, seed: int, order: str
+    source: ImageSource, images: int | None, per_class: int | None, seed: int, order: str
 ) -> None:
     if order not in ORDERS:
         raise DataError(f"unknown order {order!r}; expected one of: {', '.join(ORDERS)}")

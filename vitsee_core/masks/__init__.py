@@ -1,7 +1,7 @@
 """Ground-truth masks: where they come from, and which tokens of a model lie on an object."""
 
 from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, MaskSource
-from vitsee_core.masks.opening import open_masks
+from vitsee_core.masks.sources import open_masks
 from vitsee_core.masks.truth import RULES, Truth, ground_truth
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.images import ImageError
-from vitsee_core.images.openers import FileOpener
-from vitsee_core.masks.geometry import as_seen, mask_recipe, token_labels
+from vitsee_core.images.decoding import FileOpener
+from vitsee_core.images.folders import EXTENSIONS
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource
-from vitsee_core.masks.matching import match_names
+from vitsee_core.masks.token_labels import as_seen, mask_recipe, token_labels
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.provenance import source_of
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
-    from vitsee_core.images import Source
+    from vitsee_core.images import ImageSource
     from vitsee_core.streaming import Rows
     from vitsee_stores import Store
     from vitsee_stores.layout import TokenLayout
@@ -154,7 +154,7 @@ class _Sizes:
 
     def __init__(self, store: Store, data: str | None) -> None:
         self._index, self._ids = store.samples.index, store.samples.id
-        self._source: Source | None = None
+        self._source: ImageSource | None = None
         try:
             self._source = source_of(store, data)
         except VitseeError as error:
@@ -176,3 +176,43 @@ class _Sizes:
             return found.height, found.width
         except (ImageError, OSError, ValueError):
             return None
+
+
+def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64]:
+    """(images,) the number of each image's mask, -1 for none.
+
+    Names are paths; an image's ending is ignored. First the whole paths are compared, then,
+    for what is left, the last parts of both (`JPEGImages/7.jpg` and `SegmentationClass/7.png`),
+    where these name one image and one mask only.
+    """
+    whole = [_stem(name) for name in images]
+    by_path = _only([_stem(name) for name in masks])
+    by_file = _only([_last(_stem(name)) for name in masks])
+    single = _only([_last(name) for name in whole])
+    found = np.full(len(images), -1, np.int64)
+    for i, name in enumerate(whole):
+        if name in by_path:
+            found[i] = by_path[name]
+        elif _last(name) in single:
+            found[i] = by_file.get(_last(name), -1)
+    return found
+
+
+def _stem(name: str) -> str:
+    stem, ending = os.path.splitext(name)
+    return stem if ending.lower() in EXTENSIONS else name
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _only(names: Iterable[str]) -> dict[str, int]:
+    """Name -> its place, of names that occur once."""
+    places: dict[str, int] = {}
+    again = set()
+    for i, name in enumerate(names):
+        if name in places:
+            again.add(name)
+        places[name] = i
+    return {name: i for name, i in places.items() if name not in again}

@@ -1,6 +1,6 @@
 """timm name or checkpoint -> model, its sites, and hooks that capture them."""
 
-from vitsee_core.models.attention import AttentionCall
+from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.hook_points import CaptureError, ModelError
 from vitsee_core.models.load import load_model, own_model

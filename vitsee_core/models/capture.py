@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models.attention import AttentionCall, AttentionEvent, AttentionWatch
+from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
 from vitsee_core.models.hook_points import (
     CaptureError,
     HookPoint,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitsee_core.head_weights import POOLS, HeadWeights
-from vitsee_core.models.attention import AttentionCall
+from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import CaptureError, first_tensor

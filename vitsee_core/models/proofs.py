@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models.attention import AttentionCall
+from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.families.base import Residual
 from vitsee_core.models.hook_points import View

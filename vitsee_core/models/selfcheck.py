@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitsee_core.device import current_precision
-from vitsee_core.models.attention import AttentionCall
+from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.loaded import LoadedModel

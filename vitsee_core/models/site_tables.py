@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models.attention import AttentionCall
+from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.blocks import find_blocks
 from vitsee_core.models.build import TableBuilder
 from vitsee_core.models.capture import Capture

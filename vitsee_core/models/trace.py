@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models.attention import AttentionEvent, AttentionWatch
+from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
 from vitsee_core.models.hook_points import ModelError, first_tensor, input_tensor
 
 N_CORNERS = 4

@@ -1,9 +1,9 @@
 """Attention and residual summaries, computed where the model runs while it is being extracted."""
 
+from vitsee_core.reductions.activations import pool_sites, residual_products
 from vitsee_core.reductions.attention import AttentionReducer
 from vitsee_core.reductions.rollout import rollout
 from vitsee_core.reductions.summary import AttentionCall, AttentionSummary
-from vitsee_core.reductions.tokens import pool_sites, residual_products
 
 __all__ = [
     "AttentionCall",

@@ -8,12 +8,11 @@ from pathlib import Path
 from vitsee_core import demo
 from vitsee_core.images.archives import open_tars
 from vitsee_core.images.arrays import open_npz
-from vitsee_core.images.catalogue import is_image, walk
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.folders import open_folder
+from vitsee_core.images.folders import is_image, open_folder, walk
+from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.libraries import ITERABLE, RANDOM_ACCESS, open_library, refuse_iterable
 from vitsee_core.images.lists import open_list
-from vitsee_core.images.source import Source
 
 _EXPECTED = (
     "an image folder, a .csv or .tsv list, an .npz file, a .tar file, torch/NAME, hfds/NAME, "
@@ -21,7 +20,7 @@ _EXPECTED = (
 )
 
 
-def open_source(data: str, *, split: str | None = None) -> Source:
+def open_source(data: str, *, split: str | None = None) -> ImageSource:
     """The samples of `data`, or of a split expression of it.
 
     `data` is an image folder (class folders or flat), a CSV or TSV list, an .npz file of arrays, an
@@ -47,7 +46,7 @@ def open_source(data: str, *, split: str | None = None) -> Source:
     return source if split is None else source.part(split)
 
 
-def _open_path(path: Path, data: str) -> Source:
+def _open_path(path: Path, data: str) -> ImageSource:
     if not path.exists():
         raise DataError(f"no file or folder {data}; expected {_EXPECTED}")
     if path.is_dir():
@@ -68,7 +67,7 @@ def _open_path(path: Path, data: str) -> Source:
     raise DataError(f"{data} is no data set; expected {_EXPECTED}")
 
 
-def _open_demo(data: str, split: str | None) -> Source:
+def _open_demo(data: str, split: str | None) -> ImageSource:
     expression = data.partition(":")[2]
     if expression and split is not None:
         raise DataError(f"{data} names a split already; leave --split {split} out")

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.images import splits as split_rules
+from vitsee_core.images.decoding import JointOpener, Opener
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_core.images.openers import JointOpener, Opener
 from vitsee_stores.manifest import Samples
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageSource:
     """Samples in the data set's own order, which does not depend on the machine.
 
     `ids` are unique; `labels` hold -1 where there is none; `splits` hold "" where there is none;
@@ -76,7 +76,7 @@ class Source:
         except ImageError as error:
             raise ImageError(self.ids[index], error.reason) from None
 
-    def part(self, expression: str) -> Source:
+    def part(self, expression: str) -> ImageSource:
         """The samples of a split expression (see `vitsee_core.images.splits`).
 
         Raises:
@@ -93,7 +93,7 @@ class Source:
         )
 
 
-def join(name: str, parts: Sequence[Source]) -> Source:
+def join(name: str, parts: Sequence[ImageSource]) -> ImageSource:
     """Several sources one after the other; they must name the same classes.
 
     Raises:
@@ -102,7 +102,7 @@ def join(name: str, parts: Sequence[Source]) -> Source:
     first = parts[0]
     if any(part.class_names != first.class_names for part in parts):
         raise DataError(f"the splits of {name} name different classes; extract them one by one")
-    return Source(
+    return ImageSource(
         name=name,
         opener=JointOpener(tuple(part.opener for part in parts)),
         locations=[(k, place) for k, part in enumerate(parts) for place in part.locations],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests import reference
 from tests.attention_calls import DEVICES
-from vitsee_core.reductions import pool_sites, residual_products, tokens
+from vitsee_core.reductions import activations, pool_sites, residual_products
 from vitsee_stores.layout import TokenLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -61,7 +61,7 @@ def test_chunks_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> No
     parts = [residual_products(z[part], f[part]) for part in (slice(0, 3), slice(3, 7))]
     assert torch.equal(whole, torch.cat(parts))
     for n_images in (1, 2, 4):  # the first two with more than one thread
-        monkeypatch.setattr(tokens, "CHUNK_BYTES", n_images * 4 * 5 * 16)
+        monkeypatch.setattr(activations, "CHUNK_BYTES", n_images * 4 * 5 * 16)
         assert torch.equal(residual_products(z, f), whole)
 
 
