@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tests.activation_stores import CNN, activations, write_acts
 from tests.cka_stores import cnn_sites, vit_sites, write_store
 from tests.reference_cka import biased_cka, loop_cka, loop_hsic1, loop_jackknife
+from vitsee_cli import console
 from vitsee_cli.commands.cka import PAIRS as COMMAND_PAIRS
 from vitsee_cli.commands.cka import PRESETS as COMMAND_PRESETS
 from vitsee_cli.main import main
@@ -670,7 +671,8 @@ def cka_command(*args: str | Path) -> Result:
     return CliRunner().invoke(main, ["cka", *map(str, args)])
 
 
-def test_command_prints_the_table(folder: Path) -> None:
+def test_command_prints_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "SHOW_AFTER", 0.0)
     paths: list[str | Path] = [folder / "vit.zarr", f"net={folder / 'cnn.zarr'}"]
     result = cka_command(*paths, "--no-cache")
     assert result.exit_code == 0
@@ -703,7 +705,10 @@ def test_command_writes_files(folder: Path, tmp_path: Path) -> None:
     assert any(cache.iterdir())
 
 
-def test_gram_matrices_are_kept_beside_the_store(tmp_path: Path) -> None:
+def test_gram_matrices_are_kept_beside_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "SHOW_AFTER", 0.0)
     write_store(tmp_path / "a.zarr", vit_sites(N, 1), n=N)
     first = cka_command(tmp_path / "a.zarr")
     assert any((tmp_path / "a.zarr.grams").iterdir())

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tests.activation_stores import CNN, activations
 from tests.cka_stores import cnn_sites, write_store
 from tests.reference_cka import biased_cka, loop_cka, loop_jackknife
+from vitsee_cli import console
 from vitsee_cli.commands.cka_heads import PRESETS
 from vitsee_cli.main import main
 from vitsee_core.analyses.cka_heads import COLUMNS, over_groups, plot, run
@@ -292,7 +293,8 @@ def heads_command(*args: str | Path) -> Result:
     return CliRunner().invoke(main, ["cka-heads", *map(str, args)])
 
 
-def test_command_prints_the_table(folder: Path) -> None:
+def test_command_prints_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "SHOW_AFTER", 0.0)
     result = heads_command(folder / "vit.zarr", folder / "cnn.zarr", "--window", "3", "--no-cache")
     assert result.exit_code == 0
     text = io.StringIO()

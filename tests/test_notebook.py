@@ -15,7 +15,7 @@ import pytest
 
 import vitsee_core.analyses
 from vitsee_core.analyses import attn_dist
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import StoreError, VitseeError
@@ -30,13 +30,13 @@ ANALYSES = sorted(m.name for m in pkgutil.iter_modules(vitsee_core.analyses.__pa
 # ---------------------------------------------------------------- arguments
 
 
-@takes_paths
+@analysis
 def names(*stores: Store, sites: Sequence[str] = (), number: int = 0) -> list[Any]:
     """Labels, then sites."""
     return [*(store.label for store in stores), *sites, number]
 
 
-@takes_paths
+@analysis
 def pair(train: Store, test: Store | None = None, others: Sequence[Store] = ()) -> list[str]:
     """Labels."""
     return [s.label for s in (train, test, *others) if s is not None]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tests.activation_stores import CNN, activations, write_acts
 from vitsee_core import machine
+from vitsee_core.progress import Silent
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
@@ -529,15 +530,9 @@ def kept(folder: Path) -> list[str]:
 def test_gram_matrices_are_made_once(store: Store, tmp_path: Path) -> None:
     counts: list[int] = []
 
-    class Counting:
-        def start(self, total: int, done: int = 0) -> None:
+    class Counting(Silent):
+        def start(self, total: int, done: int = 0, unit: str = "images") -> None:
             counts.append(total)
-
-        def advance(self, images: int, size_bytes: int = 0) -> None:
-            pass
-
-        def stop(self) -> None:
-            pass
 
     reps, at_store = representations(store), GramOptions()
     first = hsic(reps, options=at_store, progress=Counting())

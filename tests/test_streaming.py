@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.attention_stores import group, open_labelled, write_store
+from vitsee_core.progress import Silent
 from vitsee_core.streaming import choose_rows, each_slab, fold
 from vitsee_stores import Store
 from vitsee_stores.errors import StoreMismatch, VitseeError
@@ -222,9 +223,14 @@ def test_no_readable_image(tmp_path: Path) -> None:
 
 
 def test_progress_counts_images(tmp_path: Path) -> None:
-    told: list[int] = []
-    fold(make_store(tmp_path / "a.zarr"), Sum, images=10, jobs=2, progress=told.append)
-    assert told == [4, 4, 2]
+    counted: list[int] = []
+
+    class Counting(Silent):
+        def advance(self, count: int, size_bytes: int = 0) -> None:
+            counted.append(count)
+
+    fold(make_store(tmp_path / "a.zarr"), Sum, images=10, jobs=2, progress=Counting())
+    assert counted == [4, 4, 2]
 
 
 def test_errors_come_through_and_stop_the_work(tmp_path: Path) -> None:

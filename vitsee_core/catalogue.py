@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from vitsee_core import analyses
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.progress import SILENT, Progress, counting
 from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError
 
@@ -59,12 +59,11 @@ def run(
         rows = [_named(name, tags) for name, tags in found.items()]
     else:
         needs = needs_of_analyses()
-        progress.start(len(found))
         rows = []
-        for name, tags in found.items():
-            rows.append(_made(name, tags, needs, prove))
-            progress.advance(1)
-        progress.stop()
+        with counting(progress, len(found), "models"):
+            for name, tags in found.items():
+                rows.append(_made(name, tags, needs, prove))
+                progress.advance(1)
     return Table.from_rows(rows, COLUMNS)
 
 

@@ -1,30 +1,33 @@
-"""How long runs tell somebody how far they are."""
+"""How a long run reports how far it is: one protocol, of which the terminal's draws a bar."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
 class Progress(Protocol):
-    """Told how far a run is; the terminal's draws a bar."""
+    """Receives how far a run is. Between `start` and `stop` one phase of the work is counted; a run
+    of several phases starts each for itself."""
 
-    def start(self, total: int, done: int = 0) -> None:
-        """`total` images (or what else the run counts) are to be done, `done` already are."""
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        """`total` of `unit` (a plural) are to be done, `done` of them already are."""
 
-    def advance(self, images: int, size_bytes: int = 0) -> None:
-        """That many more are done, and bytes written or read."""
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        """That many more are done, and bytes written or read; from any thread."""
 
     def stop(self) -> None:
-        """The run ended, well or not."""
+        """The phase ended, well or not."""
 
 
 class Silent:
     """Progress that shows nothing."""
 
-    def start(self, total: int, done: int = 0) -> None:
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
         """Nothing."""
 
-    def advance(self, images: int, size_bytes: int = 0) -> None:
+    def advance(self, count: int, size_bytes: int = 0) -> None:
         """Nothing."""
 
     def stop(self) -> None:
@@ -32,3 +35,15 @@ class Silent:
 
 
 SILENT = Silent()
+
+
+@contextmanager
+def counting(
+    progress: Progress, total: int, unit: str = "images", *, done: int = 0
+) -> Iterator[Progress]:
+    """`progress` from its start to its stop, which comes after an error too."""
+    progress.start(total, done, unit)
+    try:
+        yield progress
+    finally:
+        progress.stop()

@@ -23,6 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.progress import SILENT, Progress
 from vitsee_stores import Slab, Store, open_store, require_paired
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
@@ -145,7 +146,7 @@ def fold(
     memory: int | None = None,
     slab_bytes: int = 0,
     map: Map | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress = SILENT,
 ) -> A:
     """The accumulator of all slabs of a store, or of two paired stores in step.
 
@@ -163,7 +164,7 @@ def fold(
         slab_bytes: what one slab takes while it is worked on.
         map: spreads the calls, e.g. the `map` of a `ProcessPoolExecutor`; processes open the
             stores again by their paths.
-        progress: told the number of rows of each slab that is done.
+        progress: is advanced by the number of rows of each slab that is done.
 
     Raises:
         StoreMismatch: a pair that holds other images.
@@ -192,7 +193,7 @@ def each_slab(
     rows: Rows,
     jobs: int = 1,
     map: Map | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress = SILENT,
 ) -> Iterator[R]:
     """`work(slab)`, or `work(slab_a, slab_b)`, of every slab with a row that counts, in order.
 
@@ -207,8 +208,7 @@ def each_slab(
     spread: Map = map or (_Threads(jobs) if jobs > 1 and len(items) > 1 else builtins.map)
     for (place, _), result in zip(items, spread(_Worker(opened, work), items), strict=True):
         yield result
-        if progress is not None:
-            progress(int(rows.mask[place].sum()))
+        progress.advance(int(rows.mask[place].sum()))
 
 
 def _tuple(stores: Store | tuple[Store, Store]) -> tuple[Store, ...]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.outputs import Outputs
-    from vitsee_core.progress import Progress
     from vitsee_core.results import Table
 
 
@@ -27,7 +26,6 @@ def run_analysis(
     outputs: Outputs,
     *,
     allow_partial: bool = False,
-    progress: Progress | None = None,
     resumes: str = "",
     **parameters: Any,
 ) -> None:
@@ -39,7 +37,6 @@ def run_analysis(
         stores: from `options.stores_argument`.
         outputs: from `options.output_options`; refused before the work if they exist.
         allow_partial: from `options.allow_partial_option`.
-        progress: for an analysis that tells how far it is, e.g. a `console.Reporter`.
         resumes: what is kept where the command is stopped, so that repeating it goes on.
         parameters: all that decides the result; they go into the sidecar.
 
@@ -57,8 +54,8 @@ def run_analysis(
     if resumes:
         click.get_current_context().meta[console.RESUMES] = resumes
     opened = options.open_stores(stores, allow_partial=allow_partial)
-    told = {} if progress is None else {"progress": progress}
-    table = run(*opened, **parameters, **told)
+    progress = console.Reporter(click.get_current_context().info_name or "vitsee")
+    table = run(*opened, **parameters, progress=progress)
     sidecar = describe_run(
         opened,
         command=console.command_line(),

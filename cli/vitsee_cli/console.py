@@ -30,6 +30,7 @@ PACKAGES = ("vitsee_cli", "vitsee_core", "vitsee_stores")
 ARGUMENTS = "vitsee.arguments"  # where the group leaves them in the click context
 GRAMS_KEPT = "finished Gram matrices are kept; repeat the command to resume"
 RESUMES = "vitsee.resumes"  # in the click context: what is kept of a command that is stopped
+SHOW_AFTER = 1.0  # seconds: shorter work shows no progress
 LOG_SECONDS = 15.0  # between progress lines where stderr is no terminal
 
 log = logging.getLogger("vitsee_cli")
@@ -160,29 +161,35 @@ class Reporter:
     """Reports on stderr how far a long run is.
 
     Between `start` and `stop` progress is a bar on a terminal, an occasional line elsewhere (a
-    file, a batch system), and nothing with -q. `advance` may be called from several threads.
+    file, a batch system), and nothing with -q or of work that is done at once. `advance` may be
+    called from several threads.
     """
 
-    def __init__(self, what: str, *, unit: str = "images", every: float = LOG_SECONDS) -> None:
-        """Progress of `what`, counted in `unit`; `every` is the seconds between lines where there
-        is no terminal."""
-        self._what, self._unit, self._every = what, unit, every
+    def __init__(
+        self, what: str, *, after: float | None = None, every: float = LOG_SECONDS
+    ) -> None:
+        """Progress of `what`. Nothing is shown of a phase that takes less than `after` seconds
+        (`SHOW_AFTER`); `every` is the seconds between lines where there is no terminal."""
+        self._what, self._every = what, every
+        self._after = SHOW_AFTER if after is None else after
         self._lock = threading.Lock()
         self._display: _Bar | _Lines | None = None
 
-    def start(self, total: int, done: int = 0) -> None:
-        """Begin with `done` of `total` images (or other units) already done."""
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        """Begin with `done` of `total` (of `unit`) already done."""
         self.stop()
         if log.isEnabledFor(logging.INFO):
-            rate = _Rate(total, done, self._unit)
-            bar = stderr().is_terminal
-            self._display = _Bar(self._what, rate) if bar else _Lines(self._what, rate, self._every)
+            rate = _Rate(total, done, unit)
+            if stderr().is_terminal:
+                self._display = _Bar(self._what, rate, self._after)
+            else:
+                self._display = _Lines(self._what, rate, self._after, self._every)
 
-    def advance(self, images: int, size_bytes: int = 0) -> None:
-        """Count this many more images as done, and bytes as written."""
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        """Count this many more as done, and bytes as read or written."""
         with self._lock:
             if self._display is not None:
-                self._display.rate.add(images, size_bytes)
+                self._display.rate.add(count, size_bytes)
                 self._display.show()
 
     def stop(self) -> None:
@@ -224,10 +231,10 @@ class _Rate:
 
 
 class _Lines:
-    """Progress as occasional log lines."""
+    """Progress as occasional log lines, the last one at the end of what took `after` seconds."""
 
-    def __init__(self, what: str, rate: _Rate, every: float) -> None:
-        self.what, self.rate, self.every = what, rate, every
+    def __init__(self, what: str, rate: _Rate, after: float, every: float) -> None:
+        self.what, self.rate, self.after, self.every = what, rate, after, every
         self.next = rate.start + every
 
     def show(self) -> None:
@@ -236,7 +243,8 @@ class _Lines:
             self._say()
 
     def close(self) -> None:
-        self._say()
+        if time.monotonic() >= self.rate.start + self.after:
+            self._say()
 
     def _say(self) -> None:
         rate = self.rate
@@ -244,9 +252,9 @@ class _Lines:
 
 
 class _Bar:
-    """Progress as a bar that log lines pass above."""
+    """Progress as a bar that log lines pass above, from `after` seconds on."""
 
-    def __init__(self, what: str, rate: _Rate) -> None:
+    def __init__(self, what: str, rate: _Rate, after: float) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self.rate = rate
@@ -258,11 +266,26 @@ class _Bar:
             console=stderr(),
         )
         self.task = self.live.add_task(what, total=rate.total, completed=rate.done, rate="")
-        self.live.start()
+        self._lock = threading.Lock()
+        self._closed = self._shown = False
+        # Not with the first advance: that may be minutes away.
+        self._timer = threading.Timer(after, self._appear)
+        self._timer.daemon = True
+        self._timer.start() if after else self._appear()
+
+    def _appear(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._shown = True
+                self.live.start()
 
     def show(self) -> None:
         self.live.update(self.task, completed=self.rate.count, rate=self.rate.text())
 
     def close(self) -> None:
-        self.show()
-        self.live.stop()
+        with self._lock:
+            self._closed = True
+        self._timer.cancel()
+        if self._shown:
+            self.show()
+            self.live.stop()

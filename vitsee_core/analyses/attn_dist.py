@@ -22,17 +22,18 @@ Means go over queries, then images; sorting heads and averaging over them is lef
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import blocks_of_each
 from vitsee_core.attention.heads import AttentionMoments, Block, uniform_distance
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.plotting import (
     COLOURS,
     colour,
@@ -44,16 +45,15 @@ from vitsee_core.plotting import (
     shorten,
     styled,
 )
+from vitsee_core.progress import counting
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import INTERVAL_METHOD, Summary
-from vitsee_core.streaming import choose_rows, fold
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.streaming import Map
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
@@ -75,17 +75,12 @@ UNITS = {
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
 
 
-@takes_paths
+@analysis
 def run(
     *stores: Store,
     metrics: Sequence[str] = METRICS,
     sites: Sequence[str] = ("blocks",),
-    images: int | None = None,
-    seed: int = 0,
-    jobs: int = 1,
-    memory: int | None = None,
-    map: Map | None = None,
-    progress: Callable[[int], object] | None = None,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a store, metric, block and head: mean over images, spread and 95 % interval.
 
@@ -97,12 +92,7 @@ def run(
         stores: with attention summaries; those without are left out where others have them.
         metrics: some of `METRICS`.
         sites: block paths, globs of them, `blocks`; `blocks.-1` counts from the end.
-        images: use so many; see `choose_rows`.
-        seed: of a sample of images, where one is drawn.
-        jobs: slabs read at a time.
-        memory: bytes to stay within.
-        map: see `fold`.
-        progress: told the number of images done.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no store has attention summaries.
@@ -114,27 +104,22 @@ def run(
             raise VitseeError(f"no metric {metric!r}; metrics of attn-dist: {', '.join(METRICS)}")
     wanted = [metric for metric in METRICS if metric in metrics]
     selected = blocks_of_each(stores, sites)
+    chosen = [execution.rows(store) for store in selected.stores]
     rows: list[dict[str, Any]] = []
-    counts: dict[str, Any] = {}
-    for store, blocks in selected.members:
-        chosen = choose_rows(store, images, seed)
-        counts[store.label] = chosen.describe()
-        for remark in chosen.remarks:
-            log.info("%s", remark)
-        arrays = dict.fromkeys(_array(block, metric) for block in blocks for metric in wanted)
-        summaries = fold(
-            store,
-            partial(AttentionMoments, tuple(arrays)),
-            rows=chosen,
-            jobs=jobs,
-            memory=memory,
-            map=map,
-            progress=progress,
-        ).result()
-        for metric in wanted:
-            for block in blocks:
-                rows += _rows(store, block, metric, summaries[_array(block, metric)])
-    notes = {"interval": INTERVAL_METHOD, "seed": seed, "images": counts, **selected.notes()}
+    with counting(execution.progress, sum(own.n for own in chosen)):
+        for (store, blocks), own in zip(selected.members, chosen, strict=True):
+            arrays = dict.fromkeys(_array(block, metric) for block in blocks for metric in wanted)
+            make = partial(AttentionMoments, tuple(arrays))
+            summaries = execution.fold(store, make, own).result()
+            for metric in wanted:
+                for block in blocks:
+                    rows += _rows(store, block, metric, summaries[_array(block, metric)])
+    notes = {
+        "interval": INTERVAL_METHOD,
+        "seed": execution.seed,
+        "images": {s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)},
+        **selected.notes(),
+    }
     return Table.from_rows(rows, COLUMNS, notes)
 
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import (
     SUMS,
     blocks_of_each,
@@ -47,21 +47,21 @@ from vitsee_core.attention.head_maps import (
 from vitsee_core.attention.heads import AttentionMoments, Block, attention_blocks
 from vitsee_core.attention.image_maps import map_images, mean_rollout
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.head_numbers import draw_numbers
 from vitsee_core.figures.head_tiles import draw_grid
 from vitsee_core.figures.image_figure import draw_images
 from vitsee_core.plotting import styled
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.progress import counting
 from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import INTERVAL_METHOD, Summary
-from vitsee_core.streaming import Rows, choose_rows, fold
+from vitsee_core.streaming import Rows
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_core.streaming import Map
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ TITLES = {
 }
 
 
-@takes_paths
+@analysis
 def run(
     *stores: Store,
     kind: str | None = None,
@@ -96,14 +96,8 @@ def run(
     residual: bool = True,
     image: Sequence[str] = (),
     query: Sequence[tuple[int, int]] = (),
-    images: int | None = None,
-    seed: int = 0,
-    jobs: int = 1,
-    memory: int | None = None,
-    device: str = "auto",
     origin: Provenance | None = None,
-    map: Map | None = None,
-    progress: Progress = SILENT,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a cell of a head's map, or one a head; without `kind` those of single images.
 
@@ -122,14 +116,8 @@ def run(
             --attention full) or computed once more.
         image: ids or row numbers of single images, in place of a kind.
         query: cells of the grid whose maps are wanted of the single images.
-        images: use so many; whole slabs where the store keeps sums.
-        seed: of a sample of images, where one is drawn.
-        jobs: slabs read at a time.
-        memory: bytes to stay within.
-        device: for what has to be computed once more.
         origin: where data and weights are now, for the same.
-        map: see `fold`.
-        progress: told the images computed once more.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no store has such summaries, or a class token.
@@ -148,7 +136,7 @@ def run(
     if query and not image:
         raise VitseeError("the maps of a query are those of single images: name an --image")
     if kind is None:
-        if images is not None:
+        if execution.images is not None:
             raise VitseeError("single images were named: leave the number of images out")
     elif kind == "rollout" and (sites or heads):
         raise VitseeError("a rollout goes through all blocks and heads: leave their choice out")
@@ -158,13 +146,13 @@ def run(
         own = blocks if sites or kind is not None else blocks[-1:]
         if kind is None:
             tables[store.label] = map_images(
-                store, image, own, heads, query, device=device, origin=origin, progress=progress
-            )
+                store, image, own, heads, query,
+                device=execution.device, origin=origin, progress=execution.progress,
+            )  # fmt: skip
         else:
             tables[store.label] = _of_store(
-                store, own, kind, heads, coverage, residual, images, seed,
-                jobs=jobs, memory=memory, device=device, origin=origin, map=map, progress=progress,
-            )  # fmt: skip
+                store, own, kind, heads, coverage, residual, origin, execution
+            )
     return _together(tables, selected.notes())
 
 
@@ -188,33 +176,28 @@ def _of_store(
     heads: Sequence[int],
     coverage: bool,
     residual: bool,
-    images: int | None,
-    seed: int,
-    *,
-    jobs: int,
-    memory: int | None,
-    device: str,
     origin: Provenance | None,
-    map: Map | None,
-    progress: Progress,
+    execution: Execution,
 ) -> Table:
     """The means of one store's blocks."""
-    chosen = choose_rows(store, images, seed, whole_slabs=kind in SUMS)
-    for remark in chosen.remarks:
-        log.info("%s", remark)
-    notes: dict[str, Any] = {"kind": kind, "seed": seed, "images": chosen.describe()}
+    chosen = execution.rows(store, whole_slabs=kind in SUMS)
+    notes: dict[str, Any] = {
+        "kind": kind,
+        "seed": execution.seed,
+        "images": chosen.describe(),
+    }
     if kind == "rollout":
-        summary, block = _rollout(store, chosen, residual, jobs, map, device, origin, progress)
+        summary, block = _rollout(store, chosen, residual, origin, execution)
         metric = "rollout" if residual else "rollout_no_residual"
         notes["interval"] = INTERVAL_METHOD
         return Table(_rollout_columns(store, block, summary, metric), notes)
     picked = check_heads(store, blocks, heads)
     if kind in NUMBERS:
         notes["interval"] = INTERVAL_METHOD
-        return _numbers(store, blocks, picked, NUMBERS[kind], chosen, jobs, memory, map, notes)
+        return _numbers(store, blocks, picked, NUMBERS[kind], chosen, execution, notes)
     if kind == "mean-cls":
         check_class_token(store, blocks, "take --kind mean-spatial")
-    found = _means(store, blocks, picked, kind, coverage, chosen, jobs, memory, map)
+    found = _means(store, blocks, picked, kind, coverage, chosen, execution)
     metric = kind.replace("-", "_") + ("_coverage" if coverage else "")
     columns = [map_columns(store, *entry, metric) for entry in found]
     return Table({name: np.concatenate([c[name] for c in columns]) for name in MAP_COLUMNS}, notes)
@@ -227,13 +210,12 @@ def _means(
     kind: str,
     corrected: bool,
     rows: Rows,
-    jobs: int,
-    memory: int | None,
-    map: Map | None,
+    execution: Execution,
 ) -> list[tuple[Block, NDArray[np.int64], Float, NDArray[np.int64]]]:
     """(block, heads, maps, images counted) of each block."""
     keys = list(dict.fromkeys((SUMS[kind], block.group) for block in blocks))
-    total = sum_slabs(store, keys, rows, jobs=jobs, memory=memory, map=map)
+    with counting(execution.progress, rows.n):
+        total = sum_slabs(store, keys, rows, execution)
     found = []
     for block, heads in zip(blocks, picked, strict=True):
         sums = total.sums[SUMS[kind], block.group][0, block.row, heads]
@@ -248,21 +230,24 @@ def _rollout(
     store: Store,
     rows: Rows,
     residual: bool,
-    jobs: int,
-    map: Map | None,
-    device: str,
     origin: Provenance | None,
-    progress: Progress,
+    execution: Execution,
 ) -> tuple[Summary, Block]:
     """Moments over images of each token, and the block the rollout starts from."""
     store.attention("rollout")  # refused with its reason where blocks cannot be multiplied
     blocks = attention_blocks(store)
     if residual:
         key = ("rollout", "")
-        folded = fold(store, partial(AttentionMoments, (key,)), rows=rows, jobs=jobs, map=map)
+        with counting(execution.progress, rows.n):
+            folded = execution.fold(store, partial(AttentionMoments, (key,)), rows)
         return folded.result()[key], blocks[-1]
     counted = np.flatnonzero(rows.mask & store.valid)
-    found = mean_rollout(store, counted, blocks, device=device, origin=origin, progress=progress)
+    found = mean_rollout(
+        *(store, counted, blocks),
+        device=execution.device,
+        origin=origin,
+        progress=execution.progress,
+    )
     return found, blocks[-1]
 
 
@@ -286,14 +271,13 @@ def _numbers(
     picked: Sequence[NDArray[np.int64]],
     metric: str,
     rows: Rows,
-    jobs: int,
-    memory: int | None,
-    map: Map | None,
+    execution: Execution,
     notes: dict[str, Any],
 ) -> Table:
     keys = tuple(dict.fromkeys((metric, block.group) for block in blocks))
     make = partial(AttentionMoments, keys)
-    summaries = fold(store, make, rows=rows, jobs=jobs, memory=memory, map=map).result()
+    with counting(execution.progress, rows.n):
+        summaries = execution.fold(store, make, rows).result()
     found = []
     for block, heads in zip(blocks, picked, strict=True):
         summary = summaries[metric, block.group]

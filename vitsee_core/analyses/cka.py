@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.columns import PAIR, VALUES, pair_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.heatmaps import (
     MOST_LABELS,
     Panel,
@@ -38,7 +39,6 @@ from vitsee_core.figures.heatmaps import (
 )
 from vitsee_core.figures.site_axes import SiteAxis
 from vitsee_core.plotting import GREY, colour, marker, new_figure, shorten, styled
-from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity.hsic import without_value
@@ -66,7 +66,7 @@ SUBLAYERS = {
 }
 
 
-@takes_paths
+@analysis
 def run(
     *stores: Store,
     sites: Sequence[str] = (),
@@ -80,13 +80,9 @@ def run(
     examples: int | None = None,
     repeats: int | None = None,
     preset: str | None = None,
-    images: int | None = None,
-    seed: int = 0,
     cache: Path | None = None,
     no_cache: bool = False,
-    device: str = "auto",
-    memory: int | None = None,
-    progress: Progress = SILENT,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a pair of sites: their CKA and its spread.
 
@@ -110,13 +106,9 @@ def run(
         examples: images a repeat.
         repeats: how often they are drawn.
         preset: "raghu", "walmer" or "vit_analysis".
-        images: use so many; see `choose_rows`.
-        seed: of minibatches and samples.
         cache: folder for Gram matrices; by default beside each store.
         no_cache: keep none.
-        device: where to multiply.
-        memory: bytes to stay within.
-        progress: told of each Gram matrix.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         StoreMismatch: the stores do not hold the same images in the same order.
@@ -134,8 +126,8 @@ def run(
         batch=batch,
         examples=examples,
         repeats=repeats,
-        images=images,
-        seed=seed,
+        images=execution.images,
+        seed=execution.seed,
         pair_by=pair_by,
     )
     rows, cols = (
@@ -146,11 +138,11 @@ def run(
         rows or [],
         cols,
         estimator=how,
-        images=images,
-        seed=seed,
-        options=GramOptions(cache, not no_cache, device, memory),
+        images=execution.images,
+        seed=execution.seed,
+        options=GramOptions(cache, not no_cache, execution.device, execution.memory),
         pair_by=pair_by,
-        progress=progress,
+        progress=execution.progress,
     )
     sides = [(chosen.rows, h.rows), *([] if chosen.cols is None else [(chosen.cols, h.cols)])]
     remarks = [

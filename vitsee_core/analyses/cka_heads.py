@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import chosen_blocks
 from vitsee_core.attention.heads import AttentionMoments, Block
 from vitsee_core.columns import PAIR, VALUES, pair_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.heatmaps import COLOUR_MAP, describe_scale, describe_scope
 from vitsee_core.plotting import marker, new_figure, shorten, styled
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.progress import counting
 from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Hsic, Representation, hsic, summarise
 from vitsee_core.similarity.hsic import without_value
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
-from vitsee_core.streaming import choose_rows, fold
 from vitsee_stores import require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
 
@@ -53,7 +53,7 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 LEGEND_ENTRIES = 10
 
 
-@takes_paths
+@analysis
 def run(
     *stores: Store,
     block: str | None = None,
@@ -65,13 +65,9 @@ def run(
     examples: int | None = None,
     repeats: int | None = None,
     preset: str | None = None,
-    images: int | None = None,
-    seed: int = 0,
     cache: Path | None = None,
     no_cache: bool = False,
-    device: str = "auto",
-    memory: int | None = None,
-    progress: Progress = SILENT,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a group of heads and site of the second store, from the most local group on.
 
@@ -90,13 +86,9 @@ def run(
         examples: images a repeat.
         repeats: how often they are drawn.
         preset: "raghu".
-        images: use so many; see `choose_rows`.
-        seed: of minibatches and samples.
         cache: folder for Gram matrices; by default beside each store.
         no_cache: keep none.
-        device: where to multiply.
-        memory: bytes to stay within.
-        progress: told of each Gram matrix.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         StoreMismatch: the stores do not hold the same images in the same order.
@@ -112,7 +104,7 @@ def run(
     a, b = stores
     chosen = _block(a, block)
     heads = _heads(a, chosen)
-    distances = _distances(a, b, chosen, images, seed)
+    distances = _distances(a, b, chosen, execution)
     groups = _groups(distances, window, cumulative)
     sites = b.select(sites_b) if sites_b else _lower_half(b)
     how = choose_estimator(
@@ -122,17 +114,17 @@ def run(
         batch=batch,
         examples=examples,
         repeats=repeats,
-        images=images,
-        seed=seed,
+        images=execution.images,
+        seed=execution.seed,
     )
     h = hsic(
         heads,
         [*heads, *(Representation(b, site) for site in sites)],
         estimator=how,
-        images=images,
-        seed=seed,
-        options=GramOptions(cache, not no_cache, device, memory),
-        progress=progress,
+        images=execution.images,
+        seed=execution.seed,
+        options=GramOptions(cache, not no_cache, execution.device, execution.memory),
+        progress=execution.progress,
     )
     members = np.zeros((len(groups), len(heads)))
     for row, group in zip(members, groups, strict=True):
@@ -201,12 +193,14 @@ def _heads(store: Store, block: Block) -> list[Representation]:
     return [Representation(store, site, channels=part) for part in slices]
 
 
-def _distances(a: Store, b: Store, block: Block, images: int | None, seed: int) -> NDArray[Any]:
+def _distances(a: Store, b: Store, block: Block, execution: Execution) -> NDArray[Any]:
     """(heads,) mean attention distance in pixels over the images of the comparison."""
-    rows = choose_rows(a, images, seed)
+    rows = execution.rows(a)
     rows = replace(rows, mask=rows.mask & require_paired(a, b))
     stored = ("distance_px", block.group)
-    summary = fold(a, partial(AttentionMoments, (stored,)), rows=rows).result()[stored]
+    with counting(execution.progress, rows.n):
+        summaries = execution.fold(a, partial(AttentionMoments, (stored,)), rows).result()
+    summary = summaries[stored]
     mean: NDArray[Any] = summary.mean[block.row, : block.n_heads]
     return mean
 

@@ -26,18 +26,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.classes.labelled import (
     LabelledRows,
     labelled_rows,
     random_features,
 )
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.machine import human_bytes
 from vitsee_core.plotting import new_figure, styled
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.progress import Progress, counting
 from vitsee_core.results import Table
 from vitsee_core.selection import select_each, sites_of
 from vitsee_stores.errors import VitseeError
@@ -76,7 +77,7 @@ METHOD = (
 SPREAD = "std: standard deviation (n - 1) over the seeds of k-means; empty with one seed"
 
 
-@takes_paths
+@analysis
 def run(
     *stores: Store,
     sites: Sequence[str] = ("blocks",),
@@ -84,11 +85,7 @@ def run(
     k: int | None = None,
     n_seeds: int = 3,
     baselines: Sequence[str] = BASELINES,
-    images: int | None = None,
-    seed: int = 0,
-    jobs: int = 1,
-    memory: int | None = None,
-    progress: Progress = SILENT,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a site and metric, then those of the baselines.
 
@@ -105,11 +102,7 @@ def run(
         n_seeds: runs of k-means, with seeds from `seed` on.
         baselines: `shuffled`: labels permuted, one permutation a seed; `random`: standard normal
             features of the same shape (one draw for each seed and number of channels).
-        images: use so many; see `choose_rows`.
-        seed: of that sample, of k-means and of the baselines.
-        jobs: slabs read at a time.
-        memory: bytes to stay within.
-        progress: counts runs of k-means times images.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no labels, or a store lacks what is asked for.
@@ -121,16 +114,19 @@ def run(
             raise VitseeError(f"no baseline {name!r}; expected {' or '.join(BASELINES)}")
     if n_seeds < 1:
         raise VitseeError(f"{n_seeds} seeds were asked for; expected at least 1")
+    seed = execution.seed
     if seed + n_seeds - 1 > MAX_SEED:
         raise VitseeError(
             f"the seeds {seed} to {seed + n_seeds - 1} were asked for; k-means takes 0 to "
             f"{MAX_SEED}: a smaller --seed"
         )
     selected = select_each(stores, sites, sites_of)
-    plans = [(labelled_rows(store, images, seed), chosen) for store, chosen in selected.members]
+    plans = [
+        (labelled_rows(store, execution.images, seed), chosen) for store, chosen in selected.members
+    ]
     read: dict[str, dict[str, SiteFeatures]] = {}
     for data, chosen in plans:
-        _check(data, k if k is not None else data.n_classes, chosen, memory)
+        _check(data, k if k is not None else data.n_classes, chosen, execution.memory)
         read[data.store.label] = {
             site.name: choose_features(data.store, site, tokens, one_vector=True) for site in chosen
         }
@@ -147,16 +143,13 @@ def run(
         },
         "remarks": [],
     }
-    progress.start(n_seeds * sum(counts))
     tables = []
-    try:
+    with counting(execution.progress, n_seeds * sum(counts), "rows") as progress:
         for data, chosen in plans:
             n_clusters = k if k is not None else data.n_classes
             work = _Clusters(data, n_clusters, notes["seeds"], progress)
             of_store = read[data.store.label]
-            tables += _store_rows(work, chosen, of_store, baselines, jobs, memory, notes)
-    finally:
-        progress.stop()
+            tables += _store_rows(work, chosen, of_store, baselines, execution, notes)
     return Table.from_rows(tables, COLUMNS, notes)
 
 
@@ -221,8 +214,7 @@ def _store_rows(
     sites: Sequence[SiteSpec],
     read: Mapping[str, SiteFeatures],
     baselines: Sequence[str],
-    jobs: int,
-    memory: int | None,
+    execution: Execution,
     notes: dict[str, Any],
 ) -> list[Score]:
     """The rows of one store, the baselines' last."""
@@ -246,6 +238,7 @@ def _store_rows(
                 rows[name] += [about | {"metric": metric} for metric in METRICS]
             continue
         features = read[site.name]
+        jobs, memory = execution.jobs, execution.memory
         vectors = np.concatenate(list(features.vectors(data.mask, jobs=jobs, memory=memory)))
         if (vectors == vectors[0]).all():
             which = "" if site.layout is None else f"{features.selection} "

@@ -30,10 +30,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.field_pictures import draw_fields
 from vitsee_core.plotting import styled
+from vitsee_core.progress import counting
 from vitsee_core.results import Table
 from vitsee_core.selection import select_each
 from vitsee_core.statistics.moments import t_quantile
@@ -67,13 +69,12 @@ INTERVAL = (
 )
 
 
-@takes_paths
+@analysis
 def run(
     *stores: Store,
     metrics: Sequence[str] = METRICS,
     sites: Sequence[str] = ("all",),
-    images: int | None = None,
-    seed: int = 0,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a store, metric and site; of `gradient` one a square of the map.
 
@@ -85,8 +86,7 @@ def run(
         stores: made with --erf; others are left out where one has receptive fields.
         metrics: some of `METRICS`.
         sites: names, globs, groups; those without a receptive field are passed over.
-        images: use so many, rounded up to whole slabs.
-        seed: of the slabs drawn from a store in the data set's order, where not all are used.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no store has receptive fields, or those of the sites asked for.
@@ -103,22 +103,26 @@ def run(
             choose_sites(store, sites)  # refuses with the reason
     rows: list[dict[str, Any]] = []
     used: dict[str, Any] = {}
-    for store, chosen in selected.members:
-        slabs, used[store.label] = choose_slabs(store, images, seed)
-        counts = np.asarray(store.erf_counts())[slabs]
-        zero = []
-        for site in chosen:
-            field = Field(np.asarray(store.erf(site.name))[slabs].astype(np.float64), counts)
-            if not field.mean.any():
-                zero.append(site.name)
-            for metric in wanted:
-                rows += [_row(store, site, metric, field, **of) for of in _values(field, metric)]
-        if zero:
-            log.warning("%s: the gradient is 0 everywhere at %s: no radius", store.label, few(zero))
+    n_sites = sum(map(len, selected.chosen))
+    with counting(execution.progress, n_sites, "sites") as progress:
+        for store, chosen in selected.members:
+            slabs, used[store.label] = choose_slabs(store, execution.images, execution.seed)
+            counts = np.asarray(store.erf_counts())[slabs]
+            zero = []
+            for site in chosen:
+                field = Field(np.asarray(store.erf(site.name))[slabs].astype(np.float64), counts)
+                if not field.mean.any():
+                    zero.append(site.name)
+                for metric in wanted:
+                    rows += [_row(store, site, metric, field, **v) for v in _values(field, metric)]
+                progress.advance(1)
+            if zero:
+                named = few(zero)
+                log.warning("%s: the gradient is 0 everywhere at %s: no radius", store.label, named)
     notes = {
         "interval": INTERVAL,
         "radius": "around the centre of mass, pixels at their centres, interpolated",
-        "seed": seed,
+        "seed": execution.seed,
         "images": used,
         **selected.notes(),
     }

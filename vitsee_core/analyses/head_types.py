@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_geometry import (
     SHAPE_SCORES,
     TYPES,
@@ -36,16 +36,16 @@ from vitsee_core.attention.head_geometry import (
 from vitsee_core.attention.head_maps import SlabSums, blocks_of_each, mean_maps, sum_slabs
 from vitsee_core.attention.heads import Block
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.head_types_figure import draw_types
 from vitsee_core.plotting import styled
+from vitsee_core.progress import counting
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import t_quantile
-from vitsee_core.streaming import choose_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_core.streaming import Map
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
@@ -73,18 +73,13 @@ INTERVAL = (
 )
 
 
-@takes_paths
+@analysis
 def run(
     *stores: Store,
     sites: Sequence[str] = ("blocks",),
     thresholds: Thresholds | None = None,
     radius: int = 2,
-    images: int | None = None,
-    seed: int = 0,
-    jobs: int = 1,
-    memory: int | None = None,
-    map: Map | None = None,
-    progress: Callable[[int], object] | None = None,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a head and score, and the aligned map of one head of each type.
 
@@ -99,12 +94,7 @@ def run(
         sites: block paths, globs of them; `blocks.-1` counts from the end.
         thresholds: where the classes begin.
         radius: of the focus, in cells; see `measure`.
-        images: use so many, in whole slabs.
-        seed: of a sample of slabs, where one is drawn.
-        jobs: slabs read at a time.
-        memory: bytes to stay within.
-        map: see `fold`.
-        progress: told the number of images done.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no store has attention summaries.
@@ -116,7 +106,7 @@ def run(
     rows: list[dict[str, Any]] = []
     notes: dict[str, Any] = {
         "interval": INTERVAL,
-        "seed": seed,
+        "seed": execution.seed,
         "thresholds": asdict(thresholds),
         "radius": radius,
         "images": {},
@@ -125,14 +115,11 @@ def run(
         **selected.notes(),
     }
     for store, blocks in selected.members:
-        chosen = choose_rows(store, images, seed, whole_slabs=True)
-        for remark in chosen.remarks:
-            log.info("%s", remark)
+        chosen = execution.rows(store, whole_slabs=True)
         groups = dict.fromkeys(block.group for block in blocks)
         keys = [(name, group) for group in groups for name in ("aligned", *PER_IMAGE)]
-        sums = sum_slabs(
-            store, keys, chosen, parts=BLOCKS, jobs=jobs, memory=memory, map=map, progress=progress
-        )
+        with counting(execution.progress, chosen.n):
+            sums = sum_slabs(store, keys, chosen, execution, parts=BLOCKS)
         heads = [
             Head(block, head, sums, thresholds, radius)
             for block in blocks

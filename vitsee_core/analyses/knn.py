@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.classes.labelled import (
     INTERVAL_METHOD,
     LabelledRows,
@@ -37,11 +37,11 @@ from vitsee_core.classes.labelled import (
     random_pieces,
 )
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.machine import memory_bytes
 from vitsee_core.plotting import new_figure, styled
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.progress import counting
 from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError
 
@@ -70,7 +70,7 @@ UNITS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 VOTED_AT_ONCE = 4096
 
 
-@takes_paths
+@analysis
 def run(
     train: Store,
     *tests: Store,
@@ -82,12 +82,7 @@ def run(
     baselines: Sequence[str] = (),
     per_class: bool = False,
     allow_shared: bool = False,
-    images: int | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    jobs: int = 1,
-    memory: int | None = None,
-    progress: Progress = SILENT,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a site, k and metric: the accuracy on the test images and its 95 % interval.
 
@@ -110,12 +105,7 @@ def run(
             of channels).
         per_class: add the `top1_class` of each class.
         allow_shared: go on where an image trains and tests.
-        images: look at so many rows of each store; see `choose_rows`.
-        seed: of that sample and of the baseline.
-        device: where similarities are computed.
-        jobs: slabs read at a time.
-        memory: bytes to stay within.
-        progress: counts training images, once a site.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no labels, or a store lacks a site.
@@ -127,6 +117,7 @@ def run(
 
     if not tests:
         raise VitseeError("no store to test on; expected one or more")
+    images, seed = execution.images, execution.seed
     a = labelled_rows(train, images, seed)
     # Everything is checked before any work.
     queries = [_query(a, test, sites, tokens, images, seed, allow_shared) for test in tests]
@@ -134,18 +125,21 @@ def run(
     n_top = [k for k in ks if k >= TOP and a.n_classes > TOP]
     if not n_top:
         log.info("top5 is left out: it needs k >= %d and more than %d classes", TOP, TOP)
-    budget = memory if memory is not None else memory_bytes() // 4
+    budget = execution.budget
     search = partial(
-        nearest, k=max(ks), device=resolve_device(device), memory=3 * budget // 4, progress=progress
+        nearest,
+        k=max(ks),
+        device=resolve_device(execution.device),
+        memory=3 * budget // 4,
+        progress=execution.progress,
     )
     searches = [len(q.sites) + len(baselines) * len({s.dim for s in q.sites}) for q in queries]
-    progress.start(len(a) * sum(searches))
     rows: list[dict[str, Any]] = []
     random_rows: list[dict[str, Any]] = []
     remarks = [remark for query in queries for remark in query.remarks]
 
     def stored(data: LabelledRows, features: SiteFeatures) -> Pieces:
-        return lambda: features.vectors(data.mask, jobs=jobs, memory=budget // 4)
+        return lambda: features.vectors(data.mask, jobs=execution.jobs, memory=budget // 4)
 
     def measure(query: _Query) -> None:
         b, test = query.data, query.data.store
@@ -181,11 +175,9 @@ def run(
                     for score in drawn[site.dim]
                 )
 
-    try:
+    with counting(execution.progress, len(a) * sum(searches), "rows"):
         for query in queries:
             measure(query)
-    finally:
-        progress.stop()
     notes = {
         "interval": INTERVAL_METHOD,
         "train": {"store": train.label, **a.describe()},

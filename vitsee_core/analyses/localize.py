@@ -40,18 +40,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, VALUES, site_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.location_curves import draw_curves
 from vitsee_core.figures.location_maps import draw_maps, draw_token_summary
-from vitsee_core.machine import memory_bytes
 from vitsee_core.plotting import styled
-from vitsee_core.progress import SILENT, Progress
 from vitsee_core.results import Table
 from vitsee_core.selection import select_each, sites_of
 from vitsee_core.similarity import Estimator
@@ -68,7 +68,6 @@ from vitsee_core.similarity.localisation import (
 from vitsee_core.similarity.patch_pixels import input_pixels
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
 from vitsee_core.similarity.site_maps import SiteMaps
-from vitsee_core.streaming import choose_rows
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ SITE_COLUMNS = (*SITE, *VALUES, "n_images", "n_tokens", "baseline")
 Rows = NDArray[np.int64]
 
 
-@takes_paths
+@analysis
 def run(
     *stores: Store,
     sites: Sequence[str] = (),
@@ -97,12 +96,8 @@ def run(
     examples: int | None = None,
     repeats: int | None = None,
     preset: str | None = None,
-    images: int | None = None,
-    seed: int = 0,
     data: str | None = None,
-    device: str = "auto",
-    memory: int | None = None,
-    progress: Progress = SILENT,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a token and patch; with `summary` one row a metric and token, or a metric and site.
 
@@ -124,12 +119,8 @@ def run(
         examples: images a repeat.
         repeats: how often they are drawn.
         preset: "raghu": his minibatches.
-        images: use so many; see `choose_rows`.
-        seed: of minibatches, samples, and the jackknife's blocks in stores in the data's order.
         data: where the images are now, for stores without their pixels.
-        device: where to multiply.
-        memory: bytes to stay within.
-        progress: told of the tiles of images.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no pixels, or a site that is not stored with all its tokens.
@@ -147,8 +138,8 @@ def run(
         batch=batch,
         examples=examples,
         repeats=repeats,
-        images=images,
-        seed=seed,
+        images=execution.images,
+        seed=execution.seed,
     )
     chosen = select_each(stores, sites or ("blocks",), sites_of).chosen
     if not sites and summary is None:
@@ -157,19 +148,22 @@ def run(
         SiteMaps(store, of_store, tokens, summary)
         for store, of_store in zip(stores, chosen, strict=True)
     ]
-    budget = memory or memory_bytes() // 4
-    notes: dict[str, Any] = {"tokens": list(tokens), "seed": seed, "stores": {}}
+    notes: dict[str, Any] = {"tokens": list(tokens), "seed": execution.seed, "stores": {}}
     if preset is not None:
         notes["preset"] = f"{preset}: {PRESETS[preset].source}"
     tables = []
     for work in works:
-        counted, about = _rows(work.store, images, seed, how)
+        counted, about = _rows(work.store, execution, how)
         of_store = how
         if how.kind == "minibatch":  # what there is fewer of is said once, not for each grid
             of_store = Estimator("minibatch", *batch_sizes(how, len(counted)))
         work.say_cost(len(counted))
-        pixels = input_pixels(work.store, counted, data, progress)
-        for maps in work.maps(pixels, counted, of_store, seed, device, budget, progress):
+        pixels = input_pixels(work.store, counted, data, execution.progress)
+        found = work.maps(
+            *(pixels, counted, of_store, execution.seed),
+            *(execution.device, execution.budget, execution.progress),
+        )
+        for maps in found:
             tables.append(_table(maps, work.store, summary))
             notes |= {"estimator": maps.notes["estimator"]}
             about |= maps.notes
@@ -181,24 +175,21 @@ def run(
     return Table.concat(tables, notes)
 
 
-def _rows(
-    store: Store, images: int | None, seed: int, how: Estimator
-) -> tuple[Rows, dict[str, Any]]:
+def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Rows, dict[str, Any]]:
     """The images that count, and what is to be said of them. Minibatches of all images cost as
     much here as the exact value, so that not those but a sample takes its place where it is long.
 
     Raises:
         VitseeError: fewer than 4.
     """
+    images = execution.images
     if images is None and how.kind == "auto" and store.valid.sum() > MOST_EXACT:
         images = MOST_EXACT
         log.warning(
             "%s: %d of its %d images, as a sample; --images N takes more or fewer",
             *(store.label, images, int(store.valid.sum())),
         )
-    chosen = choose_rows(store, images, seed)
-    for remark in chosen.remarks:
-        log.info("%s", remark)
+    chosen = replace(execution, images=images).rows(store)
     counted = np.flatnonzero(chosen.mask & store.valid)
     if len(counted) < 4:
         raise VitseeError(

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.token_pictures import draw_norm_ratios
-from vitsee_core.machine import memory_bytes
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.progress import counting
 from vitsee_core.results import Table
 from vitsee_core.statistics.image_statistics import (
     METHODS,
@@ -50,14 +50,13 @@ from vitsee_core.statistics.residuals import (
     places_of,
 )
 from vitsee_core.statistics.token_statistics import Places
-from vitsee_core.streaming import Rows, choose_rows, each_slab
+from vitsee_core.streaming import Rows, each_slab
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_core.streaming import Map
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
@@ -86,18 +85,13 @@ BYTES_A_TOKEN = 8 * 12
 PIECE_BYTES = 16 << 20  # statistics are computed of so many tokens at a time, to stay in cache
 
 
-@takes_paths
+@analysis
 def run(
     *stores: Store,
     metrics: Sequence[str] = DEFAULT_METRICS,
     sites: Sequence[str] = ("blocks",),
     tokens: Sequence[str] = ("each",),
-    images: int | None = None,
-    seed: int = 0,
-    jobs: int = 1,
-    memory: int | None = None,
-    map: Map | None = None,
-    progress: Progress = SILENT,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a store, metric, sublayer and token, or kind of token.
 
@@ -114,12 +108,7 @@ def run(
         metrics: some of `METRICS`.
         sites: see `choose_sublayers`.
         tokens: see `places_of`; a word need not stand for something in every store.
-        images: use so many; see `choose_rows`.
-        seed: of a sample of images, and of the jackknife's blocks in the data set's order.
-        jobs: slabs read at a time.
-        memory: bytes to stay within.
-        map: see `fold`.
-        progress: counts images, once a sublayer.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no store has dot products.
@@ -134,25 +123,22 @@ def run(
     selected = choose_sublayers(stores, sites)
     stores, plans = tuple(selected.stores), selected.chosen
     _check_tokens(stores, plans, tokens)
-    chosen = [choose_rows(store, images, seed) for store in stores]
-    budget = memory if memory is not None else memory_bytes() // 4
+    chosen = [execution.rows(store) for store in stores]
     rows: list[dict[str, Any]] = []
     zero: dict[str, dict[str, str]] = {}
-    progress.start(sum(r.n * len(plan) for r, plan in zip(chosen, plans, strict=True)))
-    for store, plan, picked in zip(stores, plans, chosen, strict=True):
-        for remark in picked.remarks:
-            log.info("%s", remark)
-        measure = _Measure(store, picked, seed, jobs, budget, map)
-        counts: dict[str, tuple[int, int]] = {}
-        for sublayer in plan:
-            places = places_of(sublayer.layout, tokens)
-            if places:
-                found, counts[sublayer.site] = measure(sublayer, places, wanted)
-                for metric in wanted:
-                    rows += _rows(store, sublayer, metric, places, found[metric])
-            progress.advance(picked.n)
-        zero[store.label] = _report_zeros(store.label, counts)
-    progress.stop()
+    total = sum(r.n * len(plan) for r, plan in zip(chosen, plans, strict=True))
+    with counting(execution.progress, total, "rows") as progress:
+        for store, plan, picked in zip(stores, plans, chosen, strict=True):
+            measure = _Measure(store, picked, execution)
+            counts: dict[str, tuple[int, int]] = {}
+            for sublayer in plan:
+                places = places_of(sublayer.layout, tokens)
+                if places:
+                    found, counts[sublayer.site] = measure(sublayer, places, wanted)
+                    for metric in wanted:
+                        rows += _rows(store, sublayer, metric, places, found[metric])
+                progress.advance(picked.n)
+            zero[store.label] = _report_zeros(store.label, counts)
     notes = {
         "interval": {
             m: METHODS["mean" if METRICS[m][1] == "mean" else "jackknife"] for m in wanted
@@ -160,7 +146,7 @@ def run(
         "std": METHODS["std"],
         "tokens": "rows about several tokens: the mean over them of each one's statistic",
         "zero_branch": {label: sites for label, sites in zero.items() if sites},
-        "seed": seed,
+        "seed": execution.seed,
         "images": {s.label: r.describe() for s, r in zip(stores, chosen, strict=True)},
         **selected.notes(),
     }
@@ -199,14 +185,12 @@ def _check_tokens(
 class _Measure:
     """The statistics of one store's sublayers."""
 
-    def __init__(
-        self, store: Store, rows: Rows, seed: int, jobs: int, memory: int, map: Map | None
-    ) -> None:
-        self.store, self.rows, self.jobs, self.map = store, rows, jobs, map
+    def __init__(self, store: Store, rows: Rows, execution: Execution) -> None:
+        self.store, self.rows, self.execution = store, rows, execution
         self.n = int((rows.mask & store.valid).sum())
         shuffled = store.manifest.identity.get("order") != "dataset"
-        self.labels = block_labels(self.n, None if shuffled else seed)
-        self.tokens_at_once = max(1, memory // (BYTES_A_TOKEN * self.n))
+        self.labels = block_labels(self.n, None if shuffled else execution.seed)
+        self.tokens_at_once = max(1, execution.budget // (BYTES_A_TOKEN * self.n))
 
     def __call__(
         self, sublayer: Sublayer, places: Sequence[Place], metrics: Sequence[str]
@@ -232,7 +216,8 @@ class _Measure:
         """Quantity -> (tokens, images) of all slabs; and how many f(z) are 0."""
         values = {name: np.empty((len(work.tokens), self.n)) for name in work.names}
         done = n_zero = 0
-        for piece in each_slab(self.store, work, rows=self.rows, jobs=self.jobs, map=self.map):
+        jobs, map = self.execution.jobs, self.execution.map
+        for piece in each_slab(self.store, work, rows=self.rows, jobs=jobs, map=map):
             n_zero += piece.n_zero
             for name, of_slab in piece.quantities.items():
                 values[name][:, done : done + of_slab.shape[1]] = of_slab

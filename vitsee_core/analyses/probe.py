@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.classes.labelled import (
     LabelledRows,
     check_disjoint,
@@ -32,8 +32,8 @@ from vitsee_core.classes.labelled import (
     check_same_model,
 )
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
-from vitsee_core.machine import memory_bytes
 from vitsee_core.probing.draws import check_classes, draw_images, split_rows
 from vitsee_core.probing.figure import plot
 from vitsee_core.probing.fit import Task
@@ -43,7 +43,7 @@ from vitsee_core.probing.score import Prober
 from vitsee_core.probing.settings import Settings, choose_settings, choose_training
 from vitsee_core.probing.sources import Random, Stored
 from vitsee_core.probing.tally import Tally
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.progress import Progress, counting
 from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.token_selection import Token
@@ -64,7 +64,7 @@ COLUMNS = (
 )
 
 
-@takes_paths
+@analysis
 def run(
     train: Store,
     *tests: Store,
@@ -87,12 +87,7 @@ def run(
     baselines: Sequence[str] = (),
     per_class: bool = False,
     allow_shared: bool = False,
-    images: int | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    jobs: int = 1,
-    memory: int | None = None,
-    progress: Progress = SILENT,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a site, token, shots, l2 and metric: the accuracy on the test images.
 
@@ -130,12 +125,7 @@ def run(
             of channels).
         per_class: add the `top1_class` of each class.
         allow_shared: go on where an image trains and tests.
-        images: look at so many rows of each store; see `choose_rows`.
-        seed: of everything random.
-        device: where SGD runs; ridge runs on the CPU in float64.
-        jobs: slabs read, and probes solved, at a time.
-        memory: bytes to stay within.
-        progress: counts probes.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no labels, no such split, or a store lacks a site.
@@ -144,6 +134,7 @@ def run(
         VitseeError: too few images of a class, choices that exclude each other, or too little
             memory.
     """
+    images, seed = execution.images, execution.seed
     settings = choose_settings(
         preset,
         sites=sites,
@@ -158,7 +149,7 @@ def run(
     )
     training = choose_training(
         solver,
-        device,
+        execution.device,
         sgd={
             **{"--epochs": epochs, "--lr": lr, "--batch": batch},
             "--batch-norm": batch_norm or None,
@@ -188,18 +179,18 @@ def run(
             settings.algebra,
             settings.l2s if training is None else (math.nan,),
             settings.choose,
-            jobs,
-            memory if memory is not None else memory_bytes() // 4,
+            execution.jobs,
+            execution.budget,
         )
         prober = Prober(task, draws, theirs.labels, training)
         works.append(
-            _Work(prober, ours, theirs, settings, per_class, tuple(baselines), seed, progress)
+            _Work(
+                *(prober, ours, theirs, settings),
+                *(per_class, tuple(baselines), seed, execution.progress),
+            )
         )
-    progress.start(sum(work.n_probes for work in works))
-    try:
+    with counting(execution.progress, sum(work.n_probes for work in works), "probes"):
         found = [work.rows() for work in works]
-    finally:
-        progress.stop()
     remarks = list(dict.fromkeys([*remarks, *(r for work in works for r in work.remarks)]))
     for remark in remarks:
         log.info("%s", remark)

@@ -28,27 +28,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import blocks_of_each, check_class_token
 from vitsee_core.attention.heads import Block
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.masks import RULES, Truth, ground_truth, open_masks
 from vitsee_core.masks.figure import draw_saliency
 from vitsee_core.masks.overlap import BASELINES, blind_overlaps
 from vitsee_core.masks.scoring import TOKENS, Overlaps, Wanted, overlaps
 from vitsee_core.plotting import styled
-from vitsee_core.progress import SILENT, Progress
 from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import INTERVAL_METHOD, Moments, Summary
-from vitsee_core.streaming import Rows, choose_rows
+from vitsee_core.streaming import Rows
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.masks import MaskSource
-    from vitsee_core.streaming import Map
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ BEST_METHOD = (
 )
 
 
-@takes_paths
+@analysis
 def run(
     *stores: Store,
     masks: Path,
@@ -78,14 +77,8 @@ def run(
     void: int | str | None = None,
     best: str = "head",
     sites: Sequence[str] = ("blocks",),
-    images: int | None = None,
-    seed: int = 0,
-    jobs: int = 1,
-    memory: int | None = None,
-    device: str = "auto",
     origin: Provenance | None = None,
-    map: Map | None = None,
-    progress: Progress = SILENT,
+    execution: Execution = DEFAULT,
 ) -> Table:
     """One row a store, block, token and head, and one a block and baseline.
 
@@ -106,14 +99,8 @@ def run(
         void: see `open_masks`.
         best: `image` adds the mean over images of each image's best head.
         sites: block paths, globs of them, `blocks`; `blocks.-1` counts from the end.
-        images: use so many; see `choose_rows`.
-        seed: of a sample of images, where one is drawn, and of the baselines.
-        jobs: slabs read at a time, masks too.
-        memory: bytes to stay within.
-        device: where attention is computed.
         origin: where data and weights are now.
-        map: see `fold`.
-        progress: told the masks read and the images computed.
+        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no store has attention summaries, or the class token that was asked for.
@@ -128,23 +115,19 @@ def run(
     rows: list[dict[str, Any]] = []
     counts: dict[str, Any] = {}
     for store, wanted in zip(selected.stores, plans, strict=True):
-        chosen = choose_rows(store, images, seed)
-        for remark in chosen.remarks:
-            log.info("%s", remark)
+        chosen = execution.rows(store)
         layouts = {block.group: block.layout for block, _ in wanted}
         truth = ground_truth(
             store, source, chosen, layouts,
-            foreground=foreground, data=origin.data, jobs=jobs, progress=progress,
+            foreground=foreground, data=origin.data, jobs=execution.jobs,
+            progress=execution.progress,
         )  # fmt: skip
         counts[store.label] = {**chosen.describe(), **truth.counts}
         used = Rows(truth.mask, chosen.n_invalid, chosen.how)
-        found = overlaps(
-            store, wanted, truth.labels, used, mass,
-            jobs=jobs, memory=memory, device=device, origin=origin, map=map, progress=progress,
-        )  # fmt: skip
-        rows += _rows(store, wanted, found, truth, mass, best, seed)
+        found = overlaps(store, wanted, truth.labels, used, mass, execution, origin=origin)
+        rows += _rows(store, wanted, found, truth, mass, best, execution.seed)
     notes = {
-        "interval": INTERVAL_METHOD, "best": BEST_METHOD, "seed": seed, "images": counts,
+        "interval": INTERVAL_METHOD, "best": BEST_METHOD, "seed": execution.seed, "images": counts,
         **selected.notes(),
         "masks": {"source": source.name, **_rules(source, foreground)},
         "attention": "in float16, as stored or computed once more",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.arguments import takes_paths
+from vitsee_core.arguments import analysis
 from vitsee_core.figures.weights_figure import draw_weights
 from vitsee_core.input_weights import FILTERS, POSITIONS, InputWeights, of_model, of_store
 from vitsee_core.plotting import styled
@@ -55,7 +55,7 @@ _KINDS = {
 }
 
 
-@takes_paths
+@analysis
 def run(
     *sources: Store | LoadedModel,
     what: Sequence[str] = (),

@@ -7,7 +7,7 @@ minus query, (2 rows - 1, 2 cols - 1) from -(rows - 1) and -(cols - 1) on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.manifest import by_reason
 
 if TYPE_CHECKING:
-    from vitsee_core.streaming import Map
+    from vitsee_core.execution import Execution
     from vitsee_stores import Slab, Store
     from vitsee_stores.layout import TokenLayout
 
@@ -50,18 +50,15 @@ def sum_slabs(
     store: Store,
     keys: Sequence[Key],
     rows: Rows,
+    execution: Execution,
     *,
     parts: int = 1,
-    jobs: int = 1,
-    memory: int | None = None,
-    map: Map | None = None,
-    progress: Callable[[int], object] | None = None,
 ) -> SlabSums:
     """The stored sums of these slabs, added up in float64 to at most `parts` parts; of arrays
     stored per image, their sums over the valid images.
 
-    Memory: `parts` times the arrays, and `jobs` slabs of them (fewer where `memory` is
-    short). Further arguments as for `fold`; `rows` must be whole slabs.
+    Memory: `parts` times the arrays, and `jobs` slabs of them (fewer where `memory` is short).
+    `rows` must be whole slabs; they are counted in the execution's progress.
     """
     counted = rows.mask & store.valid
     places = [store.plan.rows(k) for k in range(store.n_slabs)]
@@ -71,9 +68,12 @@ def sum_slabs(
     n_images = np.zeros(parts, np.int64)
     work = partial(_read, tuple(keys))
     slab_bytes = sum(store.attention(*key).size_bytes for key in keys) // store.n_slabs
-    if memory is not None:
-        jobs = min(jobs, max(1, memory // max(1, 3 * slab_bytes)))
-    found = each_slab(store, work, rows=rows, jobs=jobs, map=map, progress=progress)
+    jobs = execution.jobs
+    if execution.memory is not None:
+        jobs = min(jobs, max(1, execution.memory // max(1, 3 * slab_bytes)))
+    found = each_slab(
+        store, work, rows=rows, jobs=jobs, map=execution.map, progress=execution.progress
+    )
     for i, (n, arrays) in enumerate(found):
         part = i * parts // n_slabs
         n_images[part] += n

@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import Block
 from vitsee_core.attention.recompute import attention_of_images
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.masks.labels import Labels
 from vitsee_core.masks.overlap import overlap, top_mass
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.progress import counting
 from vitsee_core.provenance import Provenance
 from vitsee_core.statistics.moments import Moments
-from vitsee_core.streaming import Rows, fold
+from vitsee_core.streaming import Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitsee_core.streaming import Map
     from vitsee_stores import Slab, Store
 
 log = logging.getLogger(__name__)
@@ -38,13 +38,9 @@ def overlaps(
     labels: Mapping[str, Labels],
     rows: Rows,
     mass: float,
+    execution: Execution = DEFAULT,
     *,
-    jobs: int = 1,
-    memory: int | None = None,
-    device: str = "auto",
     origin: Provenance | None = None,
-    map: Map | None = None,
-    progress: Progress = SILENT,
 ) -> Overlaps:
     """The moments over these rows, from the store's rows of attention; where it has none, the
     attention is recomputed.
@@ -55,12 +51,8 @@ def overlaps(
         labels: group -> (images, tokens), as `Truth` has them.
         rows: the images that count.
         mass: see `top_mass`.
-        jobs: slabs at a time; results do not depend on it.
-        memory: bytes to stay within.
-        device: where attention is computed.
+        execution: what the work may use.
         origin: where data and weights are now.
-        map: see `fold`.
-        progress: advanced by the images computed.
 
     Raises:
         VitseeError: attention must be recomputed, and images or weights are gone.
@@ -68,10 +60,11 @@ def overlaps(
     make = partial(Overlaps, wanted, labels, mass)
     if not _has_rows(store, wanted):
         found = make()
-        _compute(store, found, wanted, rows, origin or Provenance(), device, progress)
+        _compute(store, found, wanted, rows, origin or Provenance(), execution)
         return found
     slab_bytes = _slab_bytes(store, wanted)
-    return fold(store, make, rows=rows, jobs=jobs, memory=memory, slab_bytes=slab_bytes, map=map)
+    with counting(execution.progress, rows.n):
+        return execution.fold(store, make, rows, slab_bytes=slab_bytes)
 
 
 class Overlaps:
@@ -138,8 +131,7 @@ def _compute(
     wanted: Wanted,
     used: Rows,
     origin: Provenance,
-    device: str,
-    progress: Progress,
+    execution: Execution,
 ) -> None:
     """Add the overlaps of a store without rows of attention."""
     log.info("%s has no rows of attention (extract --attention rows does)", store.label)
@@ -155,7 +147,8 @@ def _compute(
 
     parts = attention_of_images(
         store, np.flatnonzero(used.mask), take,
-        blocks=[block for block, _ in wanted], origin=origin, device=device, progress=progress,
+        blocks=[block for block, _ in wanted], origin=origin,
+        device=execution.device, progress=execution.progress,
     )  # fmt: skip
     for part in parts:
         for block, tokens in wanted:

@@ -108,7 +108,7 @@ def ground_truth(
         return bool((pixels == FOREGROUND).any()), bool((pixels == VOID).any())
 
     pool = ThreadPoolExecutor(jobs)
-    progress.start(len(matched))
+    progress.start(len(matched), unit="masks")
     some_on = some_void = False
     try:
         for on, void in pool.map(load, matched.tolist()):

@@ -176,7 +176,7 @@ def own_grams(job: Job, batches: Sequence[Rows]) -> list[OfBatch]:
     if missing:
         size = 4 * len(batches) * max(map(len, batches)) ** 2
         job.require_disk([(r, size) for r in missing.values()])
-        job.progress.start(len(missing))
+        job.progress.start(len(missing), unit="Gram matrices")
     try:
         files = [made(r) or _make(job, r, batches) for r in job.representations]
     finally:

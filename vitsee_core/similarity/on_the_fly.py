@@ -234,7 +234,8 @@ def _in_groups(
 ) -> list[Hsic]:
     """`work` on every group of rows with every group of columns, put together again."""
     along = -(-len(images) // plan.tile)
-    progress.start(len(plan.rows) * len(plan.cols) * along * (along + 1) // 2)
+    steps = len(plan.rows) * len(plan.cols) * along * (along + 1) // 2
+    progress.start(steps, unit="steps")
     grid = []
     try:
         for of_rows in plan.rows:

@@ -64,7 +64,7 @@ def full_grams(job: Job) -> list[GramView]:
     if missing:
         sizes = [(r, gram_bytes(len(job.own_rows(r)))) for r in missing.values()]
         job.require_disk(sizes)
-        job.progress.start(len(missing))
+        job.progress.start(len(missing), unit="Gram matrices")
     try:
         files = [job.find(r) or _make(job, r) for r in job.representations]
     finally:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vitsee_cli import console, options
+from vitsee_cli import options
 from vitsee_cli.model_options import recompute_options
 from vitsee_cli.sections import ATTENTION
 from vitsee_stores.token_selection import parse_cell
@@ -128,7 +128,6 @@ def command(
 
     if (parameters["kind"] is None) == (not parameters["image"]):
         raise click.UsageError("give either --kind or --image")
-    progress = console.Reporter("attn-map")
     run_analysis(
         attn_map.run,
         partial(attn_map.plot, scale=scale, coverage=coverage is not False),
@@ -136,6 +135,5 @@ def command(
         outputs,
         coverage=bool(coverage),
         origin=Provenance(data, checkpoint, trust_store),
-        progress=progress,
         **parameters,
     )

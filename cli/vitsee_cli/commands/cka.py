@@ -77,13 +77,11 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import cka
 
-    progress = console.Reporter("cka", unit="Gram matrices")
     run_analysis(
         cka.run,
         cka.plot,
         stores,
         outputs,
-        progress=progress,
         resumes="" if parameters["no_cache"] else console.GRAMS_KEPT,
         **parameters,
     )

@@ -67,13 +67,11 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import cka_heads
 
-    progress = console.Reporter("cka-heads", unit="Gram matrices")
     run_analysis(
         cka_heads.run,
         cka_heads.plot,
         stores,
         outputs,
-        progress=progress,
         resumes="" if parameters["no_cache"] else console.GRAMS_KEPT,
         **parameters,
     )

@@ -75,20 +75,17 @@ def command(
     over seeds, n_images, baseline. The figure shows the three against depth.
     """
     from vitsee_cli.analysis import run_analysis
-    from vitsee_cli.console import Reporter
     from vitsee_core.analyses import cluster
 
     if "none" in baselines:
         if len(set(baselines)) > 1:
             raise click.UsageError("--baseline none excludes the other baselines")
         baselines = ()
-    reporter = Reporter("cluster", unit="rows")
     run_analysis(
         cluster.run,
         cluster.plot,
         stores,
         outputs,
-        progress=reporter,
         baselines=baselines,
         **parameters,
     )

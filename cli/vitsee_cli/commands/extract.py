@@ -75,10 +75,10 @@ def command(model: ModelOptions, **given: Any) -> None:
 class SlabReporter(console.Reporter):
     """Progress of the slabs. From its start on, committed slabs survive a signal."""
 
-    def start(self, total: int, done: int = 0) -> None:
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
         """Begin, and let signals report that committed slabs are kept."""
         signals.keeps("at once: committed slabs are kept; repeat the command to resume")
-        super().start(total, done)
+        super().start(total, done, unit)
 
 
 def show_plan(prepared: Prepared, run: RunOptions, each: bool) -> None:

@@ -89,10 +89,8 @@ def command(
     figure shows accuracy against depth.
     """
     from vitsee_cli.analysis import run_analysis
-    from vitsee_cli.console import Reporter
     from vitsee_core.analyses import knn
 
     if train.label in (test.label for test in tests):
         train = train._replace(label=f"{train.label} (train)")
-    reporter = Reporter("knn", unit="rows")
-    run_analysis(knn.run, knn.plot, (train, *tests), outputs, progress=reporter, **parameters)
+    run_analysis(knn.run, knn.plot, (train, *tests), outputs, **parameters)

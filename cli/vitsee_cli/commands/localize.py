@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vitsee_cli import console, options
+from vitsee_cli import options
 from vitsee_cli.data_options import recompute_data_option
 from vitsee_cli.sections import FLOW
 from vitsee_cli.similarity_options import estimator_options
@@ -63,5 +63,4 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import localize
 
-    progress = console.Reporter("localize", unit="steps")
-    run_analysis(localize.run, localize.plot, stores, outputs, progress=progress, **parameters)
+    run_analysis(localize.run, localize.plot, stores, outputs, **parameters)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vitsee_cli import console, options
+from vitsee_cli import options
 from vitsee_cli.sections import STORES
 
 if TYPE_CHECKING:
@@ -63,7 +63,4 @@ def command(pattern: str, outputs: Outputs, **parameters: Any) -> None:
     from vitsee_cli.analysis import run_analysis
     from vitsee_core import catalogue
 
-    progress = console.Reporter("models", unit="models")
-    run_analysis(
-        *(catalogue.run, None, (), outputs), pattern=pattern, progress=progress, **parameters
-    )
+    run_analysis(*(catalogue.run, None, (), outputs), pattern=pattern, **parameters)

@@ -75,8 +75,6 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     depth.
     """
     from vitsee_cli.analysis import run_analysis
-    from vitsee_cli.console import Reporter
     from vitsee_core.analyses import normratio
 
-    reporter = Reporter("normratio", unit="rows")
-    run_analysis(normratio.run, normratio.plot, stores, outputs, progress=reporter, **parameters)
+    run_analysis(normratio.run, normratio.plot, stores, outputs, **parameters)

@@ -215,7 +215,6 @@ def command(
     For other models repeat the command: best-layer reads several results.
     """
     from vitsee_cli.analysis import run_analysis
-    from vitsee_cli.console import Reporter
     from vitsee_core.analyses import probe
 
     ways = [tests or None, test_split, holdout]
@@ -228,7 +227,6 @@ def command(
         probe.plot,
         (train, *tests),
         outputs,
-        progress=Reporter("probe", unit="probes"),
         test_split=test_split,
         holdout=holdout,
         **parameters,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vitsee_cli import console, options
+from vitsee_cli import options
 from vitsee_cli.model_options import recompute_options
 from vitsee_cli.sections import ATTENTION
 from vitsee_cli.values import SHARE, parse_path
@@ -140,6 +140,5 @@ def command(
         stores,
         outputs,
         origin=Provenance(data, checkpoint, trust_store),
-        progress=console.Reporter("saliency"),
         **parameters,
     )

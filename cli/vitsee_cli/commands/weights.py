@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
     from vitsee_core.models import LoadedModel
     from vitsee_core.outputs import Outputs
+    from vitsee_core.progress import Progress
     from vitsee_core.results import Table
     from vitsee_stores import Store
 
@@ -139,13 +140,23 @@ def _model(name: str, model_args: Any, **given: Any) -> ModelOptions:
 
 
 def _run(
-    order: list[str], *stores: Store, models: list[dict[str, Any]], **parameters: Any
+    order: list[str],
+    *stores: Store,
+    models: list[dict[str, Any]],
+    progress: Progress,
+    **parameters: Any,
 ) -> Table:
     """The sources in the order given: stores and models mixed."""
     from vitsee_core.analyses import weights
+    from vitsee_core.progress import counting
 
     rest: dict[str, Iterator[Any]] = {"store": iter(stores), "model": map(_load, models)}
-    return weights.run(*(next(rest[kind]) for kind in order), **parameters)
+    sources = []
+    with counting(progress, len(order), "sources"):
+        for kind in order:
+            sources.append(next(rest[kind]))
+            progress.advance(1)
+    return weights.run(*sources, **parameters)
 
 
 def _load(model: dict[str, Any]) -> LoadedModel:
