@@ -10,12 +10,14 @@ import datetime
 import importlib.metadata
 import io
 import json
+import logging
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from vitsee_core import replicates
 from vitsee_core.files import check_new_files, write_files
 from vitsee_core.formats import FIGURE_ENDINGS, ending_of, plain_json, table_bytes, table_ending
 from vitsee_core.plotting import figure_bytes
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
     from vitsee_stores import Store
 
+log = logging.getLogger(__name__)
+
+NO_REPLICATES = "no value of this table has an interval from blocks of images"
 # What decides numbers and files; read without importing any of them.
 VERSIONED = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplotlib")
 
@@ -33,20 +38,30 @@ VERSIONED = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplo
 @dataclass(frozen=True)
 class Outputs:
     """Where a result goes: table (None: CSV on stdout), picture (None: none), both in the format
-    that their endings say, and whether files that exist are replaced."""
+    that their endings say, whether files that exist are replaced, and whether the table's block
+    replicates go into a file beside it."""
 
     csv: Path | None = None
     png: Path | None = None
     force: bool = False
+    with_replicates: bool = False
 
     @property
     def sidecar(self) -> Path | None:
         """The table's companion, `r.csv.json` for `r.csv`."""
         return None if self.csv is None else self.csv.with_name(self.csv.name + ".json")
 
+    @property
+    def replicates(self) -> Path | None:
+        """The file of the replicates, `r.replicates.csv` for `r.csv`."""
+        if self.csv is None or not self.with_replicates:
+            return None
+        return replicates.beside(self.csv)
+
     def paths(self) -> list[Path]:
         """Every file that will be written, in that order: the table last."""
-        return [path for path in (self.sidecar, self.png, self.csv) if path is not None]
+        files = (self.sidecar, self.png, self.replicates, self.csv)
+        return [path for path in files if path is not None]
 
 
 def check_outputs(outputs: Outputs) -> None:
@@ -96,7 +111,13 @@ def write_results(
         ending = ending_of(outputs.png, FIGURE_ENDINGS, "--png")
         files[outputs.png] = figure_bytes(figure(), ending)
     if outputs.csv is not None:
-        files[outputs.csv] = table_bytes(table.columns, table_ending(outputs.csv, "-o"))
+        ending = table_ending(outputs.csv, "-o")
+        if outputs.replicates is not None and table.replicates is not None:
+            columns = replicates.as_columns(table.columns, table.replicates)
+            files[outputs.replicates] = table_bytes(columns, ending)
+        elif outputs.replicates is not None:
+            log.warning("%s is not written: %s", outputs.replicates.name, NO_REPLICATES)
+        files[outputs.csv] = table_bytes(table.columns, ending)
     text = io.StringIO()
     if outputs.csv is None:
         table.to_csv(text)

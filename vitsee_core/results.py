@@ -15,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core import replicates
 from vitsee_core.files import write_files
 from vitsee_core.formats import ending_of, read_rows, table_bytes, table_ending, write_csv
 from vitsee_stores.errors import VitseeError
@@ -45,15 +46,20 @@ class Table:
     columns: name -> one-dimensional array, all of one length, in the order of the CSV.
     notes: what a reader of the numbers has to know and no row can say (the interval's method, how
         many images were left out, seeds); JSON, written into the sidecar.
+    replicates: (rows, blocks) each row's value without one block of the images, NaN where it has
+        none; None where no row has any. See `vitsee_core.replicates`.
     """
 
     columns: dict[str, NDArray[Any]]
     notes: dict[str, Any] = field(default_factory=dict)
+    replicates: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {name: np.shape(values) for name, values in self.columns.items()}
         if len(set(lengths.values())) > 1 or any(len(shape) != 1 for shape in lengths.values()):
             raise ValueError(f"columns of one length were expected, not {lengths}")
+        if self.replicates is not None and len(self.replicates) != len(self):
+            raise ValueError(f"replicates of {len(self)} rows were expected")
 
     @classmethod
     def from_rows(
@@ -62,7 +68,8 @@ class Table:
         columns: Sequence[str] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> Table:
-        """A table of these rows; a value that is None or missing is an empty cell.
+        """A table of these rows; a value that is None or missing is an empty cell. What a row has
+        under the key `replicates`, (blocks,), is no column: see the class.
 
         Args:
             rows: name -> value, one mapping a row.
@@ -72,7 +79,9 @@ class Table:
         rows = list(rows)
         names = list(columns if columns is not None else rows[0] if rows else ())
         return cls(
-            {name: _column([row.get(name) for row in rows]) for name in names}, dict(notes or {})
+            {name: _column([row.get(name) for row in rows]) for name in names},
+            dict(notes or {}),
+            replicates.stacked([row.get(replicates.WORD) for row in rows]),
         )
 
     @classmethod
@@ -80,7 +89,8 @@ class Table:
         """The rows of tables with the same columns, one table after the other."""
         names = list(tables[0].columns)
         columns = {name: np.concatenate([t.columns[name] for t in tables]) for name in names}
-        return cls(columns, dict(notes or {}))
+        own = replicates.joined([(len(table), table.replicates) for table in tables])
+        return cls(columns, dict(notes or {}), own)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -90,7 +100,9 @@ class Table:
 
     def take(self, index: NDArray[Any]) -> Table:
         """The rows that `index` chooses (a mask, or row numbers in the wanted order)."""
-        return Table({name: values[index] for name, values in self.columns.items()}, self.notes)
+        columns = {name: values[index] for name, values in self.columns.items()}
+        own = None if self.replicates is None else self.replicates[index]
+        return Table(columns, self.notes, own)
 
     def where(self, **wanted: Any) -> Table:
         """The rows whose columns equal these values, or are among them where a list is given."""
@@ -146,7 +158,7 @@ class Table:
         """The table with every text in it, and in its notes, changed so."""
         columns = {n: _mapped(values, change) for n, values in self.columns.items()}
         notes: dict[str, Any] = _mapped_notes(self.notes, change)
-        return Table(columns, notes)
+        return Table(columns, notes, self.replicates)
 
     def to_pandas(self) -> Any:
         """The table as a pandas DataFrame, the notes in its `attrs`.
@@ -255,6 +267,34 @@ def read_result(path: str | Path) -> ResultFile:
     notes = sidecar.get("notes")
     table = Table(columns, notes if isinstance(notes, dict) else {})
     return ResultFile(path, table, command, sidecar)
+
+
+def read_replicates(file: ResultFile) -> NDArray[np.float64]:
+    """(rows, blocks) the replicates of a result, from the file beside it.
+
+    Raises:
+        VitseeError: there is none, or it belongs to another table.
+    """
+    path = replicates.beside(file.path)
+    if not path.exists():
+        raise VitseeError(
+            f"{file.path} has no replicates beside it ({path.name}); run its command again with "
+            "--replicates"
+        )
+    other = read_result(path).table
+    names = [name for name in other.columns if name.startswith(replicates.PREFIX)]
+    same = [n for n in file.table.columns if n in other.columns and n not in names]
+    if not names or len(other) != len(file.table) or "value" not in same:
+        raise VitseeError(f"{path} holds no replicates of the rows of {file.path}")
+    for name in same:
+        ours, theirs = file.table[name].tolist(), other[name].tolist()
+        for row, (a, b) in enumerate(zip(ours, theirs, strict=True), 1):
+            if a != b and (a == a or b == b):
+                raise VitseeError(
+                    f"{path} belongs to another table than {file.path}: row {row} has {name} {b} "
+                    f"in place of {a}; run the command again with --replicates --force"
+                )
+    return np.stack([other[name].astype(np.float64) for name in names], 1)
 
 
 def _typed(path: Path, name: str, cells: list[str]) -> NDArray[Any]:

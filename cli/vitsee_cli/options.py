@@ -4,7 +4,8 @@ An option of one command alone is declared in that command. The others:
 
     options             every command   verbosity
                         stores          stores_argument, allow_partial_option, open_stores
-                        results         output_options, table_options, force_option
+                        results         output_options, table_options, force_option,
+                                        replicates_option
                         what to read    sites_option, blocks_option, side_option, tokens_option,
                                         images_option
                         how to work     seed_option, device_option, memory_option, jobs_option
@@ -150,16 +151,29 @@ _png_option = click.option(
 
 
 def output_options(command: Any) -> Any:
-    """-o, --png and --force, together as `outputs`: an Outputs."""
+    """-o, --png and --force, and --replicates of a command that has it, together as `outputs`: an
+    Outputs."""
 
     @functools.wraps(command)
-    def gathered(*args: Any, output: Any, png: Any, force: bool, **kwargs: Any) -> Any:
+    def gathered(
+        *args: Any, output: Any, png: Any, force: bool, replicates: bool = False, **kwargs: Any
+    ) -> Any:
         from vitsee_core.outputs import Outputs
 
         output = None if output == Path("-") else output
-        return command(*args, outputs=Outputs(csv=output, png=png, force=force), **kwargs)
+        if replicates and output is None:
+            raise click.UsageError("--replicates writes a file beside the table: give -o TABLE too")
+        return command(*args, outputs=Outputs(output, png, force, replicates), **kwargs)
 
     return _output_option(_png_option(force_option(gathered)))
+
+
+replicates_option = click.option(
+    "--replicates",
+    is_flag=True,
+    help="Also keep each value without one block of images, in r.replicates.csv beside r.csv: for "
+    "intervals of differences (best-layer --paired).  [default: leave them out]",
+)
 
 
 def table_options(command: Any) -> Any:

@@ -39,6 +39,7 @@ from vitsee_core.figures.heatmaps import (
 )
 from vitsee_core.figures.site_axes import SiteAxis
 from vitsee_core.plotting import GREY, colour, marker, new_figure, shorten, styled
+from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity.hsic import without_value
@@ -170,6 +171,7 @@ def run(
             | {"metric": "cka"}
             | {name: values[k] for name, values in numbers.items()}
             | {"spread": h.spread, "n_images": h.n_images}
+            | {WORD: None if similarity.without is None else similarity.without[:, i, j]}
             for k, (i, j) in enumerate(chosen.places)
         ),
         COLUMNS,

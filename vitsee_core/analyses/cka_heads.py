@@ -32,6 +32,7 @@ from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.heatmaps import COLOUR_MAP, describe_scale, describe_scope
 from vitsee_core.plotting import marker, new_figure, shorten, styled
 from vitsee_core.progress import counting
+from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Hsic, Representation, hsic, summarise
 from vitsee_core.similarity.hsic import without_value
@@ -154,6 +155,7 @@ def run(
             **{name: float(getattr(similarity, name)[i, j]) for name in ("std", "low", "high")},
             "spread": h.spread,
             "n_images": h.n_images,
+            WORD: None if similarity.without is None else similarity.without[:, i, j],
         }
         for i, group in enumerate(groups)
         for j, site in enumerate(sites)

@@ -36,8 +36,10 @@ from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.field_pictures import draw_fields
 from vitsee_core.plotting import styled
 from vitsee_core.progress import counting
+from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.selection import select_each
+from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
@@ -260,11 +262,11 @@ def _values(field: Field, metric: str) -> list[dict[str, Any]]:
     without = np.array([_number(other, metric) for other in field.without_each()])
     if not len(without):
         return [{"value": value}]
-    m = len(without)
-    error = float(np.sqrt((m - 1) / m * ((without - without.mean()) ** 2).sum()))
-    half = t_quantile(m - 1) * error
+    error = float(standard_error(without))
+    half = t_quantile(len(without) - 1) * error
     std = error * float(np.sqrt(field.counts.sum()))
-    return [{"value": value, "std": std, "low": value - half, "high": value + half}]
+    ends = {"low": value - half, "high": value + half}
+    return [{"value": value, "std": std, **ends, WORD: without}]
 
 
 def _number(field: Float, metric: str) -> float:

@@ -40,7 +40,9 @@ from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.head_types_figure import draw_types
 from vitsee_core.plotting import styled
 from vitsee_core.progress import counting
+from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
+from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 
 if TYPE_CHECKING:
@@ -195,10 +197,12 @@ class Head:
         for name in SCORES:
             value = self.values[name]
             others = np.array([replicate[name] for replicate in self.replicates])
-            error = _jackknife(others) if len(others) >= BLOCKS else math.nan
+            enough = len(others) >= BLOCKS
+            error = float(standard_error(others)) if enough else math.nan
             half = t_quantile(BLOCKS - 1) * error
             spread = {"std": error, "low": value - half, "high": value + half}
-            found.append({"metric": name, "value": value, **spread})
+            kept = {WORD: others} if enough else {}
+            found.append({"metric": name, "value": value, **spread, **kept})
         steady = (self.steady, self.steady_slabs)
         empty = dict.fromkeys(("std", "low", "high"), math.nan)
         found += [
@@ -217,12 +221,6 @@ class Head:
             "global": -self.shape.excess["focus_mass"],
         }.get(self.type, self.shape.excess["focus_mass"])
         return -math.inf if math.isnan(found) else found
-
-
-def _jackknife(replicates: Float) -> float:
-    """The standard error from leave-one-block-out values."""
-    n = len(replicates)
-    return math.sqrt((n - 1) / n * float(((replicates - replicates.mean()) ** 2).sum()))
 
 
 def _place(store: Store, head: Head) -> dict[str, Any]:

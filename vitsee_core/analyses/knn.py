@@ -42,7 +42,9 @@ from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import counting
+from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
+from vitsee_core.statistics.jackknife import Blocks
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -142,11 +144,11 @@ def run(
         return lambda: features.vectors(data.mask, jobs=execution.jobs, memory=budget // 4)
 
     def measure(query: _Query) -> None:
-        b, test = query.data, query.data.store
+        b, test, blocks = query.data, query.data.store, query.blocks
         drawn: dict[int, list[dict[str, Any]]] = {}
 
         def scored(found: Nearest) -> list[dict[str, Any]]:
-            return list(_scores(found, a, b, ks, vote, temperature, per_class))
+            return list(_scores(found, a, b, blocks, ks, vote, temperature, per_class))
 
         for site in query.sites:
             ours, theirs = query.read[site.name]
@@ -186,6 +188,7 @@ def run(
             name: ours.selection for query in queries for name, (ours, _) in query.read.items()
         },
         "seed": seed,
+        WORD: {query.data.store.label: query.blocks.describe() for query in queries},
         "remarks": remarks,
     }
     names = [name for name in COLUMNS if name != "class" or per_class]
@@ -202,6 +205,7 @@ class _Query:
     read: dict[str, tuple[SiteFeatures, SiteFeatures]]
     n_shared: int
     remarks: list[str]
+    blocks: Blocks
 
     def describe(self) -> dict[str, Any]:
         """For a sidecar."""
@@ -231,7 +235,7 @@ def _query(
         theirs = choose_features(test, site, tokens, one_vector=True)
         word = theirs.selection
         read[site.name] = (choose_features(train.store, site, word, one_vector=True), theirs)
-    return _Query(data, chosen, read, n_shared, remarks)
+    return _Query(data, chosen, read, n_shared, remarks, Blocks.of(test, data.mask, seed))
 
 
 def _checked(
@@ -263,6 +267,7 @@ def _scores(
     found: Nearest,
     train: LabelledRows,
     test: LabelledRows,
+    blocks: Blocks,
     ks: Sequence[int],
     vote: str,
     temperature: float,
@@ -276,15 +281,19 @@ def _scores(
         metrics = ["top1", "top5"] if k >= TOP and train.n_classes > TOP else ["top1"]
         for metric in metrics:
             right = rank < (1 if metric == "top1" else TOP)
-            yield {"k": k, "metric": metric} | _accuracy(right)
+            yield {"k": k, "metric": metric} | _accuracy(right, blocks)
         for number, name in enumerate(train.classes if per_class else ()):
-            right = rank[test.labels == number] == 0
-            yield {"k": k, "metric": "top1_class", "class": name} | _accuracy(right)
+            of_class = _accuracy(rank == 0, blocks, test.labels == number)
+            yield {"k": k, "metric": "top1_class", "class": name} | of_class
 
 
-def _accuracy(right: NDArray[np.bool_]) -> dict[str, Any]:
-    value, std, low, high = accuracy_interval(right)
-    return {"value": value, "std": std, "low": low, "high": high, "n_images": len(right)}
+def _accuracy(
+    right: NDArray[np.bool_], blocks: Blocks, among: NDArray[np.bool_] | None = None
+) -> dict[str, Any]:
+    own = right if among is None else right[among]
+    value, std, low, high = accuracy_interval(own)
+    spread = {"std": std, "low": low, "high": high, WORD: blocks.means_without(right, among)}
+    return {"value": value, **spread, "n_images": len(own)}
 
 
 def ranks(

@@ -62,6 +62,7 @@ from vitsee_core.similarity.localisation import (
     TOKEN_METRICS,
     Maps,
     chance,
+    replicates_of,
     site_summary,
     token_summary,
 )
@@ -240,7 +241,10 @@ def _table(maps: Maps, store: Store, summary: str | None) -> Table:
         names = SITE_COLUMNS
     length = len(next(iter(columns.values())))
     columns |= {name: np.full(length, value) for name, value in alike.items()}
-    return Table({name: columns[name] for name in names})
+    own = replicates_of(maps, summary)
+    if own is not None and len(own) < length:  # what chance gives has none
+        own = np.pad(own, ((0, length - len(own)), (0, 0)), constant_values=np.nan)
+    return Table({name: columns[name] for name in names}, replicates=own)
 
 
 @styled

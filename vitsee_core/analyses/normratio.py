@@ -34,6 +34,7 @@ from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.token_pictures import draw_norm_ratios
 from vitsee_core.progress import counting
+from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.statistics.image_statistics import (
     METHODS,
@@ -245,6 +246,7 @@ def _rows(
             "low": float(of.low[i]),
             "high": float(of.high[i]),
             "n_images": int(of.n[i]),
+            WORD: None if of.without is None else of.without[i],
         }
         for i, place in enumerate(places)
     ]

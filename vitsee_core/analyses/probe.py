@@ -44,7 +44,9 @@ from vitsee_core.probing.settings import Settings, choose_settings, choose_train
 from vitsee_core.probing.sources import Random, Stored
 from vitsee_core.probing.tally import Tally
 from vitsee_core.progress import Progress, counting
+from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
+from vitsee_core.statistics.jackknife import Blocks
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.token_selection import Token
 
@@ -182,10 +184,11 @@ def run(
             execution.jobs,
             execution.budget,
         )
-        prober = Prober(task, draws, theirs.labels, training)
+        blocks = Blocks.of(theirs.store, theirs.mask, seed)
+        prober = Prober(task, draws, theirs.labels, training, blocks.labels)
         works.append(
             _Work(
-                *(prober, ours, theirs, settings),
+                *(prober, ours, theirs, blocks, settings),
                 *(per_class, tuple(baselines), seed, execution.progress),
             )
         )
@@ -208,6 +211,7 @@ def run(
         "seed": seed,
         "tokens": works[0].words,
         "matched_to_last_stage": works[0].matched,
+        WORD: {work.test.store.label: work.blocks.describe() for work in works},
         "remarks": remarks,
     }
     rows = [row for real, _ in found for row in real] + [row for _, some in found for row in some]
@@ -224,6 +228,7 @@ class _Work:
         prober: Prober,
         train: LabelledRows,
         test: LabelledRows,
+        blocks: Blocks,
         settings: Settings,
         per_class: bool,
         baselines: Sequence[str],
@@ -231,7 +236,8 @@ class _Work:
         progress: Progress,
     ) -> None:
         self.prober, self.train, self.test, self.settings = prober, train, test, settings
-        self.scorer = Scorer(prober.draws, test.labels, train.classes if per_class else ())
+        self.blocks = blocks
+        self.scorer = Scorer(prober.draws, test.labels, train.classes if per_class else (), blocks)
         self.baselines, self.seed = baselines, seed
         self.progress = progress
         self.words: dict[str, list[str]] = {}

@@ -39,7 +39,9 @@ from vitsee_core.masks.overlap import BASELINES, blind_overlaps
 from vitsee_core.masks.scoring import TOKENS, Overlaps, Wanted, overlaps
 from vitsee_core.plotting import styled
 from vitsee_core.provenance import Provenance
+from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
+from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.statistics.moments import INTERVAL_METHOD, Moments, Summary
 from vitsee_core.streaming import Rows
 from vitsee_stores.errors import VitseeError
@@ -114,6 +116,7 @@ def run(
     origin = origin or Provenance()
     rows: list[dict[str, Any]] = []
     counts: dict[str, Any] = {}
+    partitions: dict[str, Any] = {}
     for store, wanted in zip(selected.stores, plans, strict=True):
         chosen = execution.rows(store)
         layouts = {block.group: block.layout for block, _ in wanted}
@@ -124,13 +127,16 @@ def run(
         )  # fmt: skip
         counts[store.label] = {**chosen.describe(), **truth.counts}
         used = Rows(truth.mask, chosen.n_invalid, chosen.how)
-        found = overlaps(store, wanted, truth.labels, used, mass, execution, origin=origin)
+        blocks = Blocks.of(store, truth.mask, execution.seed)
+        found = overlaps(store, wanted, truth.labels, used, mass, blocks, execution, origin=origin)
+        partitions[store.label] = blocks.describe()
         rows += _rows(store, wanted, found, truth, mass, best, execution.seed)
     notes = {
         "interval": INTERVAL_METHOD, "best": BEST_METHOD, "seed": execution.seed, "images": counts,
         **selected.notes(),
         "masks": {"source": source.name, **_rules(source, foreground)},
         "attention": "in float16, as stored or computed once more",
+        WORD: partitions,
     }  # fmt: skip
     return Table.from_rows(rows, COLUMNS, notes)
 
@@ -178,12 +184,16 @@ def _rows(
             summary = found.heads[block.site, token].summary()
             known = np.where(np.isnan(summary.mean), -1, summary.mean)
             top = int(known.argmax()) if known.max() >= 0 else None
+            without = found.without("heads", block.site, token)
             for head in range(block.n_heads):
-                flag = "head" if head == top else ""
-                out.append(_row(store, block, summary, head, token=token, head=head, best=flag))
+                own = {"token": token, "head": head, "best": "head" if head == top else ""}
+                own[WORD] = None if without is None else without[head]
+                out.append(_row(store, block, summary, head, **own))
             if best == "image":
                 oracle = found.oracle[block.site, token].summary()
-                out.append(_row(store, block, oracle, (), token=token, best="image"))
+                own = {"token": token, "best": "image"}
+                own[WORD] = found.without("oracle", block.site, token)
+                out.append(_row(store, block, oracle, (), **own))
         for name in BASELINES:
             out.append(_row(store, block, blind[block.group][name], (), baseline=name))
     return out

@@ -17,6 +17,7 @@ from vitsee_core.masks.labels import Labels
 from vitsee_core.masks.overlap import overlap, top_mass
 from vitsee_core.progress import counting
 from vitsee_core.provenance import Provenance
+from vitsee_core.statistics.jackknife import Blocks, block_sums, means_without
 from vitsee_core.statistics.moments import Moments
 from vitsee_core.streaming import Rows
 
@@ -38,6 +39,7 @@ def overlaps(
     labels: Mapping[str, Labels],
     rows: Rows,
     mass: float,
+    blocks: Blocks,
     execution: Execution = DEFAULT,
     *,
     origin: Provenance | None = None,
@@ -51,13 +53,14 @@ def overlaps(
         labels: group -> (images, tokens), as `Truth` has them.
         rows: the images that count.
         mass: see `top_mass`.
+        blocks: of these images.
         execution: what the work may use.
         origin: where data and weights are now.
 
     Raises:
         VitseeError: attention must be recomputed, and images or weights are gone.
     """
-    make = partial(Overlaps, wanted, labels, mass)
+    make = partial(Overlaps, wanted, labels, mass, blocks.of_rows)
     if not _has_rows(store, wanted):
         found = make()
         _compute(store, found, wanted, rows, origin or Provenance(), execution)
@@ -68,11 +71,21 @@ def overlaps(
 
 
 class Overlaps:
-    """Moments over images of each block's IoUs, to be filled by `streaming.fold` or with `add`."""
+    """Moments over images of each block's IoUs, and their means without each of the jackknife's
+    blocks of images; to be filled by `streaming.fold` or with `add`."""
 
-    def __init__(self, wanted: Wanted, labels: Mapping[str, Labels], mass: float) -> None:
-        """labels: group -> (images, tokens), as `Truth` has them."""
+    def __init__(
+        self,
+        wanted: Wanted,
+        labels: Mapping[str, Labels],
+        mass: float,
+        block_of: NDArray[np.int64],
+    ) -> None:
+        """labels: group -> (images, tokens), as `Truth` has them; block_of: (images,)."""
         self._wanted, self._labels, self._mass = wanted, labels, mass
+        self._block_of, self._n_blocks = block_of, int(block_of.max(initial=-1)) + 1
+        # (heads, blocks) of the heads, (blocks,) of the oracle: sums, and how many images in them.
+        self._sums: dict[tuple[str, str, str], list[NDArray[np.float64]]] = {}
         keys = [(block.site, token) for block, tokens in wanted for token in tokens]
         self.heads = {key: Moments() for key in keys}
         self.oracle = {key: Moments() for key in keys}
@@ -95,15 +108,34 @@ class Overlaps:
         """Add some images' attention over all keys, (images, heads, keys), rows of the store."""
         kept = top_mass(a[..., block.layout.n_prefix :], self._mass)
         iou = overlap(kept, self._labels[block.group][rows])
-        self.heads[block.site, token].add(iou)
         highest = np.where(np.isnan(iou), -np.inf, iou).max(1)
-        self.oracle[block.site, token].add(np.where(np.isneginf(highest), np.nan, highest))
+        highest = np.where(np.isneginf(highest), np.nan, highest)
+        for kind, values in (("heads", iou), ("oracle", highest)):
+            getattr(self, kind)[block.site, token].add(values)
+            there = ~np.isnan(values)
+            parts = [
+                block_sums(part, self._block_of[rows], self._n_blocks)
+                for part in (np.where(there, values, 0.0), there)
+            ]
+            self._add_sums((kind, block.site, token), parts)
+
+    def _add_sums(self, key: tuple[str, str, str], parts: list[NDArray[np.float64]]) -> None:
+        own = self._sums.get(key)
+        self._sums[key] = parts if own is None else [a + b for a, b in zip(own, parts, strict=True)]
+
+    def without(self, kind: str, site: str, token: str) -> NDArray[np.float64] | None:
+        """(heads, blocks) of the kind "heads", (blocks,) of "oracle": means without each block of
+        images; None where no image counts."""
+        key = (kind, site, token)
+        return means_without(*self._sums[key]) if key in self._sums else None
 
     def merge(self, other: Overlaps) -> None:
         """Add the moments of `other`."""
         for key in self.heads:
             self.heads[key].merge(other.heads[key])
             self.oracle[key].merge(other.oracle[key])
+        for sums_key, parts in other._sums.items():
+            self._add_sums(sums_key, parts)
 
     def result(self) -> Overlaps:
         """The moments themselves: `heads` has entries (heads,), `oracle` scalars."""

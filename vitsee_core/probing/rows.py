@@ -14,6 +14,8 @@ from vitsee_core.classes.labelled import accuracy_interval
 from vitsee_core.features import SiteFeatures
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.tally import Tally
+from vitsee_core.replicates import WORD
+from vitsee_core.statistics.jackknife import Blocks, means_without
 from vitsee_core.statistics.moments import INTERVAL_METHOD as MEAN_INTERVAL
 from vitsee_core.statistics.moments import Moments
 from vitsee_stores.token_selection import Token
@@ -28,11 +30,13 @@ INTERVAL = (
 @dataclass(frozen=True)
 class Scorer:
     """What is the same for every site. draws: of the tally; test_labels: (n,) of the test images;
-    classes: names of those that have rows of their own."""
+    classes: names of those that have rows of their own; blocks: of the test images, as the tally
+    has them."""
 
     draws: Sequence[Draw]
     test_labels: NDArray[np.int64]
     classes: Sequence[str]
+    blocks: Blocks
 
     def rows(self, tokens: Sequence[Token], tally: Tally, each: bool) -> Iterator[dict[str, Any]]:
         """Rows of one site: tokens, of `each` then their mean, for each number of shots and l2."""
@@ -54,7 +58,8 @@ class Scorer:
                         share = tally.share[own, i, m] / (len(tokens) - tally.first)
                         if tally.failed[own, i, tally.first :].any():
                             share = np.full_like(share, np.nan)
-                        yield base | {"metric": metric} | _mean_share(share)
+                        without = self.blocks.means_without(share.mean(0, dtype=np.float64))
+                        yield base | {"metric": metric, WORD: without} | _mean_share(share)
 
     def _of_probe(
         self, tally: Tally, own: NDArray[np.int64], i: int, t: int
@@ -62,10 +67,11 @@ class Scorer:
         right = tally.right[own, i, t]
         failed = tally.failed[own, i, t]
         counts = np.bincount(self.test_labels, minlength=tally.n_classes)
+        in_block = self.blocks.sums(np.ones(len(self.test_labels)))
         for m, metric in enumerate(tally.metrics):
-            yield {"metric": metric} | _over_seeds(
-                right[:, m].sum(-1), len(self.test_labels), failed
-            )
+            without = means_without(tally.in_block[own, i, t, m].mean(0), in_block)
+            scores = _over_seeds(right[:, m].sum(-1), len(self.test_labels), failed)
+            yield {"metric": metric, WORD: without * (math.nan if failed.any() else 1)} | scores
         for c, name in enumerate(self.classes):
             scores = _over_seeds(right[:, 0, c], int(counts[c]), failed)
             yield {"metric": "top1_class", "class": name} | scores

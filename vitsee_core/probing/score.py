@@ -21,12 +21,13 @@ from vitsee_stores.errors import VitseeError
 @dataclass(frozen=True)
 class Prober:
     """What is the same for every site. test_labels: of the labelled test images; training: of SGD,
-    None for ridge."""
+    None for ridge; blocks: (test images,) the jackknife's."""
 
     task: Task
     draws: Sequence[Draw]
     test_labels: NDArray[np.int64]
     training: Training | None = None
+    blocks: NDArray[np.int64] | None = None
 
     def each(
         self,
@@ -78,7 +79,8 @@ class Prober:
 
     def _tally(self, tokens: int, first: int) -> Tally:
         sizes = {"draws": len(self.draws), "l2s": self.task.n_l2, "tokens": tokens}
-        return Tally(self.test_labels, self.task.n_classes, first=first, **sizes)
+        labels, n_classes = self.test_labels, self.task.n_classes
+        return Tally(labels, n_classes, first=first, blocks=self.blocks, **sizes)
 
     def _token_bytes(self, dim: int) -> int:
         if self.training is None:

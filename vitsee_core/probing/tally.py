@@ -17,16 +17,29 @@ class Tally:
 
     right: (draws, l2s, tokens, metrics, classes). share: (draws, l2s, metrics, images), for how
     many of the tokens from `first` on each image is right. metrics: `top1` and, with more than
-    five classes, `top5` (with five or fewer it would be 1 whatever the probe does).
+    five classes, `top5` (with five or fewer it would be 1 whatever the probe does). in_block:
+    (draws, l2s, tokens, metrics, blocks), right answers in each block of test images.
     """
 
     def __init__(
-        self, labels: Integers, n_classes: int, *, draws: int, l2s: int, tokens: int, first: int = 0
+        self,
+        labels: Integers,
+        n_classes: int,
+        *,
+        draws: int,
+        l2s: int,
+        tokens: int,
+        first: int = 0,
+        blocks: Integers | None = None,
     ) -> None:
+        """labels, blocks: (images,) class and block of each; without `blocks` all are one."""
         self.labels, self.n_classes, self.first = labels, n_classes, first
+        self.blocks = np.zeros(len(labels), np.int64) if blocks is None else blocks
         self.metrics = METRICS if n_classes > TOP else METRICS[:1]
         n = len(self.metrics)
         self.right = np.zeros((draws, l2s, tokens, n, n_classes), np.int64)
+        n_blocks = int(self.blocks.max(initial=-1)) + 1
+        self.in_block = np.zeros((draws, l2s, tokens, n, n_blocks), np.int64)
         self.l2s = np.zeros((draws, l2s, tokens))
         self.failed = np.zeros((draws, l2s, tokens), bool)  # probes without a result
         self.blind = np.zeros((draws, l2s, tokens), bool)  # that give all images the same scores
@@ -50,6 +63,8 @@ class Tally:
         for m, one in enumerate(right):
             counts = np.bincount(labels[one], minlength=self.n_classes)
             self.right[draw, l2, token, m] += counts
+            of_block = np.bincount(self.blocks[places][one], minlength=self.in_block.shape[-1])
+            self.in_block[draw, l2, token, m] += of_block
         if token >= self.first:
             self.share[draw, l2, :, places] += right.T
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores.manifest import few
 
@@ -59,12 +60,14 @@ class Hsic:
 @dataclass(frozen=True)
 class Similarity:
     """CKA and its spread, (R, C) each. std: the jackknife's standard error, or the standard
-    deviation over repeats; low, high: 95 % interval, NaN unless from a jackknife."""
+    deviation over repeats; low, high: 95 % interval, NaN unless from a jackknife; without: (blocks,
+    R, C) the jackknife's replicates, None unless from one."""
 
     cka: Float
     std: Float
     low: Float
     high: Float
+    without: Float | None = None
 
 
 def centred_alignment(cross: Float, rows: Float, cols: Float) -> Float:
@@ -107,11 +110,11 @@ def summarise(h: Hsic) -> Similarity:
     m = len(each)
     if h.spread == "repeats":
         return Similarity(each.mean(0), each.std(0, ddof=1), nothing, nothing)
-    std = np.sqrt((m - 1) / m * ((each - each.mean(0)) ** 2).sum(0))
+    std = standard_error(each, 0)
     half = t_quantile(m - 1) * std
     low = np.maximum(value - half, np.minimum(value, -1))
     high = np.minimum(value + half, np.maximum(value, 1))
-    return Similarity(value, std, low, high)
+    return Similarity(value, std, low, high, each)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.similarity import Hsic, centred_alignment, summarise
+from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 
 if TYPE_CHECKING:
@@ -110,6 +111,22 @@ def site_summary(maps: Maps) -> tuple[int, dict[str, Float]]:
     return int((~np.isnan(value[0])).sum()), numbers
 
 
+def replicates_of(maps: Maps, summary: str | None) -> Float | None:
+    """(rows, blocks) the jackknife's, of the rows that `localize` makes of these maps: tokens by
+    patches, tokens by TOKEN_METRICS, or SITE_METRICS. NaN for what a jackknife says nothing of."""
+    m = len(maps.replicates)
+    if m < 2 or maps.spread == "repeats":
+        return None
+    if summary is None:
+        return np.moveaxis(maps.replicates, 0, -1).reshape(-1, m)
+    found = _all_metrics(maps, maps.replicates)  # (metrics, m, tokens)
+    names: Sequence[str] = TOKEN_METRICS
+    if summary == "site":
+        names, found = SITE_METRICS, _over_tokens(found)[..., np.newaxis]
+    found[[name not in SMOOTH for name in names]] = np.nan
+    return found.transpose(2, 0, 1).reshape(-1, m)
+
+
 def _all_metrics(maps: Maps, cka: Float) -> Float:
     """(TOKEN_METRICS, ..., tokens) of maps (..., tokens, patches)."""
     own = own_patch(cka, maps.cells)
@@ -156,7 +173,7 @@ def _with_spread(
     if spread == "repeats":
         std = replicates.std(0, ddof=1)
         return {"value": value, "std": std, "low": nothing, "high": nothing}
-    std = np.sqrt((m - 1) / m * ((replicates - replicates.mean(0)) ** 2).sum(0))
+    std = standard_error(replicates, 0)
     std[[name not in SMOOTH for name in metrics]] = np.nan
     half = t_quantile(m - 1) * std
     return {"value": value, "std": std, "low": value - half, "high": value + half}

@@ -38,13 +38,16 @@ METHODS = {
 @dataclass(frozen=True)
 class Estimates:
     """Statistics over images, (entries,) each. value: NaN where n = 0; std, low, high: as
-    `METHODS` says, NaN where n < 2; n: images with a value."""
+    `METHODS` says, NaN where n < 2; n: images with a value; without: (entries, blocks) the
+    statistic without each block of images (of a mean over tokens that lack values in different
+    images to first order), None where there are none."""
 
     value: Float
     std: Float
     low: Float
     high: Float
     n: Integers
+    without: Float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,27 @@ class Statistic:
 
     value: (tokens,). trace: (tokens, images) an image's share in the error of a mean, 0 where it
     has no value; or (tokens, blocks) the statistic without one block of images each, NaN where
-    nothing is left. present: (tokens, images) which images have a value.
+    nothing is left. present: (tokens, images) which images have a value. labels: (images,) the
+    blocks.
     """
 
     value: Float
     trace: Float
     present: Mask
     jackknife: bool
+    labels: Integers
 
     def estimates(self) -> Estimates:
         """Each token for itself."""
-        return estimates_of(self.value, self.trace, self.present.sum(1), self.jackknife)
+        return estimates_of(self.value, self.trace, self.present, self.jackknife, self.labels)
 
 
-def estimates_of(value: Float, trace: Float, n: Integers, jackknife: bool) -> Estimates:
+def estimates_of(
+    value: Float, trace: Float, present: Mask, jackknife: bool, labels: Integers
+) -> Estimates:
     """Spread and interval of entries with these traces (entries, ...); see `Statistic`."""
+    n = present.sum(1)
+    without = trace if jackknife else _means_without(value, trace, present, labels)
     if jackknife:
         m = trace.shape[1]
         error = np.sqrt((m - 1) / m * ((trace - trace.mean(1, keepdims=True)) ** 2).sum(1))
@@ -77,7 +86,17 @@ def estimates_of(value: Float, trace: Float, n: Integers, jackknife: bool) -> Es
         quantile = np.array([t_quantile(int(k) - 1) if k > 1 else np.nan for k in n])
     error = np.where(n > 1, error, np.nan)
     half = quantile * error
-    return Estimates(value, error * np.sqrt(n), value - half, value + half, n)
+    return Estimates(value, error * np.sqrt(n), value - half, value + half, n, without)
+
+
+def _means_without(value: Float, shares: Float, present: Mask, labels: Integers) -> Float:
+    """(entries, blocks) means without each block, from each image's share (x - mean) / n."""
+    counts = _block_sums(present, labels)
+    n = counts.sum(1, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        moved = n / (n - counts) * _block_sums(shares, labels)
+        found: Float = np.where(n > counts, value[:, np.newaxis] - moved, np.nan)
+    return found
 
 
 def block_labels(n: int, seed: int | None) -> Integers:
@@ -104,9 +123,9 @@ def statistic(x: Float, estimator: str, labels: Integers) -> Statistic:
         total = _filled(x, present, 0.0).sum(1)
         value = np.where(n > 0, total / np.maximum(n, 1), np.nan)
         share = (x - value[:, np.newaxis]) / np.maximum(n, 1)[:, np.newaxis]
-        return Statistic(value, _filled(share, present, 0.0), present, False)
+        return Statistic(value, _filled(share, present, 0.0), present, False, labels)
     value, without = (_medians if estimator == "median" else _geomeans)(x, present, labels)
-    return Statistic(value, without, present, True)
+    return Statistic(value, without, present, True, labels)
 
 
 def _filled(x: Float, present: Mask, value: float) -> Float:

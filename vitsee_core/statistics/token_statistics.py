@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.replicates import stacked
 from vitsee_core.statistics.image_statistics import Estimates, Statistic, estimates_of
 
 Float = NDArray[np.float64]
@@ -24,6 +26,7 @@ class TokenMean:
         self._traced: Integers | None = None
         self._present: Mask | None = None
         self._jackknife = False
+        self._labels: Integers | None = None
 
     def add(self, of: Statistic, rows: Integers) -> None:
         """Count these rows of a statistic."""
@@ -34,7 +37,7 @@ class TokenMean:
             self._trace = np.zeros(of.trace.shape[1])
             self._traced = np.zeros(of.trace.shape[1], np.int64)
             self._present = np.zeros(of.present.shape[1], bool)
-            self._jackknife = of.jackknife
+            self._jackknife, self._labels = of.jackknife, of.labels
         trace = of.trace[rows]
         there = ~np.isnan(trace)
         self._parts += len(rows)
@@ -46,14 +49,15 @@ class TokenMean:
 
     def estimates(self) -> Estimates:
         """One entry."""
-        if self._trace is None or self._traced is None or self._present is None:
+        if self._trace is None or self._traced is None or self._labels is None:
             nothing = np.full(1, np.nan)
             return Estimates(nothing, nothing, nothing, nothing, np.zeros(1, np.int64))
         with np.errstate(invalid="ignore"):
             trace = self._trace / self._traced
         value = np.array([self._sum / self._parts])
-        n = np.array([self._present.sum()])
-        return estimates_of(value, trace[np.newaxis], n, self._jackknife)
+        assert self._present is not None
+        present = self._present[np.newaxis]
+        return estimates_of(value, trace[np.newaxis], present, self._jackknife, self._labels)
 
 
 class Places:
@@ -73,6 +77,7 @@ class Places:
         self._found = Estimates(
             nothing, nothing.copy(), nothing.copy(), nothing.copy(), np.zeros(len(members), int)
         )
+        self._without: list[Float | None] = [None] * len(members)
 
     def add(self, of: Statistic, tokens: Integers) -> None:
         """Count the statistic of these tokens, a row each."""
@@ -85,8 +90,10 @@ class Places:
         """An entry a place."""
         for i, (_, mean) in self._several.items():
             self._put(mean.estimates(), [0], [i])
-        return self._found
+        return replace(self._found, without=stacked(self._without))
 
     def _put(self, estimates: Estimates, rows: list[int], places: list[int]) -> None:
         for name in ("value", "std", "low", "high", "n"):
             getattr(self._found, name)[places] = getattr(estimates, name)[rows]
+        for row, place in zip(rows, places, strict=True):
+            self._without[place] = None if estimates.without is None else estimates.without[row]

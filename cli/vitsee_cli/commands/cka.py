@@ -24,6 +24,7 @@ PRESETS = ("raghu", "walmer", "vit_analysis")
 @click.command()
 @options.stores_argument
 @options.output_options
+@options.replicates_option
 @options.sites_option(show_default="blocks")
 @options.side_option("a", "the rows")
 @options.side_option("b", "the columns")

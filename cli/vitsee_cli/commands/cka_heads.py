@@ -22,6 +22,7 @@ PRESETS = ("raghu",)
 @click.command()
 @options.stores_argument
 @options.output_options
+@options.replicates_option
 @click.option(
     "--block",
     metavar="BLOCK",

@@ -21,6 +21,7 @@ METRICS = ("radius50_px", "radius90_px", "offset_px", "gradient")
 @click.command()
 @options.stores_argument
 @options.output_options
+@options.replicates_option
 @click.option(
     "--metric",
     "metrics",

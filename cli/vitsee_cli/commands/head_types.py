@@ -47,6 +47,7 @@ def threshold_options(command: Any) -> Any:
 @click.command()
 @options.stores_argument
 @options.output_options
+@options.replicates_option
 @options.blocks_option("every block with attention")
 @threshold_options
 @click.option(

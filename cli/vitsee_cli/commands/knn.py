@@ -30,6 +30,7 @@ VOTES = ("softmax", "majority")
 @click.argument("train", metavar="TRAIN", type=parse_store)
 @tests_argument(required=True)
 @options.output_options
+@options.replicates_option
 @options.sites_option("blocks")
 @options.tokens_option(
     None, VECTOR_WORDS, show_default="cls where a site has a class token, else mean (over patches)"

@@ -23,6 +23,7 @@ SUMMARIES = ("site", "token")
 @click.command()
 @options.stores_argument
 @options.output_options
+@options.replicates_option
 @options.sites_option(show_default="the last block; with --summary blocks")
 @options.tokens_option("each", ("each", "cls"), multiple=True)
 @click.option(

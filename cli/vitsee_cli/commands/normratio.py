@@ -26,6 +26,7 @@ TOKENS = ("each", "cls", "prefix", "patches", "all", "flat")
 @click.command()
 @options.stores_argument
 @options.output_options
+@options.replicates_option
 @click.option(
     "--metric",
     "metrics",

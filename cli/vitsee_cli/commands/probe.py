@@ -164,6 +164,7 @@ def _sgd_options(command: Any) -> Any:
     help="Without TEST: test on this share of each class, e.g. 0.2.  [default: none]",
 )
 @options.output_options
+@options.replicates_option
 @options.sites_option(show_default="blocks; big_vision: pooled")
 @options.tokens_option(
     None,

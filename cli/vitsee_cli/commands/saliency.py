@@ -35,6 +35,7 @@ def parse_void(text: str | int) -> str | int:
 @click.command()
 @options.stores_argument
 @options.output_options
+@options.replicates_option
 @click.option(
     "--masks",
     metavar="PATH",

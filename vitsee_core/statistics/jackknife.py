@@ -1,0 +1,107 @@
+"""The delete-a-block jackknife: its blocks of images, its replicates and its standard error.
+
+A replicate is a row's value from all images but those of one block. Replicates are kept as (...,
+blocks), NaN where there is none, so that differences of rows keep their blocks: what two rows have
+in common (the same images) cancels in the difference's own replicates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.statistics.image_statistics import block_labels
+from vitsee_core.statistics.moments import t_quantile
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+Float = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+METHOD = (
+    "value without one block of images each; runs of rows of a shuffled store, dealt out with the "
+    "seed else"
+)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of the images that count. labels: (images that count,) in the store's order;
+    of_rows: (all images,) -1 where one does not count; digest: the same for the same images in the
+    same blocks, whatever the model."""
+
+    labels: Integers
+    of_rows: Integers
+    digest: str
+
+    @classmethod
+    def of(cls, store: Store, mask: Mask, seed: int) -> Blocks:
+        """As many runs of the rows in `mask` (all images,) as `BLOCKS`, at most one a row."""
+        shuffled = store.manifest.identity.get("order") != "dataset"
+        labels = block_labels(int(mask.sum()), None if shuffled else seed)
+        of_rows = np.full(len(mask), -1, np.int64)
+        of_rows[mask] = labels
+        text = store.manifest.samples_fingerprint.encode() + of_rows.astype("<i8").tobytes()
+        return cls(labels, of_rows, hashlib.sha256(text).hexdigest()[:16])
+
+    @property
+    def n(self) -> int:
+        """How many blocks."""
+        return int(self.labels.max(initial=-1)) + 1
+
+    def sums(self, values: NDArray[Any]) -> Float:
+        """(..., blocks) sums over each block of (images that count, ...)."""
+        return block_sums(values, self.labels, self.n)
+
+    def means_without(self, values: NDArray[Any], among: Mask | None = None) -> Float:
+        """(blocks,) the mean of (images that count,) without each block; among: of these only."""
+        counted = np.ones(len(self.labels)) if among is None else among.astype(np.float64)
+        return means_without(self.sums(values * counted), self.sums(counted))
+
+    def describe(self) -> dict[str, Any]:
+        """For a sidecar."""
+        return {"n_blocks": self.n, "digest": self.digest, "method": METHOD}
+
+
+def block_sums(values: NDArray[Any], labels: Integers, n: int) -> Float:
+    """(..., n) sums of (images, ...) over the images of each of n blocks."""
+    sums = np.zeros((n, *np.shape(values)[1:]))
+    np.add.at(sums, labels, np.asarray(values, np.float64))
+    return np.moveaxis(sums, 0, -1)
+
+
+def means_without(sums: Float, counts: Float) -> Float:
+    """(..., blocks) means without each block, of its sums and counts (..., blocks); NaN where
+    nothing is left."""
+    left = counts.sum(-1, keepdims=True) - counts
+    with np.errstate(invalid="ignore", divide="ignore"):
+        # Sums of the other blocks, not the total less one: a mean of equal values is exact.
+        others = np.stack([np.delete(sums, b, -1).sum(-1) for b in range(sums.shape[-1])], -1)
+        found: Float = np.where(left > 0, others / left, np.nan)
+    return found
+
+
+def standard_error(replicates: Float, axis: int = -1) -> Float:
+    """sqrt((m - 1) / m sum of squared deviations of the m replicates from their mean)."""
+    m = replicates.shape[axis]
+    deviation = replicates - replicates.mean(axis, keepdims=True)
+    error: Float = np.sqrt((m - 1) / m * (deviation**2).sum(axis))
+    return error
+
+
+def interval(value: Float, replicates: Float) -> tuple[Float, Float, Float]:
+    """Standard error, low and high of the 95 % interval: value -+ t(0.975, m - 1) * error; NaN with
+    fewer than two replicates, or where one of them has no value. replicates: (..., m)."""
+    m = replicates.shape[-1]
+    if m < 2:
+        nothing = np.full(np.shape(value), np.nan)
+        return nothing, nothing, nothing
+    error = standard_error(replicates)
+    half = t_quantile(m - 1) * error
+    return error, value - half, value + half
