@@ -312,11 +312,10 @@ def test_single_images_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     )
     with caplog.at_level("INFO"):
         assert find_rows(numbered, ["0", "1"]).tolist() == [2, 1]  # type: ignore[arg-type]
-    assert (
-        "rows: '0' is taken as an image's id (row 2 of the store); the image in row 0 is '2'"
-        in (caplog.text)
+    assert "rows: '0' is read as an image's id (row 2 of the store); the image in row 0 is '2'" in (
+        caplog.text
     )
-    assert caplog.text.count("taken as") == 1
+    assert caplog.text.count("read as") == 1
     for name, phrase in (
         ("nine.png", r"no image 'nine.png'; expected an id like 'test/0.png' or a row from 0 to 3"),
         ("4", "no image '4'"),

@@ -318,7 +318,7 @@ def test_sixteen_bits(tmp_path: Path) -> None:
 def test_png_folders_that_are_refused(tmp_path: Path) -> None:
     assert "expected a folder of PNG masks or a COCO .json" in refused(tmp_path / "none")
     (tmp_path / "text.txt").write_text("no masks")
-    assert "text.txt holds no masks" in refused(tmp_path / "text.txt")
+    assert "text.txt has no masks" in refused(tmp_path / "text.txt")
     assert "no .png files below" in refused(tmp_path)
     colours = tmp_path / "colours"
     save(colours / "a.png", np.zeros((2, 2, 3)))
@@ -386,9 +386,9 @@ def test_coco_files_that_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("pycocotools")
     path = tmp_path / "a.json"
     for text, phrase in (
-        ("{", "is no JSON"),
-        ("[]", "holds list; expected a COCO file"),
-        ('{"images": []}', "holds images; expected a COCO file"),
+        ("{", "is not JSON"),
+        ("[]", "has list; expected a COCO file"),
+        ('{"images": []}', "has images; expected a COCO file"),
         ('{"images": [{"id": 1}], "annotations": []}', "cannot be read (KeyError: 'file_name')"),
         ('{"images": [1], "annotations": []}', "cannot be read (TypeError"),
         (
@@ -473,13 +473,13 @@ def test_coco_images_that_no_memory_holds(tmp_path: Path) -> None:
         path.write_text(json.dumps(found))
         assert phrase in refused(path)
     path.write_text("[" * 200_000)
-    assert "is no JSON" in refused(path)
+    assert "is not JSON" in refused(path)
 
 
 def test_masks_are_files_or_folders(tmp_path: Path) -> None:
     pipe = tmp_path / "a.json"
     os.mkfifo(pipe)
-    assert "holds no masks" in refused(pipe)
+    assert "has no masks" in refused(pipe)
 
 
 def test_without_pycocotools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
