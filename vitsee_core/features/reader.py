@@ -132,8 +132,8 @@ class SiteFeatures:
         if step >= n:
             return [slice(0, n)]
         starts = [*range(n_prefix, n, step)]
-        if n_prefix:
-            starts[:1] = [0] if n_prefix <= step else [0, n_prefix]
+        if n_prefix:  # in a piece with the first of the grid, or by itself
+            starts = [0, *(starts[1:] if n_prefix <= step else starts)]
         return [slice(a, b) for a, b in zip(starts, [*starts[1:], n], strict=True)]
 
     def _chunk_tokens(self) -> int:

@@ -214,20 +214,17 @@ def places_of(layout: TokenLayout, words: Iterable[str]) -> list[Place]:
     `all`: `prefix` and `patches`. `flat`: all tokens as one vector. ROW,COL: one cell.
     """
     found: dict[Place, None] = {}
+    singles = _singles(layout)
     for word in words:
-        if word == "each":
-            found |= dict.fromkeys(_singles(layout))
-        elif word == "cls":
-            found |= dict.fromkeys(p for p in _singles(layout) if p.token == "cls")
-        elif word == "flat":
+        if word == "flat":
             found[Place("flat", None, None, (FLAT,))] = None
         elif word in ("prefix", "patches", "all"):
             kinds = [] if word == "patches" else _prefix_kinds(layout)
             body = Place("patches", None, None, tuple(range(layout.n_prefix, layout.n_tokens)))
             found |= dict.fromkeys([*kinds, *([] if word == "prefix" else [body])])
         else:
-            cell = TokenSelection.parse(word, TOKENS).cell
-            found |= dict.fromkeys(p for p in _cells(layout) if (p.row, p.col) == cell)
+            members = TokenSelection.parse(word, TOKENS).members(layout)
+            found |= dict.fromkeys(singles[i] for i in members)
     return list(found)
 
 
@@ -237,10 +234,6 @@ def _singles(layout: TokenLayout) -> list[Place]:
         Place(token.name if token.row is None else None, token.row, token.col, (i,))
         for i, token in enumerate(layout_tokens(layout))
     ]
-
-
-def _cells(layout: TokenLayout) -> list[Place]:
-    return _singles(layout)[layout.n_prefix :]
 
 
 def _prefix_kinds(layout: TokenLayout) -> list[Place]:
