@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tests.activation_stores import activations, write_acts
 from tests.cka_stores import write_store
 from vitsee_core import machine
+from vitsee_core.grams.syrk import load_syrk, mirror
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
@@ -40,7 +41,6 @@ from vitsee_core.similarity.cache import SCRATCH, gram_cache
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
 from vitsee_core.similarity.shift import Shift
-from vitsee_core.similarity.syrk import load_syrk, mirror
 from vitsee_core.similarity.whole import leave_one_out
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vitsee_core.grams.arithmetic import choose_device, full_precision
 from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.progress import SILENT, Progress
-from vitsee_core.similarity.arithmetic import choose_device, full_precision
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch
 from vitsee_core.similarity.cache import gram_cache
 from vitsee_core.similarity.gram_file import DamagedGram, gram_bytes

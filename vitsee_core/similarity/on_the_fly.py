@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from vitsee_core.grams.arithmetic import Arithmetic, arithmetic, choose_device, full_precision
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import SILENT, Progress
-from vitsee_core.similarity.arithmetic import Arithmetic, arithmetic, choose_device, full_precision
 from vitsee_core.similarity.batches import batch_sizes, draw_batches
 from vitsee_core.similarity.hsic import METHODS, Hsic, stacked
 from vitsee_core.similarity.job import Estimator, Rows

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features import SiteFeatures
+from vitsee_core.grams.arithmetic import Arithmetic
 from vitsee_core.progress import Progress
-from vitsee_core.similarity.arithmetic import Arithmetic
 from vitsee_core.similarity.job import Rows
 from vitsee_core.similarity.tiles import Float32, Matrix
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.similarity.syrk import load_syrk, mirror
+from vitsee_core.grams.syrk import load_syrk, mirror
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
