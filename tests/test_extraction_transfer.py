@@ -14,11 +14,13 @@ from torch import Tensor
 
 from tests.extractions import VIT, array_bytes, extracted, plant_images
 from tests.fake_cuda import FakeStream, install
-from vitsee_core.extraction import grams, transfer
-from vitsee_core.extraction.grams import GramProducts, add_products
+from vitsee_core.extraction import transfer
+from vitsee_core.extraction.grams import GramProducts
 from vitsee_core.extraction.host_memory import HostMemory, block_bytes
 from vitsee_core.extraction.slab import largest_magnitude
 from vitsee_core.extraction.transfer import HostCopies, PixelFeed
+from vitsee_core.grams import arithmetic
+from vitsee_core.grams.arithmetic import Gpu
 from vitsee_core.images import Batch
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
@@ -158,7 +160,7 @@ def test_pinned_memory_is_as_large_as_what_it_holds(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("width", [5, 64, 64 * 3, 64 * 3 + 7])
 def test_products_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grams, "TERMS", 64)
+    monkeypatch.setattr(arithmetic, "TERMS", 64)
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(0))
     shapes: list[int] = []
 
@@ -172,7 +174,7 @@ def test_products_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("mm", "bmm"):
         monkeypatch.setattr(torch, name, watched(getattr(torch, name)))
     total = torch.ones(6, 6, dtype=torch.float64)
-    add_products(x, total)
+    Gpu("cpu").add_gram(total, x)
     assert max(shapes) <= 64
     torch.testing.assert_close(total - 1, x.double() @ x.double().T, rtol=1e-6, atol=1e-5)
 
@@ -181,7 +183,7 @@ def test_products_of_many_columns_keep_their_digits() -> None:
     """All of one sign, as a diagonal is; columns of a site of ViT-B/16."""
     x = torch.rand(4, 197 * 768, generator=torch.Generator().manual_seed(0))
     total = torch.zeros(4, 4, dtype=torch.float64)
-    add_products(x, total)
+    Gpu("cpu").add_gram(total, x)
     want = x.double() @ x.double().T
     assert float(((total - want) / want).abs().max()) < 3e-6
 

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from tests.activation_stores import activations, write_acts
 from tests.cka_stores import write_store
 from vitsee_core import machine
+from vitsee_core.grams import arithmetic
+from vitsee_core.grams import syrk as syrk_module
 from vitsee_core.grams.syrk import load_syrk, mirror
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
     Representation,
-    arithmetic,
     batches,
     cosine,
     hsic,
@@ -36,7 +37,6 @@ from vitsee_core.similarity import (
     summarise,
     tiles,
 )
-from vitsee_core.similarity import syrk as syrk_module
 from vitsee_core.similarity.cache import SCRATCH, gram_cache
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.ownership import create_owned, owned_by_none

@@ -15,8 +15,9 @@ from tests.cka_stores import write_store
 from tests.test_cka_heads import CNN_SITES, N, distances, vit
 from vitsee_core.analyses import cka, cka_heads
 from vitsee_core.device import current_precision
+from vitsee_core.grams import arithmetic
 from vitsee_core.grams.arithmetic import Gpu, Staging, full_precision
-from vitsee_core.similarity import arithmetic, device_tiles, estimate, on_the_fly, products, tiles
+from vitsee_core.similarity import device_tiles, estimate, on_the_fly, products, tiles
 from vitsee_core.similarity.device_tiles import DeviceTiles
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.shift import raw_gram

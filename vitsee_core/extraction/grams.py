@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitsee_core.device import precision_context
+from vitsee_core.grams.arithmetic import arithmetic
 
 # On the CPU a chunk stays near the caches; on a GPU it is large enough to fill it.
-TERMS = 16384
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20, "mps": 64 << 20}
 
 
@@ -32,6 +32,7 @@ class GramProducts:
         self._device = device
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         self._buffer = torch.empty(0, device=device)
+        self._arithmetic = arithmetic(device.type, 0)
 
     def gram(self, parts: Sequence[Tensor], valid: Tensor) -> Tensor:
         """(n, n) float32 on the device, exactly symmetric, n the number of valid images.
@@ -63,12 +64,10 @@ class GramProducts:
             x.copy_(piece if rows is None else piece[rows])
             x -= x.mean(0)
             if self._device.type == "cpu":
-                # The same array on both sides: numpy calls ssyrk then, half the work of a product.
-                a = x.numpy()
-                with np.errstate(all="ignore"):  # what is not finite is told by `check_peaks`
-                    total += torch.from_numpy(a @ a.T)
+                with np.errstate(all="ignore"):  # `check_peaks` reports what is not finite
+                    self._arithmetic.add_gram(total.numpy(), x.numpy())
             else:
-                add_products(x, total)
+                self._arithmetic.add_gram(total, x)
 
     def _near(self, part: Tensor) -> Tensor:
         """The part on the device where it fits, in one copy; else as it is, to be fetched in
@@ -78,20 +77,6 @@ class GramProducts:
         free, _ = torch.cuda.mem_get_info(self._device)
         fits = part.numel() * part.element_size() <= free // 4
         return part.to(self._device, non_blocking=True) if fits else part
-
-
-def add_products(x: Tensor, total: Tensor) -> None:
-    """total (n, n) += x x^T for x (n, columns), in sums of at most `TERMS` products in single
-    precision: a product of more columns at once loses digits by as much as the kernel of the day
-    decides. Those of all pieces are one call, which fills a GPU where one small matrix does not."""
-    width = x.shape[1]
-    whole = width // TERMS
-    if whole:
-        pieces = x[:, : whole * TERMS].unflatten(1, (whole, TERMS)).transpose(0, 1)
-        total += torch.bmm(pieces, pieces.transpose(1, 2)).sum(0, dtype=total.dtype)
-    if rest := width - whole * TERMS:
-        last = x[:, width - rest :]
-        total += torch.mm(last, last.T)
 
 
 def _flat(x: Tensor) -> Tensor:

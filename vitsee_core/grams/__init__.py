@@ -1,1 +1,1 @@
-"""Products that Gram matrices are made of, on the CPU and on a GPU: for extraction and CKA alike."""
+"""Products that Gram matrices are made of, on the CPU and on a GPU: in extraction and in CKA."""

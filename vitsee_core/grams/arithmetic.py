@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 # to be imported.
 LARGE = 1e11
 # The same for the routine of `syrk`, with which scipy comes.
+MEDIUM = 1e10
 # Columns of a symmetric product that a GPU makes at a time: an eighth, of a size that fills it.
 GOOD_WIDTH, N_WIDTHS = 1024, 8
-MEDIUM = 1e10
+TERMS = 16384  # products that `add_gram` sums in single precision on a GPU
 
 # Cast(to, values): into (rows, columns) from as many, of another type.
 Cast = Callable[[NDArray[Any], NDArray[Any]], None]
@@ -89,6 +90,9 @@ class Arithmetic(Protocol):
     def add(self, total: Any, product: Any) -> None:
         """total += product."""
 
+    def add_gram(self, total: Any, x: Any) -> None:
+        """total (n, n) += x x^T, whole, for x (n, columns) of the device, in single precision."""
+
     def host(self, total: Any, symmetric: bool) -> NDArray[np.float64]:
         """A sum as an array, whole."""
 
@@ -147,6 +151,10 @@ class Host:
         """As `Arithmetic`."""
         np.add(total, product, out=total)
 
+    def add_gram(self, total: NDArray[np.float64], x: NDArray[Any]) -> None:
+        """As `Arithmetic`: the same array on both sides, so that numpy calls syrk."""
+        total += x @ x.T
+
     def host(self, total: NDArray[np.float64], symmetric: bool) -> NDArray[np.float64]:
         """As `Arithmetic`."""
         if symmetric:
@@ -202,6 +210,19 @@ class Gpu:
     def add(self, total: Tensor, product: Tensor) -> None:
         """As `Arithmetic`."""
         total += product
+
+    def add_gram(self, total: Tensor, x: Tensor) -> None:
+        """As `Arithmetic`, in sums of at most `TERMS` products: a product of more columns at once
+        loses digits by as much as the kernel of the day decides. Those of all pieces are one call,
+        which fills a GPU where one small matrix does not."""
+        torch, width = self._torch, x.shape[1]
+        whole = width // TERMS
+        if whole:
+            pieces = x[:, : whole * TERMS].unflatten(1, (whole, TERMS)).transpose(0, 1)
+            total += torch.bmm(pieces, pieces.transpose(1, 2)).sum(0, dtype=total.dtype)
+        if rest := width - whole * TERMS:
+            last = x[:, width - rest :]
+            total += torch.mm(last, last.T)
 
     def host(self, total: Tensor, symmetric: bool) -> NDArray[np.float64]:
         """As `Arithmetic`."""
