@@ -590,6 +590,28 @@ def test_sizes_of_models(size: tuple[int, int]) -> None:
         assert all(abs(a.y0 - b.y0) > a.height for a, b in pairs)
 
 
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("least", [0.0, 0.9])
+@pytest.mark.parametrize(("size", "stores"), [((1, 1), 1), ((1, 4), 1), ((2, 2), 5)])
+def test_no_text_leaves_the_picture(
+    size: tuple[int, int], stores: int, least: float, scale: str
+) -> None:
+    """The long title of several stores, and what is said of colours beside one row of tiles."""
+    rows = fake_maps(*size, (5, 5), "aligned")
+    values = least + rows["value"] / rows["value"].max()
+    tables = [
+        Table({**rows.columns, "value": values, "store": np.full(len(rows), f"store{i}")})
+        for i in range(stores)
+    ]
+    figure = plot(Table.concat(tables), scale, coverage=stores > 1)
+    figure.canvas.draw()
+    width, height = figure.canvas.get_width_height()
+    bar = figure.axes[-1].yaxis.label
+    boxes = [text.get_window_extent() for text in (*figure.texts, bar)]
+    assert len(boxes) > 1 and bar.get_text()
+    assert all(b.x0 >= 0 and b.y0 >= 0 and b.x1 <= width and b.y1 <= height for b in boxes)
+
+
 def test_a_table_from_csv_draws_the_same(tmp_path: Path) -> None:
     store = write(tmp_path / "a.zarr", [random_attention(layout(), 3, [2, 2])])
     table = run(store, kind="aligned")

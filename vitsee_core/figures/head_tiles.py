@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ SCALES = ("shared", "head")
 GAP = 0.08  # of a tile
 MIDLINE = "#E8002B"
 NOT_FROM_ZERO = "colours do not start at 0"
+TITLE_INCHES = 0.08  # of a character of the title, and of the colour bar's label
 LARGEST, ALONE = 1.1, 3.2  # inches of a tile, and of one that has no others beside it
 
 
@@ -220,18 +222,21 @@ def mark_cell(axes: Axes, tiles: Tiles, cell: tuple[int, int]) -> None:
 
 def style_bar(bar: Any, unit: str, scale: str) -> None:
     """The look of every colour bar beside tiles, and what it says."""
-    from matplotlib.colors import PowerNorm
-
+    bar.set_label(_bar_label(unit, scale, bar.norm.vmin))
     if scale == "head":
-        bar.set_label("each head scaled to its own range")
         bar.set_ticks([0, 1])
         bar.set_ticklabels(["least", "most"])
-    elif isinstance(bar.norm, PowerNorm):
-        bar.set_label(f"{unit} (cube-root colours)")
-    else:
-        bar.set_label(unit if bar.norm.vmin == 0 else f"{unit} ({NOT_FROM_ZERO})")
     bar.outline.set_linewidth(0.5)
     bar.outline.set_edgecolor(GREY)
+
+
+def _bar_label(unit: str, scale: str, low: float) -> str:
+    """What a colour bar beside tiles says; low: where its colours start."""
+    if scale == "head":
+        return "each head scaled to its own range"
+    if low != 0:
+        return f"{unit} ({NOT_FROM_ZERO})"
+    return f"{unit} (cube-root colours)" if scale == "shared" else unit
 
 
 # ---------------------------------------------------------------- whole figures
@@ -266,10 +271,21 @@ def draw_grid(
     sizes = [_inches(tiles) for tiles in all_tiles]
     labels = [label for tiles in all_tiles for label in tiles.row_labels]
     left = 0.2 + (0 if alone else CHARACTER_INCHES * max(map(len, labels)))
+    low, high = table["n_images"].min(), table["n_images"].max()
+    n = f"n = {high}" if low == high else f"n = {low} to {high}"
+    stores = table.unique("store")
+    who = shorten(str(stores[0]), 28) if len(stores) == 1 else f"{len(stores)} stores"
+    text = f"{who}: {title} ({n})"
     # Laid out by hand: the tiles' sizes are known, and so is the room for their labels.
-    width = max(left + max(w for _, w in sizes) + 1.1, 4.8)
     above = 0.25 if alone else 0.5
     height = 0.3 + sum(h + above for h, _ in sizes) + 0.15
+    long = min(sizes[0][0], 5.0)
+    middle = 0.3 + above + long / 2  # of the colour bar, below the upper edge
+    words = _bar_label(unit, scale, limits[0])
+    lines = wrap(words, max(8, int(2 * min(middle, height - middle) / TITLE_INCHES)))
+    beside = left + max(w for _, w in sizes) + 0.15
+    title_width = 0 if alone else 0.3 + TITLE_INCHES * len(text)
+    width = max(beside + 0.95 + 0.15 * (len(lines) - 1), title_width, 4.8)
     figure = new_figure(width, height)
     figure.set_layout_engine("none")
     top = height - 0.3
@@ -283,19 +299,14 @@ def draw_grid(
         axes.set_xlabel(f"head{of}")
         if alone:
             axes.set(xticks=[], yticks=[], xlabel="")
-    low, high = table["n_images"].min(), table["n_images"].max()
-    n = f"n = {high}" if low == high else f"n = {low} to {high}"
-    stores = table.unique("store")
-    who = shorten(str(stores[0]), 28) if len(stores) == 1 else f"{len(stores)} stores"
-    text = f"{who}: {title} ({n})"
     if alone:
         text = f"{shorten(str(table['store'][0]), 28)}, {all_tiles[0].row_labels[0]}{_head(table)}"
         figure.text(0.15 / width, 1 - 0.42 / height, f"{title} ({n})", fontsize=8)
     figure.text(0.15 / width, 1 - 0.25 / height, text, fontsize=10)
-    long = min(sizes[0][0], 5.0)
-    beside = (left + max(w for _, w in sizes) + 0.15) / width
-    place = (beside, (height - 0.3 - above - long) / height, 0.16 / width, long / height)
-    style_bar(figure.colorbar(image, cax=figure.add_axes(place)), unit, scale)
+    place = (beside / width, 1 - (middle + long / 2) / height, 0.16 / width, long / height)
+    bar = figure.colorbar(image, cax=figure.add_axes(place))
+    style_bar(bar, unit, scale)
+    bar.set_label("\n".join(lines))
     return figure
 
 
