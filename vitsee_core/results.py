@@ -279,7 +279,7 @@ def read_replicates(file: ResultFile) -> NDArray[np.float64]:
     if not path.exists():
         raise VitseeError(
             f"{file.path} has no replicates beside it ({path.name}); run its command again with "
-            "--replicates"
+            "--replicates, where it has that option"
         )
     other = read_result(path).table
     names = [name for name in other.columns if name.startswith(replicates.PREFIX)]

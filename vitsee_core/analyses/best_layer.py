@@ -30,6 +30,8 @@ from vitsee_core.columns import SITE
 from vitsee_core.figures.best_layers import draw_best_layers
 from vitsee_core.figures.redundancy import PAIRS, to_last
 from vitsee_core.metrics import direction
+from vitsee_core.paired import COLUMNS as PAIRED
+from vitsee_core.paired import METHOD, difference, with_replicates
 from vitsee_core.plotting import styled
 from vitsee_core.results import ResultFile, Table, read_result
 from vitsee_stores.errors import VitseeError
@@ -54,6 +56,7 @@ OPTIONAL = frozenset(
         *(*SETTINGS, "l2", "ties", "std", "low", "high", "n_images", "n_overlap"),
     )
 )
+AMONG = ("layers", "models")
 PLACE = (
     *("depth", "rel_depth", "head", "token", "row", "col", "l2"),
     *("std", "low", "high", "n_images"),
@@ -136,6 +139,57 @@ def run(files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> Table:
     ]
     notes = {"rule": RULE, "remarks": remarks, "files": [str(f.path) for f in files]}
     return Table.from_rows(rows, names, notes)
+
+
+def compare(
+    files: Sequence[ResultFile], metrics: Sequence[str] = (), among: str = "layers"
+) -> Table:
+    """One row a difference: the best row of each store less that of each of its other layers, or
+    less the best rows of the stores after it; with intervals over the images that both share.
+
+    Columns: those of `paired.COLUMNS` that the files have; `value`, in the metric's unit, is above
+    0 where row a has the larger value. NaN (`std`, `low`, `high`): a row without replicates.
+
+    Args:
+        files: from `read`, with their replicates beside them.
+        metrics: as for `run`.
+        among: "layers" or "models".
+
+    Raises:
+        StoreMismatch: stores that were not tested on the same images.
+        VitseeError: as `run`; no replicates; one layer or one store only.
+    """
+    if among not in AMONG:
+        raise VitseeError(f"no comparison of {among!r}; expected {' or '.join(AMONG)}")
+    scored = with_replicates([file for file in files if not file.has(PAIRS)])
+    notes = {str(file.path): file.table.notes for file in scored}
+    rows = []
+    for task, table in tasks(scored, metrics).items():
+        table = table.take(np.array([not _given(b) for b in table["baseline"].tolist()], bool))
+        stores = [(of, _best_place(of)) for _, of in table.groups("store")]
+        for number, (of_store, best) in enumerate(stores):
+            others = stores[number + 1 :]
+            if among == "layers":
+                sites = [
+                    of for name, of in of_store.groups("site") if name != _site(of_store, best)
+                ]
+                others = [(of, _best_place(of)) for of in sites]
+            rows += [difference((of_store, best), other, task, notes) for other in others]
+    if not rows:
+        raise VitseeError(
+            f"there is nothing to compare: the results are of one {among.removesuffix('s')} only"
+        )
+    names = [
+        name
+        for name in PAIRED
+        if name.removesuffix("_a").removesuffix("_b") not in OPTIONAL
+        or any(_given(row.get(name)) for row in rows)
+    ]
+    return Table.from_rows(rows, names, {"interval": METHOD, "files": [*notes]})
+
+
+def _site(table: Table, row: int) -> str:
+    return str(table["site"][row])
 
 
 def _known(files: Sequence[ResultFile]) -> list[str]:
@@ -232,7 +286,8 @@ def _uniform(file: ResultFile) -> Table:
             else columns[name]
             for name in COLUMNS
             if name not in MADE
-        }
+        },
+        replicates=given.replicates,
     )
 
 
@@ -259,11 +314,21 @@ def _given(value: Any) -> bool:
     return value is not None and value != "" and value == value
 
 
-def _best(task: str, rows: Table) -> dict[str, Any]:
+def _order(rows: Table) -> NDArray[np.float64]:
+    """(rows,) larger is better; -inf without a value."""
     values = rows["value"].astype(float)
-    finite = np.isfinite(values)
     sign = -1 if direction(str(rows["metric"][0])) == "lower" else 1
-    order = np.where(finite, sign * values, -np.inf)
+    return np.where(np.isfinite(values), sign * values, -np.inf)
+
+
+def _best_place(rows: Table) -> int:
+    """The row number of the best value, of equal ones the first."""
+    return int(np.argmax(_order(rows)))
+
+
+def _best(task: str, rows: Table) -> dict[str, Any]:
+    values, order = rows["value"].astype(float), _order(rows)
+    finite = np.isfinite(values)
     place = int(np.argmax(order))
     cells = {name: column.tolist() for name, column in rows.columns.items()}
     row = {name: column[place] for name, column in cells.items()}

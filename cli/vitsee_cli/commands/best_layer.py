@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 QUESTION = RESULTS
 
+AMONG = ("layers", "models")
+
 
 @click.command()
 @click.argument("results", metavar="RESULTS...", nargs=-1, required=True, type=parse_path)
@@ -29,7 +31,16 @@ QUESTION = RESULTS
     help="Only this metric (top1, purity, iou, ...). Repeatable.  [default: all with a "
     "direction, except those of single classes]",
 )
-def command(results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...]) -> None:
+@click.option(
+    "--paired",
+    type=click.Choice(AMONG),
+    help="Differences in place of the best layers, with intervals over the images that both share: "
+    "layers: each model's best layer less each of its others; models: less the other models' best. "
+    "RESULTS are of knn, probe or saliency with --replicates.  [default: none]",
+)
+def command(
+    results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...], paired: str | None
+) -> None:
     """Name the best layer of each model for each task.
 
     RESULTS are tables (.csv, .tsv, .json, ...) that other commands wrote with -o and that have one
@@ -44,6 +55,8 @@ def command(results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...
       $ vitsee best-layer knn.csv cluster.csv --png best.png
       $ vitsee cka b16.zarr -o cka.csv
       $ vitsee best-layer knn.csv cka.csv --metric top1 --png redundancy.png > best.csv
+      $ vitsee knn train.zarr b16.zarr dino.zarr -o knn.csv --replicates --force
+      $ vitsee best-layer knn.csv --paired models
 
     Columns: store, model, site, block, depth and rel_depth of the best layer (counted from 0),
     token, row, col, head of its best row, task, ties (others with the same value), file, metric,
@@ -51,17 +64,28 @@ def command(results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...
     the best one's), baseline. The figure shows the curves and the table; with a self-comparison by
     cka among RESULTS, also each layer's CKA to the last one beside the scores (Kornblith et al.
     2019).
+
+    With --paired: store_a, model_a, site_a, block_a, depth_a, rel_depth_a, the same with _b, token,
+    row, col, head of both, task, metric, value (a less b), std and the 95 % interval low, high over
+    images, spread (what std is), n_images, n_blocks. Choosing the best layer on the same images is
+    not corrected for.
     """
     from vitsee_cli import console
     from vitsee_core.analyses import best_layer
     from vitsee_core.outputs import check_outputs, describe_run, write_results
 
+    if paired is not None and outputs.png is not None:
+        raise click.UsageError("--png draws the best layers; --paired has no figure")
     check_outputs(outputs)
     if outputs.csv is None:
         console.require_stdout()
     files = best_layer.read(results)
-    table = best_layer.run(files, metrics)
-    sidecar = describe_run([], command=console.command_line(), parameters={"metrics": metrics})
+    if paired is None:
+        table = best_layer.run(files, metrics)
+    else:
+        table = best_layer.compare(files, metrics, paired)
+    parameters = {"metrics": metrics, "paired": paired}
+    sidecar = describe_run([], command=console.command_line(), parameters=parameters)
     sidecar["results"] = [
         {"path": str(file.path.absolute()), "made_by": file.sidecar} for file in files
     ]
