@@ -45,7 +45,7 @@ from vitsee_stores.selectors import GROUPS
 from vitsee_stores.token_selection import WORDS as TOKENS
 
 if TYPE_CHECKING:
-    from vitsee_stores.reader import Store
+    from vitsee_stores import Store
 
 Decorator = Callable[[Any], Any]
 VERBOSITY = "vitsee.verbosity"  # in the click context, shared by the group and its command

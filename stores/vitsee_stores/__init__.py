@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout
     from vitsee_stores.lazy import LazyArray
     from vitsee_stores.manifest import Manifest, Samples, new_manifest
+    from vitsee_stores.opening import open_store
     from vitsee_stores.pairing import require_paired
-    from vitsee_stores.reader import Slab, Store, open_store
+    from vitsee_stores.store import Slab, Store
     from vitsee_stores.validation import validate
     from vitsee_stores.writer import StoreWriter
 
@@ -47,8 +48,9 @@ _HOME = {
     "layout": ("AttentionGroup", "SiteSpec", "StorePlan", "TokenLayout"),
     "manifest": ("Manifest", "Samples", "new_manifest"),
     "lazy": ("LazyArray",),
+    "opening": ("open_store",),
     "pairing": ("require_paired",),
-    "reader": ("Slab", "Store", "open_store"),
+    "store": ("Slab", "Store"),
     "validation": ("validate",),
     "writer": ("StoreWriter",),
 }

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vitsee_stores.errors import StoreMismatch
 
 if TYPE_CHECKING:
-    from vitsee_stores.reader import Store
+    from vitsee_stores.store import Store
 
 
 def require_paired(a: Store, b: Store) -> NDArray[np.bool_]:

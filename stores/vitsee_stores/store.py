@@ -1,25 +1,4 @@
-"""Whole slabs out: a store as lazy arrays, and slab by slab.
-
-    >>> from vitsee_stores import open_store
-    >>> store = open_store("b16.zarr")
-    >>> store.n_images, store.manifest.model["name"]
-    (10000, 'vit_base_patch16_224')
-    >>> [site.name for site in store.select(["blocks"])][-1]
-    'blocks.11.out'
-    >>> store.layout("blocks.-1.out")
-    TokenLayout(prefix=('cls',), grid=(14, 14), rows=0, stride_px=(16.0, 16.0))
-    >>> store.acts("blocks.3.out", tokens="patches")
-    <LazyArray float16 (10000, 14, 14, 768)>
-    >>> corner = store.acts("blocks.3.out", tokens=(0, 0))[:]      # one token of all images
-    >>> first = store.acts("blocks.3.out")[:256]                   # every token of 256 images
-    >>> nines = store.pooled("norm", "cls")[store.samples.label == 9]   # each slab is read once
-    >>> store.attention("distance_px")[:].mean(0)                  # (blocks, heads)
-    >>> sums = 0
-    >>> for slab in store.slabs():                                 # each byte is read once
-    ...     sums += slab.acts("blocks.3.out", "patches")[slab.valid].sum(0, dtype="f8")
-
-Rows of unreadable images have `valid` False and hold NaN: leave them out.
-"""
+"""A store as lazy arrays, and its slabs in memory."""
 
 from __future__ import annotations
 
@@ -28,59 +7,25 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import root
-from vitsee_stores.errors import IncompleteStore, MissingInput, SiteError, StoreError
+from vitsee_stores.errors import MissingInput, SiteError, StoreError
 from vitsee_stores.layout import ArraySpec, select_names
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
 from vitsee_stores.manifest import Manifest, Samples
 from vitsee_stores.notebook import html_table, layout_text
-from vitsee_stores.pairing import require_paired
 from vitsee_stores.plan import AttentionGroup, SiteSpec, TokenLayout
 from vitsee_stores.samples import StoreSamples
 from vitsee_stores.sealed import SealedChunks
-from vitsee_stores.slab import Slab
 from vitsee_stores.token_selection import describe_layout
 from vitsee_stores.tokens import Tokens, token_array
-
-__all__ = ["LazyArray", "Slab", "Store", "StoreSamples", "open_store", "require_paired"]
-
-
-def open_store(
-    path: str | os.PathLike[str], *, allow_partial: bool = False, label: str | None = None
-) -> Store:
-    """The store at `path`.
-
-    Args:
-        path: its folder.
-        allow_partial: open an unfinished store too; only its committed slabs are read.
-        label: its name in tables and figures; by default the folder's name without suffix.
-
-    Raises:
-        StoreError: missing, no vitsee store, of another format version, or damaged.
-        IncompleteStore: unfinished, and `allow_partial` is not set; or without any slab yet.
-    """
-    manifest, complete = root.read_root(path)
-    n_slabs = manifest.plan.n_slabs
-    names = root.list_names(Path(path, "commits"))
-    complete = complete and len(root.numbers(names, n_slabs)) == n_slabs
-    committed = np.full(n_slabs, complete)
-    if not complete:
-        committed[list(root.read_markers(path, manifest))] = True
-        done = f"{path} is incomplete: {committed.sum()} of {n_slabs} slabs are committed"
-        if not allow_partial:
-            raise IncompleteStore(
-                f"{done} (repeat the vitsee extract command to go on, or read those with "
-                "--allow-partial)"
-            )
-        if not committed.any():
-            raise IncompleteStore(f"{done} (repeat the vitsee extract command to go on)")
-    return Store(path, manifest, committed, complete, label)
 
 
 class Store:
@@ -245,7 +190,7 @@ class Store:
                     f"{spec.name} has no token layout, so no tokens {tokens!r}; expected all"
                 )
             return self.array(f"acts/{spec.name}/raw")
-        return token_array(self, spec, spec.layout, tokens)
+        return token_array(self.array, f"{self.label}: {spec.name}", spec, tokens)
 
     def pooled(self, site: str, kind: str = "mean") -> LazyArray:
         """(images, dim) float32: a site's class token ("cls") or its mean over the grid ("mean");
@@ -399,3 +344,54 @@ class Store:
             rows = self.plan.rows(k)
             if self.committed[k] and rows.start < stop:
                 yield Slab(self, k, slice(rows.start, min(rows.stop, stop)))
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Consecutive rows of a store, the unit of reading. Arrays are in memory, `rows` is where
+    they stand in the store; sums are those of the whole slab `k`."""
+
+    store: Store
+    k: int
+    rows: slice
+
+    def __len__(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+    @property
+    def valid(self) -> NDArray[np.bool_]:
+        """(rows,) which rows hold an image."""
+        return self.store.valid[self.rows]
+
+    def acts(self, site: str, tokens: Tokens = "all") -> NDArray[Any]:
+        """As `Store.acts`, of these rows."""
+        return self.store.acts(site, tokens)[self.rows]
+
+    def pooled(self, site: str, kind: str = "mean") -> NDArray[Any]:
+        """As `Store.pooled`, of these rows."""
+        return self.store.pooled(site, kind)[self.rows]
+
+    def vectors(self, name: str) -> NDArray[Any]:
+        """As `Store.vectors`, of these rows."""
+        return self.store.vectors(name)[self.rows]
+
+    def attention(self, name: str, group: str = "") -> NDArray[Any]:
+        """As `Store.attention`, of these rows."""
+        return self.store.attention(name, group)[self.rows]
+
+    def attention_sums(self, name: str, group: str = "") -> NDArray[Any]:
+        """As `Store.attention_sums`, of the whole slab: (blocks, heads, ...)."""
+        return self.store.attention_sums(name, group)[self.k]
+
+    def grams(self, site: str) -> NDArray[Any]:
+        """As `Store.grams`, of these rows: (rows, rows)."""
+        n = len(self)
+        return self.store.grams(site)[self.k, :n, :n]
+
+    def residual(self, sublayer: str) -> NDArray[Any]:
+        """As `Store.residual`, of these rows."""
+        return self.store.residual(sublayer)[self.rows]
+
+    def inputs(self) -> NDArray[Any]:
+        """As `Store.inputs`, of these rows."""
+        return self.store.inputs()[self.rows]

@@ -1,0 +1,65 @@
+"""Whole slabs out: a store as lazy arrays, and slab by slab.
+
+    >>> from vitsee_stores import open_store
+    >>> store = open_store("b16.zarr")
+    >>> store.n_images, store.manifest.model["name"]
+    (10000, 'vit_base_patch16_224')
+    >>> [site.name for site in store.select(["blocks"])][-1]
+    'blocks.11.out'
+    >>> store.layout("blocks.-1.out")
+    TokenLayout(prefix=('cls',), grid=(14, 14), rows=0, stride_px=(16.0, 16.0))
+    >>> store.acts("blocks.3.out", tokens="patches")
+    <LazyArray float16 (10000, 14, 14, 768)>
+    >>> corner = store.acts("blocks.3.out", tokens=(0, 0))[:]      # one token of all images
+    >>> first = store.acts("blocks.3.out")[:256]                   # every token of 256 images
+    >>> nines = store.pooled("norm", "cls")[store.samples.label == 9]   # each slab is read once
+    >>> store.attention("distance_px")[:].mean(0)                  # (blocks, heads)
+    >>> sums = 0
+    >>> for slab in store.slabs():                                 # each byte is read once
+    ...     sums += slab.acts("blocks.3.out", "patches")[slab.valid].sum(0, dtype="f8")
+
+Rows of unreadable images have `valid` False and hold NaN: leave them out.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from vitsee_stores import root
+from vitsee_stores.errors import IncompleteStore
+from vitsee_stores.store import Store
+
+
+def open_store(
+    path: str | os.PathLike[str], *, allow_partial: bool = False, label: str | None = None
+) -> Store:
+    """The store at `path`.
+
+    Args:
+        path: its folder.
+        allow_partial: open an unfinished store too; only its committed slabs are read.
+        label: its name in tables and figures; by default the folder's name without suffix.
+
+    Raises:
+        StoreError: missing, no vitsee store, of another format version, or damaged.
+        IncompleteStore: unfinished, and `allow_partial` is not set; or without any slab yet.
+    """
+    manifest, complete = root.read_root(path)
+    n_slabs = manifest.plan.n_slabs
+    names = root.list_names(Path(path, "commits"))
+    complete = complete and len(root.numbers(names, n_slabs)) == n_slabs
+    committed = np.full(n_slabs, complete)
+    if not complete:
+        committed[list(root.read_markers(path, manifest))] = True
+        done = f"{path} is incomplete: {committed.sum()} of {n_slabs} slabs are committed"
+        if not allow_partial:
+            raise IncompleteStore(
+                f"{done} (repeat the vitsee extract command to go on, or read those with "
+                "--allow-partial)"
+            )
+        if not committed.any():
+            raise IncompleteStore(f"{done} (repeat the vitsee extract command to go on)")
+    return Store(path, manifest, committed, complete, label)
