@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from tests.extractions import RESNET, VIT, array_bytes, extract, extracted, plant_images
 from tests.manifests import edited
-from vitsee_core.extraction import grams, holding, run
-from vitsee_core.extraction.grams import GramProducts, as_block
-from vitsee_core.extraction.holding import GramRoute, choose_route
+from vitsee_core.extraction import gram_strategy, run, slab_grams
+from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
+from vitsee_core.extraction.slab_grams import GramProducts, as_block
 from vitsee_core.models import load_model, site_table
 from vitsee_stores import Store, open_store, validate
 from vitsee_stores.errors import MissingInput
@@ -106,7 +106,7 @@ def test_pooled_stores_by_every_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if where == "file":
-        monkeypatch.setattr(holding, "memory_bytes", lambda: 1000)
+        monkeypatch.setattr(gram_strategy, "memory_bytes", lambda: 1000)
     path = tmp_path / "pooled.zarr"
     pooled = ["--tokens", "pooled", "--batch-size", batch]
     said = extracted(*options(folder, path, *pooled)).stderr
@@ -136,7 +136,7 @@ def test_memory_and_file_give_the_same_bytes_as_do_shards_and_resuming(
     assert array_bytes(memory) == before
     run_into("shards.zarr", "--shard", "1/2")
     assert array_bytes(run_into("shards.zarr", "--shard", "0/2")) == before
-    monkeypatch.setattr(holding, "memory_bytes", lambda: 1000)
+    monkeypatch.setattr(gram_strategy, "memory_bytes", lambda: 1000)
     assert array_bytes(run_into("file.zarr")) == before
 
 
@@ -193,7 +193,7 @@ def test_chunks_parts_layout_offset_and_autocast(monkeypatch: pytest.MonkeyPatch
     x = torch.cat([prefix.flatten(1), body.flatten(1)], 1).double()[valid]
     x -= x.mean(0)
     wanted = (x @ x.T).numpy()
-    monkeypatch.setitem(grams.CHUNK_BYTES, "cpu", 8 * 11 * 4)
+    monkeypatch.setitem(slab_grams.CHUNK_BYTES, "cpu", 8 * 11 * 4)
     products = GramProducts(torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
         for seen in (body, body.permute(0, 2, 3, 1)):
@@ -209,14 +209,14 @@ def test_the_way_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
     table, cpu = site_table(model), torch.device("cpu")
 
-    def way(slab: int, batch: int | None, memory: float, tokens: str = "pooled") -> GramRoute:
-        monkeypatch.setattr(holding, "memory_bytes", lambda: int(memory))
+    def way(slab: int, batch: int | None, memory: float, tokens: str = "pooled") -> GramStrategy:
+        monkeypatch.setattr(gram_strategy, "memory_bytes", lambda: int(memory))
         sites = tuple(dataclasses.replace(site, tokens=tokens) for site in table.sites)
         plan = StorePlan(4 * slab, slab, "none", sites, grams=True)
-        return choose_route(plan, table, cpu, batch, 32)
+        return choose_strategy(plan, table, cpu, batch, 32)
 
     assert way(32, None, 1e12).where == "forward"  # the default batch is the slab
-    assert way(256, None, 1e12) == GramRoute(256, "forward")
+    assert way(256, None, 1e12) == GramStrategy(256, "forward")
     assert way(256, None, 1e5).where == "file"  # no room for 256 images at once
     assert way(256, 256, 1e5).where == "forward"  # as asked
     large = way(256, 32, 1e12)
@@ -225,9 +225,9 @@ def test_the_way_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     short = way(256, 32, 4 * 0.9 * large.set_bytes)
     assert (short.where, short.n_sets) == ("file", 1)
     assert short.file_bytes == short.set_bytes
-    assert way(256, None, 1e5, "all") == GramRoute(32, "memory", 2, 0)  # the buffers are enough
+    assert way(256, None, 1e5, "all") == GramStrategy(32, "memory", 2, 0)  # the buffers are enough
     plain = StorePlan(512, 256, "none", table.sites)
-    assert choose_route(plain, table, cpu, None, 32) == GramRoute(32)
+    assert choose_strategy(plain, table, cpu, None, 32) == GramStrategy(32)
 
 
 def test_a_disk_without_room_for_the_scratch_file(
@@ -237,7 +237,7 @@ def test_a_disk_without_room_for_the_scratch_file(
     command = options(folder, path, "--tokens", "pooled", "--batch-size", 3)
     total = extracted(*command, "--dry-run").stdout.splitlines()[1]
     need = int(total.split(",")[3])
-    monkeypatch.setattr(holding, "memory_bytes", lambda: 1000)
+    monkeypatch.setattr(gram_strategy, "memory_bytes", lambda: 1000)
     monkeypatch.setattr(run, "free_disk_bytes", lambda _path: need + 1000)
     result = extract(*command)
     assert result.exit_code == 1
@@ -246,7 +246,7 @@ def test_a_disk_without_room_for_the_scratch_file(
     assert "1.0 kB free; choose --batch-size 4" in result.stderr
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(run, "free_disk_bytes", lambda _path: 10**12)
-    monkeypatch.setattr(holding, "free_disk_bytes", lambda _path: 1000)  # gone since
+    monkeypatch.setattr(gram_strategy, "free_disk_bytes", lambda _path: 1000)  # gone since
     result = extract(*command)
     assert result.exit_code == 1
     assert "--grams needs a scratch file of" in result.stderr

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitsee_core.extraction.grams import GramProducts, as_block
-from vitsee_core.extraction.holding import feature_paths
+from vitsee_core.extraction.gram_strategy import feature_paths
 from vitsee_core.extraction.host_memory import HostMemory
+from vitsee_core.extraction.slab_grams import GramProducts, as_block
 from vitsee_core.reductions.summary import PER_IMAGE
 from vitsee_stores.layout import ArraySpec, AttentionGroup, StorePlan, arrays
 

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from vitsee_core.device import precision_context
 from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.erf import ErfSums
-from vitsee_core.extraction.grams import GramProducts
-from vitsee_core.extraction.holding import GramRoute, make_room
+from vitsee_core.extraction.gram_strategy import GramStrategy, make_room
 from vitsee_core.extraction.owners import only_writer
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabObserver, check_peaks
+from vitsee_core.extraction.slab_grams import GramProducts
 from vitsee_core.extraction.timing import Clock, TimedObserver
 from vitsee_core.extraction.transfer import PixelFeed
 from vitsee_core.images import Batch, normalise
@@ -48,7 +48,7 @@ class SlabLoop:
         prepared: Prepared,
         writer: StoreWriter,
         provenance: dict[str, Any],
-        route: GramRoute,
+        route: GramStrategy,
         erf: ErfSums | None = None,
     ):
         self.prepared, self.writer, self.route, self.erf = prepared, writer, route, erf

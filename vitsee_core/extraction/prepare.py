@@ -12,7 +12,7 @@ import torch
 
 from vitsee_core.device import precision_context, resolve_device
 from vitsee_core.extraction.erf import ErfCost, ErfPasses, prepare_erf
-from vitsee_core.extraction.holding import gram_notes
+from vitsee_core.extraction.gram_strategy import gram_notes
 from vitsee_core.extraction.identity import (
     LATER_FIELDS,
     check_same_model,

@@ -20,7 +20,7 @@ import torch
 
 from vitsee_core.device import device_name
 from vitsee_core.extraction.erf import ErfSums
-from vitsee_core.extraction.holding import GramRoute, choose_route, no_room
+from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy, no_room
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.owners import without_writer
@@ -139,7 +139,7 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
         remove_store(run.output)
     sizes = n_bytes(prepared.plan)
     need, free = sum(sizes.values()), free_disk_bytes(run.output)
-    scratch = gram_route(prepared, run).file_bytes
+    scratch = strategy_of(prepared, run).file_bytes
     log.info("%s takes %s: %s", run.output, human_bytes(need), by_folder(sizes))
     for path, size in sizes.items():
         log.debug("%s: %s", path, human_bytes(size))
@@ -197,7 +197,7 @@ def fill(
         return Outcome(complete=False)
     if len(todo) < len(mine):
         log.info("resuming: %d of %s are there", len(mine) - len(todo), counted(len(mine), "slabs"))
-    route = gram_route(prepared, run)
+    route = strategy_of(prepared, run)
     batch_size = route.batch_size
     workers = run.workers if run.workers is not None else default_workers(device)
     log.info(
@@ -262,11 +262,11 @@ def erf_cost(prepared: Prepared, batch_size: int, spans: Sequence[slice]) -> str
     return cost.describe(pieces, len(passes.names)) if pieces else ""
 
 
-def gram_route(prepared: Prepared, run: RunOptions) -> GramRoute:
+def strategy_of(prepared: Prepared, run: RunOptions) -> GramStrategy:
     """How this process makes Gram matrices, and its batch size."""
     device = prepared.device
     default = default_batch(device)
-    return choose_route(prepared.plan, prepared.table, device, run.batch_size, default)
+    return choose_strategy(prepared.plan, prepared.table, device, run.batch_size, default)
 
 
 def default_batch(device: torch.device) -> int:
@@ -286,7 +286,7 @@ def default_workers(device: torch.device) -> int:
 
 
 def _provenance(
-    run: RunOptions, shard: Shard, device: torch.device, route: GramRoute, workers: int
+    run: RunOptions, shard: Shard, device: torch.device, route: GramStrategy, workers: int
 ) -> dict[str, Any]:
     return {
         "command": run.command,

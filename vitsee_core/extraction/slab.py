@@ -17,8 +17,8 @@ from torch import Tensor
 
 from vitsee_core.device import precision_context, to_device
 from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, is_sum
-from vitsee_core.extraction.grams import GramProducts
-from vitsee_core.extraction.holding import GramRoute, feature_paths
+from vitsee_core.extraction.gram_strategy import GramStrategy, feature_paths
+from vitsee_core.extraction.slab_grams import GramProducts
 from vitsee_core.extraction.timing import Clock
 from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.reductions import AttentionReducer, pool_sites, residual_products, rollout
@@ -51,7 +51,7 @@ class SlabObserver:
         self,
         plan: StorePlan,
         device: torch.device,
-        route: GramRoute,
+        route: GramStrategy,
         clock: Clock,
         precision: str = "fp32",
     ):

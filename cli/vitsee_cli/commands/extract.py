@@ -83,7 +83,7 @@ class SlabReporter(console.Reporter):
 
 def show_plan(prepared: Prepared, run: RunOptions, each: bool) -> None:
     """Sizes as CSV on stdout, the sum first, then folders or `each` array; remarks on stderr."""
-    from vitsee_core.extraction.run import erf_cost, gram_route
+    from vitsee_core.extraction.run import erf_cost, strategy_of
     from vitsee_core.extraction.sizes import HEADER, array_sizes, folder_sizes, total_size
     from vitsee_core.machine import counted, free_disk_bytes, human_bytes
     from vitsee_stores.manifest import by_reason
@@ -95,7 +95,7 @@ def show_plan(prepared: Prepared, run: RunOptions, each: bool) -> None:
         console.out(size.row(plan.n_images))
     for note in prepared.notes:
         console.warn(note)
-    batch_size = gram_route(prepared, run).batch_size
+    batch_size = strategy_of(prepared, run).batch_size
     if cost := erf_cost(prepared, batch_size, [slice(0, plan.n_images)]):
         console.say(cost)
     for line in by_reason(prepared.manifest.left_out):

@@ -37,7 +37,7 @@ FEWEST_SLABS = 10  # of a leave-one-slab-out spread
 
 
 @dataclass(frozen=True)
-class GramRoute:
+class GramStrategy:
     """How this process makes Gram matrices. where: "" (none are asked for), "forward", "memory" or
     "file". n_sets: slabs that are held at once; set_bytes: what one takes."""
 
@@ -101,13 +101,13 @@ def feature_paths(site: SiteSpec) -> list[str]:
     return [f"acts/{site.name}/{part}" for part in (["prefix"] if has_prefix else []) + [body]]
 
 
-def choose_route(
+def choose_strategy(
     plan: StorePlan,
     table: SiteTable,
     device: torch.device,
     explicit_batch: int | None,
     default_batch: int,
-) -> GramRoute:
+) -> GramStrategy:
     """The way to this plan's Gram matrices, and with it the batch size where none was given.
 
     Whole slabs where their forward pass fits a quarter of the memory, or half of a GPU's that is
@@ -118,17 +118,17 @@ def choose_route(
     """
     batch_size = min(explicit_batch or default_batch, plan.slab)
     if not plan.gram_sites:
-        return GramRoute(batch_size)
+        return GramStrategy(batch_size)
     if batch_size == plan.slab or (explicit_batch is None and _forward_fits(plan, table, device)):
-        return GramRoute(plan.slab, "forward")
+        return GramStrategy(plan.slab, "forward")
     set_bytes = block_bytes(_shapes(plan))
     room = memory_bytes() // 4 - 2 * slab_bytes(plan)
     # CUDA multiplies in the order of its stream, so that one set is enough.
     sets = 1 if device.type == "cuda" else min(2, plan.n_slabs)
     for n_sets in range(sets, 0, -1):
         if n_sets * set_bytes <= max(0, room):
-            return GramRoute(batch_size, "memory", n_sets, set_bytes)
-    return GramRoute(batch_size, "file", 1, set_bytes)
+            return GramStrategy(batch_size, "memory", n_sets, set_bytes)
+    return GramStrategy(batch_size, "file", 1, set_bytes)
 
 
 def _forward_fits(plan: StorePlan, table: SiteTable, device: torch.device) -> bool:
@@ -145,7 +145,7 @@ def _forward_fits(plan: StorePlan, table: SiteTable, device: torch.device) -> bo
     return need <= memory_bytes() // 4
 
 
-def make_room(route: GramRoute, plan: StorePlan, output: Path, pinned: bool) -> list[HostMemory]:
+def make_room(route: GramStrategy, plan: StorePlan, output: Path, pinned: bool) -> list[HostMemory]:
     """Sets of tensors (slab, ...) for the arrays of `held_arrays`.
 
     Raises:
