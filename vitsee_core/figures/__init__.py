@@ -1,1 +1,1 @@
-"""The pictures, each drawn from a table alone."""
+"""The figures, each drawn from a table alone."""

@@ -30,7 +30,7 @@ ACROSS = 3
 def draw_best_layers(
     table: Table, tasks: Mapping[str, Table], redundancy: Sequence[tuple[str, str, Table]]
 ) -> Figure:
-    """One panel a task and one a CKA self-comparison, the table below.
+    """One panel per task and one per CKA self-comparison; the table below.
 
     Args:
         table: the best rows.
@@ -59,7 +59,7 @@ def draw_best_layers(
 
 
 def _curve(rows: Table) -> Table:
-    """One row a store, site and baseline: the best of its heads and tokens."""
+    """One row per store, site and baseline: the best of its heads and tokens."""
     sign = -1 if direction(str(rows["metric"][0])) == "lower" else 1
     values = sign * rows["value"].astype(float)
     best: dict[Any, int] = {}
@@ -87,7 +87,8 @@ def _curve(rows: Table) -> Table:
 
 
 def _draw_stars(axes: Axes, best: Table, everything: Table) -> None:
-    """A star at each store's best layer. everything: what gives the curves their colours."""
+    """A star at each store's best layer. everything: the rows from which the curves take their
+    colours."""
     numbers = curve_numbers(everything)
     ticks = dict(
         zip((text.get_text() for text in axes.get_xticklabels()), axes.get_xticks(), strict=True)

@@ -1,4 +1,4 @@
-"""Scores against depth: one curve a store, baselines dashed. From a table's columns alone."""
+"""Scores against depth: one curve per store, baselines dashed. From a table's columns alone."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def draw_depth_curves(
     """Draw `value` against `rel_depth`, the interval `low` to `high` as a band where there is one.
 
     A curve joins the sites of one kind (the blocks' outputs with what enters the first block); the
-    kinds are told apart in the legend where there are several. Sites that belong to no block
-    (`norm`, `pooled`, `logits`) are single points right of depth 1, each named on the axis. Rows
-    with a `baseline` are dashed lines of their curve's colour.
+    legend distinguishes the kinds where there are several. Sites that belong to no block (`norm`,
+    `pooled`, `logits`) are single points right of depth 1, each named on the axis. Rows with a
+    `baseline` are dashed lines of their curve's colour.
 
     Args:
-        axes: the panel; its legend is left to `add_curve_legend`.
+        axes: the panel; `add_curve_legend` draws the legend.
         table: rows of one metric, with the columns store, site, rel_depth, value.
         by: further columns whose values make curves of their own (`k`, `shots`).
         ylabel: of the y axis.
@@ -69,8 +69,8 @@ def draw_depth_curves(
 
 
 def curve_numbers(table: Table, by: Sequence[str] = ()) -> dict[tuple[Any, ...], int]:
-    """(store, values of `by`, kind of site) -> number of its colour and marker; sites that belong
-    to no block share the first number of their store."""
+    """(store, values of `by`, kind of site) -> index of its colour and marker; sites that belong to
+    no block share the first index of their store."""
     curves = dict.fromkeys(_curves(table, by))
     numbers = {curve: i for i, curve in enumerate(c for c in curves if c[-1] != "head")}
     for curve in curves:
@@ -97,8 +97,8 @@ def add_curve_legend(figure: Figure, panels: Sequence[Axes]) -> None:
 
 
 def site_kind(site: str) -> str:
-    """What follows a block's path: `out`, `norm1`, `attn.branch`; `out` for what enters the first
-    block; `head` for sites that belong to no block."""
+    """The part of a site's name after its block's path: `out`, `norm1`, `attn.branch`; `out` for
+    what enters the first block; `head` for sites that belong to no block."""
     if site in FIRST:
         return "out"
     match = re.fullmatch(r".*?\.\d+\.(.+)", site)
@@ -117,7 +117,7 @@ def _baseline(name: Any) -> str:
 
 
 def _curves(table: Table, by: Sequence[str]) -> list[tuple[Any, ...]]:
-    """Each row's curve: its store, the columns `by`, the kind of its site."""
+    """Each row's curve: its store, the values of `by`, the kind of its site."""
     kinds = [site_kind(site) for site in table["site"].tolist()]
     return list(
         zip(table["store"].tolist(), *(_column(table, name) for name in by), kinds, strict=True)
@@ -125,13 +125,13 @@ def _curves(table: Table, by: Sequence[str]) -> list[tuple[Any, ...]]:
 
 
 def _dashes(table: Table) -> Dashes:
-    """Baseline -> its pattern of dashes."""
+    """Baseline -> its dash pattern."""
     names = dict.fromkeys(filter(None, map(_baseline, _column(table, "baseline"))))
     return {name: DASHES[i % len(DASHES)] for i, name in enumerate(names)}
 
 
 def _label(table: Table, by: Sequence[str], curve: tuple[Any, ...], kinds: bool) -> str:
-    """The store, and whatever else the table holds several of."""
+    """The store, and every other column in which the table has several values."""
     parts = [shorten(str(curve[0]), 28)]
     if kinds and curve[-1] != "head":
         parts.append(curve[-1])
@@ -148,7 +148,7 @@ def _draw(
         rows = table.take(picked & (names == name))
         rows = rows.take(np.argsort(rows["rel_depth"], kind="stable"))
         x, y = rows["rel_depth"], rows["value"].astype(float)
-        if len(rows) == 1:  # a line or band of one point would not be seen
+        if len(rows) == 1:  # a line or band of one point would be invisible
             _draw_points(axes, x, rows, i, dashes.get(name))
         elif name:
             axes.plot(x, y, color=colour(i), linestyle=dashes[name], linewidth=1)
@@ -182,7 +182,7 @@ def _draw_heads(
 
 
 def _draw_points(axes: Axes, x: Any, rows: Table, i: int, dash: Any) -> None:
-    """Of each point what its curve has beside the line: a baseline's dash, or the interval."""
+    """For each point what its curve has beside the line: a baseline's dashes, or the interval."""
     if dash is not None:
         left, right = x - 0.4 * HEAD_STEP, x + 0.4 * HEAD_STEP
         values = rows["value"].astype(float)

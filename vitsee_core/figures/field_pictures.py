@@ -1,5 +1,5 @@
-"""Pictures of receptive fields: a field a site, and their radii against depth. From the columns of
-`vitsee erf`'s table: store, site, rel_depth, row, col, metric, value, low, high, n_images."""
+"""Pictures of receptive fields: one field per site, and the radii against depth. From the columns
+of `vitsee erf`'s table: store, site, rel_depth, row, col, metric, value, low, high, n_images."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Line:
 
 
 def draw_fields(table: Table) -> Figure:
-    """A line of fields for each kind of site, and curves of radii below. To be called below
-    `styled`.
+    """A line of fields for each kind of site, and curves of radii below. Call it inside a function
+    decorated with `styled`.
 
     Each field is divided by its largest value; all share one logarithmic scale over three decades;
-    a field that is 0 everywhere is a white one with a 0.
-    A cross marks the centre of mass, a circle the radius that holds half of it. Where sites are
-    many, evenly chosen blocks are shown; the curves are of all.
+    a field that is 0 everywhere is white, with a 0. A cross marks the centre of mass, a circle the
+    radius that holds half of it. Of many sites, evenly chosen blocks are shown; the curves show
+    all.
     """
     lines = _lines(table)
     metrics = [metric for metric in CURVES if metric in table.unique("metric")]
@@ -114,7 +114,7 @@ def _picture(rows: Table, radius: float) -> Picture:
 
 
 def _shown(line: Line) -> list[str]:
-    """The blocks that are drawn: all, or evenly chosen ones with the first and the last."""
+    """The blocks that are drawn: all, or evenly spaced ones with the first and the last."""
     blocks = list(line.pictures)
     places = np.linspace(0, len(blocks) - 1, min(len(blocks), MOST_ACROSS)).round().astype(int)
     return [blocks[k] for k in places]
@@ -164,7 +164,7 @@ def _draw(axes: Axes, picture: Picture) -> AxesImage:
         origin="upper",
         extent=(-0.5, width - 0.5, height - 0.5, -0.5),
     )
-    # A circle may reach beyond the image; it is cut there.
+    # A circle that reaches beyond the image is clipped.
     axes.set(xticks=[], yticks=[], xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
     axes.grid(False)
     for spine in axes.spines.values():

@@ -1,4 +1,4 @@
-"""The picture of a table with one number a head."""
+"""The figure of a table with one number per head."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ UNITS = {
 
 
 def draw_numbers(table: Table) -> Figure:
-    """A line of panels a store. Left: every head with its 95 % interval against depth, the layers'
-    means as a line. Right: the same by layer and head. Both start at 0, or, where all values are
-    alike, at the least one. To be called below `styled`."""
+    """One line of panels per store. Left: every head with its 95 % interval against depth, the
+    layers' means as a line. Right: the same by layer and head. Both start at 0, or at the least
+    value where all are nearly equal. Call it inside a function decorated with `styled`."""
     stores = [rows for _, rows in table.groups("store")]
     most_heads = max(int(rows["head"].max()) + 1 for rows in stores)
     cell = min(0.34, max(0.16, 8 / max(most_heads, 1)))

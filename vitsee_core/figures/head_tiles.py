@@ -1,6 +1,6 @@
 """Small maps side by side in one picture: layers in rows, heads in columns.
 
-All tiles of one grid size are one image, so that 512 heads draw as fast as one.
+All tiles of one grid size are one image, so that 512 heads are drawn as fast as one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GAP = 0.08  # of a tile
 MIDLINE = "#E8002B"
 NOT_FROM_ZERO = "colours do not start at 0"
 TITLE_INCHES = 0.08  # of a character of the title, and of the colour bar's label
-LARGEST, ALONE = 1.1, 3.2  # inches of a tile, and of one that has no others beside it
+LARGEST, ALONE = 1.1, 3.2  # inches of a tile, and of a single one
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def cut_maps(table: Table) -> Iterator[tuple[int, int, str, Float]]:
 
 
 def tile_table(table: Table, convert: Callable[[Float], Float] | None = None) -> list[Tiles]:
-    """The maps of a table, each as `convert` makes it, by grid size, the largest first; rows are
+    """The maps of a table, each converted by `convert`, by grid size, the largest first; rows are
     the layers that have it."""
     stores = table.unique("store")
     by_size: dict[tuple[int, ...], list[tuple[tuple[str, int], int, str, Float]]] = {}
@@ -113,8 +113,8 @@ def value_range(tiles: Sequence[Tiles]) -> tuple[float, float]:
 
 def colour_range(values: Float) -> tuple[float, float]:
     """0 and the largest value; the least and the largest where the least is more than half of the
-    largest: on a scale from 0 such values, as of heads near uniform attention, are one colour.
-    Differences below 1e-4 of the values stay one colour.
+    largest: on a scale from 0 such values, for example of heads near uniform attention, would be
+    one colour. Differences below 1e-4 of the values stay invisible.
     """
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
@@ -133,20 +133,20 @@ def draw_tiles(
     midlines: bool = False,
     every: int = 1,
 ) -> AxesImage:
-    """Draw the tiles into `axes`, which loses its frame; what `imshow` gave.
+    """Draw the tiles into `axes`, which loses its frame; returns what `imshow` returns.
 
     Shared colours from 0 follow the cube root: beside one head that looks at one key, all others
-    would be black on a straight scale (uniform attention on 16 x 16 cells is 1 / 256 of it).
+    would be black on a linear scale (uniform attention on 16 x 16 cells is 1 / 256 of it).
 
     Args:
         axes: below `styled`.
         tiles: the maps.
         scale: "shared" or "plain": values as they are over `limits`, coloured by their cube root
-            (straight where `limits` do not start at 0) or straight; "head": each map over its own
+            (linearly where `limits` do not start at 0) or linearly; "head": each map over its own
             range, 0 its least and 1 its largest value.
         limits: of the colours, unless "head".
         midlines: red lines through the middle of each tile.
-        every: label each so many-th column.
+        every: label every n-th column.
     """
     from matplotlib.colors import Normalize, PowerNorm
 
@@ -221,7 +221,7 @@ def mark_cell(axes: Axes, tiles: Tiles, cell: tuple[int, int]) -> None:
 
 
 def style_bar(bar: Any, unit: str, scale: str) -> None:
-    """The look of every colour bar beside tiles, and what it says."""
+    """The style and the label of the colour bar beside tiles."""
     bar.set_label(_bar_label(unit, scale, bar.norm.vmin))
     if scale == "head":
         bar.set_ticks([0, 1])
@@ -251,9 +251,9 @@ def draw_grid(
     midlines: bool = False,
     convert: Callable[[Float], Float] | None = None,
 ) -> Figure:
-    """The maps of a table, one picture for each grid size below one another, largest grid first.
+    """The maps of a table, one picture per grid size, below one another, the largest grid first.
 
-    To be called below `styled`.
+    Call it inside a function decorated with `styled`.
 
     Args:
         table: with columns row and col.
@@ -261,7 +261,7 @@ def draw_grid(
         scale: see `draw_tiles`.
         unit: what the values are.
         midlines: see `draw_tiles`.
-        convert: what is drawn of each map; by default the map.
+        convert: map -> what is drawn; by default the map itself.
     """
     all_tiles = tile_table(table, convert)
     alone = len(all_tiles) == 1 and len(all_tiles[0].maps) == 1
@@ -276,7 +276,7 @@ def draw_grid(
     stores = table.unique("store")
     who = shorten(str(stores[0]), 28) if len(stores) == 1 else f"{len(stores)} stores"
     text = f"{who}: {title} ({n})"
-    # Laid out by hand: the tiles' sizes are known, and so is the room for their labels.
+    # Laid out by hand: the sizes of the tiles and of their labels are known.
     above = 0.25 if alone else 0.5
     height = 0.3 + sum(h + above for h, _ in sizes) + 0.15
     long = min(sizes[0][0], 5.0)
@@ -317,8 +317,8 @@ def _head(table: Table) -> str:
 
 
 def _inches(tiles: Tiles) -> tuple[float, float]:
-    """Height and width of the tiles' picture: tiles as large as is useful, together no more than a
-    page of 20 x 11."""
+    """Height and width of the tiles' picture: tiles as large as is useful, together at most 20 x 11
+    inches."""
     height, width = tiles.shape()
     side = LARGEST if len(tiles.maps) > 1 else ALONE
     cell = min(side / max(tiles.size), 11 / width, 20 / height)

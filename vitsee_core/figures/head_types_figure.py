@@ -21,11 +21,10 @@ TINTS = dict(zip((*TYPES, UNDEFINED), (*COLOURS[:5], "#BDBDBD", "#EEEEEE"), stri
 
 
 def draw_types(table: Table) -> Figure:
-    """A line of panels a store, from the table alone: heads of each type by block, those hatched
-    that change type when some threshold moves by x 0.8 or x 1.25; and the aligned map of the
-    clearest head of each type, corrected for coverage, over the range written below it, midlines
-    in red.
-    To be called below `styled`."""
+    """One line of panels per store, from the table alone: heads of each type by block, those
+    hatched that change type when some threshold moves by x 0.8 or x 1.25; and the aligned map of
+    the clearest head of each type, corrected for coverage, over the range written below it,
+    midlines in red. Call it inside a function decorated with `styled`."""
     labels = table.unique("store")
     figure = new_figure(11.5, 2.9 * len(labels) + 0.4)
     heights = [2.9] * len(labels) + [0.4]

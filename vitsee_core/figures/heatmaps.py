@@ -1,4 +1,4 @@
-"""Similarity heatmaps: sites against sites on one honest colour scale.
+"""Similarity heatmaps: sites against sites on one fixed colour scale.
 
 The origin is at the bottom left and both axes run from the input to the output, as in Raghu et
 al. 2021, Figs. 1, 2 and Walmer et al. 2023, Figs. 20 to 23.
@@ -63,7 +63,7 @@ class Panel:
         return max(1.5 / longest, min(6 / longest, 0.3 if longest > 8 else 0.42))
 
     def ticks(self) -> tuple[Ticks, Ticks]:
-        """Of the rows and of the columns, as many as can be read."""
+        """The ticks of the rows and of the columns, as many as can be read."""
         most = 60 if self.numbers else MOST_LABELS
         y, x = (
             side.ticks(
@@ -78,8 +78,9 @@ class Panel:
 def draw_heatmaps(panels: Sequence[Panel], label: str) -> Figure:
     """The panels side by side, cells square, with one colour bar called `label` for all of them.
 
-    The scale is 0 to 1 whatever the values are; where some lie outside the colour bar has an arrow
-    at that end. Cells without a value are grey, and a line says so. To be called below `styled`.
+    The scale is 0 to 1 whatever the values are; where some lie outside, the colour bar has an arrow
+    at that end. Cells without a value are grey, and a legend explains them. Call it inside a
+    function decorated with `styled`.
     """
     from matplotlib.patches import Patch
 
@@ -88,7 +89,7 @@ def draw_heatmaps(panels: Sequence[Panel], label: str) -> Figure:
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     images = [_draw(axes, panel) for axes, panel in zip(all_axes, panels, strict=True)]
     values = np.concatenate([panel.values.ravel() for panel in panels])
-    # Rounding takes the CKA of a site with itself a little above 1.
+    # Rounding lifts the CKA of a site with itself slightly above 1.
     outside = (bool((values < -1e-9).any()), bool((values > 1 + 1e-9).any()))
     extend = {(False, False): "neither", (True, False): "min", (False, True): "max"}
     bar = figure.colorbar(
@@ -118,7 +119,7 @@ def _beside(axes: Axes, panel: Panel) -> Axes:
 
 
 def _figure_size(panels: Sequence[Panel]) -> tuple[float, float]:
-    """Inches that leave each panel its size and its labels their room."""
+    """Figure size in inches that fits the panels and their labels."""
     width, height = 0.85, 0.0  # the colour bar
     for panel in panels:
         y, x = panel.ticks()
@@ -170,7 +171,7 @@ def describe_scope(table: Table) -> str:
 
 
 def describe_scale(table: Table) -> str:
-    """What its values are called, as far as its notes say which CKA they are."""
+    """The name of its values: which CKA they are, according to its notes."""
     kind = table.notes.get("estimator")
     if kind is None:
         return "CKA"

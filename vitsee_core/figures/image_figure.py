@@ -33,9 +33,9 @@ SIDE = 2.1  # inches of a picture
 
 
 def draw_images(table: Table, scale: str) -> Figure:
-    """A line of panels an image: its picture, the rollouts over it, the heads' maps of each query
-    (tiles; layers in rows and heads in columns where there are several layers, else the layer's
-    heads wrapped). To be called below `styled`."""
+    """One line of panels per image: its picture, the rollouts over it, the heads' maps of each
+    query (tiles; layers in rows and heads in columns where there are several layers, else the
+    layer's heads wrapped). Call it inside a function decorated with `styled`."""
     lines = []
     for store, of_store in table.groups("store"):
         for image, own in of_store.groups("image"):
@@ -133,7 +133,7 @@ def _show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> 
 
 
 def _show_rollout(axes: Axes, rows: Table, picture: NDArray[np.uint8] | None, title: str) -> None:
-    """The rollout over the grey picture, enlarged smoothly: its least value dark, its largest
+    """The rollout over the grey picture, enlarged smoothly: its smallest value dark, its largest
     bright."""
     _plain(axes)
     ((_, _, _, values),) = cut_maps(rows)

@@ -49,17 +49,17 @@ class Panel:
 
     @property
     def complete(self) -> bool:
-        """Whether every cell of the grid is there as a token."""
+        """Whether every cell of the grid is among the tokens."""
         return bool(len(self.placed()) == math.prod(self.maps.shape[1:]))
 
     def placed(self) -> dict[int, tuple[int, int]]:
-        """Of the tokens that lie on the grid: which they are, and where."""
+        """The indices and places of the tokens that lie on the grid."""
         cells = enumerate(map(parse_cell, self.tokens))
         return {k: cell for k, cell in cells if cell is not None}
 
 
 def derived_curves(panels: Sequence[Panel]) -> Table | None:
-    """The summaries that maps of all tokens give; None unless a store has several sites."""
+    """The summaries computed from maps of all tokens; None unless a store has several sites."""
     complete = [panel for panel in panels if panel.complete]
     stores = [panel.store for panel in complete]
     if len(set(stores)) == len(stores):
@@ -86,8 +86,8 @@ def derived_curves(panels: Sequence[Panel]) -> Table | None:
 
 
 def draw_curves(table: Table) -> Figure:
-    """A panel a metric: its mean over tokens against relative depth, a curve a store. To be
-    called below `styled`."""
+    """One panel per metric: its mean over tokens against relative depth, one curve per store. Call
+    it inside a function decorated with `styled`."""
     figure = new_figure(4.0 * len(CURVES), 3.7)
     draw_curve_panels(figure, table, CURVES)
     return figure

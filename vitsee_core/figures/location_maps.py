@@ -51,7 +51,8 @@ def _panels(table: Table) -> list[Panel]:
 
 
 def draw_maps(table: Table) -> Figure:
-    """A line of maps for each site, or mosaics and curves. To be called below `styled`."""
+    """A line of maps for each site, or mosaics and curves. Call it inside a function decorated with
+    `styled`."""
     panels = _panels(table)
     if max(len(panel.tokens) for panel in panels) <= MOST_SINGLE:
         return _draw_lines(panels, table)
@@ -82,7 +83,7 @@ def _draw_lines(panels: Sequence[Panel], table: Table) -> Figure:
 
 
 def _draw_mosaics(panels: Sequence[Panel], table: Table) -> Figure:
-    """One mosaic a site, evenly chosen of each store where they are many; the curves are of all
+    """One mosaic per site, of evenly chosen sites where a store has many; the curves show all
     sites."""
     curves = derived_curves(panels)
     stores = dict.fromkeys(panel.store for panel in panels)
@@ -90,7 +91,7 @@ def _draw_mosaics(panels: Sequence[Panel], table: Table) -> Figure:
     for store in stores:
         own = [panel for panel in panels if panel.store == store]
         n = min(len(own), max(1, MOST_MOSAICS // len(stores)))
-        # Counted from the last one, which is shown in any case.
+        # Counted from the last one, which is always shown.
         back = np.linspace(0, len(own) - 1, n).round().astype(int)
         shown += [own[-1 - k] for k in back[::-1]]
     across = min(3, len(shown))
@@ -119,13 +120,13 @@ def _draw_mosaics(panels: Sequence[Panel], table: Table) -> Figure:
 
 
 def _step(panel: Panel) -> int:
-    """Of how many tokens along a side one is drawn, so that its map can be read."""
+    """Draw one of how many tokens along a side, so that the maps are legible."""
     longest = int(max(panel.maps.shape[1:]))
     return math.ceil(longest * (longest + 1) / MOST_CELLS)
 
 
 def _side(panel: Panel) -> float:
-    """Inches of a mosaic: 7 dots a patch, within bounds."""
+    """Inches of a mosaic: 7 dots per patch, within bounds."""
     cells = max(-(-n // _step(panel)) * (n + 1) for n in panel.maps.shape[1:])
     return float(np.clip(cells * 7 / 200, 2.6, 5.6))
 
@@ -172,8 +173,8 @@ def _top(maps: Sequence[Float]) -> float:
 def _show(
     axes: Axes, values: Any, scale: float | Normalize, colours: str = COLOUR_MAP
 ) -> AxesImage:
-    """A map, first row at the top as in the image; NaN in the colour of no value, masked white.
-    scale: of the colours, or the end of a scale that starts at 0."""
+    """A map, first row at the top as in the image; NaN in the colour for no value, masked cells
+    white. scale: of the colours, or the end of a scale that starts at 0."""
     import matplotlib
     from matplotlib.colors import Normalize
 
@@ -211,7 +212,7 @@ def _finish(
     table: Table,
     text: str = "",
 ) -> None:
-    """The colour bar, and what frames and grey cells mean."""
+    """The colour bar, and a legend of frames and grey cells."""
     from matplotlib.patches import Patch
 
     values = np.concatenate([panel.maps.ravel() for panel in panels])
@@ -236,7 +237,7 @@ def _count(table: Table) -> str:
 
 
 def _legend(figure: Any, handles: list[Any], text: str) -> None:
-    """A line below everything; a column as wide as its own text."""
+    """A legend line below everything; columns as wide as their text."""
     from matplotlib.lines import Line2D
 
     words = Line2D([], [], linestyle="none", label=text)
@@ -252,7 +253,7 @@ def _most_tokens(rows: Table) -> int:
 
 def draw_token_summary(table: Table) -> Figure:
     """Maps of the metrics, each token in its place: a line for each site, a column and a scale for
-    each metric. To be called below `styled`."""
+    each metric. Call it inside a function decorated with `styled`."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.patches import Patch
 
@@ -266,7 +267,7 @@ def draw_token_summary(table: Table) -> Figure:
         reach = float(abs(values).max()) if len(values) and values.any() else 1.0
         scale = {
             "own_cka": Normalize(0, reach),
-            # From first to last of a token's patches, so that ranks mean the same in every figure.
+            # From first to last of a token's patches, so that ranks are comparable between figures.
             "own_rank": LogNorm(1, max(2, _most_tokens(of_metric))),
             "own_margin": Normalize(-reach, reach),
         }[metric]

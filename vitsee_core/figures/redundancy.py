@@ -1,4 +1,4 @@
-"""Layers that resemble the last one: their CKA with it beside what they know.
+"""Layers that resemble the last one: their CKA with it beside their scores.
 
 Kornblith et al. 2019 draw the CKA of each layer with the last of the same network and the
 accuracy of a linear probe against depth: where both are flat, layers could be left out.
@@ -37,7 +37,7 @@ def to_last(table: Table) -> Iterator[tuple[str, str, Table]]:
         layers = {site: d for site, d in depths.items() if site_kind(site) == kind}
         last = max(layers, key=layers.__getitem__)
         found: dict[str, dict[str, Any]] = {}
-        # Comparisons may hold each pair once, in either order.
+        # Comparisons may contain each pair once, in either order.
         for name, _, other in sides:
             rows = own.where(**{other: last})
             for i, site in enumerate(rows[name].tolist()):
@@ -90,5 +90,5 @@ def draw_redundancy(
     axes.set_ylim(min(0.0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
     axes.set_xlabel(DEPTH_LABEL)
     axes.set_ylabel("CKA, score")
-    axes.set_title(f"{shorten(store, 28)}: likeness to the last layer")
+    axes.set_title(f"{shorten(store, 28)}: similarity to the last layer")
     axes.legend(loc="lower right", fontsize=7)

@@ -1,4 +1,4 @@
-"""Sites along an axis of a picture: readable names, fewer of them where they are many."""
+"""Sites along an axis of a picture: legible names, a selection of them where there are many."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ticks:
     small: bool = False
 
     def put_on(self, axis: XAxis | YAxis, unit_inches: float) -> None:
-        """Label the axis; below a panel the texts that are too long for their place stand upright.
+        """Label the axis; below a panel, labels that are too long for their place are rotated.
 
         Args:
             axis: an x or a y axis.
@@ -59,8 +59,8 @@ class Ticks:
 class SiteAxis:
     """One side of a heatmap: sites in their order, of one store or of many.
 
-    stores, sites: one a cell. blocks: path of the block each site lies in, "" for none. role: what
-    the sites are, where it is not just sites or blocks ("skip").
+    stores, sites: one per cell. blocks: path of the block each site lies in, "" for none. role:
+    what the sites are, where that is not just sites or blocks ("skip").
     """
 
     stores: tuple[str, ...]
@@ -72,7 +72,7 @@ class SiteAxis:
     def of(
         cls, cells: Sequence[tuple[str, str]], blocks: Mapping[str, str], role: str = ""
     ) -> SiteAxis:
-        """The axis of these cells (store, site); blocks: site -> its block, as far as known."""
+        """The axis of these cells (store, site); blocks: site -> its block, where known."""
         stores, sites = zip(*cells, strict=True)
         return cls(stores, sites, tuple(blocks.get(site, "") for site in sites), role)
 
@@ -117,7 +117,7 @@ class SiteAxis:
             return self._labelled(enumerate(texts), "block" if alike else "site", pattern)
         runs = [(at + (n - 1) / 2, numbers[block]) for block, at, n in self.runs() if block]
         shown = runs[:: _step(len(runs), most)]
-        # What lies outside the blocks, where a label has room beside those.
+        # Sites outside the blocks, where there is room for their labels.
         gap = 0.9 * len(self) / most
         for block, at, _ in self.runs():
             if not block and min(abs(at - other) for other, _ in shown) >= gap:
@@ -125,7 +125,7 @@ class SiteAxis:
         return self._labelled(sorted(shown), "block", pattern)
 
     def _plain_ticks(self, most: int) -> Ticks:
-        """Sites that lie in no known block."""
+        """The sites outside of all known blocks."""
         pattern, numbers = _numbered(self.sites)
         step = _step(len(self), most)
         shown = ((k, numbers[self.sites[k]]) for k in range(0, len(self), step))
@@ -156,7 +156,7 @@ def _part(site: str, block: str) -> str:
 
 
 def _numbered(names: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The pattern of names and what tells them apart: `stages.*.blocks.*` and `1.2` for
+    """The pattern of names and what distinguishes them: `stages.*.blocks.*` and `1.2` for
     `stages.1.blocks.2`. Names of several patterns, or without numbers, stay whole."""
     patterns = {re.sub(r"\d+", "*", name) for name in names}
     if len(patterns) == 1 and "*" in (pattern := patterns.pop()):

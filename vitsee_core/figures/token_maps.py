@@ -26,7 +26,7 @@ SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
 # Heights, the patches' being 1: of each prefix token, and of the line below them.
 PREFIX_SHARE, GAP = 0.08, 0.012
 LABELS_INCHES = 0.75
-MEANS = ("patches", "registers", "flat")  # are about several tokens
+MEANS = ("patches", "registers", "flat")  # are means over several tokens
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class MapPanel:
 
     @classmethod
     def of(cls, title: str, store: str, columns: Sequence[Column], kind: str) -> MapPanel:
-        """From the tokens of each column; means over several tokens are no part of a map."""
+        """From the tokens of each column; means over several tokens are not part of a map."""
         names = dict.fromkeys(t for _, of in columns for t in of if isinstance(t, str))
         prefix = tuple(n for n in names if n not in MEANS and not n.isdigit())
         values = np.array([[of.get(name, np.nan) for _, of in columns] for name in prefix])
@@ -128,8 +128,8 @@ def draw_map(
         axes: an empty panel.
         panel: what to draw.
         scale: from `colour_scale`.
-        title: write the title.
-        first: say what the y axis is.
+        title: whether to write the title.
+        first: whether to label the y axis.
     """
     n = len(panel.sites)
     tops = [-GAP - PREFIX_SHARE * (len(panel.prefix) - i) for i in range(len(panel.prefix))]

@@ -52,15 +52,15 @@ KINDS = {
 TOKENS = {"cls": "CLS", "dist": "distillation", "patches": "patches", "flat": "all tokens"}
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 NOTHING = "no value: f(z) = 0"
-FEW_CELLS = 6  # so many patches or fewer are curves, more are a map
+FEW_CELLS = 6  # up to this many patches are drawn as curves, more as a map
 Curve = tuple[str, str, str]  # store, token or kind of token, kind of sublayer
 
 
 @styled
 def draw_norm_ratios(table: Table) -> Figure:
-    """A line of panels a metric, from the table alone.
+    """One line of panels per metric, from the table alone.
 
-    Where a store's tokens are in the table one by one: tokens against sublayers, a panel a store
+    Where the table has a store's tokens one by one: tokens against sublayers, one panel per store
     and kind of sublayer, prefix tokens named and drawn large on top (Raghu et al. 2021, Figs. 7
     left, E.1). Of a CNN, whose grids differ, each block's locations fill the height. All panels of
     a metric have one colour scale, logarithmic where a ratio spans more than a factor of 10.
@@ -115,7 +115,7 @@ def _draw_curves_alone(table: Table, metrics: Sequence[str], curves: Sequence[Cu
 
 
 def _map_panels(of_store: Table, metric: str) -> list[MapPanel]:
-    """The maps of one store and metric, one a kind of sublayer; none where the table has no more
+    """The maps of one store and metric, one per kind of sublayer; none where the table has no more
     than a few of its tokens one by one."""
     rows, store = of_store.where(metric=metric), str(of_store["store"][0])
     count = max(of_store["n_images"].tolist())
@@ -137,13 +137,13 @@ def _map_panels(of_store: Table, metric: str) -> list[MapPanel]:
 
 
 def _tokens(rows: Table) -> list[Any]:
-    """Of each row (row, col) of a cell, or the token's name."""
+    """For each row, (row, col) of a cell, or the token's name."""
     places = zip(rows["token"].tolist(), rows["row"].tolist(), rows["col"].tolist(), strict=True)
     return [str(t) if _given(t) else (int(float(r)), int(float(c))) for t, r, c in places]
 
 
 def _given(value: Any) -> bool:
-    """Whether a cell of a column holds something, before and after a CSV."""
+    """Whether a cell of a column has a value, before and after a CSV."""
     return value is not None and value == value and value != ""
 
 
@@ -226,8 +226,9 @@ def _draw_curves(axes: Axes, table: Table, metric: str, curves: Sequence[Curve])
 
 
 def _looks(curves: Sequence[Curve], several: bool) -> dict[Curve, dict[str, Any]]:
-    """How each curve is drawn, no two alike. Of several stores the colour says which, the marker
-    which tokens; of one store the colour says which tokens. Dashes say which kind of sublayer."""
+    """How each curve is drawn, no two alike. With several stores the colour stands for the store
+    and the marker for the tokens; with one store the colour stands for the tokens. Dashes stand for
+    the kind of sublayer."""
     stores = list(dict.fromkeys(store for store, *_ in curves))
     tokens = list(dict.fromkeys(token for _, token, _ in curves))
     kinds = list(dict.fromkeys(kind for *_, kind in curves))
@@ -237,10 +238,10 @@ def _looks(curves: Sequence[Curve], several: bool) -> dict[Curve, dict[str, Any]
         store, token, kind = curve
         tint, mark = (store, token) if several else (token, kind)
         i, stroke = colours.index(tint), DASHES[kinds.index(kind) % len(DASHES)]
-        # A colour that comes again has other markers.
+        # A colour that is reused has other markers.
         shape = MARKERS[(marks.index(mark) + len(marks) * (i // len(COLOURS))) % len(MARKERS)]
         look = {"color": colour(i), "marker": shape, "linestyle": stroke}
-        # Patches, of which every model has some, lie under the others and are hollow.
+        # Patches, which every model has, are drawn below the others and hollow.
         if several and token == "patches":
             look |= {"markerfacecolor": "white", "zorder": 1.9}
         found[curve] = look

@@ -55,7 +55,7 @@ class _Panel:
 
 @dataclass(frozen=True)
 class _Band:
-    """What is drawn of one store or model, from left to right; sizes in inches."""
+    """The panels of one store or model, from left to right; sizes in inches."""
 
     cut: Table
     panels: list[_Panel]
@@ -69,7 +69,7 @@ class _Band:
 
     @property
     def slots(self) -> list[float]:
-        """Widths of the panels with all that stands beside them."""
+        """Widths of the panels with what is beside them."""
         return [max(self.tall * p.ratio + sum(p.margins()), NARROWEST) for p in self.panels]
 
     @property
@@ -94,11 +94,12 @@ class _Band:
 
 
 def draw_weights(table: Table, scale: str) -> Figure:
-    """See `vitsee_core.analyses.weights.plot`. To be called below `styled`."""
+    """The figure of `vitsee_core.analyses.weights.plot`. Call it inside a function decorated with
+    `styled`."""
     bands = [_band(table, label) for label in labels(table)]
     width = max((band.width for band in bands), default=4.0)
     height = sum(band.height for band in bands) or 1.0
-    # Laid out by hand: constrained layout leaves room where the tiles' shapes fix the sizes.
+    # Laid out by hand: constrained layout wastes room where the tiles' shapes fix the sizes.
     figure = new_figure(width, height)
     figure.set_layout_engine("none")
     bottom = height
@@ -109,7 +110,8 @@ def draw_weights(table: Table, scale: str) -> Figure:
 
 
 def labels(table: Table) -> list[str]:
-    """The stores and models of a table, in its order: its notes name those without rows, too."""
+    """The stores and models of a table, in its order, with those without rows, which its notes
+    name."""
     named = [store or model for store, model in zip(table["store"], table["model"], strict=True)]
     return list(dict.fromkeys([*map(str, table.notes.get("sources", {})), *map(str, named)]))
 
@@ -186,7 +188,7 @@ def colours(values: Float, scale: str) -> tuple[Float, float]:
 
 
 def _draw_filters(axes: Axes, panel: _Panel, shares: Float, scale: str) -> str:
-    """Draw tiles of weights; the panel's title."""
+    """Draw tiles of weights; returns the panel's title."""
     metric, cut = panel.metric, panel.cut
     shape = [len(cut.unique(name)) for name in (metric, "channel", "row", "col")]
     n, channels, height, width = shape
@@ -196,7 +198,7 @@ def _draw_filters(axes: Axes, panel: _Panel, shares: Float, scale: str) -> str:
     for i, tile in enumerate(np.nan_to_num(tiles, nan=1.0)):
         line, column = divmod(i, panel.across)
         top, left = line * (height + room + gap) + room, column * (width + gap)
-        # An image each: in one image for all gaps would have to be whole pixels.
+        # One image each: in a single image, gaps would have to be whole pixels.
         axes.imshow(tile, extent=(left, left + width, top + height, top), origin="upper")
         if metric == "component" and not math.isnan(shares[i]):
             place = (left + width / 2, top - 0.03 * height)
@@ -235,7 +237,7 @@ def percent(share: float) -> str:
 
 
 def _draw_cosines(axes: Axes, panel: _Panel, scale: str, about: dict[str, Any]) -> str:
-    """Draw a map for each query, at its place; the panel's title."""
+    """Draw a map for each query, at its place; returns the panel's title."""
     cut = panel.cut
     rows, cols, lines, columns = (
         sorted(set(cut[name].tolist())) for name in ("row", "col", "other_row", "other_col")
