@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
-from tests.attention_stores import group, open_labelled, write_store
+from tests.stores import attention_group, write_attention
 from vitsee_cli.commands.attn_dist import METRICS as COMMAND_METRICS
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist
@@ -47,10 +47,9 @@ def random_values(n: int, blocks: int, heads: int, seed: int = 0, folder: str = 
 def two_blocks(path: Path, n: int = 10, **kwargs: Any) -> Store:
     values = kwargs.pop("values", None) or random_values(n, 2, 3)
     blocks = ("blocks.0", "blocks.1")
-    groups = [group(blocks, (3, 3))]
+    groups = [attention_group(blocks, (3, 3))]
     defaults: dict[str, Any] = {"n_images": n, "model_blocks": blocks}
-    path = write_store(path, groups, values, **defaults | kwargs)
-    return open_labelled(path, allow_partial="slabs" in kwargs)
+    return write_attention(path, groups, values, **defaults | kwargs)
 
 
 def equal(a: Table, b: Table) -> bool:
@@ -70,8 +69,8 @@ def test_by_hand(tmp_path: Path) -> None:
     # one head, three images at 8, 10, 12 px: mean 10, std 2, half = t(2) * 2 / sqrt(3)
     px = np.array([8, 10, 12], np.float32).reshape(3, 1, 1)
     values = {f"attention/{name}": px * k for k, name in enumerate(STORED, 1)}
-    groups = [group(["blocks.0"], [1], grid=(1, 2))]
-    store = open_labelled(write_store(tmp_path / "a.zarr", groups, values, n_images=3))
+    groups = [attention_group(["blocks.0"], [1], grid=(1, 2))]
+    store = write_attention(tmp_path / "a.zarr", groups, values, n_images=3)
     table = run(store)
     assert tuple(table.columns) == COLUMNS
     assert table["metric"].tolist() == list(METRICS)
@@ -181,8 +180,8 @@ def test_heads_that_a_block_has_not_are_no_rows(tmp_path: Path) -> None:
     values = random_values(5, 2, 4)
     for array in values.values():
         array[:, 0, 2:] = np.nan
-    groups = [group(blocks, (2, 4))]
-    store = open_labelled(write_store(tmp_path / "a.zarr", groups, values, n_images=5))
+    groups = [attention_group(blocks, (2, 4))]
+    store = write_attention(tmp_path / "a.zarr", groups, values, n_images=5)
     table = run(store, metrics=["distance_px"])
     assert list(zip(table["site"].tolist(), table["head"].tolist(), strict=True)) == [
         *[("blocks.0", h) for h in range(2)],
@@ -192,10 +191,10 @@ def test_heads_that_a_block_has_not_are_no_rows(tmp_path: Path) -> None:
 
 
 def test_blocks_with_grids_of_their_own(tmp_path: Path) -> None:
-    fine = group(["stages.0.0", "stages.0.1"], [2, 2], grid=(4, 6), stride=(8.0, 8.0))
-    coarse = group(["stages.1.1"], [3], grid=(2, 3), prefix="grid_2x3")
+    fine = attention_group(["stages.0.0", "stages.0.1"], [2, 2], grid=(4, 6), stride=(8.0, 8.0))
+    coarse = attention_group(["stages.1.1"], [3], grid=(2, 3), prefix="grid_2x3")
     values = random_values(6, 2, 2) | random_values(6, 1, 3, seed=1, folder="grid_2x3/")
-    path = write_store(
+    store = write_attention(
         tmp_path / "a.zarr",
         [fine, coarse],
         values,
@@ -203,7 +202,7 @@ def test_blocks_with_grids_of_their_own(tmp_path: Path) -> None:
         # stages.1.0 is a convolution: it has an output and no heads
         model_blocks=("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"),
     )
-    table = run(open_labelled(path))
+    table = run(store)
     places = {s: (int(r["depth"][0]), float(r["rel_depth"][0])) for s, r in table.groups("site")}
     assert places == {"stages.0.0": (0, 0.0), "stages.0.1": (1, 1 / 3), "stages.1.1": (3, 1.0)}
     last = table.where(site="stages.1.1", metric="distance_px")
@@ -218,9 +217,9 @@ def test_blocks_with_grids_of_their_own(tmp_path: Path) -> None:
 
 def test_several_stores_in_one_table(tmp_path: Path) -> None:
     a = two_blocks(tmp_path / "a.zarr", 6)
-    groups = [group(["layers.0"], [2], grid=(3, 5), stride=(8.0, 4.0))]
+    groups = [attention_group(["layers.0"], [2], grid=(3, 5), stride=(8.0, 4.0))]
     values = random_values(9, 1, 2, seed=4)
-    b = open_labelled(write_store(tmp_path / "b.zarr", groups, values, n_images=9, name="other"))
+    b = write_attention(tmp_path / "b.zarr", groups, values, n_images=9, name="other")
     table = run(a, b)
     assert table.unique("store") == ["a", "b"]
     assert equal(table.where(store="a"), run(a))
@@ -231,20 +230,18 @@ def test_several_stores_in_one_table(tmp_path: Path) -> None:
 
 
 def test_a_uniform_head_is_at_one(tmp_path: Path) -> None:
-    blocks = group(["blocks.0"], [1], grid=(3, 5), stride=(8.0, 16.0))
+    blocks = attention_group(["blocks.0"], [1], grid=(3, 5), stride=(8.0, 16.0))
     uniform = uniform_distance(blocks.layout)
     values = {f"attention/{name}": np.full((4, 1, 1), uniform, np.float32) for name in STORED}
-    path = write_store(tmp_path / "a.zarr", [blocks], values, n_images=4)
+    store = write_attention(tmp_path / "a.zarr", [blocks], values, n_images=4)
     # the store holds float32
-    assert run(open_labelled(path), metrics=["distance_relative"])["value"][0] == pytest.approx(
-        1.0, rel=1e-7
-    )
+    assert run(store, metrics=["distance_relative"])["value"][0] == pytest.approx(1.0, rel=1e-7)
 
 
 def test_one_cell_has_no_relative_distance(tmp_path: Path) -> None:
     values = {f"attention/{name}": np.zeros((4, 1, 1), np.float32) for name in STORED}
-    groups = [group(["blocks.0"], [1], grid=(1, 1))]
-    store = open_labelled(write_store(tmp_path / "a.zarr", groups, values, n_images=4))
+    groups = [attention_group(["blocks.0"], [1], grid=(1, 1))]
+    store = write_attention(tmp_path / "a.zarr", groups, values, n_images=4)
     table = run(store)
     assert table.where(metric="distance_px")["value"].tolist() == [0.0]
     assert np.isnan(table.where(metric="distance_relative")["value"]).all()
@@ -292,9 +289,9 @@ def test_only_committed_slabs_of_an_unfinished_store(tmp_path: Path) -> None:
 
 def test_a_store_without_attention(tmp_path: Path) -> None:
     reason = {"attention": "resnet18 has no token-to-token attention"}
-    path = write_store(tmp_path / "r18.zarr", [], {}, n_images=3, left_out=reason)
+    store = write_attention(tmp_path / "r18.zarr", [], {}, n_images=3, left_out=reason)
     with pytest.raises(MissingInput, match=r"^r18 .*--attention summary: resnet18 has no token"):
-        run(open_labelled(path))
+        run(store)
 
 
 def test_blocks_without_attention_are_named(
@@ -357,9 +354,9 @@ def test_the_layer_line_is_the_mean_over_heads() -> None:
 
 
 def test_uniform_attention_is_drawn_where_the_table_tells_it(tmp_path: Path) -> None:
-    groups = [group(["blocks.0", "blocks.1"], [2, 2], grid=(3, 5), stride=(8.0, 16.0))]
-    path = write_store(tmp_path / "a.zarr", groups, random_values(5, 2, 2), n_images=5)
-    table = run(open_labelled(path))
+    groups = [attention_group(["blocks.0", "blocks.1"], [2, 2], grid=(3, 5), stride=(8.0, 16.0))]
+    store = write_attention(tmp_path / "a.zarr", groups, random_values(5, 2, 2), n_images=5)
+    table = run(store)
 
     def dashed(figure: Any) -> list[float]:
         lines = [x for x in figure.axes[0].lines if x.get_label() == "uniform"]
@@ -388,7 +385,7 @@ def test_command_prints_the_table(tmp_path: Path) -> None:
     result = attn_dist_command(f"mine={store.path}")
     assert result.exit_code == 0
     text = io.StringIO()
-    run(open_labelled(Path(store.path))).to_csv(text)
+    run(store).to_csv(text)
     assert result.stdout == text.getvalue().replace("\na,", "\nmine,")
 
 
@@ -413,7 +410,7 @@ def test_command_writes_files(tmp_path: Path) -> None:
 def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     path = two_blocks(tmp_path / "a.zarr").path
     (tmp_path / "r.csv").write_text("mine")
-    plain = write_store(tmp_path / "r18.zarr", [], {}, n_images=3)
+    plain = write_attention(tmp_path / "r18.zarr", [], {}, n_images=3).path
     for args, phrase in (
         ((path, "-o", tmp_path / "r.csv"), "--force"),
         ((plain,), "--attention summary"),
@@ -431,8 +428,10 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
 def test_head_ends_the_command_quietly(tmp_path: Path) -> None:
     blocks = [f"blocks.{i}" for i in range(30)]
     values = random_values(2, 30, 20)
-    path = write_store(tmp_path / "a.zarr", [group(blocks, [20] * 30)], values, n_images=2)
-    command = [sys.executable, "-m", "vitsee_cli", "attn-dist", str(path)]
+    store = write_attention(
+        tmp_path / "a.zarr", [attention_group(blocks, [20] * 30)], values, n_images=2
+    )
+    command = [sys.executable, "-m", "vitsee_cli", "attn-dist", str(store.path)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as running:
         assert running.stdout is not None and running.stderr is not None

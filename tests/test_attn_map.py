@@ -21,9 +21,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.attention_maps import Attention, aligned, layout, random_attention, rollout, write
 from tests.extractions import VIT, extracted, plant_images
-from tests.head_stores import Attention, aligned, layout, random_attention, rollout, write
 from tests.manifests import edited
+from tests.stores import write_attention
 from vitsee_cli.commands import attn_map as attn_map_command
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_map
@@ -690,10 +691,8 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
 
 
 def test_windowed_and_channel_attention_are_named(tmp_path: Path) -> None:
-    from tests.attention_stores import write_store
-
     reason = {"attention": "attention within windows (49 an image)"}
-    path = write_store(tmp_path / "swin.zarr", [], {}, n_images=3, left_out=reason)
+    path = write_attention(tmp_path / "swin.zarr", [], {}, n_images=3, left_out=reason).path
     result = attn_map_cli(path, "--kind", "aligned")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "attention within windows (49 an image)" in result.stderr

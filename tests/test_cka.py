@@ -19,9 +19,9 @@ import pytest
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
-from tests.activation_stores import CNN, activations, write_acts
-from tests.cka_stores import cnn_sites, vit_sites, write_store
+from tests.features import activations, cnn_sites, vit_sites
 from tests.reference_cka import biased_cka, loop_cka, loop_hsic1, loop_jackknife
+from tests.stores import CNN, write_model, write_sites
 from vitsee_cli import console
 from vitsee_cli.commands.cka import PAIRS as COMMAND_PAIRS
 from vitsee_cli.commands.cka import PRESETS as COMMAND_PRESETS
@@ -46,9 +46,9 @@ TOLERANCE = 1e-6  # float32 Gram matrices
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stores that tests only read: vit, other (other weights), cnn."""
     path = tmp_path_factory.mktemp("cka")
-    write_store(path / "vit.zarr", VIT, n=N)
-    write_store(path / "other.zarr", vit_sites(N, seed=3), n=N)
-    write_store(path / "cnn.zarr", cnn_sites(N, CNN), n=N, layout=CNN)
+    write_model(path / "vit.zarr", VIT)
+    write_model(path / "other.zarr", vit_sites(N, seed=3))
+    write_model(path / "cnn.zarr", cnn_sites(N, CNN), layout=CNN)
     return path
 
 
@@ -86,7 +86,7 @@ def equal(a: Table, b: Table) -> bool:
 
 def test_a_stopped_run_keeps_what_it_made_and_says_so(tmp_path: Path) -> None:
     sites = {f"blocks.{i}.out": activations(40, 64, seed=i) for i in range(300)}
-    store = write_acts(tmp_path / "a.zarr", sites, slab=40)
+    store = write_sites(tmp_path / "a.zarr", sites, slab=40)
     command = [sys.executable, "-m", "vitsee_cli", "cka", str(store.path), "-o"]
     process = subprocess.Popen(
         [*command, str(tmp_path / "out.csv")], stderr=subprocess.PIPE, stdout=subprocess.PIPE
@@ -104,7 +104,7 @@ def test_a_stopped_run_keeps_what_it_made_and_says_so(tmp_path: Path) -> None:
 
 
 def test_results_do_not_go_into_a_store(tmp_path: Path) -> None:
-    store = write_acts(tmp_path / "a.zarr", {"x": activations(8), "y": activations(8, seed=1)})
+    store = write_sites(tmp_path / "a.zarr", {"x": activations(8), "y": activations(8, seed=1)})
     result = CliRunner().invoke(main, ["cka", str(store.path), "-o", str(store.path / "out.csv")])
     assert result.exit_code == 1
     assert "results do not go into a store" in result.stderr
@@ -116,7 +116,7 @@ def test_by_hand(tmp_path: Path) -> None:
     # between 0 and 3 only. <K~,L~> = 0, r.r = 1, s s = 4:
     # HSIC_1(x, y) = (0 - 2/2 * 1 + 4/6) / 4 = -1/12, of each with itself (2 - 2 + 4/6) / 4 = 1/6
     x, y = np.array([[0.0, 1, 0, 1]]).T, np.array([[1.0, 0, 0, 1]]).T
-    store = write_store(tmp_path / "a.zarr", {"pooled": x, "logits": y}, n=4, slab=4)
+    store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y}, slab=4)
     table = run(store, sites=["head"], no_cache=True)
     assert tuple(table.columns) == COLUMNS
     assert table["value"] == pytest.approx([1, -0.5, -0.5, 1], abs=TOLERANCE)
@@ -157,7 +157,7 @@ def test_two_stores_against_a_loop(folder: Path) -> None:
 def test_the_interval_is_the_jackknifes(tmp_path: Path) -> None:
     # 40 images of a shuffled store: 20 blocks of two neighbours
     x, y = (activations(40, seed=k)[:, 0] for k in (1, 2))
-    store = write_store(tmp_path / "a.zarr", {"pooled": x, "logits": y}, n=40)
+    store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y})
     table = run(store, sites=["head"], no_cache=True)
     assert set(table["spread"].tolist()) == {"jackknife"}
     expected = loop_jackknife(x, y, [np.array([i, i + 1]) for i in range(0, 40, 2)])
@@ -198,7 +198,7 @@ def test_rotated_scaled_and_shifted_features_are_the_same(tmp_path: Path) -> Non
     turned = (3.5 * flat @ q + 2).reshape(x.shape)
     stretched = x * np.linspace(0.1, 5, x.shape[-1])
     sites = {"embed": x, "blocks.0.out": turned, "blocks.1.out": stretched}
-    table = run(write_store(tmp_path / "a.zarr", sites, n=N), no_cache=True)
+    table = run(write_model(tmp_path / "a.zarr", sites), no_cache=True)
     assert table["value"][1] == pytest.approx(1, abs=TOLERANCE)
     assert table["value"][2] < 0.99
 
@@ -206,7 +206,7 @@ def test_rotated_scaled_and_shifted_features_are_the_same(tmp_path: Path) -> Non
 def test_other_data_are_not_alike(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     sites = {name: rng.normal(size=(40, 7, 8)) for name in ("embed", "blocks.0.out")}
-    table = run(write_store(tmp_path / "a.zarr", sites, n=40), no_cache=True)
+    table = run(write_model(tmp_path / "a.zarr", sites), no_cache=True)
     assert abs(table["value"][1]) < 0.1
     biased = run(open_store(tmp_path / "a.zarr"), no_cache=True, estimator="biased")
     assert biased["value"][1] > 0.4
@@ -214,14 +214,14 @@ def test_other_data_are_not_alike(tmp_path: Path) -> None:
 
 def test_constant_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sites = {"embed": np.ones((N, 7, 4)), "blocks.0.out": activations(N)}
-    store = write_store(tmp_path / "a.zarr", sites, n=N)
+    store = write_model(tmp_path / "a.zarr", sites)
     table = run(store, no_cache=True)
     (remark,) = table.notes["remarks"]
     assert remark.startswith("no CKA for a embed: the HSIC with itself is not positive")
     assert remark in caplog.text
     assert run(store, no_cache=True, sites=["blocks.0.out"]).notes["remarks"] == []
     same = {name: np.ones((N, 7, 4)) for name in sites}
-    path = write_store(tmp_path / "b.zarr", same, n=N).path
+    path = write_model(tmp_path / "b.zarr", same).path
     result = CliRunner().invoke(main, ["cka", str(path), "--no-cache"])
     assert result.exit_code == 0
     assert "no CKA for every site" in result.stderr
@@ -235,7 +235,7 @@ def test_tokens_are_given_once(tmp_path: Path) -> None:
 
 def test_constant_features_have_no_value_and_are_drawn(tmp_path: Path) -> None:
     sites = {"embed": np.ones((N, 7, 4)), "blocks.0.out": activations(N)}
-    table = run(write_store(tmp_path / "a.zarr", sites, n=N), no_cache=True)
+    table = run(write_model(tmp_path / "a.zarr", sites), no_cache=True)
     assert np.isnan(table["value"]).tolist() == [True, True, True, False]
     figure = plot(table)
     (legend,) = figure.legends
@@ -245,8 +245,8 @@ def test_constant_features_have_no_value_and_are_drawn(tmp_path: Path) -> None:
 
 def test_invalid_images_count_in_neither_store(tmp_path: Path) -> None:
     a, b = vit_sites(N, 1), vit_sites(N, 1, seed=2)
-    write_store(tmp_path / "a.zarr", a, n=N, valid=[i != 3 for i in range(N)])
-    write_store(tmp_path / "b.zarr", b, n=N, valid=[i != 17 for i in range(N)])
+    write_model(tmp_path / "a.zarr", a, valid=[i != 3 for i in range(N)])
+    write_model(tmp_path / "b.zarr", b, valid=[i != 17 for i in range(N)])
     table = compare(tmp_path, "a", "b")
     keep = [i for i in range(N) if i not in (3, 17)]
     expected = loop_cka(values_of(a, "embed")[keep], values_of(b, "embed")[keep])
@@ -259,7 +259,7 @@ def test_images_and_slabs(folder: Path, tmp_path: Path) -> None:
     x, y = (values_of(VIT, name)[:16] for name in ("embed", "blocks.0.out"))
     assert table["value"][1] == pytest.approx(loop_cka(x, y), abs=TOLERANCE)
     assert set(table["n_images"].tolist()) == {16}
-    part = write_store(tmp_path / "part.zarr", VIT, n=N, slabs=[0, 2])
+    part = write_model(tmp_path / "part.zarr", VIT, slabs=[0, 2])
     rows = [*range(8), *range(16, 24)]
     x, y = (values_of(VIT, name)[rows] for name in ("embed", "blocks.0.out"))
     assert run(part, no_cache=True)["value"][1] == pytest.approx(loop_cka(x, y), abs=TOLERANCE)
@@ -338,8 +338,8 @@ def test_same_depth_with_several_stores(folder: Path) -> None:
 def test_same_depth_by_name_in_another_order(tmp_path: Path) -> None:
     names = ["embed", "blocks.0.out", "blocks.1.out"]
     sites = {name: activations(N, seed=k) for k, name in enumerate(names)}
-    write_store(tmp_path / "a.zarr", sites, n=N)
-    write_store(tmp_path / "b.zarr", {name: sites[name] for name in reversed(names)}, n=N)
+    write_model(tmp_path / "a.zarr", sites)
+    write_model(tmp_path / "b.zarr", {name: sites[name] for name in reversed(names)})
     table = compare(tmp_path, "a", "b", pairs="same-depth")
     assert table["site_a"].tolist() == table["site_b"].tolist() == names
     assert table["value"] == pytest.approx([1, 1, 1])
@@ -377,7 +377,7 @@ def test_shortcuts_of_a_cnn(folder: Path) -> None:
 def test_mixers_and_parallel_blocks(tmp_path: Path) -> None:
     names = ("in", "token.branch", "mid", "channel.branch", "out")
     sites = {f"blocks.0.{name}": activations(N, seed=k) for k, name in enumerate(names)}
-    table = run(write_store(tmp_path / "m.zarr", sites, n=N), pairs="branch", no_cache=True)
+    table = run(write_model(tmp_path / "m.zarr", sites), pairs="branch", no_cache=True)
     pairs = list(zip(table["site_a"].tolist(), table["site_b"].tolist(), strict=True))
     assert pairs == [
         ("blocks.0.in", "blocks.0.token.branch"),
@@ -386,20 +386,20 @@ def test_mixers_and_parallel_blocks(tmp_path: Path) -> None:
     titles = [title(axes) for axes in plot(table).axes[:2]]
     assert titles == ["token mixing: all tokens, n = 24", "channel mixing: all tokens, n = 24"]
     sites = {f"blocks.0.{name}": activations(N, seed=k) for k, name in enumerate(("in", "branch"))}
-    table = run(write_store(tmp_path / "p.zarr", sites, n=N), pairs="branch", no_cache=True)
+    table = run(write_model(tmp_path / "p.zarr", sites), pairs="branch", no_cache=True)
     assert table["site_a"].tolist() == ["blocks.0.in"]
 
 
 def test_branches_that_are_missing(folder: Path, tmp_path: Path) -> None:
-    plain = write_store(tmp_path / "a.zarr", {"embed": activations(N)}, n=N)
+    plain = write_model(tmp_path / "a.zarr", {"embed": activations(N)})
     with pytest.raises(MissingInput, match="run: vitsee extract MODEL --sites residual"):
         run(plain, pairs="branch")
     why = {"residual": "no block whose branches are known"}
-    swin = write_store(tmp_path / "b.zarr", {"embed": activations(N)}, n=N, left_out=why)
+    swin = write_model(tmp_path / "b.zarr", {"embed": activations(N)}, left_out=why)
     with pytest.raises(MissingInput, match="no block whose branches are known"):
         run(swin, pairs="branch")
     sites = {"blocks.0.mlp.branch": activations(N)}
-    half = write_store(tmp_path / "c.zarr", sites, n=N)
+    half = write_model(tmp_path / "c.zarr", sites)
     with pytest.raises(MissingInput, match=r"without its skip blocks\.0\.mid; run: .*residual"):
         run(half, pairs="branch")
     with pytest.raises(VitseeError, match="give one store"):
@@ -445,7 +445,7 @@ def test_presets(folder: Path, tmp_path: Path) -> None:
     assert choose_estimator([vit], "raghu", "exact").kind == "exact"
     walmer = choose_estimator([vit], "walmer", images=17)
     assert (walmer.batch, walmer.examples, walmer.repeats) == (17, 17, 1)
-    ordered = write_store(tmp_path / "ordered.zarr", {"embed": activations(2050, 1)}, n=2050,
+    ordered = write_model(tmp_path / "ordered.zarr", {"embed": activations(2050, 1)},
                           slab=2050, order="dataset")  # fmt: skip
     walmer = choose_estimator([ordered], "walmer")
     assert (walmer.batch, walmer.examples) == (683, 2050)  # three equal batches
@@ -472,7 +472,7 @@ def test_walmers_code_rescales_each_batch(folder: Path, tmp_path: Path) -> None:
         compare(folder, "vit", preset="vit_analysis")
     x, y = activations(N, seed=1), activations(N, seed=2)
     sites = {"embed": x, "blocks.0.out": y}
-    store = write_store(tmp_path / "a.zarr", sites, n=N, order="dataset")
+    store = write_model(tmp_path / "a.zarr", sites, order="dataset")
     table = run(store, preset="vit_analysis", no_cache=True)
 
     def grams(values: Array) -> list[Array]:
@@ -510,7 +510,7 @@ def test_choices_that_do_not_go_together(folder: Path) -> None:
 
 
 def test_stores_of_other_images(folder: Path, tmp_path: Path) -> None:
-    write_store(tmp_path / "vit.zarr", VIT, n=N, name="photo")
+    write_model(tmp_path / "vit.zarr", VIT, name="photo")
     stores = [*opened(folder, "cnn"), open_store(tmp_path / "vit.zarr")]
     for kwargs in ({}, {"preset": "walmer"}, {"pairs": "same-depth"}):
         with pytest.raises(StoreMismatch, match="cnn and vit do not pair"):
@@ -520,7 +520,7 @@ def test_stores_of_other_images(folder: Path, tmp_path: Path) -> None:
 def test_what_a_store_cannot_give(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SiteError, match="no class token"):
         compare(folder, "cnn", tokens="cls")
-    pooled = write_store(tmp_path / "a.zarr", {"embed": activations(N)}, n=N, tokens="pooled")
+    pooled = write_model(tmp_path / "a.zarr", {"embed": activations(N)}, tokens="pooled")
     with pytest.raises(MissingInput, match=r"--tokens embed=all.*--grams"):
         run(pooled, no_cache=True)
     assert run(pooled, tokens="mean", no_cache=True)["value"].tolist() == pytest.approx([1])
@@ -528,7 +528,7 @@ def test_what_a_store_cannot_give(folder: Path, tmp_path: Path) -> None:
 
 def test_gram_matrices_within_slabs_serve_where_activations_are_missing(tmp_path: Path) -> None:
     sites = {"embed": activations(N, seed=1), "blocks.0.out": activations(N, seed=2)}
-    store = write_acts(tmp_path / "a.zarr", sites, tokens="pooled", grams=True)
+    store = write_sites(tmp_path / "a.zarr", sites, tokens="pooled", grams=True)
     table = run(store, no_cache=True)
     slabs = [slice(k, k + 8) for k in range(0, N, 8)]
 
@@ -709,7 +709,7 @@ def test_gram_matrices_are_kept_beside_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "SHOW_AFTER", 0.0)
-    write_store(tmp_path / "a.zarr", vit_sites(N, 1), n=N)
+    write_model(tmp_path / "a.zarr", vit_sites(N, 1))
     first = cka_command(tmp_path / "a.zarr")
     assert any((tmp_path / "a.zarr.grams").iterdir())
     again = cka_command(tmp_path / "a.zarr")
@@ -720,7 +720,7 @@ def test_gram_matrices_are_kept_beside_the_store(
 
 def test_command_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
     vit, cnn, other = (folder / f"{name}.zarr" for name in ("vit", "cnn", "other"))
-    write_store(tmp_path / "photos.zarr", VIT, n=N, name="photo")
+    write_model(tmp_path / "photos.zarr", VIT, name="photo")
     (tmp_path / "r.csv").write_text("mine")
     refused: tuple[tuple[tuple[str | Path, ...], str], ...] = (
         ((vit, "-o", tmp_path / "r.csv"), "--force"),

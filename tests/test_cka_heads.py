@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
-from tests.activation_stores import CNN, activations
-from tests.cka_stores import cnn_sites, write_store
+from tests.features import activations, cnn_sites
 from tests.reference_cka import biased_cka, loop_cka, loop_jackknife
+from tests.stores import CNN, write_model
 from vitsee_cli import console
 from vitsee_cli.commands.cka_heads import PRESETS
 from vitsee_cli.main import main
@@ -51,9 +51,9 @@ def vit(path: Path, **kwargs: Any) -> Store:
         "blocks.1.out": activations(N, 4, 3),
     }
     left = kwargs.pop("without", ())
-    defaults: dict[str, Any] = {"n": N, "distances": distances()}
+    defaults: dict[str, Any] = {"distances": distances()}
     kept = {name: values for name, values in sites.items() if name not in left}
-    return write_store(path, kept, **defaults | kwargs)
+    return write_model(path, kept, **defaults | kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stores that tests only read: vit and cnn."""
     path = tmp_path_factory.mktemp("heads")
     vit(path / "vit.zarr")
-    write_store(path / "cnn.zarr", CNN_SITES, n=N, layout=CNN)
+    write_model(path / "cnn.zarr", CNN_SITES, layout=CNN)
     return path
 
 
@@ -130,13 +130,12 @@ def test_the_interval_is_that_of_the_group(tmp_path: Path) -> None:
     n = 40
     outputs, other = activations(n, 4, 1)[:, :1], activations(n, 3, 2)[:, :1]
     tokens = np.repeat(outputs, 7, axis=1)
-    a = write_store(
+    a = write_model(
         tmp_path / "a.zarr",
         {"blocks.0.attn.heads": tokens},
-        n=n,
         distances=np.broadcast_to([1.0, 2.0], (n, 1, 2)),
     )
-    b = write_store(tmp_path / "b.zarr", {"logits": other[:, 0]}, n=n)
+    b = write_model(tmp_path / "b.zarr", {"logits": other[:, 0]})
     table = run(a, b, sites_b=["logits"], window=2, no_cache=True)
     blocks = [np.array([i, i + 1]) for i in range(0, n, 2)]
     expected = loop_jackknife(outputs[:, 0], other[:, 0], blocks)
@@ -177,9 +176,7 @@ def test_both_count_the_images_of_both_stores(tmp_path: Path) -> None:
     skewed = distances()
     skewed[5, 0, 3] = 1e4  # the most local head, in an image that only vit can read
     a = vit(tmp_path / "vit.zarr", distances=skewed, valid=[i != 9 for i in range(N)])
-    b = write_store(
-        tmp_path / "cnn.zarr", CNN_SITES, n=N, layout=CNN, valid=[i != 5 for i in range(N)]
-    )
+    b = write_model(tmp_path / "cnn.zarr", CNN_SITES, layout=CNN, valid=[i != 5 for i in range(N)])
     table = run(a, b, window=1, no_cache=True)
     keep = [i for i in range(N) if i not in (5, 9)]
     assert table["heads"][0] == "3"
@@ -238,7 +235,7 @@ def test_wrong_choices(folder: Path, tmp_path: Path) -> None:
         compare(folder, block="blocks.7")
     with pytest.raises(SiteError, match=r"no site matches 'layer9'"):
         compare(folder, sites_b=["layer9"])
-    photos = write_store(tmp_path / "photos.zarr", CNN_SITES, n=N, layout=CNN, name="photo")
+    photos = write_model(tmp_path / "photos.zarr", CNN_SITES, layout=CNN, name="photo")
     with pytest.raises(StoreMismatch, match="vit and photos do not pair"):
         run(a, photos)
     odd = vit(tmp_path / "odd.zarr", distances=distances()[:, :, :5])

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.labelled_stores import CNN, write_labelled
+from tests.stores import CNN_PAIR, write_labelled
 from vitsee_cli.commands.cluster import BASELINES as COMMAND_BASELINES
 from vitsee_cli.main import main
 from vitsee_core.analyses.cluster import (
@@ -212,7 +212,7 @@ def test_several_stores(tmp_path: Path) -> None:
         tmp_path / "b.zarr",
         {"stem": np.random.default_rng(1).normal(size=(12, 2, 5))},
         [0, 1, 2] * 4,
-        layout=CNN,
+        layout=CNN_PAIR,
     )
     table = run(a, b, n_seeds=2)
     assert table.unique("store") == ["a", "b"]

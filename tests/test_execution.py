@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.head_stores import layout, random_attention, write
-from tests.labelled_stores import write_labelled
-from tests.residual_stores import write_residuals
+from tests.attention_maps import layout, random_attention, write
+from tests.stores import write_labelled, write_residuals
 from vitsee_cli import console
 from vitsee_core.analyses import (
     attn_dist,

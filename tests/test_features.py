@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.labelled_stores import write_labelled
+from tests.stores import write_labelled
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.similarity.stacks import TokenStack
 from vitsee_stores import Store

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.activation_stores import activations, write_acts
-from tests.cka_stores import write_store
+from tests.features import activations
+from tests.stores import write_model, write_sites
 from vitsee_core import machine
 from vitsee_core.grams import arithmetic
 from vitsee_core.grams import syrk as syrk_module
@@ -52,7 +52,7 @@ SITES = {f"blocks.{i}.out": activations(N, seed=i) + 3 * i for i in range(3)}
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return write_acts(tmp_path / "a.zarr", SITES)
+    return write_sites(tmp_path / "a.zarr", SITES)
 
 
 def compare(store: Store, **kwargs: Any) -> Array:
@@ -176,7 +176,7 @@ def test_the_number_of_threads_changes_no_bit(
     found: list[tuple[Any, list[str]]] = []
     for cores in (1, 2, 7):
         monkeypatch.setattr(machine, "n_cores", lambda n=cores: n)
-        store = write_acts(tmp_path / f"{cores}.zarr", sites, dtype="float16")
+        store = write_sites(tmp_path / f"{cores}.zarr", sites, dtype="float16")
         value = compare(store)
         headers = [view.file.header for view in views(store).values()]
         assert len(headers) == 3
@@ -231,7 +231,7 @@ def removing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_folder_that_goes_meanwhile(
     store: Store, tmp_path: Path, removing: Any, times: int, kept: int, caplog: Any
 ) -> None:
-    want = compare(write_acts(tmp_path / "b.zarr", SITES))
+    want = compare(write_sites(tmp_path / "b.zarr", SITES))
     removing(folder_of(store), times)
     assert np.array_equal(compare(store), want)
     assert caplog.text.count("was removed meanwhile") == times
@@ -343,8 +343,8 @@ def test_small_and_cached_comparisons_need_no_torch(tmp_path: Path, command: str
         "blocks.0.out": activations(N, 4, 1),
         "blocks.1.out": activations(N, 4, 2),
     }
-    a = write_store(tmp_path / "a.zarr", sites, n=N, distances=distances)
-    b = write_store(tmp_path / "b.zarr", sites, n=N)
+    a = write_model(tmp_path / "a.zarr", sites, distances=distances)
+    b = write_model(tmp_path / "b.zarr", sites)
     slow = ("torch", "timm", "matplotlib", "sklearn", "PIL")
     code = "import sys; from vitsee_cli.main import main; main(standalone_mode=False); "
     code += f"print([m for m in {slow} if m in sys.modules], file=sys.stderr)"

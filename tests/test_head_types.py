@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from tests.head_stores import Attention, Float, aligned, layout, random_attention, write
+from tests.attention_maps import Attention, Float, aligned, layout, random_attention, write
+from tests.stores import write_attention
 from vitsee_cli.commands import head_types as head_types_command
 from vitsee_cli.main import main
 from vitsee_core.analyses import head_types
@@ -471,10 +472,8 @@ def test_command_writes_files(tmp_path: Path) -> None:
 
 
 def test_command_refuses_in_one_line(tmp_path: Path) -> None:
-    from tests.attention_stores import write_store
-
     reason = {"attention": "channel attention"}
-    path = write_store(tmp_path / "xcit.zarr", [], {}, n_images=3, left_out=reason)
+    path = write_attention(tmp_path / "xcit.zarr", [], {}, n_images=3, left_out=reason).path
     result = head_types_cli(path, "-o", tmp_path / "r.csv")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "channel attention" in result.stderr

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention_stores import group, open_labelled, write_store
+from tests.stores import attention_group, write_attention
 from vitsee_core.attention.heads import attention_blocks, uniform_distance
 from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError
@@ -20,7 +20,7 @@ BLOCKS = ("blocks.0", "blocks.1")
 
 def make_store(path: Path, **kwargs: Any) -> Store:
     given: dict[str, Any] = {"n_images": 3, "model_blocks": BLOCKS} | kwargs
-    return open_labelled(write_store(path, [group(BLOCKS, (3, 2))], {}, **given))
+    return write_attention(path, [attention_group(BLOCKS, (3, 2))], {}, **given)
 
 
 def test_places_in_the_model(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_patterns_choose_blocks(tmp_path: Path) -> None:
 
 
 def test_no_attention(tmp_path: Path) -> None:
-    plain = open_labelled(write_store(tmp_path / "plain.zarr", [], {}, n_images=3))
+    plain = write_attention(tmp_path / "plain.zarr", [], {}, n_images=3)
     with pytest.raises(MissingInput, match="it was extracted with --attention none"):
         attention_blocks(plain)
 

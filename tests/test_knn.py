@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 
-from tests.labelled_stores import CNN, write_labelled
+from tests.stores import CNN_PAIR, write_labelled
 from vitsee_cli.commands.knn import VOTES as COMMAND_VOTES
 from vitsee_cli.main import main
 from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
@@ -338,11 +338,11 @@ def test_top5_needs_five_neighbours_and_six_classes(
 
 def test_cnn_one_test_image_and_one_neighbour(tmp_path: Path) -> None:
     a = write_labelled(
-        tmp_path / "a.zarr", {"stem": gauss(12, 8, 0).reshape(6, 2, 8)}, [0, 1] * 3, layout=CNN
+        tmp_path / "a.zarr", {"stem": gauss(12, 8, 0).reshape(6, 2, 8)}, [0, 1] * 3, layout=CNN_PAIR
     )
     b = write_labelled(
         tmp_path / "b.zarr", {"stem": a.acts("stem")[:1].reshape(1, 2, 8)}, [0],
-        classes=["a", "b"], layout=CNN, hash_offset=9,
+        classes=["a", "b"], layout=CNN_PAIR, hash_offset=9,
     )  # fmt: skip
     table = run(a, b, ks=(1,), per_class=True)
     assert table["value"].tolist()[:2] == [1.0, 1.0]

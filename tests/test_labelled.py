@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.labelled_stores import CNN, write_labelled
+from tests.stores import CNN_PAIR, write_labelled
 from vitsee_core.classes.labelled import (
     accuracy_interval,
     check_disjoint,
@@ -143,7 +143,7 @@ def test_default_tokens(tmp_path: Path) -> None:
     assert chosen(vit, "blocks.0.out", "mean").selection == "mean"
     assert chosen(vit, "pooled", "mean").selection == "all"
     values = {"stem": np.zeros((2, 2, 4))}
-    cnn = write_labelled(tmp_path / "b.zarr", values, [0, 1], layout=CNN)
+    cnn = write_labelled(tmp_path / "b.zarr", values, [0, 1], layout=CNN_PAIR)
     assert chosen(cnn, "stem").selection == "mean"
 
 

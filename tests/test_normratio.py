@@ -17,15 +17,8 @@ from numpy.typing import NDArray
 
 from tests.extractions import VIT, extracted, plant_images
 from tests.reference_normratio import loop_jackknife, loop_statistic, loop_values
-from tests.residual_stores import (
-    REGISTERS,
-    SITES,
-    cnn,
-    products_of,
-    random_branches,
-    vit,
-    write_residuals,
-)
+from tests.residuals import SITES, cnn, products_of, random_branches, vit
+from tests.stores import write_residuals
 from vitsee_cli.commands.normratio import DEFAULT_METRICS as COMMAND_DEFAULTS
 from vitsee_cli.commands.normratio import METRICS as COMMAND_METRICS
 from vitsee_cli.commands.normratio import TOKENS as COMMAND_TOKENS
@@ -356,7 +349,8 @@ def tokens_of(table: Table) -> list[Any]:
 
 
 def test_tokens(tmp_path: Path) -> None:
-    store = vit(tmp_path / "a.zarr", layout=REGISTERS)
+    layout = TokenLayout(("cls", "reg0", "reg1"), (2, 2), stride_px=(14.0, 14.0))
+    store = vit(tmp_path / "a.zarr", layout=layout)
     prefix = [(name, None, None) for name in ("cls", "reg0", "reg1")]
     cells = [(None, row, col) for row in range(2) for col in range(2)]
     cls, registers, patches = ((name, None, None) for name in ("cls", "registers", "patches"))

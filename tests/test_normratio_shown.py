@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.extractions import RESNET, extracted, plant_images
-from tests.residual_stores import SITES, cnn, products_of, random_branches, vit, write_residuals
+from tests.residuals import SITES, cnn, products_of, random_branches, vit
+from tests.stores import write_residuals
 from vitsee_cli.main import main
 from vitsee_core.analyses.normratio import COLUMNS, plot, run
 from vitsee_core.results import Table

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.labelled_stores import write_labelled
+from tests.stores import write_labelled
 from vitsee_cli.commands.best_layer import AMONG as COMMAND_AMONG
 from vitsee_cli.main import main
 from vitsee_core import replicates

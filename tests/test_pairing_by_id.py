@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from tests.cka_stores import write_store
 from tests.reference_cka import loop_cka
+from tests.stores import write_model
 from vitsee_cli.main import main
 from vitsee_core.analyses.cka import run
 from vitsee_stores import Store
@@ -30,9 +30,7 @@ ORDER = RNG.permutation(N)  # of the other store's rows
 
 
 def write(path: Path, values: Array, ids: list[str], shift: int = 0, **more: Any) -> Store:
-    return write_store(
-        path, {"embed": values}, n=len(values), ids=ids, hash_offset=shift, slab=8, **more
-    )
+    return write_model(path, {"embed": values}, ids=ids, hash_offset=shift, slab=8, **more)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
-from tests.probe_stores import VIT, balanced, class_features, grid, write_labelled
+from tests import stores
+from tests.features import balanced, class_features
 from tests.reference_probe import padded_ridge, ridge, shots_of, top
+from tests.stores import VIT
 from vitsee_cli.commands import probe as probe_command
 from vitsee_cli.main import main
 from vitsee_core.analyses import probe
@@ -28,12 +31,23 @@ from vitsee_core.probing import settings
 from vitsee_core.probing.draws import draw_images, split_rows
 from vitsee_core.probing.rows import _mean_l2
 from vitsee_core.results import Table
-from vitsee_stores import Store
+from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
 Array = NDArray[Any]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 N, N_TEST, CLASSES, DIM = 90, 60, 3, 5
+
+
+def write_labelled(path: Path, sites: Mapping[str, Any], labels: Array, **more: Any) -> Store:
+    """Classes are called c0, c1, ... by default."""
+    names = [f"c{i}" for i in range(int(labels.max()) + 1)]
+    return stores.write_labelled(path, sites, labels, **{"classes": names, "slab": 16, **more})
+
+
+def grid(rows: int, cols: int) -> TokenLayout:
+    """A CNN's locations."""
+    return TokenLayout((), (rows, cols), stride_px=(8.0, 8.0))
 
 
 class Pair:
@@ -51,9 +65,7 @@ class Pair:
         order = np.random.default_rng(9).permutation(n)
         sites = {"blocks.0.out": (self.x, layout), "pooled": (self.x[:, 0], None)}
         theirs = {"blocks.0.out": (self.y, layout), "pooled": (self.y[:, 0], None)}
-        self.train = write_labelled(
-            folder / "train.zarr", sites, self.labels, order=order, **kwargs
-        )
+        self.train = write_labelled(folder / "train.zarr", sites, self.labels, rows=order, **kwargs)
         self.test = write_labelled(
             folder / "test.zarr", theirs, self.test_labels, hash_offset=1000, **kwargs
         )
@@ -394,7 +406,7 @@ def test_a_split_tests(tmp_path: Path) -> None:
     splits = ["val" if i % 4 == 0 else "train" for i in range(40)]
     order = np.random.default_rng(0).permutation(40)
     store = write_labelled(
-        tmp_path / "a.zarr", {"pooled": (x[:, 0], None)}, labels, splits=splits, order=order
+        tmp_path / "a.zarr", {"pooled": (x[:, 0], None)}, labels, splits=splits, rows=order
     )
     table = run(store, test_split="val", sites=["pooled"], l2=[1.0])
     is_val = np.array(splits) == "val"

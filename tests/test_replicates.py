@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
-from tests.labelled_stores import write_labelled
-from tests.residual_stores import write_residuals
+from tests.stores import write_labelled, write_residuals
 from vitsee_cli.main import main
 from vitsee_core import replicates
 from vitsee_core.analyses import cka, knn, normratio, probe

@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.attention_rows import Rows, layout, random_rows, save_image, save_mask, write
 from tests.extractions import VIT, extracted, plant_images
-from tests.saliency_stores import Rows, layout, random_rows, save_image, save_mask, write
 from tests.test_masks import slow_iou
 from vitsee_cli.main import main
 from vitsee_core.analyses.saliency import COLUMNS, plot, run

@@ -11,10 +11,9 @@ import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from tests.attention_stores import group, write_store
 from tests.extractions import RESNET, VIT, extracted, plant_images
-from tests.labelled_stores import write_labelled
-from tests.residual_stores import cnn, vit, write_residuals
+from tests.residuals import cnn, vit
+from tests.stores import attention_group, write_attention, write_labelled, write_residuals
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist, cluster, normratio
 from vitsee_core.selection import select_each, sites_of
@@ -95,13 +94,12 @@ def test_cluster_takes_a_union(two: list[Store]) -> None:
 def test_a_store_without_attention_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    groups = [group(["blocks.0", "blocks.1"], [2, 2])]
-    path = write_store(tmp_path / "a.zarr", groups, distances(5), n_images=5)
+    groups = [attention_group(["blocks.0", "blocks.1"], [2, 2])]
+    store = write_attention(tmp_path / "a.zarr", groups, distances(5), n_images=5)
     reason = {"attention": "resnet18 has no token-to-token attention"}
-    other = write_store(tmp_path / "r18.zarr", [], {}, n_images=5, left_out=reason)
-    stores = [open_store(path, label="a"), open_store(other, label="r18")]
-    table = attn_dist.run(*stores)
-    alone = attn_dist.run(stores[0])
+    other = write_attention(tmp_path / "r18.zarr", [], {}, n_images=5, left_out=reason)
+    table = attn_dist.run(store, other)
+    alone = attn_dist.run(store)
     assert table.unique("store") == ["a"]
     assert table["value"].tolist() == alone["value"].tolist()
     said = "r18 lacks what extract keeps with --attention summary: resnet18 has no token-to-token "
@@ -111,7 +109,7 @@ def test_a_store_without_attention_is_left_out(
         f"left out: {said}attention"
     ]
     with pytest.raises(MissingInput, match=r"^r18 lacks"):
-        attn_dist.run(stores[1])
+        attn_dist.run(other)
 
 
 def test_a_store_without_residuals_is_left_out(tmp_path: Path) -> None:

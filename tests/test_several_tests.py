@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.labelled_stores import write_labelled
+from tests.stores import write_labelled
 from vitsee_cli.main import main
 from vitsee_core.analyses import knn, probe
 from vitsee_stores import Store

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.activation_stores import CNN, activations, write_acts
+from tests.features import activations
+from tests.stores import CNN, write_sites
 from vitsee_core import machine
 from vitsee_core.progress import Silent
 from vitsee_core.similarity import (
@@ -84,7 +85,7 @@ SITES = {f"blocks.{i}.out": activations(N, seed=i) for i in range(3)}
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return write_acts(tmp_path / "a.zarr", SITES)
+    return write_sites(tmp_path / "a.zarr", SITES)
 
 
 def expected(
@@ -104,7 +105,7 @@ def test_by_hand(tmp_path: Path) -> None:
     # HSIC_1 = (0 - 2/2 * 1 + 4 / (3 * 2)) / (4 * 1) = (-1 + 2/3) / 4 = -1/12
     # of x with itself: <K~,K~> = 2, r.r = 2: (2 - 2 + 2/3) / 4 = 1/6, as of y; CKA = -1/2
     x, y = ([[0.0], [1.0], [0.0], [1.0]], [[1.0], [0.0], [0.0], [1.0]])
-    store = write_acts(tmp_path / "a.zarr", {"x": np.array(x), "y": np.array(y)}, slab=4)
+    store = write_sites(tmp_path / "a.zarr", {"x": np.array(x), "y": np.array(y)}, slab=4)
     h = hsic(representations(store), options=options())
     assert h.cross == pytest.approx(np.array([[1 / 6, -1 / 12], [-1 / 12, 1 / 6]]), rel=1e-6)
     assert summarise(h).cka == pytest.approx(np.array([[1, -0.5], [-0.5, 1]]), rel=1e-6)
@@ -126,7 +127,7 @@ def test_biased_is_the_trace(store: Store) -> None:
 
 def test_cross_comparison(store: Store, tmp_path: Path) -> None:
     others = {"layer1.0.out": activations(N, 3, seed=7, layout=CNN), "pooled": activations(N)[:, 0]}
-    b = write_acts(tmp_path / "b.zarr", others, layout=CNN, slab=7)
+    b = write_sites(tmp_path / "b.zarr", others, layout=CNN, slab=7)
     found = summarise(hsic(representations(store), representations(b), options=options()))
     wanted = [[loop_cka(x, y) for y in others.values()] for x in SITES.values()]
     assert found.cka == pytest.approx(np.array(wanted), abs=1e-6)
@@ -151,12 +152,12 @@ def test_tokens(store: Store, tokens: str, chosen: Any) -> None:
 
 
 def test_tokens_that_are_not_there(store: Store, tmp_path: Path) -> None:
-    cnn = write_acts(tmp_path / "c.zarr", {"x": activations(8, layout=CNN)}, layout=CNN)
+    cnn = write_sites(tmp_path / "c.zarr", {"x": activations(8, layout=CNN)}, layout=CNN)
     with pytest.raises(SiteError, match="c: x has no class token"):
         representations(cnn, "cls")
     with pytest.raises(SiteError, match="9,9"):
         representations(store, "9,9")
-    pooled = write_acts(tmp_path / "p.zarr", {"x": activations(8)}, tokens="pooled")
+    pooled = write_sites(tmp_path / "p.zarr", {"x": activations(8)}, tokens="pooled")
     with pytest.raises(MissingInput, match=r"--tokens x=all, or with --grams"):
         representations(pooled)
     assert one_of(representations(pooled, "cls")) == pytest.approx(1)
@@ -195,8 +196,8 @@ def test_invariant_to_rotation_scale_and_order(
         **{"x": x, "y": y, "turned": scale * x @ rotation + 5, "stretched": x * stretch},
     }
     path = tmp_path_factory.mktemp("invariant")
-    a = one(write_acts(path / "a.zarr", sites))
-    b = one(write_acts(path / "b.zarr", {k: v[order] for k, v in sites.items()}))
+    a = one(write_sites(path / "a.zarr", sites))
+    b = one(write_sites(path / "b.zarr", {k: v[order] for k, v in sites.items()}))
     assert a[0, 2] == pytest.approx(1, abs=1e-5)
     assert a[1, 2] == pytest.approx(a[1, 0], abs=1e-5)
     assert b == pytest.approx(a, abs=1e-5)
@@ -207,22 +208,22 @@ def test_independent_data_are_near_zero(tmp_path: Path) -> None:
     values = []
     for seed in range(20):
         x, y = np.random.default_rng(seed).normal(size=(2, 16, 64))
-        values.append(one(write_acts(tmp_path / f"{seed}.zarr", {"x": x, "y": y}))[0, 1])
+        values.append(one(write_sites(tmp_path / f"{seed}.zarr", {"x": x, "y": y}))[0, 1])
     assert abs(np.mean(values)) < 3 * np.std(values) / math.sqrt(20)
-    biased = one(write_acts(tmp_path / "b.zarr", {"x": x, "y": y}), estimator=Estimator("biased"))
+    biased = one(write_sites(tmp_path / "b.zarr", {"x": x, "y": y}), estimator=Estimator("biased"))
     assert biased[0, 1] > 0.6
 
 
 def test_a_common_offset_changes_nothing(tmp_path: Path) -> None:
     moved = {k: v + 300 * np.sign(np.arange(4) - 1.5) for k, v in SITES.items()}
-    found = one(write_acts(tmp_path / "a.zarr", moved))
+    found = one(write_sites(tmp_path / "a.zarr", moved))
     assert found == pytest.approx(expected(), abs=1e-5)
 
 
 def test_an_offset_that_cost_digits_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    far = write_acts(tmp_path / "a.zarr", {k: v + 1000 for k, v in SITES.items()})
+    far = write_sites(tmp_path / "a.zarr", {k: v + 1000 for k, v in SITES.items()})
     h = hsic(representations(far), options=options())
     assert "a blocks.0.out, a blocks.1.out" in caplog.text and "--dtype SITE" in caplog.text
     assert h.notes["common_offset"]["a blocks.0.out"] > 1e4
@@ -238,7 +239,7 @@ def test_self_comparison_is_one_and_symmetric(store: Store) -> None:
 
 def test_constant_features_have_no_cka(tmp_path: Path) -> None:
     sites = {**SITES, "flat": np.ones((N, 3))}
-    store = write_acts(tmp_path / "a.zarr", sites)
+    store = write_sites(tmp_path / "a.zarr", sites)
     found = summarise(hsic(representations(store), options=options()))
     assert np.isnan(found.cka[3]).all() and np.isnan(found.cka[:, 3]).all()
     assert found.cka[:3, :3] == pytest.approx(expected(), abs=1e-6)
@@ -249,7 +250,7 @@ def test_constant_features_that_rounding_moves_have_none(
 ) -> None:
     jitter = np.random.default_rng(0).integers(-1, 2, (N, 3)) * np.finfo(np.float32).eps
     sites = {"flat": 1 + jitter, **SITES}
-    store = write_acts(tmp_path / "a.zarr", sites)
+    store = write_sites(tmp_path / "a.zarr", sites)
     for cols in (None, representations(store, sites=["blocks.1.out"])):
         found = summarise(hsic(representations(store), cols, options=options()))
         assert np.isnan(found.cka[0]).all() and np.isnan(found.std[0]).all()
@@ -277,7 +278,7 @@ def test_centred_alignment_is_nan_where_a_self_hsic_is_not_positive() -> None:
 @pytest.mark.parametrize("slab", [4, 7, 30])
 @pytest.mark.parametrize("memory", [None, 70_000])
 def test_slabs_and_memory_do_not_matter(tmp_path: Path, slab: int, memory: int | None) -> None:
-    store = write_acts(tmp_path / "a.zarr", SITES, slab=slab)
+    store = write_sites(tmp_path / "a.zarr", SITES, slab=slab)
     h = hsic(representations(store), options=options(memory=memory))
     assert summarise(h).cka == pytest.approx(expected(), abs=1e-6)
     assert h.replicates is not None and len(h.replicates.cross) == 20
@@ -287,8 +288,8 @@ def test_tiles_groups_and_strips_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites = {**SITES, "pooled": activations(N, seed=9)[:, 0]}
-    store = write_acts(tmp_path / "a.zarr", sites, slab=7, valid=[1] * 11 + [0] + [1] * (N - 12))
-    other = write_acts(tmp_path / "b.zarr", SITES, slab=4, valid=[1] * 20 + [0] + [1] * (N - 21))
+    store = write_sites(tmp_path / "a.zarr", sites, slab=7, valid=[1] * 11 + [0] + [1] * (N - 12))
+    other = write_sites(tmp_path / "b.zarr", SITES, slab=4, valid=[1] * 20 + [0] + [1] * (N - 21))
     a, b = representations(store), representations(other)
     whole = [hsic(a, options=options()), hsic(a, b, options=options())]
     monkeypatch.setattr("vitsee_core.similarity.gram_file.LARGEST_TILE", 8)
@@ -307,7 +308,7 @@ def test_tiles_groups_and_strips_do_not_matter(
 
 
 def test_half_precision_agrees_with_what_it_stores(tmp_path: Path) -> None:
-    store = write_acts(tmp_path / "a.zarr", SITES, dtype="float16")
+    store = write_sites(tmp_path / "a.zarr", SITES, dtype="float16")
     rounded = {k: v.astype(np.float16).astype(np.float64) for k, v in SITES.items()}
     assert one(store) == pytest.approx(expected(rounded), abs=1e-6)
 
@@ -323,11 +324,11 @@ def test_too_little_memory_is_one_line(store: Store) -> None:
 def test_invalid_and_unfinished_rows_are_left_out(tmp_path: Path) -> None:
     valid = np.ones(N, int)
     valid[[0, 9, 29]] = 0
-    a = write_acts(tmp_path / "a.zarr", SITES, valid=valid.tolist())
+    a = write_sites(tmp_path / "a.zarr", SITES, valid=valid.tolist())
     assert one(a) == pytest.approx(expected(rows=valid == 1), abs=1e-6)
     also = np.ones(N, int)
     also[5] = 0
-    b = write_acts(tmp_path / "b.zarr", SITES, valid=also.tolist(), slab=5, slabs=[0, 1, 2, 5])
+    b = write_sites(tmp_path / "b.zarr", SITES, valid=also.tolist(), slab=5, slabs=[0, 1, 2, 5])
     rows = (valid == 1) & (also == 1) & ((np.arange(N) < 15) | (np.arange(N) >= 25))
     h = hsic(representations(a), representations(b), options=options())
     assert h.n_images == rows.sum()
@@ -341,13 +342,13 @@ def test_images_takes_the_first_rows_of_a_shuffled_store(store: Store) -> None:
 
 
 def test_images_of_other_data_do_not_compare(store: Store, tmp_path: Path) -> None:
-    other = write_acts(tmp_path / "b.zarr", SITES, name="photo")
+    other = write_sites(tmp_path / "b.zarr", SITES, name="photo")
     with pytest.raises(StoreMismatch, match="do not pair"):
         hsic(representations(store), representations(other), options=options())
 
 
 def test_three_images_are_too_few(tmp_path: Path) -> None:
-    few = write_acts(tmp_path / "a.zarr", {k: v[:3] for k, v in SITES.items()})
+    few = write_sites(tmp_path / "a.zarr", {k: v[:3] for k, v in SITES.items()})
     with pytest.raises(VitseeError, match=r"3 images .* at least 4"):
         one(few)
 
@@ -358,7 +359,7 @@ def test_three_images_are_too_few(tmp_path: Path) -> None:
 @pytest.mark.parametrize("estimator", ["exact", "biased"])
 @pytest.mark.parametrize("order", ["shuffled", "dataset"])
 def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path, estimator: str, order: str) -> None:
-    store = write_acts(tmp_path / "a.zarr", SITES, order=order)
+    store = write_sites(tmp_path / "a.zarr", SITES, order=order)
     h = hsic(representations(store), estimator=Estimator(estimator), options=options(), seed=3)
     labels = np.arange(N) * 20 // N
     if order == "dataset":
@@ -382,7 +383,7 @@ def test_the_jackknife_knows_the_sampling_error(tmp_path: Path) -> None:
         common = rng.normal(size=(60, 5)) * [4, 2, 1, 1, 1]
         x, y = (common @ np.eye(5, 9) + rng.normal(size=(60, 9)) for _ in range(2))
         h = hsic(
-            representations(write_acts(tmp_path / f"{seed}.zarr", {"x": x, "y": y}, slab=60)),
+            representations(write_sites(tmp_path / f"{seed}.zarr", {"x": x, "y": y}, slab=60)),
             options=options(),
         )
         values.append(summarise(h).cka[0, 1])
@@ -392,7 +393,7 @@ def test_the_jackknife_knows_the_sampling_error(tmp_path: Path) -> None:
 
 def test_few_images_are_left_out_one_by_one(tmp_path: Path) -> None:
     few = {k: v[:6] for k, v in SITES.items()}
-    h = hsic(representations(write_acts(tmp_path / "a.zarr", few)), options=options())
+    h = hsic(representations(write_sites(tmp_path / "a.zarr", few)), options=options())
     assert h.replicates is not None and h.replicates.cross.shape == (6, 3, 3)
 
 
@@ -473,7 +474,7 @@ def test_impossible_minibatches(store: Store, estimator: Estimator, says: str) -
 
 def test_rescaled_batches_in_order(tmp_path: Path) -> None:
     """Batches of 8 in order, K -> (K - min) / max(K - min), the last short batch left out."""
-    store = write_acts(tmp_path / "a.zarr", SITES, order="dataset")
+    store = write_sites(tmp_path / "a.zarr", SITES, order="dataset")
     found = one(store, estimator=Estimator("minibatch", batch=8, rescale=True))
     values = [v.reshape(N, -1) for v in SITES.values()]
 
@@ -545,15 +546,15 @@ def test_gram_matrices_are_made_once(store: Store, tmp_path: Path) -> None:
     assert summarise(some).cka == pytest.approx(expected(rows=np.arange(12)), abs=1e-6)
     for estimator in (minibatch(), Estimator("biased")):
         hsic(reps, estimator=estimator, options=at_store, progress=Counting())
-    other = write_acts(tmp_path / "b.zarr", SITES, valid=[0] + [1] * (N - 1))
+    other = write_sites(tmp_path / "b.zarr", SITES, valid=[0] + [1] * (N - 1))
     hsic(reps, representations(other), options=at_store, progress=Counting())
     assert counts == [3, 3] and len(kept(folder)) == 3
 
 
 def test_stores_of_the_same_images_share_no_cache(tmp_path: Path) -> None:
-    a = write_acts(tmp_path / "a.zarr", SITES)
+    a = write_sites(tmp_path / "a.zarr", SITES)
     changed = {k: v[:, ::-1] ** 3 for k, v in SITES.items()}
-    b = write_acts(tmp_path / "b.zarr", changed)
+    b = write_sites(tmp_path / "b.zarr", changed)
     place = GramOptions(cache=tmp_path / "cache")
     hsic(representations(a), options=place)
     found = summarise(hsic(representations(b), options=place)).cka
@@ -599,7 +600,7 @@ def test_a_slab_written_anew_has_other_matrices(store: Store) -> None:
     # as after damage: what is not committed is written again, by the same command
     for marker in (store.path / "commits").glob("c.*"):
         marker.unlink()
-    write_acts(store.path, changed, command="again")
+    write_sites(store.path, changed, command="again")
     again = hsic(representations(open_store(store.path)), options=GramOptions())
     assert not np.allclose(again.cross, before.cross)
     assert summarise(again).cka == pytest.approx(expected(changed), abs=1e-6)
@@ -630,8 +631,8 @@ def test_slab_grams_stand_in_for_activations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     valid = [1] * 13 + [0] + [1] * (N - 14)
-    a = write_acts(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True, valid=valid)
-    b = write_acts(tmp_path / "b.zarr", SITES, slab=5)
+    a = write_sites(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True, valid=valid)
+    b = write_sites(tmp_path / "b.zarr", SITES, slab=5)
     cells = [np.array([i for i in range(k, min(k + 8, N)) if valid[i]]) for k in range(0, N, 8)]
 
     def total(x: Array, y: Array) -> float:
@@ -660,11 +661,11 @@ def test_slab_grams_stand_in_for_activations(
 
 def test_slab_grams_have_a_jackknife_from_ten_slabs_on(tmp_path: Path) -> None:
     sites = {k: activations(50, seed=i) for i, k in enumerate(SITES)}
-    a = write_acts(tmp_path / "a.zarr", sites, tokens="pooled", grams=True, slab=5)
+    a = write_sites(tmp_path / "a.zarr", sites, tokens="pooled", grams=True, slab=5)
     h = hsic(representations(a), options=options())
     without = hsic(
         representations(
-            write_acts(
+            write_sites(
                 tmp_path / "b.zarr",
                 {k: v[5:] for k, v in sites.items()},
                 tokens="pooled",
@@ -691,14 +692,14 @@ def test_slab_grams_have_a_jackknife_from_ten_slabs_on(tmp_path: Path) -> None:
     ],
 )
 def test_slab_grams_serve_one_estimator(tmp_path: Path, estimator: Estimator, says: str) -> None:
-    a = write_acts(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True)
+    a = write_sites(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True)
     with pytest.raises(MissingInput, match=says):
         one(a, estimator=estimator)
 
 
 def test_slab_grams_of_other_slabs_do_not_compare(tmp_path: Path) -> None:
-    a = write_acts(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True)
-    b = write_acts(tmp_path / "b.zarr", SITES, tokens="pooled", grams=True, slab=5)
+    a = write_sites(tmp_path / "a.zarr", SITES, tokens="pooled", grams=True)
+    b = write_sites(tmp_path / "b.zarr", SITES, tokens="pooled", grams=True, slab=5)
     with pytest.raises(StoreMismatch, match="same --slab"):
         hsic(representations(a), representations(b), options=options())
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.activation_stores import CNN, activations
-from tests.cka_stores import write_store
+from tests.features import activations
+from tests.stores import CNN, write_model
 from tests.test_cka_heads import CNN_SITES, N, distances, vit
 from vitsee_core.analyses import cka, cka_heads
 from vitsee_core.device import current_precision
@@ -60,7 +60,7 @@ def store_of(path: Path) -> Store:
         "blocks.0.out": activations(N, 4, 2),
         "blocks.1.out": activations(N, 4, 3),
     }
-    return write_store(path, sites, n=N, slab=7, valid=[i != 5 for i in range(N)])
+    return write_model(path, sites, slab=7, valid=[i != 5 for i in range(N)])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_cka(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_cka_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = vit(tmp_path / "vit.zarr")
-    b = write_store(tmp_path / "cnn.zarr", CNN_SITES, n=N, layout=CNN)
+    b = write_model(tmp_path / "cnn.zarr", CNN_SITES, layout=CNN)
     assert distances().shape[0] == N
     want = cka_heads.run(a, b, window=2, no_cache=True)
     calls = as_on_a_gpu(monkeypatch)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.attention_stores import group, open_labelled, write_store
+from tests.stores import attention_group, write_attention
 from vitsee_core.progress import Silent
 from vitsee_core.streaming import choose_rows, each_slab, fold
 from vitsee_stores import Store
@@ -27,8 +27,7 @@ KEY = "attention/distance_px"
 
 def make_store(path: Path, values: Any = VALUES, **kwargs: Any) -> Store:
     given: dict[str, Any] = {"n_images": len(values), "slab": 4} | kwargs
-    write_store(path, [group(["blocks.0"], [2])], {KEY: values}, **given)
-    return open_labelled(path)
+    return write_attention(path, [attention_group(["blocks.0"], [2])], {KEY: values}, **given)
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +134,8 @@ def test_a_pair_of_unfinished_stores_uses_what_both_have(
 
 
 def make_partial(path: Path, slabs: list[int]) -> Store:
-    groups = [group(["blocks.0"], [2])]
-    write_store(path, groups, {KEY: VALUES}, n_images=N, slabs=slabs)
-    return open_labelled(path, allow_partial=True)
+    groups = [attention_group(["blocks.0"], [2])]
+    return write_attention(path, groups, {KEY: VALUES}, n_images=N, slabs=slabs)
 
 
 def test_a_pair_cut_into_other_slabs(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_stores import Store, StoreWriter, open_store
-from vitsee_stores.layout import AttentionGroup, StorePlan, TokenLayout, arrays
-from vitsee_stores.manifest import Samples, new_manifest
+from tests.stores import write_attention
+from vitsee_stores import AttentionGroup, Store, TokenLayout
 
 Array = NDArray[Any]
 STEP = 4  # pixels of a token
@@ -63,45 +62,21 @@ def write(
     groups: Sequence[Rows],
     *,
     size: tuple[int, int],
-    slab: int = 4,
-    valid: Sequence[int] | None = None,
     level: str = "rows",
-    order: str = "shuffled",
-    slabs: Sequence[int] | None = None,
     index: Sequence[int] | None = None,
     data: Path | None = None,
-    left_out: dict[str, str] | None = None,
     with_transform: bool = True,
+    **more: Any,
 ) -> Store:
     """A store of these rows; size: (height, width) of the model's input, and of the images, which
-    are called 0.jpg and so on; index: their places in the data set, here in the store's order."""
+    are called 0.jpg and so on; index: their places in the data set, here in the store's order.
+    more: of `write_attention`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     n = len(groups[0].mean[0])
-    names = [name for group in groups for name in group.blocks]
-    places = tuple((name, i, i / max(len(names) - 1, 1)) for i, name in enumerate(names))
-    plan = StorePlan(
-        *(n, slab, "none", ()),
-        attention=tuple(group.group for group in groups),
-        attention_level=level,
-        places=places,
-    )
-    place = np.arange(n, dtype=np.int64) if index is None else np.array(index, np.int64)
-    ids = [f"{i}.jpg" for i in place]
-    samples = Samples(place, ids, np.zeros(n, np.int64), [""] * n)
     transform: dict[str, Any] = {
         "input_size": (3, *size), "interpolation": "bilinear", "crop_pct": 1.0,
         "crop_mode": "squash", "mean": (0.5,) * 3, "std": (0.5,) * 3,
     }  # fmt: skip
-    manifest = new_manifest(
-        {"order": order, "seed": 0},
-        plan,
-        samples,
-        model={"name": "tiny"},
-        transform=transform if with_transform else {},
-        left_out=left_out,
-        info={"data": {"data": str(data), "split": None}, "data_folder": "."} if data else {},
-    )
-    ok = np.ones(n, bool) if valid is None else np.array(valid, bool)
     images: dict[str, Array] = {}
     for group in groups:
         folder, widest = group.group.folder, max(a.shape[1] for a in group.mean)
@@ -110,28 +85,14 @@ def write(
                 whole = np.full((n, len(blocks), widest, group.layout.n_tokens), np.nan, np.float16)
                 for row, a in enumerate(blocks):
                     whole[:, row, : a.shape[1]] = a
-                whole[~ok] = np.nan
                 images[folder + name] = whole
-    writer = StoreWriter.create_or_join(path, manifest, samples)
-    for k in range(plan.n_slabs) if slabs is None else slabs:
-        writer.write_slab(k, _slab(plan, k, images, ok), {})
-    writer.finish()
-    return open_store(path, label=path.stem, allow_partial=slabs is not None)
-
-
-def _slab(plan: StorePlan, k: int, images: dict[str, Array], valid: Array) -> dict[str, Array]:
-    place = plan.rows(k)
-    ok = valid[place]
-    out: dict[str, Array] = {}
-    for path, spec in arrays(plan).items():
-        if spec.per in ("once", "commit"):
-            continue
-        shape = (len(ok), *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
-        out[path] = images[path][place] if path in images else np.zeros(shape, spec.dtype)
-    out["valid"] = ok.astype(np.uint8)
-    out["hash"] = np.arange(place.start, place.stop, dtype=np.uint64)
-    out["n_valid"] = np.array(ok.sum(), np.int64)
-    return out
+    return write_attention(
+        path, [group.group for group in groups], images, n_images=n, level=level, index=index,
+        ids=[f"{i}.jpg" for i in (range(n) if index is None else index)],
+        transform=transform if with_transform else {},
+        info={"data": {"data": str(data), "split": None}, "data_folder": "."} if data else {},
+        **more,
+    )  # fmt: skip
 
 
 def save_mask(path: Path, tokens: Array, step: int = STEP) -> None:

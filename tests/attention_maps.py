@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import Store, StoreWriter, open_store
-from vitsee_stores.layout import AttentionGroup, StorePlan, TokenLayout, arrays
-from vitsee_stores.manifest import Samples, new_manifest
+from tests.stores import write_attention
+from vitsee_stores import AttentionGroup, Store, TokenLayout
 
 Array = NDArray[Any]
 Float = NDArray[np.float64]
@@ -84,33 +83,14 @@ def write(
     path: Path,
     groups: Sequence[Attention],
     *,
-    slab: int = 4,
-    valid: Sequence[int] | None = None,
     level: str = "summary",
-    order: str = "shuffled",
-    slabs: Sequence[int] | None = None,
-    left_out: dict[str, str] | None = None,
     with_rollout: bool = True,
+    **more: Any,
 ) -> Store:
-    """A store of these blocks' attention; images with valid 0 are NaN and in no sum."""
+    """A store of these blocks' attention; images with valid 0 are NaN and in no sum. more: of
+    `write_attention`."""
     n = len(groups[0].a[0])
-    ok = np.ones(n, bool) if valid is None else np.array(valid, bool)
     with_rollout = with_rollout and len(groups) == 1
-    names = [name for group in groups for name in group.blocks]
-    places = tuple((name, i, i / max(len(names) - 1, 1)) for i, name in enumerate(names))
-    plan = StorePlan(
-        *(n, slab, "none", ()),
-        attention=tuple(group.group for group in groups),
-        attention_level=level,
-        rollout=with_rollout,
-        places=places,
-    )
-    index = np.arange(n, dtype=np.int64)
-    ids = [f"test/{i}.png" for i in index]
-    samples = Samples(index, ids, np.zeros(n, np.int64), [""] * n)
-    manifest = new_manifest(
-        {"order": order, "seed": 0}, plan, samples, model={"name": "tiny"}, left_out=left_out
-    )
     images: dict[str, Array] = {}
     for group in groups:
         images |= _images(group, level)
@@ -119,11 +99,10 @@ def write(
         images["attention/rollout"] = np.stack(
             [rollout([m[i] for m in means], groups[0].layout, True) for i in range(n)]
         )
-    writer = StoreWriter.create_or_join(path, manifest, samples)
-    for k in range(plan.n_slabs) if slabs is None else slabs:
-        writer.write_slab(k, _slab(plan, k, images, ok), {})
-    writer.finish()
-    return open_store(path, label=path.stem, allow_partial=slabs is not None)
+    return write_attention(
+        path, [group.group for group in groups], images, n_images=n, level=level,
+        rollout=with_rollout, ids=[f"test/{i}.png" for i in range(n)], **more,
+    )  # fmt: skip
 
 
 def _images(group: Attention, level: str) -> dict[str, Array]:
@@ -161,25 +140,4 @@ def _images(group: Attention, level: str) -> dict[str, Array]:
     if level == "full":
         for name, values in zip(group.blocks, group.a, strict=True):
             out[f"attention/full/{name}"] = values
-    return out
-
-
-def _slab(plan: StorePlan, k: int, images: dict[str, Array], valid: Array) -> dict[str, Array]:
-    place = plan.rows(k)
-    ok = valid[place]
-    out: dict[str, Array] = {}
-    for path, spec in arrays(plan).items():
-        if spec.per in ("once", "commit"):
-            continue
-        shape = (len(ok), *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
-        values = np.zeros(shape, spec.dtype)
-        if path in images and spec.per == "image":
-            values[...] = images[path][place]
-            values[~ok] = np.nan
-        elif path in images:
-            values[...] = images[path][place][ok].sum(0)
-        out[path] = values
-    out["valid"] = ok.astype(np.uint8)
-    out["hash"] = np.arange(place.start, place.stop, dtype=np.uint64)
-    out["n_valid"] = np.array(ok.sum(), np.int64)
     return out
