@@ -114,7 +114,7 @@ def test_a_model_that_needs_values_is_named_and_left(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("vitsee_core.models.site_tables.trace", refuse)
     (row,) = rows(models("test_vit"))
-    assert row["analyses"] == "" and row["left_out"] == "not to be told without weights: no values"
+    assert row["analyses"] == "" and row["left_out"] == "unknown without weights: no values"
     assert int(row["n_params"]) > 0
 
 

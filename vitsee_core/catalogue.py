@@ -42,8 +42,8 @@ def run(
         limit: how many architectures may be made.
         names_only: make none; columns beyond tags and input size are empty.
         prove: make each with random weights and prove its sites on pixels, as extract does, in
-            place of reading shapes, which cannot tell an attention or a branch of another kind.
-        progress: told of every one that was made.
+            place of reading shapes, which do not reveal attention or branches of another kind.
+        progress: advanced by one per model.
 
     Raises:
         VitseeError: nothing matches, or more than `limit`.
@@ -95,7 +95,7 @@ def matching(pattern: str) -> dict[str, list[str]]:
 
 
 def needs_of_analyses() -> dict[str, tuple[str, ...]]:
-    """Command -> what a model must offer for it (`offers`), as each analysis says in `NEEDS`; those
+    """Command -> what a model must offer for it (`offers`), from each analysis' `NEEDS`; those
     of tables are left out."""
     found: dict[str, tuple[str, ...]] = {}
     for module in pkgutil.iter_modules(analyses.__path__):
@@ -147,7 +147,7 @@ def _made(
     try:
         table = site_table(load_model(name, random_init=0)) if prove else sketch(module, size)
     except (ModelError, NotImplementedError) as error:
-        return {**row, "left_out": f"not to be told without weights: {_line(error)}"}
+        return {**row, "left_out": f"unknown without weights: {_line(error)}"}
     lacks = offers(table)
     reasons: dict[str, list[str]] = {}
     served = []

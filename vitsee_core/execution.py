@@ -41,7 +41,7 @@ class Execution:
         return memory_bytes() // 4 if self.memory is None else self.memory
 
     def rows(self, store: Store, *, whole_slabs: bool = False) -> Rows:
-        """The images of a store, see `choose_rows`; what is to be said of them is logged.
+        """The images of a store, see `choose_rows`; remarks about them are logged.
 
         Raises:
             VitseeError: none of them could be read.

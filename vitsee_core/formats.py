@@ -1,6 +1,6 @@
-"""How a table is written: the ending of its file's name says the format.
+"""How a table is written: the ending of its file's name chooses the format.
 
-    .csv      comma-separated, UTF-8, a line a row
+    .csv      comma-separated, UTF-8, one line per row
     .csv.gz   the same, compressed
     .tsv      the same with tabs
     .json     a list of records, one a line; an empty cell is null
@@ -40,7 +40,7 @@ def ending_of(path: Path, known: Sequence[str], what: str) -> str:
     """Which of the `known` endings a file's name has, whatever its case.
 
     Raises:
-        VitseeError: none of them; says what was expected of `what`.
+        VitseeError: none of them; the message names what was expected of `what`.
     """
     name = path.name.lower()
     for ending in known:
@@ -51,7 +51,7 @@ def ending_of(path: Path, known: Sequence[str], what: str) -> str:
 
 
 def table_ending(path: Path, what: str = "the table") -> str:
-    """The ending that says a table's format.
+    """The ending that chooses a table's format.
 
     Raises:
         VitseeError: no known one, or .parquet without pyarrow.
@@ -134,7 +134,7 @@ def read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
     A name without a known ending is read as CSV.
 
     Raises:
-        VitseeError: not what the ending says, or .parquet without pyarrow.
+        VitseeError: not in the format of its ending, or .parquet without pyarrow.
         OSError: it cannot be opened.
     """
     name = path.name.lower()

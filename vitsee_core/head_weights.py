@@ -53,7 +53,7 @@ class HeadWeights:
         return sum(values.nbytes for values in self.arrays.values())
 
     def record(self) -> dict[str, Any]:
-        """What a store's manifest says beside the arrays, as JSON can hold it."""
+        """What a store's manifest records beside the arrays, as JSON values."""
         names = ("site", "pool", "norm", "eps", "norm_first", "error")
         return {name: getattr(self, name) for name in names}
 

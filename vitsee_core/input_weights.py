@@ -37,7 +37,7 @@ class InputWeights:
     absent: dict[str, str] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """What a store's manifest says beside the arrays, as JSON can hold it."""
+        """What a store's manifest records beside the arrays, as JSON values."""
         return {"sites": self.sites, "kind": self.kind, "absent": self.absent}
 
 

@@ -49,8 +49,8 @@ def local_processes(environ: Mapping[str, str]) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch says that a device or the host has no memory left; torch has
-    several ways of saying so, told apart here without importing it."""
+    """Whether an error of torch means that a device or the host is out of memory; torch has several
+    such errors, recognised here without importing it."""
     text = str(error)
     return (
         isinstance(error, MemoryError)

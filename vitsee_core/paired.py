@@ -94,7 +94,7 @@ def _cells(table: Table, row: int) -> dict[str, Any]:
 
 
 def _blocks(notes: Mapping[str, Any], store: str) -> Mapping[str, Any]:
-    """What the sidecar says of the blocks of a store's images."""
+    """What the sidecar records of the blocks of a store's images."""
     found = notes["replicates"].get(store)
     if not isinstance(found, dict) or not {"digest", "n_blocks"} <= {*found}:
         raise VitseeError(f"the sidecar does not say over which images {store} was tested")

@@ -1,4 +1,5 @@
-"""One look for every picture: colours that colour-blind readers tell apart, readable type, 200 dpi.
+"""One style for every figure: colours that colour-blind readers can distinguish, legible type, 200
+dpi.
 
 Figures are made without pyplot: no global state, no display, no window. matplotlib is imported
 with the first picture.
@@ -71,7 +72,7 @@ STYLE: dict[str, Any] = {
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: `draw` makes its figure in the one style, and leaves matplotlib's settings be.
+    """Decorator: `draw` makes its figure in the one style; matplotlib's settings are restored.
 
     Text in the tables that it gets (as arguments, or in sequences of them) is drawn letter by
     letter: a store called `$x$` is no formula.
@@ -167,7 +168,7 @@ def legend_above_data(axes: Axes, columns: int, *, from_zero: bool = True) -> No
 
 
 def figure_bytes(figure: Figure, ending: str = ".png") -> bytes:
-    """The picture in the format that `ending` says: .png (200 dots an inch), .svg or .pdf (text
+    """The figure in the format of `ending`: .png (200 dots per inch), .svg or .pdf (text
     stays text). The same figure gives the same bytes: no date, no random names."""
     import matplotlib
 

@@ -68,13 +68,13 @@ class Table:
         columns: Sequence[str] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> Table:
-        """A table of these rows; a value that is None or missing is an empty cell. What a row has
-        under the key `replicates`, (blocks,), is no column: see the class.
+        """A table of these rows; a value that is None or missing is an empty cell. The key
+        `replicates` of a row, (blocks,), is not a column but goes into `Table.replicates`.
 
         Args:
-            rows: name -> value, one mapping a row.
+            rows: name -> value, one mapping per row.
             columns: the columns and their order; by default those of the first row.
-            notes: see the class.
+            notes: facts about the whole table.
         """
         rows = list(rows)
         names = list(columns if columns is not None else rows[0] if rows else ())
@@ -145,7 +145,7 @@ class Table:
             write_csv(self.columns, file)
 
     def write(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write the table in the format that the ending says: .csv, .csv.gz, .tsv, .json or
+        """Write the table in the format of the ending: .csv, .csv.gz, .tsv, .json or
         .parquet. The notes are not written.
 
         Raises:
@@ -235,14 +235,14 @@ class ResultFile:
 
 
 def read_result(path: str | Path) -> ResultFile:
-    """The table in a file, in the format that its ending says, and how it was made.
+    """The table in a file, in the format of its ending, and how it was made.
 
     A column of numbers is float64 (an empty cell NaN) or, where all of it are whole numbers, int64
     (an object array with None where a cell is empty); every other column is text.
 
     Raises:
-        VitseeError: a folder, not what its ending says, no rows, rows of different lengths, or
-            text where every command writes numbers.
+        VitseeError: a folder, not in the format of its ending, no rows, rows of different lengths,
+            or text where every command writes numbers.
         OSError: it cannot be opened.
     """
     path = Path(path)

@@ -52,11 +52,11 @@ def select_each(
     patterns: Sequence[str],
     select: Callable[[Store, Sequence[str]], list[T]],
 ) -> Selection[T]:
-    """What selectors choose in every store.
+    """The sites or blocks that selectors choose in every store.
 
-    A selector has to match in one of the stores, and in every store one has to; what a store lacks
-    is said. A store that lacks the input as a whole (attention, residual products, ...) is left out
-    where another has it, which is said too.
+    Each selector must match in at least one of the stores, and in every store at least one must
+    match; what a store lacks is logged. A store that lacks the input altogether (attention,
+    residual products, ...) is left out where another has it, which is logged too.
 
     Args:
         stores: one or more.
@@ -66,7 +66,7 @@ def select_each(
 
     Raises:
         MissingInput: no store has the input.
-        SiteError: as said.
+        SiteError: a pattern matches nothing in any store.
     """
     parts = split_patterns(patterns)
     able: list[Store] = []

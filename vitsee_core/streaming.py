@@ -67,7 +67,7 @@ A = TypeVar("A", bound=Accumulator)
 @dataclass(frozen=True)
 class Rows:
     """The images an analysis looks at. mask: (images,) over all rows of the store; n_invalid: how
-    many of them could not be read and count nowhere; how: in words."""
+    many of them could not be read and were left out; how: in words."""
 
     mask: Mask
     n_invalid: int

@@ -1,1 +1,2 @@
-"""The analyses, one a file: definition and source, `run(*stores, ...) -> Table`, `plot(Table)`."""
+"""The analyses, one per file: definition and source, `run(*stores, ...) -> Table`,
+`plot(Table)`."""

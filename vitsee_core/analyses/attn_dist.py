@@ -82,7 +82,7 @@ def run(
     sites: Sequence[str] = ("blocks",),
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a store, metric, block and head: mean over images, spread and 95 % interval.
+    """One row per store, metric, block and head: mean over images, spread and 95 % interval.
 
     Columns: see `COLUMNS`; `value`, `std`, `low`, `high` in the metric's unit, `n_images` the
     images counted. NaN: no image counted (`value`), or fewer than two (`std`, `low`, `high`), or a
@@ -157,8 +157,8 @@ def plot(table: Table) -> Figure:
     depth, their mean as a line (Dosovitskiy et al. 2021, Fig. 7 right; Walmer et al. 2023, Fig. 4
     left). With several stores, their means over heads against relative depth in one panel (Walmer
     et al. 2023, Figs. 4 right, 15); relative to uniform attention where the stores' inputs differ
-    in size, as pixels do not compare then. Dashed: uniform attention, where the table tells it (for
-    pixels it has to hold `distance_relative` too). The metric is the first of `METRICS`.
+    in size, as pixels do not compare then. Dashed: uniform attention, where the table contains it
+    (for pixels it has to hold `distance_relative` too). The metric is the first of `METRICS`.
     """
     metric = next(m for m in METRICS if m in table.unique("metric"))
     labels = table.unique("store")
@@ -191,7 +191,7 @@ def _count(rows: Table) -> str:
 
 
 def _uniform_of(rows: Table, metric: str) -> dict[str, float]:
-    """Site -> the distance of uniform attention, as far as one store's rows tell it."""
+    """Site -> the distance of uniform attention, where one store's rows determine it."""
     if metric == "distance_relative":
         return dict.fromkeys(rows.unique("site"), 1.0)
     if metric != "distance_px":

@@ -12,7 +12,7 @@ For A (queries by keys) of one image and one head, over spatial keys k; means go
   sum to its batch size). Far offsets exist for few queries, so that uniform attention has most mass
   at small offsets, as a local head has: `coverage` divides each cell by the share of queries that
   have a key there, which turns uniform attention into the constant 1 / keys. The picture shows
-  these values unless told otherwise; Walmer et al. draw the mass.
+  these values by default; Walmer et al. draw the mass.
 - `rollout`: the class token's row (without one: the mean over spatial queries) of the product of
   all blocks' 0.5 mean_h A + 0.5 I, rows renormalised (Abnar & Zuidema 2020). Dosovitskiy et al.
   2021, Figs. 6, 13, name no residual term: `residual=False` leaves I out.
@@ -99,7 +99,7 @@ def run(
     origin: Provenance | None = None,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a cell of a head's map, or one a head; without `kind` those of single images.
+    """One row per cell of a head's map, or one per head; without `kind` those of single images.
 
     Columns: `MAP_COLUMNS`, `ROLLOUT_COLUMNS` or `NUMBER_COLUMNS`; `image_maps.COLUMNS` for single
     images. `row`, `col`: the key's cell, for `aligned` the signed offset; `metric`: the kind, with
@@ -113,7 +113,7 @@ def run(
         heads: which of each block; by default all.
         coverage: of `aligned`.
         residual: of `rollout`; without it the attention of every image is read whole (extract
-            --attention full) or computed once more.
+            --attention full) or recomputed.
         image: ids or row numbers of single images, in place of a kind.
         query: cells of the grid whose maps are wanted of the single images.
         origin: where data and weights are now, for the same.
@@ -301,7 +301,7 @@ def _numbers(
 @styled
 def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
     """A grid of maps, layers in rows and heads in columns, each token grid of a model for itself;
-    for single images their pictures, maps and rollouts; for one number a head, the heads against
+    for single images their pictures, maps and rollouts; for one number per head, the heads against
     depth. From the table alone (a single image's picture is in its notes).
 
     Args:

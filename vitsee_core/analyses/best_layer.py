@@ -74,8 +74,8 @@ def read(paths: Sequence[str | Path]) -> list[ResultFile]:
     """The result files, in their order.
 
     Raises:
-        VitseeError: a file that is no result with a value a layer and no CKA self-comparison, or
-            no result among them.
+        VitseeError: a file that is neither a result with one value per layer nor a CKA
+            self-comparison, or no result among them.
     """
     files = [read_result(path) for path in paths]
     for i, file in enumerate(files):
@@ -91,20 +91,20 @@ def read(paths: Sequence[str | Path]) -> list[ResultFile]:
                 )
         elif not file.has(RESULT):
             raise VitseeError(
-                f"{file.path} is no result with a value a layer: it has the columns "
+                f"{file.path} is not a result with one value per layer: it has the columns "
                 f"{file.describe_columns()}; expected {', '.join(RESULT)} (probe, knn, cluster, "
                 f"...) or {', '.join(PAIRS)} (cka)"
             )
     if all(file.has(PAIRS) for file in files):
         raise VitseeError(
-            "only CKA results were given; expected at least one with a value a layer (probe, knn, "
-            "cluster, ...)"
+            "only CKA results were given; expected at least one with one value per layer "
+            "(probe, knn, cluster, ...)"
         )
     return files
 
 
 def run(files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> Table:
-    """One row a task, store and baseline: its best layer.
+    """One row per task, store and baseline: its best layer.
 
     Columns: those of `COLUMNS` that the files have; `value`, `std`, `low`, `high` of the chosen
     row, `n_layers` the sites with a value, `ties` the others with the same value, `n_overlap` how
@@ -373,9 +373,9 @@ def _overlapping(rows: Table, order: NDArray[np.float64], place: int) -> int | N
 
 @styled
 def plot(table: Table, files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> Figure:
-    """One panel a task: its curves against relative depth, the best layer of each store as a star
-    and baselines dashed. One panel a store of a CKA self-comparison: CKA with the last layer beside
-    the scores of all tasks. Below, the table itself: tasks by stores.
+    """One panel per task: its curves against relative depth, the best layer of each store as a star
+    and baselines dashed. One panel per store of a CKA self-comparison: CKA with the last layer
+    beside the scores of all tasks. Below, the table itself: tasks by stores.
 
     Args:
         table: from `run`.

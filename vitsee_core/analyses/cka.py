@@ -85,13 +85,14 @@ def run(
     no_cache: bool = False,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a pair of sites: their CKA and its spread.
+    """One row per pair of sites: their CKA and its spread.
 
     Columns: see `COLUMNS`. `metric` is `cka`; its value is NaN where a self-HSIC is not positive
-    (constant features); debiased ones near the limits may pass 0 and 1. `spread` says what `std`
-    is: "jackknife" and "slabs", the standard error over images, `low` and `high` its 95 % interval;
-    "repeats", the standard deviation over minibatch repeats, which is the estimator's own noise and
-    has no interval; "" for none. Sites among themselves fill the whole square, (i, j) and (j, i).
+    (constant features); debiased values near the limits may exceed 0 and 1. `spread` names what
+    `std` is: "jackknife" and "slabs", the standard error over images, `low` and `high` its 95 %
+    interval; "repeats", the standard deviation over minibatch repeats, which is the estimator's own
+    noise and has no interval; "" for none. Sites among themselves fill the whole square, (i, j) and
+    (j, i).
 
     Args:
         stores: of the same images in the same order, or paired by id; see `pairs.choose_pairs` for
@@ -266,7 +267,7 @@ def _one_to_one(table: Table) -> bool:
 
 
 def _draw_lines(table: Table) -> Figure:
-    """One curve a pair of stores over the first store's sites."""
+    """One curve per pair of stores over the first store's sites."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -70,7 +70,7 @@ def run(
     no_cache: bool = False,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a group of heads and site of the second store, from the most local group on.
+    """One row per group of heads and site of the second store, from the most local group on.
 
     Columns: see `COLUMNS`; `heads` their numbers from the most local on, "3 0 5"; `distance_px`
     their mean attention distance in pixels; the rest as in `cka.run`. The images behind both are
@@ -254,7 +254,7 @@ def over_groups(h: Hsic, members: NDArray[np.float64]) -> Hsic:
 
 @styled
 def plot(table: Table) -> Figure:
-    """CKA against the groups' mean distance, one curve a site of the second store, dark to bright
+    """CKA against the groups' mean distance, one curve per site of the second store, dark to bright
     with depth; for up to ten sites the 95 % interval, or the estimator's noise, as bars.
     """
     import matplotlib

@@ -1,7 +1,7 @@
 """Clusters: whether images of a class lie together without anybody having asked for classes.
 
-k-means on one vector an image, the clusters held against the labels (Walmer et al. 2023, Figs. 7,
-24, 25, with k = 50 on 5000 images):
+k-means on one vector per image; the clusters are compared with the labels (Walmer et al. 2023,
+Figs. 7, 24, 25, with k = 50 on 5000 images):
 
     purity   (1 / n) sum over clusters of the largest number of images of one class in it
     nmi      mutual information of clusters and classes over the mean of their entropies
@@ -87,10 +87,10 @@ def run(
     baselines: Sequence[str] = BASELINES,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a site and metric, then those of the baselines.
+    """One row per site and metric, then those of the baselines.
 
     Columns: see `COLUMNS`; `baseline` is empty in the rows about the model. NaN where the numbers
-    would be the same for any features, which is said: see `why_meaningless`.
+    would be the same for any features, which is logged, see `why_meaningless`.
 
     Memory: the vectors of one site, in float32, three times.
 
@@ -314,7 +314,7 @@ def agreement(clusters: Integers, labels: Integers) -> dict[str, float]:
 
 @styled
 def plot(table: Table) -> Figure:
-    """Purity, NMI and ARI against relative depth, a panel each and one curve a store, baselines
+    """Purity, NMI and ARI against relative depth, one panel each and one curve per store, baselines
     dashed (Walmer et al. 2023, Figs. 7, 24, 25); the band is one standard deviation over seeds."""
     figure = new_figure(11.4, 3.6)
     panels = figure.subplots(1, len(METRICS), squeeze=False)[0]

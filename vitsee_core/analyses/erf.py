@@ -17,7 +17,7 @@ centre; a branch (`*.attn.branch`, `*.mlp.branch`, a CNN's `branch`) does not.
   the square of |d s / d input|, its first pixel in `row`, `col`.
 
 Right after a layer norm with equal weights (a freshly initialised `norm`) the sum over channels is
-a constant: the field there is rounding noise, as its size in `gradient` tells.
+a constant: the field there is rounding noise, as its size in `gradient` shows.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def run(
     sites: Sequence[str] = ("all",),
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a store, metric and site; of `gradient` one a square of the map.
+    """One row per store, metric and site; for `gradient` one per square of the map.
 
     Columns: see `COLUMNS`; `row`, `col` are empty but for `gradient`; `n_images` the images
     averaged over. NaN: the gradient is 0 everywhere (a freshly initialised branch), named on
-    stderr; `std`, `low`, `high` as `INTERVAL` says. The stores need not hold the same images.
+    stderr; `std`, `low`, `high` as in `INTERVAL`. The stores need not hold the same images.
 
     Args:
         stores: made with --erf; others are left out where one has receptive fields.

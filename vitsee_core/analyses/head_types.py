@@ -83,7 +83,7 @@ def run(
     radius: int = 2,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a head and score, and the aligned map of one head of each type.
+    """One row per head and score, and the aligned map of one head of each type.
 
     Columns: `COLUMNS`. `type` and `detail` are the head's (see `classify`), on each of its rows.
     `metric` is one of `SCORES`, in shares of mass, cells, pixels (`offset_px`) or ratios, or of

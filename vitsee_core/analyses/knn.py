@@ -1,7 +1,7 @@
 """k-nearest-neighbour classification: whether images of a class lie together.
 
 A test image is given the class that its k nearest training images vote for, nearest by the cosine
-of one vector an image (Walmer et al. 2023, Figs. 9 left, 28, with k = 20 and the class token;
+of one vector per image (Walmer et al. 2023, Figs. 9 left, 28, with k = 20 and the class token;
 the protocol of DINO, Caron et al. 2021):
 
     softmax    a neighbour's vote is exp(cos / temperature)
@@ -86,7 +86,7 @@ def run(
     allow_shared: bool = False,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a site, k and metric: the accuracy on the test images and its 95 % interval.
+    """One row per site, k and metric: the accuracy on the test images and its 95 % interval.
 
     Columns: see `COLUMNS`; `class` only with `per_class`; `store` is the one that tests;
     `baseline` is empty in the rows about the model.
@@ -336,7 +336,7 @@ def ranks(
 
 @styled
 def plot(table: Table) -> Figure:
-    """Accuracy against relative depth, one panel a metric and one curve a store and k, with the
+    """Accuracy against relative depth, one panel per metric and one curve per store and k, with the
     95 % interval as a band and the baseline dashed (Walmer et al. 2023, Figs. 9 left, 28)."""
     metrics = [metric for metric in UNITS if metric in table.unique("metric")]
     figure = new_figure(0.6 + 4.4 * len(metrics), 3.6)

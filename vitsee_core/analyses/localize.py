@@ -1,4 +1,4 @@
-"""Localisation: which input patches one token still tells of.
+"""Localisation: which input patches one token still represents.
 
 For a token t of a site and a patch p of the input, over images,
 
@@ -24,16 +24,16 @@ Of a grid token the own patch is the one in its place. Summaries compare it with
   (last), comparable between grids; 0.5 by chance.
 - `peak_distance_px`: from the own patch to the most similar one, 0 where it is that itself.
 - `own_top1`, of a site: the fraction of tokens whose own patch ranks first, beside what chance
-  gives. Tokens without a value, and grids of a single patch, count nowhere.
+  gives. Tokens without a value, and grids of a single patch, are left out.
 
 Cost: n (n + 1) (channels of all tokens + pixels of all patches + tokens x patches)
-multiplications for n images, four times as many for twice the images; said before the work where
+multiplications for n images, four times as many for twice the images; logged before the work where
 it takes more than seconds.
 
 A location of a CNN need not look at the middle of its cell: each padded convolution of stride 2
 shifts it by half a pixel of its input, a ResNet's stem by almost half a cell up and left, so that
 the own patch may come second to a neighbour although the location is sharp; `peak_distance_px`
-tells the two apart.
+distinguishes the two.
 """
 
 from __future__ import annotations
@@ -100,10 +100,11 @@ def run(
     data: str | None = None,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a token and patch; with `summary` one row a metric and token, or a metric and site.
+    """One row per token and patch; with `summary` one row per metric and token, or per metric and
+    site.
 
     Columns: see `COLUMNS`, `SITE_COLUMNS`; `metric` is `cka` but in summaries; `token` is "ROW,COL"
-    or "cls", `row` and `col` the patch (of a summary by tokens, the own one). `spread` says what
+    or "cls", `row` and `col` the patch (of a summary by tokens, the own one). `spread` names what
     `std` is, as for `cka`: "jackknife", the standard error over images, with the 95 % interval
     `low` to `high`; "repeats", the minibatch estimator's own noise. It is NaN where a self-HSIC is
     not positive. Rows with a `baseline` hold what chance gives. The stores need not hold the same
@@ -156,7 +157,7 @@ def run(
     for work in works:
         counted, about = _rows(work.store, execution, how)
         of_store = how
-        if how.kind == "minibatch":  # what there is fewer of is said once, not for each grid
+        if how.kind == "minibatch":  # logged once, not for each grid
             of_store = Estimator("minibatch", *batch_sizes(how, len(counted)))
         work.say_cost(len(counted))
         pixels = input_pixels(work.store, counted, data, execution.progress)
@@ -177,7 +178,7 @@ def run(
 
 
 def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Rows, dict[str, Any]]:
-    """The images that count, and what is to be said of them. Minibatches of all images cost as
+    """The images that are used, and remarks about them. Minibatches of all images cost as
     much here as the exact value, so that not those but a sample takes its place where it is long.
 
     Raises:

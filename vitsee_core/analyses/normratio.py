@@ -94,11 +94,11 @@ def run(
     tokens: Sequence[str] = ("each",),
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a store, metric, sublayer and token, or kind of token.
+    """One row per store, metric, sublayer and token, or kind of token.
 
     Columns: see `COLUMNS`; only the norms have a unit, that of the activations; `token` as
     `residuals.Place` says, with `row` and `col` for a cell; `low`, `high` the 95 % interval and
-    `std` as `image_statistics.METHODS` says; `n_images` the images with a value. NaN: no image has
+    `std` as in `image_statistics.METHODS`; `n_images` the images with a value. NaN: no image has
     a value (`value`), or fewer than two (the others). The stores need not hold the same images.
 
     Memory: all images of as many tokens of one sublayer as fit; a sublayer that does not fit is

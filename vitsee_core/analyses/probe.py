@@ -1,10 +1,10 @@
 """Linear probes: which classes can be read off a layer's tokens by a linear map.
 
-One linear map a site (or token) from features to one target a class, +1 for an image's own class
-and -1 for the others, by ridge regression in closed form; a test image is given the class with the
-highest score (Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3 and appendix A; Dosovitskiy et al.
-2021, few-shot). Classes are those of the data set, not those seen. By SGD: Walmer et al. 2023,
-Table 6.
+One linear map per site (or token) from features to one target per class, +1 for an image's own
+class and -1 for the others, by ridge regression in closed form; a test image is given the class
+with the highest score (Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3 and appendix A; Dosovitskiy
+et al. 2021, few-shot). Classes are those of the data set, not those seen. By SGD: Walmer et al.
+2023, Table 6.
 
 - `top1`: share of test images whose class has the highest score.
 - `top5`: share whose class is among the five highest, where there are more than five classes.
@@ -91,10 +91,10 @@ def run(
     allow_shared: bool = False,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a site, token, shots, l2 and metric: the accuracy on the test images.
+    """One row per site, token, shots, l2 and metric: the accuracy on the test images.
 
     Columns: see `COLUMNS`. `store` is the store that tests. `token`, `row`, `col`: what was
-    probed, empty for a vector; with `each` one row a token, and one called `each`, the mean over
+    probed, empty for a vector; with `each` one row per token, and one called `each`, the mean over
     the patches' probes (prefix tokens apart, as in Raghu et al. 2021, Fig. 11). `shots` is empty
     for all images. `l2` is the value used, the geometric mean where seeds chose different ones;
     empty for SGD. `class` only with `per_class`; `baseline` is empty in the rows about the model.

@@ -14,7 +14,7 @@ foreground that a mask touches at all (`foreground="any"`); `half` asks for half
 
 Attention is taken as stores hold it, in float16, recomputed attention too, so that both agree:
 rounded to 11 bits, tokens that are nearly equal at the cut may change places. Against float32 the
-mean IoU of a head moves by up to 6e-4, which the sidecar says.
+mean IoU of a head moves by up to 6e-4, which the sidecar records.
 
 What chance gives depends on the objects' size: rows with a `baseline` say what blind maps reach.
 """
@@ -82,7 +82,7 @@ def run(
     origin: Provenance | None = None,
     execution: Execution = DEFAULT,
 ) -> Table:
-    """One row a store, block, token and head, and one a block and baseline.
+    """One row per store, block, token and head, and one per block and baseline.
 
     Columns: `COLUMNS`. `token`: whose attention, `cls` or `mean` (over patches). `best`: `head` in
     the row of the block's best head, `image` in rows without a head (see `best` below). `value`:
@@ -135,7 +135,7 @@ def run(
         "interval": INTERVAL_METHOD, "best": BEST_METHOD, "seed": execution.seed, "images": counts,
         **selected.notes(),
         "masks": {"source": source.name, **_rules(source, foreground)},
-        "attention": "in float16, as stored or computed once more",
+        "attention": "in float16, as stored or recomputed",
         WORD: partitions,
     }  # fmt: skip
     return Table.from_rows(rows, COLUMNS, notes)

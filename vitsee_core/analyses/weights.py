@@ -62,7 +62,7 @@ def run(
     components: int = 28,
     every: int | None = None,
 ) -> Table:
-    """One row a component (`variance_share`, and `variance_cumulative` of it and all before), a
+    """One row per component (`variance_share`, and `variance_cumulative` of it and all before), a
     weight of a component or of a filter, or a pair of patches (`cosine`).
 
     Columns: `COLUMNS`. `component`, `filter`, `channel` count from 0. In rows of weights `row`,
