@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vitsee_stores import root
+from vitsee_stores import metadata
 from vitsee_stores.manifest import ATTRIBUTE
 
 
 @contextmanager
 def edited(store: Path, sealed: bool = True) -> Iterator[dict[str, Any]]:
     """The manifest, written back with a digest of what it then is (unless not `sealed`)."""
-    document = json.loads((store / root.ZARR_JSON).read_text())
+    document = json.loads((store / metadata.ZARR_JSON).read_text())
     data = document["attributes"][ATTRIBUTE]
     yield data
     if sealed:
-        document["attributes"][ATTRIBUTE] = root.with_digest(data)
-    (store / root.ZARR_JSON).write_text(json.dumps(document))
+        document["attributes"][ATTRIBUTE] = metadata.with_digest(data)
+    (store / metadata.ZARR_JSON).write_text(json.dumps(document))

@@ -18,7 +18,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
 import vitsee_stores
 from tests.random_stores import PLANS, expected, write
-from vitsee_stores import describe, root
+from vitsee_stores import describe, metadata
 from vitsee_stores.layout import (
     CODECS,
     FORMAT_VERSION,
@@ -263,4 +263,4 @@ def test_description_is_json(tmp_path: Path) -> None:
         assert record["size_bytes"] == sum(n_bytes(made.plan).values())
         assert record["made_by"][0]["command"] == "random"
         assert record["made_by"][0]["n_slabs"] == plan.n_slabs
-    assert root.ZARR_JSON == "zarr.json"
+    assert metadata.ZARR_JSON == "zarr.json"

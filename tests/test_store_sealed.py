@@ -16,7 +16,7 @@ from numcodecs.zstd import Zstd
 from numpy.testing import assert_array_equal
 
 from tests.random_stores import PLANS, create, expected, slab_of, write
-from vitsee_stores import StoreError, describe, open_store, root, validate
+from vitsee_stores import StoreError, describe, metadata, open_store, validate
 from vitsee_stores.layout import StorePlan, arrays
 
 VIT = PLANS["vit"]
@@ -248,12 +248,12 @@ def refuse_large(real: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]: 
 )
 def test_json_that_is_refused(store: Path, text: str) -> None:
     with pytest.raises(ValueError):
-        root.parse(text.encode())
+        metadata.parse(text.encode())
     (store / "zarr.json").write_text(text)
     with pytest.raises(StoreError, match="is no JSON"):
         open_store(store)
 
 
 def test_json_that_is_read() -> None:
-    assert root.parse(b'{"a": [1, 2.5, "x", null, true]}') == {"a": [1, 2.5, "x", None, True]}
-    assert root.parse(("[" * 32 + "]" * 32).encode())
+    assert metadata.parse(b'{"a": [1, 2.5, "x", null, true]}') == {"a": [1, 2.5, "x", None, True]}
+    assert metadata.parse(("[" * 32 + "]" * 32).encode())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import root
+from vitsee_stores import metadata
 from vitsee_stores.chunks import checksum, encode, file_name
 from vitsee_stores.disk import each, reason, sync, sync_pool, write_new
 from vitsee_stores.errors import StoreError
@@ -34,7 +34,7 @@ def remove_store(path: str | os.PathLike[str]) -> None:
     place = Path(os.path.realpath(path))
     try:
         if os.path.lexists(path):
-            root.check_ours(path)
+            metadata.check_ours(path)
             os.rename(place, sibling(place, REMOVING))
         for leftover in siblings(place):
             shutil.rmtree(leftover)
@@ -54,10 +54,14 @@ def build(
     groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents}
     files: list[tuple[Path, Sequence[bytes | NDArray[np.uint8]]]] = []
     for group in groups - {"."}:
-        files.append((folder / group / root.ZARR_JSON, [root.to_text(root.group_document())]))
+        files.append(
+            (folder / group / metadata.ZARR_JSON, [metadata.to_text(metadata.group_document())])
+        )
     checksums: dict[str, int] = {}
     for path, spec in specs.items():
-        files.append((folder / path / root.ZARR_JSON, [root.to_text(root.array_document(spec))]))
+        files.append(
+            (folder / path / metadata.ZARR_JSON, [metadata.to_text(metadata.array_document(spec))])
+        )
         if spec.per == "once":
             values = np.asarray(once[path], spec.dtype)
             if values.shape != spec.shape:
@@ -66,7 +70,7 @@ def build(
             checksums[path] = checksum(bytes(pieces[-1]))
             files.append((folder / path / file_name((0,) * values.ndim), pieces))
     manifest = dataclasses.replace(manifest, checksums=checksums)
-    files.append((folder / root.ZARR_JSON, [root.root_text(manifest, complete=False)]))
+    files.append((folder / metadata.ZARR_JSON, [metadata.root_text(manifest, complete=False)]))
     folders = sorted({file.parent for file, _ in files})
     for made in folders:
         made.mkdir(parents=made != folder, exist_ok=True)
@@ -89,6 +93,6 @@ def siblings(path: Path) -> Iterable[Path]:
     start = f".{place.name}."
     return [
         place.parent / name
-        for name in root.list_names(place.parent)
+        for name in metadata.list_names(place.parent)
         if name.startswith(start) and name.endswith((CREATING, REMOVING))
     ]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from vitsee_stores import root
+from vitsee_stores import metadata
 from vitsee_stores.errors import StoreError
 from vitsee_stores.layout import ArraySpec, n_bytes
 from vitsee_stores.plan import SiteSpec, StorePlan
@@ -25,9 +25,9 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         StoreError: missing, no vitsee store, of another format version, or damaged.
     """
-    manifest, complete = root.read_root(path)
+    manifest, complete = metadata.read_root(path)
     plan, chunks = manifest.plan, SealedChunks(os.fspath(path), manifest)
-    markers = root.read_markers(path, manifest)
+    markers = metadata.read_markers(path, manifest)
     sizes = n_bytes(plan)
     text: dict[str, Any] = manifest.to_json()
     return {

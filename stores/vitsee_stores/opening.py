@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitsee_stores import root
+from vitsee_stores import metadata
 from vitsee_stores.errors import IncompleteStore
 from vitsee_stores.store import Store
 
@@ -47,13 +47,13 @@ def open_store(
         StoreError: missing, no vitsee store, of another format version, or damaged.
         IncompleteStore: unfinished, and `allow_partial` is not set; or without any slab yet.
     """
-    manifest, complete = root.read_root(path)
+    manifest, complete = metadata.read_root(path)
     n_slabs = manifest.plan.n_slabs
-    names = root.list_names(Path(path, "commits"))
-    complete = complete and len(root.numbers(names, n_slabs)) == n_slabs
+    names = metadata.list_names(Path(path, "commits"))
+    complete = complete and len(metadata.numbers(names, n_slabs)) == n_slabs
     committed = np.full(n_slabs, complete)
     if not complete:
-        committed[list(root.read_markers(path, manifest))] = True
+        committed[list(metadata.read_markers(path, manifest))] = True
         done = f"{path} is incomplete: {committed.sum()} of {n_slabs} slabs are committed"
         if not allow_partial:
             raise IncompleteStore(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import root
+from vitsee_stores import metadata
 from vitsee_stores.chunks import (
     Box,
     checksum,
@@ -88,7 +88,7 @@ class SealedChunks:
             StoreMismatch: another store is there now.
         """
         spec, index = self.specs["checksums"], (slab, 0)
-        marker = root.read_marker(self.folder, slab, self.specs["commits"], self.manifest)
+        marker = metadata.read_marker(self.folder, slab, self.specs["commits"], self.manifest)
         if marker is None:
             self._check_not_replaced()
             what = "is no sound marker of this slab"
@@ -110,7 +110,7 @@ class SealedChunks:
         raise damage(self.folder, spec, index, what)
 
     def _check_not_replaced(self) -> None:
-        manifest, _ = root.read_root(self.folder)
+        manifest, _ = metadata.read_root(self.folder)
         if manifest.store_id != self.manifest.store_id:
             raise StoreMismatch(f"{self.folder} was replaced by another store during the work")
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import root
+from vitsee_stores import metadata
 from vitsee_stores.errors import MissingInput, SiteError, StoreError
 from vitsee_stores.layout import ArraySpec, select_names
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
@@ -92,7 +92,7 @@ class Store:
     @cached_property
     def revision(self) -> str:
         """Digest of the slabs' commit markers: another one once a slab was written anew."""
-        markers = root.read_markers(self.path, self.manifest)
+        markers = metadata.read_markers(self.path, self.manifest)
         return hashlib.sha256(json.dumps(markers, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property

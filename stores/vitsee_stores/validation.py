@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import root
+from vitsee_stores import metadata
 from vitsee_stores.disk import PARTIAL, read_regular, reason
 from vitsee_stores.errors import StoreError
 from vitsee_stores.layout import ArraySpec
@@ -41,13 +41,13 @@ def validate(path: str | os.PathLike[str], deep: bool = False) -> list[str]:
         StoreError: there is no store at `path`, or its manifest cannot be read or is damaged.
     """
     folder = os.fspath(path)
-    manifest, complete = root.read_root(folder)
+    manifest, complete = metadata.read_root(folder)
     return list(dict.fromkeys(_problems(folder, manifest, complete, deep)))
 
 
 def _problems(folder: str, manifest: Manifest, complete: bool, deep: bool) -> Iterator[str]:
     chunks = SealedChunks(folder, manifest)
-    committed = list(root.read_markers(folder, manifest))
+    committed = list(metadata.read_markers(folder, manifest))
     yield from _markers(folder, manifest, committed, complete)
     yield from _metadata(folder, chunks.specs)
     yield from _foreign_files(folder, chunks.specs, complete)
@@ -66,8 +66,8 @@ def _markers(
         missing = listed(np.flatnonzero(flags[:1_000_000]))
         yield f"commits: the store is marked complete, but has no sound marker of slab {missing}"
     if not complete:
-        names = root.list_names(os.path.join(folder, "commits"))
-        for slab in sorted(root.numbers(names, manifest.plan.n_slabs) - set(committed)):
+        names = metadata.list_names(os.path.join(folder, "commits"))
+        for slab in sorted(metadata.numbers(names, manifest.plan.n_slabs) - set(committed)):
             yield (
                 f"commits, slab {slab}: c.{slab}.0 is damaged, or that of another slab or store: "
                 "the slab does not count as committed"
@@ -75,13 +75,15 @@ def _markers(
 
 
 def _metadata(folder: str, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
-    expected: dict[str, dict[str, Any]] = {group: root.group_document() for group in _groups(specs)}
-    expected |= {path: root.array_document(spec) for path, spec in specs.items()}
-    for path, document in {".": root.group_document(), **expected}.items():
-        what = root.ZARR_JSON if path == "." else f"{path}: its {root.ZARR_JSON}"
+    expected: dict[str, dict[str, Any]] = {
+        group: metadata.group_document() for group in _groups(specs)
+    }
+    expected |= {path: metadata.array_document(spec) for path, spec in specs.items()}
+    for path, document in {".": metadata.group_document(), **expected}.items():
+        what = metadata.ZARR_JSON if path == "." else f"{path}: its {metadata.ZARR_JSON}"
         try:
-            data = read_regular(os.path.join(folder, path, root.ZARR_JSON), root.MOST_BYTES)
-            found = root.parse(data)
+            data = read_regular(os.path.join(folder, path, metadata.ZARR_JSON), root.MOST_BYTES)
+            found = metadata.parse(data)
         except FileNotFoundError:
             yield f"{what} is missing"
             continue
@@ -113,7 +115,7 @@ def _foreign_files(folder: str, specs: Mapping[str, ArraySpec], complete: bool) 
                 below.remove(name)
                 yield f"{_short(inner)}: is no part of the store"
         # Hidden files are the droppings of file systems and desktops (.nfs*, .DS_Store).
-        for name in sorted(n for n in files if n != root.ZARR_JSON and not n.startswith(".")):
+        for name in sorted(n for n in files if n != metadata.ZARR_JSON and not n.startswith(".")):
             if path in specs and _is_chunk(name, specs[path]):
                 continue
             inner = _short(name if path == "." else f"{path}/{name}")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import creation, root
+from vitsee_stores import creation, metadata
 from vitsee_stores.chunks import boxes, checksum, encode, file_name, padded
 from vitsee_stores.disk import (
     PARTIAL,
@@ -66,7 +66,7 @@ class StoreWriter:
         """
         if not os.path.lexists(path):
             return None
-        manifest, _ = root.read_root(path)
+        manifest, _ = metadata.read_root(path)
         return cls(path, manifest, durable=durable)
 
     @classmethod
@@ -127,12 +127,12 @@ class StoreWriter:
     @property
     def complete(self) -> bool:
         """Whether the store reads as whole, asked of the disk."""
-        return root.read_root(self.path)[1] and bool(self.committed().all())
+        return metadata.read_root(self.path)[1] and bool(self.committed().all())
 
     def committed(self) -> NDArray[np.bool_]:
         """(slabs,) which slabs are committed, asked of the disk."""
         flags = np.zeros(self.n_slabs, np.bool_)
-        flags[list(root.read_markers(self.path, self.manifest))] = True
+        flags[list(metadata.read_markers(self.path, self.manifest))] = True
         return flags
 
     def sweep(self, slabs: Sequence[int]) -> int:
@@ -165,19 +165,19 @@ class StoreWriter:
         commits = self.arrays["commits"]
         marker = self.path / "commits" / file_name((k, 0))
         for attempt in range(ATTEMPTS):
-            if root.read_marker(self.path, k, commits, self.manifest) is not None:
+            if metadata.read_marker(self.path, k, commits, self.manifest) is not None:
                 return 0
             try:
                 remove_files([marker])  # damaged, or of another slab or store
                 size, row = self._write_chunks(k, jobs)
                 seal = {"store_id": self.manifest.store_id, "slab": k, "checksums": row}
                 record = {"committed": _now(), **jsonable(dict(provenance))}
-                data = root.encode_marker(seal, record, commits)
+                data = metadata.encode_marker(seal, record, commits)
                 put = put_if_absent(marker, data, durable=self.durable)
             except FileNotFoundError as error:
                 # Another process has swept this one's files, or the store is gone.
                 remove_files(self._mine(k))
-                if not os.path.exists(self.path / root.ZARR_JSON):
+                if not os.path.exists(self.path / metadata.ZARR_JSON):
                     raise StoreError(self._failure(k, error)) from None
                 continue
             except OSError as error:
@@ -211,13 +211,13 @@ class StoreWriter:
         if not self.committed().all():
             return False
         try:
-            if not root.read_root(self.path)[1]:
-                text = root.root_text(self.manifest, complete=True)
+            if not metadata.read_root(self.path)[1]:
+                text = metadata.root_text(self.manifest, complete=True)
                 try:
-                    self._put(self.path / root.ZARR_JSON, text)
+                    self._put(self.path / metadata.ZARR_JSON, text)
                 except FileNotFoundError:
                     # Another process finished first and swept this one's temporary file.
-                    if not root.read_root(self.path)[1]:
+                    if not metadata.read_root(self.path)[1]:
                         raise
             remove_files(self._partials())
             for leftover in creation.siblings(self.path):
@@ -302,7 +302,7 @@ class StoreWriter:
         return [
             os.path.join(folder, name)
             for folder in (self.path, *(self.path / path for path in self.arrays))
-            for name in root.list_names(folder)
+            for name in metadata.list_names(folder)
             if name.endswith(PARTIAL) and (wanted is None or name.split(".")[1] in wanted)
         ]
 
@@ -316,7 +316,7 @@ class StoreWriter:
                 f"the disk of {self.path} is full ({reason(error)}): slab {k} is not written; free "
                 "space and repeat the command, committed slabs are kept"
             )
-        if not os.path.exists(self.path / root.ZARR_JSON):
+        if not os.path.exists(self.path / metadata.ZARR_JSON):
             return f"{self.path} was removed while slab {k} was written"
         return (
             f"cannot write slab {k} of {self.path}: {reason(error)}; repeat the command, committed "
