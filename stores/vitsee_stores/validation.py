@@ -82,7 +82,7 @@ def _metadata(folder: str, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
     for path, document in {".": metadata.group_document(), **expected}.items():
         what = metadata.ZARR_JSON if path == "." else f"{path}: its {metadata.ZARR_JSON}"
         try:
-            data = read_regular(os.path.join(folder, path, metadata.ZARR_JSON), root.MOST_BYTES)
+            data = read_regular(os.path.join(folder, path, metadata.ZARR_JSON), metadata.MOST_BYTES)
             found = metadata.parse(data)
         except FileNotFoundError:
             yield f"{what} is missing"
