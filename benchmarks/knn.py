@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
 
-from vitsee_core.classes.neighbours import nearest
+from vitsee_core.labelled.neighbours import nearest
 
 Array = NDArray[Any]
 

@@ -31,17 +31,17 @@ from vitsee_core.similarity import (
     batches,
     cosine,
     hsic,
+    pair_sums,
     pearson,
     products,
     raw_gram,
     summarise,
-    tiles,
 )
 from vitsee_core.similarity.cache import SCRATCH, gram_cache
+from vitsee_core.similarity.exact import leave_one_out
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
 from vitsee_core.similarity.shift import Shift
-from vitsee_core.similarity.whole import leave_one_out
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
 
@@ -139,7 +139,7 @@ def test_the_cache_knows_the_features_themselves(store: Store) -> None:
 
 
 def test_groups_of_tiles_count_each_row_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitsee_core.similarity.whole.tile_size", lambda n: 7)
+    monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 7)
     monkeypatch.setattr(products, "FEWEST_COLUMNS", 1)
     of = products.Plan.of
     monkeypatch.setattr(products.Plan, "of", lambda *a: products.Plan(2, min(5, of(*a).columns), 2))
@@ -170,9 +170,9 @@ def test_the_number_of_threads_changes_no_bit(
     sites = {f"x{i}": rng.normal(1, 1, size=(40, 7, 600)) for i in range(3)}
     monkeypatch.setattr("vitsee_core.similarity.products.GOOD_COLUMNS", 256)
     monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 64)
-    monkeypatch.setattr("vitsee_core.similarity.whole.tile_size", lambda n: 16)
-    monkeypatch.setattr("vitsee_core.similarity.tiles.FEW", 0)
-    monkeypatch.setattr("vitsee_core.similarity.tiles.TERMS", 64)
+    monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 16)
+    monkeypatch.setattr("vitsee_core.similarity.pair_sums.FEW", 0)
+    monkeypatch.setattr("vitsee_core.similarity.pair_sums.TERMS", 64)
     found: list[tuple[Any, list[str]]] = []
     for cores in (1, 2, 7):
         monkeypatch.setattr(machine, "n_cores", lambda n=cores: n)
@@ -222,7 +222,7 @@ def removing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                     shutil.rmtree(folder)
                 yield tile
 
-        monkeypatch.setattr("vitsee_core.similarity.whole.products", vanish)
+        monkeypatch.setattr("vitsee_core.similarity.exact.products", vanish)
 
     yield start
 
@@ -244,7 +244,7 @@ def test_a_folder_that_goes_before_the_pairs(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     want = compare(store)
-    totals = tiles.pair_totals
+    totals = pair_sums.pair_totals
     times = [0]
 
     def vanish(*args: Any, **kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ def test_a_folder_that_goes_before_the_pairs(
             shutil.rmtree(folder_of(store))
         return totals(*args, **kwargs)
 
-    monkeypatch.setattr("vitsee_core.similarity.whole.pair_totals", vanish)
+    monkeypatch.setattr("vitsee_core.similarity.exact.pair_totals", vanish)
     assert np.array_equal(compare(store), want)
     assert caplog.text.count("is gone (tile 0); it is made again") == 1 and times == [2]
 
@@ -431,11 +431,11 @@ def test_a_jackknife_holds_one_block_less_at_a_time() -> None:
     n, rng = 1500, np.random.default_rng(0)
     grams = [x @ x.T for x in rng.normal(size=(4, n, 3)).astype(np.float32)]
     matrices = [batches.InMemory(n, lambda gram=gram: gram) for gram in grams]  # type: ignore[misc]
-    partition = tiles.Partition(np.arange(n) * 20 // n, 20, crossing=True)
+    partition = pair_sums.Partition(np.arange(n) * 20 // n, 20, crossing=True)
     tracemalloc.start()
     found = leave_one_out(matrices, None, tile=64, partition=partition, biased=False, device="cpu")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(found) == 21
     # what the products of a piece and its bookkeeping take beside it
-    assert peak < 4 * tiles.bytes_each(n, [partition], 64) + 500_000
+    assert peak < 4 * pair_sums.bytes_each(n, [partition], 64) + 500_000

@@ -22,8 +22,8 @@ from tests.stores import CNN_PAIR, write_labelled
 from vitsee_cli.commands.knn import VOTES as COMMAND_VOTES
 from vitsee_cli.main import main
 from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
-from vitsee_core.classes import neighbours
-from vitsee_core.classes.neighbours import Neighbours, in_tiles, nearest
+from vitsee_core.labelled import neighbours
+from vitsee_core.labelled.neighbours import Neighbours, in_tiles, nearest
 from vitsee_core.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError

@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.stores import CNN_PAIR, write_labelled
-from vitsee_core.classes.labelled import (
+from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.labelled.labelled_rows import (
     accuracy_interval,
     check_disjoint,
     check_label_spaces,
@@ -20,7 +21,6 @@ from vitsee_core.classes.labelled import (
     random_features,
     random_pieces,
 )
-from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 from vitsee_stores.layout import TokenLayout

@@ -25,7 +25,7 @@ from vitsee_cli.commands.normratio import TOKENS as COMMAND_TOKENS
 from vitsee_core.analyses.normratio import COLUMNS, DEFAULT_METRICS, METRICS, plot, run
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import t_quantile
-from vitsee_core.statistics.residuals import TOKENS, quantities
+from vitsee_core.statistics.skip_branch import TOKENS, quantities
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout

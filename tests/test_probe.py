@@ -25,8 +25,8 @@ from vitsee_cli.commands import probe as probe_command
 from vitsee_cli.main import main
 from vitsee_core.analyses import probe
 from vitsee_core.analyses.probe import COLUMNS, plot, run
-from vitsee_core.classes.labelled import accuracy_interval, labelled_rows
 from vitsee_core.features.last_stage import adaptive_average, flatten_patches, largest_patch
+from vitsee_core.labelled.labelled_rows import accuracy_interval, labelled_rows
 from vitsee_core.probing import settings
 from vitsee_core.probing.draws import draw_images, split_rows
 from vitsee_core.probing.rows import _mean_l2

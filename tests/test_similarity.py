@@ -29,7 +29,7 @@ from vitsee_core.similarity import (
     summarise,
 )
 from vitsee_core.similarity import estimate as estimate_module
-from vitsee_core.similarity.job import Job
+from vitsee_core.similarity.comparison import Job
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
@@ -293,10 +293,10 @@ def test_tiles_groups_and_strips_do_not_matter(
     a, b = representations(store), representations(other)
     whole = [hsic(a, options=options()), hsic(a, b, options=options())]
     monkeypatch.setattr("vitsee_core.similarity.gram_file.LARGEST_TILE", 8)
-    monkeypatch.setattr("vitsee_core.similarity.whole.tile_size", lambda n: 7)
+    monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 7)
     monkeypatch.setattr("vitsee_core.similarity.products.MOST_COLUMNS", 6)
     monkeypatch.setattr("vitsee_core.similarity.products.FEWEST_COLUMNS", 1)
-    monkeypatch.setattr("vitsee_core.similarity.whole.bytes_each", lambda n, p, t: 1 << 20)
+    monkeypatch.setattr("vitsee_core.similarity.exact.bytes_each", lambda n, p, t: 1 << 20)
     small = options(memory=4 << 20)
     again = [hsic(a, options=small), hsic(a, b, options=small)]
     for ours, theirs in zip(again, whole, strict=True):
@@ -516,7 +516,7 @@ def test_exact_gives_way_where_the_disk_is_small(
 
 
 def test_exact_that_does_not_fit_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitsee_core.similarity.job.free_disk_bytes", lambda path: 1000)
+    monkeypatch.setattr("vitsee_core.similarity.comparison.free_disk_bytes", lambda path: 1000)
     with pytest.raises(VitseeError, match=r"Gram matrices of 3 sites take .* --cache DIR"):
         one(store, estimator=Estimator("exact"))
 

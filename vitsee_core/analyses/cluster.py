@@ -27,15 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.arguments import analysis
-from vitsee_core.classes.labelled import (
-    LabelledRows,
-    labelled_rows,
-    random_features,
-)
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.labelled.labelled_rows import (
+    LabelledRows,
+    labelled_rows,
+    random_features,
+)
 from vitsee_core.machine import human_bytes
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import Progress, counting

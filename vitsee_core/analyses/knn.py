@@ -26,7 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.arguments import analysis
-from vitsee_core.classes.labelled import (
+from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
+from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.labelled.labelled_rows import (
     INTERVAL_METHOD,
     LabelledRows,
     accuracy_interval,
@@ -36,10 +40,6 @@ from vitsee_core.classes.labelled import (
     labelled_rows,
     random_pieces,
 )
-from vitsee_core.columns import SITE, site_columns
-from vitsee_core.execution import DEFAULT, Execution
-from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
@@ -50,7 +50,7 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_core.classes.neighbours import Nearest
+    from vitsee_core.labelled.neighbours import Nearest
     from vitsee_stores import SiteSpec, Store
 
 log = logging.getLogger(__name__)
@@ -114,8 +114,8 @@ def run(
         StoreMismatch: other models, other classes, or images that are in both.
         VitseeError: k larger than the number of training images, or an unknown choice.
     """
-    from vitsee_core.classes.neighbours import nearest
     from vitsee_core.device import resolve_device
+    from vitsee_core.labelled.neighbours import nearest
 
     if not tests:
         raise VitseeError("no store to test on; expected one or more")

@@ -42,7 +42,7 @@ from vitsee_core.statistics.image_statistics import (
     block_labels,
     statistic,
 )
-from vitsee_core.statistics.residuals import (
+from vitsee_core.statistics.skip_branch import (
     Place,
     ReadQuantities,
     Sublayer,
@@ -97,7 +97,7 @@ def run(
     """One row per store, metric, sublayer and token, or kind of token.
 
     Columns: see `COLUMNS`; only the norms have a unit, that of the activations; `token` as
-    `residuals.Place` says, with `row` and `col` for a cell; `low`, `high` the 95 % interval and
+    `skip_branch.Place` says, with `row` and `col` for a cell; `low`, `high` the 95 % interval and
     `std` as in `image_statistics.METHODS`; `n_images` the images with a value. NaN: no image has
     a value (`value`), or fewer than two (the others). The stores need not hold the same images.
 

@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.arguments import analysis
-from vitsee_core.classes.labelled import (
+from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
+from vitsee_core.features import SiteFeatures, check_alike, choose_features
+from vitsee_core.labelled.labelled_rows import (
     LabelledRows,
     check_disjoint,
     check_label_spaces,
     check_same_model,
 )
-from vitsee_core.columns import SITE, site_columns
-from vitsee_core.execution import DEFAULT, Execution
-from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.probing.draws import check_classes, draw_images, split_rows
 from vitsee_core.probing.figure import plot
 from vitsee_core.probing.fit import Task

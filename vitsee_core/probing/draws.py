@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.classes.labelled import LabelledRows, labelled_rows
+from vitsee_core.labelled.labelled_rows import LabelledRows, labelled_rows
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.classes.labelled import accuracy_interval
 from vitsee_core.features import SiteFeatures
+from vitsee_core.labelled.labelled_rows import accuracy_interval
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.tally import Tally
 from vitsee_core.replicates import WORD

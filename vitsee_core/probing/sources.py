@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.classes.labelled import LabelledRows, random_pieces
 from vitsee_core.features import SiteFeatures
+from vitsee_core.labelled.labelled_rows import LabelledRows, random_pieces
 
 Float32 = NDArray[np.float32]
 Integers = NDArray[np.int64]

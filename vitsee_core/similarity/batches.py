@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.similarity.cache import Tiles
+from vitsee_core.similarity.comparison import Estimator, Job, Rows
+from vitsee_core.similarity.exact import full_grams, in_groups
 from vitsee_core.similarity.gram_file import Float32, GramFile
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
-from vitsee_core.similarity.job import Estimator, Job, Rows
-from vitsee_core.similarity.products import Tile, products
-from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.shift import Origin, Shift
-from vitsee_core.similarity.tiles import (
+from vitsee_core.similarity.pair_sums import (
     Matrix,
     Partition,
     as_one_batch,
     pair_totals,
     sum_over_cells,
 )
-from vitsee_core.similarity.whole import full_grams, in_groups
+from vitsee_core.similarity.products import Tile, products
+from vitsee_core.similarity.representation import Representation
+from vitsee_core.similarity.shift import Origin, Shift
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
 BATCH, EXAMPLES, REPEATS = 1024, 10240, 20  # Raghu et al. 2021, appendix A

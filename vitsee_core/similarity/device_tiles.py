@@ -49,8 +49,8 @@ class DeviceTiles:
         first_col: int,
     ) -> Iterator[tuple[Any, ...]]:
         """Of each piece, rows and columns of the tile: (R, C) inner products, each matrix's own,
-        sums over its columns and over its rows, in float64. At most `TERMS` products (`tiles`) are
-        added up in single precision; nothing waits in between."""
+        sums over its columns and over its rows, in float64. At most `TERMS` products (see
+        `pair_sums`) are added up in single precision; nothing waits in between."""
         waiting: list[tuple[Tensor, ...]] = []
         size = 0
         for rows, cols in pieces:

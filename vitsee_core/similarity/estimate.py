@@ -14,14 +14,14 @@ from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch
 from vitsee_core.similarity.cache import gram_cache
+from vitsee_core.similarity.comparison import Estimator, GramOptions, Job, Rows
+from vitsee_core.similarity.exact import over_all_images
 from vitsee_core.similarity.gram_file import DamagedGram, gram_bytes
 from vitsee_core.similarity.hsic import METHODS, Hsic, symmetric, without
-from vitsee_core.similarity.job import Estimator, GramOptions, Job, Rows
 from vitsee_core.similarity.lanes import one_blas_thread
 from vitsee_core.similarity.pairing import Paired, paired_rows
 from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.slabs import within_slabs
-from vitsee_core.similarity.whole import over_all_images
+from vitsee_core.similarity.within_slab import within_slabs
 from vitsee_core.streaming import choose_rows
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import few

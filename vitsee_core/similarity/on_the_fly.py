@@ -22,18 +22,18 @@ from vitsee_core.grams.arithmetic import Arithmetic, arithmetic, choose_device, 
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import batch_sizes, draw_batches
+from vitsee_core.similarity.comparison import Estimator, Rows
+from vitsee_core.similarity.exact import block_labels, leave_one_out
 from vitsee_core.similarity.hsic import METHODS, Hsic, stacked
-from vitsee_core.similarity.job import Estimator, Rows
 from vitsee_core.similarity.lanes import one_blas_thread
-from vitsee_core.similarity.stacks import Counted, Stack, matrices
-from vitsee_core.similarity.tiles import (
+from vitsee_core.similarity.pair_sums import (
     Matrix,
     Partition,
     bytes_each,
     pair_totals,
     sum_over_cells,
 )
-from vitsee_core.similarity.whole import block_labels, leave_one_out
+from vitsee_core.similarity.stacks import Counted, Stack, matrices
 from vitsee_stores.errors import VitseeError
 
 LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 1024, 256, 32

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from vitsee_core.features import SiteFeatures
 from vitsee_core.grams.arithmetic import Arithmetic
 from vitsee_core.progress import Progress
-from vitsee_core.similarity.job import Rows
-from vitsee_core.similarity.tiles import Float32, Matrix
+from vitsee_core.similarity.comparison import Rows
+from vitsee_core.similarity.pair_sums import Float32, Matrix
 
 if TYPE_CHECKING:
     from vitsee_stores import Store

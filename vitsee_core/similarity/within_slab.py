@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.similarity.batches import InMemory, OfBatch, each_batch, own_grams
+from vitsee_core.similarity.comparison import Estimator, Job, Rows
 from vitsee_core.similarity.gram_file import Float32
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
-from vitsee_core.similarity.job import Estimator, Job, Rows
+from vitsee_core.similarity.pair_sums import Matrix
 from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.tiles import Matrix
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 from vitsee_stores.manifest import few
 

@@ -10,6 +10,7 @@ from itertools import chain, combinations_with_replacement
 import numpy as np
 
 from vitsee_core.similarity.cache import Tiles
+from vitsee_core.similarity.comparison import Job, Rows
 from vitsee_core.similarity.gram_file import (
     LARGEST_TILE,
     GramFile,
@@ -18,11 +19,7 @@ from vitsee_core.similarity.gram_file import (
     tile_size,
 )
 from vitsee_core.similarity.hsic import Hsic, stacked
-from vitsee_core.similarity.job import Job, Rows
-from vitsee_core.similarity.products import Tile, products
-from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.shift import Origin
-from vitsee_core.similarity.tiles import (
+from vitsee_core.similarity.pair_sums import (
     Matrix,
     Partition,
     as_one_batch,
@@ -30,6 +27,9 @@ from vitsee_core.similarity.tiles import (
     pair_totals,
     without_cell,
 )
+from vitsee_core.similarity.products import Tile, products
+from vitsee_core.similarity.representation import Representation
+from vitsee_core.similarity.shift import Origin
 
 BLOCKS = 20
 Work = Callable[..., list[Hsic]]
