@@ -29,7 +29,7 @@ from vitsee_core.similarity import (
     summarise,
 )
 from vitsee_core.similarity import estimate as estimate_module
-from vitsee_core.similarity.comparison import Job
+from vitsee_core.similarity.comparison import Comparison
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
@@ -609,7 +609,7 @@ def test_a_slab_written_anew_has_other_matrices(store: Store) -> None:
 def test_two_processes_keep_one_matrix(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     reps = representations(store)
     hsic(reps, options=GramOptions())
-    monkeypatch.setattr(Job, "find", lambda *_: None)  # as where both began at once
+    monkeypatch.setattr(Comparison, "find", lambda *_: None)  # as where both began at once
     hsic(reps, options=GramOptions())
     assert len(kept(store.path.with_name("a.zarr.grams"))) == 3
 

@@ -43,7 +43,7 @@ from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity.hsic import without_value
-from vitsee_core.similarity.pairs import Comparison, choose_pairs
+from vitsee_core.similarity.pairs import SitePairs, choose_pairs
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def run(
     )
 
 
-def _site_notes(chosen: Comparison) -> dict[str, Any]:
+def _site_notes(chosen: SitePairs) -> dict[str, Any]:
     """The compared sites of both sides, by store."""
     sides = {"a": chosen.rows, "b": chosen.cols or chosen.rows}
     notes: dict[str, Any] = {"sites_a": {}, "sites_b": {}}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.similarity.cache import Tiles
-from vitsee_core.similarity.comparison import Estimator, Job, Rows
+from vitsee_core.similarity.comparison import Comparison, Estimator, Rows
 from vitsee_core.similarity.exact import full_grams, in_groups
 from vitsee_core.similarity.gram_file import Float32, GramFile
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
@@ -40,30 +40,32 @@ OfBatch = Callable[[int], Matrix]
 log = logging.getLogger(__name__)
 
 
-def minibatch(job: Job, estimator: Estimator) -> Hsic:
+def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
     """The mean HSIC_1 over batches; replicates are the repeats."""
-    n = job.n_images
+    n = comparison.n_images
     batch, examples, repeats = batch_sizes(estimator, n)
-    drawn = draw_batches(n, batch, examples, repeats, None if estimator.rescale else job.seed)
+    drawn = draw_batches(
+        n, batch, examples, repeats, None if estimator.rescale else comparison.seed
+    )
     notes: dict[str, Any] = {
         "estimator": "minibatch",
         "hsic": "HSIC_1 (unbiased) in each batch; ratio of means over a repeat's batches",
         **{"batch": batch, "batches": examples // batch, "repeats": repeats},
     }
-    if estimator.rescale and not job.in_order:
+    if estimator.rescale and not comparison.in_order:
         raise StoreMismatch(
             "batches in the store's order need the same order in every store (extract both with "
             "the same --images, --seed and --order)"
         )
     if estimator.rescale:
         notes["hsic"] += "; Gram matrices scaled to [0, 1] batch by batch, images in order"
-        grams = [_rescaled(job, r, drawn[0]) for r in job.representations]
-        values = [weighted_sum(list(each_batch(job, grams, len(drawn[0]))))]
-    elif _prefer_whole(job, repeats * examples * batch):
-        values = _from_whole(job, drawn, batch)
+        grams = [_rescaled(comparison, r, drawn[0]) for r in comparison.representations]
+        values = [weighted_sum(list(each_batch(comparison, grams, len(drawn[0]))))]
+    elif _prefer_whole(comparison, repeats * examples * batch):
+        values = _from_whole(comparison, drawn, batch)
     else:
         batches = [places for cells in drawn for places in cells]
-        parts = list(each_batch(job, own_grams(job, batches), len(batches)))
+        parts = list(each_batch(comparison, own_grams(comparison, batches), len(batches)))
         step = len(drawn[0])
         values = [weighted_sum(parts[k : k + step]) for k in range(0, len(parts), step)]
     if repeats == 1:
@@ -114,27 +116,29 @@ def draw_batches(
     ]
 
 
-def _prefer_whole(job: Job, batch_entries: int) -> bool:
+def _prefer_whole(comparison: Comparison, batch_entries: int) -> bool:
     """Whether all images' Gram matrices are there, or have fewer entries than the batches'."""
-    n = job.n_images
-    if not job.in_order:  # features are read in their own store's order
+    n = comparison.n_images
+    if not comparison.in_order:  # features are read in their own store's order
         return True
-    return n * n < batch_entries or all(job.find(r) is not None for r in job.representations)
+    return n * n < batch_entries or all(
+        comparison.find(r) is not None for r in comparison.representations
+    )
 
 
-def _from_whole(job: Job, drawn: Sequence[Sequence[Rows]], batch: int) -> list[Hsic]:
+def _from_whole(comparison: Comparison, drawn: Sequence[Sequence[Rows]], batch: int) -> list[Hsic]:
     partitions = []
     for cells in drawn:
-        labels = np.full(job.n_images, -1)
+        labels = np.full(comparison.n_images, -1)
         for g, places in enumerate(cells):
             labels[places] = g
         partitions.append(Partition(labels, len(cells), crossing=False))
 
     def work(rows: Sequence[Matrix], cols: Sequence[Matrix] | None, *, tile: int) -> list[Hsic]:
-        totals, _ = pair_totals(rows, cols, partitions, device=job.device, tile=tile)
+        totals, _ = pair_totals(rows, cols, partitions, device=comparison.device, tile=tile)
         return [sum_over_cells(t, p, batch) for t, p in zip(totals, partitions, strict=True)]
 
-    return in_groups(job, full_grams(job), work, partitions)
+    return in_groups(comparison, full_grams(comparison), work, partitions)
 
 
 # A Gram matrix a batch
@@ -165,23 +169,23 @@ class InMemory:
         return self.load()[: self.n, : self.n][i, j]
 
 
-def own_grams(job: Job, batches: Sequence[Rows]) -> list[OfBatch]:
-    """The Gram matrices of every representation over each batch (places among the job's images),
+def own_grams(comparison: Comparison, batches: Sequence[Rows]) -> list[OfBatch]:
+    """The Gram matrices of every representation over each batch (places among its images),
     kept as all Gram matrices are."""
 
     def made(r: Representation) -> GramFile | None:
-        return job.find(r, [job.rows_of(r)[places] for places in batches])
+        return comparison.find(r, [comparison.rows_of(r)[places] for places in batches])
 
-    missing = {r.features.identity: r for r in job.representations if made(r) is None}
+    missing = {r.features.identity: r for r in comparison.representations if made(r) is None}
     if missing:
         size = 4 * len(batches) * max(map(len, batches)) ** 2
-        job.require_disk([(r, size) for r in missing.values()])
-        job.progress.start(len(missing), unit="Gram matrices")
+        comparison.require_disk([(r, size) for r in missing.values()])
+        comparison.progress.start(len(missing), unit="Gram matrices")
     try:
-        files = [made(r) or _make(job, r, batches) for r in job.representations]
+        files = [made(r) or _make(comparison, r, batches) for r in comparison.representations]
     finally:
-        job.progress.stop()
-        job.workspace.clear()
+        comparison.progress.stop()
+        comparison.workspace.clear()
     return [partial(_from_file, file) for file in files]
 
 
@@ -189,38 +193,38 @@ def _from_file(file: GramFile, batch: int) -> Matrix:
     return InMemory(file.header.batches[batch], partial(file.tile, batch))
 
 
-def _make(job: Job, of: Representation, batches: Sequence[Rows]) -> GramFile:
+def _make(comparison: Comparison, of: Representation, batches: Sequence[Rows]) -> GramFile:
     lengths = tuple(map(len, batches))
 
     def make(origin: Origin) -> Tiles:
         return enumerate(
             products(
                 of.features,
-                job.rows_of(of),
+                comparison.rows_of(of),
                 [Tile(places, places) for places in batches],
-                device=job.device,
-                memory=job.memory,
+                device=comparison.device,
+                memory=comparison.memory,
                 origin=origin,
-                workspace=job.workspace,
-                progress=lambda read: job.progress.advance(0, read),
+                workspace=comparison.workspace,
+                progress=lambda read: comparison.progress.advance(0, read),
             )
         )
 
-    rows = job.rows_of(of)[np.concatenate(batches)]
-    made = job.cache.add(of.features, rows, max(lengths), make, lengths)
-    job.progress.advance(1)
+    rows = comparison.rows_of(of)[np.concatenate(batches)]
+    made = comparison.cache.add(of.features, rows, max(lengths), make, lengths)
+    comparison.progress.advance(1)
     return made
 
 
-def _rescaled(job: Job, of: Representation, batches: Sequence[Rows]) -> OfBatch:
+def _rescaled(comparison: Comparison, of: Representation, batches: Sequence[Rows]) -> OfBatch:
     """Gram matrices of plain features, each less its smallest entry and over its then largest; in
     memory, and in float64 until they are scaled: the features' offset is in them."""
     tiles = products(
         of.features,
-        job.rows_of(of),
+        comparison.rows_of(of),
         [Tile(places, places) for places in batches],
-        device=job.device,
-        memory=job.memory,
+        device=comparison.device,
+        memory=comparison.memory,
         centred=False,
         dtype=np.float64,
     )
@@ -231,13 +235,13 @@ def _rescaled(job: Job, of: Representation, batches: Sequence[Rows]) -> OfBatch:
     return lambda batch: InMemory(len(scaled[batch]), lambda: scaled[batch])
 
 
-def each_batch(job: Job, grams: Sequence[OfBatch], n_batches: int) -> Iterator[Hsic]:
+def each_batch(comparison: Comparison, grams: Sequence[OfBatch], n_batches: int) -> Iterator[Hsic]:
     """HSIC_1 in each batch."""
     for batch in range(n_batches):
         matrices = [of(batch) for of in grams]
         whole = Partition(np.zeros(matrices[0].n, np.int64), 1, crossing=False)
-        work = partial(_one_batch, partition=whole, device=job.device)
-        yield from in_groups(job, matrices, work, [whole])
+        work = partial(_one_batch, partition=whole, device=comparison.device)
+        yield from in_groups(comparison, matrices, work, [whole])
 
 
 def _one_batch(

@@ -59,7 +59,7 @@ class GramOptions:
 
 
 @dataclass(frozen=True)
-class Job:
+class Comparison:
     """A comparison. rows: store_id -> the rows that hold its images, in the first store's order;
     own: the rows that each store counts by itself: Gram matrices are made of these, so that they
     serve other comparisons too."""
@@ -103,6 +103,11 @@ class Job:
         """Its Gram matrix over the comparison's images (or over each of these batches of them),
         if it was made before."""
         return self.cache.find(of.features, self.rows_of(of), batches)
+
+    def missing(self) -> dict[tuple[str, ...], Representation]:
+        """Representations whose Gram matrix over the comparison's images is yet to be made, equal
+        ones once."""
+        return {r.features.identity: r for r in self.representations if self.find(r) is None}
 
     def require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
         """Refuse Gram matrices that the disk cannot hold, before any work; `sizes` in bytes.

@@ -14,7 +14,7 @@ from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch
 from vitsee_core.similarity.cache import gram_cache
-from vitsee_core.similarity.comparison import Estimator, GramOptions, Job, Rows
+from vitsee_core.similarity.comparison import Comparison, Estimator, GramOptions, Rows
 from vitsee_core.similarity.exact import over_all_images
 from vitsee_core.similarity.gram_file import DamagedGram, gram_bytes
 from vitsee_core.similarity.hsic import METHODS, Hsic, symmetric, without
@@ -76,7 +76,7 @@ def hsic(
     paired, own, shuffled, remarks = _images(representations, images, seed, by_slab, pair_by)
     counted = next(iter(paired.rows.values()))
     with gram_cache(options.cache, options.use_cache) as cache:
-        job = Job(
+        comparison = Comparison(
             representations=representations,
             n_rows=len(rows),
             among_themselves=cols is None,
@@ -89,12 +89,12 @@ def hsic(
             cache=cache,
             progress=progress,
         )
-        job = replace(job, device=choose_device(options.device, _work(job)))
-        with full_precision(job.device), one_blas_thread():
-            result = _estimate(job, estimator, by_slab)
-        if job.among_themselves:
+        comparison = replace(comparison, device=choose_device(options.device, _work(comparison)))
+        with full_precision(comparison.device), one_blas_thread():
+            result = _estimate(comparison, estimator, by_slab)
+        if comparison.among_themselves:
             result = symmetric(result)
-        result, offsets = (result, {}) if by_slab else _conditioned(job, result)
+        result, offsets = (result, {}) if by_slab else _conditioned(comparison, result)
     notes = {"spread": METHODS[result.spread], **result.notes}
     notes |= {"images": len(counted), "seed": seed, **paired.notes}
     if offsets:
@@ -132,45 +132,49 @@ def _images(
     return paired, own, shuffled, list(chosen.remarks)
 
 
-def _estimate(job: Job, estimator: Estimator, by_slab: bool) -> Hsic:
+def _estimate(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsic:
     """By the estimator that was chosen; a damaged Gram matrix is made again."""
-    for _ in range(len(job.representations)):
+    for _ in range(len(comparison.representations)):
         try:
-            return _by_kind(job, estimator, by_slab)
+            return _by_kind(comparison, estimator, by_slab)
         except DamagedGram as error:
             log.warning("%s; it is made again", error)
             error.path.unlink(missing_ok=True)
-    return _by_kind(job, estimator, by_slab)
+    return _by_kind(comparison, estimator, by_slab)
 
 
-def _by_kind(job: Job, estimator: Estimator, by_slab: bool) -> Hsic:
+def _by_kind(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsic:
     if by_slab:
-        return within_slabs(job, estimator)
+        return within_slabs(comparison, estimator)
     kind = estimator.kind
     if kind == "auto":
         asked = estimator.batch or estimator.examples or estimator.repeats or estimator.rescale
-        kind = "minibatch" if asked else _automatic(job)
+        kind = "minibatch" if asked else _automatic(comparison)
     if kind == "minibatch":
-        return minibatch(job, estimator)
-    return over_all_images(job, biased=kind == "biased")
+        return minibatch(comparison, estimator)
+    return over_all_images(comparison, biased=kind == "biased")
 
 
-def _work(job: Job) -> float:
+def _work(comparison: Comparison) -> float:
     """Multiplications, about: of the Gram matrices that are not there yet, and of all pairs."""
-    n, (rows, cols) = job.n_images, job.split(job.representations)
-    missing = [r for r in job.representations if not r.has_blocks_only and job.find(r) is None]
+    n, (rows, cols) = comparison.n_images, comparison.split(comparison.representations)
+    missing = [
+        r
+        for r in comparison.representations
+        if not r.has_blocks_only and comparison.find(r) is None
+    ]
     columns = sum(r.features.n_features for r in missing)
     return n * n / 2 * (columns + len(rows) * len(cols or rows))
 
 
-def _automatic(job: Job) -> str:
+def _automatic(comparison: Comparison) -> str:
     """Exact, unless it would cost too much; then that is said."""
-    n = job.n_images
-    missing = {r.features.identity: r for r in job.representations if job.find(r) is None}
+    n = comparison.n_images
+    missing = comparison.missing()
     if not missing:
         return "exact"
-    need = sum(gram_bytes(len(job.own_rows(r))) for r in missing.values())
-    free = min(free_disk_bytes(job.cache.place(r.store)) for r in missing.values())
+    need = sum(gram_bytes(len(comparison.own_rows(r))) for r in missing.values())
+    free = min(free_disk_bytes(comparison.cache.place(r.store)) for r in missing.values())
     if n <= MOST_EXACT and need <= free / 2:
         return "exact"
     log.warning(
@@ -181,14 +185,14 @@ def _automatic(job: Job) -> str:
     return "minibatch"
 
 
-def _conditioned(job: Job, result: Hsic) -> tuple[Hsic, dict[str, float]]:
+def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, float]]:
     """No value where features are constant but for rounding; and |mean|^2 over the total variance
     of those that lost digits to it when they were stored. Both are said."""
     found: dict[str, float] = {}
     constant: list[int] = []
     names: dict[int, str] = {}
-    for place, r in enumerate(job.representations):
-        file = job.find(r)
+    for place, r in enumerate(comparison.representations):
+        file = comparison.find(r)
         offset = 0.0 if file is None else file.header.offset
         names[place] = f"{r.store.label} {r.stored.name}"
         if offset > CONSTANT:
@@ -207,6 +211,10 @@ def _conditioned(job: Job, result: Hsic) -> tuple[Hsic, dict[str, float]]:
             "the same for all images, so without a value: %s",
             few(list(dict.fromkeys(names[place] for place in constant))),
         )
-    rows = [place for place in constant if place < job.n_rows]
-    cols = rows if job.among_themselves else [p - job.n_rows for p in constant if p >= job.n_rows]
+    rows = [place for place in constant if place < comparison.n_rows]
+    cols = (
+        rows
+        if comparison.among_themselves
+        else [p - comparison.n_rows for p in constant if p >= comparison.n_rows]
+    )
     return without(result, rows, cols), found

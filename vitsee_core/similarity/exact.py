@@ -10,7 +10,7 @@ from itertools import chain, combinations_with_replacement
 import numpy as np
 
 from vitsee_core.similarity.cache import Tiles
-from vitsee_core.similarity.comparison import Job, Rows
+from vitsee_core.similarity.comparison import Comparison, Rows
 from vitsee_core.similarity.gram_file import (
     LARGEST_TILE,
     GramFile,
@@ -35,13 +35,13 @@ BLOCKS = 20
 Work = Callable[..., list[Hsic]]
 
 
-def over_all_images(job: Job, *, biased: bool) -> Hsic:
+def over_all_images(comparison: Comparison, *, biased: bool) -> Hsic:
     """HSIC_1 or HSIC_0 over all images; replicates without one block of images each."""
-    grams = full_grams(job)
-    labels = block_labels(job.n_images, None if job.shuffled else job.seed)
+    grams = full_grams(comparison)
+    labels = block_labels(comparison.n_images, None if comparison.shuffled else comparison.seed)
     partition = Partition(labels, int(labels.max()) + 1, crossing=True)
-    work = partial(leave_one_out, partition=partition, biased=biased, device=job.device)
-    values = in_groups(job, grams, work, [partition])
+    work = partial(leave_one_out, partition=partition, biased=biased, device=comparison.device)
+    values = in_groups(comparison, grams, work, [partition])
     notes = {
         "estimator": "biased" if biased else "exact",
         "hsic": "HSIC_0 (biased) over all images" if biased else "HSIC_1 (unbiased), all images",
@@ -53,30 +53,31 @@ def over_all_images(job: Job, *, biased: bool) -> Hsic:
     return replace(values[0], replicates=replicates, spread="jackknife", notes=notes)
 
 
-def full_grams(job: Job) -> list[GramView]:
+def full_grams(comparison: Comparison) -> list[GramView]:
     """The Gram matrix of every representation over the comparison's images, made where it is not
     there yet.
 
     Raises:
         VitseeError: the disk is too small for them.
     """
-    missing = {r.features.identity: r for r in job.representations if job.find(r) is None}
+    missing = comparison.missing()
     if missing:
-        sizes = [(r, gram_bytes(len(job.own_rows(r)))) for r in missing.values()]
-        job.require_disk(sizes)
-        job.progress.start(len(missing), unit="Gram matrices")
+        sizes = [(r, gram_bytes(len(comparison.own_rows(r)))) for r in missing.values()]
+        comparison.require_disk(sizes)
+        comparison.progress.start(len(missing), unit="Gram matrices")
     try:
-        files = [job.find(r) or _make(job, r) for r in job.representations]
+        files = [comparison.find(r) or _make(comparison, r) for r in comparison.representations]
     finally:
-        job.progress.stop()
-        job.workspace.clear()  # the memory is the pairs' now
+        comparison.progress.stop()
+        comparison.workspace.clear()  # the memory is the pairs' now
     return [
-        GramView(file, job.rows_of(r)) for file, r in zip(files, job.representations, strict=True)
+        GramView(file, comparison.rows_of(r))
+        for file, r in zip(files, comparison.representations, strict=True)
     ]
 
 
-def _make(job: Job, of: Representation) -> GramFile:
-    rows = job.own_rows(of)
+def _make(comparison: Comparison, of: Representation) -> GramFile:
+    rows = comparison.own_rows(of)
     size = tile_size(len(rows))
     edges = [slice(at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
     numbered = {
@@ -91,16 +92,16 @@ def _make(job: Job, of: Representation) -> GramFile:
             of.features,
             rows,
             tiles,
-            device=job.device,
-            memory=job.memory,
+            device=comparison.device,
+            memory=comparison.memory,
             origin=origin,
-            workspace=job.workspace,
-            progress=lambda read: job.progress.advance(0, read),
+            workspace=comparison.workspace,
+            progress=lambda read: comparison.progress.advance(0, read),
         )
         return zip((numbered[pair] for pair in order), made, strict=True)
 
-    made = job.cache.add(of.features, rows, size, make)
-    job.progress.advance(1)
+    made = comparison.cache.add(of.features, rows, size, make)
+    comparison.progress.advance(1)
     return made
 
 
@@ -141,16 +142,16 @@ def leave_one_out(
 
 
 def in_groups(
-    job: Job, matrices: Sequence[Matrix], work: Work, partitions: Sequence[Partition]
+    comparison: Comparison, matrices: Sequence[Matrix], work: Work, partitions: Sequence[Partition]
 ) -> list[Hsic]:
     """`work(rows, cols, tile=...)` on all matrices, or on groups of them whose tiles fit the
     memory together, put together again."""
-    n, budget = matrices[0].n, job.memory * 3 // 4
+    n, budget = matrices[0].n, comparison.memory * 3 // 4
     tile = tile_size(n)  # that of the files: every tile is read once
     while 2 * bytes_each(n, partitions, tile) > budget and tile > 64:
         tile = -(-tile // 2)
     at_once = max(2, budget // bytes_each(n, partitions, tile))
-    rows, cols = job.split(matrices)
+    rows, cols = comparison.split(matrices)
     if len(matrices) <= at_once:
         return work(rows, cols, tile=tile)
     step = at_once // 2

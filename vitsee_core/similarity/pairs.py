@@ -27,7 +27,7 @@ SKIPS = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SitePairs:
     """Sites to compare: rows with cols (None: rows with each other), and of all these pairs the
     places (row, col) that are wanted, in the table's order."""
 
@@ -42,7 +42,7 @@ def choose_pairs(
     sites_a: Sequence[str] = (),
     sites_b: Sequence[str] = (),
     pairs: str = "all",
-) -> Comparison:
+) -> SitePairs:
     """What `vitsee cka` compares.
 
     all: one store's sites with each other, or its `sites_a` with its `sites_b`; two stores' sites;
@@ -87,13 +87,13 @@ def choose_pairs(
     if len(stores) == 1 and not (sites_a or sites_b):
         return _square(sites_of_each(stores, sites))
     a, b = _two_sides(stores, sites, sites_a, sites_b)
-    return Comparison(a, b, [(i, j) for i in range(len(a)) for j in range(len(b))])
+    return SitePairs(a, b, [(i, j) for i in range(len(a)) for j in range(len(b))])
 
 
-def _square(sides: Sequence[Sequence[Side]]) -> Comparison:
+def _square(sides: Sequence[Sequence[Side]]) -> SitePairs:
     (rows,) = sides
     n = len(rows)
-    return Comparison(list(rows), None, [(i, j) for i in range(n) for j in range(n)])
+    return SitePairs(list(rows), None, [(i, j) for i in range(n) for j in range(n)])
 
 
 def _two_sides(
@@ -136,7 +136,7 @@ def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:
 
 def _same_depth(
     stores: Sequence[Store], sites: Sequence[str], sites_a: Sequence[str], sites_b: Sequence[str]
-) -> Comparison:
+) -> SitePairs:
     """By name where both lists have the same names, else the i-th with the i-th."""
     if len(stores) == 1 and not (sites_a and sites_b):
         raise VitseeError(
@@ -160,10 +160,10 @@ def _same_depth(
             for i, (_, site) in enumerate(rows)
         ]
         cols += b
-    return Comparison(rows, cols, places)
+    return SitePairs(rows, cols, places)
 
 
-def _branches(store: Store, sites: Sequence[str]) -> Comparison:
+def _branches(store: Store, sites: Sequence[str]) -> SitePairs:
     """Skips (rows) and long branches (cols), in the model's order within each kind of sublayer.
 
     Raises:
@@ -189,7 +189,7 @@ def _branches(store: Store, sites: Sequence[str]) -> Comparison:
         rows += [(store, skip) for skip, _ in members]
         cols += [(store, branch) for _, branch in members]
         places += [(at + i, at + j) for i in range(n) for j in range(n)]
-    return Comparison(rows, cols, places)
+    return SitePairs(rows, cols, places)
 
 
 def _skip(store: Store, branch: SiteSpec) -> SiteSpec:

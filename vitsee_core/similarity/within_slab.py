@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.similarity.batches import InMemory, OfBatch, each_batch, own_grams
-from vitsee_core.similarity.comparison import Estimator, Job, Rows
+from vitsee_core.similarity.comparison import Comparison, Estimator, Rows
 from vitsee_core.similarity.gram_file import Float32
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
 from vitsee_core.similarity.pair_sums import Matrix
@@ -24,7 +24,7 @@ FEWEST_SLABS = 10
 log = logging.getLogger(__name__)
 
 
-def within_slabs(job: Job, estimator: Estimator) -> Hsic:
+def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:
     """The mean HSIC_1 over slabs, weighed by their images; replicates leave a slab out, where
     there are at least 10.
 
@@ -33,9 +33,9 @@ def within_slabs(job: Job, estimator: Estimator) -> Hsic:
         StoreMismatch: the stores' slabs differ.
         VitseeError: no slab has 4 images.
     """
-    slab, named = _require(job, estimator)
-    rows = job.rows_of(job.representations[0])
-    if not all(np.array_equal(rows, other) for other in job.rows.values()):
+    slab, named = _require(comparison, estimator)
+    rows = comparison.rows_of(comparison.representations[0])
+    if not all(np.array_equal(rows, other) for other in comparison.rows.values()):
         raise StoreMismatch(
             f"{named}: slabs compare where the stores hold the same ids in the same order (extract "
             "both with the same --images, --seed and --order)"
@@ -48,7 +48,7 @@ def within_slabs(job: Job, estimator: Estimator) -> Hsic:
     if len(used) < len(cells):
         log.warning("slabs of fewer than 4 images are left out: %d", len(cells) - len(used))
     log.warning("%s: minibatch CKA with slabs as batches, once (slabs: %d)", named, len(used))
-    parts = list(each_batch(job, _grams(job, used, slab), len(used)))
+    parts = list(each_batch(comparison, _grams(comparison, used, slab), len(used)))
     sizes = [len(cell) for cell in used]
     value = weighted_sum(parts, sizes)
     notes: dict[str, Any] = {
@@ -69,9 +69,9 @@ def within_slabs(job: Job, estimator: Estimator) -> Hsic:
     )
 
 
-def _require(job: Job, estimator: Estimator) -> tuple[int, str]:
+def _require(comparison: Comparison, estimator: Estimator) -> tuple[int, str]:
     """The slab size, and which site is short in words."""
-    only = [r for r in job.representations if r.has_blocks_only]
+    only = [r for r in comparison.representations if r.has_blocks_only]
     site = only[0].stored.name
     names = list(dict.fromkeys(f"{r.store.label} {r.stored.name}" for r in only))
     named = f"only Gram matrices within slabs were kept of {few(names)}"
@@ -97,15 +97,15 @@ def _require(job: Job, estimator: Estimator) -> tuple[int, str]:
     return slab, named
 
 
-def _grams(job: Job, cells: Sequence[Rows], slab: int) -> list[OfBatch]:
+def _grams(comparison: Comparison, cells: Sequence[Rows], slab: int) -> list[OfBatch]:
     """Every representation's Gram matrices within the slabs: the store's, or made now."""
-    with_acts = [r for r in job.representations if not r.has_blocks_only]
-    made = iter(own_grams(replace(job, representations=tuple(with_acts)), cells))
+    with_acts = [r for r in comparison.representations if not r.has_blocks_only]
+    made = iter(own_grams(replace(comparison, representations=tuple(with_acts)), cells))
     return [
-        partial(_stored, r, [job.rows_of(r)[cell] for cell in cells], slab)
+        partial(_stored, r, [comparison.rows_of(r)[cell] for cell in cells], slab)
         if r.has_blocks_only
         else next(made)
-        for r in job.representations
+        for r in comparison.representations
     ]
 
 

@@ -123,7 +123,7 @@ def _over(a: Float, b: Float) -> Float:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlabQuantities:
     """A slab's images. quantities: name -> (tokens, images); n_zero: how many tokens of images
     have f = 0."""
 
@@ -140,7 +140,7 @@ class ReadQuantities:
     tokens: tuple[int, ...]
     names: tuple[str, ...]
 
-    def __call__(self, slab: Slab) -> Piece:
+    def __call__(self, slab: Slab) -> SlabQuantities:
         """Reads the dot products of one sublayer, and nothing else."""
         products = slab.residual(self.site)[slab.valid]
         if self.tokens != tuple(range(products.shape[1])):
@@ -150,7 +150,7 @@ class ReadQuantities:
                 products = np.concatenate([flat, products], axis=1)
         n_zero = int((products[..., 1] == 0).sum())
         found = quantities(products, self.names)
-        return Piece({name: values.T for name, values in found.items()}, n_zero)
+        return SlabQuantities({name: values.T for name, values in found.items()}, n_zero)
 
 
 def choose_sublayers(stores: Sequence[Store], patterns: Sequence[str]) -> Selection[Sublayer]:
