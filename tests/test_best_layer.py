@@ -83,6 +83,21 @@ def test_the_largest_value_and_its_layer(tmp_path: Path) -> None:
     assert table["file"].tolist() == [str(tmp_path / "r.csv")] * 3
 
 
+def test_results_by_path(tmp_path: Path) -> None:
+    """In a notebook: one path, several, or some that were read before."""
+    paths = [write(tmp_path / f"{c}.csv", scores([0.5, c, 0.7]), "knn") for c in (0.6, 0.9)]
+    expected = run(read(paths))
+    mixed: list[Any] = [*read(paths[:1]), paths[1]]
+    for given in (paths, [*map(str, paths)], mixed):
+        found = run(list[Any](given))
+        assert list(found.columns) == list(expected.columns)
+        for name, values in expected.columns.items():
+            np.testing.assert_array_equal(found[name], values)
+    assert run(paths[1])["value"].tolist() == [0.9]
+    with pytest.raises(VitseeError, match="given twice"):
+        run([paths[0], str(paths[0])])
+
+
 def test_against_a_loop(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [

@@ -3,17 +3,17 @@
 A task is a metric of the result files: the command that wrote it, the metric, and where the file
 has them k, shots, class and (where it compares several) the token that stands for an image and the
 l2. For each task and store the best row is taken: the one with the largest value, or the smallest
-where lower is better (`metrics.direction`); metrics without a better side are left out. Of equal
-ones it is the first, which is the lower layer, and the others are named; so is the number of layers
+where lower is better (`metrics.direction`); metrics without a direction are left out. Of equal rows
+the first is taken, which is the lower layer; the others are named, and so is the number of layers
 whose interval overlaps the best one's. Layers are named by their site and counted from 0 as in the
 results (the paper's tables count from 1). Choosing the best of many layers on the images that are
 reported favours all models alike, but the value is higher than a layer chosen elsewhere would get;
-no l2 is chosen so. Rows about one query, video, object, segment or group of images are no scores of
-a layer and are left out, as are those of each image's best head.
+no l2 is chosen so. Rows about one query, video, object, segment or group of images are not scores
+of a layer and are left out, as are those of each image's best head.
 
 The figure shows the curves that were compared. Where a CKA self-comparison is among the files it
 also shows the CKA of each layer with the last one beside the tasks' scores: layers that resemble
-the last one already know what it knows (Kornblith et al. 2019, their figure of redundant layers).
+the last one may be redundant (Kornblith et al. 2019, their figure of redundant layers).
 """
 
 from __future__ import annotations
@@ -103,7 +103,18 @@ def read(paths: Sequence[str | Path]) -> list[ResultFile]:
     return files
 
 
-def run(files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> Table:
+def _opened(files: str | Path | Sequence[ResultFile | str | Path]) -> list[ResultFile]:
+    """The result files; paths are read."""
+    given = [files] if isinstance(files, str | Path) else files
+    paths = [file for file in given if isinstance(file, str | Path)]
+    if not paths:
+        return [file for file in given if isinstance(file, ResultFile)]
+    return read([file if isinstance(file, str | Path) else file.path for file in given])
+
+
+def run(
+    files: str | Path | Sequence[ResultFile | str | Path], metrics: Sequence[str] = ()
+) -> Table:
     """One row per task, store and baseline: its best layer.
 
     Columns: those of `COLUMNS` that the files have; `value`, `std`, `low`, `high` of the chosen
@@ -112,12 +123,14 @@ def run(files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> Table:
     rows. NaN and no site: no site has a value.
 
     Args:
-        files: from `read`.
-        metrics: only these; by default all that have a better side, single classes' left out.
+        files: results that other analyses wrote, by path or from `read`.
+        metrics: only these; by default all that have a direction, except those of single classes.
 
     Raises:
-        VitseeError: none of the files has such a metric, or it has no better side.
+        VitseeError: a file is no such result, none of them has such a metric, or the metric has no
+            direction.
     """
+    files = _opened(files)
     remarks = []
     found = tasks(files, metrics)
     if not metrics and (others := [m for m in _known(files) if direction(m) == "none"]):

@@ -86,13 +86,13 @@ def run(
 
     Columns: `COLUMNS`. `token`: whose attention, `cls` or `mean` (over patches). `best`: `head` in
     the row of the block's best head, `image` in rows without a head (see `best` below). `value`:
-    intersection over union, 0 to 1; NaN where no image counts, `std`, `low`, `high` where fewer
-    than two do. An image does not count without a mask or a foreground token, nor for a head that
-    looks at prefix tokens only.
+    intersection over union, 0 to 1; NaN where no image is used, `std`, `low`, `high` where fewer
+    than two are. An image is left out without a mask or a foreground token, and for a head that
+    attends to prefix tokens only.
 
     Args:
-        stores: with attention summaries; rows of attention (extract --attention rows) are computed
-            once more where a store has none.
+        stores: with attention summaries; rows of attention (extract --attention rows) are
+        recomputed where a store has none.
         masks: a folder of PNG masks, or a COCO file; see `open_masks`.
         tokens: some of `TOKENS`; by default both, `mean` alone without a class token.
         mass: share of the attention that is kept, between 0 and 1.

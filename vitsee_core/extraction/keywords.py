@@ -63,7 +63,7 @@ def extract(
         output: the store to fill.
         transform: of a torch module, see `transform_config`; a module of timm's needs none.
         name: of a torch module, what tables call it.
-        progress: told how many images are done, e.g. a bar.
+        progress: advanced by the images done, e.g. a bar.
         options: those of `vitsee extract`, with `_`: images, per_class, split, seed, order, sites,
             tokens, attention, residual, inputs, grams, erf, head_weights, dtype, codec, slab,
             precision, batch_size, device, workers, shard, on_error, force, ablate_skip; of a name

@@ -72,7 +72,7 @@ def ground_truth(
         foreground: one of `RULES`, see `token_labels`.
         data: where the images are now, as for `extract --data`.
         jobs: threads.
-        progress: told the masks read.
+        progress: advanced by the masks read.
 
     Raises:
         VitseeError: no image has a mask or a foreground token, or a mask is damaged or not of its
