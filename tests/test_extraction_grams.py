@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 from tests.extractions import RESNET, VIT, array_bytes, extract, extracted, plant_images
 from tests.manifests import edited
 from vitsee_core.extraction import gram_strategy, run, slab_grams
-from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
-from vitsee_core.extraction.slab_grams import GramProducts, as_block
+from vitsee_core.extraction.buffers import as_block
+from vitsee_core.extraction.gram_strategy import (
+    GramStrategy,
+    InFile,
+    InMemory,
+    WholeSlabs,
+    choose_strategy,
+)
+from vitsee_core.extraction.slab_grams import GramProducts
 from vitsee_core.models import load_model, site_table
 from vitsee_stores import Store, open_store, validate
 from vitsee_stores.errors import MissingInput
@@ -215,17 +222,19 @@ def test_the_way_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = StorePlan(4 * slab, slab, "none", sites, grams=True)
         return choose_strategy(plan, table, cpu, batch, 32)
 
-    assert way(32, None, 1e12).where == "forward"  # the default batch is the slab
-    assert way(256, None, 1e12) == GramStrategy(256, "forward")
-    assert way(256, None, 1e5).where == "file"  # no room for 256 images at once
-    assert way(256, 256, 1e5).where == "forward"  # as asked
+    assert way(32, None, 1e12) == WholeSlabs(32)  # the default batch is the slab
+    assert way(256, None, 1e12) == WholeSlabs(256)
+    assert way(256, None, 1e5).name == "file"  # no room for 256 images at once
+    assert way(256, 256, 1e5) == WholeSlabs(256)  # as asked
     large = way(256, 32, 1e12)
-    assert (large.batch_size, large.where, large.n_sets) == (32, "memory", 2)
-    assert way(256, 32, 4 * 2.0 * large.set_bytes).n_sets == 1
-    short = way(256, 32, 4 * 0.9 * large.set_bytes)
-    assert (short.where, short.n_sets) == ("file", 1)
-    assert short.file_bytes == short.set_bytes
-    assert way(256, None, 1e5, "all") == GramStrategy(32, "memory", 2, 0)  # the buffers are enough
+    assert isinstance(large, InMemory)
+    size = large.set_bytes
+    assert large == InMemory(32, 2, size)
+    assert way(256, 32, 4 * 2.0 * size) == InMemory(32, 1, size)
+    short = way(256, 32, 4 * 0.9 * size)
+    assert short == InFile(32, 1, size)
+    assert (short.scratch_bytes, large.scratch_bytes) == (size, 0)
+    assert way(256, None, 1e5, "all") == InMemory(32, 2, 0)  # the buffers are enough
     plain = StorePlan(512, 256, "none", table.sites)
     assert choose_strategy(plain, table, cpu, None, 32) == GramStrategy(32)
 

@@ -10,11 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitsee_core.extraction.gram_strategy import feature_paths
 from vitsee_core.extraction.host_memory import HostMemory
-from vitsee_core.extraction.slab_grams import GramProducts, as_block
 from vitsee_core.reductions.summary import PER_IMAGE
-from vitsee_stores.layout import ArraySpec, AttentionGroup, StorePlan, arrays
+from vitsee_stores.layout import ArraySpec, AttentionGroup, SiteSpec, StorePlan, arrays
 
 PER_HEAD = tuple(name for name in PER_IMAGE if name != "head_std")
 # What stands where there is no head or no valid image, in arrays that cannot hold NaN.
@@ -26,8 +24,9 @@ class SlabBuffers:
     """Host memory for one slab, reused from slab to slab: path -> tensor, (slab, ...) of what is
     known image by image, and one row of what is summed over a slab.
 
-    held: what is kept until the slab's Gram matrices are made, and not stored. sums and peaks:
-    what has been summed, and the largest |x| by site. done: what to wait for before any is read.
+    held: activations that are not stored and that the slab's Gram matrices are still to be made of.
+    sums and peaks: what has been summed, and the largest |x| by site. done: what to wait for before
+    any is read.
     """
 
     def __init__(self, plan: StorePlan, pinned: bool):
@@ -41,7 +40,7 @@ class SlabBuffers:
         tensors = self._memory.tensors
         self.arrays = {path: tensors[path] for path, spec in specs.items() if spec.per == "image"}
         self._row = {path: tensors[path] for path in specs.keys() - self.arrays.keys()}
-        self.held: dict[str, Tensor] = {}
+        self.held: dict[str, Tensor] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -52,7 +51,10 @@ class SlabBuffers:
 
     def __getitem__(self, path: str) -> Tensor:
         """(slab, ...) of one array."""
-        return self.arrays[path] if path in self.arrays else self.held[path]
+        if path in self.arrays:
+            return self.arrays[path]
+        assert self.held is not None, path
+        return self.held[path]
 
     def sum(self, path: str, shape: torch.Size) -> Tensor:
         """Where the sum of this shape goes: a Gram matrix of fewer images than a slab has is
@@ -75,15 +77,12 @@ class SlabBuffers:
         """Give pinned memory back; no copy may be under way."""
         self._memory.release()
 
-    def grams(self, products: GramProducts, plan: StorePlan, n: int) -> dict[str, Tensor]:
-        """Gram matrices of the valid images among the first `n`, from what is held and stored."""
-        valid = self.arrays["valid"][:n] == 1
-        return {
-            f"grams/{site.name}/all": products.gram(
-                [self[path][:n] for path in feature_paths(site)], valid
-            )
-            for site in plan.gram_sites
-        }
+
+def feature_paths(site: SiteSpec) -> list[str]:
+    """The arrays of a site's activations, prefix first."""
+    body = {"tokens": "grid", "rows": "rows", "raw": "raw"}[site.kind]
+    has_prefix = site.layout is not None and site.layout.n_prefix > 0
+    return [f"acts/{site.name}/{part}" for part in (["prefix"] if has_prefix else []) + [body]]
 
 
 def is_sum(path: str, spec: ArraySpec) -> bool:
@@ -132,3 +131,11 @@ def _blank_missing_heads(out: dict[str, NDArray[Any]], group: AttentionGroup) ->
         for name in (*PER_HEAD, "cls_rows", "received_rows"):
             if (array := out.get(group.folder + name)) is not None:
                 array[:, row, heads:] = MISSING.get(name, np.nan)
+
+
+def as_block(gram: NDArray[Any], valid: NDArray[np.bool_], slab: int) -> NDArray[np.float32]:
+    """(slab, slab): the matrix of the valid images in their places, NaN in all others."""
+    block = np.full((slab, slab), np.nan, np.float32)
+    places = np.flatnonzero(valid)
+    block[np.ix_(places, places)] = gram
+    return block

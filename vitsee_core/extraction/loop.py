@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from vitsee_core.device import precision_context
 from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.erf import ErfSums
-from vitsee_core.extraction.gram_strategy import GramStrategy, make_room
+from vitsee_core.extraction.gram_strategy import GramStrategy
 from vitsee_core.extraction.owners import only_writer
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabObserver, check_peaks
-from vitsee_core.extraction.slab_grams import GramProducts
+from vitsee_core.extraction.slab_grams import SlabGrams
 from vitsee_core.extraction.timing import Clock, TimedObserver
 from vitsee_core.extraction.transfer import PixelFeed
 from vitsee_core.images import Batch, normalise
@@ -48,16 +48,15 @@ class SlabLoop:
         prepared: Prepared,
         writer: StoreWriter,
         provenance: dict[str, Any],
-        route: GramStrategy,
+        strategy: GramStrategy,
         erf: ErfSums | None = None,
     ):
-        self.prepared, self.writer, self.route, self.erf = prepared, writer, route, erf
+        self.prepared, self.writer, self.strategy, self.erf = prepared, writer, strategy, erf
         self.provenance, self.clock = provenance, Clock()
         self.written = 0
         self.overtaken: list[int] = []
         self.unreadable: list[tuple[int, str, str]] = []
         self._free: queue.SimpleQueue[SlabBuffers] = queue.SimpleQueue()
-        self._free_held: queue.SimpleQueue[dict[str, torch.Tensor]] = queue.SimpleQueue()
         self._pending: list[Future[None]] = []
 
     def run(
@@ -66,9 +65,6 @@ class SlabLoop:
         """Make the slabs `todo` from their batches, in order, until done or asked to stop."""
         self.progress = progress
         prepared, plan, device = self.prepared, self.prepared.plan, self.prepared.device
-        observer = SlabObserver(plan, device, self.route, self.clock, prepared.precision)
-        # In the writer's thread, where the observer does not.
-        self._products, self._grams_made = GramProducts(torch.device("cpu")), observer.makes_grams
         blocks = {block for group in plan.attention for block in group.blocks}
         sublayers = {name for name, _ in plan.sublayers}
         table = prepared.table
@@ -81,7 +77,7 @@ class SlabLoop:
         )
         feed = PixelFeed(loading, device)
         with (
-            self._memory(plan, observer, sets=min(2, len(todo))),
+            self._memory(plan, sets=min(2, len(todo))) as (grams, observer),
             # The writer's products have a context of the same switches inside this one.
             precision_context(device, prepared.precision),
             ThreadPoolExecutor(1, "writer") as pool,
@@ -91,33 +87,31 @@ class SlabLoop:
             for k in todo:
                 with self.clock("waiting for the writer"):
                     buffers = self._take(self._free)
-                    if self.route.holds:
-                        buffers.held = self._take(self._free_held)
+                    grams.reserve(buffers, self._take)
                 if not self._forward(k, buffers, observer, capture, feed, stop):
                     break
                 observer.finish()
                 fields = self._finish_erf(k)
-                if observer.makes_grams:
-                    self._free_held.put(buffers.held)
-                self._pending.append(pool.submit(self._write, k, buffers, fields))
+                self._pending.append(pool.submit(self._write, k, buffers, grams, fields))
         for future in self._pending:
             future.result()
 
     @contextmanager
-    def _memory(self, plan: StorePlan, observer: SlabObserver, sets: int) -> Iterator[None]:
-        """Host memory for so many slabs, given back once nothing is copied into it any more."""
-        pinned = self.prepared.device.type == "cuda"
+    def _memory(self, plan: StorePlan, sets: int) -> Iterator[tuple[SlabGrams, SlabObserver]]:
+        """Host memory for so many slabs, and what fills it; given back once nothing is copied into
+        it any more."""
+        device = self.prepared.device
         with ExitStack() as stack:
-            stack.callback(observer.close)
             for _ in range(sets):
-                buffers = SlabBuffers(plan, pinned)
+                buffers = SlabBuffers(plan, pinned=device.type == "cuda")
                 stack.callback(buffers.release)
                 self._free.put(buffers)
-            if self.route.holds:
-                for held in make_room(self.route, plan, self.writer.path, pinned):
-                    stack.callback(held.release)
-                    self._free_held.put(held.tensors)
-            yield
+            grams = stack.enter_context(
+                self.strategy.open(plan, device, self.clock, self.writer.path)
+            )
+            observer = SlabObserver(plan, device, grams, self.prepared.precision)
+            stack.callback(observer.close)
+            yield grams, observer
 
     def _take(self, free: queue.SimpleQueue[T]) -> T:
         """Waits for a free set; the writer's error, if it met one, is raised here."""
@@ -189,18 +183,16 @@ class SlabLoop:
         self,
         k: int,
         buffers: SlabBuffers,
+        grams: SlabGrams,
         fields: dict[str, NDArray[Any]],
     ) -> None:
         plan = self.prepared.plan
         rows = plan.rows(k)
         n, where = rows.stop - rows.start, f"images {rows.start} to {rows.stop - 1}"
         buffers.wait()
-        precision, sums = self.prepared.precision, buffers.sums
-        check_peaks(buffers.peaks, self.prepared.captured, where, self.route.holds, precision)
-        if self.route.holds and not self._grams_made:
-            with self.clock("grams"):
-                sums = sums | buffers.grams(self._products, plan, n)
-            self._free_held.put(buffers.held)
+        precision = self.prepared.precision
+        check_peaks(buffers.peaks, self.prepared.captured, where, grams.kept, precision)
+        sums = {**buffers.sums, **grams.on_host(buffers, n)}
         began = time.perf_counter()
         slab = to_store(buffers, sums, n, plan) | fields
         with only_writer(self.writer.path, k):

@@ -224,7 +224,7 @@ def places(table: SiteTable) -> tuple[tuple[str, int, float], ...]:
 
 def slab_bytes(plan: StorePlan) -> int:
     """Host memory of one slab's buffers and Gram matrices; not what is held to make those, which
-    has other places to go to where memory is short (holding.py)."""
+    has other places to go to where memory is short (gram_strategy.py)."""
     return sum(
         (plan.slab if spec.per == "image" else 1)
         * int(np.prod(spec.shape[1:], dtype=np.int64))

@@ -20,7 +20,7 @@ import torch
 
 from vitsee_core.device import device_name
 from vitsee_core.extraction.erf import ErfSums
-from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy, no_room
+from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.owners import without_writer
@@ -139,7 +139,7 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
         remove_store(run.output)
     sizes = n_bytes(prepared.plan)
     need, free = sum(sizes.values()), free_disk_bytes(run.output)
-    scratch = strategy_of(prepared, run).file_bytes
+    strategy = strategy_of(prepared, run)
     log.info("%s takes %s: %s", run.output, human_bytes(need), by_folder(sizes))
     for path, size in sizes.items():
         log.debug("%s: %s", path, human_bytes(size))
@@ -148,8 +148,7 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
             f"{run.output} would take {human_bytes(need)}, the disk has {human_bytes(free)} free; "
             "choose fewer --sites, --tokens pooled or fewer --images (see --dry-run)"
         )
-    if scratch and need + scratch > free:
-        raise VitseeError(no_room(scratch, free - need, prepared.plan.slab))
+    strategy.check_room(free - need, prepared.plan.slab)
     weights = {} if prepared.weights is None else prepared.weights.arrays
     writer = StoreWriter.create_or_join(
         run.output,
@@ -197,8 +196,8 @@ def fill(
         return Outcome(complete=False)
     if len(todo) < len(mine):
         log.info("resuming: %d of %s are there", len(mine) - len(todo), counted(len(mine), "slabs"))
-    route = strategy_of(prepared, run)
-    batch_size = route.batch_size
+    strategy = strategy_of(prepared, run)
+    batch_size = strategy.batch_size
     workers = run.workers if run.workers is not None else default_workers(device)
     log.info(
         "%s in %s of %d on %s, batches of %d; slab buffers: %s of host memory",
@@ -206,7 +205,7 @@ def fill(
         *(plan.slab, device_name(device), batch_size),
         human_bytes(2 * slab_bytes(plan)),
     )
-    if grams := route.describe(plan):
+    if grams := strategy.describe(plan):
         log.info("%s", grams)
     erf = None
     if prepared.erf is not None and plan.erf is not None:
@@ -214,7 +213,9 @@ def fill(
         erf = ErfSums(passes, plan.erf.size, cost.batch_size(device, batch_size))
         if line := erf_cost(prepared, batch_size, spans):
             log.info("%s", line)
-    job = SlabLoop(prepared, writer, _provenance(run, shard, device, route, workers), route, erf)
+    job = SlabLoop(
+        prepared, writer, _provenance(run, shard, device, strategy, workers), strategy, erf
+    )
     ranges = [
         slice(first, min(first + batch_size, span.stop))
         for span in spans
@@ -286,15 +287,15 @@ def default_workers(device: torch.device) -> int:
 
 
 def _provenance(
-    run: RunOptions, shard: Shard, device: torch.device, route: GramStrategy, workers: int
+    run: RunOptions, shard: Shard, device: torch.device, strategy: GramStrategy, workers: int
 ) -> dict[str, Any]:
     return {
         "command": run.command,
         "shard": str(shard),
         "host": socket.gethostname(),
         "device": device_name(device),
-        "batch_size": route.batch_size,
-        **({"grams": route.where} if route.where else {}),
+        "batch_size": strategy.batch_size,
+        **strategy.record(),
         "workers": workers,
         "versions": versions(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -7,7 +7,7 @@ host waits once a batch, for the results of the batch before last, and the write
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from vitsee_core.device import precision_context, to_device
-from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, is_sum
-from vitsee_core.extraction.gram_strategy import GramStrategy, feature_paths
-from vitsee_core.extraction.slab_grams import GramProducts
-from vitsee_core.extraction.timing import Clock
+from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, feature_paths, is_sum
+from vitsee_core.extraction.slab_grams import SlabGrams
 from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.reductions import AttentionReducer, pool_sites, residual_products, rollout
 from vitsee_stores.errors import VitseeError
@@ -43,25 +41,19 @@ class SlabObserver:
 
     Per slab: `start(buffers)`, for each batch `begin_batch`, a captured forward, `end_batch`, and
     `finish()`. Memory: the buffers, plus on the device the attention sums of one slab, the head
-    means of one batch and what `HostCopies` says. Time spent on Gram matrices is booked on `clock`.
-    precision: what the model runs in.
+    means of one batch and what `HostCopies` and `grams` say. precision: what the model runs in.
     """
 
     def __init__(
         self,
         plan: StorePlan,
         device: torch.device,
-        route: GramStrategy,
-        clock: Clock,
+        grams: SlabGrams,
         precision: str = "fp32",
     ):
-        self._plan, self._device, self._route, self._clock = plan, device, route, clock
+        self._plan, self._device, self._grams = plan, device, grams
         self._precision = precision
-        self._products = GramProducts(device)
-        self._with_gram = {site.name for site in plan.gram_sites}
         self._copies = HostCopies(device)
-        # Of held activations: here in the order of CUDA's stream, else in the writer's thread.
-        self.makes_grams = route.holds and self._copies.asynchronous
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._sum_shapes = {
             path: spec.shape[1:]
@@ -131,17 +123,8 @@ class SlabObserver:
         self._copies.end_batch()
 
     def finish(self) -> None:
-        """The slab's sums and peaks follow; the buffers are whole once their `wait` returns.
-
-        What was held for Gram matrices may be taken again where the observer `makes_grams`: copies
-        to come wait for them.
-        """
-        if self.makes_grams:
-            # Held activations are read on the host where they do not fit the device: not before
-            # they are there.
-            self._copies.wait()
-            with self._clock("grams"):
-                self._sums |= self._buffers.grams(self._products, self._plan, self._rows.stop)
+        """The slab's sums and peaks follow; the buffers are whole once their `wait` returns."""
+        self._sums |= self._grams.on_device(self._buffers, self._rows.stop, self._copies)
         for path, value in self._sums.items():
             self._copies.copy(self._buffers.sum(path, value.shape), value)
         if self._peaks:
@@ -164,15 +147,14 @@ class SlabObserver:
         if stored.kind == "vector":
             self._keep(f"vectors/{site.name}", body)
             return
-        if self._route.where == "forward" and site.name in self._with_gram:
-            self._gram(site.name, prefix, body)
+        parts = [body] if prefix is None else [prefix, body]
+        self._sums |= self._grams.of_batch(site.name, parts, self._valid)
         if stored.kind != "raw" and stored.layout is not None:
             cls, mean = pool_sites(prefix, body, stored.layout)
             if cls is not None:
                 self._keep(f"pooled/{site.name}/cls", cls)
             self._keep(f"pooled/{site.name}/mean", mean)
-        if stored.tokens == "all" or self._route.holds:
-            parts = [body] if prefix is None else [prefix, body]
+        if site.name in self._grams.kept:
             for path, value in zip(feature_paths(stored), parts, strict=True):
                 self._keep(path, value)
 
@@ -214,12 +196,6 @@ class SlabObserver:
         if summary.head_mean is not None:
             self._head_means[block.name] = summary.head_mean
 
-    def _gram(self, name: str, prefix: Tensor | None, body: Tensor) -> None:
-        outer = "reductions" if self._device.type == "cpu" else "model"
-        parts = [part for part in (prefix, body) if part is not None]
-        with self._clock.within("grams", outer):
-            self._sums[f"grams/{name}/all"] = self._products.gram(parts, self._valid)
-
     def _stage(self, path: str, value: Tensor, *place: int | slice) -> None:
         """Put one block's numbers beside the others' on the device, to leave it together: a copy
         into a strided part of host memory would wait for the device."""
@@ -252,11 +228,11 @@ def check_peaks(
     peaks: Mapping[str, Tensor],
     sites: Sequence[SiteSpec],
     where: str,
-    held: bool = False,
+    kept: Collection[str],
     precision: str = "fp32",
 ) -> None:
-    """Stop at the first site whose values did not fit; `held`: sites kept pooled are held in
-    their type for their Gram matrices; `precision`: what the model ran in.
+    """Stop at the first site whose values did not fit; `kept`: names of the sites whose
+    tokens went to host memory in their stored type; `precision`: what the model ran in.
 
     Raises:
         Overflow: names the site, its largest |x| and the option that keeps it.
@@ -265,8 +241,7 @@ def check_peaks(
         if site.name not in peaks:
             continue
         peak = float(peaks[site.name])
-        kept = site.kind != "vector" and (site.tokens == "all" or held)
-        stored_half = kept and site.dtype == "float16"
+        stored_half = site.name in kept and site.dtype == "float16"
         if not np.isfinite(peak):
             way_on = "; try --precision bf16 or fp32" if precision == "fp16" else ""
             raise Overflow(

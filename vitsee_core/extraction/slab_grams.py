@@ -10,19 +10,124 @@ TF32, no autocast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import queue
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vitsee_core.device import precision_context
+from vitsee_core.extraction.buffers import SlabBuffers, feature_paths
+from vitsee_core.extraction.timing import Clock
+from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.grams.arithmetic import arithmetic
+from vitsee_stores.layout import StorePlan
 
 # On the CPU a chunk stays near the caches; on a GPU it is large enough to fill it.
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20, "mps": 64 << 20}
+
+Held = dict[str, Tensor]
+
+
+class SlabGrams:
+    """Called through the life of each slab, where no Gram matrices are asked for: makes none.
+
+    kept: names of the sites whose tokens go to host memory, in their stored type.
+    """
+
+    def __init__(self, plan: StorePlan) -> None:
+        self.kept = frozenset(
+            site.name for site in plan.sites if site.kind != "vector" and site.tokens == "all"
+        )
+
+    def reserve(
+        self, buffers: SlabBuffers, take: Callable[[queue.SimpleQueue[Held]], Held]
+    ) -> None:
+        """Before a slab: give its buffers the memory for what Gram matrices need beside them, with
+        `take`, which waits until a set is free."""
+
+    def of_batch(self, site: str, parts: Sequence[Tensor], valid: Tensor) -> Mapping[str, Tensor]:
+        """Array name -> Gram matrix, made of the live tensors of one batch; see `GramProducts`."""
+        return {}
+
+    def on_device(self, buffers: SlabBuffers, n: int, copies: HostCopies) -> Mapping[str, Tensor]:
+        """After the last batch of a slab of `n` images: those that are made before it goes to the
+        writer's thread."""
+        return {}
+
+    def on_host(self, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
+        """In the writer's thread, when the slab has arrived: the others."""
+        return {}
+
+
+class LiveGrams(SlabGrams):
+    """Gram matrices of the live tensors: a batch is a slab."""
+
+    def __init__(self, plan: StorePlan, device: torch.device, clock: Clock) -> None:
+        super().__init__(plan)
+        self._sites = {site.name for site in plan.gram_sites}
+        self._products, self._clock = GramProducts(device), clock
+        self._outer = "reductions" if device.type == "cpu" else "model"
+
+    def of_batch(self, site: str, parts: Sequence[Tensor], valid: Tensor) -> Mapping[str, Tensor]:
+        """As the base class; the time is taken from the stage that is running."""
+        if site not in self._sites:
+            return {}
+        with self._clock.within("grams", self._outer):
+            return {f"grams/{site}/all": self._products.gram(parts, valid)}
+
+
+class HeldGrams(SlabGrams):
+    """Gram matrices of the activations of a full slab, stored ones and those of `sets`.
+
+    Where copies are asynchronous they are made on the device, in the order of its stream; else by
+    the CPU in the writer's thread.
+    """
+
+    def __init__(
+        self, plan: StorePlan, device: torch.device, clock: Clock, sets: Sequence[Held]
+    ) -> None:
+        super().__init__(plan)
+        self.kept |= {site.name for site in plan.gram_sites}
+        self._paths = {f"grams/{site.name}/all": feature_paths(site) for site in plan.gram_sites}
+        self._clock = clock
+        self._on_device, self._on_host = GramProducts(device), GramProducts(torch.device("cpu"))
+        self._free: queue.SimpleQueue[Held] = queue.SimpleQueue()
+        for held in sets:
+            self._free.put(held)
+
+    def reserve(
+        self, buffers: SlabBuffers, take: Callable[[queue.SimpleQueue[Held]], Held]
+    ) -> None:
+        """As the base class."""
+        buffers.held = take(self._free)
+
+    def on_device(self, buffers: SlabBuffers, n: int, copies: HostCopies) -> Mapping[str, Tensor]:
+        """As the base class. The memory is free at once: copies to come wait for the products."""
+        if not copies.asynchronous:
+            return {}
+        # Activations are read on the host where they do not fit the device: not before they are
+        # there.
+        copies.wait()
+        return self._made(self._on_device, buffers, n)
+
+    def on_host(self, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
+        """As the base class."""
+        return {} if buffers.held is None else self._made(self._on_host, buffers, n)
+
+    def _made(self, products: GramProducts, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
+        """Of the valid images among the first `n`; what was held is free then."""
+        with self._clock("grams"):
+            valid = buffers["valid"][:n] == 1
+            made = {
+                name: products.gram([buffers[path][:n] for path in paths], valid)
+                for name, paths in self._paths.items()
+            }
+        assert buffers.held is not None
+        self._free.put(buffers.held)
+        buffers.held = None
+        return made
 
 
 class GramProducts:
@@ -85,11 +190,3 @@ def _flat(x: Tensor) -> Tensor:
     strides = x.stride()
     order = sorted(range(1, x.ndim), key=lambda axis: -strides[axis])
     return x.permute(0, *order).reshape(len(x), -1)
-
-
-def as_block(gram: NDArray[Any], valid: NDArray[np.bool_], slab: int) -> NDArray[np.float32]:
-    """(slab, slab): the matrix of the valid images in their places, NaN in all others."""
-    block = np.full((slab, slab), np.nan, np.float32)
-    places = np.flatnonzero(valid)
-    block[np.ix_(places, places)] = gram
-    return block
