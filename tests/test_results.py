@@ -104,6 +104,7 @@ def test_files_and_nothing_on_stdout(tmp_path: Path) -> None:
     assert (tmp_path / "r.csv").read_text() == csv_of(table())
     assert (tmp_path / "r.png").read_bytes()[1:4] == b"PNG"
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
+    assert {*sidecar.pop("columns")} == {*table().columns}
     assert sidecar == {"command": ["vitsee"], "rows": 3, "notes": {"seed": 7}}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.csv", "r.csv.json", "r.png"]
 
@@ -215,3 +216,24 @@ def test_describe_run(make_store: Any) -> None:
     assert record["stores"][0]["label"] == "mine"
     assert record["stores"][0]["store_id"] == store.manifest.store_id
     assert record["versions"]["numpy"] == np.__version__
+
+
+def test_the_sidecar_says_what_columns_hold(tmp_path: Path) -> None:
+    """An analysis' own columns need no list of names: text that looks like numbers stays text."""
+    rows: list[dict[str, Any]] = [
+        {"store": "5", "type": "7", "k": 3, "row": None, "l2": None, "empty": None},
+        {"store": "6", "type": "8", "k": None, "row": None, "l2": 0.5, "empty": None},
+    ]
+    table = Table.from_rows(rows)
+    out = tmp_path / "r.csv"
+    write_results(table, Outputs(csv=out), figure=Figure, sidecar={}, stdout=io.StringIO())
+    found = Table.read(out)
+    assert found["type"].tolist() == ["7", "8"]
+    assert found["store"].tolist() == ["5", "6"]
+    assert found["k"].tolist() == [3, None]
+    assert np.isnan(found["l2"][0]) and found["l2"][1] == 0.5
+    kinds = json.loads((tmp_path / "r.csv.json").read_text())["columns"]
+    assert kinds["k"] == "integer" and kinds["l2"] == "number" and kinds["empty"] == "text"
+    (tmp_path / "r.csv.json").unlink()
+    assert Table.read(out)["type"].tolist() == [7, 8]  # inferred
+    assert Table.read(out)["store"].tolist() == ["5", "6"]

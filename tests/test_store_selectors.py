@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.random_stores import VIT, flat_site, tokens_site
-from vitsee_stores import SiteError, SiteSpec
+from tests.stores import write_labelled
+from vitsee_stores import SiteError, SiteSpec, open_store
 from vitsee_stores.layout import select_names
 
 SITES = [
@@ -199,3 +203,22 @@ def test_nothing_matches(pattern: str) -> None:
     said = str(error.value)
     assert said.startswith(f"no site matches {pattern!r}; sites of this model: embed, blocks.0.in,")
     assert said.endswith("... (36 in all) (run: vitsee sites MODEL)")
+
+
+def test_no_pattern_is_refused(make_store: Callable[..., Path]) -> None:
+    """An empty list is a mistake of the caller, and no choice of nothing."""
+    with pytest.raises(SiteError, match="no site was asked for"):
+        select_names([], SITES)
+    store = open_store(make_store())
+    with pytest.raises(SiteError, match="no site was asked for"):
+        store.select([])
+
+
+@pytest.mark.parametrize(("order", "shuffled"), [("dataset", False), ("shuffled", True)])
+def test_whether_rows_are_shuffled(order: str, shuffled: bool, tmp_path: Path) -> None:
+    assert (
+        write_labelled(
+            tmp_path / "a.zarr", {"embed": np.ones((4, 3, 4))}, [0, 1] * 2, order=order
+        ).shuffled
+        is shuffled
+    )

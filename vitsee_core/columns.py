@@ -23,6 +23,21 @@ PAIR = tuple(f"{name}_{side}" for side in "ab" for name in SITE)
 ABOUT = ("token", "row", "col", "head", "class", "query", "video", "object", "segment")
 VALUES = ("metric", "value", "std", "low", "high", "spread")
 BASELINE = "baseline"
+# What columns hold, for tables without a sidecar that says it: never numbers, whatever they look
+# like (a store may be called 5), and always numbers, even where all of a column are empty.
+_NUMBERS_OF_SITE = ("depth", "rel_depth")
+TEXT = frozenset(
+    (
+        *(name for name in (*SITE, *PAIR) if not name.startswith(_NUMBERS_OF_SITE)),
+        *("metric", "spread", "class", "token", BASELINE),
+    )
+)
+NUMBERS = frozenset(
+    (
+        *(name for name in (*SITE, *PAIR) if name.startswith(_NUMBERS_OF_SITE)),
+        *("value", "std", "low", "high", "n_images"),
+    )
+)
 # Parts of a block that name a residual sublayer (`blocks.3.attn`).
 SUBLAYERS = ("attn", "mlp", "token", "channel")
 

@@ -21,7 +21,7 @@ from vitsee_core import replicates
 from vitsee_core.files import check_new_files, write_files
 from vitsee_core.formats import FIGURE_ENDINGS, ending_of, plain_json, table_bytes, table_ending
 from vitsee_core.plotting import figure_bytes
-from vitsee_core.results import Table
+from vitsee_core.results import Table, kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +105,9 @@ def write_results(
     check_outputs(outputs)
     files: dict[Path, bytes] = {}
     if outputs.sidecar is not None:
-        record = plain_json({**sidecar, "rows": len(table), "notes": table.notes})
+        kinds = {name: kind_of(values) for name, values in table.columns.items()}
+        record = {**sidecar, "rows": len(table), "columns": kinds, "notes": table.notes}
+        record = plain_json(record)
         files[outputs.sidecar] = (json.dumps(record, indent=2) + "\n").encode()
     if outputs.png is not None:
         ending = ending_of(outputs.png, FIGURE_ENDINGS, "--png")

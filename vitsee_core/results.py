@@ -16,26 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core import replicates
+from vitsee_core.columns import NUMBERS, TEXT
 from vitsee_core.files import write_files
 from vitsee_core.formats import ending_of, read_rows, table_bytes, table_ending, write_csv
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.notebook import html_table, shown_cell, to_frame
 
 SHOWN_ROWS = 20  # of a table in a notebook
-# Never numbers, whatever they look like: a store may be called 5.
-TEXT = frozenset(
-    (
-        *("store", "model", "site", "block", "metric", "spread", "class", "token", "baseline"),
-        *("store_a", "model_a", "site_a", "block_a", "store_b", "model_b", "site_b", "block_b"),
-    )
-)
-# Always numbers, empty for NaN: a whole column of them may be empty.
-NUMBERS = frozenset(
-    (
-        *("depth", "rel_depth", "value", "std", "low", "high", "n_images"),
-        *("depth_a", "rel_depth_a", "depth_b", "rel_depth_b"),
-    )
-)
 SHOWN_COLUMNS = 8
 
 
@@ -237,8 +224,9 @@ class ResultFile:
 def read_result(path: str | Path) -> ResultFile:
     """The table in a file, in the format of its ending, and how it was made.
 
-    A column of numbers is float64 (an empty cell NaN) or, where all of it are whole numbers, int64
-    (an object array with None where a cell is empty); every other column is text.
+    The sidecar says what each column holds; without one it is inferred. A column of numbers is
+    float64 (an empty cell NaN) or, where all of it are whole numbers, int64 (an object array with
+    None where a cell is empty); every other column is text.
 
     Raises:
         VitseeError: a folder, not in the format of its ending, no rows, rows of different lengths,
@@ -246,6 +234,28 @@ def read_result(path: str | Path) -> ResultFile:
         OSError: it cannot be opened.
     """
     path = Path(path)
+    sidecar = _sidecar(path)
+    return _read(path, sidecar, kinds_in(sidecar))
+
+
+def kinds_in(sidecar: Mapping[str, Any]) -> dict[str, str]:
+    """Column -> "text", "integer" or "number", as the sidecar says; nothing where it does not."""
+    kinds = sidecar.get("columns")
+    given = kinds.items() if isinstance(kinds, dict) else ()
+    return {str(name): str(kind) for name, kind in given}
+
+
+def kind_of(values: NDArray[Any]) -> str:
+    """What a column holds: "text", "integer" or "number" (with empty cells, if any)."""
+    if values.dtype.kind not in "OU":
+        return {"f": "number", "i": "integer", "u": "integer"}.get(values.dtype.kind, "text")
+    present = [value for value in values.tolist() if value is not None]
+    if not present or not all(type(value) in (int, float) for value in present):
+        return "text"
+    return "integer" if all(type(value) is int for value in present) else "number"
+
+
+def _read(path: Path, sidecar: dict[str, Any], kinds: Mapping[str, str]) -> ResultFile:
     if path.is_dir():
         raise VitseeError(f"{path} is a folder; expected a CSV that a vitsee command wrote with -o")
     header, body = read_rows(path)
@@ -258,9 +268,9 @@ def read_result(path: str | Path) -> ResultFile:
                 "expected a CSV that a vitsee command wrote with -o"
             )
     columns = {
-        name: _typed(path, name, [line[i] for line in body]) for i, name in enumerate(header)
+        name: _typed(path, name, [line[i] for line in body], kinds.get(name, ""))
+        for i, name in enumerate(header)
     }
-    sidecar = _sidecar(path)
     words = sidecar.get("command")
     typed = map(str, words[1:]) if isinstance(words, list) else ()
     command = next((word for word in typed if not word.startswith("-")), "")  # vitsee -q knn ...
@@ -281,7 +291,7 @@ def read_replicates(file: ResultFile) -> NDArray[np.float64]:
             f"{file.path} has no replicates beside it ({path.name}); run its command again with "
             "--replicates, where it has that option"
         )
-    other = read_result(path).table
+    other = _read(path, {}, kinds_in(file.sidecar)).table
     names = [name for name in other.columns if name.startswith(replicates.PREFIX)]
     same = [n for n in file.table.columns if n in other.columns and n not in names]
     if not names or len(other) != len(file.table) or "value" not in same:
@@ -297,10 +307,13 @@ def read_replicates(file: ResultFile) -> NDArray[np.float64]:
     return np.stack([other[name].astype(np.float64) for name in names], 1)
 
 
-def _typed(path: Path, name: str, cells: list[str]) -> NDArray[Any]:
-    if name in TEXT or not any(cells):
-        empty = np.full(len(cells), np.nan) if name in NUMBERS else np.array(cells)
-        return np.array(cells, object) if name in TEXT else empty
+def _typed(path: Path, name: str, cells: list[str], holds: str) -> NDArray[Any]:
+    text = holds == "text" or (not holds and name in TEXT)
+    numbers = holds in ("number", "integer") or (not holds and name in NUMBERS)
+    if text:
+        return np.array(cells, object)
+    if not any(cells):
+        return np.full(len(cells), np.nan) if numbers else np.array(cells)
     for kind in (int, float):
         try:
             values = [kind(cell) if cell else None for cell in cells]
@@ -309,7 +322,7 @@ def _typed(path: Path, name: str, cells: list[str]) -> NDArray[Any]:
         if kind is float:
             return np.array([np.nan if v is None else v for v in values], np.float64)
         return np.array(values, object if None in values else np.int64)
-    if name in NUMBERS:
+    if numbers:
         raise VitseeError(
             f"{path}: column {name} has the text {_first_text(cells)!r}; expected numbers"
         )

@@ -111,7 +111,7 @@ def choose_rows(
     if images is not None and images > n:
         remarks.append(f"{store.label} holds {n} images: {images} were asked for, all are used")
     elif images is not None and images < n:
-        shuffled = store.manifest.identity.get("order") != "dataset"
+        shuffled = store.shuffled
         how = f"the first {images}" if shuffled else f"{images} drawn with seed {seed}"
         if whole_slabs:
             order = _order(len(slabs), None if shuffled else seed)

@@ -45,13 +45,15 @@ def select_names(
     never aliases; an alias that a glob matches is left out where the site it equals is chosen too.
 
     Raises:
-        SiteError: a pattern that nothing matches, names `what` was searched and `hint` to run; one
-            that cannot be read; patterns that only leave out, or leave nothing.
+        SiteError: no pattern; a pattern that nothing matches, names `what` was searched and `hint`
+            to run; one that cannot be read; patterns that only leave out, or leave nothing.
     """
     chosen: set[str] = set()
     exact: set[str] = set()
     without: set[str] = set()
     parts = split_patterns(patterns)
+    if not parts:
+        raise SiteError(f"no site was asked for; name some of this {what}, e.g. 'blocks' or 'all'")
     for part in parts:
         pattern = part.removeprefix(NOT)
         found = set(_match(pattern, sites, what))

@@ -74,6 +74,11 @@ class Store:
         return self.plan.n_images
 
     @property
+    def shuffled(self) -> bool:
+        """Whether the rows are in random order, so that its first rows are a random sample."""
+        return self.manifest.identity.get("order") != "dataset"
+
+    @property
     def n_slabs(self) -> int:
         """Number of slabs, uncommitted ones included."""
         return self.plan.n_slabs

@@ -171,7 +171,7 @@ def choose_slabs(
     order = np.flatnonzero(store.committed[: len(counts)])
     how = "all"
     if images is not None and images < counts.sum():
-        if store.manifest.identity.get("order") == "dataset":
+        if not store.shuffled:
             order = np.random.default_rng(seed).permutation(order)
         order = order[: int(np.searchsorted(np.cumsum(counts[order]), images)) + 1]
         how = f"{images}, rounded up to {len(order)} whole slabs"

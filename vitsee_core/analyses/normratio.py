@@ -189,7 +189,7 @@ class _Measure:
     def __init__(self, store: Store, rows: Rows, execution: Execution) -> None:
         self.store, self.rows, self.execution = store, rows, execution
         self.n = int((rows.mask & store.valid).sum())
-        shuffled = store.manifest.identity.get("order") != "dataset"
+        shuffled = store.shuffled
         self.labels = block_labels(self.n, None if shuffled else execution.seed)
         self.tokens_at_once = max(1, execution.budget // (BYTES_A_TOKEN * self.n))
 

@@ -72,7 +72,7 @@ def choose(
     dtype_default, dtype_by = (
         parse_dtypes(keep.dtype) if keep.dtype is not None else asked.get("dtype", ("float16", {}))
     )
-    names = stored_names(select_names(patterns, table.sites))
+    names = stored_names(select_names(patterns, table.sites)) if patterns else []
     tokens = dict.fromkeys(names, tokens_default)
     for selector, value in tokens_by.items():
         tokens |= dict.fromkeys(stored_names(select_names([selector], table.sites)), value)

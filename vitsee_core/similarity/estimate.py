@@ -128,7 +128,7 @@ def _images(
             own[i] = np.flatnonzero(chosen.mask & store.valid)
         elif store is not first:  # another order: all its rows, or those that have a partner
             own[i] = np.flatnonzero(store.valid) if images is None else np.sort(paired.rows[i])
-    shuffled = first.manifest.identity.get("order") != "dataset"
+    shuffled = first.shuffled
     return paired, own, shuffled, list(chosen.remarks)
 
 

@@ -96,7 +96,7 @@ class SiteMaps:
                 [patches],
                 images,
                 estimator=how,
-                shuffled=self.store.manifest.identity.get("order") != "dataset",
+                shuffled=self.store.shuffled,
                 seed=seed,
                 device=device,
                 memory=memory - memory // 4,

@@ -43,7 +43,7 @@ class Blocks:
     @classmethod
     def of(cls, store: Store, mask: Mask, seed: int) -> Blocks:
         """As many runs of the rows in `mask` (all images,) as `BLOCKS`, at most one a row."""
-        shuffled = store.manifest.identity.get("order") != "dataset"
+        shuffled = store.shuffled
         labels = block_labels(int(mask.sum()), None if shuffled else seed)
         of_rows = np.full(len(mask), -1, np.int64)
         of_rows[mask] = labels

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -95,42 +93,7 @@ def _quantiles(df: NDArray[np.int64]) -> Float:
 
 @lru_cache(maxsize=4096)
 def t_quantile(df: int, level: float = LEVEL) -> float:
-    """The t with P(|T| < t) = `level` for Student's T with `df` >= 1 degrees of freedom.
+    """The t with P(|T| < t) = `level` for Student's T with `df` >= 1 degrees of freedom."""
+    from scipy.special import stdtrit
 
-    The finite series of Abramowitz and Stegun 26.7.3 and 26.7.4, inverted by bisection, up to 200
-    degrees of freedom; beyond, their expansion 26.7.5, off by less than 1e-10 at level 0.95.
-    """
-    if df > 200:
-        return _t_expansion(df, level)
-    low, high = 0.0, math.pi / 2  # of theta = atan(t / sqrt(df))
-    for _ in range(100):
-        theta = (low + high) / 2
-        low, high = (theta, high) if _t_central(theta, df) < level else (low, theta)
-    return math.sqrt(df) * math.tan((low + high) / 2)
-
-
-def _t_central(theta: float, df: int) -> float:
-    """P(|T| < sqrt(df) tan(theta))."""
-    cos, sin = math.cos(theta), math.sin(theta)
-    if df % 2 == 0:
-        term = total = 1.0
-        for k in range(2, df - 1, 2):
-            term *= cos * cos * (k - 1) / k
-            total += term
-        return sin * total
-    total = 0.0
-    if df > 1:
-        term = total = cos
-        for k in range(3, df - 1, 2):
-            term *= cos * cos * (k - 1) / k
-            total += term
-    return (theta + sin * total) * 2 / math.pi
-
-
-def _t_expansion(df: int, level: float) -> float:
-    x = NormalDist().inv_cdf((1 + level) / 2)
-    g1 = (x**3 + x) / 4
-    g2 = (5 * x**5 + 16 * x**3 + 3 * x) / 96
-    g3 = (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384
-    g4 = (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160
-    return x + g1 / df + g2 / df**2 + g3 / df**3 + g4 / df**4
+    return float(stdtrit(df, (1 + level) / 2))
