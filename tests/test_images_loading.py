@@ -264,15 +264,20 @@ def test_no_worker_outlives_an_interrupted_process(folder: Path, how: signal.Sig
         start_new_session=True,
         text=True,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "running\n"
-    workers = _descendants(process.pid)
-    assert len(workers) == 2
-    if how == signal.SIGKILL:
-        process.kill()
-    else:
-        os.killpg(process.pid, how)
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        workers = _descendants(process.pid)
+        assert len(workers) == 2
+        if how == signal.SIGKILL:
+            process.kill()
+        else:
+            os.killpg(process.pid, how)
+        _, errors = process.communicate(timeout=60)
+    except BaseException:  # else it would load its 100000 batches
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
     deadline = time.monotonic() + 10
     while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
