@@ -14,8 +14,8 @@ from PIL import Image, ImageFilter
 
 from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
 from vitsee_core.extraction import prepare, run, same_images
-from vitsee_core.extraction.versions import versions
 from vitsee_core.images import decoding
+from vitsee_core.versions import store_versions
 from vitsee_stores import open_store
 
 N, SLAB = 12, 4
@@ -152,8 +152,8 @@ def test_another_decoder_is_refused_with_its_version(
 
     monkeypatch.setattr(loading, "load_into", brighter)
     refused(clean, made, "the same image files come out with other pixels here", "same versions")
-    here = versions()
-    monkeypatch.setattr(same_images, "versions", lambda: {**here, "pillow": "99.1"})
+    here = store_versions()
+    monkeypatch.setattr(same_images, "store_versions", lambda: {**here, "pillow": "99.1"})
     refused(clean, made, f"pillow {here['pillow']} then, 99.1 here")
 
 

@@ -7,11 +7,9 @@ figure to `write_results`.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import io
 import json
 import logging
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from vitsee_core.files import check_new_files, write_files
 from vitsee_core.formats import FIGURE_ENDINGS, ending_of, plain_json, table_bytes, table_ending
 from vitsee_core.plotting import figure_bytes
 from vitsee_core.results import Table, kind_of
+from vitsee_core.versions import result_versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_REPLICATES = "no value of this table has an interval from blocks of images"
-# What decides numbers and files; read without importing any of them.
-VERSIONED = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplotlib")
 
 
 @dataclass(frozen=True)
@@ -149,20 +146,9 @@ def describe_run(
             }
             for store in stores
         ],
-        "versions": {"python": platform.python_version(), **versions()},
+        "versions": result_versions(),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def versions() -> dict[str, str]:
-    """The installed versions of what decides a result, without importing it."""
-    found = {}
-    for name in VERSIONED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _plain(value: Any) -> Any:

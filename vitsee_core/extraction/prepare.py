@@ -24,9 +24,9 @@ from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOption
 from vitsee_core.extraction.plan import build_plan, choose, fit_slab
 from vitsee_core.extraction.same_images import FirstImages, check_same_images, first_images
 from vitsee_core.extraction.small_weights import SmallWeights, small_weights
-from vitsee_core.extraction.versions import versions
 from vitsee_core.images import Selection, normalise, open_source, select
 from vitsee_core.models import LoadedModel, SelfCheck, SiteTable, load_model, self_check, site_table
+from vitsee_core.versions import store_versions
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan
@@ -160,7 +160,7 @@ def plan_store(
             "selection": selection.identity,
             **first.record(),
             "command": run.command,
-            "versions": versions(),
+            "versions": store_versions(),
             **weights.record,
         },
     )

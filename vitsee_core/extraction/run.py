@@ -29,7 +29,6 @@ from vitsee_core.extraction.prepare import Prepared, prepare
 from vitsee_core.extraction.same_images import check_same_images
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
-from vitsee_core.extraction.versions import versions
 from vitsee_core.images import batches
 from vitsee_core.machine import (
     counted,
@@ -40,6 +39,7 @@ from vitsee_core.machine import (
 )
 from vitsee_core.models import LoadedModel
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.versions import store_versions
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError
 from vitsee_stores.layout import n_bytes
@@ -297,6 +297,6 @@ def _provenance(
         "batch_size": strategy.batch_size,
         **strategy.record(),
         "workers": workers,
-        "versions": versions(),
+        "versions": store_versions(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitsee_core.extraction.versions import DECODERS, versions
 from vitsee_core.images import ImageError, Selection, batches
+from vitsee_core.versions import DECODERS, store_versions
 from vitsee_stores import StoreWriter, open_store
 from vitsee_stores.errors import IdentityMismatch, StoreError, VitseeError
 from vitsee_stores.manifest import few
@@ -154,7 +154,7 @@ def _hash(selection: Selection, row: int) -> int:
 
 def _other_versions(then: Mapping[str, str]) -> str:
     """`pillow 11.3.0 then, 12.0.0 here`; of the libraries that decode and resize."""
-    here = versions()
+    here = store_versions()
     names = [name for name in DECODERS if then.get(name) != here[name]]
     if not names:
         same = ", ".join(f"{name} {here[name]}" for name in DECODERS)
