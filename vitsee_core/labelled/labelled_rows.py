@@ -102,7 +102,7 @@ def labelled_rows(
         raise MissingInput(
             f"{store.label} has no label for any of its {int(readable.sum())} readable images"
             f"{f' of split {split}' if split else ''}; extract it from data with classes (one "
-            "folder a class, or a list with labels)"
+            "folder per class, or a list with labels)"
         )
     rows = np.flatnonzero(mask)
     return LabelledRows(

@@ -6,7 +6,7 @@ float32 are ties, and the lower row comes first. So the neighbours and their cos
 on how the rows were cut into tiles, up to a float64 rounding error across a float32 boundary
 (about one similarity in 10^8).
 
-Cost: 2 n m d operations in float32. Memory: 32 bytes a cell of a tile, 12 d bytes a query.
+Cost: 2 n m d operations in float32. Memory: 32 bytes per cell of a tile, 12 d bytes per query.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Probes of all tokens side by side, where features are more than images: by inner products.
 
 The matrix of inner products of training images, and of test with training images, is a sum over
-tokens, so the tokens pass by in groups and each byte is read once; the features (151,296 of a
+tokens, so they are read in groups and each byte once; the features (151,296 of a
 ViT-B/16 layer) are never together in memory.
 """
 

@@ -25,7 +25,7 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Draw:
-    """Training images of one probe. shots: a class, None for all; places: (n,) among the labelled
+    """Training images of one probe. shots: per class, None for all; places: (n,) among the labelled
     training rows, ascending; held_out: (n,) which of them choose l2, none where all classes have
     one image."""
 

@@ -22,12 +22,12 @@ EACH = "each"
 
 @styled
 def plot(table: Table) -> Figure:
-    """Accuracy against relative depth, one panel a metric and one curve a store, token and shots,
+    """Accuracy against relative depth, a panel per metric and a curve per store, token and shots,
     with the 95 % interval as a band and the baseline dashed (Raghu et al. 2021, Figs. 11, 13, F).
 
     Where every token was probed, their mean is the curve, and below it stand maps of each site's
     tokens, on one scale (Fig. D.4; the paper's panels have one each). Where several l2 were asked
-    for, accuracy is drawn against l2 instead, one curve a site.
+    for, accuracy is drawn against l2 instead, one curve per site.
     """
     curves = _with_vectors(table.take(~_cells(table)))
     metrics = [metric for metric in UNITS if metric in curves.unique("metric")]
@@ -88,7 +88,7 @@ def _several_l2(rows: Table) -> bool:
 
 
 def _draw_l2(axes: Any, rows: Table, ylabel: str) -> None:
-    """Accuracy against l2, a curve a site from dark (low) to light (high); what else differs has
+    """Accuracy against l2, a curve per site from dark (low) to light (high); what else differs has
     markers of its own."""
     import matplotlib
 

@@ -94,7 +94,7 @@ def _mean_l2(values: NDArray[np.float64]) -> float | None:
 
 
 def _over_seeds(right: NDArray[np.int64], n: int, failed: NDArray[np.bool_]) -> dict[str, Any]:
-    """Of the numbers of right answers among n, one a seed."""
+    """Of the numbers of right answers among n, one per seed."""
     found = [accuracy_interval(np.arange(n) < count) for count in right]
     _, _, low, high = (np.array(column) for column in zip(*found, strict=True))
     if failed.any():

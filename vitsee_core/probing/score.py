@@ -46,7 +46,7 @@ class Prober:
             test: features of the test images.
             what: in words, for errors.
             first: tokens from this one on are averaged in the tally's `share`.
-            done: told the number of probes that are done.
+            done: called with the number of probes that are finished.
 
         Raises:
             VitseeError: not even one token fits the memory.

@@ -1,6 +1,6 @@
 """How probes are fitted: the user's choices, and those of published protocols where he leaves them.
 
-`raghu`: Raghu et al. 2021, appendix A: 10 images a class, the mean of all tokens, l2 tuned on a
+`raghu`: Raghu et al. 2021, appendix A: 10 images per class, the mean of all tokens, l2 tuned on a
 held-out part of the training images; CNNs brought to the last stage's grid and channels. They
 follow Dosovitskiy et al. 2021 and say nothing of scaling: features are centred, the intercept is
 not penalised. Seeds and the held-out share are not given.
@@ -87,7 +87,7 @@ def choose_settings(
         preset: one of `PRESETS`.
         sites: default `blocks`.
         tokens: words of tokens.
-        shots: training images a class; empty for all.
+        shots: training images per class; empty for all.
         seeds: how many draws of them, default 3.
         seed: of the first draw.
         l2: numbers and `grid`, or one of `CHOOSERS`; default `holdout`.
@@ -105,7 +105,7 @@ def choose_settings(
     if shots and shots[0] < 1:
         raise VitseeError(f"--shots is {shots[0]}; expected at least 1")
     if seeds is not None and not shots:
-        raise VitseeError("--seeds counts draws of --shots images a class; give --shots too")
+        raise VitseeError("--seeds counts draws of --shots images per class; give --shots too")
     if seeds is not None and seeds < 1:
         raise VitseeError(f"--seeds is {seeds}; expected at least 1")
     first = seed + (seeds or SEEDS if shots else 1)

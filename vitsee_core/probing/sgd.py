@@ -35,7 +35,7 @@ MOMENTUM, NORM_EPSILON = 0.9, 1e-6
 
 @dataclass(frozen=True)
 class Training:
-    """epochs, learning rate for 256 images, images a step, whether features are batch-normalised,
+    """epochs, learning rate for 256 images, images per step, whether features are batch-normalised,
     and the torch device."""
 
     epochs: int = 20

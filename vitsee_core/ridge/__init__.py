@@ -1,4 +1,4 @@
-"""Ridge regression to one target a class, +1 for an image's own and -1 for the others.
+"""Ridge regression to one target per class, +1 for an image's own and -1 for the others.
 
 Sufficient statistics or the rows themselves (`Gathered`), one eigendecomposition for every l2
 (`Factors`), a solve for a single one (`solve`), and the choice of l2 (`selection`). All in float64.

@@ -15,7 +15,7 @@ class Gathered:
     """Training images of one probe: rows while they are fewer than channels, sums beyond.
 
     With n images of `dim` channels and n < dim the rows are kept (the dual needs them, and they
-    take less), else what is kept is n, the sum, the scatter matrix (dim, dim) and one sum a class:
+    take less), else n, the sum, the scatter matrix (dim, dim) and one sum per class are kept:
     X'Y of targets +-1 is twice the class sums of centred features. Sums are of the features minus
     the first image's, in float64: a large common mean costs no digits, equal features leave 0.
     """

@@ -80,7 +80,7 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
 
 
 def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
-    """Batch, examples (a multiple of it) and repeats, capped at what there is; caps are said.
+    """Batch, examples (a multiple of it) and repeats, capped at what there is; caps are logged.
 
     Raises:
         VitseeError: sizes that make no batch of at least 4 images.
@@ -141,7 +141,7 @@ def _from_whole(comparison: Comparison, drawn: Sequence[Sequence[Rows]], batch: 
     return in_groups(comparison, full_grams(comparison), work, partitions)
 
 
-# A Gram matrix a batch
+# One Gram matrix per batch
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class GramCache:
 
     def place(self, store: Store) -> Path:
         """The folder for a store's matrices; the scratch folder where the wanted one cannot be
-        written, which is said once."""
+        written, which is logged once."""
         store_id = store.manifest.store_id
         if store_id not in self._places:
             self._places[store_id] = self._find(store)
@@ -115,13 +115,13 @@ class GramCache:
         batches: tuple[int, ...] = (),
     ) -> GramFile:
         """Keep a matrix while it is made; it exists only when it is whole. Where its folder goes
-        meanwhile, it is made once more, and then in the scratch folder.
+        meanwhile, it is made again, in the scratch folder.
 
         Args:
             features: of what.
             rows: of which images; with `batches`, batch after batch.
             tile: length of the tiles.
-            make: makes the tiles, see `gram_file`, and tells the origin of the features.
+            make: makes the tiles, see `gram_file`, and records the origin of the features.
             batches: see `Header`.
 
         Raises:

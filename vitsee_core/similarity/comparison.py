@@ -62,7 +62,7 @@ class GramOptions:
 class Comparison:
     """A comparison. rows: store_id -> the rows that hold its images, in the first store's order;
     own: the rows that each store counts by itself: Gram matrices are made of these, so that they
-    serve other comparisons too."""
+    can be used by other comparisons too."""
 
     representations: tuple[Representation, ...]
     n_rows: int

@@ -1,4 +1,4 @@
-"""How long products will take, said before the work."""
+"""How long products will take, logged before the work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def say_cost(label: str, n_images: int, multiplications: float) -> None:
-    """Log what comparing so many images of a store takes, as far as a short trial tells, and how
+    """Log what comparing so many images of a store takes, estimated by a short trial, and how
     it grows; nothing where it is done in seconds."""
     seconds = multiplications / (SHARE * cpu_rate())
     log.log(

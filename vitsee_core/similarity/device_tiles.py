@@ -1,4 +1,4 @@
-"""A tile of every Gram matrix on a GPU, and its sums: they leave it together, once a tile."""
+"""A tile of every Gram matrix on a GPU, and its sums, which are copied off together."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def hsic(
         seed: of samples, minibatches, and the jackknife's blocks in stores in the data's order.
         options: see `GramOptions`.
         pair_by: see `paired_rows`.
-        progress: told of each Gram matrix that is made, and of the bytes read for it.
+        progress: counts Gram matrices as they are made, and the bytes read for them.
 
     Raises:
         StoreMismatch: stores of other images, or within-slab Gram matrices of different slabs.
@@ -168,7 +168,7 @@ def _work(comparison: Comparison) -> float:
 
 
 def _automatic(comparison: Comparison) -> str:
-    """Exact, unless it would cost too much; then that is said."""
+    """Exact, unless it would cost too much, which is logged."""
     n = comparison.n_images
     missing = comparison.missing()
     if not missing:
@@ -187,7 +187,7 @@ def _automatic(comparison: Comparison) -> str:
 
 def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, float]]:
     """No value where features are constant but for rounding; and |mean|^2 over the total variance
-    of those that lost digits to it when they were stored. Both are said."""
+    of those that lost digits to it when they were stored. Both are logged."""
     found: dict[str, float] = {}
     constant: list[int] = []
     names: dict[int, str] = {}

@@ -44,7 +44,7 @@ def one_blas_thread() -> Iterator[None]:
 
 
 def n_lanes(most: int | None = None) -> int:
-    """Threads: one a core, `most` at most."""
+    """Threads: one per core, `most` at most."""
     cores = machine.n_cores()
     return cores if most is None else max(1, min(cores, most))
 

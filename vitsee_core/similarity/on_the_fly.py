@@ -68,7 +68,7 @@ def hsic_on_the_fly(
         seed: of minibatches, and of the jackknife's blocks where it does not.
         device: where to multiply, as `choose_device` takes it.
         memory: bytes to stay within.
-        progress: told of each tile of images.
+        progress: counts tiles of images.
 
     Raises:
         VitseeError: too few images for a batch, too little memory, or a device without float64.
@@ -145,7 +145,7 @@ def _minibatch(
     return partitions, work, notes
 
 
-# What is held at a time
+# What is in memory at a time
 
 
 @dataclass(frozen=True)

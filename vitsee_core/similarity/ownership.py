@@ -1,4 +1,4 @@
-"""Files that belong to a living process, whatever their age, told by a lock that ends with it."""
+"""Files that belong to a living process, whatever their age: its lock ends with it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """From Gram matrices to sums over pairs of images: all representations at once, tile by tile.
 
-A tile of every matrix is held at a time, (representations, t, t), and all pairs are one product
-(Nguyen et al. 2021). Sub-blocks of a tile give the jackknife and the minibatches from the same
-numbers, with no second look at the features.
+One tile of every matrix is in memory at a time, (representations, t, t), and all pairs are one
+product (Nguyen et al. 2021). Sub-blocks of a tile give the jackknife and the minibatches from the
+same numbers; features are not read a second time.
 """
 
 from __future__ import annotations

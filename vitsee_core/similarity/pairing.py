@@ -42,7 +42,7 @@ def paired_rows(stores: Sequence[Store], chosen: Chosen, pair_by: str = "image")
         pair_by: "image": the stores hold the same images, by ids, labels and bytes, in the same
             order; "id": rows of the same id, whatever their bytes, labels and order (the same
             pictures clean and corrupted); a row without a partner in every store is left out,
-            which is said.
+            which is logged.
 
     Raises:
         StoreMismatch: "image": they do not hold the same images in the same order; "id": a store

@@ -69,7 +69,7 @@ def choose_estimator(
         stores: to be compared.
         preset: one of `PRESETS`.
         kind: one of `KINDS`.
-        batch: images a batch.
+        batch: images per batch.
         examples: images a repeat.
         repeats: how often they are drawn.
         images: see `choose_rows`.

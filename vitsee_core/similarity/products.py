@@ -136,9 +136,9 @@ def products(
         memory: bytes to stay within, of the host; on a GPU also of the device.
         centred: subtract that vector.
         dtype: of the products; sums over strips are in float64.
-        origin: told what was subtracted.
+        origin: records what was subtracted.
         workspace: where its buffers come from.
-        progress: told the bytes of each strip that is done.
+        progress: called with the bytes of each finished strip.
 
     Raises:
         VitseeError: not even one tile and narrow strips fit the memory.

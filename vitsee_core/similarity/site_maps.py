@@ -181,7 +181,7 @@ def _some_rows(h: Hsic, rows: slice) -> Hsic:
 
 
 def _with_grid(store: Store, sites: Sequence[SiteSpec]) -> list[SiteSpec]:
-    """The sites whose tokens lie on a grid; others are said.
+    """The sites whose tokens lie on a grid; others are logged.
 
     Raises:
         SiteError: none of them.

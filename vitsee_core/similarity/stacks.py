@@ -100,7 +100,7 @@ class _Gram:
 
 @dataclass(frozen=True)
 class Counted:
-    """A matrix that tells of each block that is asked of it."""
+    """A matrix that counts the blocks that are read of it."""
 
     matrix: Matrix
     progress: Progress
@@ -120,7 +120,7 @@ def matrices(
     stacks: Sequence[Stack], images: Rows, kept: int, backend: Arithmetic, progress: Progress
 ) -> Iterator[Matrix]:
     """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
-    `kept` tiles' images stay in memory, at least two, and `progress` is told of bytes read."""
+    `kept` tiles' images stay in memory, at least two, and `progress` counts the bytes read."""
     for stack in stacks:
         features = _Runs(stack, images, kept, backend, progress)
         yield from (_Gram(features, k) for k in range(stack.n_matrices))

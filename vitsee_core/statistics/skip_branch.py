@@ -244,7 +244,7 @@ def _prefix_kinds(layout: TokenLayout) -> list[Place]:
 
 
 def missing_tokens(label: str, sublayers: Sequence[Sublayer], word: str) -> str | None:
-    """What is to be said where a word of --tokens stands for nothing in some sublayers of a store;
+    """A remark where a word of --tokens stands for no token in some sublayers of a store;
     None where it stands for something in all."""
     without = [s for s in sublayers if not places_of(s.layout, [word])]
     if not without:

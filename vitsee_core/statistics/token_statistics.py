@@ -87,7 +87,7 @@ class Places:
             mean.add(of, np.flatnonzero(np.isin(tokens, members)))
 
     def estimates(self) -> Estimates:
-        """An entry a place."""
+        """One entry per place."""
         for i, (_, mean) in self._several.items():
             self._put(mean.estimates(), [0], [i])
         return replace(self._found, without=stacked(self._without))
