@@ -1,20 +1,20 @@
-"""Attention distance: how far from itself a token looks, head by head.
+"""Attention distance: how far a token attends from its own place, per head.
 
-Per image, block and head, over spatial queries q and keys k (class token and other prefix tokens
-are no queries and no keys):
+Per image, block and head, over spatial queries q and keys k (the class token and other prefix
+tokens are neither queries nor keys):
 
     distance_px = mean_q sum_k w_qk |p_q - p_k|,   w_qk = A_qk / sum_k' A_qk'
 
-with p the patches' places in input pixels. The table holds its mean over images.
+with p the patches' places in input pixels. The table has its mean over images.
 
 - `distance_px`: Dosovitskiy et al. 2021 (Fig. 7 right, 10) and Raghu et al. 2021 (Figs. 3, 4, C.5,
   C.6), who do not say what happens to the class token; its share is taken out as Walmer et al. do.
 - `distance_px_raw`: w_qk = A_qk, not renormalised: mass on prefix tokens counts as distance 0.
 - `distance_unit`: the grid on a unit square, x = col / (cols - 1), as in the code of Walmer et al.
   2023 (Figs. 4, 15). Uniform attention gets 0.602, 0.560, 0.540 on 7 x 7, 14 x 14, 28 x 28 cells,
-  so that models of different patch size do not compare in this unit; they do in pixels.
+  so that models of different patch sizes cannot be compared in this unit; in pixels they can.
 - `distance_relative`: distance_px over that of uniform attention on the same grid; 1 is a head that
-  looks everywhere alike.
+  attends to all patches equally.
 
 Means go over queries, then images; sorting heads and averaging over them is left to the figures.
 """
@@ -85,8 +85,8 @@ def run(
     """One row per store, metric, block and head: mean over images, spread and 95 % interval.
 
     Columns: see `COLUMNS`; `value`, `std`, `low`, `high` in the metric's unit, `n_images` the
-    images counted. NaN: no image counted (`value`), or fewer than two (`std`, `low`, `high`), or a
-    grid of one cell (`distance_relative`). The stores need not hold the same images.
+    images used. NaN: no image (`value`), or fewer than two (`std`, `low`, `high`), or a grid of one
+    cell (`distance_relative`). The stores may have different images.
 
     Args:
         stores: with attention summaries; those without are left out where others have them.
@@ -152,13 +152,13 @@ def _rows(store: Store, block: Block, metric: str, summary: Summary) -> list[dic
 def plot(table: Table) -> Figure:
     """Panels of three kinds, from the table alone.
 
-    One a store: heads sorted by distance in the two lowest and the two highest blocks, the 95 %
-    interval as a band (Raghu et al. 2021, Figs. 3, 4, C.5, C.6). One a store: all heads against
+    One per store: heads sorted by distance in the two lowest and the two highest blocks, the 95 %
+    interval as a band (Raghu et al. 2021, Figs. 3, 4, C.5, C.6). One per store: all heads against
     depth, their mean as a line (Dosovitskiy et al. 2021, Fig. 7 right; Walmer et al. 2023, Fig. 4
     left). With several stores, their means over heads against relative depth in one panel (Walmer
     et al. 2023, Figs. 4 right, 15); relative to uniform attention where the stores' inputs differ
-    in size, as pixels do not compare then. Dashed: uniform attention, where the table contains it
-    (for pixels it has to hold `distance_relative` too). The metric is the first of `METRICS`.
+    in size, as pixels are not comparable then. Dashed: uniform attention, where the table contains
+    it (for pixels it must have `distance_relative`, too). The metric is the first of `METRICS`.
     """
     metric = next(m for m in METRICS if m in table.unique("metric"))
     labels = table.unique("store")

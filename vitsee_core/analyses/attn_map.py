@@ -1,21 +1,21 @@
-"""Attention maps: where the class token, the patches and the model as a whole look, head by head.
+"""Attention maps: where the class token, the patches and the whole model attend, per head.
 
 For A (queries by keys) of one image and one head, over spatial keys k; means go over images:
 
 - `mean-cls`: A[cls, k] (Walmer et al. 2023, Figs. 1 top, 2, 13, 17).
-- `mean-spatial`: mean over spatial queries of A[q, k]. Both are taken as they are, so that a map's
-  total is 1 less what goes to prefix tokens; Walmer et al. draw each head over its own range
-  (`--scale head`), where intensities do not compare between heads.
+- `mean-spatial`: mean over spatial queries of A[q, k]. Neither is renormalised, so that a map's
+  total is 1 minus the mass on prefix tokens; Walmer et al. draw each head over its own range
+  (`--scale head`), where intensities are not comparable between heads.
 - `aligned`: every query's map is shifted so that the query is at the centre, rows renormalised
   over spatial keys, and averaged over queries and images (Aligned Aggregated Attention Maps; Walmer
   et al. 2023, Figs. 3, 14, 18). Cells are offsets key minus query, of total mass 1 (their code's
   sum to its batch size). Far offsets exist for few queries, so that uniform attention has most mass
   at small offsets, as a local head has: `coverage` divides each cell by the share of queries that
-  have a key there, which turns uniform attention into the constant 1 / keys. The picture shows
-  these values by default; Walmer et al. draw the mass.
+  have a key there, which turns uniform attention into the constant 1 / keys. The figure shows these
+  values by default; Walmer et al. draw the mass.
 - `rollout`: the class token's row (without one: the mean over spatial queries) of the product of
   all blocks' 0.5 mean_h A + 0.5 I, rows renormalised (Abnar & Zuidema 2020). Dosovitskiy et al.
-  2021, Figs. 6, 13, name no residual term: `residual=False` leaves I out.
+  2021, Figs. 6, 13, mention no residual term: `residual=False` leaves I out.
 - `prefix-mass`: mean over spatial queries of the attention to class, register and distillation
   tokens. `entropy`: mean over spatial queries of -sum_k A ln A over all keys, in nats.
 
@@ -104,7 +104,7 @@ def run(
     Columns: `MAP_COLUMNS`, `ROLLOUT_COLUMNS` or `NUMBER_COLUMNS`; `image_maps.COLUMNS` for single
     images. `row`, `col`: the key's cell, for `aligned` the signed offset; `metric`: the kind, with
     `_coverage` or `_no_residual`. The `site` of a rollout is the block it starts from. NaN: no
-    image counts.
+    image is left.
 
     Args:
         stores: with attention summaries; those without are left out where others have them.
@@ -112,11 +112,11 @@ def run(
         sites: blocks by path or glob; by default all, for single images the last one.
         heads: which of each block; by default all.
         coverage: of `aligned`.
-        residual: of `rollout`; without it the attention of every image is read whole (extract
+        residual: of `rollout`; without it the full attention of every image is read (extract
             --attention full) or recomputed.
         image: ids or row numbers of single images, in place of a kind.
-        query: cells of the grid whose maps are wanted of the single images.
-        origin: where data and weights are now, for the same.
+        query: cells of the grid whose maps of the single images are wanted.
+        origin: where data and weights are now, for recomputing.
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
@@ -157,7 +157,7 @@ def run(
 
 
 def _together(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
-    """The stores' tables as one; notes that differ between them stand under `stores`."""
+    """The stores' tables as one; notes that differ between them are under `stores`."""
     every = [table.notes for table in tables.values()]
     same = {k: v for k, v in every[0].items() if all(other.get(k) == v for other in every)}
     differing = {
@@ -300,15 +300,15 @@ def _numbers(
 
 @styled
 def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
-    """A grid of maps, layers in rows and heads in columns, each token grid of a model for itself;
+    """A grid of maps, layers in rows and heads in columns, each token grid of a model separately;
     for single images their pictures, maps and rollouts; for one number per head, the heads against
     depth. From the table alone (a single image's picture is in its notes).
 
     Args:
         table: from `run`.
         scale: "shared": all maps on one colour scale; "head": each over its own range, so that
-            intensities do not compare between heads.
-        coverage: draw `aligned` corrected for coverage, whatever the table holds: else uniform
+            intensities are not comparable between heads.
+        coverage: draw `aligned` corrected for coverage, whatever the table has: otherwise uniform
             attention shows a bright centre, the number of pairs of patches at each offset.
     """
     if "token" in table.columns:

@@ -1,4 +1,4 @@
-"""Similarity of representations: linear CKA between sites of one model, of two, of many.
+"""Similarity of representations: linear CKA between sites of one model, two, or many.
 
 Two sites are compared over the same images. An image is an example, its features are all chosen
 tokens' channels, flattened; tokens are never examples:
@@ -7,7 +7,7 @@ tokens' channels, flattened; tokens are never examples:
 
 with the unbiased HSIC_1 over all images, over minibatches, or the biased one; see
 `similarity.hsic` for the formulas. Debiased CKA may lie a little below 0 or above 1: that is noise
-about a true value near the limit, and is not cut off.
+about a true value near the limit, and is not clipped.
 
 - All pairs of one model's sites: Kornblith et al. 2019; Raghu et al. 2021, Figs. 1, 8, B.1 top,
   H.1; Walmer et al. 2023, Figs. 20 to 22 (`norms`).
@@ -100,12 +100,12 @@ def run(
         sites: selectors, by default `blocks` or what the preset compares.
         sites_a: of the rows, in place of `sites`.
         sites_b: of the columns, in place of `sites`.
-        tokens: whose channels are an image's features; see `Representation`.
+        tokens: the tokens whose channels are an image's features; see `Representation`.
         pairs: "all", "same-depth" or "branch".
         pair_by: "image", or "id" for other pictures of the same ids; see `paired_rows`.
         estimator: "exact", "minibatch" or "biased"; None: by the number of images.
-        batch: images a minibatch.
-        examples: images a repeat.
+        batch: images per minibatch.
+        examples: images per repeat.
         repeats: how often they are drawn.
         preset: "raghu", "walmer" or "vit_analysis".
         cache: folder for Gram matrices; by default beside each store.
@@ -113,9 +113,9 @@ def run(
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
-        StoreMismatch: the stores do not hold the same images in the same order.
+        StoreMismatch: the stores do not have the same images in the same order.
         MissingInput: a store lacks a site or its tokens.
-        SiteError: a selector that nothing matches, or tokens that a site has not.
+        SiteError: a selector that nothing matches, or tokens that a site lacks.
         VitseeError: choices that do not go together, too few images, disk or memory.
     """
     if preset in PRESETS and pairs == "all":

@@ -2,9 +2,9 @@
 
 The heads of one block are ordered by mean attention distance. The outputs of some of them (before
 the projection, all tokens, concatenated) are one representation, compared by CKA with the lower
-sites of another store, against the heads' mean distance (Raghu et al. 2021, Fig. 5). They do not
-say how heads are grouped: here windows of neighbours in that order, a third of the heads each, one
-head further at a time; or, cumulative, the k most local heads.
+sites of another store, against the heads' mean distance (Raghu et al. 2021, Fig. 5). The paper does
+not say how heads are grouped; here in windows of neighbours in that order, a third of the heads
+each, shifted by one head at a time, or cumulatively, the k most local heads.
 
 The Gram matrix of concatenated features is the sum of the heads' Gram matrices and HSIC is
 bilinear, so that every group's value, and every replicate behind its spread, is a sum over heads:
@@ -79,12 +79,12 @@ def run(
     Args:
         stores: the one with heads, and the one they are compared with.
         block: path of the block; by default the first with attention.
-        window: heads a group; by default a third of them.
+        window: heads per group; by default a third of them.
         cumulative: groups of the k most local heads, k from 1 to all of them.
         sites_b: selectors; by default those `blocks` whose relative depth is at most a half.
         estimator: as for `cka.run`, and so are the following.
-        batch: images a minibatch.
-        examples: images a repeat.
+        batch: images per minibatch.
+        examples: images per repeat.
         repeats: how often they are drawn.
         preset: "raghu".
         cache: folder for Gram matrices; by default beside each store.
@@ -92,7 +92,7 @@ def run(
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
-        StoreMismatch: the stores do not hold the same images in the same order.
+        StoreMismatch: the stores do not have the same images in the same order.
         MissingInput: the first store lacks attention summaries or the heads' outputs.
         SiteError: no such block or site.
         VitseeError: not two stores, choices that do not go together, too few images.

@@ -1,4 +1,4 @@
-"""Clusters: whether images of a class lie together without anybody having asked for classes.
+"""Clusters: whether images of a class cluster together without the use of labels.
 
 k-means on one vector per image; the clusters are compared with the labels (Walmer et al. 2023,
 Figs. 7, 24, 25, with k = 50 on 5000 images):
@@ -7,11 +7,11 @@ Figs. 7, 24, 25, with k = 50 on 5000 images):
     nmi      mutual information of clusters and classes over the mean of their entropies
     ari      pairs that agree, corrected for chance (Hubert and Arabie 1985)
 
-Purity is not corrected for chance and grows with k; so each site stands beside the same numbers
-for shuffled labels (the same clusters) and for Gaussian features of the same shape (clusters of
-noise). k-means is scikit-learn's: k-means++, the best of 10 starts, Lloyd's iterations, float32,
-features as they are (not normalised). Values are means over seeds of k-means, `std` is the spread
-over those seeds: that of the method, not of the sample of images.
+Purity is not corrected for chance and grows with k; so each site comes with the same numbers for
+shuffled labels (the same clusters) and for Gaussian features of the same shape (clusters of noise).
+k-means is scikit-learn's: k-means++, the best of 10 starts, Lloyd's iterations, float32, features
+as they are (not normalised). Values are means over seeds of k-means, `std` is the spread over those
+seeds: the method's, not that of the sample of images.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def run(
     Memory: the vectors of one site, in float32, three times.
 
     Args:
-        stores: with labels; they need not hold the same images.
+        stores: with labels; they may have different images.
         sites: names, globs and groups.
         tokens: which token stands for an image; see `features.choose_features`.
         k: number of clusters; by default each store's number of classes.
         n_seeds: runs of k-means, with seeds from `seed` on.
-        baselines: `shuffled`: labels permuted, one permutation a seed; `random`: standard normal
+        baselines: `shuffled`: labels permuted, one permutation per seed; `random`: standard normal
             features of the same shape (one draw for each seed and number of channels).
         execution: which images, and what the work may use; see `Execution`.
 
@@ -174,7 +174,7 @@ def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | 
 
 
 class _Clusters:
-    """k-means of one store's images with each seed, and what the clusters say about labels."""
+    """k-means of one store's images with each seed, and the clusters compared with labels."""
 
     def __init__(
         self, data: LabelledRows, k: int, seeds: Sequence[int], progress: Progress
@@ -182,7 +182,7 @@ class _Clusters:
         self.data, self.k, self.seeds, self.progress = data, k, seeds, progress
 
     def of(self, features: Iterable[Float32]) -> list[Integers]:
-        """(n,) cluster of each image, one array a seed; features: the vectors of each seed."""
+        """(n,) cluster of each image, one array per seed; features: the vectors of each seed."""
         found = []
         for seed, vectors in zip(self.seeds, features, strict=False):
             found.append(k_means(vectors, self.k, seed))
@@ -194,7 +194,7 @@ class _Clusters:
         return self.of(random_features(len(self.data), dim, (seed, 2)) for seed in self.seeds)
 
     def scores(self, clusters: Sequence[Integers], shuffled: bool = False) -> list[Score]:
-        """One entry a metric: mean and spread over seeds."""
+        """One entry per metric: mean and spread over seeds."""
         values = []
         for seed, assigned in zip(self.seeds, clusters, strict=True):
             labels = self.data.labels
@@ -262,8 +262,8 @@ def _store_rows(
 
 
 def why_meaningless(labels: Integers, k: int) -> str | None:
-    """Why k clusters of these images say nothing of the features, whatever these are; None where
-    they may."""
+    """Why k clusters of these images carry no information about the features, whatever these are;
+    None where they do."""
     n, n_classes = len(labels), len(np.unique(labels))
     if n_classes == 1:
         what = "image" if n == 1 else "class among its images"

@@ -1,17 +1,17 @@
-"""Effective receptive fields: what part of the image the centre of a feature map answers to.
+"""Effective receptive fields: which part of the image the centre of a feature map responds to.
 
-Per site, as `vitsee extract --erf N` keeps it: the gradient of the sum over channels at the centre
+Per site, as `vitsee extract --erf N` stores it: the gradient of the sum over channels at the centre
 of the grid (even grids: of the mean of the middle cells) with respect to the normalised input, its
 absolute value summed over RGB for each image, then averaged over images (Luo et al. 2016; Raghu et
 al. 2021, Figs. 6, C.1 to C.4, who leave open the channels, the images and the centre of even
-grids). A site after a residual sum (`*.out`, `mid`) holds the skip too, which keeps a peak at the
+grids). A site after a residual sum (`*.out`, `mid`) includes the skip, which keeps a peak at the
 centre; a branch (`*.attn.branch`, `*.mlp.branch`, a CNN's `branch`) does not.
 
-- `radius50_px`, `radius90_px`: radius in input pixels of the circle that holds 50 % and 90 % of the
-  mean map's mass (new here). Around the mass' own centre: what pixel the centre location stands for
-  depends on a CNN's padding, and may be half a stride from the middle of the image. A pixel's mass
-  counts at its centre's distance; in between it is interpolated. All mass on one pixel has radius
-  0.
+- `radius50_px`, `radius90_px`: radius in input pixels of the circle that contains 50 % and 90 % of
+  the mean map's mass (new here), around the centre of mass: which pixel the centre location stands
+  for depends on a CNN's padding, and may be half a stride from the middle of the image. A pixel's
+  mass is placed at its centre's distance, with interpolation in between. All mass on one pixel
+  gives radius 0.
 - `offset_px`: how far that centre of mass lies from the middle of the image.
 - `gradient`: the mean map itself, in squares of as few pixels as leave 56 along a side: mean over
   the square of |d s / d input|, its first pixel in `row`, `col`.
@@ -82,12 +82,12 @@ def run(
 
     Columns: see `COLUMNS`; `row`, `col` are empty but for `gradient`; `n_images` the images
     averaged over. NaN: the gradient is 0 everywhere (a freshly initialised branch), named on
-    stderr; `std`, `low`, `high` as in `INTERVAL`. The stores need not hold the same images.
+    stderr; `std`, `low`, `high` as in `INTERVAL`. The stores may have different images.
 
     Args:
         stores: made with --erf; others are left out where one has receptive fields.
         metrics: some of `METRICS`.
-        sites: names, globs, groups; those without a receptive field are passed over.
+        sites: names, globs, groups; those without a receptive field are skipped.
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
@@ -229,7 +229,7 @@ def radius(field: Float, share: float) -> float:
     order = np.argsort(distance, kind="stable")
     order = order[field.ravel()[order] > 0]
     mass = np.cumsum(field.ravel()[order])
-    # Of pixels at one distance all count at once.
+    # Pixels at equal distances are added together.
     last = np.append(np.diff(distance[order]) > 1e-9 * len(y), True)
     return float(np.interp(share * mass[-1], [0, *mass[last]], [0, *distance[order][last]]))
 
@@ -251,7 +251,7 @@ def squares(field: Float) -> tuple[int, Float]:
 
 
 def _values(field: Field, metric: str) -> list[dict[str, Any]]:
-    """value, std, low, high; of `gradient` also row and col, one entry a square."""
+    """value, std, low, high; for `gradient` also row and col, one entry per square."""
     if metric == "gradient":
         step, cells = squares(field.mean)
         return [

@@ -1,12 +1,12 @@
-"""Head types: each attention head classed by what its aligned map and its spread show.
+"""Head types: each attention head classified by its aligned map and its spread.
 
 Walmer et al. 2023 name strict, soft, axial and offset local heads (section 4.2, Figs. 3, 14) and
-sparse repeating patterns (section 4.1) from looking at maps, and list heads by hand. Here scores
-are measured and thresholds on them, stated and varied, decide; see `attention.head_geometry` for
-both. Every class is a statement about the mean over images: a head may look locally in some images
-and globally in others.
+sparse repeating patterns (section 4.1) from looking at maps, and list heads by hand. Here stated
+and varied thresholds on measured scores decide; see `attention.head_geometry` for both. Every class
+is a statement about the mean over images: a head may attend locally in some images and globally in
+others.
 
-Three things say how far a class can be trusted: `same_type_thresholds`, the share of variants (each
+Three things show how reliable a class is: `same_type_thresholds`, the share of variants (each
 threshold by itself times 0.8 and times 1.25) that give the same class; `same_type_slabs`, the share
 of repetitions without one part of the images that do; and the intervals of the scores, from the
 same repetitions (delete-a-block jackknife) where there are at least 20 of them.
@@ -94,7 +94,7 @@ def run(
     Args:
         stores: with attention summaries; those without are left out where others have them.
         sites: block paths, globs of them; `blocks.-1` counts from the end.
-        thresholds: where the classes begin.
+        thresholds: the limits of the classes.
         radius: of the focus, in cells; see `measure`.
         execution: which images, and what the work may use; see `Execution`.
 
@@ -273,6 +273,6 @@ def _changed(heads: Sequence[Head]) -> dict[str, float]:
 
 @styled
 def plot(table: Table) -> Figure:
-    """Heads of each type by block, and the clearest example of each, a line of panels a store; from
-    the table alone. See `vitsee_core.figures.head_types_figure`."""
+    """Heads of each type by block, and the clearest example of each, one line of panels per
+    store; from the table alone. See `vitsee_core.figures.head_types_figure`."""
     return draw_types(table)

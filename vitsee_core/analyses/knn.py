@@ -1,4 +1,4 @@
-"""k-nearest-neighbour classification: whether images of a class lie together.
+"""k-nearest-neighbour classification: whether images of a class are neighbours.
 
 A test image is given the class that its k nearest training images vote for, nearest by the cosine
 of one vector per image (Walmer et al. 2023, Figs. 9 left, 28, with k = 20 and the class token;
@@ -9,9 +9,9 @@ the protocol of DINO, Caron et al. 2021):
 
 `top1` is the share of test images whose class gets the most votes, `top5` that of images whose
 class is among the five most voted; equal votes go to the lower class. A class that no neighbour
-has is never among the five, so that `top5` needs k >= 5; with five classes or fewer it would say
-nothing. Elsewhere it is left out. Neighbours are exact (`neighbours`): equal cosines go to the
-lower row of the training store.
+has is never among the five, so that `top5` needs k >= 5; with five classes or fewer it would carry
+no information. Otherwise it is left out. Neighbours are exact (`neighbours`): equal cosines go to
+the lower row of the training store.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ def run(
 ) -> Table:
     """One row per site, k and metric: the accuracy on the test images and its 95 % interval.
 
-    Columns: see `COLUMNS`; `class` only with `per_class`; `store` is the one that tests;
+    Columns: see `COLUMNS`; `class` only with `per_class`; `store` is the test store;
     `baseline` is empty in the rows about the model.
 
     Memory: the test vectors in float64 and float32, as many of them at a time as fit; the training
-    vectors pass by.
+    vectors are streamed.
 
     Args:
         train: its labelled images vote.
@@ -106,7 +106,7 @@ def run(
         baselines: `random`: standard normal features of the same shape (one draw for each number
             of channels).
         per_class: add the `top1_class` of each class.
-        allow_shared: go on where an image trains and tests.
+        allow_shared: go on where an image is both trained and tested on.
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
@@ -198,7 +198,7 @@ def run(
 @dataclass(frozen=True)
 class _Query:
     """What is classified: images of one store at some sites. read: site -> features of the training
-    and of the test images; n_shared: how many images train too."""
+    and of the test images; n_shared: how many images are trained on, too."""
 
     data: LabelledRows
     sites: list[SiteSpec]

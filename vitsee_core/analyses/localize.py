@@ -10,19 +10,19 @@ with the unbiased HSIC_1 (see `similarity.hsic`) over all images, or over miniba
 patches for each token (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3). A CNN's token is all channels
 at one location.
 
-- The pixels are those that the model saw, normalised: CKA ignores one scale of all channels, but
-  not one for each. The patches are the cells of the site's own grid (7 x 7 locations of a ResNet:
-  patches of 32 pixels); see `PatchPixels` for their edges.
+- The pixels are those that the model saw, normalised: CKA is invariant to one scale of all
+  channels, but not to one for each. The patches are the cells of the site's own grid (7 x 7
+  locations of a ResNet: patches of 32 pixels); see `PatchPixels` for their edges.
 - Tokens at the border resemble other patches at the border too (Raghu et al., Fig. 9): they share
   the images' background.
 - NaN: a patch (or token) that is the same in all images.
 
 Of a grid token the own patch is the one in its place. Summaries compare it with the others:
 
-- `own_cka`: their CKA. `own_margin`: less that of the most similar other patch.
+- `own_cka`: their CKA. `own_margin`: that minus the CKA of the most similar other patch.
 - `own_rank`: 1 where no other patch is more similar. `own_rank_relative`: from 0 (first) to 1
   (last), comparable between grids; 0.5 by chance.
-- `peak_distance_px`: from the own patch to the most similar one, 0 where it is that itself.
+- `peak_distance_px`: from the own patch to the most similar one, 0 where they are the same.
 - `own_top1`, of a site: the fraction of tokens whose own patch ranks first, beside what chance
   gives. Tokens without a value, and grids of a single patch, are left out.
 
@@ -30,9 +30,9 @@ Cost: n (n + 1) (channels of all tokens + pixels of all patches + tokens x patch
 multiplications for n images, four times as many for twice the images; logged before the work where
 it takes more than seconds.
 
-A location of a CNN need not look at the middle of its cell: each padded convolution of stride 2
+A location of a CNN need not be centred on its cell: each padded convolution of stride 2
 shifts it by half a pixel of its input, a ResNet's stem by almost half a cell up and left, so that
-the own patch may come second to a neighbour although the location is sharp; `peak_distance_px`
+the own patch may rank behind a neighbour although localisation is sharp; `peak_distance_px`
 distinguishes the two.
 """
 
@@ -103,30 +103,30 @@ def run(
     """One row per token and patch; with `summary` one row per metric and token, or per metric and
     site.
 
-    Columns: see `COLUMNS`, `SITE_COLUMNS`; `metric` is `cka` but in summaries; `token` is "ROW,COL"
-    or "cls", `row` and `col` the patch (of a summary by tokens, the own one). `spread` names what
-    `std` is, as for `cka`: "jackknife", the standard error over images, with the 95 % interval
-    `low` to `high`; "repeats", the minibatch estimator's own noise. It is NaN where a self-HSIC is
-    not positive. Rows with a `baseline` hold what chance gives. The stores need not hold the same
-    images.
+    Columns: see `COLUMNS`, `SITE_COLUMNS`; `metric` is `cka` except in summaries; `token` is
+    "ROW,COL" or "cls", `row` and `col` the patch (of a summary by tokens, the own one). `spread`
+    names what `std` is, as for `cka`: "jackknife", the standard error over images, with the 95 %
+    interval `low` to `high`; "repeats", the minibatch estimator's own noise. It is NaN where a
+    self-HSIC is not positive. Rows with a `baseline` give the values of chance. The stores may have
+    different images.
 
     Args:
         stores: with their pixels, or whose data can be loaded again.
         sites: selectors, by default the last of `blocks`, for summaries all of them.
         tokens: "each" (of the grid), "cls", "ROW,COL".
         summary: None, "token" or "site".
-        estimator: "exact", "biased" or "minibatch"; None: exact, over 16384 images where a store
-            holds more and `images` does not say otherwise.
-        batch: images a minibatch.
-        examples: images a repeat.
+        estimator: "exact", "biased" or "minibatch"; None: exact, over a sample of 16384 images
+            where a store has more and `images` is not given.
+        batch: images per minibatch.
+        examples: images per repeat.
         repeats: how often they are drawn.
-        preset: "raghu": his minibatches.
+        preset: "raghu": the paper's minibatches.
         data: where the images are now, for stores without their pixels.
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no pixels, or a site that is not stored with all its tokens.
-        SiteError: a selector that nothing matches, or tokens that a site has not.
+        SiteError: a selector that nothing matches, or tokens that a site lacks.
         VitseeError: choices that do not go together, too few images or too little memory.
     """
     if summary not in (None, *SUMMARIES):

@@ -1,4 +1,4 @@
-"""Norm ratio: whether a residual sublayer's output comes through its skip or its branch.
+"""Norm ratio: whether a residual sublayer's output is dominated by its skip or its branch.
 
 Per image, token and sublayer (attention or MLP of a transformer, a residual block of a CNN, token
 or channel mixing of a Mixer), from skip z and branch f(z) over channels (Raghu et al. 2021,
@@ -6,13 +6,13 @@ section 6):
 
 - `norm_ratio`, `norm_ratio_median`, `norm_ratio_geomean`: mean, median and geometric mean over
   images of |z| / |f(z)| (Figs. 7, E.1). Above 1 the skip dominates. The paper does not say which
-  mean; the plain one is drawn up by images with a small branch, which the other two show.
+  mean; the arithmetic one is inflated by images with a small branch, which the other two reveal.
 - `cos_branch`: mean over images of the cosine of z and f(z) (Fig. E.2 by its caption).
-- `cos_out`: of z and z + f(z), what the sublayer hands on (Fig. E.2 by the text).
+- `cos_out`: of z and z + f(z), the sublayer's output (Fig. E.2 by the text).
 - `skip_norm`, `branch_norm`: mean over images of |z| and |f(z)|; of all tokens as one vector
   (`flat`) the norms that the code of Walmer et al. 2023 dumps. Not by default.
 
-Images first, then tokens: a row about several tokens holds the mean of the tokens' own statistics.
+Images first, then tokens: a row about several tokens has the mean of the tokens' own statistics.
 The branch includes a layer scale; the skip of the first block of a CNN's stage is the shortcut's
 output; the sum is the one before the activation.
 
@@ -96,10 +96,10 @@ def run(
 ) -> Table:
     """One row per store, metric, sublayer and token, or kind of token.
 
-    Columns: see `COLUMNS`; only the norms have a unit, that of the activations; `token` as
-    `skip_branch.Place` says, with `row` and `col` for a cell; `low`, `high` the 95 % interval and
-    `std` as in `image_statistics.METHODS`; `n_images` the images with a value. NaN: no image has
-    a value (`value`), or fewer than two (the others). The stores need not hold the same images.
+    Columns: see `COLUMNS`; only the norms have a unit, that of the activations; `token` as in
+    `skip_branch.Place`, with `row` and `col` for a cell; `low`, `high` the 95 % interval and `std`
+    as in `image_statistics.METHODS`; `n_images` the images with a value. NaN: no image has a value
+    (`value`), or fewer than two (the others). The stores may have different images.
 
     Memory: all images of as many tokens of one sublayer as fit; a sublayer that does not fit is
     read several times.
@@ -108,7 +108,7 @@ def run(
         stores: with residual dot products; those without are left out where others have them.
         metrics: some of `METRICS`.
         sites: see `choose_sublayers`.
-        tokens: see `places_of`; a word need not stand for something in every store.
+        tokens: see `places_of`; a word need not match tokens in every store.
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
@@ -162,7 +162,7 @@ def plot(table: Table) -> Figure:
 def _check_tokens(
     stores: Sequence[Store], plans: Sequence[Sequence[Sublayer]], words: Sequence[str]
 ) -> None:
-    """Say which tokens are missing where; refuse those that are missing everywhere.
+    """Log which tokens are missing where; refuse those that are missing everywhere.
 
     Raises:
         SiteError: see `run`.
@@ -196,7 +196,8 @@ class _Measure:
     def __call__(
         self, sublayer: Sublayer, places: Sequence[Place], metrics: Sequence[str]
     ) -> tuple[dict[str, Estimates], tuple[int, int]]:
-        """metric -> an entry a place; and how many tokens of images have f(z) = 0, of how many."""
+        """metric -> one entry per place; and how many tokens of images have f(z) = 0, of how
+        many."""
         tokens = np.array(sorted({token for place in places for token in place.members}))
         found = {metric: Places([place.members for place in places]) for metric in metrics}
         names = tuple(dict.fromkeys(METRICS[metric][0] for metric in metrics))

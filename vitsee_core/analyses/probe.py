@@ -1,7 +1,7 @@
-"""Linear probes: which classes can be read off a layer's tokens by a linear map.
+"""Linear probes: how well a linear map of a layer's tokens predicts the classes.
 
 One linear map per site (or token) from features to one target per class, +1 for an image's own
-class and -1 for the others, by ridge regression in closed form; a test image is given the class
+class and -1 for the others, by ridge regression in closed form; a test image is assigned the class
 with the highest score (Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3 and appendix A; Dosovitskiy
 et al. 2021, few-shot). Classes are those of the data set, not those seen. By SGD: Walmer et al.
 2023, Table 6.
@@ -93,7 +93,7 @@ def run(
 ) -> Table:
     """One row per site, token, shots, l2 and metric: the accuracy on the test images.
 
-    Columns: see `COLUMNS`. `store` is the store that tests. `token`, `row`, `col`: what was
+    Columns: see `COLUMNS`. `store` is the test store. `token`, `row`, `col`: what was
     probed, empty for a vector; with `each` one row per token, and one called `each`, the mean over
     the patches' probes (prefix tokens apart, as in Raghu et al. 2021, Fig. 11). `shots` is empty
     for all images. `l2` is the value used, the geometric mean where seeds chose different ones;
@@ -105,15 +105,15 @@ def run(
 
     Args:
         train: its labelled images train.
-        tests: their labelled images are classified, store by store; all hold activations of the
+        tests: their labelled images are classified, store by store; all have activations of the
             same model. Each store's probes are fitted anew.
         test_split: in place of `tests`, images of this split of `train`.
         holdout: in place of `tests`, this share of each class of `train`.
-        preset: see `settings`; what is given beside it counts more.
+        preset: see `settings`; parameters given beside it win.
         sites: names, globs and groups; default `blocks`.
         tokens: one or several words; default `cls` where a site has a class token, else `mean`.
         match_last_stage: bring a CNN's grids and channels to the last stage's; see `last_stage`.
-        shots: training images a class, one or several numbers; all images by default.
+        shots: training images per class, one or several numbers; all images by default.
         seeds: how many draws of them (3): `seed`, `seed` + 1, ...
         l2: numbers or `grid`, of which all are reported, or `holdout` (default) or `loo`.
         standardise: divide features by their standard deviation over the training images.
@@ -121,18 +121,18 @@ def run(
         solver: `ridge` or `sgd`.
         batch_norm: of SGD: batch-normalise the features.
         epochs: of SGD (20).
-        lr: of SGD (0.1), for 256 images a step.
-        batch: of SGD (1024), images a step.
+        lr: of SGD (0.1), for 256 images per step.
+        batch: of SGD (1024), images per step.
         baselines: `random`: standard normal features of the same shape (one draw for each number
             of channels).
         per_class: add the `top1_class` of each class.
-        allow_shared: go on where an image trains and tests.
+        allow_shared: go on where an image is both trained and tested on.
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no labels, no such split, or a store lacks a site.
         SiteError: a site has no such tokens.
-        StoreMismatch: other models, other classes, or images that train and test.
+        StoreMismatch: other models, other classes, or images that are both trained and tested on.
         VitseeError: too few images of a class, choices that exclude each other, or too little
             memory.
     """

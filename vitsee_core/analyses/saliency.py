@@ -6,17 +6,18 @@ Per image, block and head, over spatial keys k (prefix tokens dropped, the rest 
     keep = the smallest set of top tokens with 60 % of the mass: sorted ascending, cumsum p > 0.4
     iou = |keep & truth| / |keep | truth|,  truth = the union of all ground-truth masks, by tokens
 
-as Walmer et al. 2023 do (Figs. 5, 16). The table holds its mean over images, head by head. Their
+as Walmer et al. 2023 do (Figs. 5, 16). The table has its mean over images, per head. Their
 best head of a block is the one with the highest such mean (`best` = `head`). Their released code
-takes the best head of every image before it averages: an oracle, far above it (0.50 in place of
-0.30 for 12 equal heads); with `best="image"` it has rows of its own. Their code calls a token
-foreground that a mask touches at all (`foreground="any"`); `half` asks for half of its pixels.
+takes the best head of every image before averaging: an oracle, which is far higher (0.50 instead of
+0.30 for 12 equal heads); `best="image"` adds rows for it. Their code calls a token foreground that
+a mask touches at all (`foreground="any"`); `half` requires half of its pixels.
 
-Attention is taken as stores hold it, in float16, recomputed attention too, so that both agree:
-rounded to 11 bits, tokens that are nearly equal at the cut may change places. Against float32 the
+Attention is read in float16, as it is stored; recomputed attention is rounded to it, so that both
+agree. Rounded to 11 bits, nearly equal tokens at the cut may swap places: compared with float32 the
 mean IoU of a head moves by up to 6e-4, which the sidecar records.
 
-What chance gives depends on the objects' size: rows with a `baseline` say what blind maps reach.
+The value of chance depends on the objects' size: rows with a `baseline` give what maps that ignore
+the image reach.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def run(
 
     Args:
         stores: with attention summaries; rows of attention (extract --attention rows) are
-        recomputed where a store has none.
+            recomputed where a store has none.
         masks: a folder of PNG masks, or a COCO file; see `open_masks`.
         tokens: some of `TOKENS`; by default both, `mean` alone without a class token.
         mass: share of the attention that is kept, between 0 and 1.
@@ -153,7 +154,7 @@ def _check(tokens: Sequence[str], mass: float, foreground: str, best: str) -> No
 
 
 def _wanted(store: Store, blocks: Sequence[Block], tokens: Sequence[str]) -> Wanted:
-    """The blocks, and whose attention is looked at in each."""
+    """The blocks, and the tokens whose attention is scored in each."""
     if "cls" in tokens:
         check_class_token(store, blocks, "--tokens mean takes the mean over patches")
     asked = [token for token in TOKENS if token in (tokens or TOKENS)]
@@ -241,6 +242,6 @@ def _rules(source: MaskSource, foreground: str) -> dict[str, str]:
 @styled
 def plot(table: Table) -> Figure:
     """Two panels for the class token and two for the mean over patches: each store's best heads
-    against relative depth, with the 95 % interval as a band and blind maps dashed (Walmer et al.
+    against relative depth, with the 95 % interval as a band and baselines dashed (Walmer et al.
     2023, Figs. 5, 16), and all heads."""
     return draw_saliency(table)

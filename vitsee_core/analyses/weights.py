@@ -1,10 +1,10 @@
-"""What a model's weights say before it sees an image: first-layer filters, position embeddings.
+"""What a model's weights show without images: first-layer filters and position embeddings.
 
 - `variance_share`, `component`: principal components of the D filters of the first layer, each a
   vector of channels x height x width weights (Dosovitskiy et al. 2021, Fig. 7 left, shows the first
   28 of ViT-L/32, and does not say whether the mean filter is subtracted). Here it is, so that the
-  shares are shares of variance; components have norm 1, and their sign makes the largest weight
-  positive (of weights as large to a millionth the first, so that no rounding decides).
+  shares are shares of variance; components have norm 1, and a sign that makes the largest weight
+  positive (the first of those equal to a millionth, so that rounding does not decide).
 - `filter`: the filters themselves.
 - `cosine`: of each patch's position embedding with all others (Fig. 7 centre, Fig. 9), on the grid
   of the model's input size; the parts of prefix tokens are left out. NaN: a vector of zeros.
@@ -72,13 +72,13 @@ def run(
     Args:
         sources: open stores, or models on the CPU. One that lacks what others have is named.
         what: some of `WHAT`; by default what the model has, filters up to `MOST_FILTERS`.
-        components: the weights of so many.
-        every: cosines of every so many-th row and column of queries, beginning so that as much is
-            left out before as after; by default the least that keeps their rows to `MOST_ROWS`.
+        components: how many have their weights in the table.
+        every: cosines of every n-th row and column of queries, centred on the grid; by default the
+            smallest n that gives at most `MOST_ROWS` rows.
 
     Raises:
-        VitseeError: no source has what was asked for, a store keeps no weights, or two sources
-            have one name.
+        VitseeError: no source has what was asked for, a store has no weights, or two sources have
+            one name.
     """
     from vitsee_stores import Store
 
@@ -141,12 +141,12 @@ def _of(
 @styled
 def plot(table: Table, scale: str = "shared") -> Figure:
     """Components with their shares of variance, filters, and a grid of grids of cosines, as far as
-    the table holds them, side by side; one store or model below the other.
+    the table has them, side by side; one store or model below the other.
 
     Args:
         table: from `run`.
         scale: "shared": one scale for all tiles of a panel, grey a weight of 0; "tile": each over
-            its own range, so that sizes do not compare.
+            its own range, so that magnitudes are not comparable.
     """
     return draw_weights(table, scale)
 
