@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import VitseeError, reason
 
 
 def check_new_files(paths: Iterable[Path], *, force: bool = False) -> None:
@@ -59,8 +59,9 @@ def write_files(contents: Mapping[Path, bytes], *, force: bool = False) -> None:
         for path, temporary in partial.items():
             os.replace(temporary, path.resolve())
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise VitseeError(f"cannot write {', '.join(map(str, contents))}: {reason}") from error
+        raise VitseeError(
+            f"cannot write {', '.join(map(str, contents))}: {reason(error)}"
+        ) from error
     finally:
         for temporary in partial.values():
             temporary.unlink(missing_ok=True)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
     from vitsee_stores.layout import TokenLayout
 
-Float = NDArray[np.float64]
 
 ARRAYS = ("head_kernel", "head_bias", "head_norm_scale", "head_norm_bias")
 NORMS = ("none", "layer", "rms", "affine")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Float = NDArray[np.float64]
+from vitsee_core.types import Float
 
 WORD = "replicates"
 PREFIX = "without_"

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.types import Mask
 from vitsee_stores import Slab, Store, open_store, require_paired
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
-Mask = NDArray[np.bool_]
 R = TypeVar("R")
 
 

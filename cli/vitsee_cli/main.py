@@ -16,7 +16,7 @@ import click
 
 from vitsee_cli import commands, console, options, sections, signals
 from vitsee_core.machine import is_out_of_memory
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import VitseeError, reason
 
 # Conditions of a path or a disk that the user named; any other OSError keeps its traceback.
 PATH_ERRNOS = frozenset(
@@ -155,7 +155,7 @@ def _one_line(error: Exception) -> str | None:
         return text
     if isinstance(error, OSError) and error.errno in PATH_ERRNOS:
         where = f"{error.filename}: " if error.filename is not None else ""
-        return f"{where}{(error.strerror or text).lower()}"
+        return where + reason(error)
     if isinstance(error, MemoryError):
         return "out of memory; give it more, or use less: --memory, --batch-size, --slab, --jobs"
     if is_out_of_memory(error):

@@ -17,8 +17,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores.disk import open_regular, reason
-from vitsee_stores.errors import StoreError
+from vitsee_stores.disk import open_regular
+from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
 
 Box = tuple[slice, ...]

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from vitsee_stores import metadata
 from vitsee_stores.chunks import checksum, encode, file_name
-from vitsee_stores.disk import each, reason, sync, sync_pool, write_new
-from vitsee_stores.errors import StoreError
+from vitsee_stores.disk import each, sync, sync_pool, write_new
+from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.layout import arrays
 from vitsee_stores.manifest import Manifest
 from vitsee_stores.owners import temporary_name

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,9 +210,3 @@ def remove_files(paths: Iterable[str | Path]) -> int:
         except FileNotFoundError:
             continue
     return count
-
-
-def reason(error: OSError) -> str:
-    """The system's word for an error, in lower case."""
-    text: Any = error.strerror or str(error)
-    return str(text)[:1].lower() + str(text)[1:]

@@ -27,3 +27,9 @@ class MissingInput(VitseeError):
 
 class SiteError(VitseeError):
     """A selector of sites or tokens that nothing answers to."""
+
+
+def reason(error: OSError) -> str:
+    """The system's word for an error, as a part of a line: `no such file or directory`."""
+    text = error.strerror or str(error)
+    return text[:1].lower() + text[1:]

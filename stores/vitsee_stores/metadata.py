@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from vitsee_stores.chunks import codecs, decode, encode, file_name
-from vitsee_stores.disk import read_regular, reason
-from vitsee_stores.errors import StoreError
+from vitsee_stores.disk import read_regular
+from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.layout import CHECKSUM_BYTES, COMMIT_BYTES, ArraySpec, arrays
 from vitsee_stores.manifest import ATTRIBUTE, Manifest
 

@@ -26,8 +26,8 @@ from vitsee_stores.chunks import (
     file_name,
     read_chunk,
 )
-from vitsee_stores.disk import each, read_regular, reason, work_pool
-from vitsee_stores.errors import StoreError, StoreMismatch
+from vitsee_stores.disk import each, read_regular, work_pool
+from vitsee_stores.errors import StoreError, StoreMismatch, reason
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, places
 from vitsee_stores.manifest import Manifest, Samples, samples_from_arrays
 

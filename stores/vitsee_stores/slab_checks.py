@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores.chunks import boxes, check_length, checksum, file_name, where
-from vitsee_stores.disk import each, open_regular, reason, work_pool
-from vitsee_stores.errors import StoreError
+from vitsee_stores.disk import each, open_regular, work_pool
+from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
 from vitsee_stores.sealed import SealedChunks
 

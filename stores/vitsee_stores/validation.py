@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import metadata
-from vitsee_stores.disk import PARTIAL, read_regular, reason
-from vitsee_stores.errors import StoreError
+from vitsee_stores.disk import PARTIAL, read_regular
+from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.manifest import ATTRIBUTE, Manifest, samples_from_arrays
 from vitsee_stores.sealed import SealedChunks

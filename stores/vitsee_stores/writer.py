@@ -23,7 +23,6 @@ from vitsee_stores.disk import (
     each,
     partial_name,
     put_if_absent,
-    reason,
     remove_files,
     sync,
     sync_pool,
@@ -31,7 +30,7 @@ from vitsee_stores.disk import (
     write_new,
     write_whole,
 )
-from vitsee_stores.errors import StoreError
+from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.manifest import Manifest, Samples, check_identity, jsonable, samples_arrays
 from vitsee_stores.owners import is_left, is_mine

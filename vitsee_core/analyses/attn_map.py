@@ -57,6 +57,7 @@ from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import INTERVAL_METHOD, Summary
 from vitsee_core.streaming import Rows
+from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ log = logging.getLogger(__name__)
 
 NEEDS = ("attention",)
 
-Float = NDArray[np.float64]
 
 NUMBERS = {"prefix-mass": "prefix_mass", "entropy": "entropy"}
 KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy")

@@ -24,7 +24,6 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
@@ -41,6 +40,7 @@ from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import Progress, counting
 from vitsee_core.results import Table
 from vitsee_core.selection import select_each, sites_of
+from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ log = logging.getLogger(__name__)
 
 NEEDS = ("sites",)
 
-Float32 = NDArray[np.float32]
-Integers = NDArray[np.int64]
 Score = dict[str, Any]
 
 METRICS = ("purity", "nmi", "ari")

@@ -41,6 +41,7 @@ from vitsee_core.results import Table
 from vitsee_core.selection import select_each
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
 
@@ -54,7 +55,6 @@ log = logging.getLogger(__name__)
 
 NEEDS = ("grid",)
 
-Float = NDArray[np.float64]
 
 RADII = {"radius50_px": 0.5, "radius90_px": 0.9}
 METRICS = (*RADII, "offset_px", "gradient")

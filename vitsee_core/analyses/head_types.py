@@ -44,6 +44,7 @@ from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +55,6 @@ log = logging.getLogger(__name__)
 
 NEEDS = ("attention",)
 
-Float = NDArray[np.float64]
 
 COLUMNS = (
     *(*SITE, "row", "col", "head", "type", "detail"),

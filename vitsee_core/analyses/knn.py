@@ -45,6 +45,7 @@ from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -57,8 +58,6 @@ log = logging.getLogger(__name__)
 
 NEEDS = ("sites",)
 
-Float32 = NDArray[np.float32]
-Integers = NDArray[np.int64]
 Pieces = Callable[[], Iterator[Float32]]
 
 VOTES = ("softmax", "majority")

@@ -52,6 +52,7 @@ from vitsee_core.statistics.skip_branch import (
 )
 from vitsee_core.statistics.token_statistics import Places
 from vitsee_core.streaming import Rows, each_slab
+from vitsee_core.types import Float
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.manifest import few
 
@@ -64,7 +65,6 @@ log = logging.getLogger(__name__)
 
 NEEDS = ("residual",)
 
-Float = NDArray[np.float64]
 
 # metric -> (quantity of each image, statistic over images)
 METRICS = {

@@ -24,6 +24,7 @@ from vitsee_core.figures.weights_figure import draw_weights
 from vitsee_core.input_weights import FILTERS, POSITIONS, InputWeights, of_model, of_store
 from vitsee_core.plotting import styled
 from vitsee_core.results import Table
+from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 NEEDS: tuple[str, ...] = ()
 
-Float = NDArray[np.float64]
 
 WHAT = ("components", "filters", "positions")
 COLUMNS = (

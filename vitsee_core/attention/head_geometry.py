@@ -44,8 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.head_maps import query_coverage
-
-Float = NDArray[np.float64]
+from vitsee_core.types import Float
 
 TYPES = ("strict local", "soft local", "axial local", "offset local", "repeating", "global")
 UNDEFINED = "undefined"

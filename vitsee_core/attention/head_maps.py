@@ -19,6 +19,7 @@ from vitsee_core.attention.heads import Block, attention_blocks
 from vitsee_core.columns import site_columns
 from vitsee_core.selection import Selection, select_each
 from vitsee_core.streaming import Rows, each_slab
+from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.manifest import by_reason
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from vitsee_stores import Slab, Store
     from vitsee_stores.layout import TokenLayout
 
-Float = NDArray[np.float64]
 Key = tuple[str, str]  # array and group
 
 log = logging.getLogger(__name__)

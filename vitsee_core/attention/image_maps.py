@@ -24,6 +24,7 @@ from vitsee_core.progress import SILENT, Progress
 from vitsee_core.provenance import Pictures, Provenance
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import Moments, Summary
+from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
-Float = NDArray[np.float64]
 
 COLUMNS = (
     *(*SITE, "token", "row", "col", "head", "image"),

@@ -31,8 +31,7 @@ from vitsee_core.extraction.slab_grams import HeldGrams, LiveGrams, SlabGrams
 from vitsee_core.extraction.timing import Clock
 from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.models import SiteTable
-from vitsee_stores.disk import reason
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.layout import ArraySpec, StorePlan, arrays
 
 # Largest memory of a forward pass over that of its largest activation in float32: 3.5 to 6 for

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vitsee_core.types import Float32
 from vitsee_stores.errors import MissingInput
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
-
-Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True)

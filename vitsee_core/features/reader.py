@@ -26,6 +26,7 @@ from vitsee_core.features.last_stage import Matching
 from vitsee_core.features.last_stage import match_last_stage as match
 from vitsee_core.features.matrix import FeatureMatrix
 from vitsee_core.streaming import Rows, each_slab
+from vitsee_core.types import Float32, Mask
 from vitsee_stores.errors import SiteError, StoreMismatch, VitseeError
 from vitsee_stores.token_selection import Token, TokenSelection, layout_tokens
 
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Slab, Store
     from vitsee_stores.layout import TokenLayout
     from vitsee_stores.lazy import LazyArray
-
-Float32 = NDArray[np.float32]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

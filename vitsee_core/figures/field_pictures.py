@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves, site_kind
 from vitsee_core.plotting import GREY, new_figure, shorten
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from vitsee_core.results import Table
 
-Float = NDArray[np.float64]
 
 CURVES = {
     "radius50_px": "radius of 50 % of the mass (px)",

@@ -11,10 +11,10 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.figures.site_axes import CHARACTER_INCHES
 from vitsee_core.plotting import GREY, new_figure, shorten
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from vitsee_core.results import Table
 
-Float = NDArray[np.float64]
 
 SCALES = ("shared", "head")
 GAP = 0.08  # of a tile

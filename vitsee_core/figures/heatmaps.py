@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.figures.site_axes import CHARACTER_INCHES, SMALL_INCHES, SiteAxis, Ticks
 from vitsee_core.plotting import GREY, new_figure
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from vitsee_core.results import Table
 
-Float = NDArray[np.float64]
 
 COLOUR_MAP = "magma"
 NO_VALUE = "#9FB4BD"  # bluish grey: not a colour of the map

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.plotting import GREY, new_figure, shorten
 from vitsee_core.results import Table
 from vitsee_core.similarity.localisation import OWN_METRICS, own_patch
+from vitsee_core.types import Float
 from vitsee_stores.token_selection import parse_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Float = NDArray[np.float64]
 
 METRICS = {
     "own_top1": "own patch first (fraction of tokens)",

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.figures.heatmaps import COLOUR_MAP, NO_VALUE, describe_scale
 from vitsee_core.figures.location_curves import (
@@ -20,6 +19,7 @@ from vitsee_core.figures.location_curves import (
 )
 from vitsee_core.figures.token_maps import value_ticks
 from vitsee_core.plotting import GREY, new_figure, shorten
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from vitsee_core.results import Table
 
-Float = NDArray[np.float64]
 
 MOST_SINGLE = 8  # maps in a line; more become a mosaic
 MOST_MOSAICS = 12

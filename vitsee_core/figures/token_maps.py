@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.figures.site_axes import SiteAxis, Ticks
 from vitsee_core.plotting import GREY
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.image import AxesImage
 
-Float = NDArray[np.float64]
 Column = tuple[str, Mapping[Any, float]]  # sublayer; token's name or (row, col) -> value
 
 NO_VALUE = "#C9C9C9"

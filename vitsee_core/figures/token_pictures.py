@@ -24,6 +24,7 @@ from vitsee_core.plotting import (
     shorten,
     styled,
 )
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from vitsee_core.results import Table
 
-Float = NDArray[np.float64]
 
 LABELS = {
     "norm_ratio": "|z| / |f(z)|, mean",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.figures.head_tiles import Tiles, draw_tiles
 from vitsee_core.plotting import GREY, new_figure, shorten
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from vitsee_core.results import Table
 
-Float = NDArray[np.float64]
 
 ACROSS = 7  # components in a line, as in the paper
 MOST_QUERIES = 16  # tiles of cosines in a line

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Float32 = NDArray[np.float32]
+from vitsee_core.types import Float32
 
 _S = "__pyx_t_5scipy_6linalg_11cython_blas_s *"
 SIGNATURE = f"void (char *, char *, int *, int *, {_S}, {_S}, int *, {_S}, {_S}, int *)".encode()

@@ -22,6 +22,7 @@ from PIL import Image, UnidentifiedImageError
 
 from vitsee_core.images.errors import ImageError
 from vitsee_core.images.shared import SharedBlock
+from vitsee_stores.errors import reason
 
 # The process or the machine ran out of something: the image is not to blame.
 _NOT_THE_IMAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -178,7 +179,7 @@ def _read_of(location: Any) -> Iterator[None]:
     except OSError as error:
         if error.errno in _NOT_THE_IMAGE:
             raise
-        raise ImageError(str(location), (error.strerror or str(error)).lower()) from None
+        raise ImageError(str(location), reason(error)) from None
     except ValueError as error:  # a NUL in the path
         raise ImageError(str(location), one_line(error)) from None
 

@@ -15,6 +15,7 @@ from vitsee_core.images import splits as split_rules
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.image_source import ImageSource
+from vitsee_stores.errors import reason
 
 EXTENSIONS = frozenset(
     f".{kind}"
@@ -108,8 +109,7 @@ def _walk(root: str, below: str, above: frozenset[tuple[int, int]]) -> Iterator[
                 elif is_image(entry.name):
                     yield utf8(path)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise DataError(f"cannot read the folder {folder}: {reason}") from None
+        raise DataError(f"cannot read the folder {folder}: {reason(error)}") from None
 
 
 def utf8(path: str) -> str:

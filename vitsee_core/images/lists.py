@@ -14,6 +14,7 @@ from vitsee_core.images.decoding import FileOpener, one_line
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import number
 from vitsee_core.images.image_source import ImageSource
+from vitsee_stores.errors import reason
 
 _PATH_NAMES = ("path", "image_path", "file_path", "filepath", "file_name", "filename", "file")
 _COLUMNS = {
@@ -135,7 +136,7 @@ def _rows(path: Path, name: str) -> Iterator[Row]:
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{name} cannot be read as a list: {one_line(error)}") from None
     except OSError as error:
-        raise DataError(f"cannot read {name}: {(error.strerror or str(error)).lower()}") from None
+        raise DataError(f"cannot read {name}: {reason(error)}") from None
 
 
 def _chain(first: Row, rest: Iterator[Row]) -> Iterator[Row]:

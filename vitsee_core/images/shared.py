@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.errors import DataError
+from vitsee_stores.errors import reason
 
 _RAM_DISK = Path("/dev/shm")
 
@@ -51,8 +52,7 @@ def _anonymous_file(size: int) -> int:
                 file.truncate(size)
             return os.dup(file.fileno())
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
         raise DataError(
-            f"cannot share {size / 1e6:.0f} MB with the loading processes: {reason}; "
+            f"cannot share {size / 1e6:.0f} MB with the loading processes: {reason(error)}; "
             "run with smaller batches or --workers 0"
         ) from None

@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from vitsee_core.statistics.moments import LEVEL
 from vitsee_core.streaming import choose_rows
+from vitsee_core.types import Integers, Mask
 from vitsee_stores.errors import MissingInput, StoreMismatch
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-Mask = NDArray[np.bool_]
-Integers = NDArray[np.int64]
 
 INTERVAL_METHOD = (
     "95 % Wilson score interval of the share of test images that are right (training images, "

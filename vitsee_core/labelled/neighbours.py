@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.device import precision_context
 from vitsee_core.progress import SILENT, Progress
-
-Float32 = NDArray[np.float32]
+from vitsee_core.types import Float32
 
 TILE_ROWS = 1024
 TILE_QUERIES = 1024

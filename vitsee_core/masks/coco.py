@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_core.masks.shapes import coder, pixels_of
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import VitseeError, reason
 
 MOST_PIXELS = 178_956_970  # of an image that Pillow opens
 
@@ -74,9 +74,9 @@ class CocoMasks:
         try:
             return pixels_of(annotation["segmentation"], size)
         except Exception as error:  # compiled code raises what it likes
-            reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise VitseeError(
-                f"cannot read the annotation {annotation.get('id')} of {self.where(i)}: {reason}"
+                f"cannot read the annotation {annotation.get('id')} of {self.where(i)}: {why}"
             ) from None
 
 
@@ -90,7 +90,7 @@ def open_coco(path: Path) -> CocoMasks:
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise VitseeError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+        raise VitseeError(f"cannot read {path}: {reason(error)}") from None
     except (ValueError, RecursionError) as error:
         raise VitseeError(f"{path} is not JSON: {error}") from None
     expected = "a COCO file with 'images' and 'annotations'"

@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
-
-Float = NDArray[np.float64]
-Mask = NDArray[np.bool_]
+from vitsee_core.types import Float, Mask
 
 BASELINES = ("uniform", "centre", "random")
 CENTRE_STD = 0.25  # of the centred map, in sides of the grid

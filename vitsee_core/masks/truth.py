@@ -20,6 +20,7 @@ from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource
 from vitsee_core.masks.token_labels import as_seen, mask_recipe, token_labels
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.provenance import source_of
+from vitsee_core.types import Mask
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Mask = NDArray[np.bool_]
 RULES = ("half", "any")
 _NAMES_SHOWN = 2
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.machine import human_bytes
 from vitsee_core.probing.draws import Draw
@@ -20,11 +19,8 @@ from vitsee_core.probing.sources import Source
 from vitsee_core.probing.tally import Tally
 from vitsee_core.ridge import GRID, Algebra, HeldOut, LeaveOneOut, Linear, from_kernel
 from vitsee_core.ridge.solver import mean_target, targets
+from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
-
-Float = NDArray[np.float64]
-Float32 = NDArray[np.float32]
-Integers = NDArray[np.int64]
 
 
 class Products:

@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.labelled.labelled_rows import LabelledRows, labelled_rows
+from vitsee_core.types import Integers, Mask
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
-
-Integers = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 HELD_OUT = 0.2  # of each class, to choose l2
 SHOWN = 6

@@ -14,9 +14,8 @@ from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.sources import Block, Source
 from vitsee_core.ridge import GRID, Algebra, Factors, Gathered, HeldOut, LeaveOneOut, Linear, solve
 from vitsee_core.ridge.gathered import n_bytes
+from vitsee_core.types import Float, Integers
 
-Float = NDArray[np.float64]
-Integers = NDArray[np.int64]
 T = TypeVar("T")
 
 ROWS = 4096

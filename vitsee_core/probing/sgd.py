@@ -16,19 +16,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.fit import Fitted, Task
 from vitsee_core.probing.sources import Source
 from vitsee_core.ridge import Linear
+from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     import torch
 
-Float32 = NDArray[np.float32]
-Integers = NDArray[np.int64]
 
 MOMENTUM, NORM_EPSILON = 0.9, 1e-6
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.features import SiteFeatures
 from vitsee_core.labelled.labelled_rows import LabelledRows, random_pieces
+from vitsee_core.types import Float32, Integers
 
-Float32 = NDArray[np.float32]
-Integers = NDArray[np.int64]
 Block = tuple[Integers, Float32]
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Float = NDArray[np.float64]
-Integers = NDArray[np.int64]
+from vitsee_core.types import Float, Integers
 
 TOP = 5
 METRICS = ("top1", "top5")

@@ -7,8 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-Float = NDArray[np.float64]
-Integers = NDArray[np.int64]
+from vitsee_core.types import Float, Integers
 
 
 class Gathered:

@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.ridge.solver import Factors
-
-Float = NDArray[np.float64]
-Integers = NDArray[np.int64]
+from vitsee_core.types import Float, Integers
 
 GRID = tuple(2.0**e for e in range(-10, 20))  # of Google's few-shot evaluations
 

@@ -17,12 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.ridge.gathered import Gathered
-
-Float = NDArray[np.float64]
-Integers = NDArray[np.int64]
+from vitsee_core.types import Float, Integers
 
 EPSILON = 1e-5  # added to standard deviations, as in big_vision
 

@@ -18,7 +18,7 @@ import numpy as np
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Estimator, Rows
 from vitsee_core.similarity.exact import full_grams, in_groups
-from vitsee_core.similarity.gram_file import Float32, GramFile
+from vitsee_core.similarity.gram_file import GramFile
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
 from vitsee_core.similarity.pair_sums import (
     Matrix,
@@ -30,6 +30,7 @@ from vitsee_core.similarity.pair_sums import (
 from vitsee_core.similarity.products import Tile, products
 from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.shift import Origin, Shift
+from vitsee_core.types import Float32
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
 BATCH, EXAMPLES, REPEATS = 1024, 10240, 20  # Raghu et al. 2021, appendix A

@@ -36,7 +36,7 @@ from vitsee_core.similarity.gram_file import (
 )
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
 from vitsee_core.similarity.shift import Origin
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import VitseeError, reason
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -78,11 +78,10 @@ class GramCache:
                 _sweep(wanted)
                 return wanted
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
             log.warning(
                 "Gram matrices of %s are not kept: cannot write %s: %s (choose a place with "
                 "--cache DIR, or --no-cache)",
-                *(store.label, wanted, reason),
+                *(store.label, wanted, reason(error)),
             )
             return self.scratch
 
@@ -140,10 +139,9 @@ class GramCache:
                     if attempt:
                         self._places[features.store.manifest.store_id] = self.scratch
                     continue
-                reason = (error.strerror or str(error)).lower()
                 raise VitseeError(
                     f"cannot keep the Gram matrix of {' '.join(features.key)} in {folder}: "
-                    f"{reason} (choose another place with --cache DIR)"
+                    f"{reason(error)} (choose another place with --cache DIR)"
                 ) from error
         raise AssertionError("the last attempt returns or raises")
 

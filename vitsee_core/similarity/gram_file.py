@@ -29,12 +29,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vitsee_core.similarity.shift import Shift
+from vitsee_core.types import Float32
 from vitsee_stores.errors import MissingInput, VitseeError
 
 FORMAT = 2
 LARGEST_TILE = 1024
 MOST_BYTES = 1 << 28  # of a list of rows: no header that claims more is unpacked
-Float32 = NDArray[np.float32]
 Rows = NDArray[np.int64]
 
 

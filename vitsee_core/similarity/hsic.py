@@ -19,13 +19,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.types import Float
 from vitsee_stores.manifest import few
-
-Float = NDArray[np.float64]
 
 JACKKNIFE = (
     "delete-a-block jackknife over images: std its standard error, low and high cka -+ t(0.975, "

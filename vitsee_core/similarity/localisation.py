@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from vitsee_core.similarity import Hsic, centred_alignment, summarise
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec
     from vitsee_stores.layout import TokenLayout
 
-Float = NDArray[np.float64]
 Rows = NDArray[np.int64]
 
 OWN_METRICS = ("own_cka", "own_rank", "own_rank_relative", "own_margin")

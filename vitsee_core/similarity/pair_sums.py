@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.similarity.hsic import Float, Hsic, PairSums
+from vitsee_core.similarity.hsic import Hsic, PairSums
 from vitsee_core.similarity.lanes import in_order, lane_pool, n_lanes, spread
+from vitsee_core.types import Float, Float32
 
 Labels = NDArray[np.int64]
-Float32 = NDArray[np.float32]
 
 # Products of float32 are added up in float64 after so many terms: errors stay near 1e-7.
 TERMS = 1 << 14

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Float = NDArray[np.float64]
+from vitsee_core.types import Float
+
 Rows = NDArray[np.int64]
 
 

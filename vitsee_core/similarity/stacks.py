@@ -14,7 +14,8 @@ from vitsee_core.features import SiteFeatures
 from vitsee_core.grams.arithmetic import Arithmetic
 from vitsee_core.progress import Progress
 from vitsee_core.similarity.comparison import Rows
-from vitsee_core.similarity.pair_sums import Float32, Matrix
+from vitsee_core.similarity.pair_sums import Matrix
+from vitsee_core.types import Float32
 
 if TYPE_CHECKING:
     from vitsee_stores import Store

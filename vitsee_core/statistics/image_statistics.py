@@ -16,10 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.statistics.moments import t_quantile
-
-Float = NDArray[np.float64]
-Integers = NDArray[np.int64]
-Mask = NDArray[np.bool_]
+from vitsee_core.types import Float, Integers, Mask
 
 ESTIMATORS = ("mean", "median", "geomean")
 BLOCKS = 20

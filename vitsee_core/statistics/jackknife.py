@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from vitsee_core.statistics.image_statistics import block_labels
 from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-Float = NDArray[np.float64]
-Integers = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 METHOD = (
     "value without one block of images each; runs of rows of a shuffled store, dealt out with the "

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Float = NDArray[np.float64]
+from vitsee_core.types import Float
 
 LEVEL = 0.95
 INTERVAL_METHOD = (

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.columns import block_of_sublayer
 from vitsee_core.selection import Selection, select_each
+from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 from vitsee_stores.selectors import NOT, split_patterns
@@ -30,7 +31,6 @@ from vitsee_stores.token_selection import TokenSelection, describe_layout, layou
 if TYPE_CHECKING:
     from vitsee_stores import Slab, Store
 
-Float = NDArray[np.float64]
 
 QUANTITIES = ("norm_ratio", "cos_branch", "cos_out", "skip_norm", "branch_norm")
 TOKENS = ("each", "cls", "prefix", "patches", "all", "flat")

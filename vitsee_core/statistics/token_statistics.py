@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.replicates import stacked
 from vitsee_core.statistics.image_statistics import Estimates, Statistic, estimates_of
-
-Float = NDArray[np.float64]
-Integers = NDArray[np.int64]
-Mask = NDArray[np.bool_]
+from vitsee_core.types import Float, Integers, Mask
 
 
 class TokenMean:

@@ -9,7 +9,7 @@ import click
 from vitsee_cli import console
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import parse_folder
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import VitseeError, reason
 
 QUESTION = STORES
 
@@ -88,8 +88,7 @@ def command(ctx: click.Context, output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise VitseeError(f"cannot make the folder {output}: {reason}") from None
+        raise VitseeError(f"cannot make the folder {output}: {reason(error)}") from None
     for step in steps(output):
         console.say(f"$ vitsee {shlex.join(step)}")
         if code := vitsee.main(step, prog_name="vitsee", standalone_mode=False, parent=ctx):
