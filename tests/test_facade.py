@@ -179,6 +179,33 @@ def test_a_module_says_how_images_are_prepared(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Held(nn.Module):
+    """Keeps a tensor that autograd computed, which torch does not copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.seen = self.scale * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images as they are."""
+        return x * self.seen
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        (nn.Sequential(nn.AvgPool2d(4)), "Sequential has no parameters"),
+        (Held(), "Held cannot be copied: Only Tensors created explicitly"),
+        (nn.Sequential(nn.Linear(7, 3)), "does not run on images of 32 x 32 pixels"),
+    ],
+)
+def test_modules_that_are_refused(tmp_path: Path, module: nn.Module, line: str) -> None:
+    with pytest.raises(ModelError, match=line):
+        vitsee.extract(module, "demo:test", tmp_path / "s.zarr", transform=OWN, images=4)
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---------------------------------------------------------------- transforms
 
 TO_FLOAT = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])

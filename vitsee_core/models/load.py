@@ -113,8 +113,9 @@ def own_model(
         ablate_skip: as in `load_model`.
 
     Raises:
-        ModelError: neither module nor caller say how images are prepared; parts of the module are
-            compiled, traced or scripted; a skip that cannot be ablated.
+        ModelError: neither module nor caller say how images are prepared; the module has no
+            parameters, or cannot be copied; parts of it are compiled, traced or scripted; a skip
+            that cannot be ablated.
     """
     refuse_compiled(module)
     config: dict[str, Any] = getattr(module, "pretrained_cfg", None) or {}
@@ -125,7 +126,12 @@ def own_model(
         if not config:
             raise ModelError(f"{name} is no model of timm's: say how its images are prepared")
         transform = input_transform(module, name, None, {})
-    module = copy.deepcopy(module).cpu()
+    if next(module.parameters(), None) is None:
+        raise ModelError(f"{name} has no parameters; expected a trained network")
+    try:
+        module = copy.deepcopy(module).cpu()
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(f"{name} cannot be copied: {str(error).splitlines()[0]}") from error
     _still(module)
     model = LoadedModel(
         name=name,
