@@ -172,7 +172,7 @@ def test_options_that_do_not_exist(tmp_path: Path, options: dict[str, Any], line
 
 
 def test_a_module_says_how_images_are_prepared(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="Small is no model of timm's: say how its images"):
+    with pytest.raises(ModelError, match="Small is not a timm model: give its transform"):
         vitsee.extract(small(), "demo:test", tmp_path / "s.zarr")
     with pytest.raises(OptionError, match="checkpoint belongs to a model's name"):
         vitsee.extract(small(), "demo:test", tmp_path / "s.zarr", transform=OWN, checkpoint="x.pth")

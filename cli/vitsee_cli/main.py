@@ -136,7 +136,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _first_word(ctx: click.Context) -> str:
-    """The first word that is no option: the command, where one was typed."""
+    """The first word that is not an option: the command, where one was typed."""
     return next((word for word in ctx.meta[console.ARGUMENTS] if not word.startswith("-")), "")
 
 

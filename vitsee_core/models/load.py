@@ -124,7 +124,7 @@ def own_model(
     name = name or str(config.get("architecture") or kind.__name__)
     if transform is None:
         if not config:
-            raise ModelError(f"{name} is no model of timm's: say how its images are prepared")
+            raise ModelError(f"{name} is not a timm model: give its transform (transform=...)")
         transform = input_transform(module, name, None, {})
     if next(module.parameters(), None) is None:
         raise ModelError(f"{name} has no parameters; expected a trained network")

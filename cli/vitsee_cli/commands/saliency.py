@@ -72,7 +72,7 @@ def parse_void(text: str | int) -> str | int:
     multiple=True,
     type=click.IntRange(min=0),
     show_default="0",
-    help="Pixel value of PNG masks that is no object. Repeatable.",
+    help="Pixel value of PNG masks outside of objects. Repeatable.",
 )
 @click.option(
     "--void",
