@@ -324,7 +324,7 @@ def test_single_images_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     ):
         with pytest.raises(VitseeError, match=phrase):
             run(store, image=[name])
-    with pytest.raises(VitseeError, match=r"no patch 2,0: its grid is 2 x 3"):
+    with pytest.raises(VitseeError, match=r"no token 2,0: .*grid of 2 x 3"):
         run(store, image=["0"], query=[(2, 0)])
 
 

@@ -26,6 +26,7 @@ from vitsee_core.results import Table
 from vitsee_core.statistics.moments import Moments, Summary
 from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.token_selection import TokenSelection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,26 +163,20 @@ def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Fl
 
 def _check_cells(blocks: Sequence[Block], query: Sequence[tuple[int, int]]) -> None:
     for block in blocks:
-        height, width = block.layout.grid or (0, 0)
-        for row, col in query:
-            if not (0 <= row < height and 0 <= col < width):
-                raise VitseeError(
-                    f"{block.site} has no patch {row},{col}: its grid is {height} x {width}, "
-                    "counted from 0"
-                )
+        for cell in query:
+            TokenSelection.parse(cell).require(block.layout, block.site)
 
 
 def _tokens(block: Block, a: Tensor, query: Sequence[tuple[int, int]]) -> list[tuple[str, Tensor]]:
     """(token, (images, heads, keys)) of the class token and each query."""
     layout = block.layout
-    assert layout.grid is not None
-    first = layout.n_prefix
     if layout.cls is None:
-        found = [("mean", a[:, :, first:].mean(2))]
+        found = [("mean", a[:, :, layout.n_prefix :].mean(2))]
     else:
         found = [("cls", a[:, :, layout.cls])]
-    for row, col in query:
-        found.append((f"{row},{col}", a[:, :, first + row * layout.grid[1] + col]))
+    for cell in map(TokenSelection.parse, query):
+        (token,) = cell.members(layout)
+        found.append((str(cell), a[:, :, token]))
     return found
 
 

@@ -109,7 +109,8 @@ class Host:
         self._syrk = syrk
 
     def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
-        """As `Arithmetic`; torch is 2 to 3 times as fast with float16, if it is there anyway."""
+        """Copy into another type: by torch, if it is imported anyway and the values are float16, 2
+        to 3 times as fast."""
         if "torch" in sys.modules and values.dtype == np.float16:
             import torch
 
@@ -130,7 +131,7 @@ class Host:
         return memory
 
     def zeros(self, shape: tuple[int, int]) -> NDArray[np.float64]:
-        """As `Arithmetic`."""
+        """A sum of products, in float64."""
         return np.zeros(shape)
 
     def take(self, x: NDArray[Any]) -> NDArray[Any]:
@@ -138,7 +139,7 @@ class Host:
         return x
 
     def multiply(self, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
-        """As `Arithmetic`: numpy calls syrk where both sides are the same memory."""
+        """left right^T in the memory of `out`, by syrk where both sides are the same memory."""
         shape = len(left), len(right)
         product: NDArray[Any] = out[: shape[0] * shape[1]].reshape(shape)
         if left is right and self._syrk is not None and left.dtype == np.float32:
@@ -148,15 +149,15 @@ class Host:
         return product
 
     def add(self, total: NDArray[np.float64], product: NDArray[Any]) -> None:
-        """As `Arithmetic`."""
+        """total += product."""
         np.add(total, product, out=total)
 
     def add_gram(self, total: NDArray[np.float64], x: NDArray[Any]) -> None:
-        """As `Arithmetic`: the same array on both sides, so that numpy calls syrk."""
+        """total += x x^T: the same array on both sides, so that numpy calls syrk."""
         total += x @ x.T
 
     def host(self, total: NDArray[np.float64], symmetric: bool) -> NDArray[np.float64]:
-        """As `Arithmetic`."""
+        """The whole sum in memory of the host."""
         if symmetric:
             mirror(total)
         return total
@@ -188,16 +189,16 @@ class Gpu:
         return self._torch.empty(len(memory), dtype=dtype, device=self._device)
 
     def zeros(self, shape: tuple[int, int]) -> Tensor:
-        """As `Arithmetic`."""
+        """A sum of products, in float64."""
         return self._torch.zeros(shape, dtype=self._torch.float64, device=self._device)
 
     def take(self, x: NDArray[Any]) -> Tensor:
-        """As `Arithmetic`."""
+        """The strip on the device."""
         return self._torch.from_numpy(x).to(self._device)
 
     def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-        """As `Arithmetic`: of a symmetric product the columns on and below the diagonal, a few at
-        a time."""
+        """left right^T in the memory of `out`: of a symmetric product the columns on and below the
+        diagonal, a few at a time."""
         product = out[: len(left) * len(right)].view(len(left), len(right))
         width = len(right) if left is not right else max(1, GOOD_WIDTH, len(right) // N_WIDTHS)
         for at in range(0, len(right), width):
@@ -208,11 +209,11 @@ class Gpu:
         return product
 
     def add(self, total: Tensor, product: Tensor) -> None:
-        """As `Arithmetic`."""
+        """total += product."""
         total += product
 
     def add_gram(self, total: Tensor, x: Tensor) -> None:
-        """As `Arithmetic`, in sums of at most `TERMS` products: a product of more columns at once
+        """total += x x^T, in sums of at most `TERMS` products: a product of more columns at once
         loses digits by as much as the kernel of the day decides. Those of all pieces are one call,
         which fills a GPU where one small matrix does not."""
         torch, width = self._torch, x.shape[1]
@@ -225,7 +226,7 @@ class Gpu:
             total += torch.mm(last, last.T)
 
     def host(self, total: Tensor, symmetric: bool) -> NDArray[np.float64]:
-        """As `Arithmetic`."""
+        """The whole sum in memory of the host."""
         found: NDArray[np.float64] = total.cpu().numpy()
         if symmetric:
             mirror(found)

@@ -49,20 +49,20 @@ class Stored:
 
     @property
     def n_tokens(self) -> int:
-        """See `Source`."""
+        """Number of vectors per image."""
         return len(self.features.tokens)
 
     @property
     def dim(self) -> int:
-        """See `Source`."""
+        """Channels of a vector."""
         return self.features.dim
 
     def groups(self, n_tokens: int) -> list[slice]:
-        """See `Source`."""
+        """The tokens in pieces of about so many that are read together."""
         return self.features.groups(n_tokens)
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        """See `Source`."""
+        """(places, features) of these images, block by block."""
         mask = np.zeros(self.data.store.n_images, bool)
         mask[self.data.rows[places]] = True
         done = 0
@@ -82,12 +82,12 @@ class Random:
     seed: Sequence[int]
 
     def groups(self, n_tokens: int) -> list[slice]:
-        """See `Source`."""
+        """The tokens in pieces of about so many that are read together."""
         step = max(1, n_tokens)
         return [slice(a, min(a + step, self.n_tokens)) for a in range(0, self.n_tokens, step)]
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        """See `Source`."""
+        """(places, features) of these images, block by block."""
         wanted = np.zeros(self.n, bool)
         wanted[places] = True
         tokens = [
@@ -112,16 +112,16 @@ class SideBySide:
 
     @property
     def dim(self) -> int:
-        """See `Source`."""
+        """Channels of a vector."""
         return self.source.n_tokens * self.source.dim
 
     def groups(self, n_tokens: int) -> list[slice]:
-        """See `Source`."""
+        """The tokens in pieces of about so many that are read together."""
         del n_tokens
         return [slice(0, 1)]
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        """See `Source`."""
+        """(places, features) of these images, block by block."""
         del part
         for where, x in self.source.blocks(slice(0, self.source.n_tokens), places):
             yield where, x.reshape(len(x), 1, -1)
