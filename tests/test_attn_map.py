@@ -440,7 +440,9 @@ def test_weights_that_are_others(extractions: Path, tmp_path: Path) -> None:
     with edited(tmp_path / "s.zarr") as manifest:
         manifest["model"]["weights"] |= {"source": "checkpoint", "file": "lost.pth"}
         del manifest["model"]["weights"]["seed"]
-    with pytest.raises(VitseeError, match=r"cannot be had again: no checkpoint at .*--checkpoint"):
+    with pytest.raises(
+        VitseeError, match=r"cannot be loaded again: no checkpoint at .*--checkpoint"
+    ):
         run(open_store(tmp_path / "s.zarr"), image=["0"])
 
 
@@ -691,17 +693,17 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
 
 
 def test_windowed_and_channel_attention_are_named(tmp_path: Path) -> None:
-    reason = {"attention": "attention within windows (49 an image)"}
+    reason = {"attention": "attention within windows (49 per image)"}
     path = write_attention(tmp_path / "swin.zarr", [], {}, n_images=3, left_out=reason).path
     result = attn_map_cli(path, "--kind", "aligned")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "attention within windows (49 an image)" in result.stderr
+    assert "attention within windows (49 per image)" in result.stderr
 
 
 def test_blocks_that_were_left_out_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left_out = {"stages.0 attention": "attention within windows (4 an image)", "rollout": "no"}
+    left_out = {"stages.0 attention": "attention within windows (4 per image)", "rollout": "no"}
     made = random_attention(layout(), 2, [2])
     store = write(tmp_path / "a.zarr", [made], left_out=left_out, with_rollout=False)
     with pytest.raises(SiteError, match=r"no attention of stages\.0: attention within windows"):

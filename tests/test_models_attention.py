@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "samvit_base_patch16_224": (
         {**VIT, "global_attn_indexes": (1,)},
         64,
-        "3 attentions an image in the batch dimension",
+        "3 attentions per image in the batch dimension",
     ),
     "xcit_nano_12_p8_224": ({"depth": 2}, 32, "entries, but the block has"),
     "vit_tiny_patch16_224": ({**VIT, "attn_layer": "diff"}, 32, "2 attention calls"),
@@ -291,7 +291,7 @@ def test_blocks_are_refused_one_by_one() -> None:
     )
     table = site_table(model)
     assert [block.name for block in table.attention] == ["layers.2.blocks.0", "layers.3.blocks.0"]
-    assert "16 an image" in table.left_out["layers.0.blocks.0 attention"]
+    assert "16 per image" in table.left_out["layers.0.blocks.0 attention"]
     assert table.rollout_refusal == "attention lies on several grids"
     pooled = site_table(small("pvt_v2_b0", 64, depths=(1, 1, 1, 1)))
     assert "pooled tokens: 256 queries" in pooled.left_out["stages.0.blocks.0 attention"]

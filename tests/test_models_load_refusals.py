@@ -77,12 +77,12 @@ def test_what_decides_the_weights_has_its_own_option(key: str) -> None:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "mean": ({"mean": ["x"]}, "says mean ['x']; expected finite numbers"),
-    "mean of two": ({"mean": [0.5, 0.5]}, "says mean [0.5, 0.5]"),
+    "mean": ({"mean": ["x"]}, "has mean ['x']; expected finite numbers"),
+    "mean of two": ({"mean": [0.5, 0.5]}, "has mean [0.5, 0.5]"),
     "std": ({"std": [0, 1, 1]}, "expected numbers above 0"),
-    "crop_pct": ({"crop_pct": "much"}, "says crop_pct much; expected one number"),
-    "input_size": ({"input_size": [3, "a", 160]}, "says input_size [3, 'a', 160]"),
-    "labels": ({"label_names": 7}, "says label_names '7'; expected a list"),
+    "crop_pct": ({"crop_pct": "much"}, "has crop_pct much; expected one number"),
+    "input_size": ({"input_size": [3, "a", 160]}, "has input_size [3, 'a', 160]"),
+    "labels": ({"label_names": 7}, "has label_names '7'; expected a list"),
 }
 
 

@@ -29,7 +29,7 @@ def run(
     prove: bool = False,
     progress: Progress = SILENT,
 ) -> Table:
-    """One row an architecture, in timm's order.
+    """One row per architecture, in timm's order.
 
     Columns: `COLUMNS`. `tags`: of its pretrained weights, with spaces between (`NAME.TAG` is a
     model). n_params, height, width (input size in pixels), n_blocks: with the default arguments.
@@ -112,7 +112,7 @@ def offers(table: SiteTable) -> dict[str, str | None]:
     grid = any(site.layout is not None and site.layout.grid for site in table.sites)
     heads = any("heads" in site.groups for site in table.sites)
     return {
-        "sites": None if table.sites else "no module gives one tensor an image",
+        "sites": None if table.sites else "no module gives one tensor per image",
         "grid": None if grid else "no site lies on the image's grid",
         "attention": table.attention_refusal,
         "heads": None if heads else table.attention_refusal or "no block whose heads are known",
@@ -150,16 +150,16 @@ def _made(
         return {**row, "left_out": f"unknown without weights: {_line(error)}"}
     lacks = offers(table)
     reasons: dict[str, list[str]] = {}
-    served = []
+    supported = []
     for command, wanted in needs.items():
         why = next((lacks[what] for what in wanted if lacks[what] is not None), None)
         if why is None:
-            served.append(command)
+            supported.append(command)
         else:
             reasons.setdefault(why, []).append(command)
     left_out = "; ".join(f"{' '.join(some)}: {why}" for why, some in reasons.items())
     n_blocks = len({site.block for site in table.sites if site.block is not None})
-    return {**row, "n_blocks": n_blocks, "analyses": " ".join(served), "left_out": left_out}
+    return {**row, "n_blocks": n_blocks, "analyses": " ".join(supported), "left_out": left_out}
 
 
 def _line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""What a store was made from, had once more: its model and its images.
+"""What a store was made from: its model and its images, loaded again.
 
-The manifest says which model, weights, transform and data; its hashes tell whether the weights and
-the images are still those. Relative paths are taken from the folder that extract ran in.
+The manifest names model, weights, transform and data; its hashes show whether the weights and the
+images are still those. Relative paths are taken from the folder that extract ran in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_PIXELS = 1 << 14  # along one side of the input
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the images and the weights are now, where that is not what the manifest says. trust:
+    """Where the images and the weights are now, where not as in the manifest. trust:
     the store is the user's own, so that folders and repositories it names may be opened."""
 
     data: str | None = None
@@ -40,18 +40,18 @@ class Provenance:
 def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = False) -> LoadedModel:
     """The model that a store was made with, proven by the hash of its weights.
 
-    A manifest is a stranger's unless `trust` says otherwise: then the model is one of timm's own or
+    A manifest is not trusted without `trust`: then the model is one of timm's own or
     the demo's with weights that this machine has, or of a checkpoint file, which is read without
     running code; its arguments are sizes and switches of layers.
 
     Args:
-        store: its manifest says which model.
+        store: its manifest names the model.
         checkpoint: where the file with the weights is now.
         trust: take the model from any folder or repository that the manifest names.
 
     Raises:
-        VitseeError: the weights are gone, or others than the store's; a manifest that asks for
-            what a stranger may not choose.
+        VitseeError: the weights are missing, or others than the store's; a manifest that asks
+            for what is not allowed without `trust`.
     """
     from vitsee_core.models import load_model
 
@@ -79,7 +79,7 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
     except VitseeError as error:
         hint = "" if "--" in str(error) else " (name the file of its weights with --checkpoint)"
         raise VitseeError(
-            f"the model of {store.label} cannot be had again: {error}{hint}"
+            f"the model of {store.label} cannot be loaded again: {error}{hint}"
         ) from None
     if model.weights["sha256"] != record.sha256:
         raise VitseeError(
@@ -92,7 +92,7 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What a manifest says of its model, in the types that it must have."""
+    """A manifest's record of its model, checked."""
 
     name: str
     sha256: str
@@ -107,7 +107,7 @@ class _Recorded:
 
 def _recorded(store: Store) -> _Recorded:
     """Raises:
-    MissingInput: the manifest does not say it, or in other types.
+    MissingInput: it has none, or values of other types.
     """
     model, info = store.manifest.model, store.manifest.info
     weights = model.get("weights")
@@ -161,7 +161,7 @@ class Pictures:
         """(images, channels, height, width) uint8 of these valid rows.
 
         Raises:
-            VitseeError: the data is gone, or holds other images.
+            VitseeError: the data is missing, or has other images.
         """
         store = self._store
         if store.has("input"):
@@ -212,7 +212,7 @@ def source_of(store: Store, data: str | None = None) -> ImageSource:
     """The data set that a store was made from, or `data` in its place.
 
     Raises:
-        VitseeError: it is gone, or the store does not say what it was.
+        VitseeError: it is missing, or the store does not name it.
     """
     from vitsee_core.images import open_source
 

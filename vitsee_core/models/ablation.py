@@ -35,8 +35,8 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
     (`blocks.-1`). `model.ablate_skip` becomes the sorted names of the sublayers.
 
     Raises:
-        ModelError: no such sublayer or block, or one whose sum cannot be told apart; the model is
-            left as it was.
+        ModelError: no such sublayer or block, or one whose sum cannot be identified; the model is
+            left unchanged.
     """
     table = site_table(model)
     chosen = sorted({found for name in names for found in _sublayers(model, table, name)})
@@ -101,6 +101,6 @@ class _Cuts:
         return cut
 
     def remove(self) -> None:
-        """Give the skips back."""
+        """Restore the skips."""
         for handle in self.handles:
             handle.remove()

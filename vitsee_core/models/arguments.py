@@ -27,7 +27,7 @@ LOADING = {
     "features_only": "sites of every layer are captured anyway",
 }
 
-# What a store may ask for without its owner being asked: sizes, counts and switches of layers.
+# What a store may ask for without --trust-store: sizes, counts and switches of layers.
 _NAMES = """
 act_layer always_partition attn_drop_rate attn_layer attn_type block_fn cardinality base_width
 channels class_token cls_attn_layers conv_bias conv_mlp depth depths dim dims distilled
@@ -55,7 +55,7 @@ _WORD = re.compile(r"[\w.+-]{0,64}")
 
 def refuse_loading(args: Mapping[str, Any], where: str = "--model-arg ") -> None:
     """Raises:
-    ModelError: an argument says what to load, not how the model is made.
+    ModelError: an argument chooses what to load, not how the model is made.
     """
     for name in args:
         if name in LOADING:

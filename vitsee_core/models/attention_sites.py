@@ -1,4 +1,4 @@
-"""Which blocks have one attention from every token to every token, and why the others have not."""
+"""Which blocks have one attention from every token to every token, and why others do not."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def _refusal(
         tokens = min((layout.n_body for layout in layouts), default=0)
         # Of padded maps a little more than the tokens, of heads a multiple.
         if len(event.query) == 3 and tokens <= share * event.query[2] < 4 * tokens:
-            return f"attention within windows ({share:g} an image)"
-        return f"{share:g} attentions an image in the batch dimension (heads, or windows)"
+            return f"attention within windows ({share:g} per image)"
+        return f"{share:g} attentions per image in the batch dimension (heads, or windows)"
     if event.value is None or len(event.query) != 3:
         return f"attention over {len(event.query) + 1} dimensions, not image, head, query, key"
     if event.query[2] != event.n_keys:

@@ -1,8 +1,8 @@
-"""Attention as the model computes it, seen from outside while fused kernels stay on.
+"""Attention as the model computes it, observed while fused kernels stay on.
 
 A TorchFunctionMode sees the arguments of `scaled_dot_product_attention` and of an explicit
 softmax with the product that follows it. Nothing is replaced, so the model's output keeps every
-bit; the weights themselves are computed once more from what the kernel was given.
+bit; the weights themselves are recomputed from the kernel's arguments.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class AttentionCall(ABC):
 
     @abstractmethod
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """What goes into the softmax for these images: (images, heads, tokens, tokens) float32,
+        """The input of the softmax for these images: (images, heads, tokens, tokens) float32,
         scaled, with mask, bias and causality applied; written to `out` if given (contiguous)."""
 
     @abstractmethod
     def heads_output(self) -> Tensor | None:
-        """What the model itself made of it: (images, heads, tokens, head dim)."""
+        """The model's own product of weights and values: (images, heads, tokens, head dim)."""
 
 
 def _rounded(x: Any, dtype: torch.dtype) -> Any:
@@ -87,7 +87,7 @@ class KernelCall(AttentionCall):
         self.value = _repeated(arguments["value"], self.n_heads)
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """As in `AttentionCall`, computed from what the kernel was given."""
+        """As in `AttentionCall`, computed from the kernel's arguments."""
         query = self.query[images].float()
         key = _repeated(self.key[images].float(), self.n_heads)
         n, heads, tokens, n_keys = *query.shape[:3], key.shape[2]
@@ -136,7 +136,7 @@ class SoftmaxCall(AttentionCall):
 
 @dataclass
 class AttentionEvent:
-    """A softmax over keys as it was met.
+    """A softmax over keys.
 
     query: the sizes of its queries, (images, heads, queries) in plain attention.
     mixed: something other than a product with the values used the softmax's result.
@@ -154,7 +154,7 @@ class AttentionWatch(TorchFunctionMode):
 
     An explicit softmax is reported with the product that uses it, so that the values are known;
     `flush` (called where the module is left) reports one that no product used. `depth`, kept by
-    whoever watches the modules, says how deep in the model the forward pass is.
+    the hooks on modules, is how deep in the model the forward pass is.
     """
 
     def __init__(self, sink: Callable[[AttentionEvent], None]) -> None:

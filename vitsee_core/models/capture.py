@@ -1,4 +1,4 @@
-"""Hooks that show an observer the chosen activations while the model runs, and change nothing."""
+"""Hooks that pass chosen activations to an observer while the model runs, and change nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Observer(Protocol):
 
 
 class Hooks:
-    """Consumers of hook points, by module: installed once, counted in every pass."""
+    """Consumers of hook points, by module: registered once, calls counted in every pass."""
 
     def __init__(self, module: nn.Module, watch: AttentionWatch) -> None:
         self.module, self.watch = module, watch
@@ -83,7 +83,7 @@ class Hooks:
             )
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -108,7 +108,7 @@ class Hooks:
         def hook(x: Tensor | None) -> None:
             call = self.counts[key]
             self.counts[key] = call + 1
-            # What an observer computes is no attention of the model's, and the watch would cost
+            # What an observer computes is no attention of the model, and the watch would cost
             # each of its thousands of calls some microseconds.
             with torch._C.DisableTorchFunction():
                 for wanted, consume in consumers:
@@ -141,7 +141,7 @@ class Capture:
         self.watch.active = False
         self.hooks = Hooks(model.module, self.watch)
         self._observer: Observer | None = None
-        self._held: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self._waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self._blocks = {table.attention_modules[block.name]: block for block in attention}
         self._current: AttentionBlock | None = None
         self._seen: dict[str, int] = defaultdict(int)
@@ -161,7 +161,7 @@ class Capture:
         for i, hook_point in enumerate(point.hook_points):
 
             def gather(x: Tensor, i: int = i) -> None:
-                parts = self._held[f"{name} for {id(consumer)}"]
+                parts = self._waiting[f"{name} for {id(consumer)}"]
                 parts[i] = x
                 if len(parts) == len(point.hook_points):
                     consumer(torch.stack(list(parts.values())).mean(0))
@@ -170,11 +170,12 @@ class Capture:
             self.hooks.on(hook_point, gather, name)
 
     def run(self, x: Tensor, observer: Observer) -> Any:
-        """The model's own output for a batch, bit for bit, with everything shown to `observer`.
+        """The model's own output for a batch, bit for bit; `observer` gets all that was
+        chosen.
 
         Raises:
-            CaptureError: a site did not pass by as often as expected, or without the batch in
-                front; what the observer got in this pass is then worth nothing.
+            CaptureError: a site was not captured as often as expected, or its first dimension
+                is not the batch; what the observer got in this pass is then invalid.
         """
         if not self.hooks.handles:
             raise CaptureError("hooks are not installed; expected: with Capture(...) as capture")
@@ -190,7 +191,7 @@ class Capture:
         finally:
             self._observer = self._current = None
             self.watch.active = False
-            self._held.clear()
+            self._waiting.clear()
         self.hooks.check()
         for block in self._blocks.values():
             if self._seen[block.name] != 1:
@@ -243,12 +244,12 @@ class Capture:
 
             def gather(x: Tensor, i: int = i, flat: Callable[[Tensor], Tensor] = view.flat) -> None:
                 self._whole(sublayer.name, x)
-                parts = self._held[sublayer.name]
+                parts = self._waiting[sublayer.name]
                 parts[i] = flat(x)
                 if len(parts) == 2:
                     assert self._observer is not None
                     self._observer.branch(sublayer, parts[0], parts[1])
-                    del self._held[sublayer.name]
+                    del self._waiting[sublayer.name]
 
             self.on_site(name, gather)
 

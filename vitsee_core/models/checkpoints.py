@@ -1,7 +1,7 @@
 """Weights from a checkpoint file: which tensors in it are the model's, and do they fit.
 
 Files of DINO, MoCo-v3, MAE, CLIP, BEiT, of training loops that wrap the model, and timm's own
-differ in the key that holds the tensors and in the prefix of their names. Both are found from the
+differ in the key of the tensors and in the prefix of their names. Both are found from the
 model's own tensor names; renaming and resampling of position tables is timm's.
 """
 
@@ -27,7 +27,7 @@ from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
 
 # Which of several state dicts in a file, or of several copies of the model in one, is taken: the
-# one its authors evaluate. Averaged weights (EMA) are taken only where a file holds nothing else.
+# one its authors evaluate. Averaged weights (EMA) are taken only where a file has nothing else.
 KEY_ORDER = ("state_dict", "model", "model_state_dict", "teacher", "student", "encoder")
 COPY_ORDER = ("teacher", "base_encoder", "student", "momentum_encoder")
 # Training arguments that such files carry beside the tensors; making one runs no foreign code.
@@ -83,7 +83,7 @@ def load_checkpoint(model: nn.Module, path: Path, key: str | None = None) -> dic
 
 
 def read_file(path: Path) -> Any:
-    """What a .safetensors file or a torch file holds; no code of the file is run.
+    """The content of a .safetensors file or a torch file; no code of the file is run.
 
     Raises:
         ModelError: no such file, or not readable as either.
@@ -173,7 +173,7 @@ def _prefix(state: State, model_keys: set[str]) -> str:
             if ".".join(words[n:]) in model_keys:
                 counts[".".join(words[:n]) + "." * bool(n)] += 1
                 break
-    # Foreign names (raw CLIP): only wrappers around everything can be told.
+    # Foreign names (raw CLIP): only wrappers around everything can be recognised.
     wrapped = next(
         (p for p in ("module.", "_orig_mod.") if all(k.startswith(p) for k in state)), ""
     )

@@ -21,7 +21,9 @@ from vitsee_core.models.trace import probe_images
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
 TOLERANCE = 1e-5  # of the largest logit less its bias; float32 sums over some thousand channels
-CLEARLY = 0.5  # of two that hold the first is taken, unless the other's error is less than this
+CLEARLY = (
+    0.5  # of two that are right the first is taken, unless the other's error is less than this
+)
 MOST_NORMS = 4
 MOST_SITES = 3
 
@@ -44,7 +46,7 @@ class _Keeper:
 
 def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
     """The classifier of a model on the CPU as a formula over the tokens of a late site, or why it
-    is none. Of all that hold, the one over the earliest site.
+    is none. Of all that are right, the one over the earliest site.
 
     Every combination of a site, a norm and a pooling is tried on two random images; one counts only
     if it gives the model's own logits.

@@ -1,5 +1,5 @@
-"""The filters that a model lays over the pixels: the first convolution or linear layer, found by
-running the model on an image of numbered pixels and seeing what meets the first weights."""
+"""The filters that a model applies to the pixels: the first convolution or linear layer, found by
+running the model on an image of numbered pixels and reading the input of the first weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Filters:
 
 
 class _Past(Exception):
-    """What follows no longer works on pixels."""
+    """Ends a forward pass at the first layer that does not work on pixels."""
 
 
 def find_filters(model: LoadedModel) -> Filters | str:
@@ -37,7 +37,7 @@ def find_filters(model: LoadedModel) -> Filters | str:
 
     A convolution over the image, a linear layer over cut patches, and either of them over pixels
     in another order (space to depth) alike: which pixel each weight meets is read from an image
-    whose pixels hold their own number. Cost: the forward pass up to that layer.
+    whose pixels are numbered. Cost: the forward pass up to that layer.
     """
     channels, height, width = model.input_size
     numbers = torch.arange(channels * height * width, dtype=torch.float32)
@@ -105,8 +105,9 @@ class _FirstLayers(TorchFunctionMode):
 
 
 def _cells(x: Tensor, shape: Sequence[int], apart: tuple[int, ...]) -> Tensor:
-    """What one output of a layer sees of its input `x`: away from the border, where a convolution
-    meets padding. shape: of the weights. apart: cells between the convolution's weights."""
+    """The part of a layer's input `x` that one output depends on: away from the border, where a
+    convolution has padding. shape: of the weights. apart: cells between the convolution's weights.
+    """
     if len(shape) == 2:
         tokens = x.reshape(-1, x.shape[-1])
         return tokens[len(tokens) // 2]

@@ -1,5 +1,5 @@
 """Which dimensions of an activation are the image's rows and columns: read from shapes, and where
-two readings are possible from which indices answer to a change in one corner of the image."""
+two readings are possible from which indices respond to a change in one corner of the image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vitsee_stores.layout import TokenLayout
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a model says about its tokens, and the size of its input images in pixels.
+    """The tokens of a model, and the size of its input images in pixels.
 
     steps: between the cells of its grids; from sizes alone if not given. patches: the grids whose
     patches were measured.
@@ -77,7 +77,7 @@ class Geometry:
 
 
 def model_geometry(module: nn.Module, image: Grid) -> Geometry:
-    """What the model's own attributes say of its prefix tokens and patch grid.
+    """Prefix tokens and patch grid by the model's own attributes.
 
     Prefix kinds in the order in which timm concatenates them: class, distillation, registers.
     """
@@ -109,7 +109,7 @@ def read_map(seen: Seen, geometry: Geometry) -> View | None:
     """A four-dimensional activation as channels-first or channels-last map; None if neither.
 
     A reading in which both axes are reduced exactly alike wins over one that is off by a cell;
-    where both are possible the axes that answer to changes in the image decide.
+    where both are possible the axes that respond to changes in the image decide.
     """
     first, last = seen.shape[2:4], seen.shape[1:3]
     for fits in (geometry.exact, geometry.near):
@@ -141,10 +141,10 @@ def _answers(seen: Seen, rows: int, cols: int) -> float:
 
 
 def in_raster_order(seen: Seen, layout: TokenLayout) -> bool:
-    """Whether tokens that answer to a change in a corner lie in that corner of the grid.
+    """Whether tokens that respond to a change in a corner lie in that corner of the grid.
 
-    False only on evidence: the strongest answers are concentrated, and elsewhere. A response
-    spread evenly over all tokens (global mixing) speaks for nothing and passes.
+    False only on evidence: the strongest responses are concentrated, and elsewhere. A response
+    spread evenly over all tokens (global mixing) is no evidence.
     """
     if not seen.response or layout.grid is None or min(layout.grid) < 2:
         return True

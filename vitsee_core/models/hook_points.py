@@ -21,12 +21,12 @@ class ModelError(VitseeError):
 
 
 class CaptureError(VitseeError):
-    """A site did not pass by as the model's table says."""
+    """A site was not captured as the model's table says."""
 
 
 @dataclass(frozen=True)
 class HookPoint:
-    """One passage: the first tensor that goes into a module, or the one that comes out of it.
+    """The first tensor that goes into a module, or the one that comes out of it.
 
     `call` counts the module's calls within a forward pass, `calls` is how many there are.
     """

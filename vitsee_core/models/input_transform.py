@@ -1,4 +1,4 @@
-"""How images become a model's input: its own configuration, checked, with the user's changes."""
+"""The preprocessing of a model's input: its own configuration, checked, with the user's changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def input_transform(
         given: `mean`, `std`, `crop_pct` instead of its own, None for those.
 
     Raises:
-        ModelError: the configuration (a folder's config.json) holds no numbers where they belong.
+        ModelError: the configuration (a folder's config.json) has other values than numbers.
     """
     import timm.data
 
@@ -45,7 +45,7 @@ def input_transform(
     crop = _numbers(resolved["crop_pct"], "crop_pct", name, 1)[0]
     if min(std) <= 0 or crop <= 0:
         raise ModelError(
-            f"the configuration of {name} says std {list(std)} and crop_pct {crop:g}; expected "
+            f"the configuration of {name} has std {list(std)} and crop_pct {crop:g}; expected "
             "numbers above 0"
         )
     return {
@@ -69,7 +69,7 @@ def label_names(config: Mapping[str, Any], name: str) -> list[str] | None:
         return None
     if not isinstance(names, list | tuple):
         raise ModelError(
-            f"the configuration of {name} says label_names {str(names)[:40]!r}; expected a list"
+            f"the configuration of {name} has label_names {str(names)[:40]!r}; expected a list"
         )
     return [str(label) for label in names]
 
@@ -83,7 +83,7 @@ def checked_size(value: Any, name: str) -> tuple[int, int, int]:
     whole = isinstance(value, list | tuple) and all(isinstance(n, int) for n in value)
     if not whole or len(value) != 3 or not all(1 <= n <= MOST_PIXELS for n in value):
         raise ModelError(
-            f"the configuration of {name} says input_size {str(value)[:40]}; expected channels, "
+            f"the configuration of {name} has input_size {str(value)[:40]}; expected channels, "
             "rows and columns, as 3, 224, 224"
         )
     channels, rows, cols = value
@@ -96,8 +96,8 @@ def _numbers(value: Any, what: str, name: str, channels: int) -> tuple[float, ..
     except (TypeError, ValueError):
         numbers = ()
     if len(numbers) not in (1, 3, channels) or not all(map(math.isfinite, numbers)):
-        count = "one number" if channels == 1 else "finite numbers, one a channel"
+        count = "one number" if channels == 1 else "finite numbers, one per channel"
         raise ModelError(
-            f"the configuration of {name} says {what} {str(value)[:40]}; expected {count}"
+            f"the configuration of {name} has {what} {str(value)[:40]}; expected {count}"
         )
     return numbers

@@ -21,7 +21,7 @@ from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.loaded import LoadedModel
 
-MOST_SEED = 2**63 - 1  # of a torch generator, as JSON readers hold it
+MOST_SEED = 2**63 - 1  # of a torch generator, as JSON readers represent it
 
 
 def load_model(
@@ -108,7 +108,7 @@ def own_model(
     Args:
         module: takes (images, channels, rows, cols) float32, and gives anything.
         transform: input_size, interpolation, crop_pct, crop_mode, mean, std; None for a module of
-            timm's, which says it itself.
+            timm's, which has its own.
         name: what tables call the model; by default its timm name, or its class.
         ablate_skip: as in `load_model`.
 

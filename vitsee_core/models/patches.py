@@ -1,5 +1,5 @@
-"""Which pixels a patch embedding's cells answer to: measured by changing rows and columns of an
-image, and proven on other images."""
+"""Which pixels a patch embedding's cells depend on: measured by changing rows and columns of an
+image, and verified on other images."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ QUIET = 1e-5
 class Patches:
     """A grid of patches. hook_point, view: where its cells are first seen, and how they are read.
 
-    window: the pixels along each axis that cell 0 would answer to, were the image endless, as
+    window: the pixels along each axis that cell 0 would depend on, were the image endless, as
         (first, length); those of cell i lie i stride_px further on.
     stride_px, offset_px: as in the layout. covered: per axis the pixels (from, to) that any cell
-        answers to.
+        depends on.
     """
 
     hook_point: HookPoint
@@ -45,7 +45,7 @@ class Patches:
 
 
 class _Enough(Exception):
-    """The forward pass came as far as was wanted."""
+    """Ends a forward pass once the wanted tensor was captured."""
 
 
 def cells(module: nn.Module, hook_point: HookPoint, view: View, images: Tensor) -> Tensor:
@@ -100,14 +100,14 @@ def measure(
     where no window that moves with the cells explains them, or padding cuts windows that overlap:
     then the centre of the first cell is unknown.
 
-    What an unpadded convolution says of itself is taken if it is not disproved; else about ten
-    forward passes of seventeen images up to there.
+    The stride and kernel of an unpadded convolution are taken if they are not disproved; else about
+    ten forward passes of seventeen images up to there.
     """
-    said = _as_said(module, size, hook_point, view)
-    if said is not None:
+    stated = _as_stated(module, size, hook_point, view)
+    if stated is not None:
         image = torch.randn(size, generator=torch.Generator().manual_seed(2))
-        if disproof(module, said, image.to(next(iter(module.parameters())).device)) is None:
-            return said
+        if disproof(module, stated, image.to(next(iter(module.parameters())).device)) is None:
+            return stated
     found = _Windows(module, size, hook_point, view).find()
     if found is None:
         return None
@@ -121,7 +121,7 @@ def measure(
     return Patches(hook_point, view, (y[0], x[0]), (y[1], x[1]), (y[2], x[2]), covered)
 
 
-def _as_said(
+def _as_stated(
     module: nn.Module, size: tuple[int, int, int], hook_point: HookPoint, view: View
 ) -> Patches | None:
     """The patches of a convolution without padding that works on the image as it is."""
@@ -141,7 +141,7 @@ def _as_said(
 
 
 def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
-    """What of the patches does not hold on this image (channels, rows, cols), None if all does.
+    """What of the patches is wrong on this image (channels, rows, cols), None if nothing is.
 
     Of the first, the middle and the last cell: changes outside its window are not seen, changes of
     the outermost rows and columns of pixels inside are. Where the image is resized first, a pixel

@@ -1,4 +1,4 @@
-"""A model run on the same images with one of its tensors changed: where that is first seen."""
+"""A model run on the same images with one of its tensors changed, and where that has an effect."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LEARNED, FIXED, COMPUTED = "learned", "fixed", "computed"
 
 
 class _Enough(Exception):
-    """The forward pass came as far as was wanted."""
+    """Ends a forward pass once the wanted tensor was captured."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that may be added to the tokens. changed(a, b): while that lasts it is a times
+    """Something that may be added to the tokens. changed(a, b): a context in which it is a times
     itself plus b."""
 
     name: str
@@ -31,7 +31,7 @@ class Candidate:
 
 
 class Runner:
-    """Runs a model on the same images again and again, and sees what goes into its modules."""
+    """Runs a model repeatedly on the same images and captures the inputs of its modules."""
 
     def __init__(self, module: nn.Module, images: Tensor) -> None:
         self.module, self.images = module, images
@@ -39,7 +39,7 @@ class Runner:
 
     def candidates(self) -> Iterator[Candidate]:
         """Tensors that belong to no layer and to no block, with several positions; and modules
-        that make a tensor out of none."""
+        that return a tensor and take none."""
         found, makers = [], {}
         for path, child in self.module.named_modules():
             if is_leaf(child) or any(part in CONTAINERS for part in path.split(".")):
@@ -59,8 +59,8 @@ class Runner:
             yield Candidate(path, COMPUTED, _changed_output(makers[path]))
 
     def effect(self, candidate: Candidate) -> tuple[int, Tensor] | None:
-        """The first call of a module where one more in the candidate is seen, by its number, and
-        the difference in what goes in there; None where it is nowhere seen."""
+        """The first call of a module whose input changes when the candidate does, by its number,
+        and that change; None where no input does."""
 
         def differs(call: int, x: Tensor) -> bool:
             return call >= len(self.plain) or _fingerprint(x) != self.plain[call]
@@ -73,7 +73,7 @@ class Runner:
         return None if before.shape != seen[1].shape else (seen[0], seen[1] - before)
 
     def share(self, candidates: Sequence[Candidate], call: int) -> Tensor:
-        """What candidates add to the input of a call, for the image of zeros."""
+        """What candidates add to the input of a call, for an image of zeros."""
         whole = self.entering(call)
         with ExitStack() as stack:
             for candidate in candidates:
@@ -103,7 +103,7 @@ class Runner:
         return made
 
     def entering(self, wanted: int, images: Tensor | None = None) -> Tensor:
-        """What goes into a module at this call, for these images or the usual ones."""
+        """The input of a module at this call, for these images or the usual ones."""
         seen = self._until(lambda call, _: call == wanted, images)
         assert seen is not None
         return seen[1]
@@ -111,8 +111,8 @@ class Runner:
     def _until(
         self, stop: Callable[[int, Tensor], bool | None], images: Tensor | None = None
     ) -> tuple[int, Tensor] | None:
-        """Run until `stop` says so of what goes into a module: the call's number, and that. None
-        where it does not before the first of the blocks is entered."""
+        """Run until `stop` is true of the input of a module: the call's number, and that input.
+        None if it is true of none before the first block."""
         seen: list[tuple[int, Tensor]] = []
         calls = 0
 

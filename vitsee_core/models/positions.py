@@ -1,9 +1,9 @@
-"""The position embedding that a model adds to its tokens, found by what it does: a tensor whose
+"""The position embedding that a model adds to its tokens, found by its effect: a tensor whose
 share in the tokens is the same for every image.
 
 Which tensor it is, how it is resampled to the input size, and whether prefix tokens get a part of
-it differs between architectures. So the model itself is asked: its tokens with the tensor as it is,
-less its tokens with zeros in its place, where the difference is first seen.
+it differs between architectures. So it is measured: the model's tokens with the tensor as it is,
+minus its tokens with zeros in its place, where they first differ.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Positions:
     """values: (rows, cols, dim) float32, what each patch gets, on the grid of the model's input.
     site: the name of the tensor, or of several that add up, or of the module that makes it.
 
-    kind: "learned", "fixed" (a buffer), "sine-cosine" (a parameter that holds that formula, so
-    not learned) or "computed" (by a module).
+    kind: "learned", "fixed" (a buffer), "sine-cosine" (a parameter with the values of that formula,
+    so not learned) or "computed" (by a module).
     """
 
     site: str

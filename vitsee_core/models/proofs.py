@@ -1,4 +1,4 @@
-"""What must hold between captured tensors if every hook sits where its name says."""
+"""Relations that captured tensors must fulfil if every hook is where its name says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vitsee_core.models.families.base import Residual
 from vitsee_core.models.hook_points import View
 from vitsee_core.models.sites import AttentionBlock, SiteTable
 
-# Scores of how many numbers are held at once while attention is recomputed.
+# Scores in memory at once while attention is recomputed, in numbers.
 SCORES_AT_ONCE = 1 << 24
 
 
@@ -36,7 +36,7 @@ def rounding_error(total: Tensor, *terms: Tensor) -> float:
 
 
 class SumProof:
-    """Collects skip, branch and sum of every residual sublayer as they pass, and compares them.
+    """Collects skip, branch and sum of every residual sublayer and compares them.
 
     errors: sublayer -> rounding_error of activation(skip + branch) against the sum, of the branch
     alone where the skip is ablated.
@@ -45,7 +45,7 @@ class SumProof:
     def __init__(self, module: nn.Module, table: SiteTable, names: Sequence[str]) -> None:
         self.table = table
         self.errors: dict[str, float] = {}
-        self.held: dict[str, dict[str, Tensor]] = {}
+        self.waiting: dict[str, dict[str, Tensor]] = {}
         # A copy, because a call of the model's own module would count as one more call.
         self.activations = {
             name: copy.deepcopy(module.get_submodule(table.residuals[name].activation or ""))
@@ -66,11 +66,11 @@ class SumProof:
         self, name: str, role: str, residual: Residual, view: View
     ) -> Callable[[Tensor], None]:
         def gather(x: Tensor) -> None:
-            held = self.held.setdefault(name, {})
-            held[role] = view.flat(x).clone()
-            if len(held) == 3:
-                skip, branch, total = held["skip"], held["branch"], held["total"]
-                del self.held[name]
+            parts = self.waiting.setdefault(name, {})
+            parts[role] = view.flat(x).clone()
+            if len(parts) == 3:
+                skip, branch, total = parts["skip"], parts["branch"], parts["total"]
+                del self.waiting[name]
                 if name in self.activations:
                     summed = branch if residual.ablated else branch + skip
                     self.errors[name] = rounding_error(total, self.activations[name](summed))
@@ -93,8 +93,8 @@ class AliasProof:
         self.groups: dict[str, list[str]] = {}
         for alias, stored in pairs.items():
             self.groups.setdefault(stored, [stored]).append(alias)
-        # Stored name -> who came first, its tensor, and how many are still to come.
-        self.held: dict[str, tuple[str, Tensor, int]] = {}
+        # Stored name -> the first of its group, its tensor, and how many are still to come.
+        self.waiting: dict[str, tuple[str, Tensor, int]] = {}
 
     def attach(self, capture: Capture) -> None:
         """Ask a capture for both sides of every pair."""
@@ -105,12 +105,12 @@ class AliasProof:
     def _gather(self, stored: str, name: str) -> Callable[[Tensor], None]:
         def gather(x: Tensor) -> None:
             x = x.flatten(1)
-            if stored not in self.held:
-                self.held[stored] = (name, x.clone(), len(self.groups[stored]) - 1)
+            if stored not in self.waiting:
+                self.waiting[stored] = (name, x.clone(), len(self.groups[stored]) - 1)
                 return
-            first_name, first, left = self.held.pop(stored)
+            first_name, first, left = self.waiting.pop(stored)
             if left > 1:
-                self.held[stored] = (first_name, first, left - 1)
+                self.waiting[stored] = (first_name, first, left - 1)
             self.errors[name if name in self.pairs else first_name] = _gap(x, first)
 
         return gather
@@ -123,7 +123,7 @@ def _gap(x: Tensor, y: Tensor) -> float:
 
 
 class AttentionProof:
-    """Recomputes softmax(scores) @ value and compares it with what the model went on with.
+    """Recomputes softmax(scores) @ value and compares it with what the model uses next.
 
     The comparison is with the input of the block's own projection (or norm before it) where that
     is known, so that the attention of another block does not pass. errors: block -> largest
@@ -143,7 +143,7 @@ class AttentionProof:
                 capture.hooks.on(hook_point, self._compare(block.name), block.name)
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Take one block's attention."""
+        """Recompute one block's attention."""
         one = call.n_heads * call.n_tokens**2
         step = max(SCORES_AT_ONCE // one, 1)
         parts = []

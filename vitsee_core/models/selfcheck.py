@@ -1,4 +1,5 @@
-"""The first batch's examination: are the hooks where their names say, do the numbers fit."""
+"""The self-check on the first batch: whether hooks capture what their names say, and whether the
+values fit their types."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ OFFSET_WARNING = 1e4
 class SelfCheck:
     """The result, fit for the manifest.
 
-    failures: what does not hold, one line each. figures: the errors measured (output, sums in
+    failures: what was found wrong, one line each. figures: the errors measured (output, sums in
     units of rounding, attention relative to its largest output, aliases), the measured patches,
-    and per site `max_abs`
-    (NaN and inf left out) and `offset_ratio`, |mean over images|^2 / trace of the covariance over
-    images, None for one image. dtypes: site -> stored type, float32 where float16 would overflow.
-    notes: what the user should be told.
+    and per site `max_abs` (NaN and inf left out) and `offset_ratio`, |mean over images|^2 / trace
+    of the covariance over images, None for one image. dtypes: site -> stored type, float32 where
+    float16 would overflow.
+    notes: remarks for the user.
     """
 
     failures: list[str] = field(default_factory=list)
@@ -55,7 +56,7 @@ class SelfCheck:
 
 
 class _Examiner:
-    """Takes the figures of every site as it passes."""
+    """Measures every site as it is captured."""
 
     def __init__(self, proof: AttentionProof) -> None:
         self.proof = proof
@@ -74,14 +75,14 @@ class _Examiner:
         self.offset[site.name] = _offset_ratio(parts) if finite else None
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Sums are proven from the sites; here only that both have one shape."""
+        """Sums are verified from the sites; here only that both have one shape."""
         if z.shape != f.shape:
             raise CaptureError(
                 f"{sublayer.name}: skip {tuple(z.shape)} and branch {tuple(f.shape)} differ"
             )
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Hand over to the proof."""
+        """Pass the call to the proof."""
         self.proof.attention(block, call)
 
 
@@ -113,10 +114,9 @@ def self_check(
     Checked: the hooked output equals the plain one (bit for bit on the CPU); skip + branch == sum
     for every chosen sublayer and for every sublayer that a chosen site belongs to (branch == sum
     where the skip is ablated); aliases equal what they stand for; softmax(scores) @ value is what
-    the block goes on with; the cells of patch embeddings answer to the pixels of their patches and
-    to no others (on the first image); every site passed by as often as expected; no NaN or inf,
-    nor after the cast to the site's type. The model is
-    left as it was; nothing of the batch is kept.
+    the block uses next; the cells of patch embeddings depend on the pixels of their patches and on
+    no others (on the first image); every site was captured as often as expected; no NaN or inf, nor
+    after the cast to the site's type. The model is left unchanged; nothing of the batch is kept.
     """
     check = SelfCheck()
     within = autocast or nullcontext
@@ -178,7 +178,7 @@ def _judge_output(
     if gap > allowed:
         check.failures.append(f"the model's output changes by {gap:.3g} when hooks are installed")
     if not bool(plain.isfinite().all()):
-        check.failures.append("the model's output holds NaN or inf on the first images")
+        check.failures.append("the model's output has NaN or inf on the first images")
 
 
 def _judge_patches(check: SelfCheck, model: LoadedModel, table: SiteTable, x: Tensor) -> None:
@@ -228,7 +228,7 @@ def _judge_attention(
         error = errors.get(block.name, math.inf)
         if not error <= allowed:
             check.failures.append(
-                f"{block.name}: attention times values is not what the block goes on with "
+                f"{block.name}: attention times values is not what the block uses next "
                 f"(relative difference {error:.3g}, allowed {allowed:.3g})"
             )
     check.figures["attention"] = _worst(errors)
@@ -243,7 +243,7 @@ def _judge_values(
     for site in stored:
         name = site.name
         if name not in examiner.max_abs:
-            check.failures.append(f"{name} did not pass by")
+            check.failures.append(f"{name} was not captured")
             continue
         dtype, largest = dtypes.get(name, site.dtype), examiner.max_abs[name]
         if dtype == "float16" and largest > FLOAT16_MAX:

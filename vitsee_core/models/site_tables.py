@@ -28,7 +28,7 @@ ATTENTION_TOLERANCE = 1e-4
 def site_table(model: LoadedModel) -> SiteTable:
     """Run the model on random images, two or three times, and find its sites in those passes.
 
-    Residual sums and attention are verified on those images; a block whose sums do not hold is
+    Residual sums and attention are verified on those images; a block whose sums are wrong is
     listed with its output alone. Patch embeddings are measured, see `patches`.
 
     Raises:
@@ -61,7 +61,7 @@ def sketch(module: nn.Module, size: tuple[int, int, int]) -> SiteTable:
 
 def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
     """What the table claims but two random images disprove: block path, or "PATH attention", ->
-    reason. {} for a table that holds."""
+    reason. {} where nothing is disproved."""
     if not table.residuals and not table.attention:
         return {}
     names = list(table.residuals)
@@ -84,7 +84,7 @@ def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
         error = heads.errors.get(block_served.name, float("inf"))
         if not error <= ATTENTION_TOLERANCE:
             failed[f"{block_served.name} attention"] = (
-                "softmax of the scores times the values is not what the block goes on with"
+                "softmax of the scores times the values is not what the block uses next"
             )
     return failed
 
@@ -94,11 +94,11 @@ class _Verifier:
         self.proof = proof
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        """Nothing is asked for."""
+        """Not captured here."""
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Nothing is asked for."""
+        """Not captured here."""
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Hand over to the proof."""
+        """Pass the call to the proof."""
         self.proof.attention(block, call)

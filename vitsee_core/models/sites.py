@@ -44,7 +44,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SiteTable:
-    """The sites of a model in the model's order, aliases included, and what it cannot serve.
+    """The sites of a model in the model's order, aliases included, and what it does not support.
 
     *_refusal: why nothing of that kind can be captured, None if something can.
     left_out: name of a module, block or sublayer -> why it has no site, attention or branch.

@@ -1,4 +1,4 @@
-"""What a few forward passes say about a model: its calls, blocks and grids of tokens, and how each
+"""What a few forward passes show of a model: its calls, blocks and grids of tokens, and how each
 activation is read as tokens."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Survey:
 
 
 def survey(module: nn.Module, size: tuple[int, int, int]) -> Survey:
-    """Trace the model on two random images; once more with changed corners where shapes alone do
-    not say which dimensions are the image's."""
+    """Trace the model on two random images; again with changed corners where shapes alone do
+    not show which dimensions are the image's."""
     geometry = model_geometry(module, size[1:])
     seen = trace(module, size, corners=False)
     blocks = find_blocks(module, seen)

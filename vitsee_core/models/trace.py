@@ -1,4 +1,4 @@
-"""One forward pass with a hook on every module: who was called, on what, with what result."""
+"""One forward pass with a hook on every module: its calls, their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor as it passed by: who it is, its shape, and where it answers to local changes.
+    """The input or output of a call: its identity, its shape, and its response to local changes.
 
-    key: equal for two passages exactly if the same tensor passed, unchanged in between.
+    key: equal for two exactly if they are the same tensor, unchanged in between.
     response: for each dimension after the first, (corners, length): how strongly each index
-    answers when one corner of the image changes.
+    responds when one corner of the image changes.
     """
 
     key: Key
@@ -67,23 +67,23 @@ class Trace:
         return calls[0] if len(calls) == 1 else None
 
     def entered(self, name: str) -> Seen | None:
-        """What went into a module that is called exactly once."""
+        """The input of a module that is called exactly once."""
         call = self.once(name)
         return call.entered if call else None
 
     def left(self, name: str) -> Seen | None:
-        """What came out of a module that is called exactly once."""
+        """The output of a module that is called exactly once."""
         call = self.once(name)
         return call.left if call else None
 
     def by_image(self, seen: Seen | None) -> Seen | None:
-        """The passage itself if its first dimension is the batch."""
+        """The tensor itself if its first dimension is the batch."""
         return seen if seen and seen.shape and seen.shape[0] == self.n_images else None
 
 
 def probe_images(size: tuple[int, int, int], corners: bool) -> Tensor:
-    """Two random images (2, channels, rows, cols); with `corners` the first image once more for
-    each corner whose quadrant is drawn anew: (6, ...)."""
+    """Two random images (2, channels, rows, cols); with `corners` also a copy of the first
+    image for each corner, with that quadrant drawn anew: (6, ...)."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn((2, *size), generator=generator)
     if not corners:
@@ -116,7 +116,7 @@ class _Recorder:
             return None
         number = getattr(x, "_vitsee_serial", None)
         if number is None:
-            # An attribute, not id(): ids are used again once a tensor is gone.
+            # An attribute, not id(): ids are reused once a tensor is freed.
             self.serial += 1
             number = x._vitsee_serial = self.serial  # type: ignore[attr-defined]
         wanted = (
@@ -170,10 +170,10 @@ def _hooks(module: nn.Module, recorder: _Recorder, watch: AttentionWatch) -> Ite
 
 
 def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace:
-    """Run the model once on random images of this size and write down every call.
+    """Run the model once on random images of this size and record every call.
 
-    Nothing of the activations is kept but shapes and identities, so memory stays that of the
-    plain forward pass.
+    Only shapes and identities of activations are kept, so memory is that of the plain forward
+    pass.
 
     Raises:
         ModelError: the model does not take images of this size.
@@ -182,7 +182,7 @@ def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace
     record = Trace(len(images), size[1:])
     recorder = _Recorder(record, corners)
     device = next(iter(module.parameters()), images).device
-    # no_grad, not inference_mode: only counted versions tell an in-place change.
+    # no_grad, not inference_mode: in-place changes are known by version counters only.
     watch = AttentionWatch(recorder.event)
     with torch.inference_mode(False), torch.no_grad(), _hooks(module, recorder, watch), watch:
         try:
@@ -191,7 +191,7 @@ def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace
             text = " ".join(str(error).split()).rstrip(".")
             where = recorder.stack[-1] if recorder.stack else ""
             kind = type(module.get_submodule(where)).__name__
-            text = text or f"{where or 'the model itself'} ({kind}) refuses what reaches it"
+            text = text or f"{where or 'the model itself'} ({kind}) refuses its input"
             raise ModelError(
                 f"the model does not run on images of {size[1]} x {size[2]} pixels: {text}; "
                 "expected a size that it takes: try another --img-size"

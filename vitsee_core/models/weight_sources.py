@@ -1,4 +1,4 @@
-"""Where timm takes pretrained weights from: this machine alone, or the network where it answers."""
+"""Where timm loads pretrained weights from: this machine only, or the network if it answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotHere(ModelError):
 
 @contextmanager
 def local_only() -> Iterator[None]:
-    """While it lasts timm finds what its caches hold and asks no network.
+    """A context in which timm uses its caches and no network.
 
     timm has no switch for it, so its two ways out, downloads from the hub and from an address,
     are closed where timm calls them.

@@ -1,4 +1,4 @@
-"""What a family says about one block."""
+"""The description of one block by its family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACTIVATIONS_GROUP: tuple[str, ...] = ("modules",)
 
 @dataclass(frozen=True)
 class Part:
-    """A named passage within a block.
+    """A named hook point within a block.
 
     rows: the activation has channels or the like as rows, so it is no image grid.
     """
@@ -44,7 +44,7 @@ class Residual:
 
     @property
     def formula(self) -> str:
-        """What gives the total, in words."""
+        """The formula of the total, in words."""
         summed = self.branch if self.ablated else f"{self.skip} + {self.branch}"
         return f"activation({summed})" if self.activation else summed
 

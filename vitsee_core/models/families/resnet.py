@@ -1,7 +1,7 @@
 """ResNet v1 blocks, basic and bottleneck, with or without squeeze-excitation.
 
 out = act(shortcut + branch), the branch being the last of norm, attention and drop path before
-the sum. timm adds in place: the branch's own tensor holds the sum afterwards.
+the sum. timm adds in place: the branch's own tensor is the sum afterwards.
 """
 
 from __future__ import annotations
