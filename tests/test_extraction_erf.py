@@ -326,7 +326,7 @@ def test_plain_attention_where_the_fused_kernel_has_no_backward_pass(
         raise RuntimeError("no derivative at all")
 
     monkeypatch.setattr(torch.autograd, "grad", never)
-    with pytest.raises(VitseeError, match=r"--erf cannot be served: .*no derivative at all"):
+    with pytest.raises(VitseeError, match=r"--erf is not supported: .*no derivative at all"):
         ErfPasses(model, table, sites, CPU).probe(x)
 
 
@@ -378,7 +378,7 @@ def test_left_out_and_refused(whole: Path, folder: Path, tmp_path: Path) -> None
     result = extract(*VIT, "--data", folder, "-o", path, "--sites", "logits", "--erf", 4)
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert "--erf 4 cannot be served: no chosen site has an image grid" in result.stderr
+    assert "--erf 4 is not supported: no chosen site has an image grid" in result.stderr
     assert extract(*VIT, "--data", folder, "-o", path, "--erf").exit_code == 2
     assert extract(*VIT, "--data", folder, "-o", path, "--erf", 0).exit_code == 2
     assert not path.exists()

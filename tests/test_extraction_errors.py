@@ -44,7 +44,7 @@ def refused(result: Result, *phrases: str, exit_code: int = 1) -> None:
         ([*VIT, "--device", "cuda:7"], ["--device cuda:7"]),
         ([*VIT, "--precision", "tf32", "--device", "cpu"], ["CUDA only"]),
         ([*VIT, "--slab", "1000000000", "--images", "6"], []),
-        ([*RESNET, "--attention", "summary"], ["--attention summary cannot be served"]),
+        ([*RESNET, "--attention", "summary"], ["--attention summary is not supported"]),
         (["test_efficientnet", "--random-init", "0", "--residual"], ["--residual"]),
     ],
 )
@@ -66,10 +66,10 @@ def test_options_that_cannot_be_served(
         (["--tokens", "some"], "--tokens is 'some'"),
         (["--dtype", "bfloat16"], "--dtype is 'bfloat16'"),
         (["--dtype", "=float32"], "--dtype is '=float32'"),
-        (["--tokens", "all", "--tokens", "pooled"], "says both all and pooled for all sites"),
+        (["--tokens", "all", "--tokens", "pooled"], "is both all and pooled for all sites"),
         (
             ["--dtype", "norms=float32", "--dtype", "norms=float16"],
-            "says both float32 and float16 for norms",
+            "is both float32 and float16 for norms",
         ),
         (["--shard", "3/3"], "count from 0"),
     ],

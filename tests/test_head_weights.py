@@ -208,5 +208,5 @@ def test_one_that_is_asked_for_and_cannot_be_had(folder: Path, tmp_path: Path) -
     headless = [*OWN, "--model-arg", "num_classes=0", "--data", folder]
     result = extract(*headless, "--head-weights", "-o", tmp_path / "s.zarr")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "--head-weights cannot be served: the model has no classifier" in result.stderr
+    assert "--head-weights is not supported: the model has no classifier" in result.stderr
     assert not (tmp_path / "s.zarr").exists()

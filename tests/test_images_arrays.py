@@ -52,7 +52,7 @@ PIXELS = np.zeros((2, 4, 4), np.uint8)
 @pytest.mark.parametrize(
     ("arrays", "phrase"),
     [
-        ({"x": PIXELS}, "holds 'x'; expected only: images"),
+        ({"x": PIXELS}, "has 'x'; expected only: images"),
         ({"labels": np.zeros(2, int)}, "no array 'images'; found: labels"),
         ({"images": PIXELS.astype(np.float32)}, "'images' of .* is float32 .* expected uint8"),
         ({"images": np.zeros((2, 3, 4, 4), np.uint8)}, "expected uint8"),

@@ -127,7 +127,7 @@ def test_hugging_face_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert source.class_names == ["cat", "dog"]
     assert source.read(0)[1] == hash64(encoded(1))
     assert source.read(1)[1] == hash64((tmp_path / "a.png").read_bytes())
-    with pytest.raises(ImageError, match="cannot read train/2: the row holds no image"):
+    with pytest.raises(ImageError, match="cannot read train/2: the row has no image"):
         source.read(2)
     assert refused("hfds/org/pets", "test").endswith("split test: Unknown split test")
     rows.features = {"label": label}

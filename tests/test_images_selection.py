@@ -122,5 +122,5 @@ def test_what_is_refused() -> None:
     for phrase, options in cases.items():
         with pytest.raises(DataError, match=phrase):
             select(source, **options)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="holds no images"):
+    with pytest.raises(DataError, match="has no images"):
         select(make([]))

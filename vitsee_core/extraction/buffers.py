@@ -15,7 +15,7 @@ from vitsee_core.reductions.summary import PER_IMAGE
 from vitsee_stores.layout import ArraySpec, AttentionGroup, SiteSpec, StorePlan, arrays
 
 PER_HEAD = tuple(name for name in PER_IMAGE if name != "head_std")
-# What stands where there is no head or no valid image, in arrays that cannot hold NaN.
+# Values for missing heads and invalid images in arrays of integers.
 MISSING = {"n_queries": 0, "received_argmax": -1}
 PEAKS = "peaks"
 
@@ -86,7 +86,7 @@ def feature_paths(site: SiteSpec) -> list[str]:
 
 
 def is_sum(path: str, spec: ArraySpec) -> bool:
-    """Whether an array has one row a slab that the observer sums up, on the device."""
+    """Whether an array has one row per slab that the observer sums up, on the device."""
     return spec.per == "slab" and path.startswith(("attention/", "grams/"))
 
 

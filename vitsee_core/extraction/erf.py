@@ -5,11 +5,11 @@
 
 x is the normalised image. The centre is the middle cell; along an axis with an even number of cells
 it is the mean of the two in the middle, so of four cells in all where both are even. Images do not
-see each other (eval mode), so one backward pass serves a batch: the gradient of the sum of s over
-images holds each image's own. Absolute values are taken before any sum over images.
+see each other (eval mode), so one backward pass is enough for a batch: the gradient of the sum of
+s over images contains that of each image. Absolute values are taken before any sum over images.
 
-It takes a forward pass of its own, in single precision: what the store holds of the same images
-keeps every bit. On a GPU a backward pass need not give the same last digits twice.
+It takes a forward pass of its own, in single precision: the stored activations of the same images
+keep every bit. On a GPU a backward pass need not give the same last digits twice.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ PROBE_IMAGES = 2
 
 @dataclass(frozen=True)
 class ErfCost:
-    """What a probe on a few images says. seconds: of one image, all sites; image_bytes: what
-    autograd keeps of one image; left_out: site -> why it has no field."""
+    """The cost by a probe on a few images. seconds: of one image, all sites; image_bytes: what
+    autograd stores of one image; left_out: site -> why it has no field."""
 
     seconds: float
     image_bytes: int
     left_out: dict[str, str]
 
     def batch_size(self, device: torch.device, most: int) -> int:
-        """Images to a backward pass: at most `most`, and so many that they fit a quarter of the
+        """Images per backward pass: at most `most`, and so many that they fit a quarter of the
         memory, or half of a GPU's that is free."""
         if device.type == "cuda":
             room = torch.cuda.mem_get_info(device)[0] // 2
@@ -127,7 +127,7 @@ class ErfPasses:
                 raise
             text = " ".join(str(error).split()).rstrip(".")[:300]
             raise VitseeError(
-                f"--erf cannot be served: {self._model.name} has no backward pass here: {text}"
+                f"--erf is not supported: {self._model.name} has no backward pass here: {text}"
             ) from None
 
     def _probe(self, pixels: Tensor) -> ErfCost:
@@ -209,14 +209,14 @@ def prepare_erf(
     passes = passes.without(cost.left_out)
     if not passes.names:
         reasons = "; ".join(by_reason(cost.left_out))
-        raise VitseeError(f"--erf {asked.n_images} cannot be served: {reasons}")
+        raise VitseeError(f"--erf {asked.n_images} is not supported: {reasons}")
     erf = replace(asked, sites=tuple(passes.names))
     why = {f"{name} erf": reason for name, reason in cost.left_out.items()}
     return replace(plan, erf=erf), (passes, cost), why
 
 
 class _Centres:
-    """An observer that takes the sums at the centres, before the model writes over them."""
+    """An observer that takes the sums at the centres, before the model overwrites them."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -227,10 +227,10 @@ class _Centres:
         self.sums[site.name] = body[:, rows, cols].mean((1, 2)).sum()
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Nothing is asked for."""
+        """Not captured here."""
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Nothing is asked for."""
+        """Not captured here."""
 
 
 class ErfSums:

@@ -1,4 +1,4 @@
-"""Blocks of host memory that hold many tensors, and that a GPU may write into beside other work."""
+"""Blocks of host memory for many tensors, into which a GPU may write while the host works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HostMemory:
 
     Args:
         shapes: name -> (shape, type).
-        pinned: for copies that a GPU makes while the host goes on; until `release`.
+        pinned: for copies that a GPU makes while the host works; until `release`.
         block: uint8, at least `block_bytes(shapes)` long, in place of memory of its own.
 
     Raises:
@@ -56,7 +56,7 @@ class HostMemory:
                 )
 
     def release(self) -> None:
-        """Give pinned memory back; no copy may be under way. What the tensors hold stays."""
+        """Give pinned memory back; no copy may be under way. The tensors keep their values."""
         if self._pinned:
             self._pinned = False
             _cudart().cudaHostUnregister(self._block.data_ptr())

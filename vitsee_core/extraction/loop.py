@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 class SlabLoop:
     """Makes and commits slabs; `written`, `clock`, `unreadable` and `overtaken` (slabs that another
-    process committed meanwhile) say what was done."""
+    process committed meanwhile) are the result."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class SlabLoop:
             yield grams, observer
 
     def _take(self, free: queue.SimpleQueue[T]) -> T:
-        """Waits for a free set; the writer's error, if it met one, is raised here."""
+        """Waits for a free set; the writer's error, if any, is raised here."""
         while True:
             for future in self._pending:
                 if future.done():
@@ -218,5 +218,5 @@ def _batch_fits(n_images: int, device: torch.device) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         smaller = f"; try --batch-size {n_images // 2}" if n_images > 1 else ""
-        said = f"out of memory on {device} with {counted(n_images, 'images')} at once{smaller}"
-        raise VitseeError(said) from None
+        message = f"out of memory on {device} with {counted(n_images, 'images')} at once{smaller}"
+        raise VitseeError(message) from None

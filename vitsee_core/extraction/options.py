@@ -1,4 +1,4 @@
-"""What a caller may choose for an extraction. None means: the default, or what the store holds."""
+"""The options of an extraction. None means: the default, or the value of the store."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _by_selector(
         if chosen.setdefault(selector, value) != value:
             whose = f"for {selector}" if selector else "for all sites"
             raise OptionError(
-                f"{option} says both {chosen[selector]} and {value} {whose}; give one of them, and "
+                f"{option} is both {chosen[selector]} and {value} {whose}; give one of them, and "
                 f"{option} GROUP={value} where only some sites are meant"
             )
     return chosen.pop("", values[0]), chosen

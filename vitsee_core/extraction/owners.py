@@ -1,9 +1,9 @@
-"""Two processes at one slab: without --shard, or a requeued job beside its dying self.
+"""Two processes at one slab: without --shard, or a requeued job beside the one that is ending.
 
 Each slab's chunks have to be of one process, since another batch size or device rounds otherwise,
 and the commit marker seals them together. So a slab is written under a lock that the system frees
-with its process; whoever comes second finds it committed and goes on. Where the file system knows
-no locks there are none.
+with its process; the second process finds it committed and continues. File systems without
+locks are used without.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ except ImportError:  # no POSIX
 
 @contextmanager
 def only_writer(store: Path, slab: int) -> Iterator[None]:
-    """While entered no other process writes this slab; waits for one that does. Threads of one
+    """A context in which no other process writes this slab; waits for one that does. Threads of one
     process do not exclude each other."""
     with _locked(store, [slab], wait=True):
         yield
@@ -29,18 +29,19 @@ def only_writer(store: Path, slab: int) -> Iterator[None]:
 
 @contextmanager
 def without_writer(store: Path, slabs: Sequence[int]) -> Iterator[list[int]]:
-    """Those of the slabs that no other process is writing, nor will while entered: what partial
-    files they have were left by the dead."""
+    """Those of the slabs that no other process is writing, nor will within the context:
+    their partial files were left by processes that ended."""
     with _locked(store, slabs, wait=False) as free:
         yield free
 
 
 @contextmanager
 def _locked(store: Path, slabs: Sequence[int], wait: bool) -> Iterator[list[int]]:
-    """Locks on the slab-th bytes of a file that is there anyway; the slabs that no other holds."""
+    """Locks on the slab-th bytes of a file that exists anyway; the slabs that no other process
+    has locked."""
     try:
         descriptor = os.open(store / "commits" / "zarr.json", os.O_RDWR)
-    except OSError:  # the writer itself says what is wrong with the store
+    except OSError:  # the writer itself reports what is wrong with the store
         yield list(slabs)
         return
     try:
@@ -50,7 +51,7 @@ def _locked(store: Path, slabs: Sequence[int], wait: bool) -> Iterator[list[int]
 
 
 def _lock(descriptor: int, byte: int, wait: bool) -> bool:
-    """False where another process holds it."""
+    """False where another process has locked it."""
     if fcntl is None:
         return True
     try:

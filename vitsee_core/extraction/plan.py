@@ -55,10 +55,10 @@ def choose(
     input_size: tuple[int, int, int],
 ) -> Choices:
     """Resolve `keep` against the joined store's identity (`stored`, {} for a new one) and what the
-    model can serve. A default that it cannot serve is left out with its reason.
+    model supports. A default that it does not support is left out with its reason.
 
     Raises:
-        VitseeError: an explicit choice that the model cannot serve, a selector that matches
+        VitseeError: an explicit choice that the model does not support, a selector that matches
             nothing.
     """
     asked = stored_choices(stored)
@@ -85,17 +85,17 @@ def choose(
         if s.name in names
     )
 
-    def serve(name: str, given: Any, default: Any, off: Any, refusal: str | None) -> Any:
+    def supported(name: str, given: Any, default: Any, off: Any, refusal: str | None) -> Any:
         value = given if given is not None else stored.get(name, default)
         if value == off or refusal is None:
             return value
         if given is not None:
-            raise VitseeError(f"--{name} {given} cannot be served: {refusal}")
+            raise VitseeError(f"--{name} {given} is not supported: {refusal}")
         left_out[name] = refusal
         return off
 
-    attention = serve("attention", keep.attention, "summary", "none", table.attention_refusal)
-    residual = serve("residual", keep.residual, True, False, table.residual_refusal)
+    attention = supported("attention", keep.attention, "summary", "none", table.attention_refusal)
+    residual = supported("residual", keep.residual, True, False, table.residual_refusal)
     if attention != "none" and table.rollout_refusal is not None:
         left_out["rollout"] = table.rollout_refusal
     inputs = keep.inputs if keep.inputs is not None else stored.get("inputs", False)
@@ -142,7 +142,7 @@ def choose_erf(
     with_grid = [s.name for s in sites if s.layout is not None and s.layout.grid is not None]
     if not with_grid:
         raise VitseeError(
-            f"--erf {n_images} cannot be served: no chosen site has an image grid (choose others "
+            f"--erf {n_images} is not supported: no chosen site has an image grid (choose others "
             "with --sites)"
         )
     left_out |= {f"{s.name} erf": "no image grid" for s in sites if s.name not in with_grid}
@@ -223,8 +223,8 @@ def places(table: SiteTable) -> tuple[tuple[str, int, float], ...]:
 
 
 def slab_bytes(plan: StorePlan) -> int:
-    """Host memory of one slab's buffers and Gram matrices; not what is held to make those, which
-    has other places to go to where memory is short (gram_strategy.py)."""
+    """Host memory of one slab's buffers and Gram matrices; without the activations that those
+    are made of, which may be in a file (gram_strategy.py)."""
     return sum(
         (plan.slab if spec.per == "image" else 1)
         * int(np.prod(spec.shape[1:], dtype=np.int64))

@@ -52,7 +52,7 @@ class Prepared:
 
     @property
     def plan(self) -> StorePlan:
-        """What the store holds."""
+        """The contents of the store."""
         return self.manifest.plan
 
     @property
@@ -64,8 +64,8 @@ class Prepared:
 def prepare(
     options: ModelOptions | LoadedModel, data: DataOptions, keep: KeepOptions, run: RunOptions
 ) -> Prepared:
-    """Load the model (if it is not), choose the images, run the self-check, and settle what the
-    store holds.
+    """Load the model (if it is not), choose the images, run the self-check, and decide the contents
+    of the store.
 
     Nothing is written. An existing store is joined: it supplies every choice that was not given,
     and is compared with those that were.
@@ -87,7 +87,7 @@ def join_store(
     keep: KeepOptions,
     run: RunOptions,
 ) -> Prepared:
-    """An extraction that goes on with an existing store, by that store's plan.
+    """An extraction that continues an existing store, by that store's plan.
 
     Raises:
         VitseeError: as `prepare`.

@@ -271,12 +271,12 @@ def strategy_of(prepared: Prepared, run: RunOptions) -> GramStrategy:
 
 
 def default_batch(device: torch.device) -> int:
-    """Images to a forward pass."""
+    """Images per forward pass."""
     return 128 if device.type == "cuda" else 32
 
 
 def default_workers(device: torch.device) -> int:
-    """0 (one loading thread) beside a CPU model, which needs the cores; else a process a core but
+    """0 (one loading thread) beside a CPU model, which needs the cores; else a process per core but
     two, which feed the device and write."""
     if device.type == "cpu":
         return 0

@@ -2,8 +2,8 @@
 
 Identity knows ids and labels only; another folder with the same names would fill the rest of a
 store unnoticed. So the encoded bytes of the check images, and of some committed ones, are compared
-by their hashes, and the check images' pixels too, which tell a decoder that decodes otherwise. The
-same images in another place are the same images.
+by their hashes, and the check images' pixels too, which differ where a decoder decodes otherwise.
+The same images in another folder are the same images.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ class Interrupted(VitseeError):
 
 
 class StopRequest:
-    """While entered, the first SIGTERM or SIGINT sets `signal_name`; a second one acts at once, as
-    signals did before.
+    """A context in which the first SIGTERM or SIGINT sets `signal_name`; a second one acts at once,
+    as signals did before.
 
     Signals can be caught in the main thread only; elsewhere nothing is installed.
     """

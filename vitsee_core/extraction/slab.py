@@ -96,8 +96,8 @@ class SlabObserver:
         """`first`: the batch's first row within the slab."""
         self._rows = slice(first, first + len(batch.valid))
         self._batch, self._valid = batch, torch.from_numpy(batch.valid)
-        # Where all images count a mask on the host says so without waiting for the device; else it
-        # goes there once, and not once a block.
+        # Where all images count the mask stays on the host and nothing waits for the device; else
+        # it is copied there once, and not once per block.
         all_valid = bool(batch.valid.all())
         self._mask = self._valid if all_valid else to_device(batch.valid, self._device)
         self._head_means: dict[str, Tensor] = {}
@@ -216,7 +216,7 @@ class SlabObserver:
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """The largest |x|, a float32 scalar, NaN where x holds one. Strided tensors are read as they
+    """The largest |x|, a float32 scalar, NaN where x has one. Strided tensors are read as they
     lie: `aminmax` would copy them first."""
     if x.device.type == "cuda":  # one pass, which takes ten times two of these on a CPU
         found: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
@@ -245,7 +245,7 @@ def check_peaks(
         if not np.isfinite(peak):
             way_on = "; try --precision bf16 or fp32" if precision == "fp16" else ""
             raise Overflow(
-                f"{site.name} holds {peak} in {where}: the model's own output is broken{way_on}"
+                f"{site.name} has {peak} in {where}: the model's own output is broken{way_on}"
             )
         if stored_half and peak > FLOAT16_MAX:
             way_on = "" if site.tokens == "all" else ", or go on with whole slabs as --batch-size"

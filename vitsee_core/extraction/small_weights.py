@@ -20,7 +20,7 @@ HEAD_BYTES = 16 << 20  # the largest classifier that is kept without being asked
 
 @dataclass(frozen=True)
 class SmallWeights:
-    """arrays: float32 by name, for `weights/`. record: what the manifest's `info` says of them.
+    """arrays: float32 by name, for `weights/`. record: for the manifest's `info`.
     notes: for the user."""
 
     arrays: dict[str, NDArray[np.float32]]
@@ -49,7 +49,7 @@ def small_weights(model: LoadedModel, table: SiteTable, head: bool | None) -> Sm
     notes: list[str] = []
     if isinstance(found, str):
         if head:
-            raise VitseeError(f"--head-weights cannot be served: {found}")
+            raise VitseeError(f"--head-weights is not supported: {found}")
         absent = found
     elif head is None and found.n_bytes > HEAD_BYTES:
         size, most = human_bytes(found.n_bytes), human_bytes(HEAD_BYTES)

@@ -26,7 +26,7 @@ class Clock:
         self._lock = threading.Lock()
 
     def add(self, stage: str, seconds: float) -> None:
-        """Book seconds on a stage."""
+        """Add seconds to a stage."""
         with self._lock:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
@@ -46,7 +46,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Book the time spent inside on a stage."""
+        """Add the time spent inside to a stage."""
         began = time.perf_counter()
         try:
             yield
@@ -55,7 +55,7 @@ class Clock:
 
     @contextmanager
     def within(self, stage: str, outer: str) -> Iterator[None]:
-        """Book the time spent inside on a stage, and take it from the one that is running."""
+        """Add the time spent inside to a stage, and subtract it from the one that is running."""
         began = time.perf_counter()
         try:
             yield
@@ -66,7 +66,7 @@ class Clock:
 
 
 class TimedObserver:
-    """An observer that books the time spent in another as "reductions" and not as "model".
+    """An observer that counts the time spent in another as "reductions" and not as "model".
 
     For CPU runs: on an asynchronous device the calls return before the work is done.
     """

@@ -25,7 +25,7 @@ N_PINNED_BATCHES = 3
 
 
 class HostCopies:
-    """Copies into host memory, in the order in which they are asked for.
+    """Copies into host memory, in the order of the calls.
 
     Memory on the device: the results of at most three batches, the one being made among them; on
     the host: two buffers of the size of the largest copy into memory that is not pinned.

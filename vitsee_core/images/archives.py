@@ -20,8 +20,8 @@ def open_tars(tars: Sequence[Path], name: str) -> ImageSource:
     """The images of tar files, sorted by code point of their paths; nothing is unpacked.
 
     A path is the one in the tar; with several tars, and for a tar inside another, the tar's name
-    without its suffix is a folder before it, so that one tar a class gives class folders. A member
-    that was appended again replaces the earlier one, as in unpacking.
+    without its suffix is a folder before it, so that one tar per class gives class folders. A
+    member that was appended again replaces the earlier one, as in unpacking.
 
     Raises:
         DataError: a damaged or compressed tar, or none with an image.

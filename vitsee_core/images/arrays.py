@@ -20,7 +20,7 @@ def open_npz(path: Path, name: str) -> ImageSource:
     """The rows of `images` (images, height, width) or (images, height, width, 3), uint8.
 
     Optional beside it: `labels` (integers, -1 for none), `class_names` (text), `splits` (text, one
-    a row). The whole array is held in memory. A row's id is its number in the file, after its
+    a row). The whole array is in memory. A row's id is its number in the file, after its
     split's name and a slash where it has one.
 
     Raises:
@@ -55,13 +55,13 @@ def _read(path: Path, name: str) -> dict[str, NDArray[Any]]:
             extra = [key for key in file.files if key not in _NAMES]
             if extra:
                 found, known = ", ".join(map(repr, extra)), ", ".join(_NAMES)
-                raise DataError(f"{name} holds {found}; expected only: {known}")
+                raise DataError(f"{name} has {found}; expected only: {known}")
             return {key: file[key] for key in file.files}
     except DataError:
         raise
     except ValueError as error:
         if "allow_pickle" in str(error):
-            raise DataError(f"{name} holds Python objects; expected plain arrays") from None
+            raise DataError(f"{name} has Python objects; expected plain arrays") from None
         raise _damaged(name, error) from None
     except (OSError, EOFError, AttributeError, zipfile.BadZipFile) as error:
         raise _damaged(name, error) from None

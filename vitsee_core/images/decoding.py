@@ -148,7 +148,7 @@ class RowOpener(Opener):
             return bytes(encoded)
         if path:
             return FileOpener("")._bytes(path)
-        raise ImageError(f"row {location}", "the row holds no image")
+        raise ImageError(f"row {location}", "the row has no image")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class JointOpener(Opener):
 
 @contextmanager
 def _read_of(location: Any) -> Iterator[None]:
-    """While entered, what the system says of one image is an ImageError."""
+    """A context in which the system's errors on one image become an ImageError."""
     try:
         yield
     except OSError as error:

@@ -10,7 +10,7 @@ class DataError(VitseeError):
 
 
 class ImageError(VitseeError):
-    """One image cannot be read; `name` is its id or path, `reason` says why."""
+    """One image cannot be read; `name` is its id or path, `reason` is why."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"cannot read {name}: {reason}")

@@ -1,5 +1,5 @@
-"""Image folders, class folders or flat: which files are images, and the rules by which their paths
-say classes and splits, for tar files too."""
+"""Image folders, class folders or flat: which files are images, and the rules by which classes
+and splits follow from their paths, for tar files too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXTENSIONS = frozenset(
 def open_folder(path: Path, name: str) -> ImageSource:
     """The images below a folder, in the order of their paths (by code point, forward slashes).
 
-    A sample's id is its path below the folder; `classify` says what its class and split are.
+    A sample's id is its path below the folder; `classify` finds its class and split.
 
     Raises:
         DataError: no images, a folder that cannot be read, or a name that is not UTF-8.
@@ -84,7 +84,7 @@ def walk(root: str) -> list[str]:
     """Paths of all images below `root`, with forward slashes, sorted by code point.
 
     Links are followed unless they lead back to a folder they lie in; names that start with a dot
-    are passed over.
+    are ignored.
 
     Raises:
         DataError: a folder cannot be read, or a name is not UTF-8.

@@ -1,4 +1,4 @@
-"""A data set as vitsee sees it: identified samples in a fixed order, each readable on its own."""
+"""A data set: identified samples in a fixed order, each readable on its own."""
 
 from __future__ import annotations
 

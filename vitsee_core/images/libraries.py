@@ -131,7 +131,7 @@ def _load_hugging_face(data: str, name: str, root: str, split: str) -> ImageSour
         try:
             labels = np.array([-1 if v is None else int(v) for v in rows[key]], np.int64)
         except (TypeError, ValueError):
-            raise DataError(f"the column {key!r} of {data} holds no class numbers") from None
+            raise DataError(f"the column {key!r} of {data} has no class numbers") from None
     classes = getattr(rows.features[key], "names", None) if key else None
     ids = [f"{split}/{row}" for row in range(n)]
     return _source(data, opener, range(n), ids, labels, split, classes)

@@ -39,7 +39,7 @@ def open_list(path: Path, name: str) -> ImageSource:
     id is its `id` column, or else the path as it is written.
 
     Raises:
-        DataError: an unreadable or uneven list, an id that comes twice, or no file where it says.
+        DataError: an unreadable or uneven list, an id that occurs twice, or a missing file.
     """
     rows = _rows(path, name)
     first = next(rows, None)

@@ -137,7 +137,7 @@ def _ahead(produce: Callable[[threading.Event], Generator[Loaded]]) -> Generator
     An exception of the thread is raised here.
     """
     # Simple queues, which a KeyboardInterrupt in the middle of `get` leaves usable: it can leave a
-    # Queue's lock taken, and the thread would wait for it for ever. `room` holds a token for each
+    # Queue's lock taken, and the thread would wait for it for ever. `room` has a token for each
     # item that the thread may put.
     ready: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
     room: queue.SimpleQueue[None] = queue.SimpleQueue()

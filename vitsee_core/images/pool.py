@@ -2,8 +2,8 @@
 
 A worker is a fresh interpreter that imports Pillow and NumPy only (0.2 s): forking is not safe
 once torch or zarr have started threads, and importing torch in every worker costs seconds. Pixels
-come back through one block of shared memory, everything else through a socket a worker. A worker
-ends when its socket is closed, by whatever end the parent comes to, and does not see SIGINT or
+come back through one block of shared memory, everything else through a socket per worker. A worker
+ends when its socket is closed, however the parent ends, and does not see SIGINT or
 SIGTERM, which reach a whole process group or job: its parent decides when it stops.
 """
 
@@ -81,8 +81,8 @@ def load_with_workers(
 ) -> Generator[Loaded]:
     """The batches in order; each is cut into tasks that go to whichever worker has room.
 
-    Ends early when `stopped`. The shared memory holds two batches, or as many as it takes to give
-    every worker two tasks.
+    Ends early when `stopped`. The shared memory has room for two batches, or as many as give every
+    worker two tasks.
 
     Raises:
         DataError: a worker was killed, or this system cannot start one.
@@ -222,7 +222,7 @@ def _lost(worker: _Worker) -> DataError:
 
 
 def serve(fd: int) -> None:
-    """Serve the parent at the other end of the socket `fd`; returns when it is gone."""
+    """Load for the parent at the other end of the socket `fd`; returns when that is closed."""
     # Pillow warns about odd metadata of single files; with several workers that is noise.
     warnings.simplefilter("ignore")
     socket = Connection(fd)

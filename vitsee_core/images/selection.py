@@ -122,6 +122,6 @@ def _check(
         if value is not None and value < 1:
             raise DataError(f"{value} {name}; expected 1 or more")
     if not len(source):
-        raise DataError(f"{source.name} holds no images")
+        raise DataError(f"{source.name} has no images")
     if per_class is not None and not (source.labels >= 0).any():
         raise DataError(f"{source.name} has no labels; images per class need them")

@@ -21,7 +21,7 @@ class SharedBlock:
     """`size` bytes shared with children started with `fd` among their inherited descriptors.
 
     One descriptor a block, however many arrays live in it; whoever made the block closes `fd` once
-    the children have started, and the memory lives until the last view of it is gone. The file
+    the children have started, and the memory lives until its last view is freed. The file
     behind it has no name, so that nothing is left over when every process is killed. Pickled as
     its descriptor's number: only an heir can unpickle it.
     """

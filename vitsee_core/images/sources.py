@@ -1,4 +1,4 @@
-"""From what the user calls the data to a source."""
+"""From the user's name of the data to a source of images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_source(data: str, *, split: str | None = None) -> ImageSource:
     `test[10%:20%]`), or several joined by '+'.
 
     Raises:
-        DataError: in one line, what was found and what was expected.
+        DataError: there is no such data, or it cannot be read.
     """
     if not data.strip():
         raise DataError(f"--data is empty (a variable that is not set?); expected {_EXPECTED}")

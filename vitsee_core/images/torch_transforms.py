@@ -63,7 +63,7 @@ def _from_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
     numbers = (*mean, *std, crop_pct)
     if len(size) != 3 or min(size) < 1 or not all(map(math.isfinite, numbers)) or min(std) <= 0:
         raise DataError(
-            f"the transform says input_size {size}, mean {mean}, std {std}, crop_pct {crop_pct}; "
+            f"the transform has input_size {size}, mean {mean}, std {std}, crop_pct {crop_pct}; "
             "expected (channels, rows, cols), finite numbers, and std above 0"
         )
     known = {"input_size": size, "mean": mean, "std": std, "crop_pct": crop_pct}
@@ -84,7 +84,7 @@ class _Steps:
 
 def _steps(transform: Any) -> _Steps:
     """Raises:
-    DataError: a step that no configuration says.
+    DataError: a step that no configuration expresses.
     """
     found = _Steps()
     for step in _flat(transform):
