@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import blocks_of_each
-from vitsee_core.attention.heads import AttentionMoments, Block, uniform_distance
+from vitsee_core.attention.heads import Block, read_heads, uniform_distance
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.plotting import (
@@ -47,7 +47,7 @@ from vitsee_core.plotting import (
 )
 from vitsee_core.progress import counting
 from vitsee_core.results import Table
-from vitsee_core.statistics.moments import INTERVAL_METHOD, Summary
+from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def run(
     with counting(execution.progress, sum(own.n for own in chosen)):
         for (store, blocks), own in zip(selected.members, chosen, strict=True):
             arrays = dict.fromkeys(_array(block, metric) for block in blocks for metric in wanted)
-            make = partial(AttentionMoments, tuple(arrays))
+            make = partial(SlabMoments, partial(read_heads, tuple(arrays)))
             summaries = execution.fold(store, make, own).result()
             for metric in wanted:
                 for block in blocks:

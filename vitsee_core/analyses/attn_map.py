@@ -44,7 +44,7 @@ from vitsee_core.attention.head_maps import (
     spatial,
     sum_slabs,
 )
-from vitsee_core.attention.heads import AttentionMoments, Block, attention_blocks
+from vitsee_core.attention.heads import Block, attention_blocks, read_heads
 from vitsee_core.attention.image_maps import map_images, mean_rollout
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -55,7 +55,7 @@ from vitsee_core.plotting import styled
 from vitsee_core.progress import counting
 from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
-from vitsee_core.statistics.moments import INTERVAL_METHOD, Summary
+from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_core.streaming import Rows
 from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
@@ -238,8 +238,9 @@ def _rollout(
     blocks = attention_blocks(store)
     if residual:
         key = ("rollout", "")
+        make = partial(SlabMoments, partial(read_heads, (key,)))
         with counting(execution.progress, rows.n):
-            folded = execution.fold(store, partial(AttentionMoments, (key,)), rows)
+            folded = execution.fold(store, make, rows)
         return folded.result()[key], blocks[-1]
     counted = np.flatnonzero(rows.mask & store.valid)
     found = mean_rollout(
@@ -275,7 +276,7 @@ def _numbers(
     notes: dict[str, Any],
 ) -> Table:
     keys = tuple(dict.fromkeys((metric, block.group) for block in blocks))
-    make = partial(AttentionMoments, keys)
+    make = partial(SlabMoments, partial(read_heads, keys))
     with counting(execution.progress, rows.n):
         summaries = execution.fold(store, make, rows).result()
     found = []
@@ -288,11 +289,7 @@ def _numbers(
                     **site_columns(store, block),
                     "head": head,
                     "metric": metric,
-                    "value": float(summary.mean[at]),
-                    "std": float(summary.std[at]),
-                    "low": float(summary.low[at]),
-                    "high": float(summary.high[at]),
-                    "n_images": int(summary.n[at]),
+                    **summary.cells(at),
                 }
             )
     return Table.from_rows(found, NUMBER_COLUMNS, notes)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import chosen_blocks
-from vitsee_core.attention.heads import AttentionMoments, Block
+from vitsee_core.attention.heads import Block, read_heads
 from vitsee_core.columns import PAIR, VALUES, pair_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.heatmaps import COLOUR_MAP, describe_scale, describe_scope
@@ -37,6 +37,7 @@ from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Hsic, Representation, hsic, summarise
 from vitsee_core.similarity.hsic import without_value
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
+from vitsee_core.statistics.moments import SlabMoments
 from vitsee_stores import require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
 
@@ -200,8 +201,9 @@ def _distances(a: Store, b: Store, block: Block, execution: Execution) -> NDArra
     rows = execution.rows(a)
     rows = replace(rows, mask=rows.mask & require_paired(a, b))
     stored = ("distance_px", block.group)
+    make = partial(SlabMoments, partial(read_heads, (stored,)))
     with counting(execution.progress, rows.n):
-        summaries = execution.fold(a, partial(AttentionMoments, (stored,)), rows).result()
+        summaries = execution.fold(a, make, rows).result()
     summary = summaries[stored]
     mean: NDArray[Any] = summary.mean[block.row, : block.n_heads]
     return mean

@@ -221,11 +221,7 @@ def _row(
         "metric": "iou",
         "baseline": "",
         "best": "",
-        "value": float(summary.mean[at]),
-        "std": float(summary.std[at]),
-        "low": float(summary.low[at]),
-        "high": float(summary.high[at]),
-        "n_images": int(summary.n[at]),
+        **summary.cells(at),
         **own,
     }
 

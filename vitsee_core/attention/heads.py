@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from vitsee_core.statistics.moments import Moments, Summary
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 
@@ -95,27 +95,10 @@ def _as_site(block: Block) -> SiteSpec:
     )
 
 
-class AttentionMoments:
-    """Moments over images of stored arrays (name, group), each (blocks, heads), to be filled by
-    `streaming.fold`; a head without spatial mass in an image, or beyond its block's heads, is NaN
-    and left out."""
-
-    def __init__(self, arrays: Sequence[Array]) -> None:
-        self._moments = {array: Moments() for array in arrays}
-
-    def update(self, slab: Slab) -> None:
-        """Add a slab's valid images."""
-        for (name, group), moments in self._moments.items():
-            moments.add(slab.attention(name, group)[slab.valid])
-
-    def merge(self, other: AttentionMoments) -> None:
-        """Add the moments of `other`."""
-        for array, moments in self._moments.items():
-            moments.merge(other._moments[array])
-
-    def result(self) -> dict[Array, Summary]:
-        """Array -> summary over images, entries (blocks, heads)."""
-        return {array: moments.summary() for array, moments in self._moments.items()}
+def read_heads(arrays: Sequence[Array], slab: Slab) -> dict[Array, NDArray[Any]]:
+    """Stored arrays (name, group) -> (images, blocks, heads) of a slab's valid images, for
+    `SlabMoments`; NaN for a head without spatial mass in an image, or beyond its block's heads."""
+    return {array: slab.attention(*array)[slab.valid] for array in arrays}
 
 
 def uniform_distance(layout: TokenLayout) -> float:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vitsee_core.types import Float
+
+if TYPE_CHECKING:
+    from vitsee_stores import Slab
 
 LEVEL = 0.95
 INTERVAL_METHOD = (
@@ -32,6 +36,12 @@ class Summary:
     low: Float
     high: Float
     n: NDArray[np.int64]
+
+    def cells(self, at: int | tuple[int, ...] = ()) -> dict[str, float | int]:
+        """The columns value, std, low, high and n_images of a row about one entry."""
+        numbers = {"value": self.mean, "std": self.std, "low": self.low, "high": self.high}
+        found: dict[str, float | int] = {name: float(of[at]) for name, of in numbers.items()}
+        return found | {"n_images": int(self.n[at])}
 
 
 class Moments:
@@ -82,6 +92,32 @@ class Moments:
         std = np.sqrt(np.where(n > 1, self._m2, np.nan) / np.maximum(n - 1, 1))
         half = _quantiles(n - 1) * std / np.sqrt(np.maximum(n, 1))
         return Summary(mean, std, mean - half, mean + half, n)
+
+
+class SlabMoments:
+    """Moments over images of what `read` makes of a slab, to be filled by `streaming.fold`.
+
+    `read(slab)` gives key -> (images, ...) of the slab's images that count, the same keys for each
+    slab. To travel between processes it must pickle.
+    """
+
+    def __init__(self, read: Callable[[Slab], Mapping[Any, ArrayLike]]) -> None:
+        self._read = read
+        self._moments: dict[Any, Moments] = {}
+
+    def update(self, slab: Slab) -> None:
+        """Add a slab's images."""
+        for key, values in self._read(slab).items():
+            self._moments.setdefault(key, Moments()).add(values)
+
+    def merge(self, other: SlabMoments) -> None:
+        """Add the moments of `other`."""
+        for key, moments in other._moments.items():
+            self._moments.setdefault(key, Moments()).merge(moments)
+
+    def result(self) -> dict[Any, Summary]:
+        """Key -> summary over images."""
+        return {key: moments.summary() for key, moments in self._moments.items()}
 
 
 def _quantiles(df: NDArray[np.int64]) -> Float:
