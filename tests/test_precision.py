@@ -62,17 +62,21 @@ def _general(value: str = "tf32") -> None:
     backends.fp32_precision = value
 
 
-@pytest.fixture(params=[_medium, _older] + ([_newer, _general] if NEW else []))
-def loosened(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Single precision given up in one of the ways that a user, a library or an environment has."""
-    conv = torch.backends.cudnn.allow_tf32
-    request.param()
-    yield
+def _as_torch_starts() -> None:
     if NEW:
         _general("none")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = conv
+    torch.backends.cudnn.allow_tf32 = True
+
+
+@pytest.fixture(params=[_medium, _older] + ([_newer, _general] if NEW else []))
+def loosened(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Single precision given up in one of the ways that a user, a library or an environment has."""
+    _as_torch_starts()  # whatever earlier tests of this process left
+    request.param()
+    yield
+    _as_torch_starts()
 
 
 @pytest.mark.usefixtures("loosened")
