@@ -18,8 +18,8 @@ from vitsee_core.extraction import gram_strategy, run, slab_grams
 from vitsee_core.extraction.buffers import as_block
 from vitsee_core.extraction.gram_strategy import (
     GramStrategy,
-    InFile,
-    InMemory,
+    InHostMemory,
+    InScratchFile,
     WholeSlabs,
     choose_strategy,
 )
@@ -227,14 +227,14 @@ def test_the_way_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert way(256, None, 1e5).name == "file"  # no room for 256 images at once
     assert way(256, 256, 1e5) == WholeSlabs(256)  # as asked
     large = way(256, 32, 1e12)
-    assert isinstance(large, InMemory)
+    assert isinstance(large, InHostMemory)
     size = large.set_bytes
-    assert large == InMemory(32, 2, size)
-    assert way(256, 32, 4 * 2.0 * size) == InMemory(32, 1, size)
+    assert large == InHostMemory(32, 2, size)
+    assert way(256, 32, 4 * 2.0 * size) == InHostMemory(32, 1, size)
     short = way(256, 32, 4 * 0.9 * size)
-    assert short == InFile(32, 1, size)
+    assert short == InScratchFile(32, 1, size)
     assert (short.scratch_bytes, large.scratch_bytes) == (size, 0)
-    assert way(256, None, 1e5, "all") == InMemory(32, 2, 0)  # the buffers are enough
+    assert way(256, None, 1e5, "all") == InHostMemory(32, 2, 0)  # the buffers are enough
     plain = StorePlan(512, 256, "none", table.sites)
     assert choose_strategy(plain, table, cpu, None, 32) == GramStrategy(32)
 

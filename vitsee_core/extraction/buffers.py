@@ -24,9 +24,9 @@ class SlabBuffers:
     """Host memory for one slab, reused from slab to slab: path -> tensor, (slab, ...) of what is
     known image by image, and one row of what is summed over a slab.
 
-    held: activations that are not stored and that the slab's Gram matrices are still to be made of.
-    sums and peaks: what has been summed, and the largest |x| by site. done: what to wait for before
-    any is read.
+    unstored: activations that are not stored and that Gram matrices are still to be made of. sums
+    and peaks: what has been summed, and the largest |x| by site. done: what to wait for before any
+    is read.
     """
 
     def __init__(self, plan: StorePlan, pinned: bool):
@@ -40,7 +40,7 @@ class SlabBuffers:
         tensors = self._memory.tensors
         self.arrays = {path: tensors[path] for path, spec in specs.items() if spec.per == "image"}
         self._row = {path: tensors[path] for path in specs.keys() - self.arrays.keys()}
-        self.held: dict[str, Tensor] | None = None
+        self.unstored: dict[str, Tensor] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -53,8 +53,8 @@ class SlabBuffers:
         """(slab, ...) of one array."""
         if path in self.arrays:
             return self.arrays[path]
-        assert self.held is not None, path
-        return self.held[path]
+        assert self.unstored is not None, path
+        return self.unstored[path]
 
     def sum(self, path: str, shape: torch.Size) -> Tensor:
         """Where the sum of this shape goes: a Gram matrix of fewer images than a slab has is

@@ -1,9 +1,9 @@
 """Where Gram matrices come from: an entry needs both of its images, so either one forward pass
 takes a whole slab, or activations are kept until the slab is full.
 
-    WholeSlabs    each site's matrix is made from the live tensor, in full precision
-    InMemory      activations wait in host memory, in the type they would be stored in
-    InFile        the same in a scratch file that has no name, beside the store
+    WholeSlabs       each site's matrix is made from the live tensor, in full precision
+    InHostMemory     activations wait in host memory, in the type they would be stored in
+    InScratchFile    the same in a scratch file that has no name, beside the store
 
 Rounding to float16 moves entries by 1e-5 of the mean diagonal (rms; 2e-4 at worst, measured on a
 small ViT); nothing else differs. On a CPU one strategy and batch size give the same bytes whatever
@@ -27,7 +27,7 @@ import torch
 
 from vitsee_core.extraction.host_memory import HostMemory, block_bytes
 from vitsee_core.extraction.plan import slab_bytes
-from vitsee_core.extraction.slab_grams import HeldGrams, LiveGrams, SlabGrams
+from vitsee_core.extraction.slab_grams import BufferedGrams, LiveGrams, SlabGrams
 from vitsee_core.extraction.timing import Clock
 from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.models import SiteTable
@@ -99,7 +99,7 @@ class WholeSlabs(GramStrategy):
 
 
 @dataclass(frozen=True)
-class InMemory(GramStrategy):
+class InHostMemory(GramStrategy):
     """From activations in host memory. n_sets: slabs that are kept at once; set_bytes: memory of
     one, beside its buffers."""
 
@@ -124,7 +124,7 @@ class InMemory(GramStrategy):
             for memory in self._memory(plan, device, output):
                 stack.callback(memory.release)
                 sets.append(memory.tensors)
-            yield HeldGrams(plan, device, clock, sets)
+            yield BufferedGrams(plan, device, clock, sets)
 
     def _memory(self, plan: StorePlan, device: torch.device, output: Path) -> Iterator[HostMemory]:
         """Sets of tensors (slab, ...) for the arrays of `unstored_arrays`."""
@@ -133,7 +133,7 @@ class InMemory(GramStrategy):
 
 
 @dataclass(frozen=True)
-class InFile(InMemory):
+class InScratchFile(InHostMemory):
     """The same in a scratch file that has no name, beside the store."""
 
     name: ClassVar[str] = "file"
@@ -219,8 +219,8 @@ def choose_strategy(
     sets = 1 if device.type == "cuda" else min(2, plan.n_slabs)
     for n_sets in range(sets, 0, -1):
         if n_sets * set_bytes <= max(0, room):
-            return InMemory(batch_size, n_sets, set_bytes)
-    return InFile(batch_size, 1, set_bytes)
+            return InHostMemory(batch_size, n_sets, set_bytes)
+    return InScratchFile(batch_size, 1, set_bytes)
 
 
 def _forward_fits(plan: StorePlan, table: SiteTable, device: torch.device) -> bool:

@@ -27,7 +27,7 @@ from vitsee_stores.layout import StorePlan
 # On the CPU a chunk stays near the caches; on a GPU it is large enough to fill it.
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20, "mps": 64 << 20}
 
-Held = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
 class SlabGrams:
@@ -42,7 +42,7 @@ class SlabGrams:
         )
 
     def reserve(
-        self, buffers: SlabBuffers, take: Callable[[queue.SimpleQueue[Held]], Held]
+        self, buffers: SlabBuffers, take: Callable[[queue.SimpleQueue[Tensors]], Tensors]
     ) -> None:
         """Before a slab: give its buffers the memory for what Gram matrices need beside them, with
         `take`, which waits until a set is free."""
@@ -78,7 +78,7 @@ class LiveGrams(SlabGrams):
             return {f"grams/{site}/all": self._products.gram(parts, valid)}
 
 
-class HeldGrams(SlabGrams):
+class BufferedGrams(SlabGrams):
     """Gram matrices of the activations of a full slab, stored ones and those of `sets`.
 
     Where copies are asynchronous they are made on the device, in the order of its stream; else by
@@ -86,22 +86,22 @@ class HeldGrams(SlabGrams):
     """
 
     def __init__(
-        self, plan: StorePlan, device: torch.device, clock: Clock, sets: Sequence[Held]
+        self, plan: StorePlan, device: torch.device, clock: Clock, sets: Sequence[Tensors]
     ) -> None:
         super().__init__(plan)
         self.kept |= {site.name for site in plan.gram_sites}
         self._paths = {f"grams/{site.name}/all": feature_paths(site) for site in plan.gram_sites}
         self._clock = clock
         self._on_device, self._on_host = GramProducts(device), GramProducts(torch.device("cpu"))
-        self._free: queue.SimpleQueue[Held] = queue.SimpleQueue()
-        for held in sets:
-            self._free.put(held)
+        self._free: queue.SimpleQueue[Tensors] = queue.SimpleQueue()
+        for tensors in sets:
+            self._free.put(tensors)
 
     def reserve(
-        self, buffers: SlabBuffers, take: Callable[[queue.SimpleQueue[Held]], Held]
+        self, buffers: SlabBuffers, take: Callable[[queue.SimpleQueue[Tensors]], Tensors]
     ) -> None:
         """As the base class."""
-        buffers.held = take(self._free)
+        buffers.unstored = take(self._free)
 
     def on_device(self, buffers: SlabBuffers, n: int, copies: HostCopies) -> Mapping[str, Tensor]:
         """As the base class. The memory is free at once: copies to come wait for the products."""
@@ -114,19 +114,19 @@ class HeldGrams(SlabGrams):
 
     def on_host(self, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
         """As the base class."""
-        return {} if buffers.held is None else self._made(self._on_host, buffers, n)
+        return {} if buffers.unstored is None else self._made(self._on_host, buffers, n)
 
     def _made(self, products: GramProducts, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
-        """Of the valid images among the first `n`; what was held is free then."""
+        """Of the valid images among the first `n`; their memory is free then."""
         with self._clock("grams"):
             valid = buffers["valid"][:n] == 1
             made = {
                 name: products.gram([buffers[path][:n] for path in paths], valid)
                 for name, paths in self._paths.items()
             }
-        assert buffers.held is not None
-        self._free.put(buffers.held)
-        buffers.held = None
+        assert buffers.unstored is not None
+        self._free.put(buffers.unstored)
+        buffers.unstored = None
         return made
 
 

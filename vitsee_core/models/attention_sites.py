@@ -9,7 +9,7 @@ from vitsee_core.models.geometry import in_raster_order
 from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.sites import AttentionBlock
 from vitsee_core.models.survey import Reader
-from vitsee_core.models.trace import Attended
+from vitsee_core.models.trace import AttentionSeen
 from vitsee_stores.layout import TokenLayout
 
 NO_ATTENTION = "no block has a softmax over tokens"
@@ -84,7 +84,7 @@ def _layouts(read: Reader, path: str) -> list[TokenLayout]:
 
 
 def _refusal(
-    read: Reader, met: list[tuple[str, Attended]], layouts: list[TokenLayout]
+    read: Reader, met: list[tuple[str, AttentionSeen]], layouts: list[TokenLayout]
 ) -> str | None:
     n_images = read.trace.n_images
     event = met[0][1]
@@ -112,7 +112,7 @@ def _refusal(
     return None
 
 
-def _heads_hook_point(read: Reader, module: str, event: Attended) -> HookPoint | None:
+def _heads_hook_point(read: Reader, module: str, event: AttentionSeen) -> HookPoint | None:
     """The module that the heads' outputs enter side by side."""
     assert event.value is not None
     for name in ("norm", "proj", "attn_out_proj"):

@@ -24,6 +24,10 @@ class CaptureError(VitseeError):
     """A site was not captured as the model's table says."""
 
 
+class ForwardEnded(Exception):
+    """Raised by a hook to end a forward pass once the wanted tensor was captured."""
+
+
 @dataclass(frozen=True)
 class HookPoint:
     """The first tensor that goes into a module, or the one that comes out of it.

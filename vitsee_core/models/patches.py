@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models.hook_points import HookPoint, View, first_tensor
+from vitsee_core.models.hook_points import ForwardEnded, HookPoint, View, first_tensor
 from vitsee_core.models.steps import Grid, Pair
 from vitsee_core.models.trace import Trace
 from vitsee_stores.layout import TokenLayout
@@ -44,10 +44,6 @@ class Patches:
         return self.view.layout.grid
 
 
-class _Enough(Exception):
-    """Ends a forward pass once the wanted tensor was captured."""
-
-
 def cells(module: nn.Module, hook_point: HookPoint, view: View, images: Tensor) -> Tensor:
     """(images, rows, cols, dim) at a hook point; the forward pass ends there."""
     found: list[Tensor] = []
@@ -59,13 +55,13 @@ def cells(module: nn.Module, hook_point: HookPoint, view: View, images: Tensor) 
         x = first_tensor(output, len(images)) if calls == hook_point.call + 1 else None
         if x is not None:
             found.append(view.split(x)[1].float())
-            raise _Enough
+            raise ForwardEnded
 
     handle = module.get_submodule(hook_point.module).register_forward_hook(left)
     try:
         with torch.no_grad():
             module(images)
-    except _Enough:
+    except ForwardEnded:
         pass
     finally:
         handle.remove()

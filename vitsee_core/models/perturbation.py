@@ -11,13 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.blocks import CONTAINERS, is_leaf
-from vitsee_core.models.hook_points import input_tensor
+from vitsee_core.models.hook_points import ForwardEnded, input_tensor
 
 LEARNED, FIXED, COMPUTED = "learned", "fixed", "computed"
-
-
-class _Enough(Exception):
-    """Ends a forward pass once the wanted tensor was captured."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ class Runner:
             if x is not None and stop(calls, x):
                 seen.append((calls, x.clone()))
             if seen or last:
-                raise _Enough
+                raise ForwardEnded
             calls += x is not None
 
         hooks = []
@@ -133,7 +129,7 @@ class Runner:
         try:
             with torch.no_grad():
                 self.module(self.images if images is None else images)
-        except _Enough:
+        except ForwardEnded:
             pass
         finally:
             for hook in hooks:

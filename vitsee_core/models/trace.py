@@ -42,7 +42,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionSeen:
     """An attention event without its tensors; value: (images, keys, heads x head dim), None where
     the attention has not the four dimensions of plain attention."""
 
@@ -59,7 +59,7 @@ class Trace:
     n_images: int
     image: tuple[int, int]
     calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
-    events: dict[str, list[Attended]] = field(default_factory=lambda: defaultdict(list))
+    events: dict[str, list[AttentionSeen]] = field(default_factory=lambda: defaultdict(list))
 
     def once(self, name: str) -> Call | None:
         """The call of a module that is called exactly once."""
@@ -140,7 +140,7 @@ class _Recorder:
 
     def event(self, event: AttentionEvent) -> None:
         value = self.see(event.call.value.transpose(1, 2).flatten(2)) if event.call else None
-        met = Attended(event.query, event.n_keys, event.mixed, value)
+        met = AttentionSeen(event.query, event.n_keys, event.mixed, value)
         self.trace.events[self.stack[-1] if self.stack else ""].append(met)
 
 
