@@ -45,7 +45,7 @@ from vitsee_core.statistics.image_statistics import (
 from vitsee_core.statistics.skip_branch import (
     Place,
     ReadQuantities,
-    Sublayer,
+    StoredSublayer,
     choose_sublayers,
     missing_tokens,
     places_of,
@@ -160,7 +160,7 @@ def plot(table: Table) -> Figure:
 
 
 def _check_tokens(
-    stores: Sequence[Store], plans: Sequence[Sequence[Sublayer]], words: Sequence[str]
+    stores: Sequence[Store], plans: Sequence[Sequence[StoredSublayer]], words: Sequence[str]
 ) -> None:
     """Log which tokens are missing where; refuse those that are missing everywhere.
 
@@ -194,7 +194,7 @@ class _Measure:
         self.tokens_at_once = max(1, execution.budget // (BYTES_A_TOKEN * self.n))
 
     def __call__(
-        self, sublayer: Sublayer, places: Sequence[Place], metrics: Sequence[str]
+        self, sublayer: StoredSublayer, places: Sequence[Place], metrics: Sequence[str]
     ) -> tuple[dict[str, Estimates], tuple[int, int]]:
         """metric -> one entry per place; and how many tokens of images have f(z) = 0, of how
         many."""
@@ -233,7 +233,7 @@ def _pieces(items: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _rows(
-    store: Store, sublayer: Sublayer, metric: str, places: Sequence[Place], of: Estimates
+    store: Store, sublayer: StoredSublayer, metric: str, places: Sequence[Place], of: Estimates
 ) -> list[dict[str, Any]]:
     return [
         {

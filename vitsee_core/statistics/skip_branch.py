@@ -40,7 +40,7 @@ ROUNDING = 2.0**-22
 
 
 @dataclass(frozen=True)
-class Sublayer:
+class StoredSublayer:
     """One residual sublayer: its name, index in the model, index over the last, its tokens."""
 
     site: str
@@ -153,7 +153,7 @@ class ReadQuantities:
         return SlabQuantities({name: values.T for name, values in found.items()}, n_zero)
 
 
-def choose_sublayers(stores: Sequence[Store], patterns: Sequence[str]) -> Selection[Sublayer]:
+def choose_sublayers(stores: Sequence[Store], patterns: Sequence[str]) -> Selection[StoredSublayer]:
     """The sublayers of each store that the patterns name, in the model's order.
 
     A pattern is a sublayer's name (`blocks.3.attn`, `layer1.0`, `blocks.-1.mlp`), a glob, a kind
@@ -167,16 +167,16 @@ def choose_sublayers(stores: Sequence[Store], patterns: Sequence[str]) -> Select
     return select_each(stores, patterns, _select)
 
 
-def _sublayers(store: Store) -> list[Sublayer]:
+def _sublayers(store: Store) -> list[StoredSublayer]:
     plan = store.manifest.plan
     if not plan.sublayers:
         reason = store.manifest.left_out.get("residual", "it was extracted with --no-residual")
         raise MissingInput(f"{store.label} lacks what extract keeps with --residual: {reason}")
     places = {name: (depth, rel_depth) for name, depth, rel_depth in plan.places}
-    return [Sublayer(name, *places[name], layout) for name, layout in plan.sublayers]
+    return [StoredSublayer(name, *places[name], layout) for name, layout in plan.sublayers]
 
 
-def _select(store: Store, patterns: Sequence[str]) -> list[Sublayer]:
+def _select(store: Store, patterns: Sequence[str]) -> list[StoredSublayer]:
     sublayers = _sublayers(store)
     kinds = {s.site.rpartition(".")[2] for s in sublayers}
     wanted = []
@@ -190,7 +190,7 @@ def _select(store: Store, patterns: Sequence[str]) -> list[Sublayer]:
     return [sublayer for sublayer in sublayers if sublayer.site in names]
 
 
-def _as_site(sublayer: Sublayer) -> SiteSpec:
+def _as_site(sublayer: StoredSublayer) -> SiteSpec:
     """The sublayer in the form that selectors search."""
     return SiteSpec(
         name=sublayer.site,
@@ -243,7 +243,7 @@ def _prefix_kinds(layout: TokenLayout) -> list[Place]:
     return [Place(kind, None, None, tuple(members)) for kind, members in kinds.items()]
 
 
-def missing_tokens(label: str, sublayers: Sequence[Sublayer], word: str) -> str | None:
+def missing_tokens(label: str, sublayers: Sequence[StoredSublayer], word: str) -> str | None:
     """A remark where a word of --tokens stands for no token in some sublayers of a store;
     None where it stands for something in all."""
     without = [s for s in sublayers if not places_of(s.layout, [word])]
