@@ -205,8 +205,8 @@ def each_slab(
     plan = max((store.plan for store in opened), key=lambda plan: plan.slab)
     places = [plan.rows(k) for k in range(plan.n_slabs)]
     items = [(place, counted[place]) for place in places if counted[place].any()]
-    spread: Map = map or (_Threads(jobs) if jobs > 1 and len(items) > 1 else builtins.map)
-    for (place, _), result in zip(items, spread(_Worker(opened, work), items), strict=True):
+    work_on: Map = map or thread_map(jobs if len(items) > 1 else 1)
+    for (place, _), result in zip(items, work_on(_Worker(opened, work), items), strict=True):
         yield result
         progress.advance(int(rows.mask[place].sum()))
 
@@ -292,6 +292,11 @@ def _reopen(address: _Address) -> Store:
     if store.manifest.store_id != address.store_id:
         raise StoreMismatch(f"{address.path} was replaced by another store during the work")
     return store
+
+
+def thread_map(jobs: int) -> Map:
+    """A `map` by so many threads; the builtin one for one."""
+    return _Threads(jobs) if jobs > 1 else builtins.map
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.sources import Block, Source
 from vitsee_core.ridge import GRID, Algebra, Factors, Gathered, HeldOut, LeaveOneOut, Linear, solve
 from vitsee_core.ridge.gathered import n_bytes
+from vitsee_core.streaming import thread_map
 from vitsee_core.types import Float, Integers
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
         whole = fitted[d][t].joined(held_out[d][t])
         return Fitted((l2,), solve(whole, task.algebra, l2))
 
-    probes = spread(finish, pairs, task.jobs)
+    probes = list(thread_map(task.jobs)(finish, pairs))
     return [probes[d * tokens : (d + 1) * tokens] for d in range(len(draws))]
 
 
@@ -156,7 +156,7 @@ def _judge(
         factors = Factors.of(fitted[d][t], task.algebra)
         return (LeaveOneOut if methods[d] == "loo" else HeldOut)(factors, GRID)
 
-    judges = dict(zip(pairs, spread(decompose, pairs, task.jobs), strict=True))
+    judges = dict(zip(pairs, list(thread_map(task.jobs)(decompose, pairs)), strict=True))
     masks = np.zeros((len(draws), len(task.labels)), bool)
     for mask, draw, method in zip(masks, draws, methods, strict=True):
         mask[draw.places if method == "loo" else draw.places[draw.held_out]] = True
@@ -169,7 +169,7 @@ def _judge(
             if len(rows):
                 judges[pair].add(x[rows, t], task.labels[places[rows]])  # noqa: B023
 
-        spread(look, pairs, task.jobs)
+        list(thread_map(task.jobs)(look, pairs))
     return judges
 
 
@@ -191,13 +191,3 @@ def _looked_at_again(task: Task, draws: Sequence[Draw]) -> Integers:
         if method != "given":
             chosen.append(draw.places if method == "loo" else draw.places[draw.held_out])
     return np.unique(np.concatenate(chosen))
-
-
-def spread(
-    work: Callable[[tuple[int, int]], T], pairs: Sequence[tuple[int, int]], jobs: int
-) -> list[T]:
-    """`work` of each pair, by `jobs` threads; the results in the pairs' order."""
-    if jobs == 1 or len(pairs) == 1:
-        return [work(pair) for pair in pairs]
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(work, pairs))

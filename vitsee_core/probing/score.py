@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from vitsee_core.machine import human_bytes
 from vitsee_core.probing.concatenated import probe_concatenated
 from vitsee_core.probing.draws import Draw
-from vitsee_core.probing.fit import Fitted, Task, fit, spread, token_bytes
+from vitsee_core.probing.fit import Fitted, Task, fit, token_bytes
 from vitsee_core.probing.sgd import Training, fit_sgd
 from vitsee_core.probing.sources import SideBySide, Source
 from vitsee_core.probing.tally import Tally
+from vitsee_core.streaming import thread_map
 from vitsee_stores.errors import VitseeError
 
 
@@ -104,9 +105,10 @@ class Prober:
                 wide = x[:, t].astype(np.float64)  # noqa: B023
                 return [] if probe is None else list(probe.scores(wide))
 
+            score_map = thread_map(self.task.jobs)
             # A few at a time: the scores of one take (images, classes).
             for start in range(0, len(pairs), 4 * self.task.jobs):
                 some = pairs[start : start + 4 * self.task.jobs]
-                for (d, t), found in zip(some, spread(score, some, self.task.jobs), strict=True):
+                for (d, t), found in zip(some, score_map(score, some), strict=True):
                     for i, scores in enumerate(found):
                         tally.add((d, i, part.start + t), places, scores)

@@ -160,7 +160,7 @@ def lane_pool(lanes: int) -> Iterator[ThreadPoolExecutor | None]:
             yield pool
 
 
-def spread(
+def run_all(
     work: Callable[[T], object], items: Iterable[T], pool: ThreadPoolExecutor | None
 ) -> None:
     """`work` of every item by the threads of `pool`, in no order; back when all are done."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.similarity.hsic import Hsic, PairSums
-from vitsee_core.similarity.lanes import in_order, lane_pool, n_lanes, spread
+from vitsee_core.similarity.lanes import in_order, lane_pool, n_lanes, run_all
 from vitsee_core.types import Float, Float32
 
 Labels = NDArray[np.int64]
@@ -111,7 +111,7 @@ def pair_totals(
             def load(k: int, i: slice = i, j: slice = j, values: Any = values) -> None:
                 memory.put(values, k, matrices[k].block(i, j))
 
-            spread(load, order, pool)
+            run_all(load, order, pool)
             if i == j:
                 diagonals[:, i] = memory.without_diagonals(values)
             blocks = [piece for running in totals for piece in running.pieces(i, j)]
