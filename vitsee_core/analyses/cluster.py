@@ -35,7 +35,7 @@ from vitsee_core.labelled.labelled_rows import (
     labelled_rows,
     random_features,
 )
-from vitsee_core.machine import human_bytes
+from vitsee_core.machine import counted, human_bytes
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import Progress, counting
 from vitsee_core.results import Table
@@ -158,8 +158,8 @@ def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | 
         raise VitseeError(f"k is {k}; expected at least 1 cluster")
     if k > n:
         raise VitseeError(
-            f"{k} clusters were asked for, but {label} has {n} labelled images; expected --k of at "
-            f"most {n}"
+            f"{k} clusters were asked for, but {label} has {counted(n, 'labelled images')}; "
+            f"expected --k of at most {n}"
         )
     widest = max(sites, key=lambda site: site.dim)
     size_bytes = 3 * n * widest.dim * 4

@@ -40,6 +40,7 @@ from vitsee_core.labelled.labelled_rows import (
     labelled_rows,
     random_pieces,
 )
+from vitsee_core.machine import counted
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
@@ -256,8 +257,8 @@ def _checked(
         raise VitseeError(f"k is {min(ks, default='not given')}; expected at least 1")
     if max(ks) > len(train):
         raise VitseeError(
-            f"{max(ks)} neighbours were asked for, but {train.store.label} has {len(train)} "
-            f"labelled images; expected --k of at most {len(train)}"
+            f"{max(ks)} neighbours were asked for, but {train.store.label} has "
+            f"{counted(len(train), 'labelled images')}; expected --k of at most {len(train)}"
         )
     return sorted(set(ks))
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import Block, attention_blocks
+from vitsee_core.machine import counted
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.provenance import Pictures, Provenance, model_of
 from vitsee_stores.errors import VitseeError
@@ -192,7 +193,8 @@ def _computed(
     precision = store.manifest.identity.get("precision", "fp32")
     if precision == "tf32" and where.type != "cuda":
         precision = "fp32"
-    log.info("computing the attention of %d images with %s on %s", len(rows), model.name, where)
+    what = counted(len(rows), "images")
+    log.info("computing the attention of %s with %s on %s", what, model.name, where)
     size = _batch_size(blocks)
     pixels_of = Pictures(store, origin.data)
     observer = _Taker({block.site: block for block in blocks}, take)
