@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import vitsee_stores
+from tests.manifests import edited
 from vitsee_cli.main import main
 
 MakeStore = Callable[..., Path]
@@ -113,6 +114,15 @@ def test_a_strangers_store_steers_no_terminal(
         shown = info("a.zarr", *args).stdout
         assert all(c.isprintable() or c == "\n" for c in shown)
         assert "\nstatus     forged" not in info("a.zarr").stdout
+
+
+def test_a_store_that_does_not_say_its_data(make_store: MakeStore) -> None:
+    path = make_store()
+    with edited(path) as manifest:
+        manifest["info"]["data"] = None
+    result = info(path)
+    assert result.exit_code == 0, result.stderr
+    assert "\nimages " in result.stdout and "\ndata " not in result.stdout
 
 
 @pytest.mark.parametrize("field", ["modle", "model.nam", "class_names.7", "model.name.x", ""])

@@ -250,8 +250,9 @@ def _erf(record: Mapping[str, Any]) -> str:
     return f"{_count(erf['sites'], 'site')}, first {erf['n_images']} images" if erf else ""
 
 
-def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+def _listed(record: Mapping[str, Any] | None, keys: tuple[str, ...]) -> str:
     """`key value, key value` of the entries that are not empty; the first without its key."""
+    record = record or {}
     kept = [(key, record[key]) for key in keys if record.get(key) not in (None, "", [], {})]
     texts = [(key, v if isinstance(v, str) else json.dumps(v)) for key, v in kept]
     return ", ".join(v if key == keys[0] else f"{key} {v}" for key, v in texts)
