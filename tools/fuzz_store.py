@@ -38,8 +38,8 @@ from vitsee_stores import (
     StoreWriter,
     TokenLayout,
     describe,
+    metadata,
     open_store,
-    root,
     validate,
 )
 from vitsee_stores.errors import VitseeError
@@ -183,7 +183,7 @@ class Fuzzer:
         data = document["attributes"].get(ATTRIBUTE)
         if isinstance(data, dict) and self.random.random() < 0.9:
             with suppress(ValueError):
-                document["attributes"][ATTRIBUTE] = root.with_digest(data)
+                document["attributes"][ATTRIBUTE] = metadata.with_digest(data)
         depth = self.random.choice((100, 1000, 10**5))
         text = json.dumps(document).encode()
         text = text.replace(json.dumps(DEEP).encode(), b"[" * depth + b"]" * depth)
@@ -215,7 +215,7 @@ class Fuzzer:
         data["checksums"][path] = self.put(name, body)
         if self.random.random() < 0.3:
             self.change(data["plan"])
-        text = json.dumps({**document, "attributes": {ATTRIBUTE: root.with_digest(data)}})
+        text = json.dumps({**document, "attributes": {ATTRIBUTE: metadata.with_digest(data)}})
         (self.store / "zarr.json").write_text(text)
         return ["zarr.json", name]
 

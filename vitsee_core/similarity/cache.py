@@ -161,8 +161,9 @@ class GramCache:
         data, header_file = folder / f"{name}.tiles", folder / f"{name}.json"
         partial = [path.with_name(path.name + PARTIAL) for path in (data, header_file)]
         folder.mkdir(parents=True, exist_ok=True)
-        owned = create_owned(partial[0])
-        try:
+        owned = None
+        try:  # from the file's first moment on: an interrupt comes at any
+            owned = create_owned(partial[0])
             origin = Origin(0 if batches else len(rows))
             checksums = write_tiles(owned, make(origin), tile)
             header = Header(
@@ -183,9 +184,10 @@ class GramCache:
             _remove_older(folder, _stem(features))
             return GramFile(data, header)
         finally:
-            os.close(owned)
             for path in partial:
                 path.unlink(missing_ok=True)
+            if owned is not None:
+                os.close(owned)
 
 
 @contextmanager
