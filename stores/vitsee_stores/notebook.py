@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,16 @@ def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]
     )
 
 
-def layout_text(site: SiteSpec) -> str:
+def site_table(caption: str, sites: Iterable[SiteSpec]) -> str:
+    """The sites of a store as HTML: name, shape, tokens, depth."""
+    rows = [
+        [site.name, "x".join(map(str, site.shape)), _layout_text(site), str(site.depth)]
+        for site in sites
+    ]
+    return html_table(caption, ["site", "shape", "tokens", "depth"], rows)
+
+
+def _layout_text(site: SiteSpec) -> str:
     """`cls + 14x14`, `= blocks.0.out` of an alias, or what kind of output it is."""
     if site.alias_of is not None:
         return f"= {site.alias_of}"

@@ -20,7 +20,7 @@ from vitsee_stores.errors import MissingInput, SiteError, StoreError
 from vitsee_stores.layout import ArraySpec, select_names
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
 from vitsee_stores.manifest import Manifest, Samples
-from vitsee_stores.notebook import html_table, layout_text
+from vitsee_stores.notebook import site_table
 from vitsee_stores.plan import AttentionGroup, SiteSpec, TokenLayout
 from vitsee_stores.samples import StoreSamples
 from vitsee_stores.sealed import SealedChunks
@@ -62,11 +62,7 @@ class Store:
         state = "" if self.complete else ", incomplete"
         model = self.manifest.model.get("name", "")
         caption = f"{self.label}: {model}, {self.n_images} images{state} ({self.path})"
-        rows = [
-            [site.name, "x".join(map(str, site.shape)), layout_text(site), str(site.depth)]
-            for site in self.sites.values()
-        ]
-        return html_table(caption, ["site", "shape", "tokens", "depth"], rows)
+        return site_table(caption, self.sites.values())
 
     @property
     def n_images(self) -> int:
