@@ -393,13 +393,11 @@ def test_joining(whole: Path, folder: Path, tmp_path: Path) -> None:
     assert "is complete" in extracted(*command).stderr
     assert "is complete" in extracted(*command, "--erf", ERF).stderr
     assert array_bytes(whole) == before
-    old = tmp_path / "old.zarr"  # as made before there were receptive fields
+    old = tmp_path / "old.zarr"  # as a writer that knows no receptive fields makes it
     command = [*VIT, "--data", folder, "-o", old, "--sites", "embed", *SMALL]
     extracted(*command)
     with edited(old) as manifest:
         assert manifest["plan"].pop("erf") is None
-        assert manifest["identity"].pop("erf") == 0
-        assert manifest["identity"].pop("ablate_skip") == []
     assert open_store(old).plan.erf is None
     assert "is complete" in extracted(*command).stderr
     assert "erf is 0, given 5" in extract(*command, "--erf", 5).stderr

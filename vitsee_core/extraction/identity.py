@@ -12,9 +12,6 @@ from vitsee_stores import StoreWriter
 from vitsee_stores.errors import IdentityMismatch
 from vitsee_stores.layout import FORMAT_VERSION, StorePlan
 
-# Fields that stores of older versions lack, and what those stores are.
-LATER_FIELDS = {"grams": False, "erf": 0, "ablate_skip": []}
-
 
 def fixed_identity(model: LoadedModel, selection: Selection) -> dict[str, Any]:
     """What is compared whether or not it was chosen explicitly: model, weights, images."""

@@ -14,7 +14,6 @@ from vitsee_core.device import precision_context, resolve_device
 from vitsee_core.extraction.erf import ErfCost, ErfPasses, prepare_erf
 from vitsee_core.extraction.gram_strategy import gram_notes
 from vitsee_core.extraction.identity import (
-    LATER_FIELDS,
     check_same_model,
     chosen_identity,
     fixed_identity,
@@ -93,7 +92,7 @@ def join_store(
         VitseeError: as `prepare`.
         IdentityMismatch: another model, other images or other choices made the store.
     """
-    stored = {**LATER_FIELDS, **writer.manifest.identity}
+    stored = writer.manifest.identity
     plan = writer.manifest.plan
     device, selection = resolve_device(run.device), _select(data, stored)
     model = _model(options)
