@@ -64,7 +64,6 @@ def write(
     size: tuple[int, int],
     level: str = "rows",
     index: Sequence[int] | None = None,
-    data: Path | None = None,
     with_transform: bool = True,
     **more: Any,
 ) -> Store:
@@ -90,8 +89,7 @@ def write(
         path, [group.group for group in groups], images, n_images=n, level=level, index=index,
         ids=[f"{i}.jpg" for i in (range(n) if index is None else index)],
         transform=transform if with_transform else {},
-        info={"data": {"data": str(data), "split": None}, "data_folder": "."} if data else {},
-        **more,
+        **{"sizes": size, **more},
     )  # fmt: skip
 
 
@@ -100,9 +98,3 @@ def save_mask(path: Path, tokens: Array, step: int = STEP) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.kron(np.asarray(tokens, np.uint8), np.ones((step, step), np.uint8))
     Image.fromarray(pixels).save(path)
-
-
-def save_image(path: Path, size: tuple[int, int]) -> None:
-    """A black picture, (height, width)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (size[1], size[0])).save(path)

@@ -46,6 +46,7 @@ def write(
     splits: Sequence[str] | None = None,
     valid: Sequence[int] | Sequence[bool] | Array | None = None,
     hash_offset: int = 0,
+    sizes: Sequence[Sequence[int]] | Sequence[int] | Array | None = None,
     order: str = "shuffled",
     identity: Mapping[str, Any] | None = None,
     model: str = "tiny",
@@ -68,6 +69,8 @@ def write(
         splits: name of each image's split.
         valid: 0 or 1 an image; the others' values become NaN.
         hash_offset: added to the images' hashes, their places: stores with the same share images.
+        sizes: (images, 2) height and width of the original images, or those of all; none (0, which
+            is nothing to a reader of sizes) by default.
         order: of the images, as in the identity.
         identity: more of it.
         model: its name.
@@ -88,7 +91,11 @@ def write(
         **about,
     )  # fmt: skip
     keep = np.ones(n, bool) if valid is None else np.array(valid, bool)
-    own = {"valid": keep, "n_valid": keep, "hash": place.astype(np.uint64) + np.uint64(hash_offset)}
+    own: dict[str, Array] = {"valid": keep, "n_valid": keep}
+    own["hash"] = place.astype(np.uint64) + np.uint64(hash_offset)
+    if sizes is not None:
+        whole = np.broadcast_to(np.asarray(sizes, np.int32), (n, 2))
+        own["size"] = np.where(keep[:, None], whole, 0)
     specs = {p: spec for p, spec in arrays(plan).items() if spec.per in ("image", "slab")}
     assert not values.keys() - specs.keys(), "arrays that the plan does not have"
     writer = StoreWriter.create_or_join(path, manifest, samples, durable=False)

@@ -18,14 +18,13 @@ from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from PIL import Image
 
-from tests.attention_rows import Rows, layout, random_rows, save_image, save_mask, write
+from tests.attention_rows import Rows, layout, random_rows, save_mask, write
 from tests.extractions import VIT, extracted, plant_images
 from tests.test_masks import slow_iou
 from vitsee_cli.main import main
 from vitsee_core.analyses.saliency import COLUMNS, plot, run
 from vitsee_core.masks import figure
 from vitsee_core.masks.overlap import BASELINES
-from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -291,27 +290,16 @@ def test_choices_that_are_refused(tmp_path: Path) -> None:
         run(bare, masks=masks)
 
 
-def test_sizes_are_compared_with_the_images(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    data = tmp_path / "images"
-    for i in range(2):
-        save_image(data / f"{i}.jpg", SIZE)
-    store = one(tmp_path / "a.zarr", np.ones((2, 1, 6)), data=data)
+def test_masks_have_the_size_of_the_original_image(tmp_path: Path) -> None:
+    store = one(tmp_path / "a.zarr", np.ones((2, 1, 6)), sizes=[SIZE, (24, 36)])
     masks = masks_of(tmp_path / "m", np.array([[[F, 0, 0], [0, 0, 0]]] * 2))
-    run(store, masks=masks)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    save_mask(masks / "1.png", np.full((2, 2), F))
-    with pytest.raises(VitseeError, match=r"1\.png is 8 x 8 pixels, its image 1\.jpg is 12 x 8;"):
+    with pytest.raises(VitseeError, match=r"1\.png is 12 x 8 pixels, its image 1\.jpg is 36 x 24;"):
         run(store, masks=masks)
-    data.rename(tmp_path / "moved")
-    run(store, masks=masks)
-    assert "sizes are not compared" in caplog.text
-    moved = Provenance(str(tmp_path / "moved"))
-    with pytest.raises(VitseeError, match=r"1\.png is 8 x 8"):
-        run(store, masks=masks, origin=moved)
-    with pytest.raises(VitseeError, match="cannot be read again"):
-        run(store, masks=masks, origin=Provenance(str(tmp_path / "nowhere")))
+    save_mask(masks / "1.png", np.array([[F, 0, 0], [0, 0, 0]]), step=12)
+    assert heads(run(store, masks=masks))["n_images"].tolist() == [2]
+    unknown = one(tmp_path / "b.zarr", np.ones((2, 1, 6)), sizes=None)
+    with pytest.raises(MissingInput, match="how large its original images are; extract anew"):
+        run(unknown, masks=masks)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -104,6 +104,21 @@ class Store:
         return StoreSamples(made.index, made.id, made.label, made.split, hashes, self.valid, sizes)
 
     @cached_property
+    def sizes(self) -> NDArray[np.int32]:
+        """(images, 2) height and width of each original image as decoded, EXIF orientation not
+        applied; 0 where it could not be read or its slab is not committed.
+
+        Raises:
+            MissingInput: the store does not say them.
+        """
+        sizes: NDArray[np.int32] = self.array("size")[:]
+        if (sizes[self.valid] < 1).any():
+            raise MissingInput(
+                f"{self.label} does not say how large its original images are; extract anew"
+            )
+        return sizes
+
+    @cached_property
     def _made_samples(self) -> Samples:
         return self.chunks.samples()
 

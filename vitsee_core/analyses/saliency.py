@@ -123,7 +123,7 @@ def run(
         layouts = {block.group: block.layout for block, _ in wanted}
         truth = ground_truth(
             store, source, chosen, layouts,
-            foreground=foreground, data=origin.data, jobs=execution.jobs,
+            foreground=foreground, jobs=execution.jobs,
             progress=execution.progress,
         )  # fmt: skip
         counts[store.label] = {**chosen.describe(), **truth.counts}

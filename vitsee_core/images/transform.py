@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from vitsee_core.images.errors import DataError, ImageError
+from vitsee_core.images.geometry import crop_corner, resized, resized_keep_ratio, trimmed
 
 if TYPE_CHECKING:
     import torch
@@ -149,25 +150,21 @@ def _lower(step: Any) -> Step | None:
 
 
 def _resize(image: Image.Image, size: tuple[int, ...], interpolation: str) -> Image.Image:
-    width, height = image.size
-    if len(size) == 1:  # the shorter edge
-        short, long = sorted((width, height))
-        target = (size[0], int(size[0] * long / short))
-        height, width = target if height <= width else target[::-1]
-    else:
-        height, width = size
-    if height * width > _MOST_PIXELS:
-        raise ValueError(f"{image.width} x {image.height} pixels become {width} x {height}")
-    return image.resize((width, height), Image.Resampling[interpolation.upper()])
+    return _to_size(image, resized((image.height, image.width), size), interpolation)
 
 
 def _resize_keep_ratio(
     image: Image.Image, size: tuple[int, int], longest: float, interpolation: str
 ) -> Image.Image:
-    width, height = image.size
-    ratios = height / size[0], width / size[1]
-    ratio = max(ratios) * longest + min(ratios) * (1.0 - longest)
-    return _resize(image, (round(height / ratio), round(width / ratio)), interpolation)
+    target = resized_keep_ratio((image.height, image.width), size, longest)
+    return _to_size(image, target, interpolation)
+
+
+def _to_size(image: Image.Image, size: tuple[int, int], interpolation: str) -> Image.Image:
+    height, width = size
+    if height * width > _MOST_PIXELS:
+        raise ValueError(f"{image.width} x {image.height} pixels become {width} x {height}")
+    return image.resize((width, height), Image.Resampling[interpolation.upper()])
 
 
 def _center_crop(
@@ -179,13 +176,12 @@ def _center_crop(
         border = (across // 2, down // 2, (across + 1) // 2, (down + 1) // 2)
         one = isinstance(fill, tuple) and image.mode == "L"
         image = ImageOps.expand(image, border, fill[0] if one else fill)  # type: ignore[index]
-    top, left = round((image.height - height) / 2.0), round((image.width - width) / 2.0)
+    top, left = crop_corner(image.height, height), crop_corner(image.width, width)
     return image.crop((left, top, left + width, top + height))
 
 
 def _trim(image: Image.Image, border: int) -> Image.Image:
-    left, top = min(border, image.width), min(border, image.height)
-    width, height = max(0, image.width - 2 * border), max(0, image.height - 2 * border)
+    (top, left), (height, width) = trimmed((image.height, image.width), border)
     return image.crop((left, top, left + width, top + height))
 
 

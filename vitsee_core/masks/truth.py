@@ -7,25 +7,20 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from vitsee_core.images import ImageError
-from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.folders import EXTENSIONS
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource
 from vitsee_core.masks.token_labels import as_seen, mask_recipe, token_labels
 from vitsee_core.progress import SILENT, Progress
-from vitsee_core.provenance import source_of
 from vitsee_core.types import Mask
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
-    from vitsee_core.images import ImageSource
     from vitsee_core.streaming import Rows
     from vitsee_stores import Store
     from vitsee_stores.layout import TokenLayout
@@ -54,15 +49,13 @@ def ground_truth(
     layouts: Mapping[str, TokenLayout],
     *,
     foreground: str = "half",
-    data: str | None = None,
     jobs: int = 1,
     progress: Progress = SILENT,
 ) -> Truth:
     """The labels of the tokens of the images in `rows`.
 
     Images without a mask, and those without a foreground token, are left out, counted and logged.
-    A mask has the size of its original image, which is looked up in the data that the store was
-    made from; where that is gone, this is logged and not checked.
+    A mask has the size of its original image (`store.sizes`).
 
     Args:
         store: its transform is the masks' too.
@@ -70,7 +63,6 @@ def ground_truth(
         rows: the images to look at.
         layouts: group -> layout with a grid.
         foreground: one of `RULES`, see `token_labels`.
-        data: where the images are now, as for `extract --data`.
         jobs: threads.
         progress: advanced by the masks read.
 
@@ -91,7 +83,7 @@ def ground_truth(
             f"{few([ids[row] for row in wanted], _NAMES_SHOWN)}; masks "
             f"{few(masks.keys, _NAMES_SHOWN)}; expected the same names but for the ending"
         )
-    size_of = _Sizes(store, data)
+    sizes = store.sizes.tolist()
     labels = {
         group: np.full((store.n_images, layout.n_body), VOID, np.uint8)
         for group, layout in layouts.items()
@@ -101,7 +93,7 @@ def ground_truth(
         """Fill in one image's labels; whether its mask has foreground and void pixels."""
         i = int(found[row])
         pixels = masks.read(i)
-        _check_size(masks.where(i), pixels, ids[row], size_of(row))
+        _check_size(masks.where(i), pixels, ids[row], tuple(sizes[row]))
         seen = as_seen(pixels, recipe, masks.where(i))
         for group, layout in layouts.items():
             labels[group][row] = token_labels(seen, layout, foreground)
@@ -141,41 +133,12 @@ def _tell(store: Store, n: int, counts: Mapping[str, int]) -> None:
             log.info("%s: %d of %d images are left out: without %s", store.label, left, n, what)
 
 
-def _check_size(where: str, mask: Labels, image: str, size: tuple[int, int] | None) -> None:
-    if size is not None and mask.shape != size:
+def _check_size(where: str, mask: Labels, image: str, size: tuple[int, int]) -> None:
+    if mask.shape != size:
         raise VitseeError(
             f"{where} is {mask.shape[1]} x {mask.shape[0]} pixels, its image {image} is "
             f"{size[1]} x {size[0]}; expected masks of the original images' size"
         )
-
-
-class _Sizes:
-    """Row -> (height, width) of the original image, None where it cannot be known."""
-
-    def __init__(self, store: Store, data: str | None) -> None:
-        self._index, self._ids = store.samples.index, store.samples.id
-        self._source: ImageSource | None = None
-        try:
-            self._source = source_of(store, data)
-        except VitseeError as error:
-            if data is not None:
-                raise
-            log.warning("the masks' sizes are not compared with the images': %s", error)
-
-    def __call__(self, row: int) -> tuple[int, int] | None:
-        source, place = self._source, int(self._index[row])
-        if source is None or place >= len(source) or source.ids[place] != self._ids[row]:
-            return None
-        try:
-            if isinstance(source.opener, FileOpener):
-                # The header is enough.
-                path = os.path.join(source.opener.root, source.locations[place])
-                with Image.open(path) as image:
-                    return image.height, image.width
-            found: Any = source.read(place)[0]
-            return found.height, found.width
-        except (ImageError, OSError, ValueError):
-            return None
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64]:

@@ -1,0 +1,35 @@
+"""What resize and crop do to an image's sides: sizes and corners in whole pixels, as (height,
+width) and (top, left). `transform` moves pixels by them, `placement` moves points."""
+
+from __future__ import annotations
+
+Size = tuple[int, int]
+
+
+def resized(size: Size, edges: tuple[int, ...]) -> Size:
+    """Of one edge the shorter side's length, the longer one's rounded down; else both."""
+    if len(edges) == 2:
+        return edges[0], edges[1]
+    height, width = size
+    long = int(edges[0] * max(size) / min(size))
+    return (edges[0], long) if height <= width else (long, edges[0])
+
+
+def resized_keep_ratio(size: Size, target: Size, longest: float) -> Size:
+    """Inside of the target (`longest` 1) or around it (0), in the image's own proportions."""
+    ratios = size[0] / target[0], size[1] / target[1]
+    ratio = max(ratios) * longest + min(ratios) * (1.0 - longest)
+    return round(size[0] / ratio), round(size[1] / ratio)
+
+
+def crop_corner(side: int, target: int) -> int:
+    """Where a centred crop begins in a side of an image; below 0 where it is padded."""
+    if side < target:
+        return -((target - side) // 2)
+    return round((side - target) / 2.0)
+
+
+def trimmed(size: Size, border: int) -> tuple[Size, Size]:
+    """The corner where the rest begins, and its size, when a border is cut off all around."""
+    corner = min(border, size[0]), min(border, size[1])
+    return corner, (max(0, size[0] - 2 * border), max(0, size[1] - 2 * border))

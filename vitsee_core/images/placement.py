@@ -1,0 +1,131 @@
+"""Where an image came to lie on a model's input, and with it everything that is drawn on it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.geometry import (
+    Size,
+    crop_corner,
+    resized,
+    resized_keep_ratio,
+    trimmed,
+)
+from vitsee_core.images.transform import Recipe, make_recipe
+
+_DECIDING = ("input_size", "interpolation", "crop_pct", "crop_mode", "crop_border_pixels", "mean")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The edges of the whole image on the model's input, in its pixels: 0 is the left or upper
+    edge of the first, and beyond the input lies what was cropped."""
+
+    top: float
+    left: float
+    bottom: float
+    right: float
+
+    def points(self, xy: NDArray[Any], size: Sequence[int]) -> NDArray[np.float64]:
+        """(points, 2) x, y on the input, in pixels whose centres have whole numbers.
+
+        Args:
+            xy: (points, 2) x, y in pixels of the original image, counted alike.
+            size: height and width of the original image.
+        """
+        at = np.asarray(xy, np.float64)
+        begin = np.array([self.left, self.top])
+        end = np.array([self.right, self.bottom])
+        sides = np.array([size[1], size[0]])
+        found: NDArray[np.float64] = begin + (at + 0.5) * (end - begin) / sides - 0.5
+        return found
+
+
+def place(
+    transform: Mapping[str, Any], size: Sequence[int], box: Sequence[float] | None = None
+) -> Placement:
+    """Where the whole image lies on the model's input, beyond it where it was cropped.
+
+    Args:
+        transform: a store's, or a model's.
+        size: height and width of the original image (`store.sizes`); with a box those of its file.
+        box: x0, y0, x1, y1 of the part of the file that was taken for an image, cut out before
+            everything else; rounded to whole pixels, as Pillow's crop does.
+
+    Raises:
+        DataError: a transform that does more than resize and crop, an image without pixels, a box
+            that is empty or not inside.
+    """
+    whole = int(size[0]), int(size[1])
+    part = (0, 0, *whole) if box is None else box_pixels(box, whole)
+    now = part[2] - part[0], part[3] - part[1]
+    if min(now) < 1:
+        raise DataError(f"an image of {whole[1]} x {whole[0]} pixels has no place on the input")
+    # Of the whole image, in the pixels of what it has become so far.
+    top, left = -float(part[0]), -float(part[1])
+    height, width = float(whole[0]), float(whole[1])
+    for name, arguments in _steps(transform):
+        corner: Size = (0, 0)
+        if name in ("resize", "resize_keep_ratio"):
+            to = resized if name == "resize" else resized_keep_ratio
+            new: Size = to(now, *arguments[:-1])
+            top, height = (edge * new[0] / now[0] for edge in (top, height))
+            left, width = (edge * new[1] / now[1] for edge in (left, width))
+        elif name == "center_crop":
+            new = arguments[0]
+            corner = crop_corner(now[0], new[0]), crop_corner(now[1], new[1])
+        elif name == "trim":
+            corner, new = trimmed(now, *arguments)
+        else:
+            continue
+        top, left, now = top - corner[0], left - corner[1], new
+    return Placement(top, left, top + height, left + width)
+
+
+def box_pixels(box: Sequence[float], size: Size) -> tuple[int, int, int, int]:
+    """Top, left, bottom, right of x0, y0, x1, y1, rounded as Pillow's crop does.
+
+    Raises:
+        DataError: it is empty, or reaches out of an image of this size (height, width).
+    """
+    numbers = [float(edge) for edge in box]
+    if len(numbers) != 4 or not np.isfinite(numbers).all():
+        raise DataError(f"the box {_text(box)} is not x0 y0 x1 y1 in pixels")
+    left, top, right, bottom = (round(edge) for edge in numbers)
+    if left >= right or top >= bottom:
+        raise DataError(
+            f"the box {_text(box)} is empty; expected x0 y0 x1 y1 with x0 < x1, y0 < y1"
+        )
+    if left < 0 or top < 0 or bottom > size[0] or right > size[1]:
+        raise DataError(
+            f"the box {_text(box)} reaches out of its image, which has {size[1]} x {size[0]} pixels"
+        )
+    return top, left, bottom, right
+
+
+def _text(box: Sequence[float]) -> str:
+    return " ".join(f"{float(edge):g}" for edge in box)
+
+
+def _steps(transform: Mapping[str, Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    deciding = {name: transform[name] for name in _DECIDING if transform.get(name) is not None}
+    recipe = _recipe(json.dumps(deciding, default=str, sort_keys=True))
+    if recipe.whole is not None:
+        raise DataError(
+            f"points cannot follow the images' transform: {recipe.whole}; expected only resize and "
+            "crop"
+        )
+    return recipe.steps
+
+
+@functools.lru_cache(maxsize=64)
+def _recipe(transform: str) -> Recipe:
+    return make_recipe(json.loads(transform))
