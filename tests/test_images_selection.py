@@ -55,6 +55,7 @@ def test_same_data_and_seed_give_the_same_samples_in_any_model_of_selection() ->
         "images": None,
         "per_class": None,
         "split": None,
+        "only": None,
     }
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import click
 
 from vitsee_cli.options import Decorator, apply
-from vitsee_cli.values import SEED, parse_words
+from vitsee_cli.values import SEED, parse_path, parse_words
 
 
 def data_options(command: Any) -> Any:
     """Which images in which order, as the fields of a DataOptions: `data`, `split`, `images`,
-    `per_class`, `seed`, `order`."""
+    `per_class`, `only`, `seed`, `order`."""
     return apply(command, _DATA_OPTIONS)
 
 
@@ -41,6 +41,13 @@ _DATA_OPTIONS: tuple[Decorator, ...] = (
         metavar="K",
         type=click.IntRange(min=1),
         help="Take K images of every class.  [default: all]",
+    ),
+    click.option(
+        "--only",
+        metavar="FILE",
+        type=parse_path,
+        help="Choose from the images that FILE names, one a line: ids with or without ending, "
+        "folders of them, or names of files.  [default: all]",
     ),
     click.option(
         "--seed",

@@ -32,7 +32,7 @@ def model_options(command: Any) -> Any:
         from vitsee_core.extraction.options import ModelOptions
 
         fields = ("checkpoint", "checkpoint_key", "random_init", "img_size", "img_mean", "img_std")
-        own = {field: kwargs.pop(field) for field in (*fields, "crop_pct")}
+        own = {field: kwargs.pop(field) for field in (*fields, "crop_pct", "crop_mode", "fill")}
         check_weight_options(own)
         options: ModelOptions = ModelOptions(name=model_name, model_args=dict(model_args), **own)
         return command(*args, model=options, **kwargs)
@@ -108,6 +108,19 @@ _MODEL_OPTIONS: tuple[Decorator, ...] = (
         type=parse_fraction,
         show_default="the model's own",
         help="Part of the resized image's side that the centre crop keeps, e.g. 0.9.",
+    ),
+    click.option(
+        "--crop-mode",
+        type=click.Choice(["center", "squash", "border"]),
+        show_default="the model's own",
+        help="How images of other proportions come to the input: center cuts the ends of the "
+        "long side, squash distorts, border fills up the short side; for whole images with "
+        "--crop-pct 1.",
+    ),
+    click.option(
+        "--fill",
+        type=click.Choice(["mean", "black"]),
+        help="What --crop-mode border lays around an image.  [default: mean]",
     ),
     _MODEL_ARG_OPTION,
 )

@@ -82,6 +82,7 @@ RECORDS: dict[str, dict[str, Check]] = {
         "crop_mode": text,
         "crop_pct": _real,
         "crop_border_pixels": _count,
+        "fill": text,
         "mean": _reals,
         "std": _reals,
     },

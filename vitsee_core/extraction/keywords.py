@@ -23,6 +23,7 @@ from vitsee_core.extraction.options import (
 from vitsee_core.extraction.run import extract as fill_store
 from vitsee_core.extraction.run import log
 from vitsee_core.extraction.sharding import parse_shard
+from vitsee_core.images.transform import CROP_MODES, FILLS
 from vitsee_core.models import LoadedModel, own_model
 from vitsee_core.progress import SILENT, Progress
 from vitsee_stores import Store, open_store
@@ -32,9 +33,12 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "precision": PRECISIONS,
     "codec": ("none", "zstd", "lz4"),
     "on_error": ("nan", "fail"),
+    "crop_mode": CROP_MODES,
+    "fill": FILLS,
 }
 _SEVERAL = ("sites", "tokens", "dtype", "ablate_skip")
 _COUNTS = ("images", "per_class", "slab", "batch_size", "erf")
+_PATHS = ("checkpoint", "only")
 _PAIRS = ("img_size",)
 _TRIPLES = ("img_mean", "img_std")
 _OF_A_NAME = tuple(f.name for f in fields(ModelOptions) if f.name not in ("name", "ablate_skip"))
@@ -64,11 +68,11 @@ def extract(
         transform: of a torch module, see `transform_config`; a module of timm's needs none.
         name: of a torch module, what tables call it.
         progress: advanced by the images done, e.g. a bar.
-        options: those of `vitsee extract`, with `_`: images, per_class, split, seed, order, sites,
-            tokens, attention, residual, inputs, grams, erf, head_weights, dtype, codec, slab,
-            precision, batch_size, device, workers, shard, on_error, force, ablate_skip; of a name
+        options: those of `vitsee extract`, with `_`: images, per_class, only, split, seed, order,
+            sites, tokens, attention, residual, inputs, grams, erf, head_weights, dtype, codec,
+            slab, precision, batch_size, device, workers, shard, on_error, force, ablate_skip; of a name
             also checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std, crop_pct,
-            model_args.
+            crop_mode, fill, model_args.
 
     Returns:
         The store. With `shard`, while others have slabs to do, only what is there so far.
@@ -143,7 +147,7 @@ def _checked(key: str, value: Any) -> Any:
         expected = None if all(isinstance(text, str) for text in value) else "texts"
     elif key in _COUNTS and (type(value) is not int or value < 1):
         expected = "a whole number above 0"
-    elif key == "checkpoint":
+    elif key in _PATHS:
         value = Path(value)
     elif key in _PAIRS:
         value = (value, value) if isinstance(value, int) else tuple(value)

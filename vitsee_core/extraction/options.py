@@ -34,6 +34,8 @@ class ModelOptions:
     img_mean: tuple[float, ...] | None = None
     img_std: tuple[float, ...] | None = None
     crop_pct: float | None = None
+    crop_mode: str | None = None
+    fill: str | None = None
     model_args: dict[str, Any] = field(default_factory=dict)
     ablate_skip: tuple[str, ...] = ()
 
@@ -48,6 +50,7 @@ class DataOptions:
     per_class: int | None = None
     seed: int | None = None
     order: str | None = None
+    only: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def plan_store(
     notes = [*([slab_note] if slab_note else []), *gram_notes(plan), *weights.notes]
     if keep.erf is not None and keep.erf > n_images:
         notes.append(f"--erf {keep.erf}: there are {n_images} images, all are used")
-    notes += [*model.notes(), *unseen_pixels(model, table)]
+    notes += [*model.notes(), *cut_sides(options, model), *unseen_pixels(model, table)]
     model.module.to(device)
     first = first_images(selection, model.transform, {})
     check = run_self_check(model, table, plan, first.pixels, device, choices.precision)
@@ -186,6 +186,7 @@ def _select(data: DataOptions, stored: Mapping[str, Any]) -> Selection:
         per_class=data.per_class,
         seed=data.seed if data.seed is not None else stored.get("seed", 0),
         order=data.order or stored.get("order", "shuffled"),
+        only=data.only,
     )
 
 
@@ -217,6 +218,20 @@ def run_self_check(
     if not check.ok:
         raise VitseeError(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
     return check
+
+
+def cut_sides(options: ModelOptions | LoadedModel, model: LoadedModel) -> list[str]:
+    """A line where a crop mode for whole images was asked for, and the crop cuts them all the same
+    by the model's own share."""
+    share = model.transform["crop_pct"]
+    if not isinstance(options, ModelOptions) or options.crop_pct is not None or share >= 1:
+        return []
+    if options.crop_mode not in ("squash", "border"):
+        return []
+    return [
+        f"--crop-mode {options.crop_mode} with the model's own crop keeps {share:g} of the sides: "
+        "give --crop-pct 1 for whole images"
+    ]
 
 
 def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.image_source import ImageSource
+from vitsee_core.images.only import named_only
 from vitsee_stores.manifest import Samples
 
 ORDERS = ("shuffled", "dataset")
@@ -51,27 +53,31 @@ def select(
     per_class: int | None = None,
     seed: int = 0,
     order: str = "shuffled",
+    only: Path | None = None,
 ) -> Selection:
     """Choose samples and their order.
 
     `images` takes the first so many of the seeded random order (a random sample), or of the data
     set's order with `order="dataset"`. `per_class` takes the first so many of every class in the
     seeded random order, whatever `order` is; samples without a label are left out, and smaller
-    values give subsets of larger ones. `order` is then how the chosen samples are stored.
+    values give subsets of larger ones. `order` is then how the chosen samples are stored. `only`
+    is a file that names the images to choose from (see `named_only`).
 
     Raises:
         DataError: counts below 1, both counts, an unknown order, a negative seed, no labels for
-            `per_class`, or no samples.
+            `per_class`, no samples, or a line of `only` that names none.
     """
     _check(source, images, per_class, seed, order)
     shuffled = random_order(len(source), seed)
-    notes: list[str] = []
+    if only is not None:
+        shuffled = shuffled[named_only(only, source.ids, source.name)[shuffled]]
+    n, notes = len(shuffled), list[str]()
     index = shuffled if order == "shuffled" or per_class is not None else np.sort(shuffled)
     if per_class is not None:
         index, notes = _balanced(source, index, per_class)
     elif images is not None:
-        if images > len(source):
-            notes.append(f"{source.name} has {len(source)} images, fewer than {images}: all taken")
+        if images > n:
+            notes.append(f"{source.name} has {n} images, fewer than {images}: all taken")
         index = index[:images]
     if order == "dataset":
         index = np.sort(index)
@@ -81,6 +87,7 @@ def select(
         "images": images,
         "per_class": per_class,
         "split": source.split,
+        "only": None if only is None else str(only),
     }
     return Selection(source.samples_at(index), source, identity, tuple(notes))
 

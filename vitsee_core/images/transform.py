@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Step = tuple[str, tuple[Any, ...]]
 _MODES = {1: "L", 3: "RGB"}
+CROP_MODES = ("center", "squash", "border")
+FILLS = ("mean", "black")  # what lies beside an image that does not fill the input
 _MOST_PIXELS = 2**27  # a strip of 1 x 60000 pixels would become 3 GB on its way to 224 x 224
 
 
@@ -72,7 +74,8 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def make_recipe(transform: Mapping[str, Any]) -> Recipe:
-    """Lower timm's evaluation transform for a resolved data config.
+    """Lower timm's evaluation transform for a resolved data config; with `fill` "black", what
+    timm's border mode lays around an image is black in place of the mean.
 
     Raises:
         DataError: the config is none that timm can build, or has not one or three channels.
@@ -89,6 +92,8 @@ def make_recipe(transform: Mapping[str, Any]) -> Recipe:
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise DataError(f"timm cannot build the transform {chosen}: {error!r}") from None
     steps = [_lower(step) for step in built.transforms]
+    if transform.get("fill") == "black":
+        steps = [(s[0], (s[1][0], 0)) if s and s[0] == "center_crop" else s for s in steps]
     known = [step for step in steps if step is not None]
     whole = built if len(known) < len(steps) else None
     return Recipe((channels, height, width), tuple(known), whole)

@@ -17,22 +17,25 @@ MOST_PIXELS = 1 << 14  # along one side
 def input_transform(
     module: nn.Module, name: str, img_size: tuple[int, int] | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """input_size (channels, rows, cols), interpolation, crop_pct, crop_mode, mean, std.
+    """input_size (channels, rows, cols), interpolation, crop_pct, crop_mode, mean, std; `fill`
+    where what lies around an image is black and not the mean.
 
     Args:
         module: a timm model; its `pretrained_cfg` decides what is not given.
         name: for the message.
         img_size: (rows, cols) instead of its own.
-        given: `mean`, `std`, `crop_pct` instead of its own, None for those.
+        given: `mean`, `std`, `crop_pct`, `crop_mode` instead of its own, None for those; `fill`.
 
     Raises:
-        ModelError: the configuration (a folder's config.json) has other values than numbers.
+        ModelError: the configuration (a folder's config.json) has other values than numbers; a fill
+            where nothing lies around an image.
     """
     import timm.data
 
     data: Any = timm.data
     config = getattr(module, "pretrained_cfg", None) or {}
     wanted: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    fill = wanted.pop("fill", None)
     if img_size is not None:
         channels = checked_size(config.get("input_size", (3, 1, 1)), name)[0]
         wanted["input_size"] = (int(getattr(module, "in_chans", channels)), *img_size)
@@ -48,13 +51,20 @@ def input_transform(
             f"the configuration of {name} has std {list(std)} and crop_pct {crop:g}; expected "
             "numbers above 0"
         )
+    mode = str(resolved["crop_mode"])
+    if fill is not None and mode != "border":
+        raise ModelError(
+            f"--fill {fill} is for what lies around an image, and --crop-mode {mode} leaves "
+            "nothing there; expected --crop-mode border or --short-side with it"
+        )
     return {
         "input_size": size,
         "interpolation": str(resolved["interpolation"]),
         "crop_pct": crop,
-        "crop_mode": str(resolved["crop_mode"]),
+        "crop_mode": mode,
         "mean": _numbers(resolved["mean"], "mean", name, size[0]),
         "std": std,
+        **({"fill": fill} if fill == "black" else {}),  # timm's own is the mean
     }
 
 

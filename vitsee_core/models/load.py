@@ -34,6 +34,8 @@ def load_model(
     img_mean: tuple[float, ...] | None = None,
     img_std: tuple[float, ...] | None = None,
     crop_pct: float | None = None,
+    crop_mode: str | None = None,
+    fill: str | None = None,
     model_args: Mapping[str, Any] | None = None,
     ablate_skip: Sequence[str] = (),
     foreign: str | None = None,
@@ -78,7 +80,8 @@ def load_model(
     refuse_compiled(module)
     _still(module)
     weights["sha256"] = hash_weights(module)
-    given = {"mean": img_mean, "std": img_std, "crop_pct": crop_pct}
+    given: dict[str, Any] = {"mean": img_mean, "std": img_std, "crop_pct": crop_pct}
+    given |= {"crop_mode": crop_mode, "fill": fill}
     transform = input_transform(module, name, wanted.get("img_size"), given)
     config: dict[str, Any] = getattr(module, "pretrained_cfg", {}) or {}
     model = LoadedModel(
