@@ -70,9 +70,9 @@ def extract(
         progress: advanced by the images done, e.g. a bar.
         options: those of `vitsee extract`, with `_`: images, per_class, only, split, seed, order,
             sites, tokens, attention, residual, inputs, grams, erf, head_weights, dtype, codec,
-            slab, precision, batch_size, device, workers, shard, on_error, force, ablate_skip; of a name
-            also checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std, crop_pct,
-            crop_mode, fill, model_args.
+            slab, precision, batch_size, device, workers, shard, on_error, force, ablate_skip; of a
+            name also checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std,
+            crop_pct, crop_mode, fill, model_args.
 
     Returns:
         The store. With `shard`, while others have slabs to do, only what is there so far.
