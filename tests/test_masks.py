@@ -431,7 +431,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "outside": ([[1, 1, -25, 1, 3, 3]], "an outline goes to -25"),
     "a box": ([[1, 1, 1e9, 1e9]], "an outline goes to 1e+09"),
     "odd": ([[1, 1, 3, 1, 3, 3, 1]], "an outline has 7 numbers"),
-    "short": ([[1, 1]], "an outline has 2 numbers"),
+    "three": ([[1, 1, 3]], "an outline has 3 numbers"),
     "deep": ([[[1, 1], [3, 1], [3, 3]]], "an outline has 6 numbers"),
     "long": ([[1, 1, 5, 3] * 500_000], "an outline is 4000000 pixels long; at most 1677721"),
     "sizes": ({"counts": [10**10], "size": [10**5, 10**5]}, "is of 100000 x 100000 pixels"),

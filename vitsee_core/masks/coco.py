@@ -1,8 +1,7 @@
-"""Masks in a COCO annotation file: polygons and run lengths."""
+"""Masks in a COCO annotation file: outlines and run lengths of objects or parts."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
+from vitsee_core.masks.annotations import (
+    EXPECTED,
+    category_names,
+    category_of,
+    check_images,
+    entries_of,
+    size_of,
+)
+from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, Segment
 from vitsee_core.masks.shapes import coder, pixels_of
-from vitsee_stores.errors import VitseeError, reason
-
-MOST_PIXELS = 178_956_970  # of an image that Pillow opens
+from vitsee_stores.errors import VitseeError
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,13 @@ class CocoMasks:
     category. Crowd regions are void, as COCO's own evaluation ignores them; an object
     in a crowd region stays foreground.
 
-    images: those of the file. objects: image id -> its annotations.
+    images: those of the file. objects: image id -> its annotations. names: category id -> its name.
     """
 
     name: str
     images: list[dict[str, Any]]
     objects: dict[Any, list[dict[str, Any]]]
+    names: dict[Any, str]
 
     @cached_property
     def keys(self) -> list[str]:
@@ -57,7 +63,7 @@ class CocoMasks:
     def read(self, i: int) -> Labels:
         """(height, width); see `MaskSource`."""
         image = self.images[i]
-        size = _size(image)
+        size = size_of(image)
         labels = np.zeros(size, np.uint8)
         own = self.objects.get(image["id"], [])
         # Objects last: they lie over crowd regions.
@@ -67,6 +73,19 @@ class CocoMasks:
                     inside = self._inside(i, annotation, size)
                     labels[inside] = VOID if crowd else FOREGROUND
         return labels
+
+    def segments(self, i: int) -> list[Segment]:
+        """The annotations in the file's order; see `MaskSource`."""
+        image = self.images[i]
+        size = size_of(image)
+        return [
+            Segment(
+                category_of(annotation, self.names, self.where(i)),
+                self._inside(i, annotation, size),
+                bool(annotation.get("iscrowd", 0)),
+            )
+            for annotation in self.objects.get(image["id"], [])
+        ]
 
     def _inside(
         self, i: int, annotation: dict[str, Any], size: tuple[int, int]
@@ -80,47 +99,25 @@ class CocoMasks:
             ) from None
 
 
-def open_coco(path: Path) -> CocoMasks:
+def open_coco(path: Path, found: dict[str, Any]) -> CocoMasks:
     """The images and annotations of a COCO file.
 
+    Args:
+        path: of the file.
+        found: what it holds, see `read_annotations`.
+
     Raises:
-        VitseeError: it is not one, or pycocotools is not installed.
+        VitseeError: an entry is not as COCO has it, no annotation has a segmentation, or
+            pycocotools is not installed.
     """
     coder(str(path))
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise VitseeError(f"cannot read {path}: {reason(error)}") from None
-    except (ValueError, RecursionError) as error:
-        raise VitseeError(f"{path} is not JSON: {error}") from None
-    expected = "a COCO file with 'images' and 'annotations'"
-    if not isinstance(found, dict) or not {"images", "annotations"} <= found.keys():
-        held = ", ".join(found) if isinstance(found, dict) else type(found).__name__
-        raise VitseeError(f"{path} has {held or 'nothing'}; expected {expected}")
     objects: dict[Any, list[dict[str, Any]]] = {}
-    try:
-        for image in found["images"]:
-            _ = hash(image["id"]), image["file_name"]
-            height, width = _size(image)
-            if min(height, width) < 1 or height * width > MOST_PIXELS:
-                raise ValueError(
-                    f"{image['file_name']} is {width:.9g} x {height:.9g} pixels; 1 to "
-                    f"{MOST_PIXELS} are read"
-                )
+    with entries_of(path, "annotations with image_id and segmentation"):
+        check_images(found["images"])
+        names = category_names(found.get("categories") or [])
         for annotation in found["annotations"]:
             if annotation.get("segmentation"):
                 objects.setdefault(annotation["image_id"], []).append(annotation)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise VitseeError(
-            f"{path} has an entry that cannot be read ({type(error).__name__}: {error}); expected "
-            f"{expected}, images with id, file_name, height and width, annotations with image_id "
-            "and segmentation"
-        ) from None
     if not objects:
-        raise VitseeError(f"{path} has no segmentation in any annotation; expected {expected}")
-    return CocoMasks(str(path), found["images"], objects)
-
-
-def _size(image: dict[str, Any]) -> tuple[int, int]:
-    """Height and width of an entry."""
-    return int(image["height"]), int(image["width"])
+        raise VitseeError(f"{path} has no segmentation in any annotation; expected {EXPECTED}")
+    return CocoMasks(str(path), found["images"], objects, names)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.types import Mask
+
 Labels = NDArray[np.uint8]
 
 BACKGROUND, FOREGROUND, VOID = 0, 1, 2
+
+
+class Segment(NamedTuple):
+    """One object, part or region of an image. category: its name; mask: (height, width), which
+    pixels it covers, perhaps none; crowd: a group of objects that nobody told apart."""
+
+    category: str
+    mask: Mask
+    crowd: bool = False
 
 
 class MaskSource(Protocol):
@@ -43,4 +54,11 @@ class MaskSource(Protocol):
 
         Raises:
             VitseeError: the mask cannot be read.
+        """
+
+    def segments(self, i: int) -> list[Segment]:
+        """The objects in the source's order, all of the size of the image.
+
+        Raises:
+            VitseeError: the mask cannot be read, or a category has no name.
         """

@@ -19,6 +19,7 @@ Size = tuple[int, int]  # height, width
 
 # pycocotools walks along an outline in fifths of a pixel and keeps 16 bytes of each: 134 MB.
 MOST_STEPS = 1 << 23
+FEWEST = 6  # numbers of an outline: three points
 FARTHEST = 4  # how far outside a point may lie, in the image's longer side
 LONGEST_COUNT = 7  # characters of five bits that a count of 32 bits takes
 
@@ -56,17 +57,19 @@ def coder(name: str) -> Any:
 
 
 def _inside(outlines: Sequence[Any], size: Size) -> Pixels:
-    """Of the union of outlines, x and y in turn."""
-    if not outlines:
-        return np.zeros(size, np.bool_)
+    """Of the union of outlines, x and y in turn. Those of one or two points enclose nothing: they
+    are left out (pycocotools would take four numbers for a box)."""
     checked = [_check_outline(np.asarray(outline, np.float64), size) for outline in outlines]
+    checked = [outline for outline in checked if len(outline) >= FEWEST]
+    if not checked:
+        return np.zeros(size, np.bool_)
     mask = coder("an outline")
     found = mask.decode(mask.merge(mask.frPyObjects([c.tolist() for c in checked], *size)))
     return np.asarray(found, np.bool_)
 
 
 def _check_outline(points: NDArray[np.float64], size: Size) -> NDArray[np.float64]:
-    if points.ndim != 1 or len(points) < 4 or len(points) % 2:
+    if points.ndim != 1 or len(points) % 2:
         raise ValueError(f"an outline has {points.size} numbers; expected x and y of 3 points")
     farthest = FARTHEST * max(size)
     outside = ~(np.abs(points) <= farthest)  # NaN too

@@ -1,53 +1,81 @@
 """Where masks come from: PNG files whose pixels are numbers (Pascal VOC, ADE20K, PartImageNet,
-binary masks), or a COCO annotation file."""
+binary masks), COCO annotation files, or both several times."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.folders import walk
+from vitsee_core.masks.annotations import read_annotations
 from vitsee_core.masks.coco import open_coco
-from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, Labels, MaskSource
+from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, Labels, MaskSource, Segment
+from vitsee_core.masks.panoptic import PanopticMasks, is_panoptic, open_panoptic
+from vitsee_core.masks.several import join_masks
 from vitsee_stores.errors import VitseeError
 
 VOID_VALUE = 255
+_EXPECTED = "a folder of PNG masks or a COCO .json file"
 
 
 def open_masks(
-    path: Path, background: Sequence[int] | None = None, void: int | str | None = None
+    paths: Path | Sequence[Path],
+    background: Sequence[int] | None = None,
+    void: int | str | None = None,
+    panoptic: Path | None = None,
 ) -> MaskSource:
-    """A folder of PNG files, or a COCO annotation file.
+    """Folders of PNG files, COCO annotation files, or panoptic ones; several of them as one.
 
     Args:
-        path: of it.
+        paths: of them.
         background: values of PNG pixels outside of objects; by default 0.
         void: the value of unlabelled PNG pixels, or "none"; by default 255.
+        panoptic: the folder of a panoptic file's PNG files; by default the one beside it that is
+            called as it is.
 
     Raises:
-        VitseeError: it is neither, or the options do not fit it.
+        VitseeError: there is none, one is neither, the options do not fit them, or two have the
+            same image.
     """
-    if not path.exists():
+    paths = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not paths:
+        raise VitseeError(f"no masks were given; expected {_EXPECTED}")
+    found = [_open(Path(path), background, void, panoptic) for path in paths]
+    folders = [source for source in found if isinstance(source, MaskFolder)]
+    if (background or void is not None) and not folders:
         raise VitseeError(
-            f"no file or folder {path}; expected a folder of PNG masks or a COCO .json file"
+            f"--background and --void are values of PNG pixels; {found[0].name} is a COCO file: "
+            "leave them out"
         )
+    if panoptic is not None and not any(isinstance(one, PanopticMasks) for one in found):
+        raise VitseeError(
+            f"--panoptic is the folder of a panoptic file's PNG files; {found[0].name} is none: "
+            "leave it out"
+        )
+    return join_masks(found)
+
+
+def _open(
+    path: Path, background: Sequence[int] | None, void: int | str | None, panoptic: Path | None
+) -> MaskSource:
+    if not path.exists():
+        raise VitseeError(f"no file or folder {path}; expected {_EXPECTED}")
     if path.is_dir():
         ignored = None if void == "none" else VOID_VALUE if void is None else int(void)
         return open_mask_folder(path, tuple(background or (0,)), ignored)
     if not path.is_file() or path.suffix.lower() != ".json":
-        raise VitseeError(
-            f"{path} has no masks; expected a folder of PNG masks or a COCO .json file"
-        )
-    if background or void is not None:
-        raise VitseeError(
-            f"--background and --void are values of PNG pixels; {path} is a COCO file: leave them "
-            "out"
-        )
-    return open_coco(path)
+        raise VitseeError(f"{path} has no masks; expected {_EXPECTED}")
+    content = read_annotations(path)
+    if is_panoptic(content):
+        return open_panoptic(path, content, panoptic)
+    return open_coco(path, content)
 
 
 @dataclass(frozen=True)
@@ -83,17 +111,29 @@ class MaskFolder:
 
     def read(self, i: int) -> Labels:
         """(height, width); see `MaskSource`."""
+        values = self._values(i)
+        labels = np.where(np.isin(values, self.background), BACKGROUND, FOREGROUND)
+        if self.void_value is not None:
+            labels[values == self.void_value] = VOID
+        return labels.astype(np.uint8)
+
+    def segments(self, i: int) -> list[Segment]:
+        """One segment for each value that is neither background nor void, called by it; see
+        `MaskSource`."""
+        values = self._values(i)
+        left_out = (*self.background, self.void_value)
+        found = [value for value in np.unique(values).tolist() if value not in left_out]
+        return [Segment(str(int(value)), values == value) for value in found]
+
+    def _values(self, i: int) -> NDArray[Any]:
+        """(height, width), as they are in the file."""
         image, _ = FileOpener(self.name).load(self.keys[i])
         if len(image.getbands()) > 1 or image.mode == "F":
             raise VitseeError(
                 f"{self.where(i)} holds colours (mode {image.mode}); expected one channel of class "
                 "numbers"
             )
-        values = np.asarray(image)
-        labels = np.where(np.isin(values, self.background), BACKGROUND, FOREGROUND)
-        if self.void_value is not None:
-            labels[values == self.void_value] = VOID
-        return labels.astype(np.uint8)
+        return np.asarray(image)
 
 
 def open_mask_folder(path: Path, background: tuple[int, ...], void: int | None) -> MaskFolder:

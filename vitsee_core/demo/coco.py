@@ -1,0 +1,257 @@
+"""Miniature sets in the layouts of COCO and PartImageNet: objects, panoptic segments, parts.
+
+    FOLDER/{train2017,val2017}/000000000001.jpg                 as COCO has them
+    FOLDER/annotations/instances_{train2017,val2017}.json
+    FOLDER/annotations/panoptic_{train2017,val2017}.json
+    FOLDER/annotations/panoptic_{train2017,val2017}/000000000001.png
+    FOLDER/parts/{train,val,test}/<wnid>/<wnid>_<n>.JPEG        as PartImageNet (OOD) has them
+    FOLDER/parts/{train,val,test}.json
+
+Objects are outlines, crowds are run lengths, category numbers have gaps, and no class of parts is
+in two of the three files, as in the published sets. Masks are exact.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vitsee_core.demo.scenes import (
+    Pixels,
+    Placed,
+    Scene,
+    class_names,
+    compose,
+    random_scene,
+    sprite,
+)
+from vitsee_core.types import Mask
+
+SIZES = ((96, 128), (128, 96), (112, 112))  # of images, in turn
+N_OBJECTS = 4
+WALL, FLOOR = 171, 190  # categories of stuff, numbered as COCO numbers its own
+PART_SPLITS = {"train": (0, 1, 5), "val": (2, 7), "test": (8, 9)}  # classes
+KINDS = ("Top", "Trouser", "Top", "Top", "Top", "Shoe", "Top", "Shoe", "Bag", "Shoe")  # of a class
+HALVES = ("Upper", "Lower")
+
+
+def write_coco(folder: Path, seed: int = 0, n_images: int = 12) -> None:
+    """Write all of it below `folder`.
+
+    Args:
+        folder: made where it is missing.
+        seed: of everything random.
+        n_images: of each of the two splits of COCO; half as many for each class of parts.
+    """
+    annotations = folder / "annotations"
+    for number, split in enumerate(("train2017", "val2017")):
+        _write_split(folder, annotations, split, (seed, number), n_images)
+    for split, classes in PART_SPLITS.items():
+        _write_parts(folder / "parts", split, classes, seed, max(1, n_images // 2))
+
+
+def category_id(number: int) -> int:
+    """COCO's number of a class: from 1 on, with gaps."""
+    return 2 * number + 1
+
+
+def outlines(mask: Mask) -> list[list[int]]:
+    """A mask as rectangles that together cover exactly its pixels: x and y of their corners."""
+    found: list[list[int]] = []
+    open_: dict[tuple[int, int], int] = {}  # run of columns -> the row where it began
+    for row in range(len(mask) + 1):
+        runs = _runs(mask[row]) if row < len(mask) else []
+        for (left, right), top in list(open_.items()):
+            if (left, right) not in runs:
+                found.append([left, top, right, top, right, row, left, row])
+                del open_[left, right]
+        for run in runs:
+            open_.setdefault(run, row)
+    return found
+
+
+def run_lengths(mask: Mask) -> dict[str, Any]:
+    """A mask as run lengths down its columns, background first."""
+    flat = mask.T.ravel()
+    ends = np.flatnonzero(np.diff(flat)) + 1
+    lengths = np.diff([0, *ends.tolist(), len(flat)]).tolist()
+    return {"counts": [0, *lengths] if flat[0] else lengths, "size": list(mask.shape)}
+
+
+def _runs(row: Mask) -> list[tuple[int, int]]:
+    """First and past-the-last columns of the runs of a row."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], row, [False]]).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _write_split(
+    folder: Path, annotations: Path, split: str, seed: tuple[int, int], n_images: int
+) -> None:
+    images: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
+    panoptic: list[dict[str, Any]] = []
+    names = class_names()
+    things = [
+        {"id": category_id(i), "name": name, "supercategory": "clothes"}
+        for i, name in enumerate(names)
+    ]
+    stuff = [
+        {"id": number, "name": name, "supercategory": "building", "isthing": 0}
+        for number, name in ((WALL, "wall"), (FLOOR, "floor"))
+    ]
+    for k in range(n_images):
+        number = 139 + 17 * k + 1000 * seed[1]
+        size = SIZES[k % len(SIZES)]
+        scene = random_scene(size, N_OBJECTS, (*seed, k))
+        floor = _floor(size)
+        pixels = _with_floor(scene, floor)
+        name = f"{number:012d}"
+        _save(pixels, folder / split / f"{name}.jpg")
+        about = {"id": number, "file_name": f"{name}.jpg", "height": size[0], "width": size[1]}
+        images.append(about)
+        crowded = k % 4 == 3  # the first two objects of every fourth image
+        objects += _objects(scene, number, crowded, first=len(objects) + 1)
+        panoptic.append(_panoptic(scene, floor, number, annotations / f"panoptic_{split}"))
+    _write_json(
+        annotations / f"instances_{split}.json",
+        {"images": images, "annotations": objects, "categories": things},
+    )
+    _write_json(
+        annotations / f"panoptic_{split}.json",
+        {
+            "images": images,
+            "annotations": panoptic,
+            "categories": [*(one | {"isthing": 1} for one in things), *stuff],
+        },
+    )
+
+
+def _floor(size: tuple[int, int]) -> Mask:
+    """The lower third of a scene."""
+    rows = np.arange(size[0]) >= 2 * size[0] // 3
+    return np.broadcast_to(rows[:, np.newaxis], size).copy()
+
+
+def _with_floor(scene: Scene, floor: Mask) -> Pixels:
+    """The scene with a darker floor."""
+    dark = floor & ~scene.masks.any(0)
+    return np.where(dark[..., None], scene.pixels // 2, scene.pixels).astype(np.uint8)
+
+
+def _objects(scene: Scene, image: int, crowded: bool, first: int) -> list[dict[str, Any]]:
+    """The annotations of an image; what cannot be seen has none."""
+    found: list[dict[str, Any]] = []
+    masks, classes = list(scene.masks), scene.classes.tolist()
+    if crowded:
+        masks, classes = [masks[0] | masks[1], *masks[2:]], classes[1:]
+    for at, (mask, number) in enumerate(zip(masks, classes, strict=True)):
+        if mask.any():
+            crowd = crowded and at == 0
+            found.append(
+                {
+                    "id": first + len(found),
+                    "image_id": image,
+                    "category_id": category_id(number),
+                    "iscrowd": int(crowd),
+                    "area": int(mask.sum()),
+                    "bbox": _box(mask),
+                    "segmentation": run_lengths(mask) if crowd else outlines(mask),
+                }
+            )
+    return found
+
+
+def _panoptic(scene: Scene, floor: Mask, image: int, folder: Path) -> dict[str, Any]:
+    """The annotation of an image, whose PNG file is written too; every pixel has a segment."""
+    rest = ~scene.masks.any(0)
+    masks = [*scene.masks, rest & floor, rest & ~floor]
+    categories = [*map(category_id, scene.classes.tolist()), FLOOR, WALL]
+    numbers = np.zeros(rest.shape, np.int64)
+    segments = []
+    for at, (mask, category) in enumerate(zip(masks, categories, strict=True)):
+        if mask.any():
+            number = 65536 * (image % 200) + 256 * (at + 1) + 7 * at + 1
+            numbers[mask] = number
+            segments.append(
+                {
+                    "id": number,
+                    "category_id": category,
+                    "iscrowd": 0,
+                    "area": int(mask.sum()),
+                    "bbox": _box(mask),
+                }
+            )
+    colours = np.stack([numbers % 256, numbers // 256 % 256, numbers // 65536], -1)
+    name = f"{image:012d}.png"
+    _save(colours.astype(np.uint8), folder / name)
+    return {"image_id": image, "file_name": name, "segments_info": segments}
+
+
+def _write_parts(
+    folder: Path, split: str, classes: tuple[int, ...], seed: int, n_images: int
+) -> None:
+    kinds = list(dict.fromkeys(KINDS))
+    categories = [
+        {"id": 2 * k + h, "name": f"{kind} {half}", "supercategory": kind}
+        for k, kind in enumerate(kinds)
+        for h, half in enumerate(HALVES)
+    ]
+    images: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    for number in classes:
+        wnid = f"n{number + 1:08d}"
+        for k in range(n_images):
+            size = SIZES[k % len(SIZES)]
+            rng = np.random.default_rng((seed, 9, number, k))
+            one = sprite(number, int(rng.integers(400)), int(0.6 * min(size)))
+            free = [whole - own for whole, own in zip(size, one.mask.shape, strict=True)]
+            top, left = (int(rng.integers(0, n + 1)) for n in free)
+            scene = compose(size, [Placed(one, top, left)], (seed, 8, number, k))
+            mask, below = scene.masks[0], np.arange(size[0])[:, None] >= top + len(one.mask) // 2
+            halves = mask & ~below, mask & below
+            pixels = np.where(halves[1][..., None], scene.pixels // 2, scene.pixels)
+            name = f"{wnid}_{17 * k + 3}"
+            _save(pixels.astype(np.uint8), folder / split / wnid / f"{name}.JPEG")
+            about = {"id": len(images), "file_name": f"{name}.JPEG"}
+            images.append(about | {"height": size[0], "width": size[1]})
+            for h, half in enumerate(halves):
+                category = 2 * kinds.index(KINDS[number]) + h
+                shape = outlines(half)
+                if k == 0:  # the published files have some outlines of two points
+                    shape = [[left, top, left + 1, top], *shape]
+                parts.append(
+                    {
+                        "id": len(parts),
+                        "image_id": about["id"],
+                        "category_id": category,
+                        "iscrowd": 0,
+                        "area": int(half.sum()),
+                        "bbox": _box(half),
+                        "segmentation": shape,
+                    }
+                )
+    content = {"images": images, "annotations": parts, "categories": categories}
+    _write_json(folder / f"{split}.json", content)
+
+
+def _box(mask: Mask) -> list[int]:
+    """x, y, width, height."""
+    rows, cols = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
+    return [
+        *(int(cols[0]), int(rows[0])),
+        *(int(cols[-1] - cols[0] + 1), int(rows[-1] - rows[0] + 1)),
+    ]
+
+
+def _save(pixels: Pixels, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path, quality=95)  # which PNG has no use for
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))

@@ -1,0 +1,142 @@
+"""COCO's panoptic segments: a PNG file per image whose colours are segments' numbers, and a JSON
+file that says what each of them is (Kirillov et al. 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.images.decoding import FileOpener
+from vitsee_core.masks.annotations import category_names, category_of, check_images, entries_of
+from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, Labels, Segment
+from vitsee_stores.errors import VitseeError
+
+
+@dataclass(frozen=True)
+class PanopticMasks:
+    """Images of one panoptic file; see `MaskSource`. For a mask of the foreground things are
+    foreground, stuff is background; crowds and pixels without a segment are void.
+
+    folder: of the PNG files. images: with annotation, in the file's order. annotations: of each.
+    names: category id -> its name. things: the categories that are things.
+    """
+
+    name: str
+    folder: str
+    images: list[dict[str, Any]]
+    annotations: list[dict[str, Any]]
+    names: dict[Any, str]
+    things: frozenset[Any]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The file names of the images."""
+        return [str(image["file_name"]) for image in self.images]
+
+    @property
+    def void(self) -> str:
+        """What makes a pixel void."""
+        return "those of no segment and of crowds"
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """How pixels become labels."""
+        return {
+            "background": "segments of categories that are stuff",
+            "void": "pixels of no segment, and crowds",
+            "foreground": "segments of categories that are things",
+        }
+
+    def where(self, i: int) -> str:
+        """The file."""
+        return str(Path(self.folder, self.annotations[i]["file_name"]))
+
+    def read(self, i: int) -> Labels:
+        """(height, width); see `MaskSource`."""
+        numbers = self._numbers(i)
+        labels = np.full(numbers.shape, VOID, np.uint8)
+        for one in self.annotations[i]["segments_info"]:
+            kind = FOREGROUND if one["category_id"] in self.things else BACKGROUND
+            labels[numbers == one["id"]] = VOID if one.get("iscrowd") else kind
+        return labels
+
+    def segments(self, i: int) -> list[Segment]:
+        """The segments in the file's order; see `MaskSource`."""
+        numbers = self._numbers(i)
+        return [
+            Segment(
+                category_of(one, self.names, self.where(i)),
+                numbers == one["id"],
+                bool(one.get("iscrowd", 0)),
+            )
+            for one in self.annotations[i]["segments_info"]
+        ]
+
+    def _numbers(self, i: int) -> NDArray[np.uint32]:
+        """(height, width): of each pixel's segment, R + 256 G + 65536 B; 0 for none."""
+        image, _ = FileOpener(self.folder).load(self.annotations[i]["file_name"])
+        if image.mode not in ("RGB", "RGBA"):
+            raise VitseeError(
+                f"{self.where(i)} has mode {image.mode}; expected colours (RGB) that number the "
+                "segments"
+            )
+        bands = np.asarray(image)[..., :3].astype(np.uint32)
+        numbers: NDArray[np.uint32] = bands @ np.array([1, 256, 65536], np.uint32)
+        known = [0, *(one["id"] for one in self.annotations[i]["segments_info"])]
+        unknown = np.setdiff1d(numbers, known)
+        if len(unknown):
+            raise VitseeError(
+                f"{self.where(i)} has segment {unknown[0]}, which {self.name} does not list for "
+                f"this image ({len(unknown)} such)"
+            )
+        return numbers
+
+
+def is_panoptic(found: dict[str, Any]) -> bool:
+    """Whether the content of an annotation file is panoptic."""
+    annotations = found["annotations"]
+    first = annotations[0] if isinstance(annotations, list) and annotations else None
+    return isinstance(first, dict) and "segments_info" in first
+
+
+def open_panoptic(path: Path, found: dict[str, Any], folder: Path | None) -> PanopticMasks:
+    """The segments of a panoptic file.
+
+    Args:
+        path: of the JSON file.
+        found: what it holds, see `read_annotations`.
+        folder: of its PNG files; by default the one beside it that is called as it is.
+
+    Raises:
+        VitseeError: there is no such folder, or an entry is not as COCO has it.
+    """
+    folder = path.with_suffix("") if folder is None else folder
+    if not folder.is_dir():
+        raise VitseeError(
+            f"no folder {folder}; expected the PNG files of {path}: say where with --panoptic DIR"
+        )
+    with entries_of(path, "annotations with image_id, file_name and segments_info"):
+        check_images(found["images"])
+        by_id = {image["id"]: image for image in found["images"]}
+        images = [by_id[one["image_id"]] for one in found["annotations"]]
+        for one in found["annotations"]:
+            _check(one)
+        categories = found.get("categories") or []
+        names = category_names(categories)
+        things = frozenset(one["id"] for one in categories if one.get("isthing"))
+    return PanopticMasks(str(path), str(folder), images, found["annotations"], names, things)
+
+
+def _check(annotation: dict[str, Any]) -> None:
+    """Refuse a file that is not below the folder, and numbers that no colour has."""
+    name = Path(str(annotation["file_name"]))
+    if name.is_absolute() or ".." in name.parts:
+        raise ValueError(f"the file {name} is not below the folder of PNG files")
+    for one in annotation["segments_info"]:
+        if not isinstance(one["id"], int) or not 0 < one["id"] < 2**24:
+            raise ValueError(f"a segment of {name} has the number {one['id']!r}")
