@@ -6,22 +6,27 @@ from pathlib import Path
 
 from vitsee_stores.errors import VitseeError
 
-MODELS = ("vit", "resnet")
 SPLITS = ("train", "test")
 _HERE = Path(__file__).parent
 
 
+def models() -> list[str]:
+    """The names of the demo's models, sorted: each is a folder with config.json and weights."""
+    return sorted(file.parent.name for file in _HERE.glob("*/config.json"))
+
+
 def model_folder(name: str) -> Path:
-    """The timm `local-dir:` folder of `demo:vit` or `demo:resnet` (the prefix may be left out).
+    """The timm `local-dir:` folder of `demo:vit`, `demo:resnet` and so on (the prefix may be left
+    out).
 
     Raises:
-        VitseeError: no demo model has that name, or its folder is not installed.
+        VitseeError: no demo model has that name.
     """
     short = name.removeprefix("demo:")
-    if short not in MODELS:
-        known = ", ".join(f"demo:{model}" for model in MODELS)
+    if short not in (found := models()):
+        known = ", ".join(f"demo:{model}" for model in found)
         raise VitseeError(f"no demo model {name!r}; the demo's models: {known}")
-    return _installed(_HERE / short)
+    return _HERE / short
 
 
 def data_file() -> Path:

@@ -71,7 +71,7 @@ def _open_demo(data: str, split: str | None) -> ImageSource:
     expression = data.partition(":")[2]
     if expression and split is not None:
         raise DataError(f"{data} names a split already; leave --split {split} out")
-    if expression.removeprefix("demo:") in demo.MODELS:
+    if expression.removeprefix("demo:") in demo.models():
         known = ", ".join(f"demo:{name}" for name in demo.SPLITS)
         raise DataError(f"{data} is a model; the demo's data: {known}")
     return replace(open_npz(demo.data_file(), "demo").part(expression or split or "all"), name=data)

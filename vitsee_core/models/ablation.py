@@ -28,7 +28,8 @@ SHOWN = 8
 
 
 def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
-    """Take the skips of these sublayers out of the model's forward pass, for good.
+    """Take the skips of these sublayers, and of those of the model's own configuration
+    (`trained_without`), out of the model's forward pass, for good.
 
     A name is a sublayer (`blocks.3.attn`, `blocks.3.mlp`, `blocks.3.token`), a block (all its
     sublayers; a residual CNN block has one), a glob of either, or counts from the end
@@ -39,7 +40,10 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
             left unchanged.
     """
     table = site_table(model)
-    chosen = sorted({found for name in names for found in _sublayers(model, table, name)})
+    said = dict.fromkeys(names, "--ablate-skip")
+    said |= dict.fromkeys(model.trained_without, "ablate_skip of its config.json:")
+    asked = {found: said[x] for x in said for found in _sublayers(model, table, x, said[x])}
+    chosen = sorted(asked)
     if not chosen:
         return
     ends = [table.points[table.residuals[name].branch].hook_points[0] for name in chosen]
@@ -52,11 +56,11 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
             model.ablate_skip = before
             block = table.residuals[name].total.rpartition(".")[0]
             reason = proven.left_out.get(block, "without its skip the block is no longer read")
-            raise ModelError(f"--ablate-skip {name} cannot be done in {model.name}: {reason}")
+            raise ModelError(f"{asked[name]} {name} cannot be done in {model.name}: {reason}")
 
 
-def _sublayers(model: LoadedModel, table: SiteTable, text: str) -> list[str]:
-    """The sublayers that one name stands for."""
+def _sublayers(model: LoadedModel, table: SiteTable, text: str, option: str) -> list[str]:
+    """The sublayers that one name stands for; `option`: where it was given."""
     places: dict[str, list[str]] = {}
     for name, residual in table.residuals.items():
         block = residual.total.rpartition(".")[0]
@@ -70,11 +74,11 @@ def _sublayers(model: LoadedModel, table: SiteTable, text: str) -> list[str]:
     if found:
         return [name for site in found for name in places[site.name]]
     if reason := table.left_out.get(text):
-        raise ModelError(f"--ablate-skip {text} cannot be done in {model.name}: {reason}")
+        raise ModelError(f"{option} {text} cannot be done in {model.name}: {reason}")
     if not places:
-        raise ModelError(f"--ablate-skip {text}: {model.name} has {table.residual_refusal}")
+        raise ModelError(f"{option} {text}: {model.name} has {table.residual_refusal}")
     raise ModelError(
-        f"--ablate-skip {text}: {model.name} has no residual block or sublayer of this name whose "
+        f"{option} {text}: {model.name} has no residual block or sublayer of this name whose "
         f"skip is known; there are: {few(list(places), SHOWN)} (run: vitsee sites {model.name})"
     )
 

@@ -26,16 +26,36 @@ SHOWN = 4
 
 
 def resolve(name: str) -> str:
-    """The name as timm knows it: the demo's are folders.
+    """The name as timm knows it: the demo's are folders, one of an architecture of its own.
 
     Raises:
         VitseeError: no demo model has this name.
     """
     if not name.startswith(_DEMO):
         return name
-    from vitsee_core.demo import model_folder
+    from vitsee_core.demo import architectures, model_folder
 
-    return f"local-dir:{model_folder(name.removeprefix(_DEMO))}"
+    folder = model_folder(name.removeprefix(_DEMO))
+    architectures.register()
+    return f"{_FOLDER}{folder}"
+
+
+def skips_left_out(full: str, name: str) -> tuple[str, ...]:
+    """The blocks and sublayers without whose skips a folder's model was trained: `ablate_skip` of
+    its config.json, a list of names as --ablate-skip takes them; () for other models.
+
+    Raises:
+        ModelError: it is no list of names.
+    """
+    if not full.startswith(_FOLDER):
+        return ()
+    found = _read_config(Path(full.removeprefix(_FOLDER)), name).get("ablate_skip", [])
+    if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
+        raise ModelError(
+            f"{name}: ablate_skip in its config.json is {str(found)[:40]!r}; expected a list of "
+            "blocks or sublayers"
+        )
+    return tuple(found)
 
 
 def create_model(
@@ -143,13 +163,7 @@ def _check_folder(folder: Path, name: str) -> None:
         raise ModelError(
             f"{name}: no such folder; expected one with config.json and model.safetensors"
         )
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except OSError as error:
-        raise ModelError(f"{name} has no config.json that can be read: {_line(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name}: its config.json is no JSON: {_line(error)}") from error
-    parts = config if isinstance(config, dict) else {}
+    parts = _read_config(folder, name)
     architecture = parts.get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
         raise ModelError(
@@ -163,6 +177,17 @@ def _check_folder(folder: Path, name: str) -> None:
     if "input_size" in pretrained:
         checked_size(pretrained["input_size"], name)
     refuse_loading(parts.get("model_args", {}), f"{name}: model_args of its config.json: ")
+
+
+def _read_config(folder: Path, name: str) -> dict[str, Any]:
+    """A folder's config.json; {} where it is no object."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except OSError as error:
+        raise ModelError(f"{name} has no config.json that can be read: {_line(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name}: its config.json is no JSON: {_line(error)}") from error
+    return config if isinstance(config, dict) else {}
 
 
 def _accepted(full: str, wanted: dict[str, Any], foreign: bool) -> dict[str, Any]:

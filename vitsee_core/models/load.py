@@ -16,7 +16,7 @@ from torch import nn
 from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.arguments import check_foreign, refuse_loading
 from vitsee_core.models.checkpoints import load_checkpoint
-from vitsee_core.models.create import create_model, not_as_pretrained, resolve
+from vitsee_core.models.create import create_model, not_as_pretrained, resolve, skips_left_out
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.loaded import LoadedModel
@@ -41,13 +41,14 @@ def load_model(
     foreign: str | None = None,
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
-    `local-dir:/path`, `demo:vit`, `demo:resnet`.
+    `local-dir:/path`, `demo:vit`, `demo:resnet` and the demo's other models.
 
     checkpoint: a file with weights instead of the pretrained ones; checkpoint_key: which of its
     state dicts. random_init: a seed; fresh weights instead of the pretrained ones. ablate_skip:
-    blocks or sublayers to run without their skip connections. foreign: the store that
-    name and arguments were read from, which nobody vouches for: no folder, no network, and only
-    arguments that size a layer. The others override the model's own configuration.
+    blocks or sublayers to run without their skip connections, besides those that a folder's
+    config.json leaves out (its `ablate_skip`). foreign: the store that name and arguments were read
+    from, which nobody vouches for: no folder, no network, and only arguments that size a layer. The
+    others override the model's own configuration.
 
     Raises:
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the
@@ -93,8 +94,9 @@ def load_model(
         architecture=str(config.get("architecture") or full),
         model_args=args,
         class_names=label_names(config, name),
+        trained_without=skips_left_out(full, name),
     )
-    if ablate_skip:
+    if model.trained_without or ablate_skip:
         ablate_skips(model, ablate_skip)
     return model
 

@@ -21,6 +21,7 @@ class LoadedModel:
     the weights, "NAME (shape) to (shape)") also of pretrained weights that were fitted to other
     arguments.
     ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
+    trained_without: blocks or sublayers whose skip a folder's config.json leaves out.
     """
 
     name: str
@@ -32,10 +33,12 @@ class LoadedModel:
     model_args: dict[str, Any] = field(default_factory=dict)
     class_names: list[str] | None = None
     ablate_skip: tuple[str, ...] = ()
+    trained_without: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
-        """What to know of the weights, in a line: the key taken where a file has several, tensors
-        left random, resampled or without use."""
+        """What to know of the model, a line each: skips that its own configuration leaves out; of
+        its weights the key taken where a file has several, tensors left random, resampled or
+        without use."""
         weights, parts = self.weights, []
         others, key = weights.get("other_keys"), weights.get("key", "")
         if others or "ema" in key.lower():
@@ -49,4 +52,8 @@ class LoadedModel:
         if unexpected := weights.get("unexpected"):
             parts.append(f"left over: {few(unexpected)}")
         where = weights.get("file") or weights.get("pretrained") or "weights"
-        return [f"{where}: {'; '.join(parts)}"] if parts else []
+        lines = [f"{where}: {'; '.join(parts)}"] if parts else []
+        if self.trained_without:
+            blocks = few(self.trained_without)
+            lines.append(f"{self.name} has no skip connections in {blocks} (its config.json)")
+        return lines
