@@ -92,7 +92,7 @@ PLANS: dict[str, StorePlan] = {
         sublayers=(("layer1.0", CNN),),
         grams=True,
     ),
-    # two grids, heads that differ between the blocks of one of them, per-image rows
+    # two grids, heads that differ between the blocks of one of them, per-image rows, boxes
     "two-grids": StorePlan(
         5,
         2,
@@ -103,6 +103,7 @@ PLANS: dict[str, StorePlan] = {
             AttentionGroup("grid_2x1", ("blocks.1", "blocks.2"), (1, 3), STAGE),
         ),
         "rows",
+        boxes=True,
     ),
     "registers": StorePlan(
         3,
@@ -132,12 +133,15 @@ PLANS: dict[str, StorePlan] = {
 }
 
 
-def make_samples(n: int, start: int = 0) -> Samples:
+def make_samples(n: int, start: int = 0, boxes: bool = False) -> Samples:
+    edges = (np.arange(4) + np.arange(n)[:, None] / 4).astype(np.float32)
+    edges[1::2] = np.nan  # whole images
     return Samples(
         index=np.random.default_rng(start).permutation(n),
         ids=[f"class {i % 3}/ä{start + i}.png" for i in range(n)],
         labels=np.arange(n) % 3 - 1,
         splits=["train" if i < n // 2 else "" for i in range(n)],
+        boxes=edges if boxes else None,
     )
 
 
@@ -145,7 +149,7 @@ def make_manifest(plan: StorePlan, **identity: Any) -> Manifest:
     return new_manifest(
         {"model": {"name": "random", "args": {}}, "seed": 0, "slab": plan.slab, **identity},
         plan,
-        make_samples(plan.n_images),
+        make_samples(plan.n_images, boxes=plan.boxes),
         model={"name": "random"},
         transform={"mean": [0.5, 0.25, 0.125], "std": [0.2, 0.3, 0.4]},
         class_names=["a", "b"],
@@ -215,7 +219,8 @@ def weights_of(plan: StorePlan) -> dict[str, Array]:
 
 def create(path: Path, plan: StorePlan, *, durable: bool = False, **identity: Any) -> StoreWriter:
     """A writer; durable where a test is about what a crash leaves."""
-    manifest, samples = make_manifest(plan, **identity), make_samples(plan.n_images)
+    manifest = make_manifest(plan, **identity)
+    samples = make_samples(plan.n_images, boxes=plan.boxes)
     return StoreWriter.create_or_join(path, manifest, samples, weights_of(plan), durable=durable)
 
 

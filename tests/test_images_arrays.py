@@ -46,6 +46,34 @@ def test_npz_of_grey_images_alone(tmp_path: Path) -> None:
     assert open_source(str(tmp_path / "e.npz")).read(0)[1] != source.read(0)[1]
 
 
+def test_npz_in_other_forms(tmp_path: Path) -> None:
+    """Channels first and floats are the same images, with the same hashes."""
+    images = np.random.default_rng(0).integers(0, 256, (4, 5, 6, 3), np.uint8)
+    forms = {
+        "plain": images,
+        "first": images.transpose(0, 3, 1, 2),
+        "floats": (images / 255).astype(np.float32),
+        "both": (images / 255).transpose(0, 3, 1, 2),
+    }
+    sources = []
+    for name, array in forms.items():
+        np.savez(tmp_path / f"{name}.npz", images=array)
+        sources.append(open_source(str(tmp_path / f"{name}.npz")))
+    for source in sources:
+        for row in range(4):
+            image, value = source.read(row)
+            np.testing.assert_array_equal(np.asarray(image), images[row])
+            assert value == sources[0].read(row)[1] and source.size(row) == (5, 6)
+    # grey with an axis of its own, at either end; halves are rounded to even numbers
+    for axis in (1, 3):
+        np.savez(tmp_path / "g.npz", images=np.expand_dims(np.full((2, 4, 5), 0.1), axis))
+        grey = open_source(str(tmp_path / "g.npz")).read(1)[0]
+        assert grey.mode == "L" and grey.size == (5, 4) and np.asarray(grey)[0, 0] == 26
+    # (N, 3, H, 3) is taken for channels last
+    np.savez(tmp_path / "d.npz", images=np.zeros((2, 3, 4, 3), np.uint8))
+    assert open_source(str(tmp_path / "d.npz")).size(0) == (3, 4)
+
+
 PIXELS = np.zeros((2, 4, 4), np.uint8)
 
 
@@ -54,8 +82,15 @@ PIXELS = np.zeros((2, 4, 4), np.uint8)
     [
         ({"x": PIXELS}, "has 'x'; expected only: images"),
         ({"labels": np.zeros(2, int)}, "no array 'images'; found: labels"),
-        ({"images": PIXELS.astype(np.float32)}, "'images' of .* is float32 .* expected uint8"),
-        ({"images": np.zeros((2, 3, 4, 4), np.uint8)}, "expected uint8"),
+        ({"images": PIXELS.astype(np.int16)}, "'images' of .* is int16 .* expected uint8 or float"),
+        ({"images": np.zeros((2, 2, 4, 4), np.uint8)}, r"is uint8 \(2, 2, 4, 4\); expected"),
+        ({"images": PIXELS[0]}, "expected uint8"),
+        ({"images": PIXELS - 0.5}, "float64, and image 0 goes from -0.5 to -0.5; expected 0"),
+        (
+            {"images": np.stack([PIXELS[0], PIXELS[0] + 1.01])},
+            "image 1 goes from 1.01 to 1.01; .* not norm",
+        ),
+        ({"images": PIXELS + np.nan}, "goes from nan to nan"),
         (
             {"images": np.zeros((2, 0, 4, 3), np.uint8)},
             r"\(2, 0, 4, 3\): .* no pixels",

@@ -7,10 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from tests.extractions import VIT, array_bytes, extract, extracted
 from tests.image_files import plant, refused
 from vitsee_core.images import ImageError, open_source
+from vitsee_stores import open_store, validate
 
 
 def write_list(path: Path, rows: list[list[Any]], delimiter: str = ",") -> Path:
@@ -87,3 +91,106 @@ def test_bad_lists(tmp_path: Path, text: str, phrase: str) -> None:
     plant(tmp_path, "a.png", "b.png")
     (tmp_path / "list.csv").write_bytes(text.encode("latin1"))
     assert re.search(phrase, refused(tmp_path / "list.csv"))
+
+
+# ---------------------------------------------------------------- text lists, boxes
+
+
+def test_text_lists(tmp_path: Path) -> None:
+    plant(tmp_path, "x/a b.png", "c.png")
+    (tmp_path / "l.txt").write_text("\ufeffx/a b.png\r\n\r\nc.png\n")
+    source = open_source(str(tmp_path / "l.txt"))
+    assert source.ids == ["x/a b.png", "c.png"] and source.labels.tolist() == [-1, -1]
+    (tmp_path / "n.txt").write_text("c.png 65\nx/a b.png\t970\n")  # as ImageNet's val.txt
+    source = open_source(str(tmp_path / "n.txt"))
+    assert source.ids == ["c.png", "x/a b.png"] and source.labels.tolist() == [65, 970]
+    (tmp_path / "e.txt").write_text("\n")
+    assert "is empty; expected one image path a line" in refused(tmp_path / "e.txt")
+    (tmp_path / "w.txt").write_text("gone.png 1\n")
+    assert "none of the first paths" in refused(tmp_path / "w.txt")
+
+
+def numbered(path: Path) -> Path:
+    """9 x 7 pixels, each of a colour of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = np.arange(63, dtype=np.uint8).reshape(7, 9)
+    Image.fromarray(np.stack([values, 2 * values, 3 * values], -1)).save(path)
+    return path
+
+
+def test_boxes_are_cut_out(tmp_path: Path) -> None:
+    numbered(tmp_path / "a.png")
+    rows = [
+        ["path", "box", "id"],
+        ["a.png", "1 2 5 7", "a"],
+        ["a.png", "", "a"],
+        ["a.png", "[0.4, 0, 2.5, 3.6]", "a"],  # to 0, 0, 2, 4: halves to even
+        ["a.png", "0,0,9,7", "whole"],
+    ]
+    source = open_source(str(write_list(tmp_path / "l.csv", rows)))
+    assert source.ids == ["a#1,2,5,7", "a", "a#0.4,0,2.5,3.6", "whole#0,0,9,7"]
+    whole, value = source.read(1)
+    for row, (x0, y0, x1, y1) in ((0, (1, 2, 5, 7)), (2, (0, 0, 2, 4)), (3, (0, 0, 9, 7))):
+        image, same = source.read(row)
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(whole)[y0:y1, x0:x1])
+        assert same == value == source.hash(row)  # of the file's bytes
+        assert source.size(row) == (y1 - y0, x1 - x0)
+    expected = [[1, 2, 5, 7], [np.nan] * 4, [0.4, 0, 2.5, 3.6], [0, 0, 9, 7]]
+    np.testing.assert_array_equal(source.samples.boxes, np.array(expected, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("box", "phrase"),
+    [
+        ("1 2 1 7", r"line 3 of .*l\.csv: the box 1 2 1 7 is empty; expected x0 y0 x1 y1 with"),
+        ("5 2 1 7", "is empty"),
+        ("1 2 3", "line 3 of .*: the box '1 2 3' is not x0 y0 x1 y1 in pixels"),
+        ("a b c d", "is not x0 y0 x1 y1"),
+        ("0 0 inf 4", "is not x0 y0 x1 y1"),
+        ("-1 0 4 4", "line 3 of .*: the box -1 0 4 4 reaches out of its image, which has 9 x 7"),
+        ("0 0 10 7", "reaches out of its image"),
+    ],
+)
+def test_bad_boxes(tmp_path: Path, box: str, phrase: str) -> None:
+    numbered(tmp_path / "a.png")
+    rows = [["path", "box"], ["a.png", "0 0 4 4"], ["a.png", box]]
+    assert re.search(phrase, refused(write_list(tmp_path / "l.csv", rows)))
+
+
+def test_the_same_box_twice_and_of_a_missing_file(tmp_path: Path) -> None:
+    numbered(tmp_path / "a.png")
+    rows = [["path", "box"], ["a.png", "0 0 4 4"], ["a.png", "0.0 0 4 4"]]
+    assert "repeats the id 'a.png#0,0,4,4'" in refused(write_list(tmp_path / "l.csv", rows))
+    rows = [["path", "box"], ["a.png", "0 0 4 4"], ["gone.png", "0 0 4 4"]]
+    source = open_source(str(write_list(tmp_path / "m.csv", rows)))
+    with pytest.raises(ImageError, match="no such file"):
+        source.read(1)
+
+
+def test_a_store_of_boxes(tmp_path: Path) -> None:
+    """Parts, their sizes and the whole file's hash, by loading processes too; model and pixels
+    again from the store."""
+    for name in "ab":
+        numbered(tmp_path / f"{name}.png")
+    rows = [["path", "box"], ["a.png", "1 2 5 7"], ["b.png", ""], ["b.png", "0 0 9 3"]]
+    data = write_list(tmp_path / "l.csv", rows)
+    options = ["--tokens", "pooled", "--inputs", "--crop-mode", "squash", "--crop-pct", 1]
+    extracted(*VIT, "--data", data, "-o", tmp_path / "s.zarr", *options)
+    extracted(*VIT, "--data", data, "-o", tmp_path / "w.zarr", *options, "--workers", 1)
+    store = open_store(tmp_path / "s.zarr")
+    assert array_bytes(tmp_path / "s.zarr") == array_bytes(tmp_path / "w.zarr")
+    assert store.manifest.features == ("box",)
+    sizes = dict(zip(store.samples.id.tolist(), store.sizes.tolist(), strict=True))
+    assert sizes == {"a.png#1,2,5,7": [5, 4], "b.png": [7, 9], "b.png#0,0,9,3": [3, 9]}
+    assert len(set(store.samples.hash)) == 1  # the files have the same bytes
+    whole = Image.open(tmp_path / "a.png")
+    boxes = store.samples.box
+    assert boxes is not None
+    for row, box in enumerate(boxes):
+        part = whole if np.isnan(box).any() else whole.crop(tuple(box.tolist()))
+        seen = np.asarray(part.resize((48, 32), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+        np.testing.assert_array_equal(store.array("input")[row], seen)
+    assert validate(tmp_path / "s.zarr", deep=True) == []
+    rows[1][1] = "1 2 5 6"
+    other = extract(*VIT, "--data", write_list(data, rows), "-o", tmp_path / "s.zarr", *options)
+    assert other.exit_code == 1 and "samples_fingerprint is" in other.stderr

@@ -118,8 +118,8 @@ def test_name_that_is_not_utf8(tmp_path: Path) -> None:
 def test_what_is_no_data_set(tmp_path: Path) -> None:
     assert "no file or folder" in refused(tmp_path / "nowhere")
     assert "no images below" in refused(tmp_path)
-    (tmp_path / "a.txt").write_text("x")
-    assert "is no data set; expected an image folder" in refused(tmp_path / "a.txt")
+    (tmp_path / "a.doc").write_text("x")
+    assert "is no data set; expected an image folder" in refused(tmp_path / "a.doc")
     plant(tmp_path, "a.png")
     assert "is a single file" in refused(tmp_path / "a.png")
 

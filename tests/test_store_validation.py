@@ -242,8 +242,12 @@ def no_plan(path: Path) -> None:
         ),
         (lambda p: set_manifest(p, format=None), "store format null"),
         (
-            lambda p: set_manifest(p, features=["box", "canvas"]),
-            "the store uses 'box', 'canvas', which this vitsee does not read; update vitsee",
+            lambda p: set_manifest(p, features=["colour", "echo"]),
+            "the store uses 'colour', 'echo', which this vitsee does not read; update vitsee",
+        ),
+        (
+            lambda p: set_manifest(p, features=["box"]),
+            "the manifest is damaged: features are ['box'], its plan has []",
         ),
         (not_json, "is damaged: its zarr.json is no JSON"),
         (no_plan, "the manifest is damaged: plan.sites is missing"),

@@ -21,8 +21,9 @@ _DATA_OPTIONS: tuple[Decorator, ...] = (
         "--data",
         required=True,
         metavar="DATA",
-        help="Folder of images, CSV/TSV list, .npz, tar, torch/NAME[:FOLDER] (torchvision's, in "
-        "FOLDER), hfds/NAME[:CACHE] (Hugging Face's, cached in CACHE), demo:train or demo:test.",
+        help="Folder of images, .csv, .tsv or .txt list, .npz, .zip, .tar, torch/NAME[:FOLDER] "
+        "(torchvision's, in FOLDER), hfds/NAME[:CACHE] (Hugging Face's, cached in CACHE), "
+        "demo:train or demo:test.",
     ),
     click.option(
         "--split",

@@ -32,7 +32,7 @@ __all__ = [
 
 FORMAT_VERSION = 2
 # Additions that a store may name in its manifest's `features`, and this package reads.
-FEATURES: tuple[str, ...] = ()
+FEATURES: tuple[str, ...] = ("box",)
 CODECS = ("none", "zstd", "lz4")
 COMMIT_BYTES = 4096
 CHECKSUM_BYTES = 4
@@ -147,6 +147,8 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     table.once("samples/label", (n,), "int64", ["image"])
     table.once("samples/split", (n,), "int16", ["image"])
     table.once("samples/id", (n, plan.id_bytes), "uint8", ["image", "id_byte"])
+    if plan.boxes:
+        table.once("samples/box", (n, 4), "float32", ["image", "edge"])
     table.image("valid", (), (), "uint8")
     table.image("hash", (), (), "uint64")
     table.image("size", 2, "side", "int32")

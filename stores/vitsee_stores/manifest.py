@@ -35,15 +35,20 @@ class Samples:
 
     index: (images,) position in the data set's own order. ids: path below the data folder, or row
     key. labels: (images,) class, -1 for none. splits: name of each one's split, "" for none.
+    boxes: (images, 4) x0, y0, x1, y1 of each image in its file, NaN for a whole one; None where all
+    are whole.
     """
 
     index: NDArray[np.int64]
     ids: list[str]
     labels: NDArray[np.int64]
     splits: list[str]
+    boxes: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.index), len(self.ids), len(self.labels), len(self.splits)}
+        if self.boxes is not None:
+            lengths.add(len(self.boxes))
         if len(lengths) != 1:
             raise ValueError(f"samples of one length were expected, not {sorted(lengths)}")
 
@@ -135,6 +140,10 @@ class Manifest:
         try:
             check_records(fields)
             plan = read_plan(fields.get("plan"))
+            if sorted(features) != sorted(plan.features):
+                raise ValueError(
+                    f"features are {list(features)}, its plan has {list(plan.features)}"
+                )
             sums = {path: spec for path, spec in arrays(plan).items() if spec.per == "once"}
             checksums = fields.object("checksums")
             if set(checksums.value) != set(sums):
@@ -172,7 +181,6 @@ def new_manifest(
     selfcheck: Mapping[str, Any] | None = None,
     left_out: Mapping[str, str] | None = None,
     info: Mapping[str, Any] | None = None,
-    features: Sequence[str] = (),
 ) -> Manifest:
     """A manifest for a store yet to be made, with a store_id of its own: sha256 of the identity
     and a random nonce.
@@ -186,13 +194,14 @@ def new_manifest(
         if "\0" in name:
             raise StoreError(f"the sample id {name!r} holds a NUL character; rename that image")
     width = max(len(encode_id(name)) for name in samples.ids)
+    plan = dataclasses.replace(plan, id_bytes=max(1, width), boxes=samples.boxes is not None)
     same = jsonable(dict(identity))
     text = json.dumps([same, secrets.token_hex(16)], sort_keys=True)
     return Manifest(
         format=FORMAT_VERSION,
         store_id=hashlib.sha256(text.encode()).hexdigest(),
         identity=same,
-        plan=dataclasses.replace(plan, id_bytes=max(1, width)),
+        plan=plan,
         samples_fingerprint=samples.fingerprint(),
         model=jsonable(dict(model or {})),
         transform=jsonable(dict(transform or {})),
@@ -201,7 +210,7 @@ def new_manifest(
         left_out=dict(left_out or {}),
         info=jsonable(dict(info or {})),
         splits=tuple(dict.fromkeys(samples.splits)),
-        features=tuple(features),
+        features=plan.features,
     )
 
 
@@ -278,7 +287,9 @@ def samples_arrays(samples: Samples, manifest: Manifest) -> dict[str, NDArray[An
     width = manifest.plan.id_bytes
     names = np.array([encode_id(name) for name in samples.ids], f"S{width}")
     codes = {name: code for code, name in enumerate(manifest.splits)}
+    boxes = {} if samples.boxes is None else {"samples/box": samples.boxes.astype(np.float32)}
     return {
+        **boxes,
         "samples/index": np.asarray(samples.index, np.int64),
         "samples/label": np.asarray(samples.labels, np.int64),
         "samples/split": np.array([codes[name] for name in samples.splits], np.int16),
@@ -290,13 +301,19 @@ def samples_from_arrays(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str
     """The samples that `samples_arrays` wrote.
 
     Raises:
-        ValueError: a code of no split, or a label below -1.
+        ValueError: a code of no split, a label below -1, or a box that is none.
     """
     codes, labels = arrays["samples/split"], arrays["samples/label"]
     if codes.min() < 0 or codes.max() >= len(splits):
         raise ValueError(f"codes {codes.min()} to {codes.max()} of {len(splits)} splits")
     if labels.min() < -1:
         raise ValueError(f"the label {labels.min()}")
+    boxes = arrays.get("samples/box")
+    if boxes is not None:
+        whole = np.isnan(boxes).all(1)
+        empty = ~(boxes[:, :2] < boxes[:, 2:]).all(1) | ~np.isfinite(boxes).all(1)
+        if (empty & ~whole).any():
+            raise ValueError(f"the box {boxes[empty & ~whole][0].tolist()}")
     ids = np.ascontiguousarray(arrays["samples/id"])
     names = ids.view(f"S{ids.shape[1]}").ravel()
     return Samples(
@@ -304,4 +321,5 @@ def samples_from_arrays(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str
         ids=[name.decode("utf-8", "surrogateescape") for name in names.tolist()],
         labels=labels,
         splits=[splits[code] for code in codes.tolist()],
+        boxes=boxes,
     )

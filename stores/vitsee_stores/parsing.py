@@ -52,6 +52,7 @@ def read_plan(value: Any) -> StorePlan:
         id_bytes=data.integer("id_bytes", 1, MOST_ID_BYTES),
         grams=data.flag("grams") if "grams" in data else False,
         erf=_erf(data.object("erf"), n_images) if "erf" in data else None,
+        boxes=data.flag("boxes") if "boxes" in data else False,
     )
     _check_names(plan)
     _check_arrays(arrays(plan))

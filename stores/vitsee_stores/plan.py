@@ -126,7 +126,8 @@ class StorePlan:
     inputs: (3, H, W) where pixels are kept. weights: (name, shape) of small weight arrays.
     places: (name, depth, rel_depth) of every block with attention and every sublayer: its index in
         the model among blocks or sublayers, and that over the last index.
-    id_bytes: width of `samples/id`; set when a manifest is made.
+    id_bytes: width of `samples/id`; set when a manifest is made. boxes: whether images are parts of
+        their files, as `samples/box` has them; set when a manifest is made.
     """
 
     n_images: int
@@ -143,6 +144,12 @@ class StorePlan:
     id_bytes: int = 1
     grams: bool = False
     erf: ErfPlan | None = None
+    boxes: bool = False
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the additions to the format that the store makes use of."""
+        return ("box",) if self.boxes else ()
 
     @property
     def n_slabs(self) -> int:

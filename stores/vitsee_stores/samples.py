@@ -16,7 +16,8 @@ class StoreSamples:
     """The images in the store's order, an array (images,) each: position in the data set's own
     order, id, class (-1 for none), name of the split ("" for none), hash of the encoded bytes,
     whether it could be read; size (images, 2): height and width as decoded, EXIF orientation not
-    applied, 0 where it could not be read."""
+    applied, 0 where it could not be read; box (images, 4): x0, y0, x1, y1 of an image that is a
+    part of its file, in the file's pixels, NaN for a whole one, None where all are whole."""
 
     index: NDArray[np.int64]
     id: NDArray[np.str_]
@@ -25,16 +26,20 @@ class StoreSamples:
     hash: NDArray[np.uint64]
     valid: NDArray[np.bool_]
     size: NDArray[np.int32]
+    box: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.index)
 
     def to_pandas(self) -> Any:
-        """The samples as a pandas DataFrame, one row an image, `size` as `height` and `width`.
+        """The samples as a pandas DataFrame, one row an image, `size` as `height` and `width`,
+        `box` as `x0`, `y0`, `x1`, `y1`.
 
         Raises:
             VitseeError: pandas is not installed.
         """
-        names = [field.name for field in fields(self) if field.name != "size"]
+        names = [field.name for field in fields(self) if field.name not in ("size", "box")]
         sides = {"height": self.size[:, 0], "width": self.size[:, 1]}
-        return to_frame({**{name: getattr(self, name) for name in names}, **sides})
+        box = np.empty((len(self), 0)) if self.box is None else self.box
+        edges = dict(zip(("x0", "y0", "x1", "y1"), box.T, strict=False))
+        return to_frame({**{name: getattr(self, name) for name in names}, **sides, **edges})

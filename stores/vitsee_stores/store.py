@@ -101,7 +101,9 @@ class Store:
         """The images in the store's order."""
         made = self._made_samples
         hashes, sizes = self.array("hash")[:], self.array("size")[:]
-        return StoreSamples(made.index, made.id, made.label, made.split, hashes, self.valid, sizes)
+        return StoreSamples(
+            *(made.index, made.id, made.label, made.split, hashes, self.valid, sizes, made.boxes)
+        )
 
     @cached_property
     def sizes(self) -> NDArray[np.int32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ from vitsee_core.images.decoding import ArrayOpener, one_line
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.image_source import ImageSource
 
+log = logging.getLogger(__name__)
+
 _NAMES = ("images", "labels", "class_names", "splits")
 
 
 def open_npz(path: Path, name: str) -> ImageSource:
-    """The rows of `images` (images, height, width) or (images, height, width, 3), uint8.
+    """The rows of `images` (images, height, width), (images, height, width, 1 or 3) or, where the
+    last axis is none of channels, (images, 1 or 3, height, width): uint8, or floats from 0 (black)
+    to 1 (white), which are rounded to 8 bits.
 
     Optional beside it: `labels` (integers, -1 for none), `class_names` (text), `splits` (text, one
     a row). The whole array is in memory. A row's id is its number in the file, after its
@@ -31,12 +36,7 @@ def open_npz(path: Path, name: str) -> ImageSource:
     if images is None:
         found = ", ".join(arrays) or "nothing"
         raise DataError(f"{name} has no array 'images'; found: {found}")
-    shaped = images.ndim == 3 or (images.ndim == 4 and images.shape[-1] == 3)
-    if images.dtype != np.uint8 or not shaped:
-        raise DataError(
-            f"'images' of {name} is {images.dtype} {images.shape}; "
-            "expected uint8 (N, H, W) or (N, H, W, 3)"
-        )
+    images = _as_bytes(_channels_last(images, name), name)
     if 0 in images.shape[1:]:
         raise DataError(f"'images' of {name} is {images.shape}: the images have no pixels")
     n = len(images)
@@ -45,6 +45,37 @@ def open_npz(path: Path, name: str) -> ImageSource:
     labels = _labels(arrays, n, class_names, name)
     ids = [f"{split}/{row}" if split else str(row) for row, split in enumerate(splits)]
     return ImageSource(name, ArrayOpener(images), range(n), ids, labels, splits, class_names)
+
+
+def _channels_last(images: NDArray[Any], name: str) -> NDArray[Any]:
+    """(images, height, width) or (images, height, width, 3)."""
+    shape = images.shape
+    if images.ndim == 4 and shape[-1] not in (1, 3) and shape[1] in (1, 3):
+        images = images.transpose(0, 2, 3, 1)
+    known = images.ndim == 3 or (images.ndim == 4 and images.shape[-1] in (1, 3))
+    if not known or images.dtype not in (np.uint8, np.float16, np.float32, np.float64):
+        raise DataError(
+            f"'images' of {name} is {images.dtype} {shape}; expected uint8 or floats from 0 to 1, "
+            "(N, H, W), (N, H, W, 3) or (N, 3, H, W)"
+        )
+    return images[..., 0] if images.ndim == 4 and images.shape[-1] == 1 else images
+
+
+def _as_bytes(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
+    """Floats from 0 to 1 as 0 to 255."""
+    if images.dtype == np.uint8:
+        return np.ascontiguousarray(images)
+    out = np.empty(images.shape, np.uint8)
+    for k, image in enumerate(images):  # one by one: a copy in floats would be the larger one
+        if not ((image >= 0) & (image <= 1)).all():
+            low, high = float(image.min()), float(image.max())
+            raise DataError(
+                f"'images' of {name} is {images.dtype}, and image {k} goes from {low:g} to "
+                f"{high:g}; expected 0 (black) to 1 (white), not normalised, or uint8"
+            )
+        out[k] = np.rint(image.astype(np.float64) * 255)
+    log.info("'images' of %s are floats: rounded to 8 bits", name)
+    return out
 
 
 def _read(path: Path, name: str) -> dict[str, NDArray[Any]]:

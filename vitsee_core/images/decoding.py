@@ -10,23 +10,28 @@ import errno
 import hashlib
 import io
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from vitsee_core.images.errors import ImageError
+from vitsee_core.images.geometry import Size
 from vitsee_core.images.shared import SharedBlock
 from vitsee_stores.errors import reason
 
 # The process or the machine ran out of something: the image is not to blame.
 _NOT_THE_IMAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _REASON_LENGTH = 200
+_ZIP_HEADER, _ZIP_MAGIC = 30, b"PK\x03\x04"
+
+ZipMember = tuple[int, str, int, int, int, bool, int]
 
 
 class Opener(ABC):
@@ -50,6 +55,15 @@ class Opener(ABC):
         with _read_of(location):
             return hash64(self._bytes(location))
 
+    def size(self, location: Any) -> Size:
+        """(height, width) that `load` gives, from the image's header where that will do.
+
+        Raises:
+            ImageError: missing or truncated, or no image.
+        """
+        with _read_of(location):
+            return self._size(location)
+
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
         """An opener to send to a worker, and the descriptors the worker has to inherit."""
         return self, ()
@@ -60,6 +74,9 @@ class Opener(ABC):
     @abstractmethod
     def _bytes(self, location: Any) -> bytes:
         """What the hash is of."""
+
+    def _size(self, location: Any) -> Size:
+        return header_size(str(location), io.BytesIO(self._bytes(location)))
 
 
 @dataclass(frozen=True)
@@ -74,6 +91,10 @@ class FileOpener(Opener):
     def _bytes(self, location: str) -> bytes:
         with open(os.path.join(self.root, location), "rb") as file:
             return file.read()
+
+    def _size(self, location: str) -> Size:
+        with open(os.path.join(self.root, location), "rb") as file:
+            return header_size(location, file)
 
 
 @dataclass(frozen=True)
@@ -96,6 +117,36 @@ class TarOpener(Opener):
 
 
 @dataclass(frozen=True)
+class ZipOpener(Opener):
+    """Members of zip files; a location is (zip, member's name, offset of its header, bytes packed
+    and unpacked, whether it is deflated, crc32)."""
+
+    zips: tuple[str, ...]
+
+    def _load(self, location: ZipMember) -> tuple[Image.Image, int]:
+        return decode(location[1], self._bytes(location))
+
+    def _bytes(self, location: ZipMember) -> bytes:
+        which, name, offset, packed, size, deflated, crc = location
+        with open(self.zips[which], "rb") as file:
+            file.seek(offset)
+            header = file.read(_ZIP_HEADER)
+            if len(header) < _ZIP_HEADER or not header.startswith(_ZIP_MAGIC):
+                raise ImageError(name, "the zip file is damaged: no member where one should be")
+            skip = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            file.seek(skip, os.SEEK_CUR)
+            data = file.read(packed)
+        if deflated:
+            try:  # one byte more than the member has: it would not end where it says
+                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
+            except zlib.error as error:
+                raise ImageError(name, f"the zip file is damaged: {error}") from None
+        if len(data) != size or zlib.crc32(data) != crc:
+            raise ImageError(name, "the zip file is damaged: other bytes than it lists")
+        return data
+
+
+@dataclass(frozen=True)
 class ArrayOpener(Opener):
     """Rows of a uint8 array (images, height, width) or (images, height, width, 3)."""
 
@@ -115,6 +166,9 @@ class ArrayOpener(Opener):
         pixels = self.images[location]
         return b"".join((str(pixels.shape).encode(), pixels.tobytes()))
 
+    def _size(self, location: int) -> Size:
+        return self.images.shape[1], self.images.shape[2]
+
 
 @dataclass(frozen=True)
 class _SharedArrayOpener(Opener):
@@ -126,6 +180,9 @@ class _SharedArrayOpener(Opener):
 
     def _bytes(self, location: int) -> bytes:
         return self._here()._bytes(location)
+
+    def _size(self, location: int) -> Size:
+        return self._here()._size(location)
 
     def _here(self) -> ArrayOpener:
         return ArrayOpener(self.block.array(self.shape))
@@ -170,6 +227,10 @@ class JointOpener(Opener):
         part, inner = location
         return self.parts[part]._bytes(inner)
 
+    def _size(self, location: tuple[int, Any]) -> Size:
+        part, inner = location
+        return self.parts[part]._size(inner)
+
 
 @contextmanager
 def _read_of(location: Any) -> Iterator[None]:
@@ -194,9 +255,27 @@ def decode(name: str, encoded: bytes) -> tuple[Image.Image, int]:
     """
     if not encoded:
         raise ImageError(name, "the file is empty")
-    try:
+    with _pillow(name):
         image = Image.open(io.BytesIO(encoded))
         image.load()
+    return image, hash64(encoded)
+
+
+def header_size(name: str, file: IO[bytes]) -> Size:
+    """(height, width) as an image's header says.
+
+    Raises:
+        ImageError: it is no image, or too large to be one.
+    """
+    with _pillow(name), Image.open(file) as image:
+        return image.height, image.width
+
+
+@contextmanager
+def _pillow(name: str) -> Iterator[None]:
+    """A context in which whatever Pillow raises becomes an ImageError."""
+    try:
+        yield
     except MemoryError:
         raise
     except UnidentifiedImageError:
@@ -205,7 +284,6 @@ def decode(name: str, encoded: bytes) -> tuple[Image.Image, int]:
         raise ImageError(name, f"too many pixels: {one_line(error)}") from None
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
         raise ImageError(name, one_line(error)) from None
-    return image, hash64(encoded)
 
 
 def hash64(data: bytes) -> int:

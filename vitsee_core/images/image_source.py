@@ -23,7 +23,8 @@ class ImageSource:
 
     `ids` are unique; `labels` hold -1 where there is none; `splits` hold "" where there is none;
     `class_names` is None where labels are bare numbers or absent; `split` is the expression that
-    picked these samples, if one did.
+    picked these samples, if one did; `boxes` (samples, 4) are the parts of their files that images
+    are, NaN for whole ones, None where all are whole.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ImageSource:
     splits: list[str]
     class_names: list[str] | None = None
     split: str | None = None
+    boxes: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -50,6 +52,7 @@ class ImageSource:
             ids=[self.ids[i] for i in index],
             labels=self.labels[index],
             splits=[self.splits[i] for i in index],
+            boxes=None if self.boxes is None else self.boxes[index],
         )
 
     def read(self, index: int) -> tuple[Image.Image, int]:
@@ -76,6 +79,17 @@ class ImageSource:
         except ImageError as error:
             raise ImageError(self.ids[index], error.reason) from None
 
+    def size(self, index: int) -> tuple[int, int]:
+        """Height and width of the image that `read` returns, from its header where that will do.
+
+        Raises:
+            ImageError: the image is missing, or none.
+        """
+        try:
+            return self.opener.size(self.locations[index])
+        except ImageError as error:
+            raise ImageError(self.ids[index], error.reason) from None
+
     def part(self, expression: str) -> ImageSource:
         """The samples of a split expression (see `vitsee_core.images.splits`).
 
@@ -90,6 +104,7 @@ class ImageSource:
             labels=self.labels[positions],
             splits=names,
             split=expression,
+            boxes=None if self.boxes is None else self.boxes[positions],
         )
 
 

@@ -1,17 +1,21 @@
-"""CSV and TSV lists of images: path, label, split, id."""
+"""Lists of images: path, label, split, id and box in CSV and TSV files, paths in text files."""
 
 from __future__ import annotations
 
 import csv
+import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.boxes import Box, BoxOpener, box_pixels, box_text, parse_box
 from vitsee_core.images.decoding import FileOpener, one_line
-from vitsee_core.images.errors import DataError
+from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.folders import number
 from vitsee_core.images.image_source import ImageSource
 from vitsee_stores.errors import reason
@@ -22,6 +26,7 @@ _COLUMNS = {
     "label": ("label", "class", "target", "category"),
     "split": ("split", "subset", "partition"),
     "id": ("id", "image_id", "key"),
+    "box": ("box",),
 }
 _WITHOUT_HEADER = ("path", "label", "split")
 _PATHS_TRIED = 16
@@ -33,13 +38,18 @@ Row = tuple[int, list[str]]
 def open_list(path: Path, name: str) -> ImageSource:
     """The images of a comma- or tab-separated list (by its suffix), in the order of its lines.
 
-    With a header, columns are found by name (path; optional label, split, id; others are passed
-    over); without one they are path, label, split. Relative paths start at the list's folder.
-    Labels are class numbers, or names where any is not a number; an empty one is none. A sample's
-    id is its `id` column, or else the path as it is written.
+    With a header, columns are found by name (path; optional label, split, id, box; others are
+    passed over); without one they are path, label, split. Relative paths start at the list's
+    folder. Labels are class numbers, or names where any is not a number; an empty one is none. A
+    box is `x0 y0 x1 y1` in pixels of the file: the image is this part of it, cut out before
+    everything else; an empty one is the whole. A sample's id is its `id` column, or else the path
+    as it is written; with a box `#x0,y0,x1,y1` follows.
+
+    A text list (.txt) has a path a line, or, where all lines end in one, a path and a class number.
 
     Raises:
-        DataError: an unreadable or uneven list, an id that occurs twice, or a missing file.
+        DataError: an unreadable or uneven list, an id that occurs twice, a missing file, a box that
+            is empty or reaches out of its image.
     """
     rows = _rows(path, name)
     first = next(rows, None)
@@ -71,6 +81,10 @@ def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int
     for key, values in (("path", paths), ("id", ids)):
         if "" in values:
             raise DataError(f"line {lines[values.index('')]} of {name} has an empty {key}")
+    boxes = _boxes(fields.get("box", [""] * n), lines, name)
+    ids = [
+        i if box is None else f"{i}#{box_text(box, ',')}" for i, box in zip(ids, boxes, strict=True)
+    ]
     seen: dict[str, int] = {}
     for line, sample in zip(lines, ids, strict=True):
         if sample in seen:
@@ -93,7 +107,41 @@ def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int
         )
     labels, class_names = _labels(fields.get("label"), n)
     splits = fields.get("split", [""] * n)
-    return ImageSource(name, FileOpener(folder), paths, ids, labels, splits, class_names)
+    whole = ImageSource(name, FileOpener(folder), paths, ids, labels, splits, class_names)
+    return _cut(whole, boxes, lines) if any(box is not None for box in boxes) else whole
+
+
+def _boxes(texts: Sequence[str], lines: Sequence[int], name: str) -> list[Box | None]:
+    """Raises:
+    DataError: one that is none, or empty; with its line.
+    """
+    boxes: list[Box | None] = []
+    for line, text in zip(lines, texts, strict=True):
+        try:
+            boxes.append(parse_box(text) if text else None)
+        except DataError as error:
+            raise DataError(f"line {line} of {name}: {error}") from None
+    return boxes
+
+
+def _cut(whole: ImageSource, boxes: Sequence[Box | None], lines: Sequence[int]) -> ImageSource:
+    """The boxes' parts of images; the headers of files with a box are read.
+
+    Raises:
+        DataError: a box reaches out of its image.
+    """
+    for k, box in enumerate(boxes):
+        if box is None:
+            continue
+        try:
+            box_pixels(box, whole.size(k))
+        except ImageError:
+            continue  # an image that cannot be read, as others
+        except DataError as error:
+            raise DataError(f"line {lines[k]} of {whole.name}: {error}") from None
+    edges = np.array([(math.nan,) * 4 if box is None else box for box in boxes], np.float32)
+    places = list(zip(whole.locations, boxes, strict=True))
+    return replace(whole, opener=BoxOpener(whole.opener), locations=places, boxes=edges)
 
 
 def _labels(values: list[str] | None, n: int) -> tuple[NDArray[np.int64], list[str] | None]:
@@ -128,6 +176,9 @@ def _rows(path: Path, name: str) -> Iterator[Row]:
     """
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     try:
+        if path.suffix.lower() == ".txt":
+            yield from _text_rows(path.read_text("utf-8-sig"))
+            return
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, delimiter=delimiter, strict=True)
             for row in reader:
@@ -137,6 +188,16 @@ def _rows(path: Path, name: str) -> Iterator[Row]:
         raise DataError(f"{name} cannot be read as a list: {one_line(error)}") from None
     except OSError as error:
         raise DataError(f"cannot read {name}: {reason(error)}") from None
+
+
+def _text_rows(text: str) -> Iterator[Row]:
+    """A path a line, and its label where every line ends in a whole number, as ImageNet's lists."""
+    lines = [(k, line.strip()) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
+    parts = [(k, line.rsplit(maxsplit=1)) for k, line in lines]
+    if all(len(part) == 2 and re.fullmatch("-?[0-9]+", part[1]) for _, part in parts):
+        yield from parts
+    else:
+        yield from ((k, [line]) for k, line in lines)
 
 
 def _chain(first: Row, rest: Iterator[Row]) -> Iterator[Row]:

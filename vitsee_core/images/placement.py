@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.boxes import box_pixels
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.geometry import (
     Size,
@@ -88,31 +89,6 @@ def place(
             continue
         top, left, now = top - corner[0], left - corner[1], new
     return Placement(top, left, top + height, left + width)
-
-
-def box_pixels(box: Sequence[float], size: Size) -> tuple[int, int, int, int]:
-    """Top, left, bottom, right of x0, y0, x1, y1, rounded as Pillow's crop does.
-
-    Raises:
-        DataError: it is empty, or reaches out of an image of this size (height, width).
-    """
-    numbers = [float(edge) for edge in box]
-    if len(numbers) != 4 or not np.isfinite(numbers).all():
-        raise DataError(f"the box {_text(box)} is not x0 y0 x1 y1 in pixels")
-    left, top, right, bottom = (round(edge) for edge in numbers)
-    if left >= right or top >= bottom:
-        raise DataError(
-            f"the box {_text(box)} is empty; expected x0 y0 x1 y1 with x0 < x1, y0 < y1"
-        )
-    if left < 0 or top < 0 or bottom > size[0] or right > size[1]:
-        raise DataError(
-            f"the box {_text(box)} reaches out of its image, which has {size[1]} x {size[0]} pixels"
-        )
-    return top, left, bottom, right
-
-
-def _text(box: Sequence[float]) -> str:
-    return " ".join(f"{float(edge):g}" for edge in box)
 
 
 def _steps(transform: Mapping[str, Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vitsee_core import demo
-from vitsee_core.images.archives import open_tars
+from vitsee_core.images.archives import open_tars, open_zips
 from vitsee_core.images.arrays import open_npz
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import is_image, open_folder, walk
@@ -15,18 +15,18 @@ from vitsee_core.images.libraries import ITERABLE, RANDOM_ACCESS, open_library, 
 from vitsee_core.images.lists import open_list
 
 _EXPECTED = (
-    "an image folder, a .csv or .tsv list, an .npz file, a .tar file, torch/NAME, hfds/NAME, "
-    "demo:train or demo:test"
+    "an image folder, a .csv, .tsv or .txt list, an .npz file, a .zip or .tar file, torch/NAME, "
+    "hfds/NAME, demo:train or demo:test"
 )
 
 
 def open_source(data: str, *, split: str | None = None) -> ImageSource:
     """The samples of `data`, or of a split expression of it.
 
-    `data` is an image folder (class folders or flat), a CSV or TSV list, an .npz file of arrays, an
-    uncompressed tar file or a folder of them, `torch/NAME[:FOLDER]`, `hfds/NAME[:CACHE]`,
-    `demo:train`, `demo:test` or `demo:all`. `split` is a name, a slice of one (`train[:45000]`,
-    `test[10%:20%]`), or several joined by '+'.
+    `data` is an image folder (class folders or flat), a CSV, TSV or text list, an .npz file of
+    arrays, a zip or an uncompressed tar file or a folder of either, `torch/NAME[:FOLDER]`,
+    `hfds/NAME[:CACHE]`, `demo:train`, `demo:test` or `demo:all`. `split` is a name, a slice of one
+    (`train[:45000]`, `test[10%:20%]`), or several joined by '+'.
 
     Raises:
         DataError: there is no such data, or it cannot be read.
@@ -50,16 +50,20 @@ def _open_path(path: Path, data: str) -> ImageSource:
     if not path.exists():
         raise DataError(f"no file or folder {data}; expected {_EXPECTED}")
     if path.is_dir():
-        tars = sorted(path.glob("*.tar"))
-        return open_tars(tars, data) if tars and not walk(str(path)) else open_folder(path, data)
+        tars, zips = sorted(path.glob("*.tar")), sorted(path.glob("*.zip"))
+        if (tars or zips) and not walk(str(path)):
+            return open_tars(tars, data) if tars else open_zips(zips, data)
+        return open_folder(path, data)
     suffixes = "".join(path.suffixes[-2:]).lower()
     suffix = path.suffix.lower()
-    if suffix in (".csv", ".tsv"):
+    if suffix in (".csv", ".tsv", ".txt"):
         return open_list(path, data)
     if suffix == ".npz":
         return open_npz(path, data)
     if suffix == ".tar":
         return open_tars([path], data)
+    if suffix == ".zip":
+        return open_zips([path], data)
     if suffix == ".tgz" or suffixes.startswith(".tar."):
         raise DataError(f"{data} is compressed, without random access; unpack it to a folder")
     if is_image(path.name):
