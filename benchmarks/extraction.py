@@ -25,15 +25,9 @@ from common import interleaved, machine, paired_ratio
 from PIL import Image
 
 from vitsee_core.device import precision_context, resolve_device
-from vitsee_core.extraction import (
-    DataOptions,
-    KeepOptions,
-    ModelOptions,
-    RunOptions,
-    Shard,
-    extract,
-)
-from vitsee_core.extraction.run import default_workers
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.run import default_workers, extract
+from vitsee_core.extraction.sharding import Shard
 from vitsee_core.images import batches, normalise, open_source, select
 from vitsee_core.models import load_model
 

@@ -8,8 +8,6 @@ import itertools
 import json
 import logging
 import shutil
-import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,7 @@ from tests.attention_maps import Attention, aligned, layout, random_attention, r
 from tests.extractions import VIT, extracted, plant_images
 from tests.manifests import edited
 from tests.stores import write_attention
-from vitsee_cli.commands import attn_map as attn_map_command
 from vitsee_cli.main import main
-from vitsee_core.analyses import attn_map
 from vitsee_core.analyses.attn_map import KINDS, MAP_COLUMNS, NUMBER_COLUMNS, plot, run
 from vitsee_core.attention import recompute
 from vitsee_core.attention.recompute import attention_of_images, find_rows
@@ -711,17 +707,3 @@ def test_blocks_that_were_left_out_are_named(
     with caplog.at_level(logging.INFO, "vitsee_core"):
         run(store, kind="mean-cls")
     assert "lacks the attention of stages.0: attention within windows" in caplog.text
-
-
-def test_command_and_analysis_name_the_same() -> None:
-    assert attn_map_command.KINDS == KINDS
-    assert attn_map_command.SCALES == SCALES
-
-
-def test_importing_the_analysis_imports_no_torch_and_no_matplotlib() -> None:
-    code = (
-        f"import sys, {attn_map.__name__}; "
-        "print([m for m in ('torch', 'matplotlib', 'timm', 'PIL') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from vitsee_core.plotting import colour, new_figure
 from vitsee_core.results import Table, read_result
 from vitsee_stores.errors import VitseeError
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 LAYERS = ("embed", "blocks.0.out", "blocks.1.out", "blocks.2.out")
 
 
@@ -432,17 +428,6 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
         assert phrase in result.stderr and len(result.stderr.splitlines()) == 1
         assert not csv.exists()
     assert best_layer_command().exit_code == 2
-
-
-def test_importing_these_analyses_imports_nothing_heavy() -> None:
-    names = ("knn", "cluster", "best_layer")
-    code = (
-        f"import sys, {', '.join(f'vitsee_core.analyses.{name}' for name in names)}; "
-        "print([m for m in ('torch', 'matplotlib', 'sklearn', 'timm') if m in sys.modules])"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 # ---------------------------------------------------------------- which side is better

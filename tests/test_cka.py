@@ -23,15 +23,11 @@ from tests.features import activations, cnn_sites, vit_sites
 from tests.reference_cka import biased_cka, loop_cka, loop_hsic1, loop_jackknife
 from tests.stores import CNN, write_model, write_sites
 from vitsee_cli import console
-from vitsee_cli.commands.cka import PAIRS as COMMAND_PAIRS
-from vitsee_cli.commands.cka import PRESETS as COMMAND_PRESETS
 from vitsee_cli.main import main
-from vitsee_cli.similarity_options import ESTIMATORS
 from vitsee_core.analyses.cka import COLUMNS, plot, run
 from vitsee_core.plotting import figure_bytes
 from vitsee_core.results import Table
-from vitsee_core.similarity.pairs import PAIRS
-from vitsee_core.similarity.presets import KINDS, PRESETS, choose_estimator
+from vitsee_core.similarity.presets import choose_estimator
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
@@ -506,7 +502,6 @@ def test_choices_that_do_not_go_together(folder: Path) -> None:
     for kwargs in ({"estimator": "linear"}, {"preset": "nguyen"}, {"pairs": "diagonal"}):
         with pytest.raises(VitseeError, match=r"^no .*; expected "):
             compare(folder, "vit", **kwargs)
-    assert (PAIRS, tuple(PRESETS), KINDS) == (COMMAND_PAIRS, COMMAND_PRESETS, ESTIMATORS)
 
 
 def test_stores_of_other_images(folder: Path, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import logging
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -17,10 +19,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from vitsee_cli import console, options
-from vitsee_cli.commands import erf
+from vitsee_cli import commands, console, options
 from vitsee_cli.main import CommandGroup, main
 from vitsee_cli.sections import OTHER_COMMANDS, QUESTIONS, SectionedCommand, section
+from vitsee_core import analyses
 from vitsee_stores.errors import VitseeError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -232,10 +234,14 @@ def test_help_groups_the_commands_by_question() -> None:
     assert len(columns) == 1
 
 
-def test_a_command_without_a_question_is_listed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(erf, "QUESTION")
+def test_a_command_without_a_question_is_listed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read from the file, which is not imported: a command's own imports cost the list nothing."""
+    (tmp_path / "my_own.py").write_text('raise ImportError\ndef command():\n    """Do it. So."""')
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
     shown = CliRunner().invoke(main, ["--help"]).stdout
-    assert re.search(r"Other commands:\n  erf ", shown)
+    assert re.search(r"Other commands:\n  my-own +Do it.\n", shown)
 
 
 @pytest.mark.parametrize(
@@ -270,16 +276,69 @@ def test_every_command_documents_itself(name: str) -> None:
         assert shown or option.is_flag, f"{option.opts} does not say its default"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["attn-dist", "--help"]])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    code = (
-        "import sys\n"
-        "from vitsee_cli.main import main\n"
-        f"main({arguments!r}, standalone_mode=False)\n"
-        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+def heavy(code: str, modules: tuple[str, ...] = HEAVY) -> list[str]:
+    """Which of the modules a fresh interpreter has imported after `code`."""
+    code += f"\nimport sys; print(*[m for m in {modules!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    return done.stdout.splitlines()[-1].split()
+
+
+def shown(*arguments: str) -> str:
+    """Code that runs `vitsee ARGUMENTS`."""
+    return f"from vitsee_cli.main import main; main({arguments!r}, standalone_mode=False)"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """A command's own help may import its analysis, which is NumPy and what reads images."""
+    assert heavy(shown("--help"), ("numpy", *HEAVY)) == []
+    for name in ("info", "validate", "demo"):
+        assert heavy(shown(name, "--help"), ("numpy", *HEAVY)) == []
+    helps = "\n".join(shown(name, "--help") for name in main.list_commands(click.Context(main)))
+    assert set(heavy(helps)) <= {"PIL"}
+
+
+def test_completion_imports_nothing_heavy() -> None:
+    code = "from click.shell_completion import ShellComplete; from vitsee_cli.main import main\n"
+    code += "print(ShellComplete(main, {}, 'vitsee', '_C').get_completions([], 'attn')[1].help)"
+    assert heavy(code, ("numpy", *HEAVY)) == []
+
+
+def test_importing_the_analyses_imports_nothing_heavy() -> None:
+    names = [m.name for m in pkgutil.iter_modules(analyses.__path__)]
+    assert len(names) >= 14
+    imports = ", ".join(f"{analyses.__name__}.{name}" for name in names)
+    assert set(heavy(f"import {imports}", (*HEAVY, "sklearn"))) <= {"PIL"}
+
+
+def test_a_command_shows_and_takes_the_defaults_of_its_analysis() -> None:
+    def run(store: str, mass: float = 0.6, kinds: tuple[str, ...] = ("a", "b")) -> None:
+        pass
+
+    def plot(table: str, deep: bool = True, n: int | None = None, scale: str = "shared") -> None:
+        pass
+
+    @click.command()
+    @options.defaults_of(run, plot)
+    @click.option("--mass", type=float)
+    @click.option("--kind", "kinds", multiple=True, type=click.Choice("abc"), show_default="both")
+    @click.option("--deep/--shallow")
+    @click.option("--n", type=int, show_default="all")
+    @click.option("--scale", default="head", show_default=True)
+    def command(**values: Any) -> None:
+        console.out(repr(values))
+
+    values = ast.literal_eval(CliRunner().invoke(command).stdout)
+    assert values == {
+        **{"mass": 0.6, "kinds": ("a", "b"), "deep": True, "n": None},
+        "scale": "head",
+    }
+    text = CliRunner().invoke(command, ["--help"]).stdout
+    for default in ("0.6", "(both)", "deep", "(all)", "head"):
+        assert f"[default: {default}]" in text
+    given = CliRunner().invoke(command, ["--mass", "1", "--kind", "c", "--shallow"]).stdout
+    assert ast.literal_eval(given) == values | {"mass": 1.0, "kinds": ("c",), "deep": False}
 
 
 # ---------------------------------------------------------------- stderr

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
-from vitsee_core.extraction import prepare, run, same_images
+from vitsee_core.extraction import run, same_images
+from vitsee_core.extraction.prepare import prepare
 from vitsee_core.images import decoding
 from vitsee_core.versions import store_versions
 from vitsee_stores import open_store

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 
 from tests.stores import CNN_PAIR, write_labelled
-from vitsee_cli.commands.knn import VOTES as COMMAND_VOTES
 from vitsee_cli.main import main
 from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
 from vitsee_core.labelled import neighbours
@@ -390,7 +389,6 @@ def test_refusals(tmp_path: Path) -> None:
     less = write_labelled(tmp_path / "less.zarr", fewer, train.samples.label, hash_offset=77777)
     with pytest.raises(MissingInput, match=r"less: no site matches 'blocks.0.out'.*--sites"):
         run(less, test)
-    assert COMMAND_VOTES == VOTES
 
 
 # ---------------------------------------------------------------- the figure and the command

@@ -19,13 +19,10 @@ from tests.extractions import VIT, extracted, plant_images
 from tests.reference_normratio import loop_jackknife, loop_statistic, loop_values
 from tests.residuals import SITES, cnn, products_of, random_branches, vit
 from tests.stores import write_residuals
-from vitsee_cli.commands.normratio import DEFAULT_METRICS as COMMAND_DEFAULTS
-from vitsee_cli.commands.normratio import METRICS as COMMAND_METRICS
-from vitsee_cli.commands.normratio import TOKENS as COMMAND_TOKENS
 from vitsee_core.analyses.normratio import COLUMNS, DEFAULT_METRICS, METRICS, plot, run
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import t_quantile
-from vitsee_core.statistics.skip_branch import TOKENS, quantities
+from vitsee_core.statistics.skip_branch import quantities
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -438,6 +435,3 @@ def test_a_store_without_products(tmp_path: Path) -> None:
 def test_choices_are_checked(tmp_path: Path) -> None:
     with pytest.raises(VitseeError, match=r"no metric 'ratio'; .*norm_ratio"):
         run(vit(tmp_path / "a.zarr"), metrics=["ratio"])
-    assert tuple(METRICS) == COMMAND_METRICS
-    assert DEFAULT_METRICS == COMMAND_DEFAULTS
-    assert TOKENS == COMMAND_TOKENS

@@ -181,7 +181,9 @@ def test_the_table_of_shared_options_is_whole() -> None:
             if isinstance(node, ast.Assign):
                 names |= {ast.unparse(target) for target in node.targets}
         exported[file.stem] = {
-            n for n in names if re.search("^[a-z].*_(options?|argument|stores)$|^verbosity$", n)
+            n
+            for n in names
+            if re.search("^[a-z].*_(options?|argument|stores)$|^verbosity$|^defaults_of$", n)
         }
     exported["model_options"].remove("check_weight_options")
     assert table == exported

@@ -12,10 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.stores import write_labelled
-from vitsee_cli.commands.best_layer import AMONG as COMMAND_AMONG
 from vitsee_cli.main import main
 from vitsee_core import replicates
-from vitsee_core.analyses.best_layer import AMONG, compare, read
+from vitsee_core.analyses.best_layer import compare, read
 from vitsee_core.results import Table
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
@@ -152,4 +151,3 @@ def test_no_figure_and_no_replicates(tmp_path: Path) -> None:
     result = command("best-layer", path, "--paired", "layers")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "r.csv has no replicates beside it (r.replicates.csv); run" in result.stderr
-    assert COMMAND_AMONG == AMONG

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +18,10 @@ from tests import stores
 from tests.features import balanced, class_features
 from tests.reference_probe import padded_ridge, ridge, shots_of, top
 from tests.stores import VIT
-from vitsee_cli.commands import probe as probe_command
 from vitsee_cli.main import main
-from vitsee_core.analyses import probe
 from vitsee_core.analyses.probe import COLUMNS, plot, run
 from vitsee_core.features.last_stage import adaptive_average, flatten_patches, largest_patch
 from vitsee_core.labelled.labelled_rows import accuracy_interval, labelled_rows
-from vitsee_core.probing import settings
 from vitsee_core.probing.draws import draw_images, split_rows
 from vitsee_core.probing.rows import _mean_l2
 from vitsee_core.results import Table
@@ -35,7 +29,6 @@ from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
 Array = NDArray[Any]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 N, N_TEST, CLASSES, DIM = 90, 60, 3, 5
 
 
@@ -759,18 +752,3 @@ def test_command_refuses_in_one_line(pair: Pair, tmp_path: Path) -> None:
         assert code == 2 or len(result.stderr.splitlines()) == 1
     assert (tmp_path / "r.csv").read_text() == "mine"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.csv"]
-
-
-def test_the_commands_words_are_the_analysis(pair: Pair) -> None:
-    assert set(probe_command.L2_WORDS) == {*settings.CHOOSERS, "grid"}
-
-
-def test_importing_the_analysis_imports_no_torch_and_no_matplotlib() -> None:
-    code = (
-        f"import sys, {probe.__name__}; "
-        "print([m for m in ('torch', 'matplotlib', 'timm', 'sklearn') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"

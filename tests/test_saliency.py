@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -455,19 +453,6 @@ def test_unfinished_stores(tmp_path: Path) -> None:
     result = saliency_command(tmp_path / "a.zarr", "--masks", masks, "--allow-partial")
     assert result.exit_code == 0, result.output
     assert max(int(row["n_images"]) for row in parsed(result)) <= 5
-
-
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from vitsee_cli.main import main\n"
-        "try: main(['saliency', '--help'])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'matplotlib', 'zarr', 'PIL'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "--foreground" in result.stdout
 
 
 # ---------------------------------------------------------------- the figure

@@ -7,9 +7,6 @@ import csv
 import io
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +22,10 @@ from PIL import Image
 
 from tests.extractions import extracted, plant_images
 from tests.models_helpers import VIT, small
-from vitsee_cli.commands.weights import SCALES, WHAT
 from vitsee_cli.main import main
 from vitsee_core.analyses import weights
 from vitsee_core.analyses.weights import COLUMNS, cosines, plot, principal_components, run
-from vitsee_core.figures.weights_figure import colours, labels, percent
+from vitsee_core.figures.weights_figure import SCALES, colours, labels, percent
 from vitsee_core.input_weights import InputWeights, of_model, of_store
 from vitsee_core.models import LoadedModel, load_model
 from vitsee_core.results import Table
@@ -37,7 +33,6 @@ from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 
 Array = NDArray[Any]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
 def loop_variance(filters: Array, direction: Array) -> float:
@@ -288,7 +283,6 @@ def test_what_is_shown(made: Any) -> None:
     table = made(few, None)
     assert table.notes["sources"]["tiny"]["absent"] == {"positions": "for a reason"}
     assert len(made(None, None)) == 0
-    assert WHAT == weights.WHAT
 
 
 # ---------------------------------------------------------------- figure
@@ -551,13 +545,3 @@ def test_command_refuses_in_one_line(stores: Path, tmp_path: Path) -> None:
     for args in usage:
         result = weights_command(*args)
         assert (result.exit_code, result.stdout) == (2, ""), args
-
-
-def test_importing_the_analysis_imports_no_torch_and_no_matplotlib() -> None:
-    code = (
-        f"import sys, {weights.__name__}, vitsee_cli.commands.weights; "
-        "print([m for m in ('torch', 'matplotlib', 'timm') if m in sys.modules])"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -8,6 +8,7 @@ import click
 
 from vitsee_cli.options import Decorator, apply
 from vitsee_cli.values import SEED, parse_path, parse_words
+from vitsee_core.images.selection import ORDERS
 
 
 def data_options(command: Any) -> Any:
@@ -58,7 +59,7 @@ _DATA_OPTIONS: tuple[Decorator, ...] = (
     ),
     click.option(
         "--order",
-        type=click.Choice(["shuffled", "dataset"]),
+        type=click.Choice(ORDERS),
         help="Order of the images in the store.  [default: shuffled]",
     ),
 )

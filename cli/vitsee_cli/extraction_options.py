@@ -8,8 +8,16 @@ import click
 
 from vitsee_cli.options import Decorator, apply, device_option
 from vitsee_cli.values import parse_path
-
-ATTENTION = ("none", "summary", "rows", "full")
+from vitsee_core.extraction.options import (
+    ATTENTION_LEVELS,
+    DEFAULT_SITES,
+    DEFAULT_SLAB,
+    PRECISIONS,
+    RunOptions,
+)
+from vitsee_core.images.loading import ON_ERROR
+from vitsee_stores.layout import CODECS
+from vitsee_stores.selectors import GROUPS
 
 
 def keep_options(command: Any) -> Any:
@@ -38,7 +46,7 @@ ablate_skip_option = click.option(
 
 precision_option = click.option(
     "--precision",
-    type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
+    type=click.Choice(PRECISIONS),
     help="Arithmetic of the forward pass.  [default: fp32]",
 )
 
@@ -47,9 +55,9 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
         "--sites",
         metavar="GLOB",
         multiple=True,
-        help="Sites by name, glob or group (blocks, head, residual, norms, hidden, heads, "
-        "modules, all), or by place (first, last, stage:I, depth:F); !NAME leaves out; see "
-        "`vitsee sites MODEL`. Repeatable, or a comma list.  [default: blocks head]",
+        help=f"Sites by name, glob or group ({', '.join(GROUPS)}), or by place (first, last, "
+        "stage:I, depth:F); !NAME leaves out; see `vitsee sites MODEL`. Repeatable, or a comma "
+        f"list.  [default: {' '.join(DEFAULT_SITES)}]",
     ),
     click.option(
         "--tokens",
@@ -60,7 +68,7 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
     ),
     click.option(
         "--attention",
-        type=click.Choice(ATTENTION),
+        type=click.Choice(ATTENTION_LEVELS),
         help="Attention to keep: summaries per head, also CLS and received rows per image, "
         "also full maps; each level includes those before it.  [default: summary]",
     ),
@@ -102,14 +110,14 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
     ),
     click.option(
         "--codec",
-        type=click.Choice(["none", "zstd", "lz4"]),
+        type=click.Choice(CODECS),
         help="Compression of the chunks.  [default: none]",
     ),
     click.option(
         "--slab",
         metavar="N",
         type=click.IntRange(min=1),
-        help="Images per slab, the unit of work and of commit.  [default: 256, halved "
+        help=f"Images per slab, the unit of work and of commit.  [default: {DEFAULT_SLAB}, halved "
         "until two fit a quarter of the memory]",
     ),
 )
@@ -144,8 +152,8 @@ _RUN_OPTIONS: tuple[Decorator, ...] = (
     ),
     click.option(
         "--on-error",
-        type=click.Choice(["nan", "fail"]),
-        default="nan",
+        type=click.Choice(ON_ERROR),
+        default=RunOptions.on_error,
         show_default=True,
         help="An unreadable image: a NaN row with valid = 0, or stop.",
     ),

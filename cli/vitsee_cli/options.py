@@ -2,7 +2,7 @@
 
 An option of one command alone is declared in that command. The others:
 
-    options             every command   verbosity
+    options             every command   verbosity, defaults_of
                         stores          stores_argument, allow_partial_option, open_stores
                         results         output_options, table_options, force_option,
                                         replicates_option
@@ -23,6 +23,7 @@ A command takes what it needs as decorators: `@options.stores_argument`, `@model
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,29 @@ def verbosity(command: Any) -> Any:
     for option in both if isinstance(command, click.Command) else reversed(both):
         command = option(command)
     return command
+
+
+_UNSET = click.Option(["--x"]).default  # None, or click's own word for it from 8.3 on
+
+
+def defaults_of(*functions: Callable[..., Any]) -> Decorator:
+    """A decorator, above the options: those without a default take, and show, that of the parameter
+    of the same name; so a command and its analysis cannot drift apart."""
+    defaults = {
+        name: parameter.default
+        for function in functions
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default not in (parameter.empty, None, False, ())
+    }
+
+    def decorate(command: Any) -> Any:
+        for option in command.__click_params__:
+            if option.default is _UNSET and option.name in defaults:
+                option.default = defaults[option.name]
+                option.show_default = option.show_default or True
+        return command
+
+    return decorate
 
 
 # ---------------------------------------------------------------- stores in, results out

@@ -9,24 +9,25 @@ import click
 
 from vitsee_cli.options import Decorator, apply, device_option, memory_option
 from vitsee_cli.values import parse_folder
-
-ESTIMATORS = ("exact", "minibatch", "biased")
+from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS
+from vitsee_core.similarity.estimate import MOST_EXACT
+from vitsee_core.similarity.presets import KINDS
 
 
 def estimator_options(*presets: str) -> Decorator:
     """--estimator and the sizes of minibatches, and --preset with these names."""
     sizes = (
-        ("--batch", "images in a minibatch", 4, "1024"),
-        ("--examples", "images in a repeat, drawn without replacement", 4, "10240"),
-        ("--repeats", "how often they are drawn", 1, "20"),
+        ("--batch", "images in a minibatch", 4, BATCH),
+        ("--examples", "images in a repeat, drawn without replacement", 4, EXAMPLES),
+        ("--repeats", "how often they are drawn", 1, REPEATS),
     )
     return lambda command: apply(
         command,
         (
             click.option(
                 "--estimator",
-                type=click.Choice(ESTIMATORS),
-                show_default="exact for up to 16384 images, else minibatch",
+                type=click.Choice(KINDS),
+                show_default=f"exact for up to {MOST_EXACT} images, else minibatch",
                 help="exact: unbiased HSIC over all images; minibatch: its mean over batches; "
                 "biased: the original CKA, inflated for few images.",
             ),
@@ -35,7 +36,7 @@ def estimator_options(*presets: str) -> Decorator:
                     name,
                     metavar="N",
                     type=click.IntRange(min=least),
-                    show_default=default,
+                    show_default=str(default),
                     help=f"Of the minibatch estimator: {text}.",
                 )
                 for name, text, least, default in sizes

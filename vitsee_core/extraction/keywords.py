@@ -23,16 +23,18 @@ from vitsee_core.extraction.options import (
 from vitsee_core.extraction.run import extract as fill_store
 from vitsee_core.extraction.run import log
 from vitsee_core.extraction.sharding import parse_shard
+from vitsee_core.images.loading import ON_ERROR
 from vitsee_core.images.transform import CROP_MODES, FILLS
 from vitsee_core.models import LoadedModel, own_model
 from vitsee_core.progress import SILENT, Progress
 from vitsee_stores import Store, open_store
+from vitsee_stores.layout import CODECS
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "attention": ATTENTION_LEVELS,
     "precision": PRECISIONS,
-    "codec": ("none", "zstd", "lz4"),
-    "on_error": ("nan", "fail"),
+    "codec": CODECS,
+    "on_error": ON_ERROR,
     "crop_mode": CROP_MODES,
     "fill": FILLS,
 }

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vitsee_core.results import Table
 
 
+SCALES = ("shared", "tile")
 ACROSS = 7  # components in a line, as in the paper
 MOST_QUERIES = 16  # tiles of cosines in a line
 GAP = 0.12  # of a tile

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import ATTENTION
+from vitsee_core.analyses import attn_dist
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -15,18 +17,16 @@ if TYPE_CHECKING:
 
 QUESTION = ATTENTION
 
-METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
-
 
 @click.command()
+@options.defaults_of(attn_dist.run)
 @options.stores_argument
 @options.output_options
 @click.option(
     "--metric",
     "metrics",
     multiple=True,
-    type=click.Choice(METRICS),
-    default=METRICS,
+    type=click.Choice(attn_dist.METRICS),
     show_default="all",
     help="distance_px in pixels; _raw without renormalising over patches; _unit on a unit square; "
     "_relative to uniform attention. Repeatable.",
@@ -54,7 +54,4 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     and the 95 % interval low, high over images, n_images. The figure shows the heads of the lowest
     and highest blocks, all heads against depth, and the means of all stores.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import attn_dist
-
     run_analysis(attn_dist.run, attn_dist.plot, stores, outputs, **parameters)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from vitsee_cli import options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.model_options import recompute_options
 from vitsee_cli.sections import ATTENTION
+from vitsee_core.analyses import attn_map
+from vitsee_core.figures.head_tiles import SCALES
+from vitsee_core.provenance import Provenance
 from vitsee_stores.token_selection import parse_cell
 
 if TYPE_CHECKING:
@@ -17,9 +22,6 @@ if TYPE_CHECKING:
     from vitsee_core.outputs import Outputs
 
 QUESTION = ATTENTION
-
-KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy")
-SCALES = ("shared", "head")
 
 
 def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
@@ -31,11 +33,12 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
 
 
 @click.command()
+@options.defaults_of(attn_map.run, attn_map.plot)
 @options.stores_argument
 @options.output_options
 @click.option(
     "--kind",
-    type=click.Choice(KINDS),
+    type=click.Choice(attn_map.KINDS),
     help="What to map: means over images (aligned: by offset from the query), or one number per "
     "head (prefix-mass, entropy).  [default: none, with --image]",
 )
@@ -72,16 +75,12 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
 )
 @click.option(
     "--residual/--no-residual",
-    default=True,
-    show_default=True,
     help="With --kind rollout: multiply 0.5 A + 0.5 I, or A alone (from a store of --attention "
     "full, else recomputed).",
 )
 @click.option(
     "--scale",
     type=click.Choice(SCALES),
-    default="shared",
-    show_default=True,
     help="Colours of the figure: one scale for all heads, or each head over its own range.",
 )
 @options.images_option
@@ -120,12 +119,6 @@ def command(
     interval low, high over images where there is one number per head, or a rollout. Single images
     have columns image and token (the query: cls, mean or ROW,COL) in place of n_images.
     """
-    from functools import partial
-
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import attn_map
-    from vitsee_core.provenance import Provenance
-
     if (parameters["kind"] is None) == (not parameters["image"]):
         raise click.UsageError("give either --kind or --image")
     run_analysis(

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from vitsee_cli import options
+from vitsee_cli import console, options
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import parse_path
-
-if TYPE_CHECKING:
-    from vitsee_core.outputs import Outputs
+from vitsee_core.analyses import best_layer
+from vitsee_core.outputs import Outputs, check_outputs, describe_run, write_results
 
 QUESTION = RESULTS
-
-AMONG = ("layers", "models")
 
 
 @click.command()
@@ -33,7 +29,7 @@ AMONG = ("layers", "models")
 )
 @click.option(
     "--paired",
-    type=click.Choice(AMONG),
+    type=click.Choice(best_layer.AMONG),
     help="Differences in place of the best layers, with intervals over the images that both share: "
     "layers: each model's best layer less each of its others; models: less the other models' best. "
     "RESULTS are of knn, probe or saliency with --replicates.  [default: none]",
@@ -70,10 +66,6 @@ def command(
     images, spread (what std is), n_images, n_blocks. Choosing the best layer on the same images is
     not corrected for.
     """
-    from vitsee_cli import console
-    from vitsee_core.analyses import best_layer
-    from vitsee_core.outputs import check_outputs, describe_run, write_results
-
     if paired is not None and outputs.png is not None:
         raise click.UsageError("--png draws the best layers; --paired has no figure")
     check_outputs(outputs)

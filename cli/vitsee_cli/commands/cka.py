@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import SIMILARITY
 from vitsee_cli.similarity_options import estimator_options, gram_options
+from vitsee_core.analyses import cka
+from vitsee_core.similarity.pairing import PAIR_BY
+from vitsee_core.similarity.pairs import PAIRS
+from vitsee_core.similarity.presets import PRESETS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -16,12 +21,9 @@ if TYPE_CHECKING:
 
 QUESTION = SIMILARITY
 
-PAIRS = ("all", "same-depth", "branch")
-PAIR_BY = ("image", "id")
-PRESETS = ("raghu", "walmer", "vit_analysis")
-
 
 @click.command()
+@options.defaults_of(cka.run)
 @options.stores_argument
 @options.output_options
 @options.replicates_option
@@ -32,16 +34,12 @@ PRESETS = ("raghu", "walmer", "vit_analysis")
 @click.option(
     "--pairs",
     type=click.Choice(PAIRS),
-    default="all",
-    show_default=True,
     help="same-depth: the first store's sites with each other store's, by name or else one by one; "
     "branch: skip connections against the branches parallel to them, in one store.",
 )
 @click.option(
     "--pair-by",
     type=click.Choice(PAIR_BY),
-    default="image",
-    show_default=True,
     help="image: the stores hold the same images in the same order; id: rows of the same id, "
     "whatever their bytes and order (clean against corrupted images of the same names).",
 )
@@ -75,9 +73,6 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     Columns: store_a, model_a, site_a, block_a, depth_a, rel_depth_a, the same with _b, metric
     (cka), value, std, low, high, spread (what std is), n_images.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import cka
-
     run_analysis(
         cka.run,
         cka.plot,

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import SIMILARITY
 from vitsee_cli.similarity_options import estimator_options, gram_options
+from vitsee_core.analyses import cka_heads
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
 
 QUESTION = SIMILARITY
-
-PRESETS = ("raghu",)
 
 
 @click.command()
@@ -42,7 +42,7 @@ PRESETS = ("raghu",)
     help="Groups of the k most local heads, k from 1 to all.  [default: windows]",
 )
 @options.side_option("b", "the second store", "its blocks in the lower half by depth")
-@estimator_options(*PRESETS)
+@estimator_options("raghu")
 @options.images_option
 @options.seed_option
 @gram_options
@@ -65,9 +65,6 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     the most local on), distance_px (their mean), metric (cka), value, std, low, high, spread (what
     std is), n_images.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import cka_heads
-
     run_analysis(
         cka_heads.run,
         cka_heads.plot,

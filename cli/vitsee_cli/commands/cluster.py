@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import KNOWLEDGE
+from vitsee_core.analyses import cluster
 from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:
@@ -16,10 +18,9 @@ if TYPE_CHECKING:
 
 QUESTION = KNOWLEDGE
 
-BASELINES = ("shuffled", "random")
-
 
 @click.command()
+@options.defaults_of(cluster.run)
 @options.stores_argument
 @options.output_options
 @options.sites_option("blocks")
@@ -38,16 +39,13 @@ BASELINES = ("shuffled", "random")
     "n_seeds",
     metavar="N",
     type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
     help="Runs of k-means, with the seeds SEED, SEED + 1, ...",
 )
 @click.option(
     "--baseline",
     "baselines",
-    type=click.Choice([*BASELINES, "none"]),
+    type=click.Choice([*cluster.BASELINES, "none"]),
     multiple=True,
-    default=BASELINES,
     show_default="shuffled and random",
     help="shuffled: the same clusters against shuffled labels; random: clusters of Gaussian "
     "features of the same shape. Repeatable.",
@@ -74,8 +72,6 @@ def command(
     Columns: store, model, site, block, depth, rel_depth, k, metric (purity, nmi, ari), value, std
     over seeds, n_images, baseline. The figure shows the three against depth.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import cluster
 
     if "none" in baselines:
         if len(set(baselines)) > 1:

@@ -63,7 +63,7 @@ def _results(folder: Path, name: str) -> list[str]:
     return ["-o", f"{folder / name}.csv", "--png", f"{folder / name}.png", "--force"]
 
 
-@click.command(short_help="Run vitsee on its own models and images.")
+@click.command()
 @click.option(
     "-o",
     "--output",
@@ -75,8 +75,10 @@ def _results(folder: Path, name: str) -> list[str]:
 )
 @click.pass_context
 def command(ctx: click.Context, output: Path) -> None:
-    """Extract the two demo models (a ViT and a ResNet trained on Fashion-MNIST) over the demo's
-    2,000 test images, and draw each figure. Offline; a few minutes on two cores.
+    """Run vitsee on its own models and images.
+
+    The two demo models, a ViT and a ResNet trained on Fashion-MNIST, are extracted over the demo's
+    2,000 test images, and each figure is drawn. Offline; a few minutes on two cores.
 
     \b
       vitsee demo

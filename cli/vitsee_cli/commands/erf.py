@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import FLOW
+from vitsee_core.analyses import erf
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -15,10 +17,9 @@ if TYPE_CHECKING:
 
 QUESTION = FLOW
 
-METRICS = ("radius50_px", "radius90_px", "offset_px", "gradient")
-
 
 @click.command()
+@options.defaults_of(erf.run)
 @options.stores_argument
 @options.output_options
 @options.replicates_option
@@ -26,8 +27,7 @@ METRICS = ("radius50_px", "radius90_px", "offset_px", "gradient")
     "--metric",
     "metrics",
     multiple=True,
-    type=click.Choice(METRICS),
-    default=METRICS,
+    type=click.Choice(erf.METRICS),
     show_default="all",
     help="radius50_px, radius90_px: circle with half and 90 % of the field's mass, in pixels; "
     "offset_px: its centre from the image's; gradient: the field itself. Repeatable.",
@@ -57,7 +57,4 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     images (from 10 slabs on), n_images. The figure shows each site's field, and the radii against
     depth.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import erf
-
     run_analysis(erf.run, erf.plot, stores, outputs, **parameters)

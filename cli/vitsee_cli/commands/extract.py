@@ -21,26 +21,26 @@ from vitsee_cli.extraction_options import (
 )
 from vitsee_cli.model_options import model_options
 from vitsee_cli.sections import STORES, SectionedCommand, section
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 
 if TYPE_CHECKING:
-    from vitsee_core.extraction import Outcome, Prepared
-    from vitsee_core.extraction.options import ModelOptions, RunOptions
+    from vitsee_core.extraction.prepare import Prepared
+    from vitsee_core.extraction.run import Outcome
 
 QUESTION = STORES
 
 
-@click.command(
-    cls=SectionedCommand, short_help="Run a model over images and keep what it computes in a store."
-)
+@click.command(cls=SectionedCommand)
 @section("Model", model_options, ablate_skip_option, precision_option)
 @section("Data", data_options)
 @section("What to keep", store_output_option, keep_options)
 @section("Running", run_options)
 def command(model: ModelOptions, **given: Any) -> None:
-    """Run MODEL (a timm name, hf-hub:..., local-dir:..., demo:vit) over images, and keep its
-    activations, attention summaries and residual products in STORE.
+    """Run a model over images and keep what it computes in a store.
 
-    Repeat the same command to resume; several processes with --shard fill one store together.
+    MODEL is a timm name, hf-hub:..., local-dir:... or demo:vit. Its activations, attention
+    summaries and residual products go into STORE. Repeat the same command to resume; several
+    processes with --shard fill one store together.
 
     \b
       vitsee extract vit_base_patch16_224 --data imagenet/val --images 5000 -o b16.zarr
@@ -48,14 +48,9 @@ def command(model: ModelOptions, **given: Any) -> None:
       vitsee extract vit_base_patch16_224 --checkpoint dino.pth --data photos -o dino.zarr
       vitsee extract demo:vit --data demo:test -o vit.zarr --dry-run
     """
-    from vitsee_core.extraction import (
-        DataOptions,
-        KeepOptions,
-        RunOptions,
-        extract,
-        parse_shard,
-        prepare,
-    )
+    from vitsee_core.extraction.prepare import prepare
+    from vitsee_core.extraction.run import extract
+    from vitsee_core.extraction.sharding import parse_shard
 
     def take(cls: Any) -> Any:
         names = [n for n in cls.__dataclass_fields__ if n in given]

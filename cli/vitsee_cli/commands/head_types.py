@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import ATTENTION
 from vitsee_cli.values import POSITIVE
+from vitsee_core.analyses import head_types
+from vitsee_core.attention.head_geometry import Thresholds
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -17,12 +20,12 @@ if TYPE_CHECKING:
 QUESTION = ATTENTION
 
 THRESHOLDS = {
-    "strict": (0.5, "strict local: excess mass on the query itself, at least."),
-    "focus": (0.5, "local: excess mass around the place where it gathers; axial: along an axis."),
-    "offset": (0.5, "offset local: cells from the query to that place, at least."),
-    "elongation": (2.0, "axial local: how much longer than wide, at least."),
-    "repetition": (0.5, "repeating: how far all queries share their keys (1: wholly), at least."),
-    "keys": (0.25, "repeating: share of the keys in use, at most."),
+    "strict": "strict local: excess mass on the query itself, at least.",
+    "focus": "local: excess mass around the place where it gathers; axial: along an axis.",
+    "offset": "offset local: cells from the query to that place, at least.",
+    "elongation": "axial local: how much longer than wide, at least.",
+    "repetition": "repeating: how far all queries share their keys (1: wholly), at least.",
+    "keys": "repeating: share of the keys in use, at most.",
 }
 
 
@@ -35,16 +38,17 @@ def threshold_options(command: Any) -> Any:
                 f"--{name}",
                 metavar="X",
                 type=POSITIVE,
-                default=default,
+                default=getattr(Thresholds, name),
                 show_default=True,
                 help=text,
             )
-            for name, (default, text) in THRESHOLDS.items()
+            for name, text in THRESHOLDS.items()
         ],
     )
 
 
 @click.command()
+@options.defaults_of(head_types.run)
 @options.stores_argument
 @options.output_options
 @options.replicates_option
@@ -54,8 +58,6 @@ def threshold_options(command: Any) -> Any:
     "--radius",
     metavar="CELLS",
     type=click.IntRange(min=1),
-    default=2,
-    show_default=True,
     help="Half the side of the square in which a local head's mass is counted.",
 )
 @options.images_option
@@ -85,10 +87,6 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     the map of one head of each type, row and col the offset from the query. The figure shows counts
     by block and these maps.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import head_types
-    from vitsee_core.attention.head_geometry import Thresholds
-
     values = {name: parameters.pop(name) for name in THRESHOLDS}
     run_analysis(
         head_types.run,

@@ -13,8 +13,10 @@ from vitsee_cli.accuracy_options import (
     random_baseline_option,
     tests_argument,
 )
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import POSITIVE, parse_store
+from vitsee_core.analyses import knn
 from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:
@@ -23,10 +25,9 @@ if TYPE_CHECKING:
 
 QUESTION = KNOWLEDGE
 
-VOTES = ("softmax", "majority")
-
 
 @click.command()
+@options.defaults_of(knn.run)
 @click.argument("train", metavar="TRAIN", type=parse_store)
 @tests_argument(required=True)
 @options.output_options
@@ -41,23 +42,17 @@ VOTES = ("softmax", "majority")
     metavar="K",
     type=click.IntRange(min=1),
     multiple=True,
-    default=(20,),
-    show_default="20",
     help="Number of neighbours. Repeatable.",
 )
 @click.option(
     "--vote",
-    type=click.Choice(VOTES),
-    default="softmax",
-    show_default=True,
+    type=click.Choice(knn.VOTES),
     help="A neighbour's vote: exp(cosine / temperature), or 1.",
 )
 @click.option(
     "--temperature",
     metavar="T",
     type=POSITIVE,
-    default=0.07,
-    show_default=True,
     help="Of the softmax vote.",
 )
 @random_baseline_option
@@ -89,8 +84,6 @@ def command(
     top5 needs k >= 5 and more than 5 classes, and counts only classes that a neighbour has. The
     figure shows accuracy against depth.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import knn
 
     if train.label in (test.label for test in tests):
         train = train._replace(label=f"{train.label} (train)")

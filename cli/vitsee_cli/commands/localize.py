@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.data_options import recompute_data_option
 from vitsee_cli.sections import FLOW
 from vitsee_cli.similarity_options import estimator_options
+from vitsee_core.analyses import localize
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
 
 QUESTION = FLOW
-
-SUMMARIES = ("site", "token")
 
 
 @click.command()
@@ -28,7 +28,7 @@ SUMMARIES = ("site", "token")
 @options.tokens_option("each", ("each", "cls"), multiple=True)
 @click.option(
     "--summary",
-    type=click.Choice(SUMMARIES),
+    type=click.Choice(localize.SUMMARIES),
     help="In place of maps, how each token compares with its own patch, by token or averaged by "
     "site (curves over depth).  [default: maps]",
 )
@@ -61,7 +61,4 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     n_tokens, and baseline rows with what chance gives. Exact over all images, or over a sample of
     16384 where there are more; --images N takes fewer or more.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import localize
-
     run_analysis(localize.run, localize.plot, stores, outputs, **parameters)

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import STORES
+from vitsee_core import catalogue
 
 if TYPE_CHECKING:
     from vitsee_core.outputs import Outputs
 
 QUESTION = STORES
 
-MOST = 100
-
 
 @click.command()
+@options.defaults_of(catalogue.run)
 @click.argument("pattern", metavar="GLOB")
 @click.option("--names", "names_only", is_flag=True, help="Names, tags and input sizes only.")
 @click.option(
@@ -30,8 +31,6 @@ MOST = 100
     "--limit",
     metavar="N",
     type=click.IntRange(min=1),
-    default=MOST,
-    show_default=True,
     help="Inspect N architectures at most, about a second each; more are refused.",
 )
 @options.table_options
@@ -60,7 +59,4 @@ def command(pattern: str, outputs: Outputs, **parameters: Any) -> None:
       analyses               the commands that its shapes allow
       left_out               the others, and why
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core import catalogue
-
     run_analysis(*(catalogue.run, None, (), outputs), pattern=pattern, **parameters)

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import FLOW
+from vitsee_core.analyses import normratio
+from vitsee_core.statistics.skip_branch import TOKENS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -15,15 +18,9 @@ if TYPE_CHECKING:
 
 QUESTION = FLOW
 
-DEFAULT_METRICS = (
-    *("norm_ratio", "norm_ratio_median", "norm_ratio_geomean"),
-    *("cos_branch", "cos_out"),
-)
-METRICS = (*DEFAULT_METRICS, "skip_norm", "branch_norm")
-TOKENS = ("each", "cls", "prefix", "patches", "all", "flat")
-
 
 @click.command()
+@options.defaults_of(normratio.run)
 @options.stores_argument
 @options.output_options
 @options.replicates_option
@@ -31,8 +28,7 @@ TOKENS = ("each", "cls", "prefix", "patches", "all", "flat")
     "--metric",
     "metrics",
     multiple=True,
-    type=click.Choice(METRICS),
-    default=DEFAULT_METRICS,
+    type=click.Choice(list(normratio.METRICS)),
     show_default="all but the norms",
     help="norm_ratio: |z| / |f(z)|, mean over images; _median and _geomean likewise; cos_branch: "
     "cosine of z and f(z); cos_out: of z and z + f(z); skip_norm, branch_norm: |z|, |f(z)|. "
@@ -75,7 +71,4 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     low, high over images, n_images. The figure shows tokens against sublayers, and means against
     depth.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import normratio
-
     run_analysis(normratio.run, normratio.plot, stores, outputs, **parameters)

@@ -13,8 +13,12 @@ from vitsee_cli.accuracy_options import (
     random_baseline_option,
     tests_argument,
 )
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import POSITIVE, SHARE, parse_store
+from vitsee_core.analyses import probe
+from vitsee_core.probing import settings
+from vitsee_core.probing.sgd import Training
 from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:
@@ -23,8 +27,7 @@ if TYPE_CHECKING:
 
 QUESTION = KNOWLEDGE
 
-TOKENS = (*VECTOR_WORDS, "each", "all")
-L2_WORDS = ("holdout", "loo", "grid")
+L2_WORDS = (*settings.CHOOSERS, "grid")
 
 
 def parse_l2(text: str | float) -> str | float:
@@ -56,7 +59,7 @@ def parse_intercept(text: str | float) -> str | float:
 _PROTOCOL = (
     click.option(
         "--preset",
-        type=click.Choice(["raghu", "big_vision"]),
+        type=click.Choice(settings.PRESETS),
         help="raghu: 10 shots, mean of all tokens, CNNs at the last stage's grid, l2 held out; "
         "big_vision: standardised, constant column of 100, l2 = 2^10, site pooled. Options given "
         "beside it win.  [default: none]",
@@ -73,7 +76,7 @@ _PROTOCOL = (
         "--seeds",
         metavar="N",
         type=click.IntRange(min=1),
-        show_default="3",
+        show_default=str(settings.SEEDS),
         help="Draw the shots N times: with --seed, --seed + 1, ...",
     ),
     click.option(
@@ -109,9 +112,7 @@ _PROTOCOL = (
 _SGD = (
     click.option(
         "--solver",
-        type=click.Choice(["ridge", "sgd"]),
-        default="ridge",
-        show_default=True,
+        type=click.Choice(settings.SOLVERS),
         help="ridge: closed form, on the CPU in float64; sgd: a linear layer with cross-entropy.",
     ),
     click.option("--batch-norm", is_flag=True, help="sgd: batch-normalise the features."),
@@ -119,21 +120,21 @@ _SGD = (
         "--epochs",
         metavar="N",
         type=click.IntRange(min=1),
-        show_default="20",
+        show_default=str(Training.epochs),
         help="sgd: passes over the training images.",
     ),
     click.option(
         "--lr",
         metavar="LR",
         type=POSITIVE,
-        show_default="0.1",
+        show_default=str(Training.lr),
         help="sgd: learning rate for 256 images per step, falling to 0 along a cosine.",
     ),
     click.option(
         "--batch",
         metavar="N",
         type=click.IntRange(min=2),
-        show_default="1024",
+        show_default=str(Training.batch),
         help="sgd: images a step.",
     ),
     options.device_option,
@@ -149,6 +150,7 @@ def _sgd_options(command: Any) -> Any:
 
 
 @click.command()
+@options.defaults_of(probe.run)
 @click.argument("train", metavar="TRAIN", type=parse_store)
 @tests_argument(required=False)
 @click.option(
@@ -168,7 +170,7 @@ def _sgd_options(command: Any) -> Any:
 @options.sites_option(show_default="blocks; big_vision: pooled")
 @options.tokens_option(
     None,
-    TOKENS,
+    (*VECTOR_WORDS, "each", "all"),
     multiple=True,
     show_default="cls where a site has a class token, else mean; raghu: mean-all",
 )
@@ -215,8 +217,6 @@ def command(
     baseline. The figure shows accuracy against depth, and maps of the tokens where each was probed.
     For other models repeat the command: best-layer reads several results.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import probe
 
     ways = [tests or None, test_split, holdout]
     if sum(way is not None for way in ways) != 1:

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.model_options import recompute_options
 from vitsee_cli.sections import ATTENTION
 from vitsee_cli.values import SHARE, parse_path
+from vitsee_core.analyses import saliency
+from vitsee_core.masks import RULES
+from vitsee_core.masks.scoring import TOKENS
+from vitsee_core.provenance import Provenance
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
 
 QUESTION = ATTENTION
-
-TOKENS = ("cls", "mean")
-RULES = ("half", "any")
-BESTS = ("head", "image")
 
 
 def parse_void(text: str | int) -> str | int:
@@ -33,6 +34,7 @@ def parse_void(text: str | int) -> str | int:
 
 
 @click.command()
+@options.defaults_of(saliency.run)
 @options.stores_argument
 @options.output_options
 @options.replicates_option
@@ -55,15 +57,11 @@ def parse_void(text: str | int) -> str | int:
     "--mass",
     metavar="SHARE",
     type=SHARE,
-    default=0.6,
-    show_default=True,
     help="Keep the most attended tokens with this share of the attention.",
 )
 @click.option(
     "--foreground",
     type=click.Choice(RULES),
-    default="half",
-    show_default=True,
     help="Which tokens are foreground: half of their pixels are, or any.",
 )
 @click.option(
@@ -83,9 +81,7 @@ def parse_void(text: str | int) -> str | int:
 )
 @click.option(
     "--best",
-    type=click.Choice(BESTS),
-    default="head",
-    show_default=True,
+    type=click.Choice(saliency.BESTS),
     help="head: flag each block's head with the highest mean over images. image: also add the mean "
     "of each image's best head, as the released code does; an oracle.",
 )
@@ -131,10 +127,6 @@ def command(
     ignore the image reach: uniform (chance decides among equal tokens), centre (a Gaussian about
     the middle), random.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import saliency
-    from vitsee_core.provenance import Provenance
-
     run_analysis(
         saliency.run,
         saliency.plot,

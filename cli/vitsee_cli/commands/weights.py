@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.model_options import check_weight_options, weight_options
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import StorePath, parse_store
+from vitsee_core.analyses import weights
+from vitsee_core.figures.weights_figure import SCALES
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
@@ -22,11 +26,9 @@ if TYPE_CHECKING:
 
 QUESTION = KNOWLEDGE
 
-WHAT = ("components", "filters", "positions")
-SCALES = ("shared", "tile")
-
 
 @click.command()
+@options.defaults_of(weights.run, weights.plot)
 @click.argument(
     "sources",
     metavar="[NAME=]STORE|MODEL...",
@@ -38,7 +40,7 @@ SCALES = ("shared", "tile")
 @click.option(
     "--what",
     multiple=True,
-    type=click.Choice(WHAT),
+    type=click.Choice(weights.WHAT),
     show_default="what the model has; filters up to 128",
     help="components: principal components of the first layer's filters; filters: these "
     "themselves; positions: similarity of position embeddings. Repeatable.",
@@ -47,8 +49,6 @@ SCALES = ("shared", "tile")
     "--components",
     metavar="N",
     type=click.IntRange(min=1),
-    default=28,
-    show_default=True,
     help="Show the first N components; the table has the shares of variance of all.",
 )
 @click.option(
@@ -61,8 +61,6 @@ SCALES = ("shared", "tile")
 @click.option(
     "--scale",
     type=click.Choice(SCALES),
-    default="shared",
-    show_default=True,
     help="Colours of the figure: one scale for all tiles, or each tile over its own range.",
 )
 @weight_options
@@ -95,10 +93,6 @@ def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters
                                    and all before; cosine; weight of a component or filter
                                    at a pixel
     """
-    from functools import partial
-
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import weights
 
     draw = partial(weights.plot, scale=scale)
     found = [(text, _store(text)) for text in sources]
@@ -147,7 +141,6 @@ def _run(
     **parameters: Any,
 ) -> Table:
     """The sources in the order given: stores and models mixed."""
-    from vitsee_core.analyses import weights
     from vitsee_core.progress import counting
 
     rest: dict[str, Iterator[Any]] = {"store": iter(stores), "model": map(_load, models)}
