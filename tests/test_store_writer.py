@@ -20,12 +20,13 @@ from vitsee_stores import (
     StoreWriter,
     describe,
     disk,
+    folder,
     open_store,
     owners,
     remove_store,
     validate,
-    writer,
 )
+from vitsee_stores.folder import Folder
 from vitsee_stores.layout import arrays
 
 VIT = PLANS["vit"]
@@ -93,7 +94,7 @@ def test_the_marker_comes_after_everything_is_on_the_disk(
         real_replace(source, target)
 
     monkeypatch.setattr(disk, "sync", sync)
-    monkeypatch.setattr(writer, "sync", sync)
+    monkeypatch.setattr(folder, "sync", sync)
 
     def link(source: str, target: str) -> None:
         events.append(("link", os.fspath(target)))
@@ -107,14 +108,14 @@ def test_the_marker_comes_after_everything_is_on_the_disk(
     before = events[:marker]
     for path, spec in arrays(VIT).items():
         if spec.per in ("image", "slab"):
-            folder = tmp_path / "a.zarr" / path
+            within = tmp_path / "a.zarr" / path
             renamed = [
                 i
                 for i, e in enumerate(before)
-                if e[0] == "replace" and e[1].startswith(f"{folder}/c.")
+                if e[0] == "replace" and e[1].startswith(f"{within}/c.")
             ]
             assert renamed, path
-            assert before.index(("sync", str(folder))) > max(renamed)
+            assert before.index(("sync", str(within))) > max(renamed)
     assert ("sync", str(tmp_path / "a.zarr/commits")) in events[marker:]
 
 
@@ -138,8 +139,9 @@ def test_what_is_on_the_disk_when_a_call_returns(
     assert made.finish()
     assert synced >= everything() if durable else not synced, "completion"
     joined = StoreWriter.join(path, durable=durable)
-    assert joined is not None and joined.durable == durable
-    assert create(path, VIT, durable=durable).durable == durable
+    assert joined is not None
+    for one in (joined, create(path, VIT, durable=durable)):
+        assert isinstance(one.files, Folder) and one.files.durable == durable
 
 
 def test_resume(tmp_path: Path) -> None:
@@ -225,8 +227,8 @@ def test_sweeping_leaves_alone_what_may_still_be_written(tmp_path: Path) -> None
 def test_creation_sweeps_what_killed_creations_left(tmp_path: Path) -> None:
     left = tmp_path / f".a.zarr.{ended()}.0011.creating"
     alive = tmp_path / f".a.zarr.{owners.tag()}.0011.creating"
-    for folder in (left, alive):
-        folder.mkdir()
+    for made in (left, alive):
+        made.mkdir()
     create(tmp_path / "a.zarr", VIT, durable=True)
     assert not left.exists()
     assert alive.exists()

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vitsee_stores.url import Place
 
 
 def n_cores() -> int:
@@ -66,6 +71,12 @@ def free_disk_bytes(path: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def scratch_folder(place: Place) -> Path:
+    """A folder of this machine for what a store is made or read with: that of a store in a folder,
+    for one at a URL the system's own for temporary files."""
+    return place.absolute().parent if isinstance(place, Path) else Path(tempfile.gettempdir())
 
 
 def counted(n: int, noun: str) -> str:

@@ -137,7 +137,7 @@ def describe_run(
         "stores": [
             {
                 "label": store.label,
-                "path": str(Path(store.path).absolute()),
+                "path": str(store.place.absolute()),
                 "store_id": store.manifest.store_id,
                 "samples_fingerprint": store.manifest.samples_fingerprint,
                 "model": store.manifest.model.get("name"),

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -27,6 +26,7 @@ from vitsee_core.progress import SILENT, Progress
 from vitsee_core.types import Mask
 from vitsee_stores import Slab, Store, open_store, require_paired
 from vitsee_stores.errors import StoreMismatch, VitseeError
+from vitsee_stores.url import Place
 
 R = TypeVar("R")
 
@@ -257,7 +257,7 @@ class _Fill(Generic[A]):
 
 @dataclass(frozen=True)
 class _Address:
-    path: Path
+    place: Place
     label: str
     partial: bool
     store_id: str
@@ -271,7 +271,7 @@ class _Worker(Generic[R]):
         self._work = work
         self._addresses = tuple(
             # Absolute: a worker may have another working folder.
-            _Address(s.path.absolute(), s.label, not s.complete, s.manifest.store_id)
+            _Address(s.place.absolute(), s.label, not s.complete, s.manifest.store_id)
             for s in stores
         )
 
@@ -288,9 +288,9 @@ class _Worker(Generic[R]):
 @lru_cache(maxsize=8)
 def _reopen(address: _Address) -> Store:
     """A worker process opens each store once."""
-    store = open_store(address.path, allow_partial=address.partial, label=address.label)
+    store = open_store(address.place, allow_partial=address.partial, label=address.label)
     if store.manifest.store_id != address.store_id:
-        raise StoreMismatch(f"{address.path} was replaced by another store during the work")
+        raise StoreMismatch(f"{address.place} was replaced by another store during the work")
     return store
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -49,8 +50,9 @@ def run_analysis(
     if outputs.csv is None:
         console.require_stdout()
     for store in stores:
-        if any(path.resolve().is_relative_to(store.path.resolve()) for path in outputs.paths()):
-            raise VitseeError(f"results do not go into a store ({store.path}); name another place")
+        folder = store.place.resolve() if isinstance(store.place, Path) else None
+        if folder and any(path.resolve().is_relative_to(folder) for path in outputs.paths()):
+            raise VitseeError(f"results do not go into a store ({store.place}); name another place")
     if resumes:
         click.get_current_context().meta[console.RESUMES] = resumes
     opened = options.open_stores(stores, allow_partial=allow_partial)

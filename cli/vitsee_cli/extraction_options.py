@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from vitsee_cli.options import Decorator, apply, device_option
-from vitsee_cli.values import parse_path
+from vitsee_cli.values import parse_place
 from vitsee_core.extraction.options import (
     ATTENTION_LEVELS,
     DEFAULT_SITES,
@@ -33,7 +33,7 @@ def run_options(command: Any) -> Any:
 
 
 store_output_option = click.option(
-    "-o", "--output", metavar="STORE", type=parse_path, required=True, help="The store to fill."
+    "-o", "--output", metavar="STORE", type=parse_place, required=True, help="The store to fill."
 )
 
 ablate_skip_option = click.option(

@@ -134,7 +134,7 @@ def distinct_labels(command: Any, name: str) -> Any:
             if other is not store:
                 raise click.UsageError(
                     f"two stores are called {store.label!r}; "
-                    f"name them: first={other.path} second={store.path}"
+                    f"name them: first={other.place} second={store.place}"
                 )
         return command(*args, **kwargs)
 
@@ -149,7 +149,7 @@ def open_stores(stores: Iterable[StorePath], *, allow_partial: bool = False) -> 
     """
     from vitsee_stores import open_store
 
-    return [open_store(s.path, allow_partial=allow_partial, label=s.label) for s in stores]
+    return [open_store(s.place, allow_partial=allow_partial, label=s.label) for s in stores]
 
 
 force_option = click.option(

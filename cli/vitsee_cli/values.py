@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from vitsee_stores.errors import SiteError
+from vitsee_stores import url
+from vitsee_stores.errors import SiteError, StoreError
 from vitsee_stores.token_selection import TokenSelection
+from vitsee_stores.url import Place, is_url
 
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]  # generic only in newer releases of click
@@ -33,7 +35,7 @@ class StorePath(NamedTuple):
     """A store on the command line: its label in tables and figures, and where it is."""
 
     label: str
-    path: Path
+    place: Place
 
 
 class PathType(ParamType):
@@ -59,6 +61,8 @@ class PathType(ParamType):
             self.fail("an empty text is not a path; is a variable unset?", param, ctx)
         if text == "-" and not self.stream:
             self.fail("- is not a path here; write ./- for a file of that name", param, ctx)
+        if is_url(text):
+            self.fail(f"{text} is a URL, which only stores have; expected a path", param, ctx)
         return Path(text).expanduser()
 
     def shell_complete(
@@ -68,26 +72,44 @@ class PathType(ParamType):
         return [CompletionItem(incomplete, type=self.completes)]
 
 
-class StoreType(PathType):
+class PlaceType(PathType):
+    """A store's folder or URL."""
+
+    name = "store"
+
+    def __init__(self) -> None:
+        """Folders complete."""
+        super().__init__("dir")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path or the URL."""
+        return value if isinstance(value, Place) else self.place(value, param, ctx)
+
+    def place(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> Place:
+        """`text` as a path or a URL, or a usage error."""
+        if not is_url(text):
+            return self.path(text, param, ctx)
+        try:
+            return url.parse_place(text)
+        except StoreError as error:
+            self.fail(str(error), param, ctx)
+
+
+class StoreType(PlaceType):
     """`NAME=path.zarr` or `path.zarr`, whose label is then the file's stem, as a StorePath.
 
     A path that exists is taken as a path, even with `=` in it.
     """
 
-    name = "store"
-
-    def __init__(self) -> None:
-        """Stores are folders."""
-        super().__init__("dir")
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Label and path."""
+        """Label and place."""
         if isinstance(value, StorePath):
             return value
         label, rest = _named(value)
-        path = self.path(rest, param, ctx)
+        place = self.place(rest, param, ctx)
         # `.` and `..` have no stem of their own.
-        return StorePath(label or (path if path.stem.strip(".") else path.resolve()).stem, path)
+        own = place.resolve() if isinstance(place, Path) and not place.stem.strip(".") else place
+        return StorePath(label or own.stem, place)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -127,6 +149,7 @@ def _folders(text: str) -> list[str]:
 parse_path = PathType()
 parse_folder = PathType("dir")
 parse_output = PathType(stream=True)
+parse_place = PlaceType()
 parse_store = StoreType()
 
 

@@ -7,7 +7,6 @@ path was a half to a third as fast on this layout; see benchmarks/store_io.py.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,8 +16,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores.disk import open_regular
 from vitsee_stores.errors import StoreError, reason
+from vitsee_stores.files import Files
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
 
 Box = tuple[slice, ...]
@@ -29,6 +28,11 @@ _thread = threading.local()
 def file_name(index: Sequence[int]) -> str:
     """Name of a chunk's file within its array's folder: `c.3.0.1`."""
     return ".".join(["c", *map(str, index)])
+
+
+def chunk_name(spec: ArraySpec, index: Sequence[int]) -> str:
+    """A chunk's file by its path below the store."""
+    return f"{spec.path}/{file_name(index)}"
 
 
 def codecs(spec: ArraySpec) -> list[dict[str, Any]]:
@@ -168,26 +172,17 @@ def boxes(spec: ArraySpec, first: int | None = None) -> list[tuple[tuple[int, ..
     ]
 
 
-def read_chunk(folder: str, spec: ArraySpec, index: Sequence[int]) -> tuple[NDArray[Any], int]:
+def read_chunk(files: Files, spec: ArraySpec, index: Sequence[int]) -> tuple[NDArray[Any], int]:
     """One whole chunk, padding included, and its checksum; where chunks are not compressed it lies
-    in memory that this thread's next read takes again.
+    in memory that this thread's next read may take again.
 
     Raises:
         StoreError: missing, unreadable or damaged; names the array and, where there is one, the
             slab.
     """
-    path = os.path.join(folder, spec.path, file_name(index))
     try:
-        with open(open_regular(path), "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            check_length(size, spec)
-            scratch = getattr(_thread, "chunk", None)
-            if scratch is None or len(scratch) < size:
-                scratch = _thread.chunk = bytearray(size)
-            data = memoryview(scratch)[:size]
-            done = 0
-            while done < size and (got := file.readinto(data[done:])):
-                done += got
+        name = chunk_name(spec, index)
+        data = files.read_chunk(name, lambda size: check_length(size, spec))
         return decode(data, spec), checksum(data)
     except FileNotFoundError:
         what = "is missing"
@@ -195,14 +190,14 @@ def read_chunk(folder: str, spec: ArraySpec, index: Sequence[int]) -> tuple[NDAr
         what = f"cannot be read: {reason(error)}"
     except (ValueError, RuntimeError) as error:
         what = str(error) if isinstance(error, ValueError) else f"cannot be unpacked: {error}"
-    raise damage(folder, spec, index, what)
+    raise damage(files, spec, index, what)
 
 
-def damage(folder: str, spec: ArraySpec, index: Sequence[int], what: str) -> StoreError:
+def damage(files: Files, spec: ArraySpec, index: Sequence[int], what: str) -> StoreError:
     """The error of a chunk that is not what it should be."""
     return StoreError(
-        f"{folder} is damaged: {where(spec, index)}: {file_name(index)} {what} "
-        f"(run: vitsee validate {folder} --deep)"
+        f"{files} is damaged: {where(spec, index)}: {file_name(index)} {what} "
+        f"(run: vitsee validate {files} --deep)"
     )
 
 

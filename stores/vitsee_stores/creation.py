@@ -4,95 +4,64 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import metadata
-from vitsee_stores.chunks import checksum, encode, file_name
-from vitsee_stores.disk import each, sync, sync_pool, write_new
+from vitsee_stores.chunks import checksum, chunk_name, encode
 from vitsee_stores.errors import StoreError, reason
+from vitsee_stores.files import Pieces
 from vitsee_stores.layout import arrays
 from vitsee_stores.manifest import Manifest
-from vitsee_stores.owners import temporary_name
+from vitsee_stores.places import files_at
+from vitsee_stores.url import Url
 
-CREATING, REMOVING = ".creating", ".removing"
 
-
-def remove_store(path: str | os.PathLike[str]) -> None:
-    """Remove a store, and leftovers of unfinished creations and removals beside it.
-
-    It is renamed first, so that a removal cut short leaves nothing that reads as a store.
+def remove_store(path: str | os.PathLike[str] | Url) -> None:
+    """Remove a store, and leftovers of unfinished creations and removals beside it. A removal cut
+    short leaves nothing that reads as complete.
 
     Raises:
         StoreError: what is there is no vitsee store (left untouched), or cannot be removed.
     """
-    place = Path(os.path.realpath(path))
+    files = files_at(path)
     try:
-        if os.path.lexists(path):
-            metadata.check_ours(path)
-            os.rename(place, sibling(place, REMOVING))
-        for leftover in siblings(place):
-            shutil.rmtree(leftover)
+        if files.exists():
+            metadata.check_ours(files)
+        files.remove_store()
     except OSError as error:
         raise StoreError(f"cannot remove {path}: {reason(error)}") from None
 
 
-def build(
-    folder: Path, manifest: Manifest, once: Mapping[str, NDArray[Any]], *, durable: bool = True
-) -> Manifest:
-    """An empty store: all metadata, and the arrays that are written once; the manifest with their
-    checksums. durable: on the disk before this returns."""
+def contents(
+    manifest: Manifest, once: Mapping[str, NDArray[Any]]
+) -> tuple[list[tuple[str, Pieces]], Manifest]:
+    """The files of an empty store, all metadata and the arrays that are written once, the root's
+    last; and the manifest with these arrays' checksums."""
     specs = arrays(manifest.plan)
     written = {path for path, spec in specs.items() if spec.per == "once"}
     if set(once) != written:
         raise StoreError(f"arrays written once: {sorted(once)}, expected {sorted(written)}")
     groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents}
-    files: list[tuple[Path, Sequence[bytes | NDArray[np.uint8]]]] = []
-    for group in groups - {"."}:
-        files.append(
-            (folder / group / metadata.ZARR_JSON, [metadata.to_text(metadata.group_document())])
-        )
+    files: list[tuple[str, Pieces]] = []
+    for group in sorted(groups - {"."}):
+        text = metadata.to_text(metadata.group_document())
+        files.append((f"{group}/{metadata.ZARR_JSON}", [text]))
     checksums: dict[str, int] = {}
     for path, spec in specs.items():
-        files.append(
-            (folder / path / metadata.ZARR_JSON, [metadata.to_text(metadata.array_document(spec))])
-        )
+        text = metadata.to_text(metadata.array_document(spec))
+        files.append((f"{path}/{metadata.ZARR_JSON}", [text]))
         if spec.per == "once":
             values = np.asarray(once[path], spec.dtype)
             if values.shape != spec.shape:
                 raise StoreError(f"{path} has shape {values.shape}, expected {spec.shape}")
             pieces = encode(values, spec)
             checksums[path] = checksum(bytes(pieces[-1]))
-            files.append((folder / path / file_name((0,) * values.ndim), pieces))
+            files.append((chunk_name(spec, (0,) * values.ndim), pieces))
     manifest = dataclasses.replace(manifest, checksums=checksums)
-    files.append((folder / metadata.ZARR_JSON, [metadata.root_text(manifest, complete=False)]))
-    folders = sorted({file.parent for file, _ in files})
-    for made in folders:
-        made.mkdir(parents=made != folder, exist_ok=True)
-    for file, buffers in files:
-        write_new(str(file), buffers)
-    if durable:
-        each(sync_pool, sync, [*(file for file, _ in files), *folders])
-    return manifest
-
-
-def sibling(path: str | os.PathLike[str], kind: str) -> Path:
-    """A new hidden name beside `path`."""
-    place = Path(path).absolute()
-    return Path(temporary_name(place.with_name(f".{place.name}"), kind))
-
-
-def siblings(path: Path) -> Iterable[Path]:
-    """What killed processes left beside `path`."""
-    place = path.absolute()
-    start = f".{place.name}."
-    return [
-        place.parent / name
-        for name in metadata.list_names(place.parent)
-        if name.startswith(start) and name.endswith((CREATING, REMOVING))
-    ]
+    files.append((metadata.ZARR_JSON, [metadata.root_text(manifest, complete=False)]))
+    return files, manifest

@@ -12,11 +12,13 @@ from typing import Any
 from vitsee_stores import metadata
 from vitsee_stores.errors import StoreError
 from vitsee_stores.layout import ArraySpec, n_bytes
+from vitsee_stores.places import files_at
 from vitsee_stores.plan import SiteSpec, StorePlan
 from vitsee_stores.sealed import SealedChunks
+from vitsee_stores.url import Url
 
 
-def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+def describe(path: str | os.PathLike[str] | Url) -> dict[str, Any]:
     """Everything about a store that is no array, as JSON holds it; incomplete stores too.
 
     Reads zarr.json, the labels and four small files a slab. `n_valid` counts the readable images
@@ -25,13 +27,14 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         StoreError: missing, no vitsee store, of another format version, or damaged.
     """
-    manifest, complete = metadata.read_root(path)
-    plan, chunks = manifest.plan, SealedChunks(os.fspath(path), manifest)
-    markers = metadata.read_markers(path, manifest)
+    files = files_at(path)
+    manifest, complete = metadata.read_root(files)
+    plan, chunks = manifest.plan, SealedChunks(files, manifest)
+    markers = metadata.read_markers(files, manifest)
     sizes = n_bytes(plan)
     text: dict[str, Any] = manifest.to_json()
     return {
-        "path": str(path),
+        "path": str(files),
         "complete": complete and len(markers) == plan.n_slabs,
         "n_images": plan.n_images,
         "n_slabs": plan.n_slabs,

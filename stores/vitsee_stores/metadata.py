@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitsee_stores.chunks import codecs, decode, encode, file_name
-from vitsee_stores.disk import read_regular
+from vitsee_stores.chunks import chunk_name, codecs, decode, encode
 from vitsee_stores.errors import StoreError, reason
+from vitsee_stores.files import Files
 from vitsee_stores.layout import CHECKSUM_BYTES, COMMIT_BYTES, ArraySpec, arrays
 from vitsee_stores.manifest import ATTRIBUTE, Manifest
 
@@ -112,13 +110,13 @@ def array_document(spec: ArraySpec) -> dict[str, Any]:
     }
 
 
-def read_root(path: str | os.PathLike[str]) -> tuple[Manifest, bool]:
+def read_root(files: Files) -> tuple[Manifest, bool]:
     """The manifest, and whether the store says that it is complete.
 
     Raises:
         StoreError: missing, no store, of another format version, or damaged.
     """
-    data = check_ours(path)
+    data = check_ours(files)
     try:
         manifest = Manifest.from_json(data)
         if type(data.get("complete")) is not bool:
@@ -127,47 +125,54 @@ def read_root(path: str | os.PathLike[str]) -> tuple[Manifest, bool]:
             raise StoreError("the manifest is damaged: it does not match its digest")
         return manifest, data.get("complete") is True
     except StoreError as error:
-        raise StoreError(f"{path}: {error}") from None
+        raise StoreError(f"{files}: {error}") from None
 
 
-def check_ours(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The vitsee attribute of the Zarr group at `path`, of any format version.
+def check_ours(files: Files) -> dict[str, Any]:
+    """The vitsee attribute of the Zarr group there, of any format version.
 
     Raises:
         StoreError: missing, no store, or damaged.
     """
-    path = Path(path)
     try:
-        document = parse(read_regular(path / ZARR_JSON, MOST_BYTES))
+        document = parse(files.read(ZARR_JSON, MOST_BYTES))
     except FileNotFoundError:
-        if not path.exists():
+        if not _is_there(files):
             raise StoreError(
-                f"no store at {path}: nothing is there (run: vitsee extract MODEL --data DATA "
-                f"-o {path})"
+                f"no store at {files}: nothing is there (run: vitsee extract MODEL --data DATA "
+                f"-o {files})"
             ) from None
         raise StoreError(
-            f"{path} is no vitsee store: the folder has no {ZARR_JSON} (a store is what vitsee "
+            f"{files} is no vitsee store: the folder has no {ZARR_JSON} (a store is what vitsee "
             "extract writes)"
         ) from None
     except NotADirectoryError:
         raise StoreError(
-            f"{path} is no vitsee store but a file (a store is a folder that vitsee extract writes)"
+            f"{files} is no vitsee store but a file (a store is a folder that vitsee extract "
+            "writes)"
         ) from None
     except OSError as error:
-        raise StoreError(f"{path} cannot be read: {reason(error)}") from None
+        raise StoreError(f"{files} cannot be read: {reason(error)}") from None
     except ValueError:
         raise StoreError(
-            f"{path} is damaged: its {ZARR_JSON} is no JSON (copy the store anew, or extract it "
+            f"{files} is damaged: its {ZARR_JSON} is no JSON (copy the store anew, or extract it "
             "again)"
         ) from None
     attributes = document.get("attributes") if isinstance(document, dict) else None
     data = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
     if not isinstance(data, dict):
         raise StoreError(
-            f"{path} is no vitsee store: its {ZARR_JSON} has no '{ATTRIBUTE}' attribute (a store "
+            f"{files} is no vitsee store: its {ZARR_JSON} has no '{ATTRIBUTE}' attribute (a store "
             "is what vitsee extract writes)"
         )
     return data
+
+
+def _is_there(files: Files) -> bool:
+    try:
+        return files.exists()
+    except OSError as error:
+        raise StoreError(f"{files} cannot be read: {reason(error)}") from None
 
 
 def encode_marker(seal: Mapping[str, Any], provenance: Mapping[str, Any], spec: ArraySpec) -> bytes:
@@ -193,13 +198,12 @@ def encode_marker(seal: Mapping[str, Any], provenance: Mapping[str, Any], spec: 
 
 
 def read_marker(
-    path: str | os.PathLike[str], slab: int, spec: ArraySpec, manifest: Manifest
+    files: Files, slab: int, spec: ArraySpec, manifest: Manifest
 ) -> dict[str, Any] | None:
     """What a slab's commit marker holds; None where the slab is not committed: no marker, a damaged
     one, or that of another slab or store."""
-    file = Path(path, spec.path, file_name((slab, 0)))
     try:
-        data = read_regular(file, spec.chunk_bytes + CHECKSUM_BYTES)
+        data = files.read(chunk_name(spec, (slab, 0)), spec.chunk_bytes + CHECKSUM_BYTES)
         marker = parse(decode(data, spec).tobytes())
     except (OSError, ValueError):
         return None
@@ -209,13 +213,13 @@ def read_marker(
     return marker if type(marker.get("checksums")) is int else None
 
 
-def read_markers(path: str | os.PathLike[str], manifest: Manifest) -> dict[int, dict[str, Any]]:
+def read_markers(files: Files, manifest: Manifest) -> dict[int, dict[str, Any]]:
     """What the markers of the committed slabs hold, by slab, in order."""
     spec = arrays(manifest.plan)["commits"]
-    names = list_names(Path(path, spec.path))
+    names = list_names(files, spec.path)
     slabs = sorted(numbers(names, manifest.plan.n_slabs))
-    markers = {slab: read_marker(path, slab, spec, manifest) for slab in slabs}
-    return {slab: marker for slab, marker in markers.items() if marker is not None}
+    markers = files.each_small(lambda slab: read_marker(files, slab, spec, manifest), slabs)
+    return {k: marker for k, marker in zip(slabs, markers, strict=True) if marker is not None}
 
 
 def numbers(names: Iterable[str], n_slabs: int) -> set[int]:
@@ -225,15 +229,13 @@ def numbers(names: Iterable[str], n_slabs: int) -> set[int]:
     return {slab for match in found if match and (slab := int(match[1])) < n_slabs}
 
 
-def list_names(folder: str | os.PathLike[str]) -> set[str]:
-    """Names in a folder; none where there is no folder.
+def list_names(files: Files, folder: str) -> set[str]:
+    """Names in a store's folder; none where there is no folder.
 
     Raises:
         StoreError: it cannot be listed.
     """
     try:
-        return set(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
+        return files.names(folder)
     except OSError as error:
-        raise StoreError(f"{folder} cannot be listed: {reason(error)}") from None
+        raise StoreError(f"{files}/{folder} cannot be listed: {reason(error)}") from None

@@ -24,22 +24,23 @@ Rows of unreadable images have `valid` False and hold NaN: leave them out.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
 
 from vitsee_stores import metadata
 from vitsee_stores.errors import IncompleteStore
+from vitsee_stores.places import files_at
 from vitsee_stores.store import Store
+from vitsee_stores.url import Url
 
 
 def open_store(
-    path: str | os.PathLike[str], *, allow_partial: bool = False, label: str | None = None
+    path: str | os.PathLike[str] | Url, *, allow_partial: bool = False, label: str | None = None
 ) -> Store:
     """The store at `path`.
 
     Args:
-        path: its folder.
+        path: its folder, or a URL (`s3://bucket/runs/b16.zarr`).
         allow_partial: open an unfinished store too; only its committed slabs are read.
         label: its name in tables and figures; by default the folder's name without suffix.
 
@@ -47,14 +48,15 @@ def open_store(
         StoreError: missing, no vitsee store, of another format version, or damaged.
         IncompleteStore: unfinished, and `allow_partial` is not set; or without any slab yet.
     """
-    manifest, complete = metadata.read_root(path)
+    files = files_at(path)
+    manifest, complete = metadata.read_root(files)
     n_slabs = manifest.plan.n_slabs
-    names = metadata.list_names(Path(path, "commits"))
+    names = metadata.list_names(files, "commits")
     complete = complete and len(metadata.numbers(names, n_slabs)) == n_slabs
     committed = np.full(n_slabs, complete)
     if not complete:
-        committed[list(metadata.read_markers(path, manifest))] = True
-        done = f"{path} is incomplete: {committed.sum()} of {n_slabs} slabs are committed"
+        committed[list(metadata.read_markers(files, manifest))] = True
+        done = f"{files} is incomplete: {committed.sum()} of {n_slabs} slabs are committed"
         if not allow_partial:
             raise IncompleteStore(
                 f"{done} (repeat the vitsee extract command to go on, or read those with "
@@ -62,4 +64,4 @@ def open_store(
             )
         if not committed.any():
             raise IncompleteStore(f"{done} (repeat the vitsee extract command to go on)")
-    return Store(path, manifest, committed, complete, label)
+    return Store(files, manifest, committed, complete, label)

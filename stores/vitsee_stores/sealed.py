@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,13 @@ from vitsee_stores import metadata
 from vitsee_stores.chunks import (
     Box,
     checksum,
+    chunk_name,
     damage,
     decode,
-    file_name,
     read_chunk,
 )
-from vitsee_stores.disk import each, read_regular, work_pool
 from vitsee_stores.errors import StoreError, StoreMismatch, reason
+from vitsee_stores.files import Files
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, places
 from vitsee_stores.manifest import Manifest, Samples, samples_from_arrays
 
@@ -35,8 +34,8 @@ from vitsee_stores.manifest import Manifest, Samples, samples_from_arrays
 class SealedChunks:
     """The chunks of one store. Rows of `checksums` are kept once read: four bytes a chunk."""
 
-    def __init__(self, folder: str, manifest: Manifest):
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, files: Files, manifest: Manifest):
+        self.files, self.manifest = files, manifest
         self.specs = arrays(manifest.plan)
         self._places = places(self.specs)
         self._rows: dict[int, NDArray[np.uint32]] = {}
@@ -50,13 +49,13 @@ class SealedChunks:
         """
         if spec.per == "commit":  # what seals the others
             self.read_row(index[0])
-            return read_chunk(self.folder, spec, index)[0]
+            return read_chunk(self.files, spec, index)[0]
         expected = self.expected(spec, index)
-        block, found = read_chunk(self.folder, spec, index)
+        block, found = read_chunk(self.files, spec, index)
         if found != expected and (
             spec.per == "once" or found != self.expected(spec, index, again=True)
         ):
-            raise damage(self.folder, spec, index, "is not the chunk that was committed here")
+            raise damage(self.files, spec, index, "is not the chunk that was committed here")
         return block
 
     def expected(self, spec: ArraySpec, index: Sequence[int], again: bool = False) -> int:
@@ -88,14 +87,14 @@ class SealedChunks:
             StoreMismatch: another store is there now.
         """
         spec, index = self.specs["checksums"], (slab, 0)
-        marker = metadata.read_marker(self.folder, slab, self.specs["commits"], self.manifest)
+        marker = metadata.read_marker(self.files, slab, self.specs["commits"], self.manifest)
         if marker is None:
             self._check_not_replaced()
             what = "is no sound marker of this slab"
-            raise damage(self.folder, self.specs["commits"], index, what)
+            raise damage(self.files, self.specs["commits"], index, what)
         try:
             limit = spec.chunk_bytes + CHECKSUM_BYTES
-            data = read_regular(Path(self.folder, spec.path, file_name(index)), limit)
+            data = self.files.read(chunk_name(spec, index), limit)
             row: NDArray[np.uint32] = decode(data, spec)[0]
         except FileNotFoundError:
             what = "is missing"
@@ -107,12 +106,12 @@ class SealedChunks:
             if checksum(data) == marker["checksums"]:
                 return row
             what = "is not the row that the slab's marker seals"
-        raise damage(self.folder, spec, index, what)
+        raise damage(self.files, spec, index, what)
 
     def _check_not_replaced(self) -> None:
-        manifest, _ = metadata.read_root(self.folder)
+        manifest, _ = metadata.read_root(self.files)
         if manifest.store_id != self.manifest.store_id:
-            raise StoreMismatch(f"{self.folder} was replaced by another store during the work")
+            raise StoreMismatch(f"{self.files} was replaced by another store during the work")
 
     def samples(self) -> Samples:
         """The images in the store's order.
@@ -125,7 +124,7 @@ class SealedChunks:
         try:
             return samples_from_arrays(parts, self.manifest.splits)
         except ValueError as error:
-            raise StoreError(f"{self.folder} is damaged: samples: {error}") from None
+            raise StoreError(f"{self.files} is damaged: samples: {error}") from None
 
     def read_box(
         self,
@@ -165,8 +164,15 @@ class SealedChunks:
             range(part.start // size, math.ceil(part.stop / size))
             for part, size in zip(box, spec.chunks, strict=True)
         ]
-        each(work_pool, read, list(itertools.product(*touched)))
+        if spec.per in ("image", "slab"):
+            self._read_rows([slab for slab in touched[0] if not skip(slab)])
+        self.files.each(read, list(itertools.product(*touched)))
         return result
+
+    def _read_rows(self, slabs: Iterable[int]) -> None:
+        """Have the rows of these slabs, so that no two threads ask for one."""
+        new = [slab for slab in slabs if slab not in self._rows]
+        self._rows.update(zip(new, self.files.each_small(self.read_row, new), strict=True))
 
     def read_all(self, spec: ArraySpec) -> NDArray[Any]:
         """The whole array.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores.chunks import boxes, check_length, checksum, file_name, where
-from vitsee_stores.disk import each, open_regular, work_pool
+from vitsee_stores.chunks import boxes, check_length, checksum, chunk_name, file_name, where
 from vitsee_stores.errors import StoreError, reason
+from vitsee_stores.files import Files
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
 from vitsee_stores.sealed import SealedChunks
 
@@ -32,7 +31,7 @@ class SlabChecks:
         try:
             row = self.chunks.read_row(slab)
         except StoreError as error:
-            yield without_advice(error, self.chunks.folder)
+            yield without_advice(error, self.chunks.files)
             return
         valid, problem = self._valid_rows(slab)
         if problem:
@@ -57,7 +56,7 @@ class SlabChecks:
         def wrong(chunk: tuple[ArraySpec, tuple[int, ...]]) -> bool:
             return bool(self._outside(*chunk, int(row[self.chunks.place(*chunk)])))
 
-        return not any(each(work_pool, wrong, chunks))
+        return not any(self.chunks.files.each(wrong, chunks))
 
     def _array(
         self,
@@ -71,7 +70,7 @@ class SlabChecks:
         def outside(index: tuple[int, ...]) -> str:
             return self._outside(spec, index, int(row[self.chunks.place(spec, index)]))
 
-        found = each(work_pool, outside, indices)
+        found = self.chunks.files.each(outside, indices)
         absent = [file_name(i) for i, what in zip(indices, found, strict=True) if what == MISSING]
         for index, what in zip(indices, found, strict=True):
             if what not in ("", MISSING):
@@ -84,7 +83,7 @@ class SlabChecks:
         if not self.deep and spec.path not in ALWAYS_READ:
             return
         sound = [index for index, what in zip(indices, found, strict=True) if not what]
-        checks = each(work_pool, lambda index: self._contents(spec, index, valid), sound)
+        checks = self.chunks.files.each(lambda index: self._contents(spec, index, valid), sound)
         yield from (problem for problem, _ in checks if problem)
         if not_finite := set[int]().union(*(rows for _, rows in checks)):
             kind = "infinite" if spec.nan_ok else "NaN or infinite"
@@ -100,13 +99,8 @@ class SlabChecks:
     def _outside(self, spec: ArraySpec, index: tuple[int, ...], expected: int) -> str:
         """What is wrong with a chunk's file as far as its size and last bytes tell."""
         try:
-            descriptor = open_regular(os.path.join(self.chunks.folder, spec.path, file_name(index)))
-            try:
-                size = os.fstat(descriptor).st_size
-                check_length(size, spec)
-                end = os.pread(descriptor, CHECKSUM_BYTES, size - CHECKSUM_BYTES)
-            finally:
-                os.close(descriptor)
+            size, end = self.chunks.files.read_end(chunk_name(spec, index), CHECKSUM_BYTES)
+            check_length(size, spec)
         except FileNotFoundError:
             return MISSING
         except OSError as error:
@@ -122,7 +116,7 @@ class SlabChecks:
         try:
             block = self.chunks.read(spec, index)
         except StoreError as error:
-            return without_advice(error, self.chunks.folder), set()
+            return without_advice(error, self.chunks.files), set()
         if block.dtype.kind != "f" or (valid is None and (spec.per == "image" or spec.pairs)):
             return "", set()
         if spec.pairs and valid is not None:
@@ -174,7 +168,7 @@ def listed(items: Iterable[Any]) -> str:
     return ", ".join(names[:SHOWN]) + (f", ... ({len(names)})" if len(names) > SHOWN else "")
 
 
-def without_advice(error: StoreError, folder: str) -> str:
+def without_advice(error: StoreError, files: Files) -> str:
     """A reader's error without the path and the advice that validate's caller knows."""
-    text = str(error).removeprefix(f"{folder} is damaged: ")
-    return text.removesuffix(f" (run: vitsee validate {folder} --deep)")
+    text = str(error).removeprefix(f"{files} is damaged: ")
+    return text.removesuffix(f" (run: vitsee validate {files} --deep)")

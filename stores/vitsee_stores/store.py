@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from vitsee_stores import metadata
 from vitsee_stores.errors import MissingInput, SiteError, StoreError
+from vitsee_stores.files import Files
 from vitsee_stores.layout import ArraySpec, select_names
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
 from vitsee_stores.manifest import Manifest, Samples
@@ -26,31 +26,33 @@ from vitsee_stores.samples import StoreSamples
 from vitsee_stores.sealed import SealedChunks
 from vitsee_stores.token_selection import describe_layout
 from vitsee_stores.tokens import Tokens, token_array
+from vitsee_stores.url import folder_of
 
 
 class Store:
     """A store opened for reading; see `open_store`. It can be pickled.
 
     committed: (slabs,) which slabs can be read. Rows of the others read as NaN, 0 and not valid,
-    and `slabs()` leaves them out.
+    and `slabs()` leaves them out. place: its folder or URL.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        files: Files,
         manifest: Manifest,
         committed: NDArray[np.bool_],
         complete: bool,
         label: str | None = None,
     ):
-        self.path = Path(path)
-        self.label = label if label is not None else self.path.absolute().stem
+        self.files = files
+        self.place = files.place
+        self.label = label if label is not None else self.place.absolute().stem
         self.manifest = manifest
         self.plan = manifest.plan
         self.committed = committed
         self.complete = complete
         self.sites: dict[str, SiteSpec] = {site.name: site for site in self.plan.sites}
-        self.chunks = SealedChunks(str(self.path), manifest)
+        self.chunks = SealedChunks(files, manifest)
         self.arrays: dict[str, ArraySpec] = self.chunks.specs
 
     def __repr__(self) -> str:
@@ -61,8 +63,17 @@ class Store:
         """What a notebook shows: what it is, and its sites."""
         state = "" if self.complete else ", incomplete"
         model = self.manifest.model.get("name", "")
-        caption = f"{self.label}: {model}, {self.n_images} images{state} ({self.path})"
+        caption = f"{self.label}: {model}, {self.n_images} images{state} ({self.place})"
         return site_table(caption, self.sites.values())
+
+    @property
+    def path(self) -> Path:
+        """Its folder.
+
+        Raises:
+            StoreError: it is in none; `place` is where any store is.
+        """
+        return folder_of(self.place)
 
     @property
     def n_images(self) -> int:
@@ -93,7 +104,7 @@ class Store:
     @cached_property
     def revision(self) -> str:
         """Digest of the slabs' commit markers: another one once a slab was written anew."""
-        markers = metadata.read_markers(self.path, self.manifest)
+        markers = metadata.read_markers(self.files, self.manifest)
         return hashlib.sha256(json.dumps(markers, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
@@ -133,7 +144,7 @@ class Store:
             SiteError: a pattern that nothing matches.
         """
         patterns = [patterns] if isinstance(patterns, str) else patterns
-        hint = f"vitsee info {shlex.quote(str(self.path))}"
+        hint = f"vitsee info {shlex.quote(str(self.place))}"
         return select_names(patterns, self.plan.sites, what=f"store, {self.label}", hint=hint)
 
     def site(self, name: str) -> SiteSpec:
@@ -352,7 +363,7 @@ class Store:
         pixels = self._array("input", f"{self.label} keeps no pixels (extract it with --inputs)")
         mean, std = (self.manifest.transform.get(key) or [] for key in ("mean", "std"))
         if not len(mean) == len(std) == 3 or 0 in std:
-            raise StoreError(f"{self.path} does not say with what mean and std it was normalised")
+            raise StoreError(f"{self.place} does not say with what mean and std it was normalised")
         return NormalisedInputs(pixels, self.valid, mean, std)
 
     def slabs(self, images: int | None = None) -> Iterator[Slab]:

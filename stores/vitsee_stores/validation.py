@@ -13,12 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import metadata
-from vitsee_stores.disk import PARTIAL, read_regular
+from vitsee_stores.disk import PARTIAL
 from vitsee_stores.errors import StoreError, reason
+from vitsee_stores.files import Files
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.manifest import ATTRIBUTE, Manifest, samples_from_arrays
+from vitsee_stores.places import files_at
 from vitsee_stores.sealed import SealedChunks
 from vitsee_stores.slab_checks import SlabChecks, listed, without_advice
+from vitsee_stores.url import Url
 
 # Other writers may leave these out where they are empty, or write them as null.
 OPTIONAL: dict[str, Any] = {
@@ -28,7 +31,7 @@ OPTIONAL: dict[str, Any] = {
 }
 
 
-def validate(path: str | os.PathLike[str], deep: bool = False) -> list[str]:
+def validate(path: str | os.PathLike[str] | Url, deep: bool = False) -> list[str]:
     """What is wrong with a store, a line each; [] where it is sound. That slabs are still to come
     is no damage: `describe` tells.
 
@@ -40,17 +43,17 @@ def validate(path: str | os.PathLike[str], deep: bool = False) -> list[str]:
     Raises:
         StoreError: there is no store at `path`, or its manifest cannot be read or is damaged.
     """
-    folder = os.fspath(path)
-    manifest, complete = metadata.read_root(folder)
-    return list(dict.fromkeys(_problems(folder, manifest, complete, deep)))
+    files = files_at(path)
+    manifest, complete = metadata.read_root(files)
+    return list(dict.fromkeys(_problems(files, manifest, complete, deep)))
 
 
-def _problems(folder: str, manifest: Manifest, complete: bool, deep: bool) -> Iterator[str]:
-    chunks = SealedChunks(folder, manifest)
-    committed = list(metadata.read_markers(folder, manifest))
-    yield from _markers(folder, manifest, committed, complete)
-    yield from _metadata(folder, chunks.specs)
-    yield from _foreign_files(folder, chunks.specs, complete)
+def _problems(files: Files, manifest: Manifest, complete: bool, deep: bool) -> Iterator[str]:
+    chunks = SealedChunks(files, manifest)
+    committed = list(metadata.read_markers(files, manifest))
+    yield from _markers(files, manifest, committed, complete)
+    yield from _metadata(files, chunks.specs)
+    yield from _foreign_files(files, chunks.specs, complete)
     yield from _written_once(chunks)
     checks = SlabChecks(chunks, deep)
     for slab in committed:
@@ -58,7 +61,7 @@ def _problems(folder: str, manifest: Manifest, complete: bool, deep: bool) -> It
 
 
 def _markers(
-    folder: str, manifest: Manifest, committed: list[int], complete: bool
+    files: Files, manifest: Manifest, committed: list[int], complete: bool
 ) -> Iterator[str]:
     if complete and len(committed) < manifest.plan.n_slabs:
         flags = np.ones(manifest.plan.n_slabs, np.bool_)
@@ -66,7 +69,7 @@ def _markers(
         missing = listed(np.flatnonzero(flags[:1_000_000]))
         yield f"commits: the store is marked complete, but has no sound marker of slab {missing}"
     if not complete:
-        names = metadata.list_names(os.path.join(folder, "commits"))
+        names = metadata.list_names(files, "commits")
         for slab in sorted(metadata.numbers(names, manifest.plan.n_slabs) - set(committed)):
             yield (
                 f"commits, slab {slab}: c.{slab}.0 is damaged, or that of another slab or store: "
@@ -74,7 +77,7 @@ def _markers(
             )
 
 
-def _metadata(folder: str, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
+def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
     expected: dict[str, dict[str, Any]] = {
         group: metadata.group_document() for group in _groups(specs)
     }
@@ -82,8 +85,8 @@ def _metadata(folder: str, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
     for path, document in {".": metadata.group_document(), **expected}.items():
         what = metadata.ZARR_JSON if path == "." else f"{path}: its {metadata.ZARR_JSON}"
         try:
-            data = read_regular(os.path.join(folder, path, metadata.ZARR_JSON), metadata.MOST_BYTES)
-            found = metadata.parse(data)
+            name = metadata.ZARR_JSON if path == "." else f"{path}/{metadata.ZARR_JSON}"
+            found = metadata.parse(files.read(name, metadata.MOST_BYTES))
         except FileNotFoundError:
             yield f"{what} is missing"
             continue
@@ -104,28 +107,26 @@ def _metadata(folder: str, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
                 yield f"{what} says {_short(key)} {_text(is_)}, expected {_text(should)}"
 
 
-def _foreign_files(folder: str, specs: Mapping[str, ArraySpec], complete: bool) -> Iterator[str]:
-    folders = {*_groups(specs), *specs, "."}
+def _foreign_files(files: Files, specs: Mapping[str, ArraySpec], complete: bool) -> Iterator[str]:
+    folders = {*_groups(specs), *specs}
     unlisted: list[OSError] = []
-    for here, below, files in os.walk(folder, onerror=unlisted.append):
-        path = os.path.relpath(here, folder).replace(os.sep, "/")
+    for path, below, names in files.walk(unlisted.append):
         for name in sorted(below):
-            inner = name if path == "." else f"{path}/{name}"
+            inner = f"{path}/{name}" if path else name
             if inner not in folders:
                 below.remove(name)
                 yield f"{_short(inner)}: is no part of the store"
         # Hidden files are the droppings of file systems and desktops (.nfs*, .DS_Store).
-        for name in sorted(n for n in files if n != metadata.ZARR_JSON and not n.startswith(".")):
+        for name in sorted(n for n in names if n != metadata.ZARR_JSON and not n.startswith(".")):
             if path in specs and _is_chunk(name, specs[path]):
                 continue
-            inner = _short(name if path == "." else f"{path}/{name}")
+            inner = _short(f"{path}/{name}" if path else name)
             if not name.endswith(PARTIAL):
                 yield f"{inner}: is no part of the store"
             elif complete:
                 yield f"{inner}: was left behind by a killed process"
     for error in unlisted:
-        inner = os.path.relpath(os.fspath(error.filename), folder)
-        yield f"{inner}: cannot be listed: {reason(error)}"
+        yield f"{error.filename}: cannot be listed: {reason(error)}"
 
 
 def _is_chunk(name: str, spec: ArraySpec) -> bool:
@@ -144,7 +145,7 @@ def _written_once(chunks: SealedChunks) -> Iterator[str]:
             try:
                 read[path] = chunks.read_all(spec)
             except StoreError as error:
-                yield without_advice(error, chunks.folder)
+                yield without_advice(error, chunks.files)
     try:
         samples = samples_from_arrays(read, chunks.manifest.splits)
     except KeyError:

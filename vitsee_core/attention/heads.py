@@ -73,7 +73,7 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
         patterns,
         [_as_site(block) for block in blocks],
         what="store's attention",
-        hint=f"vitsee info {store.path}",
+        hint=f"vitsee info {store.place}",
     )
     names = {site.name for site in chosen}
     return [block for block in blocks if block.site in names]

@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -29,10 +28,11 @@ from vitsee_core.extraction.host_memory import HostMemory, block_bytes
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.slab_grams import BufferedGrams, LiveGrams, SlabGrams
 from vitsee_core.extraction.timing import Clock
-from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
+from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes, scratch_folder
 from vitsee_core.models import SiteTable
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.layout import ArraySpec, StorePlan, arrays
+from vitsee_stores.url import Place
 
 # Largest memory of a forward pass over that of its largest activation in float32: 3.5 to 6 for
 # ViT, ResNet, Swin and Mixer on the CPU; the rest for what is reduced beside it.
@@ -70,7 +70,7 @@ class GramStrategy:
 
     @contextmanager
     def open(
-        self, plan: StorePlan, device: torch.device, clock: Clock, output: Path
+        self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
     ) -> Iterator[SlabGrams]:
         """What makes the Gram matrices of slabs, and within the context the memory for it.
 
@@ -92,7 +92,7 @@ class WholeSlabs(GramStrategy):
 
     @contextmanager
     def open(
-        self, plan: StorePlan, device: torch.device, clock: Clock, output: Path
+        self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
     ) -> Iterator[SlabGrams]:
         """As the base class."""
         yield LiveGrams(plan, device, clock)
@@ -116,7 +116,7 @@ class InHostMemory(GramStrategy):
 
     @contextmanager
     def open(
-        self, plan: StorePlan, device: torch.device, clock: Clock, output: Path
+        self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
     ) -> Iterator[SlabGrams]:
         """As the base class."""
         with ExitStack() as stack:
@@ -126,7 +126,7 @@ class InHostMemory(GramStrategy):
                 sets.append(memory.tensors)
             yield BufferedGrams(plan, device, clock, sets)
 
-    def _memory(self, plan: StorePlan, device: torch.device, output: Path) -> Iterator[HostMemory]:
+    def _memory(self, plan: StorePlan, device: torch.device, output: Place) -> Iterator[HostMemory]:
         """Sets of tensors (slab, ...) for the arrays of `unstored_arrays`."""
         for _ in range(self.n_sets):
             yield HostMemory(_shapes(plan), pinned=device.type == "cuda")
@@ -160,8 +160,8 @@ class InScratchFile(InHostMemory):
                 "slabs need no file), a smaller --slab or fewer --sites"
             )
 
-    def _memory(self, plan: StorePlan, device: torch.device, output: Path) -> Iterator[HostMemory]:
-        self.check_room(free_disk_bytes(output), plan.slab)
+    def _memory(self, plan: StorePlan, device: torch.device, output: Place) -> Iterator[HostMemory]:
+        self.check_room(free_disk_bytes(scratch_folder(output)), plan.slab)
         space = _scratch(self.scratch_bytes, output)
         for start in range(0, self.scratch_bytes, self.set_bytes):
             block = torch.frombuffer(space, dtype=torch.uint8, count=self.set_bytes, offset=start)
@@ -244,10 +244,10 @@ def _shapes(plan: StorePlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     }
 
 
-def _scratch(size: int, output: Path) -> mmap.mmap:
+def _scratch(size: int, output: Place) -> mmap.mmap:
     """Memory that lies in a file beside `output`; the file goes with the last use of it."""
     try:
-        with tempfile.TemporaryFile(dir=output.absolute().parent) as file:
+        with tempfile.TemporaryFile(dir=scratch_folder(output)) as file:
             # A full disk is an error here and not, later, a signal.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)

@@ -82,6 +82,6 @@ def check_same_model(writer: StoreWriter, model: LoadedModel) -> None:
     stored = writer.manifest.model
     if stored.get("architecture") not in (None, model.architecture):
         raise IdentityMismatch(
-            f"{writer.path} is a store of {stored.get('name')} ({stored['architecture']}), not of "
+            f"{writer.place} is a store of {stored.get('name')} ({stored['architecture']}), not of "
             f"{model.name} ({model.architecture}); choose another -o, or start anew with --force"
         )

@@ -29,6 +29,7 @@ from vitsee_core.models import LoadedModel, own_model
 from vitsee_core.progress import SILENT, Progress
 from vitsee_stores import Store, open_store
 from vitsee_stores.layout import CODECS
+from vitsee_stores.url import parse_place
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "attention": ATTENTION_LEVELS,
@@ -66,7 +67,7 @@ def extract(
         model: a name as the command takes it, or a torch module, which is copied: its sites are
             found as those of timm's models are.
         data: as the command's --data.
-        output: the store to fill.
+        output: the store to fill, a folder or a URL.
         transform: of a torch module, see `transform_config`; a module of timm's needs none.
         name: of a torch module, what tables call it.
         progress: advanced by the images done, e.g. a bar.
@@ -91,7 +92,9 @@ def extract(
     else:
         source = _own(model, transform, name, values)
     shard = parse_shard(values.get("shard"), os.environ)
-    run = RunOptions(output=Path(output), command="vitsee.extract", **_taken(RunOptions, values))
+    run = RunOptions(
+        output=parse_place(output), command="vitsee.extract", **_taken(RunOptions, values)
+    )
     outcome = fill_store(
         source,
         DataOptions(os.fspath(data), **_taken(DataOptions, values)),

@@ -107,7 +107,7 @@ class SlabLoop:
                 stack.callback(buffers.release)
                 self._free.put(buffers)
             grams = stack.enter_context(
-                self.strategy.open(plan, device, self.clock, self.writer.path)
+                self.strategy.open(plan, device, self.clock, self.writer.place)
             )
             observer = SlabObserver(plan, device, grams, self.prepared.precision)
             stack.callback(observer.close)
@@ -195,7 +195,7 @@ class SlabLoop:
         sums = {**buffers.sums, **grams.on_host(buffers, n)}
         began = time.perf_counter()
         slab = to_store(buffers, sums, n, plan) | fields
-        with only_writer(self.writer.path, k):
+        with only_writer(self.writer.place, k):
             size = self.writer.write_slab(k, slab, self.provenance)
         if not size:
             self.overtaken.append(k)

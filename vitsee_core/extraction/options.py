@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.url import Place
 
 
 class OptionError(VitseeError):
@@ -76,7 +77,7 @@ class KeepOptions:
 class RunOptions:
     """How this process works; nothing here changes the numbers in the store."""
 
-    output: Path
+    output: Place
     batch_size: int | None = None
     device: str = "auto"
     workers: int | None = None

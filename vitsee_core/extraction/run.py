@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from vitsee_core.machine import (
     human_bytes,
     local_processes,
     n_cores,
+    scratch_folder,
 )
 from vitsee_core.models import LoadedModel
 from vitsee_core.progress import SILENT, Progress
@@ -138,17 +140,18 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
     if run.force:
         remove_store(run.output)
     sizes = n_bytes(prepared.plan)
-    need, free = sum(sizes.values()), free_disk_bytes(run.output)
+    need, free = sum(sizes.values()), free_disk_bytes(scratch_folder(run.output))
+    taken = need if isinstance(run.output, Path) else 0  # of this machine's disk
     strategy = strategy_of(prepared, run)
     log.info("%s takes %s: %s", run.output, human_bytes(need), by_folder(sizes))
     for path, size in sizes.items():
         log.debug("%s: %s", path, human_bytes(size))
-    if need > free:
+    if taken > free:
         raise VitseeError(
             f"{run.output} would take {human_bytes(need)}, the disk has {human_bytes(free)} free; "
             "choose fewer --sites, --tokens pooled or fewer --images (see --dry-run)"
         )
-    strategy.check_room(free - need, prepared.plan.slab)
+    strategy.check_room(free - taken, prepared.plan.slab)
     weights = {} if prepared.weights is None else prepared.weights.arrays
     writer = StoreWriter.create_or_join(
         run.output,
@@ -188,7 +191,7 @@ def fill(
     committed = writer.committed()
     mine = shard.slabs(writer.n_slabs)
     todo = [k for k in mine if not committed[k]]
-    with without_writer(writer.path, todo) as free:
+    with without_writer(writer.place, todo) as free:
         writer.sweep(free)
     spans = [plan.rows(k) for k in todo]
     total = sum(span.stop - span.start for span in spans)

@@ -108,14 +108,14 @@ def check_same_images(writer: StoreWriter, selection: Selection, first: FirstIma
             other.append(f"{ids[row]}{'' if found else ' (cannot be read)'}")
     if other:
         raise IdentityMismatch(
-            f"{writer.path} was made from other images of the same names: {few(other)} in "
+            f"{writer.place} was made from other images of the same names: {few(other)} in "
             f"{selection.source.name}, {len(other)} of {len(expected)} compared (give the data "
             "that it was made from, choose another -o, or start anew with --force)"
         )
     made = info.get("first_images_sha256")
     if made is not None and made != first.record()["first_images_sha256"]:
         raise IdentityMismatch(
-            f"{writer.path}: the same image files come out with other pixels here: "
+            f"{writer.place}: the same image files come out with other pixels here: "
             f"{_other_versions(info.get('versions', {}))} (go on with the versions that the store "
             "was begun with, choose another -o, or start anew with --force)"
         )
@@ -137,7 +137,7 @@ def _committed_hashes(writer: StoreWriter) -> dict[int, int]:
     """Row and hash of up to COMPARED committed images that could be read, drawn with a seed."""
     if not writer.committed().any():
         return {}
-    store = open_store(writer.path, allow_partial=True)
+    store = open_store(writer.place, allow_partial=True)
     rows = np.flatnonzero(store.valid)
     if len(rows) > COMPARED:
         rows = np.random.default_rng(0).choice(rows, COMPARED, replace=False)

@@ -71,7 +71,7 @@ class GramCache:
     def _find(self, store: Store) -> Path:
         if not self.persistent:
             return self.scratch
-        wanted = self.folder or store.path.with_name(f"{store.path.name}.grams")
+        wanted = self.folder or _own_folder(store)
         try:
             wanted.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=wanted):
@@ -188,6 +188,15 @@ class GramCache:
                 path.unlink(missing_ok=True)
             if owned is not None:
                 os.close(owned)
+
+
+def _own_folder(store: Store) -> Path:
+    """Beside a store in a folder; for one at a URL in the user's cache folder, by its identity."""
+    if isinstance(store.place, Path):
+        return store.place.with_name(f"{store.place.name}.grams")
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = f"{store.place.stem}-{store.manifest.store_id[:12]}.grams"
+    return Path(home).expanduser() / "vitsee" / name
 
 
 @contextmanager

@@ -112,7 +112,8 @@ def input_pixels(
     except VitseeError as error:
         raise MissingInput(
             f"{store.label} keeps no pixels: {error}; "
-            f"or run: vitsee extract ... --inputs -o {store.path}, the rest as its vitsee info says"
+            f"or run: vitsee extract ... --inputs -o {store.place}, the rest as its vitsee info "
+            "says"
         ) from None
 
 

@@ -191,7 +191,7 @@ def _with_grid(store: Store, sites: Sequence[SiteSpec]) -> list[SiteSpec]:
     if not kept:
         raise SiteError(
             f"{store.label}: {others} has no tokens on a grid of the image; choose other --sites "
-            f"(vitsee info {store.path} -f sites lists them)"
+            f"(vitsee info {store.place} -f sites lists them)"
         )
     if others:
         log.warning("%s: left out, as no grid of the image: %s", store.label, others)

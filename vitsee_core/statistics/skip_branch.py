@@ -184,7 +184,7 @@ def _select(store: Store, patterns: Sequence[str]) -> list[StoredSublayer]:
         kind = part.removeprefix(NOT)
         of_kind = kind in kinds and not kind.isdigit()
         wanted.append(f"{part.removesuffix(kind)}*.{kind}" if of_kind else part)
-    hint = f"vitsee info {store.path}"
+    hint = f"vitsee info {store.place}"
     sites = [_as_site(sublayer) for sublayer in sublayers]
     names = {s.name for s in select_names(wanted, sites, what="store's sublayers", hint=hint)}
     return [sublayer for sublayer in sublayers if sublayer.site in names]

@@ -26,6 +26,7 @@ from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOption
 if TYPE_CHECKING:
     from vitsee_core.extraction.prepare import Prepared
     from vitsee_core.extraction.run import Outcome
+    from vitsee_stores.url import Place
 
 QUESTION = STORES
 
@@ -80,7 +81,7 @@ def show_plan(prepared: Prepared, run: RunOptions, each: bool) -> None:
     """Sizes as CSV on stdout, the sum first, then folders or `each` array; remarks on stderr."""
     from vitsee_core.extraction.run import erf_cost, strategy_of
     from vitsee_core.extraction.sizes import HEADER, array_sizes, folder_sizes, total_size
-    from vitsee_core.machine import counted, free_disk_bytes, human_bytes
+    from vitsee_core.machine import counted, free_disk_bytes, human_bytes, scratch_folder
     from vitsee_stores.manifest import by_reason
 
     plan = prepared.plan
@@ -95,15 +96,17 @@ def show_plan(prepared: Prepared, run: RunOptions, each: bool) -> None:
         console.say(cost)
     for line in by_reason(prepared.manifest.left_out):
         console.say(f"left out: {line}")
+    free = free_disk_bytes(scratch_folder(run.output))
+    left = f"; {human_bytes(free)} free" if isinstance(run.output, Path) else ""
     console.say(
         f"{run.output}: {human_bytes(total.size_bytes)} in {counted(total.n_files, 'files')} for "
         f"{counted(plan.n_images, 'images')} in slabs of {plan.slab}, "
-        f"{human_bytes(total.size_bytes / plan.n_images)} per image; "
-        f"{human_bytes(free_disk_bytes(run.output))} free; nothing was written"
+        f"{human_bytes(total.size_bytes / plan.n_images)} per image"
+        f"{left}; nothing was written"
     )
 
 
-def report(outcome: Outcome, output: Path) -> None:
+def report(outcome: Outcome, output: Place) -> None:
     """The last lines: unreadable images, where the time went, what is left to do."""
     from vitsee_core.machine import counted, human_bytes
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
 from vitsee_cli import console
 from vitsee_cli.sections import STORES
-from vitsee_cli.values import parse_folder
+from vitsee_cli.values import parse_place
 from vitsee_core.text import visible
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.url import Place
 
 QUESTION = STORES
 
@@ -23,7 +23,7 @@ SHOWN_LABELS = 6
 
 
 @click.command()
-@click.argument("stores", metavar="STORE...", nargs=-1, required=True, type=parse_folder)
+@click.argument("stores", metavar="STORE...", nargs=-1, required=True, type=parse_place)
 @click.option(
     "-f",
     "--field",
@@ -31,7 +31,7 @@ SHOWN_LABELS = 6
     help="Print one field alone, by its dotted path in --json.  [default: all]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.  [default: for people]")
-def command(stores: tuple[Path, ...], field: str | None, as_json: bool) -> None:
+def command(stores: tuple[Place, ...], field: str | None, as_json: bool) -> None:
     """Show what stores contain and how they were made.
 
     Reads no activations and imports no models; unfinished stores are described as far as they go.

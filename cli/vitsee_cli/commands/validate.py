@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from vitsee_cli import console
 from vitsee_cli.sections import STORES
-from vitsee_cli.values import parse_folder
+from vitsee_cli.values import parse_place
 from vitsee_stores.errors import StoreError
+from vitsee_stores.url import Place
 
 QUESTION = STORES
 
 
 @click.command()
-@click.argument("stores", metavar="STORE...", nargs=-1, required=True, type=parse_folder)
+@click.argument("stores", metavar="STORE...", nargs=-1, required=True, type=parse_place)
 @click.option(
     "--deep",
     is_flag=True,
     help="Read every byte: all checksums, and values that should not be NaN or infinite.  "
     "[default: every file's size and last bytes, and the small arrays]",
 )
-def command(stores: tuple[Path, ...], deep: bool) -> None:
+def command(stores: tuple[Place, ...], deep: bool) -> None:
     """Check stores for damage.
 
     Checks their layout, their commits against their arrays, and their checksums. Prints one line
@@ -46,7 +45,7 @@ def command(stores: tuple[Path, ...], deep: bool) -> None:
     raise StoreError(f"{first}{more}{others}")
 
 
-def _check(store: Path, deep: bool, alone: bool) -> list[str]:
+def _check(store: Place, deep: bool, alone: bool) -> list[str]:
     """Print the damage of a store, or that there is none; returns the damage."""
     from vitsee_stores import describe, validate
 

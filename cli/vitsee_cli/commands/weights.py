@@ -15,6 +15,7 @@ from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import StorePath, parse_store
 from vitsee_core.analyses import weights
 from vitsee_core.figures.weights_figure import SCALES
+from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
@@ -72,8 +73,8 @@ def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters
     shares of variance, the filters themselves where they are few, and the cosine similarity of
     every patch's position embedding with all others (Dosovitskiy et al. 2021, Figs. 7 left and
     centre, 9). No images are needed: a MODEL gives its weights, a STORE those of the model that
-    made it. A path that exists is a store. Options of the weights are for MODELs: --checkpoint for
-    the only one, the others for each.
+    made it. A path that exists is a store, and so is a URL. Options of the weights are for
+    MODELs: --checkpoint for the only one, the others for each.
 
     \b
       $ vitsee weights demo:vit -o weights.csv --png weights.png
@@ -122,9 +123,11 @@ def _check(models: list[str], given: dict[str, Any]) -> None:
 def _store(text: str) -> StorePath | None:
     """The store that an argument names: a path that exists, or that looks like one and is then
     reported as missing."""
-    store = parse_store(text)
-    named = text.endswith(".zarr") or (store.path.is_absolute() and ":" not in text)
-    return store if store.path.exists() or named else None
+    store: StorePath = parse_store(text)
+    if isinstance(store.place, Url):
+        return store
+    named = text.endswith(".zarr") or (store.place.is_absolute() and ":" not in text)
+    return store if store.place.exists() or named else None
 
 
 def _model(name: str, model_args: Any, **given: Any) -> ModelOptions:

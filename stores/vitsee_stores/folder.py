@@ -1,0 +1,222 @@
+"""A store in a folder: files under temporary names, synced, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vitsee_stores.disk import (
+    PARTIAL,
+    each,
+    open_regular,
+    partial_name,
+    put_if_absent,
+    read_regular,
+    remove_files,
+    sync,
+    sync_pool,
+    work_pool,
+    write_new,
+    write_whole,
+)
+from vitsee_stores.files import Files, Pieces, Put
+from vitsee_stores.owners import temporary_name
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+CREATING, REMOVING = ".creating", ".removing"
+_thread = threading.local()
+
+
+class Folder(Files):
+    """The files of a store in a folder. durable: what is put is on the disk before the call
+    returns; False leaves out every fsync."""
+
+    def __init__(self, place: Path, *, durable: bool = True):
+        self.place: Path = place
+        self.durable = durable
+        self._prefix = os.path.join(place, "")
+
+    def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """By a thread a core."""
+        return each(work_pool, work, items)
+
+    def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """By this thread: handing small files around costs more than reading them."""
+        return [work(item) for item in items]
+
+    # reading ----------------------------------------------------------------------------------
+
+    def read(self, name: str, limit: int) -> bytes:
+        """All of a regular file."""
+        return read_regular(self._prefix + name, limit)
+
+    def read_chunk(self, name: str, check: Callable[[int], None]) -> memoryview[int]:
+        """All of a regular file, in this thread's own memory."""
+        with open(open_regular(self._prefix + name), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            check(size)
+            scratch = getattr(_thread, "chunk", None)
+            if scratch is None or len(scratch) < size:
+                scratch = _thread.chunk = bytearray(size)
+            data = memoryview(scratch)[:size]
+            done = 0
+            while done < size and (got := file.readinto(data[done:])):
+                done += got
+        return data
+
+    def read_end(self, name: str, length: int) -> tuple[int, bytes]:
+        """The last bytes of a regular file."""
+        descriptor = open_regular(self._prefix + name)
+        try:
+            size = os.fstat(descriptor).st_size
+            return size, os.pread(descriptor, length, max(0, size - length))
+        finally:
+            os.close(descriptor)
+
+    def names(self, folder: str = "") -> set[str]:
+        """What is in a folder."""
+        try:
+            return set(os.listdir(self._prefix + folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+
+    def walk(
+        self, onerror: Callable[[OSError], object]
+    ) -> Iterator[tuple[str, list[str], list[str]]]:
+        """As os.walk; errors name what cannot be listed by its path below the store."""
+
+        def report(error: OSError) -> object:
+            error.filename = os.path.relpath(os.fspath(error.filename), self.place)
+            return onerror(error)
+
+        for here, below, files in os.walk(self.place, onerror=report):
+            path = os.path.relpath(here, self.place).replace(os.sep, "/")
+            yield "" if path == "." else path, below, files
+
+    def exists(self, name: str = "") -> bool:
+        """Whether a file, or with no name anything, is there; a link into nowhere too."""
+        return os.path.lexists(self._prefix + name if name else self.place)
+
+    # writing ----------------------------------------------------------------------------------
+
+    def create(self, files: Sequence[tuple[str, Pieces]]) -> None:
+        """Made beside the place and renamed, so that a process which ends leaves no half store."""
+        temporary = _sibling(self.place, CREATING)
+        try:
+            paths = [(temporary / name, pieces) for name, pieces in files]
+            folders = sorted({path.parent for path, _ in paths})
+            for folder in folders:
+                folder.mkdir(parents=folder != temporary, exist_ok=True)
+            for path, pieces in paths:
+                write_new(str(path), pieces)
+            if self.durable:
+                each(sync_pool, sync, [*(path for path, _ in paths), *folders])
+            os.rename(temporary, self.place)
+            if self.durable:
+                sync(self.place.absolute().parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Under a temporary name, then renamed."""
+        write_whole(self._prefix + name, data, durable=self.durable)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Under a temporary name, then linked."""
+        return put_if_absent(self._prefix + name, data, durable=self.durable)
+
+    @contextmanager
+    def writing(self) -> Iterator[Put]:
+        """Files are synced and renamed by other threads, then their folders are synced."""
+        settling: list[Future[None]] = []
+        folders: set[str] = set()
+        lock = threading.Lock()
+
+        def put(name: str, pieces: Pieces) -> int:
+            final = self._prefix + name
+            temporary = partial_name(final)
+            size = write_new(temporary, pieces)
+            if not self.durable:
+                os.replace(temporary, final)
+                return size
+            future = sync_pool().submit(_settle, temporary, final)
+            with lock:
+                settling.append(future)
+                folders.add(os.path.dirname(final))
+            return size
+
+        try:
+            yield put
+        finally:
+            wait(settling)
+        for future in settling:
+            future.result()
+        each(sync_pool, sync, sorted(folders))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Unlink files."""
+        remove_files(self._prefix + name for name in names)
+
+    def remove_store(self) -> None:
+        """Renamed first, so that a removal cut short leaves nothing that reads as a store.
+        Leftovers beside it go too."""
+        place = Path(os.path.realpath(self.place))
+        if os.path.lexists(self.place):
+            os.rename(place, _sibling(place, REMOVING))
+        for leftover in _beside(place):
+            shutil.rmtree(leftover)
+
+    def sweep(self, folders: Iterable[str], chosen: Callable[[str], bool]) -> int:
+        """Files ending in .partial."""
+        return remove_files(
+            path
+            for folder in folders
+            for name in self.names(folder)
+            if name.endswith(PARTIAL) and chosen(path := os.path.join(self.place, folder, name))
+        )
+
+    def sweep_beside(self, chosen: Callable[[str], bool] = lambda path: True) -> None:
+        """Hidden folders beside it, ending in .creating or .removing."""
+        for leftover in filter(chosen, _beside(self.place.absolute())):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    # other readers ----------------------------------------------------------------------------
+
+    def zarr_store(self) -> Any:
+        """Zarr's own store of a folder."""
+        from zarr.storage import LocalStore
+
+        return LocalStore(self.place, read_only=True)
+
+
+def _sibling(path: Path, kind: str) -> Path:
+    """A new hidden name beside `path`."""
+    place = path.absolute()
+    return Path(temporary_name(place.with_name(f".{place.name}"), kind))
+
+
+def _beside(place: Path) -> list[str]:
+    """What killed processes left beside a store."""
+    try:
+        names = os.listdir(place.parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    start = f".{place.name}."
+    return [
+        os.path.join(place.parent, name)
+        for name in names
+        if name.startswith(start) and name.endswith((CREATING, REMOVING))
+    ]
+
+
+def _settle(temporary: str, final: str) -> None:
+    sync(temporary)
+    os.replace(temporary, final)

@@ -1,0 +1,23 @@
+"""The files of the store at a path or URL."""
+
+from __future__ import annotations
+
+import os
+
+from vitsee_stores.errors import StoreError
+from vitsee_stores.files import Files
+from vitsee_stores.folder import Folder
+from vitsee_stores.url import Url, parse_place
+
+
+def files_at(place: str | os.PathLike[str] | Url, *, durable: bool = True) -> Files:
+    """The files at a path or URL, whether or not a store is there. durable: False leaves out every
+    fsync of a folder.
+
+    Raises:
+        StoreError: a URL that names no store, or that nothing on this machine can open.
+    """
+    parsed = parse_place(place)
+    if isinstance(parsed, Url):
+        raise StoreError(f"{parsed}: this version opens folders only")
+    return Folder(parsed, durable=durable)
