@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from vitsee_core.files import check_new_files, write_files
+from vitsee_core.files import check_new_files, renamed, write_files
 from vitsee_core.outputs import Outputs, check_outputs, describe_run, write_results
 from vitsee_core.results import Table
 from vitsee_stores.errors import VitseeError
@@ -203,6 +203,36 @@ def test_links_are_followed_and_modes_are_the_users(tmp_path: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(link.stat().st_mode) == 0o666 & ~umask
+
+
+def test_files_are_renamed_at_the_end_or_dropped(tmp_path: Path) -> None:
+    places = {tmp_path / "a.partial": tmp_path / "a", tmp_path / "b.partial": tmp_path / "b"}
+
+    def names() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    def write() -> None:
+        for temporary in places:
+            temporary.write_text(temporary.name)
+
+    with renamed(dict(places)):
+        write()
+        assert names() == ["a.partial", "b.partial"]
+    assert names() == ["a", "b"]
+    assert (tmp_path / "b").read_text() == "b.partial"
+    for path in places.values():
+        path.unlink()
+    with pytest.raises(KeyboardInterrupt), renamed(dict(places)):
+        write()
+        raise KeyboardInterrupt
+    assert names() == []
+    with renamed(emptied := dict(places)):
+        write()
+        emptied.clear()
+    assert names() == [], "the caller changed his mind"
+    with pytest.raises(FileNotFoundError), renamed(dict(places)):
+        (tmp_path / "a.partial").touch()
+    assert names() == ["a"], "those before the one that was not written"
 
 
 def test_describe_run(make_store: Any) -> None:

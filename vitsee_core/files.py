@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from vitsee_stores.errors import VitseeError, reason
@@ -47,21 +48,39 @@ def write_files(contents: Mapping[Path, bytes], *, force: bool = False) -> None:
         VitseeError: as `check_new_files`; or the disk refused them, and nothing is left behind.
     """
     check_new_files(contents, force=force)
-    partial: dict[Path, Path] = {}
+    places = [path.resolve() for path in contents]
     try:
-        for path, data in contents.items():
-            place = path.resolve()
-            # Without the file's own name, which may be as long as names can be.
-            name = f".vitsee-{os.getpid()}-{secrets.token_hex(4)}.partial"
-            partial[path] = place.with_name(name)
-            with open(partial[path], "xb") as file:
-                file.write(data)
-        for path, temporary in partial.items():
-            os.replace(temporary, path.resolve())
+        with renamed(partial := {_hidden_name(place): place for place in places}):
+            for temporary, data in zip(partial, contents.values(), strict=True):
+                with open(temporary, "xb") as file:
+                    file.write(data)
     except OSError as error:
         raise VitseeError(
             f"cannot write {', '.join(map(str, contents))}: {reason(error)}"
         ) from error
+
+
+@contextmanager
+def renamed(places: Mapping[Path, Path]) -> Iterator[None]:
+    """While the caller writes files under temporary names. At the end they are renamed, in order;
+    none is left under its temporary name, whatever happens.
+
+    Args:
+        places: temporary name -> place, on one file system. Emptied meanwhile: nothing is renamed.
+
+    Raises:
+        OSError: a file cannot be renamed, or was not written; those before it were renamed.
+    """
+    partial = tuple(places)
+    try:
+        yield
+        for temporary, place in places.items():
+            os.replace(temporary, place)
     finally:
-        for temporary in partial.values():
+        for temporary in partial:
             temporary.unlink(missing_ok=True)
+
+
+def _hidden_name(place: Path) -> Path:
+    """A new name beside a file, without the file's own, which may be as long as names can be."""
+    return place.with_name(f".vitsee-{os.getpid()}-{secrets.token_hex(4)}.partial")

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features.matrix import FeatureMatrix
+from vitsee_core.files import renamed
 from vitsee_core.similarity.gram_file import (
     FORMAT,
     GramFile,
@@ -159,35 +160,34 @@ class GramCache:
         # A run of its own, so that two processes that make the same one do not meet.
         name = f"{_stem(features)}.{digest.hexdigest()[:12]}-{secrets.token_hex(3)}"
         data, header_file = folder / f"{name}.tiles", folder / f"{name}.json"
-        partial = [path.with_name(path.name + PARTIAL) for path in (data, header_file)]
+        places = {path.with_name(path.name + PARTIAL): path for path in (data, header_file)}
+        tiles, about = places
         folder.mkdir(parents=True, exist_ok=True)
         owned = None
         try:  # from the file's first moment on: an interrupt comes at any
-            owned = create_owned(partial[0])
-            origin = Origin(0 if batches else len(rows))
-            checksums = write_tiles(owned, make(origin), tile)
-            header = Header(
-                _revision(features.store),
-                features.key,
-                rows,
-                batches,
-                tile,
-                origin.ratio,
-                checksums,
-                None if batches else origin.shift,
-            )
-            if not batches and (theirs := self.find(features, rows)) is not None:
-                return theirs  # another process was faster
-            partial[1].write_bytes(header.dump())
-            for path, final in zip(partial, (data, header_file), strict=True):
-                os.replace(path, final)
-            _remove_older(folder, _stem(features))
-            return GramFile(data, header)
+            with renamed(places):
+                owned = create_owned(tiles)
+                origin = Origin(0 if batches else len(rows))
+                checksums = write_tiles(owned, make(origin), tile)
+                header = Header(
+                    _revision(features.store),
+                    features.key,
+                    rows,
+                    batches,
+                    tile,
+                    origin.ratio,
+                    checksums,
+                    None if batches else origin.shift,
+                )
+                if not batches and (theirs := self.find(features, rows)) is not None:
+                    places.clear()  # another process was faster
+                    return theirs
+                about.write_bytes(header.dump())
         finally:
-            for path in partial:
-                path.unlink(missing_ok=True)
             if owned is not None:
                 os.close(owned)
+        _remove_older(folder, _stem(features))
+        return GramFile(data, header)
 
 
 def _own_folder(store: Store) -> Path:
