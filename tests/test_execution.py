@@ -149,6 +149,6 @@ def test_a_bar_appears_without_an_advance(monkeypatch: pytest.MonkeyPatch) -> No
         bar = reporter._display
         assert isinstance(bar, console._Bar)
         deadline = time.monotonic() + 30
-        while not bar.live.live.is_started and time.monotonic() < deadline:
+        while not (bar.live and bar.live.live.is_started) and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert bar.live.live.is_started
+        assert bar.live and bar.live.live.is_started

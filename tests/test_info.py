@@ -13,7 +13,9 @@ from click.testing import CliRunner, Result
 
 import vitsee_stores
 from tests.manifests import edited
+from vitsee_cli import console
 from vitsee_cli.main import main
+from vitsee_stores import describe
 
 MakeStore = Callable[..., Path]
 
@@ -42,6 +44,17 @@ def test_for_people(make_store: MakeStore) -> None:
         "vitsee extract tiny",
     ):
         assert part in result.stdout, part
+
+
+def test_a_large_store_shows_how_far_it_is(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "SHOW_AFTER", 0.0)
+    store = make_store()
+    assert info(store, "-f", "n_valid").stderr.startswith(f"info {store}: 3/3 slabs, ")
+    seen: list[tuple[int, int]] = []
+    assert describe(store, lambda *slabs: seen.append(slabs)) == describe(store)
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 def test_for_scripts(make_store: MakeStore) -> None:

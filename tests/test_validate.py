@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
+from vitsee_cli import console
 from vitsee_cli.main import main
 
 MakeStore = Callable[..., Path]
@@ -27,6 +29,19 @@ def test_sound(make_store: MakeStore) -> None:
         assert result.exit_code == 0, result.output
         assert result.stdout == f"ok: {store}: 3 of 3 slabs\n"
         assert result.stderr == ""
+
+
+def test_long_checks_show_how_far_they_are(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "SHOW_AFTER", 0.0)
+    store, other = make_store(), make_store("other.zarr", slabs=[1])
+    shown = validate(store, other, "--deep").stderr.splitlines()
+    assert [line.split(",")[0] for line in shown] == [
+        f"validate {store}: 3/3 slabs",
+        f"validate {other}: 1/1 slab",
+    ]
+    assert validate(store, "-q").stderr == ""
 
 
 def test_unfinished_is_no_damage_but_said(make_store: MakeStore) -> None:

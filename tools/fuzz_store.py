@@ -127,7 +127,10 @@ class Fuzzer:
     def __init__(self, folder: Path, seed: int, readers: dict[str, Callable[[Path], object]]):
         self.store, self.random = folder / "fuzzed.zarr", random.Random(seed)
         make_store(self.store)
-        self.readers = {"open": read_everything, "describe": describe, "validate": check, **readers}
+        own: dict[str, Callable[[Path], object]] = {
+            **{"open": read_everything, "describe": describe, "validate": check}
+        }
+        self.readers = own | readers
         self.rarely = set(readers)
         self.files = {
             name: (self.store / name).read_bytes()

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 PACKAGES = ("vitsee_cli", "vitsee_core", "vitsee_stores")
 ARGUMENTS = "vitsee.arguments"  # where the group leaves them in the click context
@@ -200,6 +203,20 @@ class Reporter:
                 self._display = None
 
 
+@contextmanager
+def slabs_of(what: str) -> Iterator[Callable[[int, int], None]]:
+    """How `describe` and `validate` report the slabs of a store, shown as those of `what`."""
+    progress = Reporter(what)
+
+    def report(done: int, total: int) -> None:
+        progress.advance(1) if done else progress.start(total, unit="slabs")
+
+    try:
+        yield report
+    finally:
+        progress.stop()
+
+
 class _Rate:
     """Images (or other units) and bytes since the start, their rates, and the time left."""
 
@@ -255,19 +272,10 @@ class _Bar:
     """Progress as a bar that log lines pass above, from `after` seconds on."""
 
     def __init__(self, what: str, rate: _Rate, after: float) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self.rate = rate
-        self.live = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            console=stderr(),
-        )
-        self.task = self.live.add_task(what, total=rate.total, completed=rate.done, rate="")
+        self.what, self.rate = what, rate
+        self.live: Progress | None = None
         self._lock = threading.Lock()
-        self._closed = self._shown = False
+        self._closed = False
         # Not with the first advance: that may be minutes away.
         self._timer = threading.Timer(after, self._appear)
         self._timer.daemon = True
@@ -276,16 +284,30 @@ class _Bar:
     def _appear(self) -> None:
         with self._lock:
             if not self._closed:
-                self._shown = True
+                self.live = self._made()
                 self.live.start()
 
+    def _made(self) -> Progress:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        live = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            console=stderr(),
+        )
+        live.add_task(self.what, total=self.rate.total, completed=self.rate.count, rate="")
+        return live
+
     def show(self) -> None:
-        self.live.update(self.task, completed=self.rate.count, rate=self.rate.text())
+        if (live := self.live) is not None:
+            live.update(live.task_ids[0], completed=self.rate.count, rate=self.rate.text())
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
         self._timer.cancel()
-        if self._shown:
+        if self.live is not None:
             self.show()
             self.live.stop()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vitsee_stores import metadata
@@ -18,11 +19,15 @@ from vitsee_stores.sealed import SealedChunks
 from vitsee_stores.url import Url
 
 
-def describe(path: str | os.PathLike[str] | Url) -> dict[str, Any]:
+def describe(
+    path: str | os.PathLike[str] | Url,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
     """Everything about a store that is no array, as JSON holds it; incomplete stores too.
 
     Reads zarr.json, the labels and four small files a slab. `n_valid` counts the readable images
     of the committed slabs; `size_bytes` is without compression, of the store when it is complete.
+    `report` is called with the number of slabs looked at and of all, first with 0, from any thread.
 
     Raises:
         StoreError: missing, no vitsee store, of another format version, or damaged.
@@ -39,7 +44,7 @@ def describe(path: str | os.PathLike[str] | Url) -> dict[str, Any]:
         "n_images": plan.n_images,
         "n_slabs": plan.n_slabs,
         "n_committed": len(markers),
-        "n_valid": _n_valid(chunks, markers),
+        "n_valid": _n_valid(chunks, list(markers), report),
         "slab": plan.slab,
         "codec": plan.codec,
         "size_bytes": sum(sizes.values()),
@@ -109,10 +114,20 @@ def _array(spec: ArraySpec, size: int) -> dict[str, Any]:
     }
 
 
-def _n_valid(chunks: SealedChunks, slabs: Iterable[int]) -> int | None:
+def _n_valid(
+    chunks: SealedChunks, slabs: Sequence[int], report: Callable[[int, int], None]
+) -> int | None:
     """None where the counts cannot be read: `vitsee validate` says why."""
+    done = itertools.count(1)
+
+    def read(slab: int) -> int:
+        count = int(chunks.read(chunks.specs["n_valid"], (slab,))[0])
+        report(next(done), len(slabs))
+        return count
+
+    report(0, len(slabs))
     try:
-        return sum(int(chunks.read(chunks.specs["n_valid"], (k,))[0]) for k in slabs)
+        return sum(chunks.files.each_small(read, slabs))
     except StoreError:
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -31,7 +31,11 @@ OPTIONAL: dict[str, Any] = {
 }
 
 
-def validate(path: str | os.PathLike[str] | Url, deep: bool = False) -> list[str]:
+def validate(
+    path: str | os.PathLike[str] | Url,
+    deep: bool = False,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> list[str]:
     """What is wrong with a store, a line each; [] where it is sound. That slabs are still to come
     is no damage: `describe` tells.
 
@@ -39,16 +43,23 @@ def validate(path: str | os.PathLike[str] | Url, deep: bool = False) -> list[str
     committed slabs: its presence, its size, and its checksum against the one that was committed.
     `deep` reads all of them too: their bytes against that checksum, and NaN or infinite values in
     rows of readable images (but NaN in the arrays that FORMAT.md lists). Memory: one chunk a core.
+    `report` is called with the number of slabs done and of all, first with 0.
 
     Raises:
         StoreError: there is no store at `path`, or its manifest cannot be read or is damaged.
     """
     files = files_at(path)
     manifest, complete = metadata.read_root(files)
-    return list(dict.fromkeys(_problems(files, manifest, complete, deep)))
+    return list(dict.fromkeys(_problems(files, manifest, complete, deep, report)))
 
 
-def _problems(files: Files, manifest: Manifest, complete: bool, deep: bool) -> Iterator[str]:
+def _problems(
+    files: Files,
+    manifest: Manifest,
+    complete: bool,
+    deep: bool,
+    report: Callable[[int, int], None],
+) -> Iterator[str]:
     chunks = SealedChunks(files, manifest)
     committed = list(metadata.read_markers(files, manifest))
     yield from _markers(files, manifest, committed, complete)
@@ -56,8 +67,10 @@ def _problems(files: Files, manifest: Manifest, complete: bool, deep: bool) -> I
     yield from _foreign_files(files, chunks.specs, complete)
     yield from _written_once(chunks)
     checks = SlabChecks(chunks, deep)
-    for slab in committed:
+    report(0, len(committed))
+    for done, slab in enumerate(committed, 1):
         yield from checks.problems(slab)
+        report(done, len(committed))
 
 
 def _markers(

@@ -52,7 +52,10 @@ def command(stores: tuple[Place, ...], field: str | None, as_json: bool) -> None
     from vitsee_stores import describe
 
     console.require_stdout()
-    records = [describe(store) for store in stores]
+    records = []
+    for store in stores:
+        with console.slabs_of(f"info {store}") as report:
+            records.append(describe(store, report))
     if field is not None:
         texts = [_field_text(find(record, field)) for record in records]
         for store, text in zip(stores, texts, strict=True):

@@ -50,7 +50,8 @@ def _check(store: Place, deep: bool, alone: bool) -> list[str]:
     from vitsee_stores import describe, validate
 
     try:
-        damage = validate(store, deep=deep)
+        with console.slabs_of(f"validate {store}") as report:
+            damage = validate(store, deep, report)
     except StoreError as error:
         if alone:
             raise
