@@ -37,6 +37,8 @@ from timm.layers.config import set_fused_attn
 from timm.models import save_for_hf
 from torch import nn
 
+from vitsee_core.files import renamed
+
 Split = tuple[np.ndarray, np.ndarray]  # (n, 32, 32) uint8, (n,) int64
 EPOCH = 60_000  # images seen
 CURVE_IMAGES = 2_000
@@ -164,8 +166,8 @@ class Training:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial")
-        torch.save(state, partial)
-        os.replace(partial, path)
+        with renamed({partial: path}):
+            torch.save(state, partial)
 
     def go_on_from(self, path: Path) -> None:
         """The state that `keep` wrote.
