@@ -1,0 +1,188 @@
+"""vitsee propagate: masks carried through videos."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import options
+from vitsee_cli.sections import KNOWLEDGE, SectionedCommand, section
+from vitsee_cli.values import parse_path
+
+if TYPE_CHECKING:
+    from vitsee_cli.values import StorePath
+    from vitsee_core.outputs import Outputs
+
+QUESTION = KNOWLEDGE
+
+BASELINES = ("still", "grid", "random")
+PRESETS = ("walmer", "dino", "dinov3")
+
+
+def parse_radius(text: str) -> dict[str, float]:
+    """`12` tokens, `192px` or `none`, as the parameters of the analysis."""
+    if text == "none":
+        return {"radius": math.inf}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(px)?", text)
+    if match is None:
+        raise click.BadParameter(f"{text!r}; expected tokens like 12, pixels like 192px, or none")
+    return {"radius_px" if match[2] else "radius": float(match[1])}
+
+
+@click.command(cls=SectionedCommand)
+@options.stores_argument
+@section(
+    "Videos",
+    click.option(
+        "--masks",
+        metavar="DIR",
+        type=parse_path,
+        required=True,
+        help="The folder of DAVIS, or one with a folder of PNG masks per video, a mask per frame: "
+        "0 is background, 1, 2, ... are objects, 255 is void.",
+    ),
+    click.option(
+        "--only",
+        metavar="FILE",
+        type=parse_path,
+        show_default="every video of the store",
+        help="The videos to use, a name per line: ImageSets/2017/val.txt.",
+    ),
+    options.sites_option(show_default="blocks; norm with the presets dino and dinov3"),
+)
+@section(
+    "Propagation",
+    click.option(
+        "--preset",
+        type=click.Choice(PRESETS),
+        show_default="walmer",
+        help="Published settings, which the options below change. dino: the same at the final "
+        "norm. dinov3: temperature 0.2, a circle, nearest, the final norm.",
+    ),
+    click.option(
+        "--context",
+        metavar="N",
+        type=click.IntRange(min=0),
+        show_default="7",
+        help="Look at the last N frames, beside the first.",
+    ),
+    click.option(
+        "--radius",
+        metavar="R",
+        type=parse_radius,
+        show_default="12",
+        help="Look R tokens far, or R pixels (192px), or anywhere (none).",
+    ),
+    click.option(
+        "--window",
+        type=click.Choice(("square", "circle")),
+        show_default="square",
+        help="The shape of what is looked at.",
+    ),
+    click.option(
+        "--top",
+        metavar="K",
+        type=click.IntRange(min=1),
+        show_default="5",
+        help="Take the K most similar tokens of all these frames together, and those that tie.",
+    ),
+    click.option(
+        "--temperature",
+        metavar="T",
+        type=click.FloatRange(min=0, min_open=True),
+        show_default="0.1",
+        help="They count exp(cosine / T).",
+    ),
+    click.option(
+        "--seeds",
+        type=click.Choice(("nearest", "area")),
+        show_default="nearest",
+        help="The first mask's labels of tokens: of the pixel in the middle, or shares of area, "
+        "which lose no object.",
+    ),
+    click.option(
+        "--upsample",
+        type=click.Choice(("bilinear", "nearest")),
+        show_default="bilinear",
+        help="From labels of tokens to labels of pixels.",
+    ),
+)
+@section(
+    "Results",
+    options.output_options,
+    options.replicates_option,
+    click.option(
+        "--baseline",
+        "baselines",
+        type=click.Choice([*BASELINES, "none"]),
+        multiple=True,
+        default=BASELINES,
+        show_default="all three",
+        help="still: the first mask stays. grid: each frame's own mask to the grid and back, which "
+        "is what the grid allows. random: Gaussian tokens. Repeatable.",
+    ),
+    click.option("--per-video", is_flag=True, help="Add rows for each video and each object."),
+    click.option(
+        "--save",
+        metavar="DIR",
+        type=parse_path,
+        help="Make DIR, with the masks found as PNG files in the layout of DAVIS, so that its own "
+        "evaluation can read them.  [default: they are not kept]",
+    ),
+)
+@options.seed_option
+@options.device_option
+@options.jobs_option
+@options.memory_option
+@options.allow_partial_option
+def command(
+    stores: tuple[StorePath, ...],
+    outputs: Outputs,
+    baselines: tuple[str, ...],
+    radius: dict[str, float] | None,
+    save: Path | None,
+    **parameters: Any,
+) -> None:
+    """Carry the first mask of videos to the other frames.
+
+    The labels of a video's first mask go from frame to frame to the tokens that are most similar,
+    and the masks that come out are compared with the annotation as DAVIS-2017 does: region
+    similarity J and contour accuracy F (Walmer et al. 2023, Figs. 10 left, 30, Table 4; Caron et
+    al. 2021). Nothing is trained. Frames are in the store one after the other: extract with --order
+    dataset. What it will cost is logged first.
+
+    \b
+      $ vitsee extract vit_base_patch16_224 --data DAVIS/JPEGImages/480p \\
+          --only DAVIS/ImageSets/2017/val.txt --order dataset --crop-mode squash \\
+          --img-size 448x784 --slab 32 -o davis.zarr
+      $ vitsee propagate davis.zarr --masks DAVIS -o jf.csv --png jf.png
+      $ vitsee propagate normal=224.zarr dense=davis.zarr --masks DAVIS --png both.png > both.csv
+      $ vitsee propagate davis.zarr --masks DAVIS --sites last --save results --per-video > last.csv
+
+    Columns: store, model, site, block, depth, rel_depth, with --per-video video and object, metric
+    (jf, j, f, j_recall, f_recall, j_decay, f_decay), value (a mean over objects), std over objects,
+    the 95 % interval low, high (jackknife over videos), n_objects, n_videos, n_images (frames
+    scored), baseline.
+    """
+    from vitsee_cli.analysis import run_analysis
+    from vitsee_core.analyses import propagate
+
+    reach: dict[str, Any] = {"radius": None, "radius_px": None, **(radius or {})}
+    if "none" in baselines:
+        if len(set(baselines)) > 1:
+            raise click.UsageError("--baseline none excludes the other baselines")
+        baselines = ()
+    run_analysis(
+        propagate.run,
+        propagate.plot,
+        stores,
+        outputs,
+        baselines=baselines,
+        save=save,
+        **reach,
+        **parameters,
+    )

@@ -1,0 +1,307 @@
+"""Propagation: whether tokens of one frame of a video find the same objects in the next ones.
+
+The masks of a video's first frame are carried to the others by the similarity of tokens (see
+`video.propagation` for the algorithm of Jabri et al. 2020, Caron et al. 2021 and Walmer et al.
+2023, Figs. 10 left, 30, Table 4), and compared with the annotation as DAVIS-2017 does (Pont-Tuset
+et al. 2017; `video.scores`):
+
+    j         region similarity, intersection over union       f   contour accuracy
+    jf        (j + f) / 2
+    j_recall  share of frames with j above 0.5                 j_decay   first quarter less last
+
+First means over a video's frames (the first and the last are not scored), then over all objects, as
+the official evaluation does: a video of five objects counts five times.
+
+Three controls stand beside each site: `still` (the first mask stays where it is), `grid` (each
+frame's own mask to the grid and back: what the grid allows), `random` (Gaussian tokens).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitsee_core.arguments import analysis
+from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.plotting import new_figure, styled
+from vitsee_core.progress import counting
+from vitsee_core.replicates import WORD
+from vitsee_core.results import Table
+from vitsee_core.selection import select_each
+from vitsee_core.streaming import thread_map
+from vitsee_core.video.settings import PRESETS, choose_settings
+from vitsee_stores.errors import SiteError, VitseeError, reason
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_core.video.davis import Video
+    from vitsee_core.video.work import Found, Work
+    from vitsee_stores import SiteSpec, Store
+
+log = logging.getLogger(__name__)
+
+NEEDS = ("grid",)
+
+BASELINES = ("still", "grid", "random")
+COLUMNS = (
+    *(*SITE, "video", "object"),
+    *("metric", "value", "std", "low", "high", "n_objects", "n_videos", "n_images", "baseline"),
+)
+UNITS = {
+    "jf": "mean of J and F",
+    "j": "region similarity J",
+    "f": "contour accuracy F",
+}
+HIDDEN = 0.01  # of a frame's pixels, above which it is said
+
+
+@analysis
+def run(
+    *stores: Store,
+    masks: Path,
+    only: Path | None = None,
+    sites: Sequence[str] = (),
+    preset: str | None = None,
+    context: int | None = None,
+    radius: float | None = None,
+    radius_px: float | None = None,
+    window: str | None = None,
+    top: int | None = None,
+    temperature: float | None = None,
+    seeds: str | None = None,
+    upsample: str | None = None,
+    baselines: Sequence[str] = BASELINES,
+    per_video: bool = False,
+    save: Path | None = None,
+    execution: Execution = DEFAULT,
+) -> Table:
+    """One row per site and metric, then those of the baselines.
+
+    Columns: `COLUMNS`; `video`, `object` only with `per_video`: a video's rows have no object.
+    `value`: 0 to 1 (decay -1 to 1), a mean over objects; `std` over objects; `low`, `high`: the
+    95 % interval by a jackknife over videos, NaN with one video. n_images: frames that are scored.
+
+    Memory: see `video.work`, for each of the `jobs` threads.
+
+    Args:
+        stores: of the same frames, extracted with `order="dataset"`; an id's folder is its video.
+        masks: DAVIS' folder, or one with a folder of PNG masks per video; see `video.davis`.
+        only: a file with the names of the videos to use, one per line.
+        sites: names, globs and groups; by default `blocks`, or what the preset takes.
+        preset: `walmer` (the default's numbers), `dino`, `dinov3`; see `video.settings`.
+        context: see `video.settings.Settings`, as for those that follow; None is the preset's.
+        radius: `math.inf` for no window.
+        radius_px: in place of `radius`.
+        window: `square` or `circle`.
+        top: number of tokens.
+        temperature: of their weights.
+        seeds: `nearest` or `area`.
+        upsample: `bilinear` or `nearest`.
+        baselines: some of `BASELINES`.
+        per_video: add rows of each video and object.
+        save: a folder to be made, for the labels found: one PNG per frame as DAVIS' evaluation
+            reads them, below `<video>/`, or `<store>/<site>/<video>/` where there are several.
+        execution: what the work may use; see `Execution`. `images` is refused.
+
+    Raises:
+        MissingInput: a store keeps a site pooled only.
+        SiteError: a site without a grid.
+        VitseeError: see `video.davis.find_videos`, `choose_settings`; `save` exists.
+    """
+    from vitsee_core.device import resolve_device
+    from vitsee_core.video.davis import find_masks, find_videos
+    from vitsee_core.video.summary import INTERVAL, SPREAD, describe_blocks
+    from vitsee_core.video.work import Work
+
+    settings = choose_settings(
+        preset, context=context, radius=radius, radius_px=radius_px, window=window, top=top,
+        temperature=temperature, seeds=seeds, upsample=upsample,
+    )  # fmt: skip
+    for name in baselines:
+        if name not in BASELINES:
+            raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
+    if execution.images is not None:
+        raise VitseeError("propagate looks at whole videos; choose them with only=, not images=")
+    chosen = sites or PRESETS[preset or "walmer"].sites
+    selected = select_each(stores, chosen, _sites_with_grid)
+    files = find_masks(masks)
+    videos = find_videos(selected.stores, files, only)
+    with _saving(save, selected.stores, selected.chosen) as folders:
+        work = Work(
+            selected.stores, selected.chosen, files, settings, tuple(dict.fromkeys(baselines)),
+            execution.seed, resolve_device(execution.device), folders, execution.progress,
+        )  # fmt: skip
+        found = _work_on(work, videos, execution)
+    remarks = _remarks(work, videos, found)
+    for remark in remarks:
+        log.info("%s", remark)
+    notes = {
+        "interval": INTERVAL, "spread": SPREAD,
+        "settings": asdict(settings),
+        **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
+        "seed": execution.seed,
+        "videos": {video.name: len(video.frames) for video in videos},
+        "masks": str(files.root),
+        **selected.notes(),
+        **({"remarks": remarks} if remarks else {}),
+        WORD: {store.label: describe_blocks(videos) for store in selected.stores},
+    }  # fmt: skip
+    names = [name for name in COLUMNS if per_video or name not in ("video", "object")]
+    return Table.from_rows(_rows(work, videos, found, per_video), names, notes)
+
+
+def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+    """The sites of one store, every one with a grid that is stored."""
+    found = store.select(list(patterns))
+    for site in found:
+        if site.layout is None or site.layout.grid is None:
+            raise SiteError(
+                f"{store.label}: {site.name} has no grid of tokens; propagate needs sites that "
+                "have one"
+            )
+        store.acts(site.name, "patches")  # refused where it is pooled only
+    return found
+
+
+def _work_on(work: Work, videos: Sequence[Video], execution: Execution) -> Found:
+    """All videos, in groups spread over threads."""
+    from vitsee_core.video.cost import cost_of, group_bytes
+    from vitsee_core.video.work import Found, group_videos
+
+    jobs = max(1, min(execution.jobs, execution.budget // group_bytes(work, videos)))
+    groups = group_videos(videos, work.stores[0].plan.slab, 2 * jobs)
+    jobs = min(jobs, len(groups))
+    total = Found()
+    with _one_core_each():
+        cost = cost_of(work, videos)
+        log.info("%s", cost.line(jobs))
+        with counting(execution.progress, cost.n_frames * cost.n_runs, "frames"):
+            for part in (execution.map or thread_map(jobs))(work, groups):
+                total.merge(part)
+    return total
+
+
+@contextmanager
+def _one_core_each() -> Iterator[None]:
+    """Threads that start now use one core each: several that share every product wait for each
+    other, and results do not depend on their number."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _saving(
+    save: Path | None, stores: Sequence[Store], sites: Sequence[Sequence[SiteSpec]]
+) -> Iterator[dict[tuple[int, str], Path]]:
+    """(store's number, site) -> the folder of its videos' labels; below a temporary folder, which
+    becomes `save` at the end, so that this exists when it is whole."""
+    if save is None:
+        yield {}
+        return
+    if save.exists() or save.is_symlink():
+        raise VitseeError(f"{save} exists; --save makes a folder: give another name")
+    if not save.absolute().parent.is_dir():
+        raise VitseeError(f"cannot make {save}: there is no folder {save.absolute().parent}")
+    for store in stores:
+        if save.resolve().is_relative_to(store.path.resolve()):
+            raise VitseeError(f"results do not go into a store ({store.path}); name another place")
+        if "/" in store.label or store.label in (".", ".."):
+            raise VitseeError(
+                f"--save makes folders called as the stores are; {store.label} cannot be one"
+            )
+    partial = save.with_name(f".vitsee-{os.getpid()}-{secrets.token_hex(4)}.partial")
+    several = sum(map(len, sites)) > 1
+    try:
+        yield {
+            (number, site.name): partial / store.label / site.name if several else partial
+            for number, (store, own) in enumerate(zip(stores, sites, strict=True))
+            for site in own
+        }
+        os.replace(partial, save)
+    except OSError as error:
+        raise VitseeError(f"cannot write {save}: {reason(error)}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remarks(work: Work, videos: Sequence[Video], found: Found) -> list[str]:
+    """What a reader of the numbers should know."""
+    remarks = []
+    for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
+        grids: dict[tuple[int, int] | None, str] = {}
+        for site in sites:
+            assert site.layout is not None and site.layout.stride_px is not None
+            grids.setdefault(site.layout.grid, site.name)
+            most = work.settings.most(site.layout.stride_px)
+            if work.settings.top > most:
+                remarks.append(
+                    f"{store.label} {site.name}: the window has {most:g} tokens in all frames: "
+                    f"--top {work.settings.top} takes them all"
+                )
+        for grid, site_name in grids.items():
+            assert grid is not None
+            key = number, site_name, ""
+            which = f"{store.label}, {grid[0]} x {grid[1]} tokens"
+            lost = found.lost[key].values()
+            if n_lost := sum(one.n_lost for one in lost):
+                area = "; --seeds area keeps them" if work.settings.seeds == "nearest" else ""
+                remarks.append(
+                    f"{which}: {n_lost} of {sum(one.n_objects for one in lost)} objects of the "
+                    f"first masks are lost: no token stands for them{area}"
+                )
+            hidden = found.hidden[key]
+            worst = max(hidden, key=lambda name: hidden[name])
+            if hidden[worst] > HIDDEN:
+                remarks.append(
+                    f"{which}: no token sees {100 * hidden[worst]:.0f} % of the frames of {worst}, "
+                    "which is taken for background (extract --crop-mode squash keeps it all)"
+                )
+    return remarks
+
+
+def _rows(
+    work: Work, videos: Sequence[Video], found: Found, per_video: bool
+) -> Iterator[dict[str, Any]]:
+    """The rows about the models, then those of the baselines."""
+    from vitsee_core.video.summary import Summary
+
+    for baseline in ("", *work.baselines):
+        for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
+            for site in sites:
+                place = {**site_columns(store, site), "video": "", "baseline": baseline}
+                summary = Summary.of_scores(videos, found.scores[number, site.name, baseline])
+                yield from (place | row for row in summary.rows(per_video))
+
+
+@styled
+def plot(table: Table) -> Figure:
+    """J&F, J and F against relative depth, a curve per store with its interval over videos as a
+    band, baselines dashed (Walmer et al. 2023, Figs. 10 left, 30)."""
+    if "video" in table.columns:
+        table = table.where(video="")
+    metrics = [metric for metric in UNITS if metric in table.unique("metric")]
+    drawn = table.where(metric=metrics)
+    figure = new_figure(0.6 + 3.6 * len(metrics), 3.6)
+    panels = figure.subplots(1, len(metrics), squeeze=False, sharey=True)[0]
+    for axes, metric in zip(panels, metrics, strict=True):
+        draw_depth_curves(axes, table.where(metric=metric), ylabel=UNITS[metric], among=drawn)
+    n = ", ".join(str(n) for n in table.unique("n_videos"))
+    panels[0].set_title(f"propagated masks ({n} videos)")
+    add_curve_legend(figure, list(panels))
+    return figure

@@ -1,0 +1,161 @@
+"""Between a frame's pixels and the cells of the grid that lie on it.
+
+Whole pixels and cells are taken as Pillow's nearest resize takes them, its rounding included: where
+the grid covers the frame exactly this is the resize of the released code, to the bit. Frames that
+were cropped or padded are the general case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitsee_core.types import Float, Float32, Integers
+from vitsee_stores.errors import SiteError, VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_core.images.placement import Placement
+    from vitsee_stores.layout import TokenLayout
+
+_WHOLE = 1e-6  # edges nearer than this to a pixel's are that pixel's
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a frame and of its cells.
+
+    first, stop: the cells on the frame. length: pixels of the frame. low, high: where these cells
+    begin and end, in its pixels; beyond it where it was padded. cell: input pixels of a cell, to
+    which it is enlarged.
+    """
+
+    first: int
+    stop: int
+    length: int
+    low: float
+    high: float
+    cell: int
+
+    @property
+    def n(self) -> int:
+        """Cells on the frame."""
+        return self.stop - self.first
+
+    def pixels_of_cells(self) -> Integers:
+        """(cells,) the pixel in the middle of each cell; of a cell whose middle is beyond the frame
+        the pixel at its border."""
+        return np.clip(nearest_places(self.length, self.n, self.low, self.high), 0, self.length - 1)
+
+    def cells_of_pixels(self, per_cell: int) -> Integers:
+        """(pixels,) for each pixel the part of a cell that it lies in, of `per_cell` parts each;
+        -1 for pixels that no cell has seen."""
+        n = self.n * per_cell
+        scale = n / (self.high - self.low)
+        low, high = (_whole((edge - self.low) * scale) for edge in (0, self.length))
+        found = nearest_places(n, self.length, low, high)
+        return np.where((found < 0) | (found >= n), -1, found)
+
+    def weights(self) -> Float:
+        """(cells, pixels) how much of each pixel lies in a cell."""
+        edges = self.low + (self.high - self.low) / self.n * np.arange(self.n + 1)
+        pixels = np.arange(self.length)
+        low = np.maximum(edges[:-1, None], pixels)
+        high = np.minimum(edges[1:, None], pixels + 1)
+        found: Float = np.maximum(high - low, 0.0)
+        return found
+
+
+@dataclass(frozen=True)
+class FrameMap:
+    """Both axes of a frame."""
+
+    y: Axis
+    x: Axis
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of cells on the frame."""
+        return self.y.n, self.x.n
+
+    def cells(self, tokens: NDArray[np.floating]) -> NDArray[np.floating]:
+        """The cells on the frame; tokens: (rows, cols, dim) of the site's grid."""
+        return tokens[self.y.first : self.y.stop, self.x.first : self.x.stop]
+
+    def seeds(self, labels: NDArray[np.uint8], n_classes: int, how: str) -> Float32:
+        """(rows, cols, classes) labels of the cells, adding up to 1.
+
+        Args:
+            labels: (height, width) numbers of classes.
+            n_classes: the background among them.
+            how: `nearest`: the class of the pixel in the middle; `area`: each class's share.
+        """
+        classes = np.arange(n_classes)
+        if how == "nearest":
+            seen = labels[self.y.pixels_of_cells()[:, None], self.x.pixels_of_cells()]
+            only: Float32 = (seen[..., None] == classes).astype(np.float32)
+            return only
+        down, across = self.y.weights(), self.x.weights()
+        shares = np.stack([down @ (labels == i) @ across.T for i in classes], -1)
+        # A cell may lie beyond the frame by a hair's breadth only: its middle does not.
+        whole: Float32 = (shares / shares.sum(-1, keepdims=True)).astype(np.float32)
+        return whole
+
+    def hidden(self) -> float:
+        """The share of the frame that no cell has seen."""
+        seen = [float((axis.cells_of_pixels(1) >= 0).mean()) for axis in (self.y, self.x)]
+        return 1 - seen[0] * seen[1]
+
+
+def frame_map(
+    site: str, layout: TokenLayout | None, place: Placement, size: tuple[int, int]
+) -> FrameMap:
+    """How a frame lies on a site's grid.
+
+    Args:
+        site: its name.
+        layout: of the site.
+        place: of the frame on the model's input.
+        size: height and width of the frame.
+
+    Raises:
+        SiteError: the site has no grid, or does not say where it lies.
+        VitseeError: no cell lies on the frame.
+    """
+    if layout is None or layout.grid is None or layout.stride_px is None:
+        raise SiteError(f"{site} has no grid of tokens; propagate needs sites that have one")
+    parts = zip(
+        layout.grid, layout.stride_px, layout.offset_px, size,
+        ((place.top, place.bottom), (place.left, place.right)), strict=True,
+    )  # fmt: skip
+    axes = [_axis(*part) for part in parts]
+    if 0 in (axes[0].n, axes[1].n):
+        raise VitseeError(f"no token of {site} lies on frames of {size[1]} x {size[0]} pixels")
+    return FrameMap(*axes)
+
+
+def _axis(n_cells: int, step: float, start: float, length: int, edges: tuple[float, float]) -> Axis:
+    middle = start + (np.arange(n_cells) + 0.5) * step
+    on = np.flatnonzero((middle >= edges[0]) & (middle <= edges[1]))
+    first, stop = (int(on[0]), int(on[-1]) + 1) if len(on) else (0, 0)
+    scale = length / (edges[1] - edges[0])
+    low, high = (_whole((start + i * step - edges[0]) * scale) for i in (first, stop))
+    return Axis(first, stop, length, low, high, max(1, round(step)))
+
+
+def nearest_places(n: int, n_out: int, low: float, high: float) -> Integers:
+    """(n_out,) which of n places each of `n_out` equal parts of `low` to `high` has its middle in,
+    by Pillow's nearest resize; below 0 and from n on beyond them."""
+    begin, end = min(0, int(np.floor(low))), max(n, int(np.ceil(high)))
+    ramp = Image.fromarray(np.arange(begin, end, dtype=np.int32)[None])
+    box = (low - begin, 0, high - begin, 1)
+    resized = ramp.resize((n_out, 1), Image.Resampling.NEAREST, box)
+    found: Integers = np.asarray(resized)[0].astype(np.int64)
+    return found
+
+
+def _whole(edge: float) -> float:
+    return float(round(edge)) if abs(edge - round(edge)) < _WHOLE else float(edge)

@@ -1,0 +1,106 @@
+"""How labels are propagated, and the published choices by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vitsee_stores.errors import VitseeError
+
+WINDOWS = ("square", "circle")
+SEEDS = ("nearest", "area")
+UPSAMPLES = ("bilinear", "nearest")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See `propagation`.
+
+    context: how many of the last frames count beside the first. radius: of the window, in tokens;
+    radius_px: in input pixels, in its place; both None: no window. window: `square` (|dy| and |dx|
+    up to the radius) or `circle`. top: how many tokens count; more where they tie. temperature: of
+    their weights. seeds: how the first mask becomes labels of tokens, `nearest` (the pixel in the
+    middle; small objects vanish) or `area` (shares). upsample: how these become pixels, `bilinear`
+    or `nearest`.
+    """
+
+    context: int = 7
+    radius: float | None = 12.0
+    radius_px: float | None = None
+    window: str = "square"
+    top: int = 5
+    temperature: float = 0.1
+    seeds: str = "nearest"
+    upsample: str = "bilinear"
+
+    def radii(self, stride_px: tuple[float, float]) -> tuple[float, float] | None:
+        """The window's radius in rows and in columns of a grid; None for no window."""
+        if self.radius_px is not None:
+            return self.radius_px / stride_px[0], self.radius_px / stride_px[1]
+        return None if self.radius is None else (self.radius, self.radius)
+
+    def most(self, stride_px: tuple[float, float]) -> float:
+        """How many tokens a window over all its frames has at most."""
+        radii = self.radii(stride_px)
+        if radii is None:
+            return math.inf
+        return (2 * int(radii[0]) + 1) * (2 * int(radii[1]) + 1) * (self.context + 1)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """settings; sites: what is propagated unless the user says otherwise; source: in words."""
+
+    settings: Settings
+    sites: tuple[str, ...]
+    source: str
+
+
+PRESETS = {
+    "walmer": Preset(
+        Settings(),
+        ("blocks",),
+        "Walmer et al. 2023, Figs. 10 left and 30, Table 4: the raw outputs of the blocks",
+    ),
+    "dino": Preset(
+        Settings(),
+        ("norm",),
+        "Caron et al. 2021: the last block after the final norm; frames with a short side of 480, "
+        "the long side a multiple of 64",
+    ),
+    "dinov3": Preset(
+        Settings(temperature=0.2, window="circle", upsample="nearest"),
+        ("norm",),
+        "Simeoni et al. 2025, notebook segmentation_tracking: frames with a short side of 960",
+    ),
+}
+
+
+def choose_settings(preset: str | None, **own: Any) -> Settings:
+    """The settings of a preset (`walmer` by default) and a user's own, which count more; None
+    stands for those of the preset, and a `radius` of `math.inf` for no window.
+
+    Raises:
+        VitseeError: an unknown preset or choice, or a number that is none of its kind.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+    base = PRESETS[preset or "walmer"].settings
+    values = {field.name: getattr(base, field.name) for field in fields(Settings)}
+    values |= {name: value for name, value in own.items() if value is not None}
+    if values["radius_px"] is not None or values["radius"] == math.inf:
+        values["radius"] = None
+    found = Settings(**values)
+    for name, known in (("window", WINDOWS), ("seeds", SEEDS), ("upsample", UPSAMPLES)):
+        if getattr(found, name) not in known:
+            raise VitseeError(f"no {name} {getattr(found, name)!r}; expected {' or '.join(known)}")
+    for name, least in (("context", 0), ("top", 1)):
+        if getattr(found, name) < least:
+            raise VitseeError(f"{name} is {getattr(found, name)}; expected at least {least}")
+    for radius in (found.radius, found.radius_px):
+        if radius is not None and not 0 <= radius < math.inf:
+            raise VitseeError(f"the radius is {radius:g}; expected 0 or more")
+    if not 0 < found.temperature < math.inf:
+        raise VitseeError(f"the temperature is {found.temperature:g}; expected a number above 0")
+    return found
