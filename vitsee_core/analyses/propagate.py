@@ -28,6 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -297,10 +299,15 @@ def plot(table: Table) -> Figure:
         table = table.where(video="")
     metrics = [metric for metric in UNITS if metric in table.unique("metric")]
     drawn = table.where(metric=metrics)
+    # Scores lie between 0 and 1; an interval of few videos need not.
+    for name in ("low", "high"):
+        drawn.columns[name] = np.clip(drawn[name].astype(float), 0, 1)
+    top = max(np.nanmax(drawn[name].astype(float), initial=0) for name in ("value", "high"))
     figure = new_figure(0.6 + 3.6 * len(metrics), 3.6)
-    panels = figure.subplots(1, len(metrics), squeeze=False, sharey=True)[0]
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for axes, metric in zip(panels, metrics, strict=True):
-        draw_depth_curves(axes, table.where(metric=metric), ylabel=UNITS[metric], among=drawn)
+        draw_depth_curves(axes, drawn.where(metric=metric), ylabel=UNITS[metric], among=drawn)
+        axes.set_ylim(0, 1.05 * top if top else 1)
     n = ", ".join(str(n) for n in table.unique("n_videos"))
     panels[0].set_title(f"propagated masks ({n} videos)")
     add_curve_legend(figure, list(panels))

@@ -1,0 +1,211 @@
+"""Propagation: known tokens, the released algorithm as loops, controls, intervals."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.reference_davis import evaluated, pixels_of, propagated
+from tests.videos import CELL, METRICS, Array, plant, store_of, two_videos, value
+from vitsee_core.analyses.propagate import COLUMNS, plot, run
+from vitsee_core.statistics.jackknife import interval
+from vitsee_core.video import davis
+from vitsee_core.video.davis import find_masks, find_videos
+from vitsee_core.video.work import group_videos
+
+
+def scene(n_frames: int = 6, seed: int = 0) -> tuple[Array, Array]:
+    """A video of two squares that move by whole cells of 8 pixels over a patterned ground; tokens
+    are its colours: (frames, 48, 80) numbers of objects, (frames, 6, 10, dim)."""
+    cells = np.zeros((n_frames, 6, 10), np.int64)
+    for t in range(n_frames):
+        cells[t, 1:4, t : t + 3] = 1
+        cells[t, 4:6, 6:9] = 2
+    ground = np.random.default_rng(seed).permutation(np.repeat(np.arange(6), 10)).reshape(6, 10)
+    colours = np.where(cells > 0, cells + 5, ground)
+    labels = np.repeat(np.repeat(cells, CELL, 1), CELL, 2)
+    return labels, np.eye(8)[colours]
+
+
+# ------------------------------------------------------------------------------- known tokens
+
+
+def test_tokens_that_tell_objects_reach_the_grids_ceiling(tmp_path: Path) -> None:
+    labels, tokens = scene()
+    store = store_of(tmp_path / "s.zarr", {"a": tokens}, (48, 80))
+    table = run(store, masks=plant(tmp_path / "D", {"a": labels}))
+    assert tuple(table.columns) == tuple(c for c in COLUMNS if c not in ("video", "object"))
+    assert table.where(baseline="")["metric"].tolist() == METRICS
+    for metric in METRICS:
+        assert value(table, metric) == value(table, metric, baseline="grid")
+    assert value(table, "j") > 0.85  # corners are rounded
+    exact = run(store, masks=tmp_path / "D", upsample="nearest")
+    assert [value(exact, m) for m in METRICS] == [1, 1, 1, 1, 1, 0, 0]
+    assert value(exact, "j", baseline="still") < 0.9
+    assert value(exact, "jf", baseline="random") < 0.6
+
+
+def test_a_leak_becomes_a_whole_object(tmp_path: Path) -> None:
+    """The published flaw: a colour of fewer tokens than are taken is filled up with unlike ones, at
+    exp(0); where that is all a class gets, its minimum and maximum make it a full object."""
+    cells = np.zeros((3, 6, 10), np.int64)
+    cells[:, 2, 4] = 1  # one token of its colour; gone from the second frame on
+    labels = np.repeat(np.repeat(cells, CELL, 1), CELL, 2)
+    cells[1:] = 0
+    cells[1:, 0, 0] = 2  # of a colour that no frame had
+    store = store_of(tmp_path / "s.zarr", {"a": np.eye(3)[cells]}, (48, 80))
+    masks = plant(tmp_path / "D", {"a": labels})
+    run(store, masks=masks, save=tmp_path / "saved")
+    found = np.asarray(Image.open(tmp_path / "saved" / "a" / "00001.png"))
+    assert (found == 1).any()  # all of its 60 tokens tie at a cosine of 0: 1/60 of it is the object
+    run(store, masks=masks, save=tmp_path / "clean", context=0, radius=1.0)
+    assert not np.asarray(Image.open(tmp_path / "clean" / "a" / "00001.png")).any()
+
+
+def test_random_tokens_against_the_loop(tmp_path: Path) -> None:
+    """Scores of the loop's labels, made pixels by the released code's steps."""
+    store, masks = two_videos(tmp_path)
+    table = run(store, masks=masks, per_video=True, radius=2.0, save=tmp_path / "saved")
+    seeds_of = Image.Resampling.NEAREST
+    for name, n in (("a", 7), ("b", 5)):
+        first = Image.open(masks / "Annotations/480p" / name / "00000.png")
+        small = np.asarray(first.resize((10, 6), seeds_of))
+        seeds = np.eye(small.max() + 1)[small]
+        rows = slice(0, 7) if name == "a" else slice(7, 12)
+        tokens = store.acts("blocks.0.out", "patches")[rows]
+        for frame, soft in enumerate(propagated(tokens, seeds, radii=(2, 2))):
+            saved = np.asarray(Image.open(tmp_path / "saved" / name / f"{frame:05d}.png"))
+            if frame == 0:
+                assert (saved == np.asarray(first)).all()
+            else:
+                # A pixel where two classes are equal may go either way by rounding.
+                assert (saved != pixels_of(soft, CELL, (48, 80))).mean() < 2e-3
+        assert len(list((tmp_path / "saved" / name).iterdir())) == n
+    expected = evaluated(tmp_path / "saved", masks / "Annotations/480p", ["a", "b"])
+    for metric in METRICS:
+        assert value(table, metric, video="") == pytest.approx(expected[metric], abs=1e-12)
+
+
+def test_rows_of_videos_and_objects(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    table = run(store, masks=masks, per_video=True, save=tmp_path / "saved")
+    assert tuple(table.columns) == COLUMNS
+    of_a = evaluated(tmp_path / "saved", masks / "Annotations/480p", ["a"])
+    of_b = evaluated(tmp_path / "saved", masks / "Annotations/480p", ["b"])
+    for metric in METRICS:
+        a, b = (value(table, metric, video=name, object=None) for name in "ab")
+        assert [a, b] == pytest.approx([of_a[metric], of_b[metric]])
+        both = [value(table, metric, video="a", object=i) for i in (1, 2)]
+        assert np.mean(both) == pytest.approx(a)
+        # three objects, of which a has two: its video counts twice
+        assert value(table, metric, video="") == pytest.approx((2 * a + b) / 3)
+        row = table.where(metric=metric, baseline="", video="")
+        std = np.std([*both, b], ddof=1)
+        assert row["std"][0] == pytest.approx(std)
+        # the jackknife: without b, without a
+        assert table.replicates is not None
+        without = table.replicates[(table["metric"] == metric) & (table["baseline"] == "")][0]
+        assert without.tolist() == pytest.approx([b, a])
+        _, low, high = interval(np.asarray(row["value"][0]), np.array([b, a]))
+        assert [row["low"][0], row["high"][0]] == pytest.approx([low, high])
+    counts = table.where(metric="j", baseline="")
+    assert counts["n_objects"].tolist() == [3, 2, 1, 1, 1, 1]
+    assert counts["n_videos"].tolist() == [2, 1, 1, 1, 1, 1]
+    assert counts["n_images"].tolist() == [8, 5, 5, 5, 3, 3]
+    assert counts["video"].tolist() == ["", "a", "a", "a", "b", "b"]
+    spread = table.where(metric="j", baseline="", video="a", object=1)["std"]
+    assert 0 < float(spread[0]) < 1
+
+
+def test_swapping_objects_swaps_their_rows(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    table = run(store, masks=masks, per_video=True)
+    for path in (masks / "Annotations/480p/a").iterdir():
+        labels = np.asarray(Image.open(path))
+        davis.write_mask(path, np.array([0, 2, 1], np.uint8)[labels])
+    other = run(store, masks=masks, per_video=True)
+    for metric in METRICS:
+        for i in (1, 2):
+            mine = value(table, metric, video="a", object=i)
+            assert value(other, metric, video="a", object=3 - i) == mine
+
+
+def test_controls(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    table = run(store, masks=masks)
+    still = tmp_path / "still"
+    shutil.copytree(masks / "Annotations/480p", still)
+    for video in still.iterdir():
+        first = (video / "00000.png").read_bytes()
+        for path in video.iterdir():
+            path.write_bytes(first)
+    expected = evaluated(still, masks / "Annotations/480p", ["a", "b"])
+    for metric in METRICS:
+        assert value(table, metric, baseline="still") == pytest.approx(expected[metric], abs=1e-12)
+    # the grid: each frame's own mask by the released code's steps
+    for path in still.rglob("*.png"):
+        own = Image.open(masks / "Annotations/480p" / path.parent.name / path.name)
+        small = np.asarray(own.resize((10, 6), Image.Resampling.NEAREST))
+        davis.write_mask(path, pixels_of(np.eye(3)[small], CELL, (48, 80)))
+    expected = evaluated(still, masks / "Annotations/480p", ["a", "b"])
+    for metric in METRICS:
+        assert value(table, metric, baseline="grid") == pytest.approx(expected[metric], abs=1e-12)
+    # random tokens are those of the seed, whatever the store's are
+    again = run(store, masks=masks, baselines=["random"], seed=0)
+    assert value(again, "jf", baseline="random") == value(table, "jf", baseline="random")
+    assert again.unique("baseline") == ["", "random"]
+    other = run(store, masks=masks, baselines=["random"], seed=1)
+    assert value(other, "jf", baseline="random") != value(table, "jf", baseline="random")
+    assert run(store, masks=masks, baselines=[]).unique("baseline") == [""]
+
+
+@pytest.mark.parametrize(("slab", "jobs"), [(1, 1), (5, 2), (64, 2), (4, 3)])
+def test_results_do_not_depend_on_slabs_and_jobs(tmp_path: Path, slab: int, jobs: int) -> None:
+    store, masks = two_videos(tmp_path)
+    expected = run(store, masks=masks, per_video=True)
+    other = two_videos(tmp_path / "other", slab=slab)[0]
+    for more in ({"jobs": jobs}, {"map": ThreadPoolExecutor(2).map}):
+        table = run(other, masks=masks, per_video=True, **more)
+        assert expected["value"].tolist() == table["value"].tolist()
+
+
+def test_work_travels_to_other_processes(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+
+    def pickled(function: Callable[[Any], Any], items: Any) -> Any:
+        return [pickle.loads(pickle.dumps(function))(item) for item in items]
+
+    expected, found = run(store, masks=masks), run(store, masks=masks, map=pickled)
+    assert expected["value"].tolist() == found["value"].tolist()
+
+
+def test_videos_of_a_slab_go_together(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    videos = find_videos([store], find_masks(masks))
+    names = [[v.name for v in group] for group in group_videos(videos, 64, 1)]
+    assert names == [["a", "b"]]
+    assert len(group_videos(videos, 64, 5)) == len(group_videos(videos, 7, 1)) == 2
+
+
+def test_several_stores_and_sites(tmp_path: Path) -> None:
+    """The random row is one number for every site of a width, and each store has its own rows."""
+    store, masks = two_videos(tmp_path)
+    other = two_videos(tmp_path / "b", slab=7)[0]
+    other.label = "b"
+    table = run(store, other, masks=masks)
+    assert table.unique("store") == ["s", "b"]
+    for metric in METRICS:
+        for baseline in ("", "grid", "random"):
+            rows = table.where(metric=metric, baseline=baseline)
+            assert rows["value"][0] == rows["value"][1]
+    figure = plot(table)
+    assert [axes.get_ylabel().split()[-1] for axes in figure.axes] == ["F", "J", "F"]
+    assert figure.axes[0].get_title(loc="left") or figure.axes[0].get_title()

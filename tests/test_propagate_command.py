@@ -1,0 +1,429 @@
+"""vitsee propagate: what is refused and remarked, the command, and the miniature DAVIS."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from tests.extractions import extracted
+from tests.reference_davis import evaluated
+from tests.stores import write_sites
+from tests.videos import CELL, METRICS, plant, store_of, two_videos, value
+from vitsee_cli.main import main
+from vitsee_core.analyses.propagate import run
+from vitsee_core.demo.davis import CLIPS, write_davis
+from vitsee_core.results import Table
+from vitsee_core.video.davis import find_masks, find_videos, palette
+from vitsee_core.video.work import Work
+from vitsee_stores import open_store
+from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
+from vitsee_stores.layout import TokenLayout
+
+
+def invoke(*args: object) -> Result:
+    return CliRunner().invoke(main, ["propagate", *map(str, args)])
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def change_mask(path: Path, change: Callable[[Image.Image], Image.Image]) -> None:
+    with Image.open(path) as image:
+        image.load()
+    change(image).save(path)
+
+
+def colours(image: Image.Image) -> Image.Image:
+    return image.convert("RGB")
+
+
+def emptied(image: Image.Image) -> Image.Image:
+    void = np.full((image.height, image.width), 255, np.uint8)
+    return Image.fromarray(np.where(np.asarray(image) > 0, void, 0))
+
+
+REFUSED: list[tuple[str, Callable[[Path], object], str]] = [
+    (
+        "first",
+        lambda a: (a / "00000.png").unlink(),
+        "no mask .*a/00000.png of the first frame of a",
+    ),
+    (
+        "one",
+        lambda a: (a / "00003.png").unlink(),
+        r"a has 7 frames and no mask of 1 of them \(00003\): only videos with a mask per frame",
+    ),
+    (
+        "beyond",
+        lambda a: shutil.copy(a / "00000.png", a / "00007.png"),
+        r"masks of frames that are not in the store \(00007\); expected all frames of a",
+    ),
+    (
+        "colours",
+        lambda a: change_mask(a / "00002.png", colours),
+        "a/00002.png has mode RGB; expected a mask of numbers of objects",
+    ),
+    (
+        "size",
+        lambda a: change_mask(a / "00002.png", lambda image: image.resize((40, 24))),
+        "00002.png is 40 x 24 pixels, its frame 80 x 48; expected masks of the frames' size",
+    ),
+    (
+        "empty",
+        lambda a: change_mask(a / "00000.png", emptied),
+        r"a/00000.png shows no object; expected numbers from 1 .* \(255 is void\)",
+    ),
+    ("damaged", lambda a: (a / "00001.png").write_bytes(b"\x89PNG\r\n"), "a/00001.png: "),
+]
+
+
+@pytest.mark.parametrize(("_name", "change", "line"), REFUSED, ids=[name for name, *_ in REFUSED])
+def test_masks_that_are_refused(
+    tmp_path: Path, _name: str, change: Callable[[Path], object], line: str
+) -> None:
+    store, masks = two_videos(tmp_path)
+    change(masks / "Annotations/480p/a")
+    with pytest.raises(VitseeError, match=line):
+        run(store, masks=masks, save=tmp_path / "saved")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["DAVIS", "s.zarr"]
+
+
+def test_hostile_masks(tmp_path: Path) -> None:
+    """A header that claims more pixels than memory holds."""
+    store, masks = two_videos(tmp_path)
+    path = masks / "Annotations/480p/a/00000.png"
+    data = bytearray(path.read_bytes())
+    data[16:24] = (10**6).to_bytes(4, "big") * 2
+    path.write_bytes(bytes(data))
+    with pytest.raises(VitseeError, match=r"a/00000\.png"):
+        run(store, masks=masks)
+
+
+STORES: list[tuple[dict[str, Any], str]] = [
+    ({"order": "shuffled"}, "s holds its images in random order; .* --order dataset"),
+    (
+        {"ids": [f"a/{i:05d}.jpg" for i in (*range(7), *range(10, 15))]},
+        r"a has 12 frames and no mask of 5 of them \(00010, 00011 and 3 more\)",
+    ),
+    (
+        {"ids": [f"{'a' if i % 2 else 'b'}/{i:05d}.jpg" for i in range(12)]},
+        "s: the frames of b are not consecutive",
+    ),
+    (
+        {"ids": [f"{'x' if i < 7 else 'y'}/a/{i:05d}.jpg" for i in range(12)]},
+        "s has two videos called a: x/a and y/a; give them different names",
+    ),
+    (
+        {"ids": [f"{i}.jpg" for i in range(12)]},
+        "s: 0.jpg has no folder, which would name its video; expected ids like bear/00000.jpg",
+    ),
+    (
+        {"ids": [f"a/{i}.jpg" for i in (0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9)]},
+        "s: in a frame 2 follows 11; expected frames in the order of their names",
+    ),
+    (
+        {"ids": [f"{i // 2}/{i}.jpg" for i in range(12)]},
+        "s: 0 has 2 frames; expected at least 3, as the first and the last are not scored",
+    ),
+    ({"valid": [1] * 8 + [0] + [1] * 3}, "s: b/00001.jpg could not be read; .* every frame of b"),
+    (
+        {"sizes": [[48, 80]] * 3 + [[40, 80]] * 9},
+        "s: the frames of a have different sizes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("more", "line"), STORES)
+def test_stores_that_are_refused(tmp_path: Path, more: dict[str, Any], line: str) -> None:
+    store, masks = two_videos(tmp_path, **more)
+    with pytest.raises(VitseeError, match=line):
+        run(store, masks=masks)
+
+
+def test_sites_that_are_refused(tmp_path: Path) -> None:
+    _, masks = two_videos(tmp_path)
+    rows = np.zeros((12, 60, 4))
+    ids = [*(f"a/{i:05d}.jpg" for i in range(7)), *(f"b/{i:05d}.jpg" for i in range(5))]
+    layout = TokenLayout((), (6, 10), stride_px=(CELL, CELL))
+    of: dict[str, Any] = {"order": "dataset", "sizes": (48, 80), "ids": ids, "layout": layout}
+    vectors = write_sites(tmp_path / "v.zarr", {"out": rows, "pooled": rows[:, 0]}, **of)
+    with pytest.raises(SiteError, match="v: pooled has no grid of tokens; propagate needs sites"):
+        run(vectors, masks=masks, sites=["blocks", "pooled"])
+    pooled = write_sites(tmp_path / "p.zarr", {"out": rows}, tokens="pooled", **of)
+    with pytest.raises(MissingInput, match="p keeps out pooled only: extract it with --tokens"):
+        run(pooled, masks=masks)
+
+
+def test_stores_that_do_not_go_together(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    tokens = {"a": np.ones((7, 6, 10, 2)), "c": np.ones((5, 6, 10, 2))}
+    other = store_of(tmp_path / "o.zarr", tokens, (48, 80))
+    with pytest.raises(StoreMismatch, match=r"s and o hold other videos \(b, c in one of them"):
+        run(store, other, masks=masks)
+    only = tmp_path / "only.txt"
+    only.write_text("a\n")
+    assert run(store, other, masks=masks, only=only)["n_videos"].tolist()[0] == 1
+    tokens = {"a": np.ones((6, 6, 10, 2)), "b": np.ones((5, 6, 10, 2))}
+    shorter = store_of(tmp_path / "q.zarr", tokens, (48, 80))
+    with pytest.raises(StoreMismatch, match="s and q hold other frames of a"):
+        run(store, shorter, masks=masks)
+
+
+def test_only(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    only = tmp_path / "only.txt"
+    only.write_text("b\n\n")
+    table = run(store, masks=masks, only=only, per_video=True)
+    assert table.unique("video") == ["", "b"]
+    both = run(store, masks=masks, per_video=True)
+    for metric in METRICS:
+        assert value(table, metric, video="") == value(both, metric, video="b", object=None)
+    only.write_text("a/00002\n")
+    with pytest.raises(VitseeError, match="names some frames of a and not all; expected the names"):
+        run(store, masks=masks, only=only)
+    only.write_text("b\nzebra\n")
+    with pytest.raises(VitseeError, match="zebra"):
+        run(store, masks=masks, only=only)
+
+
+def test_folders_of_masks(tmp_path: Path) -> None:
+    _, masks = two_videos(tmp_path)
+    for path in (masks, masks / "Annotations", masks / "Annotations/480p"):
+        assert find_masks(path).root == masks / "Annotations/480p"
+    (tmp_path / "none").mkdir()
+    with pytest.raises(VitseeError, match=r"no masks in .*none; expected files like Annotations"):
+        find_masks(tmp_path / "none")
+    with pytest.raises(VitseeError, match=r"no folder .*nowhere; expected that of DAVIS"):
+        find_masks(tmp_path / "nowhere")
+
+
+def test_an_unfinished_store(tmp_path: Path) -> None:
+    """Only whole videos of committed slabs."""
+    store, masks = two_videos(tmp_path, slab=4, slabs=[0, 1])
+    assert not store.complete
+    table = run(store, masks=masks, per_video=True)
+    assert table.unique("video") == ["", "a"]
+    none, _ = two_videos(tmp_path / "none", slab=4, slabs=[1])
+    with pytest.raises(VitseeError, match="s holds no whole video"):
+        run(none, masks=masks)
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    with pytest.raises(VitseeError, match="no baseline 'chance'; expected still, grid, random"):
+        run(store, masks=masks, baselines=["chance"])
+    with pytest.raises(VitseeError, match="whole videos; choose them with only=, not images="):
+        run(store, masks=masks, images=3)
+    with pytest.raises(VitseeError, match="DAVIS exists; --save makes a folder: give another name"):
+        run(store, masks=masks, save=masks)
+    with pytest.raises(VitseeError, match="there is no folder"):
+        run(store, masks=masks, save=tmp_path / "no" / "saved")
+    with pytest.raises(VitseeError, match="results do not go into a store"):
+        run(store, masks=masks, save=store.path / "saved")
+    other = two_videos(tmp_path / "b")[0]
+    other.label = "../x"
+    with pytest.raises(VitseeError, match="--save makes folders called as the stores are"):
+        run(store, other, masks=masks, save=tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+# ------------------------------------------------------------------------------- remarks
+
+
+def test_what_a_reader_should_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lost objects, hidden parts, a window that is smaller than what is taken."""
+    labels = np.zeros((4, 48, 80), np.uint8)
+    labels[:, 8:40, 8:40] = 1
+    labels[:, 0, 70] = 2  # one pixel, in no cell's middle
+    store = store_of(
+        tmp_path / "s.zarr", {"a": np.random.default_rng(0).normal(size=(4, 6, 10, 3))}, (48, 80)
+    )
+    masks = plant(tmp_path / "D", {"a": labels})
+    with caplog.at_level(logging.INFO):
+        table = run(store, masks=masks, radius=0.0, context=1)
+    lost = (
+        "s, 6 x 10 tokens: 1 of 2 objects of the first masks are lost: no token stands for them; "
+        "--seeds area keeps them"
+    )
+    capped = "s blocks.0.out: the window has 2 tokens in all frames: --top 5 takes them all"
+    assert table.notes["remarks"] == [capped, lost]
+    assert {capped, lost} <= {record.getMessage() for record in caplog.records}
+    assert any("3 frames, 2 times (sites and noise)" in r.getMessage() for r in caplog.records)
+    assert "remarks" not in run(store, masks=masks, seeds="area").notes
+
+
+def test_frames_that_were_cropped(tmp_path: Path) -> None:
+    labels = np.zeros((4, 48, 160), np.uint8)
+    labels[:, 8:40, 60:100] = 1
+    transform = {
+        "input_size": [3, 48, 80], "interpolation": "bilinear", "crop_pct": 1.0,
+        "crop_mode": "center", "mean": [0.5] * 3, "std": [0.5] * 3,
+    }  # fmt: skip
+    cells = np.zeros((4, 6, 10), np.int64)
+    cells[:, 1:5, 2:8] = 1
+    store = store_of(tmp_path / "s.zarr", {"a": np.eye(2)[cells]}, (48, 160), transform=transform)
+    table = run(store, masks=plant(tmp_path / "D", {"a": labels}), upsample="nearest")
+    assert table.notes["remarks"] == [
+        "s, 6 x 10 tokens: no token sees 50 % of the frames of a, which is taken for background "
+        "(extract --crop-mode squash keeps it all)"
+    ]
+    # 48 of the 40 columns, all 32 rows: the object begins and ends within a cell
+    assert value(table, "j") == pytest.approx(40 / 48)
+
+
+# ------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A miniature DAVIS and the store of its validation videos."""
+    folder = tmp_path_factory.mktemp("davis")
+    write_davis(folder / "DAVIS")
+    extracted(
+        "test_vit", "--random-init", 0, "--data", folder / "DAVIS/JPEGImages/480p", "--only",
+        folder / "DAVIS/ImageSets/2017/val.txt", "--order", "dataset", "--crop-mode", "squash",
+        "--img-size", "96x160", "--attention", "none", "--no-residual", "-o", folder / "s.zarr",
+    )  # fmt: skip
+    return folder
+
+
+def test_from_a_data_set_to_a_picture(demo: Path, tmp_path: Path) -> None:
+    """Extract, propagate, the figure; and the saved masks score what the table has."""
+    result = invoke(
+        demo / "s.zarr", "--masks", demo / "DAVIS", "--only", demo / "DAVIS/ImageSets/2017/val.txt",
+        "-o", tmp_path / "r.csv", "--png", tmp_path / "r.png", "--save", tmp_path / "saved",
+        "--sites", "last", "--sites", "first", "--per-video", "--replicates",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == ""
+    assert "(sites and noise), at" in result.stderr
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+    table = Table.read(tmp_path / "r.csv")
+    store = open_store(demo / "s.zarr")
+    for site in table.unique("site"):
+        saved = tmp_path / "saved" / "s" / str(site)
+        expected = evaluated(saved, demo / "DAVIS/Annotations/480p", ["a", "b", "c"])
+        for metric in METRICS:
+            rows = table.where(site=site, metric=metric, video="", baseline="")
+            assert float(rows["value"][0]) == pytest.approx(expected[metric], abs=1e-12)
+    image = Image.open(saved / "a" / "00002.png")
+    assert (image.mode, image.size) == ("P", (80, 48))
+    assert (image.getpalette() or [])[:12] == [0, 0, 0, 128, 0, 0, 0, 128, 0, 128, 128, 0]
+    assert len(list(saved.rglob("*.png"))) == store.n_images
+    sidecar = json.loads((tmp_path / "r.csv.json").read_text())
+    assert sidecar["notes"]["videos"] == {"a": 8, "b": 6, "c": 5}
+    assert sidecar["notes"]["replicates"]["s"]["n_blocks"] == 3
+    with (tmp_path / "r.replicates.csv").open() as file:
+        assert {"without_0", "without_1", "without_2", "video", "object"} <= set(
+            next(csv.reader(file))
+        )
+
+
+def test_one_site_is_saved_as_the_official_evaluation_reads_it(demo: Path, tmp_path: Path) -> None:
+    result = invoke(
+        demo / "s.zarr", "--masks", demo / "DAVIS", "--sites", "last", "--baseline", "none",
+        "--save", tmp_path / "saved", "--radius", "none", "--jobs", 1,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == ["a", "b", "c"]
+    assert not list(tmp_path.glob(".vitsee*"))
+    rows = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [row["metric"] for row in rows] == METRICS
+    again = invoke(demo / "s.zarr", "--masks", demo / "DAVIS", "--save", tmp_path / "saved")
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert "exists; --save makes a folder: give another name" in again.stderr
+
+
+def test_settings_reach_the_sidecar(demo: Path, tmp_path: Path) -> None:
+    result = invoke(
+        demo / "s.zarr", "--masks", demo / "DAVIS", "--preset", "dinov3", "--radius", "64px",
+        "--top", 7, "-o", tmp_path / "r.csv", "--baseline", "still",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    notes = json.loads((tmp_path / "r.csv.json").read_text())["notes"]
+    assert notes["settings"] == {
+        "context": 7, "radius": None, "radius_px": 64.0, "window": "circle", "top": 7,
+        "temperature": 0.2, "seeds": "nearest", "upsample": "nearest",
+    }  # fmt: skip
+    assert notes["preset"].startswith("dinov3: ")
+    assert Table.read(tmp_path / "r.csv").unique("site") == ["norm"]
+
+
+def arguments(demo: Path) -> list[tuple[Sequence[object], int, str]]:
+    store, masks = demo / "s.zarr", demo / "DAVIS"
+    return [
+        ([store], 2, "Missing option '--masks'"),
+        ([store, "--masks", masks, "--radius", "far"], 2, "'far'; expected tokens like 12, pixels"),
+        ([store, "--masks", masks, "--temperature", 0], 2, "0 is not in the range x>0"),
+        ([store, "--masks", masks, "--baseline", "none", "--baseline", "grid"], 2, "none excludes"),
+        ([store, "--masks", masks, "--sites", "pooled"], 1, "pooled has no grid of tokens"),
+        ([store, "--masks", demo / "nothing"], 1, "no folder"),
+        ([store, "--masks", masks, "--only", demo / "x.txt"], 1, "no file"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(7))
+def test_mistakes_are_one_line(demo: Path, case: int) -> None:
+    given, code, line = arguments(demo)[case]
+    result = invoke(*given)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert line in result.stderr
+    if code == 1:
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------- the miniature
+
+
+def test_the_miniature_is_laid_out_as_davis(tmp_path: Path) -> None:
+    write_davis(tmp_path / "x")
+    write_davis(tmp_path / "y")
+    root = tmp_path / "x"
+    files = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+    for path in files:
+        assert (root / path).read_bytes() == (tmp_path / "y" / path).read_bytes()
+    assert (root / "ImageSets/2017/val.txt").read_text() == "a\nb\nc\n"
+    assert (root / "ImageSets/2017/train.txt").read_text() == "train-only\n"
+    for clip in CLIPS:
+        frames = [f for f in files if f.startswith(f"JPEGImages/480p/{clip.name}/")]
+        assert len(frames) == clip.n_frames
+        masks = []
+        for frame in frames:
+            mask = Image.open(
+                root / frame.replace("JPEGImages", "Annotations").replace("jpg", "png")
+            )
+            assert mask.mode == "P"
+            assert mask.size == Image.open(root / frame).size == clip.size[::-1]
+            masks.append(np.asarray(mask))
+        assert np.unique(masks[0]).tolist() == list(range(len(clip.objects) + 1))
+        assert ((np.stack(masks) == 255).any((1, 2)).nonzero()[0].tolist()) == (
+            [] if clip.void is None else [clip.void]
+        )
+    gone = np.asarray(Image.open(root / "Annotations/480p/a/00007.png"))
+    assert np.unique(gone).tolist() == [0, 1]  # the second object has left
+
+
+def test_the_palette_is_that_of_voc() -> None:
+    colours = np.array(palette()).reshape(256, 3).tolist()
+    assert colours[:4] == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
+    assert (colours[8], colours[15], colours[255]) == ([64, 0, 0], [192, 128, 128], [224, 224, 192])
+
+
+def test_work_without_folders_leaves_out_the_last_frame(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    videos = find_videos([store], find_masks(masks))
+    work: Any = Work([store], [], find_masks(masks), None, (), 0, None)  # type: ignore[arg-type]
+    assert [work.n_frames(video) for video in videos] == [6, 4]
+    work.folders = {(0, "x"): tmp_path}
+    assert [work.n_frames(video) for video in videos] == [7, 5]
