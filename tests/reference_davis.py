@@ -92,7 +92,7 @@ def boundary(mask: Array) -> Array:
 def disk(radius: int) -> Array:
     """The pixels within a distance of the middle one."""
     y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
-    return y**2 + x**2 <= radius**2
+    return np.asarray(y**2 + x**2 <= radius**2)
 
 
 def f_by_dilation(found: Array, truth: Array, edges: Any = boundary) -> float:

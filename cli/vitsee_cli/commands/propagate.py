@@ -11,7 +11,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.sections import KNOWLEDGE, SectionedCommand, section
-from vitsee_cli.values import parse_path
+from vitsee_cli.values import POSITIVE, parse_path
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -93,7 +93,7 @@ def parse_radius(text: str) -> dict[str, float]:
     click.option(
         "--temperature",
         metavar="T",
-        type=click.FloatRange(min=0, min_open=True),
+        type=POSITIVE,
         show_default="0.1",
         help="They count exp(cosine / T).",
     ),
