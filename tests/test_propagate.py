@@ -16,8 +16,8 @@ from PIL import Image
 from tests.reference_davis import evaluated, pixels_of, propagated
 from tests.videos import CELL, METRICS, Array, plant, store_of, two_videos, value
 from vitsee_core.analyses.propagate import COLUMNS, plot, run
+from vitsee_core.indexed_masks import write_mask
 from vitsee_core.statistics.jackknife import interval
-from vitsee_core.video import davis
 from vitsee_core.video.davis import find_masks, find_videos
 from vitsee_core.video.work import group_videos
 
@@ -130,7 +130,7 @@ def test_swapping_objects_swaps_their_rows(tmp_path: Path) -> None:
     table = run(store, masks=masks, per_video=True)
     for path in (masks / "Annotations/480p/a").iterdir():
         labels = np.asarray(Image.open(path))
-        davis.write_mask(path, np.array([0, 2, 1], np.uint8)[labels])
+        write_mask(path, np.array([0, 2, 1], np.uint8)[labels])
     other = run(store, masks=masks, per_video=True)
     for metric in METRICS:
         for i in (1, 2):
@@ -154,7 +154,7 @@ def test_controls(tmp_path: Path) -> None:
     for path in still.rglob("*.png"):
         own = Image.open(masks / "Annotations/480p" / path.parent.name / path.name)
         small = np.asarray(own.resize((10, 6), Image.Resampling.NEAREST))
-        davis.write_mask(path, pixels_of(np.eye(3)[small], CELL, (48, 80)))
+        write_mask(path, pixels_of(np.eye(3)[small], CELL, (48, 80)))
     expected = evaluated(still, masks / "Annotations/480p", ["a", "b"])
     for metric in METRICS:
         assert value(table, metric, baseline="grid") == pytest.approx(expected[metric], abs=1e-12)

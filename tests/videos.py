@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.stores import write_sites
+from vitsee_core.indexed_masks import write_mask
 from vitsee_core.results import Table
-from vitsee_core.video import davis
 from vitsee_stores import Store
 from vitsee_stores.layout import TokenLayout
 
@@ -27,7 +27,7 @@ def plant(folder: Path, videos: Videos) -> Path:
         for frame, mask in enumerate(labels):
             path = folder / "Annotations" / "480p" / name / f"{frame:05d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            davis.write_mask(path, mask.astype(np.uint8))
+            write_mask(path, mask.astype(np.uint8))
     return folder
 
 

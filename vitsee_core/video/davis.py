@@ -19,19 +19,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from vitsee_core.images import ImageError
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.folders import walk
 from vitsee_core.images.only import named_only
+from vitsee_core.indexed_masks import VOID
 from vitsee_stores.errors import StoreMismatch, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-VOID = 255
 SCORED_FROM = 3  # frames; the first and the last are not scored
 _ANNOTATIONS = "Annotations"
 _RESOLUTION = "480p"
@@ -263,21 +262,3 @@ def _masks(name: str, frames: Sequence[str], masks: MaskFiles) -> tuple[str, ...
             f"all frames of {name}"
         )
     return tuple(files[frame] for frame in frames)
-
-
-def palette() -> list[int]:
-    """The colours of VOC and DAVIS for 256 numbers, red, green and blue of each in turn: every
-    third bit of the number, the lowest of them the highest of the colour."""
-    colours = np.zeros((256, 3), np.int64)
-    numbers = np.arange(256)
-    for bit in range(8):
-        for channel in range(3):
-            colours[:, channel] |= (numbers >> (3 * bit + channel) & 1) << (7 - bit)
-    return [int(value) for value in colours.ravel()]
-
-
-def write_mask(path: Path, labels: NDArray[np.uint8]) -> None:
-    """A PNG of numbers of objects with their palette; labels: (height, width)."""
-    image = Image.fromarray(labels)
-    image.putpalette(palette())
-    image.save(path)

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from vitsee_core.device import precision_context
 from vitsee_core.images.placement import place
+from vitsee_core.indexed_masks import write_mask
 from vitsee_core.progress import SILENT, Progress
-from vitsee_core.video.davis import MaskFiles, Video, write_mask
+from vitsee_core.video.davis import MaskFiles, Video
 from vitsee_core.video.frame_map import FrameMap, frame_map
 from vitsee_core.video.propagation import Window
 from vitsee_core.video.scores import Labels, Scores, Truth
