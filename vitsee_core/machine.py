@@ -82,7 +82,9 @@ def scratch_folder(place: Place) -> Path:
 def counted(n: int, noun: str) -> str:
     """`1 image`, `2 images`, `1 Gram matrix`; `noun` is the plural."""
     if n == 1:
-        noun = f"{noun.removesuffix('ices')}ix" if noun.endswith("ices") else noun.removesuffix("s")
+        ends = {"ices": "ix", "ies": "y", "s": ""}  # matrix, query, image
+        end = next((end for end in ends if noun.endswith(end)), "")
+        noun = noun.removesuffix(end) + ends.get(end, "")
     return f"{n} {noun}"
 
 

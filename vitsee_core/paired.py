@@ -48,7 +48,7 @@ def with_replicates(files: Sequence[ResultFile]) -> list[ResultFile]:
         if not isinstance(table.notes.get("replicates"), dict):
             raise VitseeError(
                 f"{file.path} does not say over which images its replicates are; expected the "
-                f"sidecar {file.path.name}.json of knn, probe or saliency beside it"
+                f"sidecar {file.path.name}.json of knn, probe, retrieve or saliency beside it"
             )
         found.append(replace(file, table=table))
     return found

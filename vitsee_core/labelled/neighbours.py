@@ -82,21 +82,21 @@ class Neighbours:
         """The best k of `keys` and the rows that `near` marks."""
         k = keys.shape[1]
         if int(torch.count_nonzero(near)) > FEW * near.numel():
-            cosines = _rounded(queries @ rows.T)
+            cosines = rounded(queries @ rows.T)
             numbers = torch.arange(self._n, self._n + len(rows), device=rows.device)
-            new = _keys_of(cosines, numbers)
+            new = keys_of(cosines, numbers)
         else:
             of, row = torch.nonzero(near, as_tuple=True)
             pieces = zip(of.split(PIECE), row.split(PIECE), strict=True)
             products = [torch.linalg.vecdot(queries[q], rows[r]) for q, r in pieces]
-            cosines = _rounded(torch.cat([*products, rows.new_empty(0)]))
+            cosines = rounded(torch.cat([*products, rows.new_empty(0)]))
             better = cosines > bar[of]
             of, row, cosines = of[better], row[better], cosines[better]
             counts = torch.bincount(of, minlength=len(keys))
             place = torch.arange(len(of), device=of.device) - (counts.cumsum(0) - counts)[of]
             width = int(counts.max()) if len(of) else 0
             new = keys.new_full((len(keys), width), UNUSED)
-            new[of, place] = _keys_of(cosines, row + self._n)
+            new[of, place] = keys_of(cosines, row + self._n)
         if new.shape[1] == 0:
             return keys
         return torch.topk(torch.cat([keys, new], 1), k, dim=1).values
@@ -172,12 +172,12 @@ def _normalised(rows: Float32, device: torch.device) -> torch.Tensor:
     return exact / torch.where(length > 0, length, 1.0)
 
 
-def _rounded(cosines: torch.Tensor) -> torch.Tensor:
+def rounded(cosines: torch.Tensor) -> torch.Tensor:
     """Cosines in float32; those of orthogonal vectors 0, which float32 alone would not make so."""
     return torch.where(cosines.abs() < ORTHOGONAL, 0.0, cosines).to(torch.float32)
 
 
-def _keys_of(cosines: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def keys_of(cosines: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """int64 that order as (cosine, then lower row first): the cosine's bits above the row's.
 
     cosines: float32, any shape; rows: of the last axis, or of the same shape.

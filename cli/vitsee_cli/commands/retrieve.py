@@ -1,0 +1,149 @@
+"""vitsee retrieve: whether the images nearest to a query show the same thing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vitsee_cli import options
+from vitsee_cli.sections import KNOWLEDGE
+from vitsee_cli.values import parse_path, parse_store
+from vitsee_stores.token_selection import VECTOR_WORDS
+
+if TYPE_CHECKING:
+    from vitsee_cli.values import StorePath
+    from vitsee_core.outputs import Outputs
+    from vitsee_core.results import Table
+
+QUESTION = KNOWLEDGE
+
+FORMS = ("trapezoid", "plain")
+
+
+def _stores_argument(command: Any) -> Any:
+    """As `options.stores_argument`, and there may be none."""
+    argument = click.argument("stores", metavar="[NAME=]STORE...", nargs=-1, type=parse_store)
+    return argument(options.distinct_labels(command, "stores"))
+
+
+@click.command()
+@_stores_argument
+@click.option(
+    "--truth",
+    metavar="FILE|labels",
+    type=parse_path,
+    required=True,
+    help="What is right: the .pkl or .json of ROxford and RParis, a .csv with id, images (and "
+    "Usage, as GLDv2's), or the word labels: every image is a query, right are those of its class.",
+)
+@click.option(
+    "--queries",
+    metavar="STORE",
+    type=parse_store,
+    multiple=True,
+    help="Queries in a store of their own, one for each model.  [default: rows of STORE]",
+)
+@click.option(
+    "--distractors",
+    metavar="STORE",
+    type=parse_store,
+    multiple=True,
+    help="More images to search, none of them right. Repeatable.  [default: none]",
+)
+@options.output_options
+@options.replicates_option
+@options.sites_option("blocks")
+@options.tokens_option(
+    None, VECTOR_WORDS, show_default="cls where a site has a class token, else mean (over patches)"
+)
+@click.option(
+    "--ap",
+    "form",
+    type=click.Choice(FORMS),
+    show_default="trapezoid for .pkl and .json, else plain",
+    help="Average precision: the area below the broken line, or scikit-learn's.",
+)
+@click.option(
+    "--at",
+    metavar="K",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(1, 5, 10),
+    show_default="1 5 10",
+    help="Mean precision among the K nearest. Repeatable.",
+)
+@click.option("--per-query", is_flag=True, help="Add the average precision of each query.")
+@click.option(
+    "--export-queries",
+    metavar="LIST.csv",
+    type=parse_path,
+    help="Write the list of the queries, cropped to their boxes, for extract --data.  "
+    "[default: do not]",
+)
+@click.option(
+    "--export-truth",
+    metavar="FILE.json",
+    type=parse_path,
+    help="Write the ground truth as JSON.  [default: do not]",
+)
+@options.images_option
+@options.seed_option
+@options.device_option
+@options.jobs_option
+@options.memory_option
+@options.allow_partial_option
+def command(
+    stores: tuple[StorePath, ...],
+    truth: Path,
+    queries: tuple[StorePath, ...],
+    distractors: tuple[StorePath, ...],
+    outputs: Outputs,
+    export_queries: Path | None,
+    export_truth: Path | None,
+    **parameters: Any,
+) -> None:
+    """Search images with images, and score what is near.
+
+    For every query the images of STORE are ranked by the cosine of one vector per image, and the
+    mean average precision over queries is reported (Walmer et al. 2023, Figs. 9 right, 29;
+    Radenovic et al. 2018). Ranks are counted, not sorted: a million distractors take no more memory
+    than a thousand. Queries and images are found by their ids, with or without folder and ending.
+    Pickles are read as plain data; nothing in them is run.
+
+    \b
+      $ vitsee extract vit_base_patch16_224 --data roxford5k/jpg --tokens pooled -o ox.zarr
+      $ vitsee retrieve ox.zarr --truth roxford5k/gnd_roxford5k.pkl -o ox.csv --png ox.png
+      $ vitsee retrieve --truth roxford5k/gnd_roxford5k.pkl --export-queries queries.csv
+      $ vitsee extract vit_base_patch16_224 --data queries.csv --tokens pooled -o q.zarr
+      $ vitsee retrieve ox.zarr --queries q.zarr --truth roxford5k/gnd_roxford5k.pkl
+      $ vitsee retrieve b16.zarr --truth labels --sites last
+
+    Columns: store, model, site, block, depth, rel_depth, query (with --per-query), metric
+    (map_easy, map_medium, map_hard, mp@K_easy, ...; map and mp@K with labels or a .csv, map@100,
+    map@100_public, map@100_private with GLDv2's; ap... of one query), value, std over queries and
+    the 95 % interval low, high, n_queries, n_images (searched), baseline (chance: what is expected
+    of random order, exactly). mp@1 is recall@1. The figure shows precision against depth. Without
+    STORE only --export-queries and --export-truth are done.
+    """
+    from vitsee_cli.analysis import run_analysis
+    from vitsee_core.analyses import retrieve
+    from vitsee_core.outputs import check_outputs
+    from vitsee_core.retrieval.truth_files import export
+
+    if not stores and export_queries is None and export_truth is None:
+        raise click.UsageError("give a STORE to search, or --export-queries, --export-truth")
+    if not stores and (outputs.csv is not None or outputs.png is not None):
+        raise click.UsageError("-o and --png need a STORE to search")
+    check_outputs(outputs)
+    export(truth, export_queries, export_truth, force=outputs.force)
+    if not stores:
+        return
+    n, m = len(stores), len(stores) + len(queries)
+
+    def run(*opened: Any, **more: Any) -> Table:
+        return retrieve.run(*opened[:n], queries=opened[n:m], distractors=opened[m:], **more)
+
+    every = (*stores, *queries, *distractors)
+    run_analysis(run, retrieve.plot, every, outputs, truth=truth, **parameters)

@@ -1,0 +1,1 @@
+"""Image retrieval: ground-truth files, ranks by counting, average precision."""
