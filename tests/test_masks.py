@@ -377,7 +377,7 @@ def test_an_image_without_annotations_is_background(tmp_path: Path) -> None:
     pytest.importorskip("pycocotools")
     path = coco(tmp_path / "a.json", [SQUARE])
     found = json.loads(path.read_text())
-    found["images"].append({"id": 1, "file_name": "b.jpg", "height": 2, "width": 3})
+    found["images"].append({"id": 99, "file_name": "b.jpg", "height": 2, "width": 3})
     path.write_text(json.dumps(found))
     assert open_masks(path).read(1).tolist() == [[0, 0, 0], [0, 0, 0]]
 

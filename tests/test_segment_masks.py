@@ -223,7 +223,7 @@ def test_panoptic_refusals(tmp_path: Path) -> None:
     assert "cannot read missing.png" in refused(panoptic(tmp_path, [[5]], file_name="missing.png"))
     wrong = [{"id": "5", "category_id": 2}]
     assert "has the number '5'" in refused(panoptic(tmp_path, [[5]], segments_info=wrong))
-    assert "KeyError: 8" in refused(panoptic(tmp_path, [[5]], image_id=8))
+    assert "is of image 8, which is none" in refused(panoptic(tmp_path, [[5]], image_id=8))
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ An option of one command alone is declared in that command. The others:
     similarity_options  CKA             estimator_options, gram_options
     accuracy_options    accuracies      tests_argument, random_baseline_option, per_class_option,
                                         allow_shared_option
+    mask_options        masks           background_option, void_option, panoptic_option,
+                                        segment_options
 
 A command takes what it needs as decorators: `@options.stores_argument`, `@model_options`, ...
 """

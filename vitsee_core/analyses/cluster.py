@@ -7,8 +7,14 @@ Figs. 7, 24, 25, with k = 50 on 5000 images):
     nmi      mutual information of clusters and classes over the mean of their entropies
     ari      pairs that agree, corrected for chance (Hubert and Arabie 1985)
 
+With masks, the same of objects or parts in place of images (Figs. 8, 26, 27): the vector of a
+segment is the mean of the patches it lies on, weighted by its area in each, and its label the
+category (`segment_purity`, ...). Their interval is over images: the clusters stay, and the
+agreement is taken without each block of images.
+
 Purity is not corrected for chance and grows with k; so each site comes with the same numbers for
-shuffled labels (the same clusters) and for Gaussian features of the same shape (clusters of noise).
+shuffled labels (the same clusters), for Gaussian features of the same shape (clusters of noise)
+and, of segments, for the mean over all patches of their image (clusters of scenes).
 k-means is scikit-learn's: k-means++, the best of 10 starts, Lloyd's iterations, float32, features
 as they are (not normalised). Values are means over seeds of k-means, `std` is the spread over those
 seeds: the method's, not that of the sample of images.
@@ -18,9 +24,9 @@ from __future__ import annotations
 
 import logging
 import statistics
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,18 +34,31 @@ import numpy as np
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
-from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.features import choose_features
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.labelled.labelled_rows import (
-    LabelledRows,
-    labelled_rows,
-    random_features,
+from vitsee_core.labelled.clusters import (
+    METRICS,
+    N_INIT,
+    agreement,
+    agreement_without,
+    k_means,
+    why_meaningless,
 )
+from vitsee_core.labelled.labelled_rows import LabelledRows, random_features
 from vitsee_core.machine import counted, human_bytes
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import Progress, counting
+from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
+from vitsee_core.segments import (
+    Examples,
+    LabelledSegments,
+    Segmentation,
+    as_segmentation,
+    examples_of,
+)
 from vitsee_core.selection import select_each, sites_of
+from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
 
@@ -49,20 +68,25 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
     from vitsee_stores.layout import SiteSpec
 
+__all__ = ["METRICS", "agreement", "k_means", "plot", "run"]
+
 log = logging.getLogger(__name__)
 
 NEEDS = ("sites",)
 
 Score = dict[str, Any]
 
-METRICS = ("purity", "nmi", "ari")
 BASELINES = ("shuffled", "random")
-N_INIT = 10
+SEGMENT_BASELINES = (*BASELINES, "image")
 MAX_SEED = 2**32 - 1  # scikit-learn's
-COLUMNS = (
-    *(*SITE, "k"),
-    *("metric", "value", "std", "n_images", "baseline"),
+COLUMNS = (*SITE, "k", "metric", "value", "std", "n_images", "baseline")
+SEGMENT_COLUMNS = (
+    *(*SITE, "k", "metric", "value", "std", "low", "high"),
+    *("n_images", "n_segments", "baseline"),
 )
+SEGMENT = "segment_"  # before a metric's name, of segments
+PRESETS = ("walmer",)
+WALMER_K, WALMER_IMAGES = 80, 999  # as their code has it: of COCO and of PartImageNet
 UNITS = {
     "purity": "purity",
     "nmi": "normalised mutual information",
@@ -78,38 +102,53 @@ SPREAD = "std: standard deviation (n - 1) over the seeds of k-means; empty with 
 @analysis
 def run(
     *stores: Store,
+    masks: Segmentation | Path | str | Sequence[Path] | None = None,
+    preset: str | None = None,
     sites: Sequence[str] = ("blocks",),
     tokens: str | None = None,
     k: int | None = None,
     n_seeds: int = 3,
-    baselines: Sequence[str] = BASELINES,
+    baselines: Sequence[str] | None = None,
     execution: Execution = DEFAULT,
 ) -> Table:
     """One row per site and metric, then those of the baselines.
 
-    Columns: see `COLUMNS`; `baseline` is empty in the rows about the model. NaN where the numbers
-    would be the same for any features, which is logged, see `why_meaningless`.
+    Columns: see `COLUMNS`, with masks `SEGMENT_COLUMNS`; `baseline` is empty in the rows about the
+    model. NaN where the numbers would be the same for any features, which is logged, see
+    `why_meaningless`.
 
-    Memory: the vectors of one site, in float32, three times.
+    Memory: the vectors of one site, in float32, three times; with masks 8 bytes for each token that
+    a segment lies on.
 
     Args:
-        stores: with labels; they may have different images.
-        sites: names, globs and groups.
+        stores: with labels or masks; they may have different images.
+        masks: cluster segments in place of images; a `Segmentation`, or the paths of masks.
+        preset: `walmer`: k = 80, the first 999 images of the masks, weights and crowds as in their
+            code; what is given beside it wins (of a `Segmentation` all but its masks).
+        sites: names, globs and groups; with masks those with a grid.
         tokens: which token stands for an image; see `features.choose_features`.
-        k: number of clusters; by default each store's number of classes.
+        k: number of clusters; by default each store's number of classes, with masks the number of
+            categories that occur.
         n_seeds: runs of k-means, with seeds from `seed` on.
         baselines: `shuffled`: labels permuted, one permutation per seed; `random`: standard normal
-            features of the same shape (one draw for each seed and number of channels).
+            features of the same shape (one draw for each seed and number of channels); `image`, of
+            segments: the mean over all patches of their image. All by default.
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no labels, or a store lacks what is asked for.
+        SiteError: with masks, a site without a grid.
         VitseeError: more clusters than images, seeds beyond `MAX_SEED`, vectors beyond the
-            memory, or an unknown choice.
+            memory, segments of one category only, masks that cannot be used (see
+            `Segmentation.open`, `find_segments`), or an unknown choice.
     """
+    choice = _preset(preset, as_segmentation(masks))
+    k = WALMER_K if preset is not None and k is None else k
+    known = BASELINES if choice is None else SEGMENT_BASELINES
+    baselines = known if baselines is None else baselines
     for name in baselines:
-        if name not in BASELINES:
-            raise VitseeError(f"no baseline {name!r}; expected {' or '.join(BASELINES)}")
+        if name not in known:
+            raise VitseeError(f"no baseline {name!r}; expected {' or '.join(known)}")
     if n_seeds < 1:
         raise VitseeError(f"{n_seeds} seeds were asked for; expected at least 1")
     seed = execution.seed
@@ -119,36 +158,60 @@ def run(
             f"{MAX_SEED}: a smaller --seed"
         )
     selected = select_each(stores, sites, sites_of)
-    plans = [
-        (labelled_rows(store, execution.images, seed), chosen) for store, chosen in selected.members
+    plans, read = [], {}
+    for store, chosen in selected.members:
+        examples = examples_of(choice, [(store, chosen)], execution)
+        data = examples.rows(store)
+        n_classes = data.n_classes if choice is None else len(np.unique(data.labels))
+        n_clusters = k if k is not None else n_classes
+        _check(data, n_clusters, chosen, execution.memory)
+        read[store.label] = _features(examples, data, chosen, tokens)
+        plans.append((data, chosen, n_clusters))
+    dims = [len({site.dim for site in sites_}) * ("random" in baselines) for _, sites_, _ in plans]
+    counts = [
+        len(data) * (len(sites_) * (1 + ("image" in baselines)) + n)
+        for (data, sites_, _), n in zip(plans, dims, strict=True)
     ]
-    read: dict[str, dict[str, SiteFeatures]] = {}
-    for data, chosen in plans:
-        _check(data, k if k is not None else data.n_classes, chosen, execution.memory)
-        read[data.store.label] = {
-            site.name: choose_features(data.store, site, tokens, one_vector=True) for site in chosen
-        }
-    dims = [len({site.dim for site in chosen}) * ("random" in baselines) for _, chosen in plans]
-    counts = [len(data) * (len(sites_) + n) for (data, sites_), n in zip(plans, dims, strict=True)]
     notes: dict[str, Any] = {
         "method": METHOD,
         "spread": SPREAD,
         "seeds": [seed + i for i in range(n_seeds)],
-        "images": {data.store.label: data.describe() for data, _ in plans},
+        "images": {data.store.label: data.describe() for data, _, _ in plans},
         "tokens": {
             label: {name: of.selection for name, of in sites_.items()}
             for label, sites_ in read.items()
         },
         "remarks": [],
     }
+    if choice is not None:
+        blocks = {data.store.label: data.jackknife(seed) for data, _, _ in plans}
+        notes["interval"] = plans[0][0].INTERVAL
+        notes[WORD] = {label: of_store.describe() for label, of_store in blocks.items()}
     tables = []
     with counting(execution.progress, n_seeds * sum(counts), "rows") as progress:
-        for data, chosen in plans:
-            n_clusters = k if k is not None else data.n_classes
-            work = _Clusters(data, n_clusters, notes["seeds"], progress)
-            of_store = read[data.store.label]
-            tables += _store_rows(work, chosen, of_store, baselines, execution, notes)
-    return Table.from_rows(tables, COLUMNS, notes)
+        for data, chosen, n_clusters in plans:
+            label = data.store.label
+            own = None if choice is None else blocks[label]
+            work = _Clusters(data, n_clusters, notes["seeds"], progress, own)
+            tables += _store_rows(work, chosen, read[label], baselines, execution, notes)
+    return Table.from_rows(tables, COLUMNS if choice is None else SEGMENT_COLUMNS, notes)
+
+
+def _preset(preset: str | None, choice: Segmentation | None) -> Segmentation | None:
+    """The segments of a preset; what was chosen beside it stays."""
+    if preset is None:
+        return choice
+    if preset not in PRESETS:
+        raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+    if choice is None:
+        raise VitseeError(f"--preset {preset} is of segments: give --masks too")
+    return choice.filled(weights="vit_analysis", crowd=True, first=WALMER_IMAGES)
+
+
+def _features(
+    examples: Examples, data: LabelledRows, sites: Sequence[SiteSpec], tokens: str | None
+) -> dict[str, Any]:
+    return {site.name: examples.features(data, site, tokens, one_vector=True) for site in sites}
 
 
 def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | None) -> None:
@@ -158,26 +221,43 @@ def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | 
         raise VitseeError(f"k is {k}; expected at least 1 cluster")
     if k > n:
         raise VitseeError(
-            f"{k} clusters were asked for, but {label} has {counted(n, 'labelled images')}; "
+            f"{k} clusters were asked for, but {label} has {counted(n, data.WHAT)}; "
             f"expected --k of at most {n}"
+        )
+    if isinstance(data, LabelledSegments) and len(np.unique(data.labels)) == 1:
+        raise VitseeError(
+            f"all {n} segments of {label} are of one category, {data.classes[data.labels[0]]}: "
+            "every clustering agrees with it; expected several"
         )
     widest = max(sites, key=lambda site: site.dim)
     size_bytes = 3 * n * widest.dim * 4
     if memory is not None and size_bytes > memory:
         raise VitseeError(
-            f"k-means of {n} images of {label} at {widest.name} ({widest.dim} channels) takes "
+            f"k-means of {n} {data.WHAT} of {label} at {widest.name} ({widest.dim} channels) takes "
             f"{human_bytes(size_bytes)} of memory; --memory is {human_bytes(memory)} (use fewer "
             f"--images, {memory // (12 * widest.dim)} fit, or give more --memory)"
         )
 
 
 class _Clusters:
-    """k-means of one store's images with each seed, and the clusters compared with labels."""
+    """k-means of one store's examples with each seed, and the clusters compared with labels.
+    blocks: of segments, for intervals."""
 
     def __init__(
-        self, data: LabelledRows, k: int, seeds: Sequence[int], progress: Progress
+        self,
+        data: LabelledRows,
+        k: int,
+        seeds: Sequence[int],
+        progress: Progress,
+        blocks: Blocks | None = None,
     ) -> None:
         self.data, self.k, self.seeds, self.progress = data, k, seeds, progress
+        self.blocks = blocks
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names that the rows have."""
+        return [metric if self.blocks is None else f"{SEGMENT}{metric}" for metric in METRICS]
 
     def of(self, features: Iterable[Float32]) -> list[Integers]:
         """(n,) cluster of each image, one array per seed; features: the vectors of each seed."""
@@ -192,57 +272,60 @@ class _Clusters:
         return self.of(random_features(len(self.data), dim, (seed, 2)) for seed in self.seeds)
 
     def scores(self, clusters: Sequence[Integers], shuffled: bool = False) -> list[Score]:
-        """One entry per metric: mean and spread over seeds."""
-        values = []
+        """One entry per metric: mean and spread over seeds, and the interval of segments."""
+        values, without = [], []
         for seed, assigned in zip(self.seeds, clusters, strict=True):
             labels = self.data.labels
             if shuffled:
                 labels = np.random.default_rng((seed, 1)).permutation(labels)
             values.append(agreement(assigned, labels))
+            if self.blocks is not None:
+                without.append(agreement_without(assigned, labels, self.blocks))
         out = []
-        for metric in METRICS:
+        for metric, name in zip(METRICS, self.metrics, strict=True):
             over = [value[metric] for value in values]
             std = statistics.stdev(over) if len(over) > 1 else np.nan
-            out.append({"metric": metric, "value": statistics.fmean(over), "std": std})
+            score: Score = {"metric": name, "value": statistics.fmean(over), "std": std}
+            if without:
+                replicates = np.mean([of_seed[metric] for of_seed in without], axis=0)
+                low, high = self.data.ends(score["value"], len(self.data), None, replicates)
+                score |= {"low": low, "high": high, WORD: replicates}
+            out.append(score)
         return out
 
 
 def _store_rows(
     work: _Clusters,
     sites: Sequence[SiteSpec],
-    read: Mapping[str, SiteFeatures],
+    read: Mapping[str, Any],
     baselines: Sequence[str],
     execution: Execution,
     notes: dict[str, Any],
 ) -> list[Score]:
     """The rows of one store, the baselines' last."""
     data, store = work.data, work.data.store
-    reason = why_meaningless(data.labels, work.k)
+    reason = why_meaningless(data.labels, work.k, data.NOUN)
     if reason is not None:
         notes["remarks"].append(f"{store.label}: no value: {reason}")
         log.warning("%s", notes["remarks"][-1])
     rows: dict[str, list[Score]] = {name: [] for name in ("", *dict.fromkeys(baselines))}
     drawn: dict[int, list[Score]] = {}
     for site in sites:
-        place = {
-            **site_columns(store, site),
-            "k": work.k,
-            "n_images": len(data),
-        }
+        place = {**site_columns(store, site), "k": work.k, **data.counted()}
         if reason is not None:
             nothing = {"value": np.nan, "std": np.nan}
             for name in rows:
                 about = place | nothing | {"baseline": name}
-                rows[name] += [about | {"metric": metric} for metric in METRICS]
+                rows[name] += [about | {"metric": metric} for metric in work.metrics]
             continue
         features = read[site.name]
-        jobs, memory = execution.jobs, execution.memory
-        vectors = np.concatenate(list(features.vectors(data.mask, jobs=jobs, memory=memory)))
+        jobs, memory = execution.jobs, execution.budget
+        vectors = np.concatenate(list(data.vectors(features, jobs=jobs, memory=memory)))
         if (vectors == vectors[0]).all():
-            which = "" if site.layout is None else f"{features.selection} "
+            which = "" if site.layout is None or work.blocks else f"{features.selection} "
             remark = (
-                f"{store.label} {site.name}: the {which}vector of every image is the same, so all "
-                "are one cluster"
+                f"{store.label} {site.name}: the {which}vector of every {data.NOUN} is the same, "
+                "so all are one cluster"
             )
             notes["remarks"].append(remark)
             log.info("%s", remark)
@@ -254,79 +337,41 @@ def _store_rows(
             if site.dim not in drawn:
                 drawn[site.dim] = work.scores(work.of_noise(site.dim))
             found["random"] = drawn[site.dim]
+        if "image" in rows:
+            scenes = choose_features(store, site, "mean").vectors(data.mask, jobs=jobs)
+            of_images = np.concatenate(list(scenes))
+            image = np.searchsorted(np.flatnonzero(data.mask), data.rows)
+            found["image"] = work.scores(work.of(repeat(of_images[image])))
         for name, scores in found.items():
             rows[name] += [place | score | {"baseline": name} for score in scores]
     return [row for some in rows.values() for row in some]
 
 
-def why_meaningless(labels: Integers, k: int) -> str | None:
-    """Why k clusters of these images carry no information about the features, whatever these are;
-    None where they do."""
-    n, n_classes = len(labels), len(np.unique(labels))
-    if n_classes == 1:
-        what = "image" if n == 1 else "class among its images"
-        return f"there is one {what}, with which all clusters agree"
-    if k == n:
-        return f"k is the number of images ({n}), so that each is a cluster of its own"
-    if n_classes == n:
-        return f"each of the {n} images has a class of its own"
-    if k == 1:
-        return "k is 1, so that all images are one cluster"
-    return None
-
-
-def k_means(vectors: Float32, k: int, seed: int) -> Integers:
-    """(n,) cluster of each vector; fewer than k clusters where fewer vectors differ."""
-    if (vectors == vectors[0]).all():
-        # k-means would fill its empty clusters with some of the equal vectors.
-        return np.zeros(len(vectors), np.int64)
-    from sklearn.cluster import KMeans
-    from sklearn.exceptions import ConvergenceWarning
-
-    with warnings.catch_warnings():
-        # Fewer distinct vectors than clusters, which is no failure to converge.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        model = KMeans(k, init="k-means++", n_init=N_INIT, random_state=seed)
-        labels: Integers = model.fit_predict(vectors).astype(np.int64)
-    return labels
-
-
-def agreement(clusters: Integers, labels: Integers) -> dict[str, float]:
-    """Purity, NMI (0 to 1) and ARI (at most 1, 0 by chance) of a clustering.
-
-    Args:
-        clusters: (n,) numbers from 0.
-        labels: (n,) classes from 0.
-    """
-    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
-
-    n_classes = int(labels.max()) + 1
-    cells = (int(clusters.max()) + 1) * n_classes
-    table = np.bincount(clusters * n_classes + labels, minlength=cells).reshape(-1, n_classes)
-    return {
-        "purity": float(table.max(1).sum()) / len(labels),
-        "nmi": float(normalized_mutual_info_score(labels, clusters, average_method="arithmetic")),
-        "ari": float(adjusted_rand_score(labels, clusters)),
-    }
-
-
 @styled
 def plot(table: Table) -> Figure:
     """Purity, NMI and ARI against relative depth, one panel each and one curve per store, baselines
-    dashed (Walmer et al. 2023, Figs. 7, 24, 25); the band is one standard deviation over seeds."""
+    dashed (Walmer et al. 2023, Figs. 7, 24, 25; of segments Figs. 8, 26, 27); the band is one
+    standard deviation over seeds, of segments the interval over images."""
     figure = new_figure(11.4, 3.6)
     panels = figure.subplots(1, len(METRICS), squeeze=False)[0]
-    drawn = Table(
-        {
-            **table.columns,
-            "low": table["value"].astype(float) - table["std"].astype(float),
-            "high": table["value"].astype(float) + table["std"].astype(float),
-        }
-    )
+    of_segments = "n_segments" in table.columns
+    prefix = SEGMENT if of_segments else ""
+    drawn = table if of_segments else Table({**table.columns, **_over_seeds(table)})
     ks = ", ".join(str(k) for k in table.unique("k"))
     for axes, metric in zip(panels, METRICS, strict=True):
-        draw_depth_curves(axes, drawn.where(metric=metric), ylabel=UNITS[metric], among=drawn)
-    panels[0].set_title(f"clusters against classes (k-means, k = {ks})")
-    panels[1].set_title("band: one std over seeds" if np.isfinite(drawn["low"]).any() else "")
+        rows = drawn.where(metric=f"{prefix}{metric}")
+        draw_depth_curves(axes, rows, ylabel=UNITS[metric], among=drawn)
+    against = "segments against categories" if of_segments else "clusters against classes"
+    band = "95 % interval over images" if of_segments else "one std over seeds"
+    panels[0].set_title(f"{against} (k-means, k = {ks})")
+    panels[1].set_title(f"band: {band}" if np.isfinite(drawn["low"].astype(float)).any() else "")
+    if of_segments:
+        n = ", ".join(str(n) for n in table.unique("n_segments"))
+        panels[2].set_title(f"{n} segments")
     add_curve_legend(figure, list(panels))
     return figure
+
+
+def _over_seeds(table: Table) -> dict[str, Any]:
+    value, std = table["value"].astype(float), table["std"].astype(float)
+    return {"low": value - std, "high": value + std}

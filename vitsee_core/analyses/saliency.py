@@ -78,6 +78,7 @@ def run(
     foreground: str = "half",
     background: Sequence[int] = (),
     void: int | str | None = None,
+    panoptic: Path | None = None,
     best: str = "head",
     sites: Sequence[str] = ("blocks",),
     origin: Provenance | None = None,
@@ -100,6 +101,7 @@ def run(
         foreground: `half` or `any`, see `token_labels`.
         background: see `open_masks`.
         void: see `open_masks`.
+        panoptic: see `open_masks`.
         best: `image` adds the mean over images of each image's best head.
         sites: block paths, globs of them, `blocks`; `blocks.-1` counts from the end.
         origin: where data and weights are now.
@@ -113,7 +115,7 @@ def run(
     _check(tokens, mass, foreground, best)
     selected = blocks_of_each(stores, sites)
     plans = [_wanted(store, blocks, tokens) for store, blocks in selected.members]
-    source = open_masks(masks, background, void)
+    source = open_masks(masks, background, void, panoptic)
     origin = origin or Provenance()
     rows: list[dict[str, Any]] = []
     counts: dict[str, Any] = {}

@@ -12,17 +12,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.statistics.moments import LEVEL
 from vitsee_core.streaming import choose_rows
-from vitsee_core.types import Integers, Mask
+from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import MissingInput, StoreMismatch
 
 if TYPE_CHECKING:
+    from vitsee_core.features import SiteFeatures
     from vitsee_stores import Store
 
 
@@ -57,6 +59,10 @@ class LabelledRows:
     how: str
     remarks: tuple[str, ...] = ()
 
+    WHAT: ClassVar[str] = "labelled images"
+    NOUN: ClassVar[str] = "image"
+    INTERVAL: ClassVar[str] = INTERVAL_METHOD
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -70,6 +76,66 @@ class LabelledRows:
         counts = {"invalid": self.n_invalid, "unlabelled": self.n_unlabelled}
         remarks = {"remarks": list(self.remarks)} if self.remarks else {}
         return {"rows": len(self), "left_out": counts, "chosen": self.how, **remarks}
+
+    @property
+    def n_images(self) -> int:
+        """Number of images; of examples that are no images, see `segments`, those with one."""
+        return len(self)
+
+    def counted(self, among: Mask | None = None) -> dict[str, int]:
+        """The columns of a table that count, of all or of some (n,)."""
+        return {"n_images": len(self) if among is None else int(among.sum())}
+
+    def jackknife(self, seed: int) -> Blocks:
+        """The blocks that intervals leave out."""
+        return Blocks.of(self.store, self.mask, seed)
+
+    def ends(
+        self, value: float, n: int, right: int | None, replicates: Float | None
+    ) -> tuple[float, float]:
+        """Low and high of the 95 % interval of an accuracy; see `INTERVAL`.
+
+        Args:
+            value: the accuracy.
+            n: of so many examples.
+            right: how many of them are right; None where that is no whole number.
+            replicates: (blocks,) the accuracy without each block.
+        """
+        del value, replicates
+        assert right is not None
+        _, _, low, high = accuracy_interval(np.arange(n) < right)
+        return low, high
+
+    def read(
+        self, features: SiteFeatures, places: Integers, part: slice, *, jobs: int, memory: int
+    ) -> Iterator[tuple[Integers, Float32]]:
+        """(places, features (m, tokens of the part, dim)) of these, slab by slab.
+
+        Args:
+            features: of a site of the store.
+            places: which of the n, ascending.
+            part: of the features' tokens.
+            jobs: slabs read at a time.
+            memory: bytes to stay within.
+        """
+        mask = np.zeros(self.store.n_images, bool)
+        mask[self.rows[places]] = True
+        done = 0
+        for x in features.blocks(mask, part, jobs=jobs, memory=memory):
+            yield places[done : done + len(x)], x
+            done += len(x)
+
+    def vectors(self, features: SiteFeatures, *, jobs: int, memory: int) -> Iterator[Float32]:
+        """(m, dim): `read` of features that are one vector per example, of all of them."""
+        every = np.arange(len(self))
+        for _, x in self.read(features, every, slice(0, 1), jobs=jobs, memory=memory):
+            yield x[:, 0]
+
+    def held_out(self, share: float, rng: np.random.Generator) -> Mask | None:
+        """(n,) the examples to hold out where several are of one image, which stays whole; None
+        where each is an image, of which this share of each class is held out."""
+        del share, rng
+        return None
 
 
 def labelled_rows(
@@ -90,11 +156,7 @@ def labelled_rows(
     samples = store.samples
     wanted, how = chosen.mask, chosen.how
     if split is not None:
-        names = [name for name in dict.fromkeys(samples.split.tolist()) if name]
-        if split not in names:
-            has = f"splits {', '.join(names)}" if names else "no splits"
-            raise MissingInput(f"{store.label} has no split {split!r}; its data has {has}")
-        wanted, how = wanted & (samples.split == split), f"{how}, of split {split}"
+        wanted, how = wanted & in_split(store, split), f"{how}, of split {split}"
     readable = wanted & samples.valid
     mask = readable & (samples.label >= 0)
     if not mask.any():
@@ -117,6 +179,21 @@ def labelled_rows(
         how=how,
         remarks=chosen.remarks,
     )
+
+
+def in_split(store: Store, split: str) -> Mask:
+    """(images,) which rows are of a split of the data.
+
+    Raises:
+        MissingInput: the data has no such split.
+    """
+    of_row = store.samples.split
+    names = [name for name in dict.fromkeys(of_row.tolist()) if name]
+    if split not in names:
+        has = f"splits {', '.join(names)}" if names else "no splits"
+        raise MissingInput(f"{store.label} has no split {split!r}; its data has {has}")
+    found: Mask = of_row == split
+    return found
 
 
 def _classes(store: Store) -> list[str]:
@@ -189,13 +266,13 @@ def check_disjoint(train: LabelledRows, test: LabelledRows, allow_shared: bool =
     Raises:
         StoreMismatch: there are any, and `allow_shared` is not set.
     """
-    shared = np.isin(test.hashes, train.hashes)
-    n_shared = int(shared.sum())
+    shared = np.unique(test.rows[np.isin(test.hashes, train.hashes)])
+    n_shared = len(shared)
     if n_shared and not allow_shared:
-        names = test.store.samples.id[test.rows[shared][:SHOWN]].tolist()
+        names = test.store.samples.id[shared[:SHOWN]].tolist()
         more = ", ..." if n_shared > len(names) else ""
         raise StoreMismatch(
-            f"{n_shared} of the {len(test)} test images of {test.store.label} are in "
+            f"{n_shared} of the {test.n_images} test images of {test.store.label} are in "
             f"{train.store.label} too ({', '.join(names)}{more}); give other data, or count them "
             "with --allow-shared"
         )

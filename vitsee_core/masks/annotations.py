@@ -50,20 +50,27 @@ def entries_of(path: Path, annotations: str) -> Iterator[None]:
         ) from None
 
 
-def check_images(images: Sequence[dict[str, Any]]) -> None:
-    """Refuse images without an id, a name or a size that can be read.
+def checked_images(images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The images by their ids, if these can be ordered. Refused are images without an id, a name or
+    a size that can be read, and a name that occurs twice.
 
     Raises:
         KeyError, TypeError, ValueError: what is wrong with one.
     """
+    seen = set()
     for image in images:
         _ = hash(image["id"]), image["file_name"]
+        if image["file_name"] in seen:
+            raise ValueError(f"the image {image['file_name']} is there twice")
+        seen.add(image["file_name"])
         height, width = size_of(image)
         if min(height, width) < 1 or height * width > MOST_PIXELS:
             raise ValueError(
                 f"{image['file_name']} is {width:.9g} x {height:.9g} pixels; 1 to {MOST_PIXELS} "
                 "are read"
             )
+    numbered = all(isinstance(image["id"], int) for image in images)
+    return sorted(images, key=lambda image: image["id"]) if numbered else list(images)
 
 
 def size_of(image: Mapping[str, Any]) -> tuple[int, int]:

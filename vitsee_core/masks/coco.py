@@ -14,7 +14,7 @@ from vitsee_core.masks.annotations import (
     EXPECTED,
     category_names,
     category_of,
-    check_images,
+    checked_images,
     entries_of,
     size_of,
 )
@@ -29,7 +29,8 @@ class CocoMasks:
     category. Crowd regions are void, as COCO's own evaluation ignores them; an object
     in a crowd region stays foreground.
 
-    images: those of the file. objects: image id -> its annotations. names: category id -> its name.
+    images: those of the file, by their ids. objects: image id -> its annotations. names: category
+    id -> its name.
     """
 
     name: str
@@ -41,6 +42,11 @@ class CocoMasks:
     def keys(self) -> list[str]:
         """The file names of the images."""
         return [str(image["file_name"]) for image in self.images]
+
+    @property
+    def categories(self) -> list[str]:
+        """The categories' names, in the file's order."""
+        return list(dict.fromkeys(self.names.values()))
 
     @property
     def void(self) -> str:
@@ -113,11 +119,11 @@ def open_coco(path: Path, found: dict[str, Any]) -> CocoMasks:
     coder(str(path))
     objects: dict[Any, list[dict[str, Any]]] = {}
     with entries_of(path, "annotations with image_id and segmentation"):
-        check_images(found["images"])
+        images = checked_images(found["images"])
         names = category_names(found.get("categories") or [])
         for annotation in found["annotations"]:
             if annotation.get("segmentation"):
                 objects.setdefault(annotation["image_id"], []).append(annotation)
     if not objects:
         raise VitseeError(f"{path} has no segmentation in any annotation; expected {EXPECTED}")
-    return CocoMasks(str(path), found["images"], objects, names)
+    return CocoMasks(str(path), images, objects, names)

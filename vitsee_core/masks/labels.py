@@ -27,7 +27,8 @@ class MaskSource(Protocol):
     """Masks by number, each with the name of an image.
 
     name: of the source, as the user gave it. keys: the masks' names, matched with the images'.
-    rules: how pixels become labels, for a sidecar. void: what makes a pixel void, in words.
+    rules: how pixels become labels, for a sidecar. categories: the names that segments may have;
+    empty where that is not known before all is read. void: what makes a pixel void, in words.
     """
 
     @property
@@ -40,6 +41,10 @@ class MaskSource(Protocol):
 
     @property
     def rules(self) -> dict[str, str]:
+        """See the class."""
+
+    @property
+    def categories(self) -> list[str]:
         """See the class."""
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import FileOpener
-from vitsee_core.masks.annotations import category_names, category_of, check_images, entries_of
+from vitsee_core.masks.annotations import category_names, category_of, checked_images, entries_of
 from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, Labels, Segment
 from vitsee_stores.errors import VitseeError
 
@@ -22,7 +22,7 @@ class PanopticMasks:
     """Images of one panoptic file; see `MaskSource`. For a mask of the foreground things are
     foreground, stuff is background; crowds and pixels without a segment are void.
 
-    folder: of the PNG files. images: with annotation, in the file's order. annotations: of each.
+    folder: of the PNG files. images: with an annotation, by their ids. annotations: of each.
     names: category id -> its name. things: the categories that are things.
     """
 
@@ -37,6 +37,11 @@ class PanopticMasks:
     def keys(self) -> list[str]:
         """The file names of the images."""
         return [str(image["file_name"]) for image in self.images]
+
+    @property
+    def categories(self) -> list[str]:
+        """The categories' names, in the file's order."""
+        return list(dict.fromkeys(self.names.values()))
 
     @property
     def void(self) -> str:
@@ -121,15 +126,18 @@ def open_panoptic(path: Path, found: dict[str, Any], folder: Path | None) -> Pan
             f"no folder {folder}; expected the PNG files of {path}: say where with --panoptic DIR"
         )
     with entries_of(path, "annotations with image_id, file_name and segments_info"):
-        check_images(found["images"])
-        by_id = {image["id"]: image for image in found["images"]}
-        images = [by_id[one["image_id"]] for one in found["annotations"]]
+        by_id = {image["id"]: image for image in checked_images(found["images"])}
         for one in found["annotations"]:
             _check(one)
+            if one["image_id"] not in by_id:
+                raise ValueError(f"{one['file_name']} is of image {one['image_id']}, which is none")
+        of_image = {one["image_id"]: one for one in found["annotations"]}
+        known = [number for number in by_id if number in of_image]
         categories = found.get("categories") or []
         names = category_names(categories)
         things = frozenset(one["id"] for one in categories if one.get("isthing"))
-    return PanopticMasks(str(path), str(folder), images, found["annotations"], names, things)
+    images, annotations = [by_id[n] for n in known], [of_image[n] for n in known]
+    return PanopticMasks(str(path), str(folder), images, annotations, names, things)
 
 
 def _check(annotation: dict[str, Any]) -> None:

@@ -36,6 +36,12 @@ class SeveralMasks:
         return {key: "; ".join(rules) for key, rules in found.items()}
 
     @property
+    def categories(self) -> list[str]:
+        """Of all of them, if all are known."""
+        known = [source.categories for source in self.sources]
+        return list(dict.fromkeys(name for one in known for name in one)) if all(known) else []
+
+    @property
     def void(self) -> str:
         """What makes a pixel void."""
         return "; ".join(dict.fromkeys(source.void for source in self.sources))

@@ -92,6 +92,11 @@ class MaskFolder:
     void_value: int | None
 
     @property
+    def categories(self) -> list[str]:
+        """Not known before the files are read."""
+        return []
+
+    @property
     def void(self) -> str:
         """What makes a pixel void."""
         return f"those of value {self.void_value} (--void none makes them foreground)"

@@ -74,26 +74,18 @@ def ground_truth(
         raise MissingInput(f"{store.label} does not say how its images were resized; extract anew")
     recipe = mask_recipe(store.manifest.transform)
     ids = store.samples.id.tolist()
-    found = match_names(ids, masks.keys)
-    wanted = np.flatnonzero(rows.mask & store.valid)
-    matched = wanted[found[wanted] >= 0]
-    if not len(matched):
-        raise VitseeError(
-            f"no image of {store.label} has a mask in {masks.name}: images are called "
-            f"{few([ids[row] for row in wanted], _NAMES_SHOWN)}; masks "
-            f"{few(masks.keys, _NAMES_SHOWN)}; expected the same names but for the ending"
-        )
+    wanted = int((rows.mask & store.valid).sum())
+    matched, numbers = match_rows(store, masks, rows)
     sizes = store.sizes.tolist()
     labels = {
         group: np.full((store.n_images, layout.n_body), VOID, np.uint8)
         for group, layout in layouts.items()
     }
 
-    def load(row: int) -> tuple[bool, bool]:
+    def load(row: int, i: int) -> tuple[bool, bool]:
         """Fill in one image's labels; whether its mask has foreground and void pixels."""
-        i = int(found[row])
         pixels = masks.read(i)
-        _check_size(masks.where(i), pixels, ids[row], tuple(sizes[row]))
+        check_size(masks.where(i), pixels.shape, ids[row], tuple(sizes[row]))
         seen = as_seen(pixels, recipe, masks.where(i))
         for group, layout in layouts.items():
             labels[group][row] = token_labels(seen, layout, foreground)
@@ -103,7 +95,7 @@ def ground_truth(
     progress.start(len(matched), unit="masks")
     some_on = some_void = False
     try:
-        for on, void in pool.map(load, matched.tolist()):
+        for on, void in pool.map(load, matched.tolist(), numbers.tolist()):
             some_on, some_void = some_on or on, some_void or void
             progress.advance(1)
     finally:
@@ -120,10 +112,10 @@ def ground_truth(
         )
     counts = {
         "with_mask": len(matched),
-        "left_out_without_mask": len(wanted) - len(matched),
+        "left_out_without_mask": wanted - len(matched),
         "left_out_without_foreground": len(matched) - int(mask.sum()),
     }
-    _tell(store, len(wanted), counts)
+    _tell(store, wanted, counts)
     return Truth(labels, mask, counts)
 
 
@@ -133,10 +125,36 @@ def _tell(store: Store, n: int, counts: Mapping[str, int]) -> None:
             log.info("%s: %d of %d images are left out: without %s", store.label, left, n, what)
 
 
-def _check_size(where: str, mask: Labels, image: str, size: tuple[int, int]) -> None:
-    if mask.shape != size:
+def match_rows(
+    store: Store, masks: MaskSource, rows: Rows
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows with an image and a mask, ascending, and the number of each one's mask.
+
+    Raises:
+        VitseeError: there are none.
+    """
+    ids = store.samples.id.tolist()
+    found = match_names(ids, masks.keys)
+    wanted = np.flatnonzero(rows.mask & store.valid)
+    matched = wanted[found[wanted] >= 0]
+    if not len(matched):
         raise VitseeError(
-            f"{where} is {mask.shape[1]} x {mask.shape[0]} pixels, its image {image} is "
+            f"no image of {store.label} has a mask in {masks.name}: images are called "
+            f"{few([ids[row] for row in wanted], _NAMES_SHOWN)}; masks "
+            f"{few(masks.keys, _NAMES_SHOWN)}; expected the same names but for the ending"
+        )
+    return matched, found[matched]
+
+
+def check_size(where: str, mask: tuple[int, ...], image: str, size: tuple[int, int]) -> None:
+    """Refuse a mask that is not of its image's size, (height, width).
+
+    Raises:
+        VitseeError: names both.
+    """
+    if mask != size:
+        raise VitseeError(
+            f"{where} is {mask[1]} x {mask[0]} pixels, its image {image} is "
             f"{size[1]} x {size[0]}; expected masks of the original images' size"
         )
 

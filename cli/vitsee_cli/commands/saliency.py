@@ -9,6 +9,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
+from vitsee_cli.mask_options import background_option, panoptic_option, void_option
 from vitsee_cli.model_options import recompute_options
 from vitsee_cli.sections import ATTENTION
 from vitsee_cli.values import SHARE, parse_path
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
     from vitsee_core.outputs import Outputs
 
 QUESTION = ATTENTION
-
-
-def parse_void(text: str | int) -> str | int:
-    """A pixel value, or `none`."""
-    if text == "none" or isinstance(text, int):
-        return text
-    if not text.isdigit():
-        raise click.BadParameter(f"{text!r}; expected a pixel value like 255, or none")
-    return int(text)
 
 
 @click.command()
@@ -64,21 +56,9 @@ def parse_void(text: str | int) -> str | int:
     type=click.Choice(RULES),
     help="Which tokens are foreground: half of their pixels are, or any.",
 )
-@click.option(
-    "--background",
-    metavar="VALUE",
-    multiple=True,
-    type=click.IntRange(min=0),
-    show_default="0",
-    help="Pixel value of PNG masks outside of objects. Repeatable.",
-)
-@click.option(
-    "--void",
-    metavar="VALUE",
-    type=parse_void,
-    show_default="255",
-    help="Pixel value of PNG masks to leave out, or none.",
-)
+@background_option
+@void_option
+@panoptic_option
 @click.option(
     "--best",
     type=click.Choice(saliency.BESTS),
@@ -118,8 +98,8 @@ def command(
     cut swap places, which changes a head's mean by up to 6e-4.
 
     PNG masks have one number per pixel: 0 is background, 255 void, all else foreground. Of a COCO
-    file every annotation is foreground, crowd regions are void. Tokens of which more than half is
-    void are left out.
+    file every annotation is foreground, crowd regions are void; of a panoptic one things are
+    foreground, stuff is background. Tokens of which more than half is void are left out.
 
     Columns: store, model, site and block (the block), depth, rel_depth, token (cls or mean: whose
     attention), head, best (head: the block's best one), metric (iou), value, std and the 95 %

@@ -1,0 +1,117 @@
+"""Clusters of vectors, and how well they agree with classes.
+
+purity   (1 / n) sum over clusters of the largest number of members of one class in it
+nmi      mutual information of clusters and classes over the mean of their entropies
+ari      pairs that agree, corrected for chance (Hubert and Arabie 1985)
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.types import Float, Float32, Integers
+
+METRICS = ("purity", "nmi", "ari")
+N_INIT = 10
+
+
+def why_meaningless(labels: Integers, k: int, noun: str = "image") -> str | None:
+    """Why k clusters of these examples carry no information about the features, whatever these are;
+    None where they do. noun: of one."""
+    n, n_classes = len(labels), len(np.unique(labels))
+    if n_classes == 1:
+        one = noun if n == 1 else f"class among its {noun}s"
+        return f"there is one {one}, with which all clusters agree"
+    if k == n:
+        return f"k is the number of {noun}s ({n}), so that each is a cluster of its own"
+    if n_classes == n:
+        return f"each of the {n} {noun}s has a class of its own"
+    if k == 1:
+        return f"k is 1, so that all {noun}s are one cluster"
+    return None
+
+
+def k_means(vectors: Float32, k: int, seed: int) -> Integers:
+    """(n,) cluster of each vector; fewer than k clusters where fewer vectors differ."""
+    if (vectors == vectors[0]).all():
+        # k-means would fill its empty clusters with some of the equal vectors.
+        return np.zeros(len(vectors), np.int64)
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    with warnings.catch_warnings():
+        # Fewer distinct vectors than clusters, which is no failure to converge.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model = KMeans(k, init="k-means++", n_init=N_INIT, random_state=seed)
+        labels: Integers = model.fit_predict(vectors).astype(np.int64)
+    return labels
+
+
+def agreement(clusters: Integers, labels: Integers) -> dict[str, float]:
+    """Purity, NMI (0 to 1) and ARI (at most 1, 0 by chance) of a clustering.
+
+    Args:
+        clusters: (n,) numbers from 0.
+        labels: (n,) classes from 0.
+    """
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
+    n_classes = int(labels.max()) + 1
+    cells = (int(clusters.max()) + 1) * n_classes
+    table = np.bincount(clusters * n_classes + labels, minlength=cells).reshape(-1, n_classes)
+    return {
+        "purity": float(table.max(1).sum()) / len(labels),
+        "nmi": float(normalized_mutual_info_score(labels, clusters, average_method="arithmetic")),
+        "ari": float(adjusted_rand_score(labels, clusters)),
+    }
+
+
+def agreement_without(clusters: Integers, labels: Integers, blocks: Blocks) -> dict[str, Float]:
+    """Metric -> (blocks,) the agreement of the same clusters without the members of each block; NaN
+    where nothing is left.
+
+    Args:
+        clusters: (n,) numbers from 0.
+        labels: (n,) classes from 0.
+        blocks: of these n, see `jackknife`.
+    """
+    n_clusters, n_classes = int(clusters.max()) + 1, int(labels.max()) + 1
+    cells = clusters * n_classes + labels
+    whole = np.bincount(cells, minlength=n_clusters * n_classes)
+    rows = [
+        _agreement_of_table((whole - own).reshape(n_clusters, n_classes))
+        for own in (
+            np.bincount(cells[blocks.labels == b], minlength=len(whole)) for b in range(blocks.n)
+        )
+    ]
+    return {metric: np.array([row[metric] for row in rows]) for metric in METRICS}
+
+
+def _agreement_of_table(table: NDArray[Any]) -> dict[str, float]:
+    """Of the numbers of members, (clusters, classes)."""
+    counts = table.astype(np.float64)
+    n = counts.sum()
+    if n == 0:
+        return dict.fromkeys(METRICS, np.nan)
+    rows, columns = counts.sum(1), counts.sum(0)
+    mean_entropy = (_entropy(rows / n) + _entropy(columns / n)) / 2
+    mutual = _entropy(rows / n) + _entropy(columns / n) - _entropy(counts.ravel() / n)
+    together, in_rows, in_columns = (float((c * (c - 1)).sum()) for c in (counts, rows, columns))
+    by_chance = in_rows * in_columns / (n * (n - 1)) if n > 1 else 0.0
+    most = (in_rows + in_columns) / 2
+    return {
+        "purity": float(counts.max(1).sum() / n),
+        # One cluster and one class agree, as do single members with classes of their own.
+        "nmi": float(mutual / mean_entropy) if mean_entropy > 0 else 1.0,
+        "ari": (together - by_chance) / (most - by_chance) if most != by_chance else 1.0,
+    }
+
+
+def _entropy(shares: Float) -> float:
+    known = shares[shares > 0]
+    return float(-(known * np.log(known)).sum())

@@ -1,0 +1,118 @@
+"""What an analysis against labels takes for an example: an image and its label, or a segment of
+one and its category."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.execution import Execution
+from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.labelled.labelled_rows import LabelledRows, labelled_rows
+from vitsee_core.segments.choice import WEIGHTS, Segmentation
+from vitsee_core.segments.rows import LabelledSegments, find_segments
+from vitsee_core.segments.vectors import patches_of, segment_features
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Store
+
+NO_TOKENS = "--tokens chooses one vector per image; with --masks there is one per segment"
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Images with their labels."""
+
+    execution: Execution
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that count."""
+        return ("n_images",)
+
+    def rows(self, store: Store, split: str | None = None) -> LabelledRows:
+        """The examples of a store; see `labelled_rows`."""
+        return labelled_rows(store, self.execution.images, self.execution.seed, split)
+
+    def features(
+        self, data: LabelledRows, site: SiteSpec, tokens: str | None = None, **options: Any
+    ) -> SiteFeatures:
+        """Their vectors at a site; see `choose_features`."""
+        return choose_features(data.store, site, tokens, **options)
+
+
+@dataclass(frozen=True)
+class SegmentExamples(Examples):
+    """Segments with their categories. found: of each store (and split), in one space of classes."""
+
+    found: dict[tuple[str, str | None], LabelledSegments] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that count."""
+        return ("n_images", "n_segments")
+
+    def rows(self, store: Store, split: str | None = None) -> LabelledRows:
+        """The segments of a store's images."""
+        return self.found[store.label, split]
+
+    def features(
+        self, data: LabelledRows, site: SiteSpec, tokens: str | None = None, **options: Any
+    ) -> Any:
+        """Their vectors at a site: a `SegmentFeatures`.
+
+        Raises:
+            VitseeError: tokens are asked for.
+        """
+        if tokens is not None or options.get("match_last_stage"):
+            raise VitseeError(NO_TOKENS)
+        assert isinstance(data, LabelledSegments)
+        return segment_features(data.store, site, data.weights)
+
+
+def examples_of(
+    masks: Segmentation | None,
+    stores: Sequence[tuple[Store, Sequence[SiteSpec]]],
+    execution: Execution,
+    splits: Sequence[str | None] = (None,),
+) -> Examples:
+    """The images of some stores, or where there are masks their segments.
+
+    The classes of segments are the same in all stores: the categories in the masks' order (numbers
+    in theirs), all that a file names and those that occur in a folder.
+
+    Args:
+        masks: None for images.
+        stores: with the sites that are read; of each the segments are found now.
+        execution: which images.
+        splits: of the data, for which examples are asked.
+
+    Raises:
+        VitseeError: see `Segmentation.open` and `find_segments`; a site without a grid.
+    """
+    if masks is None:
+        return Examples(execution)
+    masks = masks.filled(weights=WEIGHTS[0], crowd=False)
+    source = masks.open()
+    found: dict[tuple[str, str | None], LabelledSegments] = {}
+    for store, sites in stores:
+        layouts = [patches_of(store, site).site.layout for site in sites]
+        known = [layout for layout in layouts if layout is not None]
+        for split in splits:
+            found[store.label, split] = find_segments(store, source, masks, known, execution, split)
+    occurring = dict.fromkeys(name for data in found.values() for name in data.classes)
+    classes = source.categories or sorted(occurring, key=int)
+    return SegmentExamples(
+        execution, {key: _relabelled(data, classes) for key, data in found.items()}
+    )
+
+
+def _relabelled(data: LabelledSegments, classes: Sequence[str]) -> LabelledSegments:
+    """The same segments in another space of classes, which has all of theirs."""
+    where = {name: number for number, name in enumerate(classes)}
+    numbers = np.array([where[name] for name in data.classes], np.int64)
+    return replace(data, labels=numbers[data.labels], classes=list(classes))
