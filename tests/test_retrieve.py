@@ -92,7 +92,7 @@ def order_of(query: Array, images: Array) -> list[int]:
 
 
 def stem(name: str) -> str:
-    return name.rpartition("/")[2].partition(".")[0]
+    return name.partition("#")[0].rpartition("/")[2].partition(".")[0]
 
 
 def expected(
