@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores.errors import StoreError, reason
-from vitsee_stores.files import Files
+from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
 
 Box = tuple[slice, ...]
@@ -186,11 +186,18 @@ def read_chunk(files: Files, spec: ArraySpec, index: Sequence[int]) -> tuple[NDA
         return decode(data, spec), checksum(data)
     except FileNotFoundError:
         what = "is missing"
+    except NoAnswer as error:
+        raise no_answer(files, chunk_name(spec, index), error) from None
     except OSError as error:
         what = f"cannot be read: {reason(error)}"
     except (ValueError, RuntimeError) as error:
         what = str(error) if isinstance(error, ValueError) else f"cannot be unpacked: {error}"
     raise damage(files, spec, index, what)
+
+
+def no_answer(files: Files, name: str, error: OSError) -> StoreError:
+    """The error of a file that could not be asked for, which is no damage."""
+    return StoreError(f"{files} cannot be read: {name}: {reason(error)}")
 
 
 def damage(files: Files, spec: ArraySpec, index: Sequence[int], what: str) -> StoreError:

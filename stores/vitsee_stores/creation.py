@@ -16,7 +16,7 @@ from vitsee_stores.chunks import checksum, chunk_name, encode
 from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.files import Pieces
 from vitsee_stores.layout import arrays
-from vitsee_stores.manifest import Manifest
+from vitsee_stores.manifest import ATTRIBUTE, Manifest
 from vitsee_stores.places import files_at
 from vitsee_stores.url import Url
 
@@ -30,9 +30,9 @@ def remove_store(path: str | os.PathLike[str] | Url) -> None:
     """
     files = files_at(path)
     try:
-        if files.exists():
-            metadata.check_ours(files)
-        files.remove_store()
+        data = metadata.check_ours(files) if files.exists() else {}
+        document = metadata.group_document({ATTRIBUTE: {**data, "complete": False}})
+        files.remove_store(metadata.to_text(document))
     except OSError as error:
         raise StoreError(f"cannot remove {path}: {reason(error)}") from None
 

@@ -45,15 +45,16 @@ def n_cores() -> int:
 
 def work_pool() -> ThreadPoolExecutor:
     """Threads for chunks: one a core."""
-    return _pool("vitsee-chunks", n_cores())
+    return named_pool("vitsee-chunks", n_cores())
 
 
 def sync_pool() -> ThreadPoolExecutor:
     """Threads that wait for fsync."""
-    return _pool("vitsee-fsync", SYNC_THREADS)
+    return named_pool("vitsee-fsync", SYNC_THREADS)
 
 
-def _pool(name: str, size: int) -> ThreadPoolExecutor:
+def named_pool(name: str, size: int) -> ThreadPoolExecutor:
+    """So many threads, shared by all who use the name."""
     if name not in _pools:
         _pools[name] = ThreadPoolExecutor(size, name)
     return _pools[name]

@@ -1,7 +1,8 @@
 """The files of one store, wherever they are: the only way to a disk that stores have.
 
 A file is named by its path below the store (`acts/embed/grid/c.0.0.0.0`). Whoever reads sees it
-whole or not at all. What fails raises OSError, FileNotFoundError where there is no such file.
+whole or not at all. What fails raises OSError: FileNotFoundError where there is no such file,
+NoAnswer where a network is in between.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ R = TypeVar("R")
 Pieces = Sequence[bytes | NDArray[np.uint8]]
 # Puts a file of these pieces, one after the other; its bytes.
 Put = Callable[[str, Pieces], int]
+
+
+class NoAnswer(OSError):
+    """What was asked for may well be there: whoever has it gave no answer, or none of use."""
 
 
 class Files(ABC):
@@ -83,8 +88,11 @@ class Files(ABC):
         """
 
     def is_made(self) -> bool:
-        """Whether all that `create` puts is there."""
+        """Whether all that `create` puts is there; where a store is made at once it is."""
         return True
+
+    def fill(self, files: Sequence[tuple[str, Pieces]]) -> None:  # noqa: B027
+        """Put what `create` puts, but the root, where `is_made` denies that it is there."""
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
@@ -103,8 +111,9 @@ class Files(ABC):
         """Remove files, those that are not there too."""
 
     @abstractmethod
-    def remove_store(self) -> None:
-        """Remove everything at the place. Cut short, it leaves nothing that reads as complete."""
+    def remove_store(self, incomplete: bytes) -> None:
+        """Remove everything at the place. Cut short, it leaves nothing that reads as complete.
+        incomplete: the root's zarr.json, saying so."""
 
     def sweep(self, folders: Iterable[str], chosen: Callable[[str], bool]) -> int:
         """Remove those temporary files in these folders that `chosen` says, by their path; the

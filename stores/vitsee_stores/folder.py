@@ -165,7 +165,7 @@ class Folder(Files):
         """Unlink files."""
         remove_files(self._prefix + name for name in names)
 
-    def remove_store(self) -> None:
+    def remove_store(self, incomplete: bytes) -> None:
         """Renamed first, so that a removal cut short leaves nothing that reads as a store.
         Leftovers beside it go too."""
         place = Path(os.path.realpath(self.place))

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_stores.chunks import chunk_name, codecs, decode, encode
+from vitsee_stores.chunks import chunk_name, codecs, decode, encode, no_answer
 from vitsee_stores.errors import StoreError, reason
-from vitsee_stores.files import Files
+from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, COMMIT_BYTES, ArraySpec, arrays
 from vitsee_stores.manifest import ATTRIBUTE, Manifest
 
@@ -201,10 +201,16 @@ def read_marker(
     files: Files, slab: int, spec: ArraySpec, manifest: Manifest
 ) -> dict[str, Any] | None:
     """What a slab's commit marker holds; None where the slab is not committed: no marker, a damaged
-    one, or that of another slab or store."""
+    one, or that of another slab or store.
+
+    Raises:
+        StoreError: whoever has the store did not answer.
+    """
     try:
         data = files.read(chunk_name(spec, (slab, 0)), spec.chunk_bytes + CHECKSUM_BYTES)
         marker = parse(decode(data, spec).tobytes())
+    except NoAnswer as error:
+        raise no_answer(files, chunk_name(spec, (slab, 0)), error) from None
     except (OSError, ValueError):
         return None
     same = {"store_id": manifest.store_id, "slab": slab}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 from vitsee_stores.errors import StoreError
@@ -19,5 +20,9 @@ def files_at(place: str | os.PathLike[str] | Url, *, durable: bool = True) -> Fi
     """
     parsed = parse_place(place)
     if isinstance(parsed, Url):
-        raise StoreError(f"{parsed}: this version opens folders only")
+        if importlib.util.find_spec("obstore") is None:
+            raise StoreError(f"{parsed} needs obstore; run: pip install 'vitsee[remote]'")
+        from vitsee_stores.objects import Objects
+
+        return Objects(parsed)
     return Folder(parsed, durable=durable)

@@ -23,10 +23,11 @@ from vitsee_stores.chunks import (
     chunk_name,
     damage,
     decode,
+    no_answer,
     read_chunk,
 )
 from vitsee_stores.errors import StoreError, StoreMismatch, reason
-from vitsee_stores.files import Files
+from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, places
 from vitsee_stores.manifest import Manifest, Samples, samples_from_arrays
 
@@ -98,6 +99,8 @@ class SealedChunks:
             row: NDArray[np.uint32] = decode(data, spec)[0]
         except FileNotFoundError:
             what = "is missing"
+        except NoAnswer as error:
+            raise no_answer(self.files, chunk_name(spec, index), error) from None
         except OSError as error:
             what = f"cannot be read: {reason(error)}"
         except ValueError as error:

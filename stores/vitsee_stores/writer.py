@@ -99,7 +99,44 @@ class StoreWriter:
         check_identity(
             {"samples_fingerprint": stored.samples_fingerprint, **stored.identity}, fields
         )
+        writer.finish_creation(samples, once)
         return writer
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the empty store is all there.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        try:
+            return self.files.is_made()
+        except OSError as error:
+            raise StoreError(f"{self.place} cannot be read: {reason(error)}") from None
+
+    def finish_creation(
+        self, samples: Samples, once: Mapping[str, NDArray[Any]] | None = None
+    ) -> None:
+        """Put what a process that ended while it made the store left out; where stores are made at
+        once, that is nothing. Arguments as of `create_or_join`.
+
+        Raises:
+            StoreError: these are not the arrays that the store was begun with, or it cannot be
+                written.
+        """
+        if self.is_made:
+            return
+        try:
+            arrays = {**samples_arrays(samples, self.manifest), **(once or {})}
+            files, sealed = creation.contents(self.manifest, arrays)
+            if sealed.checksums != self.manifest.checksums:
+                raise StoreError(
+                    f"{self.place} was left half made, from other images or weights (start anew "
+                    "with --force)"
+                )
+            self.files.fill(files)
+        except OSError as error:
+            raise StoreError(f"cannot make {self.place}: {reason(error)}") from None
 
     @property
     def n_slabs(self) -> int:
@@ -167,7 +204,10 @@ class StoreWriter:
                 raise StoreError(self._failure(k, error)) from None
             if self._settled(k, attempt):
                 return size + len(data) if put else 0
-            self.files.remove([marker])
+            try:
+                self.files.remove([marker])
+            except OSError as error:
+                raise StoreError(self._failure(k, error)) from None
         raise StoreError(
             f"slab {k} of {self.place} was written by another process at the same time, again and "
             "again: give each process slabs of its own with --shard"

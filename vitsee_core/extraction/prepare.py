@@ -34,8 +34,9 @@ from vitsee_stores.manifest import Manifest, check_identity, new_manifest
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked extraction: `writer` is None until the store exists, `weights` where it does; erf:
-    where receptive fields are asked for, what makes them and what they cost."""
+    """A checked extraction: `writer` is None until the store exists, `weights` where
+    it is all there; erf: where receptive fields are asked for, what makes them and what they
+    cost."""
 
     model: LoadedModel
     table: SiteTable
@@ -101,6 +102,9 @@ def join_store(
     choices = choose(keep, stored, table, model.input_size)
     given = given_identity(keep, data, choices, plan)
     check_identity(stored, {**fixed_identity(model, selection), **given})
+    weights = None
+    if not writer.is_made:
+        weights = small_weights(model, table, stored.get("head_weights"))
     model.module.to(device)
     first = first_images(selection, model.transform, writer.manifest.info)
     check_same_images(writer, selection, first)
@@ -113,6 +117,7 @@ def join_store(
         *(model, table, selection, device, choices.precision, writer.manifest, writer, first),
         notes=notes,
         erf=erf,
+        weights=weights,
     )
 
 

@@ -135,7 +135,10 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
         VitseeError: the store would not fit the free disk (nothing is made then).
         IdentityMismatch: another process made a store there with other choices or images.
     """
+    weights = {} if prepared.weights is None else prepared.weights.arrays
+    once = {f"weights/{name}": values for name, values in weights.items()}
     if prepared.writer is not None:
+        prepared.writer.finish_creation(prepared.selection.samples, once)
         return prepared.writer
     if run.force:
         remove_store(run.output)
@@ -152,12 +155,11 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
             "choose fewer --sites, --tokens pooled or fewer --images (see --dry-run)"
         )
     strategy.check_room(free - taken, prepared.plan.slab)
-    weights = {} if prepared.weights is None else prepared.weights.arrays
     writer = StoreWriter.create_or_join(
         run.output,
         prepared.manifest,
         prepared.selection.samples,
-        once={f"weights/{name}": values for name, values in weights.items()},
+        once,
     )
     if writer.manifest.store_id != prepared.manifest.store_id:  # another process was first
         check_same_images(writer, prepared.selection, prepared.first)

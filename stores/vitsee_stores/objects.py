@@ -1,0 +1,320 @@
+"""A store at a URL: objects, each whole or absent by itself, by way of obstore.
+
+Credentials and endpoints are those of the environment, as obstore and the stores' own tools read
+them. Every request goes through `_tried`: what fails is tried again there and nowhere else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    GenericError,
+    NotSupportedError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import from_url
+
+from vitsee_stores.disk import named_pool
+from vitsee_stores.files import Files, NoAnswer, Pieces, Put
+from vitsee_stores.url import Url
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+TRIES = 3
+# Before the second try; twice that before the third. Half as much again at random.
+WAIT_SECONDS = 0.5
+# A request waits for the network, not for a core; each holds a chunk in memory.
+THREADS = 16
+# Larger objects are put in parts of this size.
+PART_BYTES = 32 << 20
+ROOT, LAST_MADE = "zarr.json", "commits/zarr.json"
+_thread = threading.local()
+_process: list[int] = []  # where obstore's threads run, once they do
+
+
+class Objects(Files):
+    """The files of a store at a URL. It can be pickled."""
+
+    def __init__(self, place: Url):
+        self.place: Url = place
+        self._opened: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"place": self.place, "_opened": None}
+
+    def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """By more threads than cores, also for callers that use a thread a core. After an error
+        nothing more is begun."""
+        if len(items) < 2 or getattr(_thread, "is_ours", False):
+            return [work(item) for item in items]
+
+        def ours(item: T) -> R:
+            _thread.is_ours = True
+            return work(item)
+
+        pool = named_pool("vitsee-objects", THREADS)
+        futures = [pool.submit(ours, item) for item in items]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+        errors = (f.exception() for f in futures if not f.cancelled())
+        for error in filter(None, errors):
+            raise error
+        return [future.result() for future in futures]
+
+    def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """As `each`: a small object takes as long to ask for as a large one."""
+        return self.each(work, items)
+
+    # reading ----------------------------------------------------------------------------------
+
+    def read(self, name: str, limit: int) -> bytes:
+        """All of an object."""
+
+        def check(size: int) -> None:
+            if size > limit:
+                raise OSError(errno.EFBIG, f"has {size} bytes, expected at most {limit}")
+
+        return bytes(self.read_chunk(name, check))
+
+    def read_chunk(self, name: str, check: Callable[[int], None]) -> memoryview[int]:
+        """All of an object, in memory of its own."""
+
+        def once() -> memoryview[int]:
+            found = obstore.get(self._client, name)
+            check(found.meta["size"])
+            return memoryview(found.bytes())
+
+        return self._tried(once)
+
+    def read_end(self, name: str, length: int) -> tuple[int, bytes]:
+        """The last bytes of an object, by one request where the store answers such."""
+
+        def once() -> tuple[int, bytes]:
+            try:
+                found = obstore.get(self._client, name, options={"range": {"suffix": length}})
+                return found.meta["size"], bytes(found.bytes())
+            except (NotSupportedError, GenericError) as error:
+                # The first are Azure's; the second of an empty object, of which there is no part.
+                if isinstance(error, GenericError) and "NotPartial" not in str(error):
+                    raise
+            size = obstore.head(self._client, name)["size"]
+            start = max(0, size - length)
+            part = obstore.get_range(self._client, name, start=start, end=size) if size else b""
+            return size, bytes(part)
+
+        return self._tried(once)
+
+    def names(self, folder: str = "") -> set[str]:
+        """What is below a prefix, to the next slash."""
+        found = self._tried(lambda: obstore.list_with_delimiter(self._client, folder or None))
+        paths = [*(entry["path"] for entry in found["objects"]), *found["common_prefixes"]]
+        return {path.rpartition("/")[2] for path in paths}
+
+    def walk(
+        self, onerror: Callable[[OSError], object]
+    ) -> Iterator[tuple[str, list[str], list[str]]]:
+        """As os.walk, of one list of all objects."""
+        below: dict[str, list[str]] = {"": []}
+        files: dict[str, list[str]] = {"": []}
+        try:
+            paths = self._all()
+        except OSError as error:
+            error.filename = "."
+            onerror(error)
+            return
+        for path in paths:
+            parts = path.split("/")
+            for depth in range(1, len(parts)):
+                folder = "/".join(parts[:depth])
+                if folder not in below:
+                    below[folder], files[folder] = [], []
+                    below["/".join(parts[: depth - 1])].append(parts[depth - 1])
+            files["/".join(parts[:-1])].append(parts[-1])
+        waiting = [""]
+        while waiting:
+            folder = waiting.pop()
+            yield folder, below[folder], files[folder]
+            start = f"{folder}/" if folder else ""
+            waiting += [start + name for name in reversed(below[folder])]
+
+    def exists(self, name: str = "") -> bool:
+        """Whether there is such an object; without a name, whether any begins with the URL."""
+        try:
+            self._tried(lambda: obstore.head(self._client, name or ROOT))
+            return True
+        except FileNotFoundError:
+            return not name and bool(self.names())
+
+    def _all(self) -> list[str]:
+        """The paths of all objects."""
+        return self._tried(
+            lambda: [entry["path"] for page in obstore.list(self._client) for entry in page]
+        )
+
+    # writing ----------------------------------------------------------------------------------
+
+    def create(self, files: Sequence[tuple[str, Pieces]]) -> None:
+        """The root first, if there is none: whose it is rules. All else follows from it and from
+        the images, so that whoever joins can put it too (`fill`)."""
+        root = next(pieces for name, pieces in files if name == ROOT)
+        if not self.put_if_absent(ROOT, _joined(root)):
+            raise FileExistsError(errno.EEXIST, "a store is there")
+        self.fill(files)
+
+    def is_made(self) -> bool:
+        """Whether all that `create` puts is there, of which one object is the last."""
+        return self.exists(LAST_MADE)
+
+    def fill(self, files: Sequence[tuple[str, Pieces]]) -> None:
+        """Put all of these but the root, and at the end what tells that they are there."""
+        last = [name for name, _ in files if name == LAST_MADE]
+        rest = [(name, pieces) for name, pieces in files if name not in (ROOT, *last)]
+        self.each(lambda file: self.put(file[0], _joined(file[1])), rest)
+        self.put(LAST_MADE, _joined(dict(files)[LAST_MADE]))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Put an object; a large one in parts."""
+        self._tried(lambda: obstore.put(self._client, name, data, chunk_size=PART_BYTES))
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Put an object by a conditional request."""
+        tries = 0
+
+        def once() -> bool:
+            nonlocal tries
+            tries += 1
+            obstore.put(self._client, name, data, mode="create", use_multipart=False)
+            return True
+
+        try:
+            return self._tried(once)
+        except FileExistsError:
+            # The answer to an earlier try may have been lost, and not what it put.
+            return tries > 1 and self.read(name, len(data) + (1 << 20)) == data
+
+    @contextmanager
+    def writing(self) -> Iterator[Put]:
+        """An object is there when its request was answered."""
+
+        def put(name: str, pieces: Pieces) -> int:
+            data = _joined(pieces)
+            self.put(name, data)
+            return len(data)
+
+        yield put
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete objects, many by one request."""
+        listed = list(names)
+        if listed:
+            self._tried(lambda: obstore.delete(self._client, listed))
+
+    def remove_store(self, incomplete: bytes) -> None:
+        """The root first says that it is incomplete and goes last, the markers go before the other
+        objects: cut short, a store without a slab is left, which is removed or filled again."""
+        paths = set(self._all())
+        if ROOT in paths:
+            self.put(ROOT, incomplete)
+        markers = {path for path in paths if path.startswith("commits/")}
+        for some in (markers, paths - markers - {ROOT}, paths & {ROOT}):
+            self.remove(sorted(some))
+
+    # other readers ----------------------------------------------------------------------------
+
+    def zarr_store(self) -> Any:
+        """Zarr's own store of what obstore opens; obstore tries its requests again."""
+        from zarr.storage import ObjectStore
+
+        return ObjectStore(from_url(str(self.place)), read_only=True)
+
+    # requests ---------------------------------------------------------------------------------
+
+    @property
+    def _client(self) -> Any:
+        if self._opened is None:
+            self._opened = from_url(str(self.place), retry_config={"max_retries": 0})
+        return self._opened
+
+    def _tried(self, once: Callable[[], R]) -> R:
+        """What `once` returns, by up to TRIES tries.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            FileExistsError: there is one, where none should be.
+            NoAnswer: anything else; says in a line what it was.
+        """
+        if not _process:
+            _process.append(os.getpid())
+        if _process[0] != os.getpid():
+            raise NoAnswer(
+                errno.ENOTSUP,
+                "this process was forked from one that had opened a URL, which cannot work; start "
+                "processes with multiprocessing's 'spawn'",
+            )
+        for tries in range(1, TRIES + 1):
+            try:
+                return once()
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise NoAnswer(errno.EIO, "there is no such bucket") from None
+                raise FileNotFoundError(errno.ENOENT, "no such object") from None
+            except AlreadyExistsError:
+                raise FileExistsError(errno.EEXIST, "it is there already") from None
+            except BaseError as error:
+                what, final = _in_words(error)
+                if final or tries == TRIES:
+                    again = "" if final else f" ({TRIES} tries)"
+                    raise NoAnswer(errno.EIO, what + again) from None
+            time.sleep(WAIT_SECONDS * 2 ** (tries - 1) * random.uniform(1, 1.5))
+        raise AssertionError("the last try returns or raises")
+
+
+def _joined(pieces: Pieces) -> bytes:
+    return b"".join(cast(bytes, piece) for piece in pieces)
+
+
+def _in_words(error: BaseError) -> tuple[str, bool]:
+    """obstore's error as a part of a line, and whether trying again is useless."""
+    text = str(error)
+    if "169.254.169.254" in text:
+        return (
+            "no credentials are set (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+            "AWS_SKIP_SIGNATURE=true for a public bucket)"
+        ), True
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    if "NoSuchBucket" in text:
+        return "there is no such bucket", True
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return f"access is denied{f' ({code[1]})' if code else ''}", True
+    line = text.partition("\n")[0].partition(": <")[0]
+    line = line.rpartition(" - ")[2].removeprefix("Generic S3 error: ").strip()
+    line = line.replace("Server returned non-2xx status code:", "the server answered")
+    if "body error" in line:
+        line = "the server's answer was cut short"
+    elif "error sending request" in line:
+        line = "the server gave no answer"
+    if "kind: Timeout" in text or "TimedOut" in text:
+        line = "the server did not answer in time"
+    elif "kind: Connect" in text:
+        host = re.search(r"https?://([^/\s]+)", text)
+        line = f"cannot connect to {host[1] if host else 'the server'}"
+    return (f"{line} ({code[1]})" if code else line)[:300], False
