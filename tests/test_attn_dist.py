@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
 from tests.stores import attention_group, write_attention
+from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses.attn_dist import COLUMNS, METRICS, plot, run
 from vitsee_core.attention.heads import uniform_distance
@@ -48,13 +49,6 @@ def two_blocks(path: Path, n: int = 10, **kwargs: Any) -> Store:
     groups = [attention_group(blocks, (3, 3))]
     defaults: dict[str, Any] = {"n_images": n, "model_blocks": blocks}
     return write_attention(path, groups, values, **defaults | kwargs)
-
-
-def equal(a: Table, b: Table) -> bool:
-    """Bit for bit, NaN equal to NaN."""
-    return list(a.columns) == list(b.columns) and all(
-        np.array_equal(a[c], b[c], equal_nan=a[c].dtype.kind == "f") for c in a.columns
-    )
 
 
 def loop_mean_std(values: list[float]) -> tuple[float, float]:

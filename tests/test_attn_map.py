@@ -23,6 +23,7 @@ from tests.attention_maps import Attention, aligned, layout, random_attention, r
 from tests.extractions import VIT, extracted, plant_images
 from tests.manifests import edited
 from tests.stores import write_attention
+from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses.attn_map import KINDS, MAP_COLUMNS, NUMBER_COLUMNS, plot, run
 from vitsee_core.attention import recompute
@@ -41,13 +42,6 @@ def cells(table: Table, site: str, head: int, shape: tuple[int, ...]) -> Array:
     """One head's map; the table holds its cells row by row."""
     values: Array = table.where(site=site, head=head)["value"].reshape(shape)
     return values
-
-
-def equal(a: Table, b: Table) -> bool:
-    """Bit for bit."""
-    return list(a.columns) == list(b.columns) and all(
-        np.array_equal(a[c], b[c], equal_nan=a[c].dtype.kind == "f") for c in a.columns
-    )
 
 
 def one_head(path: Path, a: Array, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tests.features import activations, cnn_sites, vit_sites
 from tests.reference_cka import biased_cka, loop_cka, loop_hsic1, loop_jackknife
 from tests.stores import CNN, write_model, write_sites
+from tests.tables import equal
 from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.analyses.cka import COLUMNS, plot, run
@@ -69,12 +70,6 @@ def matrix(table: Table) -> Array:
 
 def title(axes: Any) -> str:
     return str(axes.get_title(loc="left"))
-
-
-def equal(a: Table, b: Table) -> bool:
-    return list(a.columns) == list(b.columns) and all(
-        np.array_equal(a[c], b[c], equal_nan=a[c].dtype.kind == "f") for c in a.columns
-    )
 
 
 # ---------------------------------------------------------------- numbers

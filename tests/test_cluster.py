@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.stores import CNN_PAIR, write_labelled
+from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses.cluster import (
     BASELINES,
@@ -27,7 +28,6 @@ from vitsee_core.analyses.cluster import (
     plot,
     run,
 )
-from vitsee_core.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, VitseeError
 
@@ -138,12 +138,6 @@ def made(path: Path, n: int = 40, **kwargs: Any) -> Store:
         for name, weight in (("embed", 0.0), ("blocks.0.out", 1.0), ("blocks.1.out", 20.0))
     }
     return write_labelled(path, sites, labels, **{"slab": 8, **kwargs})
-
-
-def equal(a: Table, b: Table) -> bool:
-    return list(a.columns) == list(b.columns) and all(
-        np.array_equal(a[c], b[c], equal_nan=a[c].dtype.kind == "f") for c in a.columns
-    )
 
 
 def test_columns_and_baselines(tmp_path: Path) -> None:

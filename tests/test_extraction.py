@@ -14,7 +14,15 @@ from PIL import Image
 from timm.data.transforms_factory import create_transform
 
 from tests import reference
-from tests.extractions import RESNET, VIT, array_bytes, extract, extracted, plant_images
+from tests.extractions import (
+    RESNET,
+    VIT,
+    array_bytes,
+    extract,
+    extracted,
+    plant_bright,
+    plant_images,
+)
 from vitsee_core.models import load_model
 from vitsee_stores import IncompleteStore, Store, open_store
 
@@ -267,20 +275,8 @@ def test_a_site_that_overflows_float16_is_stored_in_float32(folder: Path, tmp_pa
 def test_an_overflow_after_the_first_images_stops_with_the_option_that_helps(
     tmp_path: Path,
 ) -> None:
-    rng = np.random.default_rng(0)
-    dim = rng.integers(0, 2, (12, 32, 48, 3), dtype=np.uint8)
-    dim[11] = 255  # the only bright image, long after the check batch
-    np.savez(tmp_path / "data.npz", images=dim)
-    state = load_model(
-        "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
-    ).module.state_dict()
-    weight = state["patch_embed.proj.weight"]
-    weight[0] = 7e4 / (2 * weight[0].numel())  # constant: reads the brightness only
-    torch.save(state, tmp_path / "bright.pt")
     path = tmp_path / "late.zarr"
-    options = [VIT[0], "--checkpoint", tmp_path / "bright.pt", *VIT[3:], "--order", "dataset"]
-    options += ["--data", tmp_path / "data.npz", "-o", path, "--slab", 4, "--crop-pct", 1]
-    options += ["--img-mean", "0,0,0", "--img-std", "0.4,0.4,0.4"]
+    options = [*plant_bright(tmp_path), "-o", path]
     result = extract(*options)
     assert result.exit_code == 1
     assert "--dtype embed=float32" in result.stderr

@@ -34,9 +34,7 @@ SINGLE = 2e-5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data = plant_images(tmp_path_factory.mktemp("images"), N)
-    (data / BAD).write_bytes(b"no picture")
-    return data
+    return plant_images(tmp_path_factory.mktemp("images"), N, damaged=BAD)
 
 
 def options(folder: Path, path: Path, *more: object) -> list[object]:

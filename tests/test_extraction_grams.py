@@ -12,7 +12,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.extractions import RESNET, VIT, array_bytes, extract, extracted, plant_images
+from tests.extractions import (
+    RESNET,
+    VIT,
+    array_bytes,
+    extract,
+    extracted,
+    plant_bright,
+    plant_images,
+)
 from tests.manifests import edited
 from vitsee_core.extraction import gram_strategy, run, slab_grams
 from vitsee_core.extraction.buffers import as_block
@@ -40,9 +48,7 @@ SINGLE, HALF = 2e-6, 1e-3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    data = plant_images(tmp_path_factory.mktemp("images"), N)
-    (data / BAD).write_bytes(b"no picture")
-    return data
+    return plant_images(tmp_path_factory.mktemp("images"), N, damaged=BAD)
 
 
 def options(folder: Path, path: Path, *more: object) -> list[object]:
@@ -265,20 +271,8 @@ def test_a_disk_without_room_for_the_scratch_file(
 def test_what_does_not_fit_the_held_type_stops_the_run_and_whole_slabs_go_on(
     tmp_path: Path,
 ) -> None:
-    rng = np.random.default_rng(0)
-    dim = rng.integers(0, 2, (12, 32, 48, 3), dtype=np.uint8)
-    dim[11] = 255  # the only bright image, long after the self-check's
-    np.savez(tmp_path / "data.npz", images=dim)
-    state = load_model(
-        "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8}
-    ).module.state_dict()
-    weight = state["patch_embed.proj.weight"]
-    weight[0] = 7e4 / (2 * weight[0].numel())  # constant: reads the brightness only
-    torch.save(state, tmp_path / "bright.pt")
     path = tmp_path / "late.zarr"
-    command = [VIT[0], "--checkpoint", tmp_path / "bright.pt", *VIT[3:], "--order", "dataset"]
-    command += ["--data", tmp_path / "data.npz", "-o", path, "--slab", 4, "--crop-pct", 1, *SMALL]
-    command += ["--img-mean", "0,0,0", "--img-std", "0.4,0.4,0.4", "--sites", "embed", "--grams"]
+    command = [*plant_bright(tmp_path), *SMALL, "-o", path, "--sites", "embed", "--grams"]
     result = extract(*command, "--tokens", "pooled", "--batch-size", 2)
     assert result.exit_code == 1
     assert "--dtype embed=float32, or go on with whole slabs" in result.stderr

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 
 from tests.stores import CNN_PAIR, write_labelled
+from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
 from vitsee_core.labelled import neighbours
 from vitsee_core.labelled.neighbours import Neighbours, in_tiles, nearest
-from vitsee_core.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
@@ -214,12 +214,6 @@ def pair(path: Path, n: int = 40, m: int = 23, **kwargs: Any) -> tuple[Store, St
         options = {"slab": 8, "hash_offset": 10_000 * seed, **kwargs}
         made.append(write_labelled(path / f"{name}.zarr", sites, labels, **options))
     return made[0], made[1]
-
-
-def equal(a: Table, b: Table) -> bool:
-    return list(a.columns) == list(b.columns) and all(
-        np.array_equal(a[c], b[c], equal_nan=a[c].dtype.kind == "f") for c in a.columns
-    )
 
 
 @pytest.mark.parametrize("vote", VOTES)

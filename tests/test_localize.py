@@ -22,6 +22,7 @@ from PIL import Image
 
 from tests.extractions import VIT, extracted, plant_images
 from tests.manifests import edited
+from tests.reference_cka import loop_hsic1
 from vitsee_cli.main import main
 from vitsee_core.analyses import localize
 from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, plot, run
@@ -163,21 +164,10 @@ def store(tmp_path: Path) -> Store:
 # The oracle: float64 loops over images, tokens and patches
 
 
-def loop_hsic(x: Array, y: Array) -> float:
-    """HSIC_1, term by term (Song et al. 2012, Eq. 5)."""
-    n = len(x)
-    k = [[0.0 if i == j else math.fsum(x[i] * x[j]) for j in range(n)] for i in range(n)]
-    m = [[0.0 if i == j else math.fsum(y[i] * y[j]) for j in range(n)] for i in range(n)]
-    trace = math.fsum(k[i][j] * m[j][i] for i in range(n) for j in range(n))
-    a, b = [math.fsum(row) for row in k], [math.fsum(row) for row in m]
-    both = math.fsum(p * q for p, q in zip(a, b, strict=True))
-    one = math.fsum(a) * math.fsum(b) / ((n - 1) * (n - 2))
-    return (trace + one - 2 / (n - 2) * both) / (n * (n - 3))
-
-
 def loop_cka(x: Array, y: Array) -> float:
-    own = loop_hsic(x, x), loop_hsic(y, y)
-    return loop_hsic(x, y) / math.sqrt(own[0] * own[1]) if min(own) > 0 else math.nan
+    """NaN of constant pixels."""
+    own = loop_hsic1(x, x), loop_hsic1(y, y)
+    return loop_hsic1(x, y) / math.sqrt(own[0] * own[1]) if min(own) > 0 else math.nan
 
 
 def cell_pixels(pixels: Array, grid: tuple[int, int], step: int) -> list[Array]:

@@ -19,6 +19,7 @@ from tests.extractions import VIT, extracted, plant_images
 from tests.reference_normratio import loop_jackknife, loop_statistic, loop_values
 from tests.residuals import SITES, cnn, products_of, random_branches, vit
 from tests.stores import write_residuals
+from tests.tables import equal
 from vitsee_core.analyses.normratio import COLUMNS, DEFAULT_METRICS, METRICS, plot, run
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import t_quantile
@@ -28,13 +29,6 @@ from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
-
-
-def equal(a: Table, b: Table) -> bool:
-    """Bit for bit, NaN equal to NaN."""
-    return list(a.columns) == list(b.columns) and all(
-        np.array_equal(a[c], b[c], equal_nan=a[c].dtype.kind == "f") for c in a.columns
-    )
 
 
 # ---------------------------------------------------------------- numbers

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.features import activations
+from tests.reference_cka import loop_hsic1
 from tests.stores import CNN, write_sites
 from vitsee_core import machine
 from vitsee_core.progress import Silent
@@ -39,18 +40,6 @@ Float = NDArray[np.float64]
 
 
 # The oracle: the definition, in float64 loops over images
-
-
-def loop_hsic1(x: Array, y: Array) -> float:
-    """HSIC_1 of images by features, term by term (Song et al. 2012, Eq. 5)."""
-    n = len(x)
-    k = [[0.0 if i == j else float(np.dot(x[i], x[j])) for j in range(n)] for i in range(n)]
-    m = [[0.0 if i == j else float(np.dot(y[i], y[j])) for j in range(n)] for i in range(n)]
-    trace = math.fsum(k[i][j] * m[j][i] for i in range(n) for j in range(n))
-    sums_k, sums_m = [math.fsum(row) for row in k], [math.fsum(row) for row in m]
-    both = math.fsum(a * b for a, b in zip(sums_k, sums_m, strict=True))
-    one = math.fsum(sums_k) * math.fsum(sums_m) / ((n - 1) * (n - 2))
-    return (trace + one - 2 / (n - 2) * both) / (n * (n - 3))
 
 
 def loop_hsic0(x: Array, y: Array) -> float:

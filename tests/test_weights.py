@@ -22,6 +22,7 @@ from PIL import Image
 
 from tests.extractions import extracted, plant_images
 from tests.models_helpers import VIT, small
+from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses import weights
 from vitsee_core.analyses.weights import COLUMNS, cosines, plot, principal_components, run
@@ -389,14 +390,6 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         common = ["--data", images, "--tokens", "pooled", "--workers", "0"]
         extracted(*model, *common, "-o", folder / f"{name}.zarr")
     return folder
-
-
-def equal(a: Table, b: Table, *without: str) -> bool:
-    return all(
-        np.array_equal(a[c], b[c], equal_nan=a[c].dtype.kind == "f")
-        for c in COLUMNS
-        if c not in without
-    )
 
 
 def test_a_store_holds_them(stores: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import Literal
+
+from vitsee_stores.errors import VitseeError
 
 Direction = Literal["higher", "lower", "none"]
 
@@ -21,6 +24,19 @@ _HIGHER = re.compile(
     re.VERBOSE,
 )
 _LOWER = re.compile(r"lens_rank | [jf]_decay", re.VERBOSE)
+
+
+def asked_for(metrics: Sequence[str], known: Iterable[str], analysis: str) -> list[str]:
+    """The metrics of an analysis that were asked for, in its own order.
+
+    Raises:
+        VitseeError: one that it does not know.
+    """
+    known = list(known)
+    for metric in metrics:
+        if metric not in known:
+            raise VitseeError(f"no metric {metric!r}; metrics of {analysis}: {', '.join(known)}")
+    return [metric for metric in known if metric in metrics]
 
 
 def direction(metric: str) -> Direction:

@@ -28,6 +28,7 @@ from vitsee_stores import Slab, Store, open_store, require_paired
 from vitsee_stores.errors import StoreMismatch, VitseeError
 from vitsee_stores.url import Place
 
+T = TypeVar("T")
 R = TypeVar("R")
 
 
@@ -306,15 +307,26 @@ class _Threads:
     jobs: int
 
     def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
-        waiting: deque[Future[R]] = deque()
         with ThreadPoolExecutor(self.jobs) as pool:
-            try:
-                for item in items:
-                    waiting.append(pool.submit(function, item))
-                    if len(waiting) >= 2 * self.jobs:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
+            yield from submitted(pool, function, items, 2 * self.jobs)
+
+
+def submitted(
+    pool: ThreadPoolExecutor, function: Callable[[T], R], items: Iterable[T], ahead: int
+) -> Iterator[R]:
+    """`function` of every item in the items' order, by a pool's threads, at most `ahead` items
+    before the last one taken. None works on after the end, an early one too."""
+    waiting: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+        for future in waiting:
+            if not future.cancelled():
+                future.exception()

@@ -34,6 +34,7 @@ from vitsee_core.attention.head_maps import blocks_of_each
 from vitsee_core.attention.heads import Block, read_heads, uniform_distance
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
+from vitsee_core.metrics import asked_for
 from vitsee_core.plotting import (
     COLOURS,
     colour,
@@ -48,7 +49,6 @@ from vitsee_core.plotting import (
 from vitsee_core.progress import counting
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
-from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,10 +99,7 @@ def run(
         SiteError: a pattern matches no block.
         VitseeError: unknown metric, or no valid image among those asked for.
     """
-    for metric in metrics:
-        if metric not in METRICS:
-            raise VitseeError(f"no metric {metric!r}; metrics of attn-dist: {', '.join(METRICS)}")
-    wanted = [metric for metric in METRICS if metric in metrics]
+    wanted = asked_for(metrics, METRICS, "attn-dist")
     selected = blocks_of_each(stores, sites)
     chosen = [execution.rows(store) for store in selected.stores]
     rows: list[dict[str, Any]] = []

@@ -34,6 +34,7 @@ from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.field_pictures import draw_fields
+from vitsee_core.metrics import asked_for
 from vitsee_core.plotting import styled
 from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
@@ -95,10 +96,7 @@ def run(
         SiteError: a pattern matches no site.
         VitseeError: unknown metric, or no valid image.
     """
-    for metric in metrics:
-        if metric not in METRICS:
-            raise VitseeError(f"no metric {metric!r}; metrics of erf: {', '.join(METRICS)}")
-    wanted = [metric for metric in METRICS if metric in metrics]
+    wanted = asked_for(metrics, METRICS, "erf")
     selected = select_each(stores, sites, _with_fields)
     for store, chosen in selected.members:
         if not chosen:

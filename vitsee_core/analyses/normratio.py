@@ -33,6 +33,7 @@ from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.token_pictures import draw_norm_ratios
+from vitsee_core.metrics import asked_for
 from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
@@ -53,7 +54,7 @@ from vitsee_core.statistics.skip_branch import (
 from vitsee_core.statistics.token_statistics import Places
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_core.types import Float
-from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.errors import SiteError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
@@ -117,10 +118,7 @@ def run(
             without any.
         VitseeError: unknown metric, or no valid image among those asked for.
     """
-    for metric in metrics:
-        if metric not in METRICS:
-            raise VitseeError(f"no metric {metric!r}; metrics of normratio: {', '.join(METRICS)}")
-    wanted = [metric for metric in METRICS if metric in metrics]
+    wanted = asked_for(metrics, METRICS, "normratio")
     selected = choose_sublayers(stores, sites)
     stores, plans = tuple(selected.stores), selected.chosen
     _check_tokens(stores, plans, tokens)

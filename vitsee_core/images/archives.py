@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from vitsee_core.images.decoding import TarOpener, ZipMember, ZipOpener, one_line
+from vitsee_core.images.decoding import Opener, TarOpener, ZipMember, ZipOpener, one_line
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import classify, is_image, utf8
 from vitsee_core.images.image_source import ImageSource
@@ -38,12 +38,7 @@ def open_tars(tars: Sequence[Path], name: str) -> ImageSource:
             raise DataError(
                 f"{tar} cannot be read as an uncompressed tar: {one_line(error)}"
             ) from None
-    if not found:
-        raise DataError(f"no images in {name}; expected .jpg, .png or other image files")
-    paths = sorted(found)
-    labels, splits, class_names = classify(paths)
-    opener = TarOpener(tuple(str(tar.absolute()) for tar in tars))
-    return ImageSource(name, opener, [found[p] for p in paths], paths, labels, splits, class_names)
+    return _source(name, TarOpener(tuple(str(tar.absolute()) for tar in tars)), found)
 
 
 def open_zips(zips: Sequence[Path], name: str) -> ImageSource:
@@ -62,11 +57,15 @@ def open_zips(zips: Sequence[Path], name: str) -> ImageSource:
                     _take(found, member, k, prefix, path)
         except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read as a zip file: {one_line(error)}") from None
+    return _source(name, ZipOpener(tuple(str(path.absolute()) for path in zips)), found)
+
+
+def _source(name: str, opener: Opener, found: Mapping[str, Any]) -> ImageSource:
+    """The images found, by path, as a source."""
     if not found:
         raise DataError(f"no images in {name}; expected .jpg, .png or other image files")
     paths = sorted(found)
     labels, splits, class_names = classify(paths)
-    opener = ZipOpener(tuple(str(path.absolute()) for path in zips))
     return ImageSource(name, opener, [found[p] for p in paths], paths, labels, splits, class_names)
 
 

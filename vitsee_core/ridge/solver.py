@@ -110,19 +110,12 @@ class Factors:
         """Decompose X'X, or XX' where it is the smaller one."""
         target = mean_target(images.counts)
         if images.by_rows:
-            x, mean, labels = images.rows()
-            scales = algebra.scales(np.einsum("ij,ij->j", x, x), images.n)
-            if scales is not None:
-                x *= scales
+            x, mean, labels, scales = _scaled_rows(images, algebra)
             dual = from_kernel(x @ x.T, labels, images.n_classes, algebra)
             basis = x.T @ dual.basis
             values, rhs = dual.eigenvalues, dual.rhs
         else:
-            scatter, rhs, mean = images.moments()
-            scales = algebra.scales(np.diagonal(scatter), images.n)
-            if scales is not None:
-                scatter = scatter * np.outer(scales, scales)
-                rhs = rhs * scales[:, np.newaxis]
+            scatter, rhs, mean, scales = _scaled_moments(images, algebra)
             values, basis = np.linalg.eigh(scatter)
             values, rhs = np.maximum(values, 0), basis.T @ rhs
         if scales is not None:
@@ -152,22 +145,34 @@ def from_kernel(kernel: Float, labels: Integers, n_classes: int, algebra: Algebr
     return Factors(vectors / roots, origin, values, rhs, mean_target(counts), n, algebra)
 
 
+def _scaled_rows(images: Gathered, algebra: Algebra) -> tuple[Float, Float, Integers, Float | None]:
+    """Features (n, d), centred and scaled; their mean, labels and the scales, None without."""
+    x, mean, labels = images.rows()
+    scales = algebra.scales(np.einsum("ij,ij->j", x, x), images.n)
+    if scales is not None:
+        x *= scales
+    return x, mean, labels, scales
+
+
+def _scaled_moments(images: Gathered, algebra: Algebra) -> tuple[Float, Float, Float, Float | None]:
+    """X'X and X'Y of scaled features; the mean of the features and the scales, None without."""
+    scatter, rhs, mean = images.moments()
+    scales = algebra.scales(np.diagonal(scatter), images.n)
+    if scales is not None:
+        scatter = scatter * np.outer(scales, scales)
+        rhs = rhs * scales[:, np.newaxis]
+    return scatter, rhs, mean, scales
+
+
 def solve(images: Gathered, algebra: Algebra, l2: float) -> Linear:
     """The weights at a single l2, without a decomposition (a tenth of its cost)."""
     if images.by_rows:
-        x, mean, labels = images.rows()
-        scales = algebra.scales(np.einsum("ij,ij->j", x, x), images.n)
-        if scales is not None:
-            x *= scales
+        x, mean, labels, scales = _scaled_rows(images, algebra)
         kernel = x @ x.T
         kernel[np.diag_indices_from(kernel)] += l2
         weights = x.T @ np.linalg.solve(kernel, targets(labels, images.n_classes))
     else:
-        scatter, rhs, mean = images.moments()
-        scales = algebra.scales(np.diagonal(scatter), images.n)
-        if scales is not None:
-            scatter = scatter * np.outer(scales, scales)
-            rhs = rhs * scales[:, np.newaxis]
+        scatter, rhs, mean, scales = _scaled_moments(images, algebra)
         scatter[np.diag_indices_from(scatter)] += l2
         weights = np.linalg.solve(scatter, rhs)
     if scales is not None:

@@ -18,7 +18,7 @@ from vitsee_core.similarity.gram_file import (
     gram_bytes,
     tile_size,
 )
-from vitsee_core.similarity.hsic import Hsic, stacked
+from vitsee_core.similarity.hsic import Hsic, assembled, stacked
 from vitsee_core.similarity.pair_sums import (
     Matrix,
     Partition,
@@ -163,11 +163,4 @@ def in_groups(
         [work(a, None if cols is None and a is b else b, tile=tile) for b in of_cols]
         for a in (of_rows if cols is not None else of_cols)
     ]
-    return [
-        Hsic(
-            np.block([[part[k].cross for part in line] for line in grid]),
-            np.concatenate([line[0][k].rows for line in grid]),
-            np.concatenate([part[k].cols for part in grid[0]]),
-        )
-        for k in range(len(grid[0][0]))
-    ]
+    return assembled(grid)

@@ -115,6 +115,19 @@ def summarise(h: Hsic) -> Similarity:
     return Similarity(value, std, low, high, each)
 
 
+def assembled(grid: Sequence[Sequence[Sequence[Hsic]]]) -> list[Hsic]:
+    """The values of sites compared group by group: grid[i][j] has those of the i-th group
+    of rows with the j-th group of columns."""
+    return [
+        Hsic(
+            np.block([[part[k].cross for part in line] for line in grid]),
+            np.concatenate([line[0][k].rows for line in grid]),
+            np.concatenate([part[k].cols for part in grid[0]]),
+        )
+        for k in range(len(grid[0][0]))
+    ]
+
+
 @dataclass(frozen=True)
 class PairSums:
     """Sums over pairs of different images of every representation against every other.

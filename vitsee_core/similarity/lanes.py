@@ -8,15 +8,15 @@ What they add up is added in the pieces' order, so that results do not depend on
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from threadpoolctl import ThreadpoolController
 
 from vitsee_core import machine
+from vitsee_core.streaming import submitted
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -133,20 +133,7 @@ def in_order(
     if pool is None or len(items) < 2:
         yield from map(work, items)
         return
-    waiting: deque[Future[R]] = deque()
-    try:
-        for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) >= ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
-        for future in waiting:
-            if not future.cancelled():
-                future.exception()
+    yield from submitted(pool, work, items, ahead)
 
 
 @contextmanager

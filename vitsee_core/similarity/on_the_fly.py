@@ -24,7 +24,7 @@ from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import batch_sizes, draw_batches
 from vitsee_core.similarity.comparison import Estimator, Rows
 from vitsee_core.similarity.exact import block_labels, leave_one_out
-from vitsee_core.similarity.hsic import METHODS, Hsic, stacked
+from vitsee_core.similarity.hsic import METHODS, Hsic, assembled, stacked
 from vitsee_core.similarity.lanes import one_blas_thread
 from vitsee_core.similarity.pair_sums import (
     Matrix,
@@ -248,11 +248,4 @@ def _in_groups(
             grid.append(line)
     finally:
         progress.stop()
-    return [
-        Hsic(
-            np.block([[part[k].cross for part in line] for line in grid]),
-            np.concatenate([line[0][k].rows for line in grid]),
-            np.concatenate([part[k].cols for part in grid[0]]),
-        )
-        for k in range(len(grid[0][0]))
-    ]
+    return assembled(grid)
