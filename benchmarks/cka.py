@@ -36,6 +36,7 @@ from cka_peers import Float64
 from common import interleaved, machine, paired_ratio
 from threadpoolctl import threadpool_info
 
+from vitsee_core.grams.products import Tile, products
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
@@ -45,7 +46,6 @@ from vitsee_core.similarity import (
     hsic,
     summarise,
 )
-from vitsee_core.similarity.products import Tile, products
 
 PARTS = ("batch", "repeats", "rate", "right")
 UNCACHED = GramOptions(use_cache=False, device="cpu")

@@ -23,6 +23,7 @@ from tests.stores import write_model, write_sites
 from vitsee_core import machine
 from vitsee_core.grams import arithmetic
 from vitsee_core.grams import syrk as syrk_module
+from vitsee_core.grams.shift import Shift
 from vitsee_core.grams.syrk import load_syrk, mirror
 from vitsee_core.similarity import (
     Estimator,
@@ -41,7 +42,6 @@ from vitsee_core.similarity.cache import SCRATCH, gram_cache
 from vitsee_core.similarity.exact import leave_one_out
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
-from vitsee_core.similarity.shift import Shift
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
 
@@ -168,7 +168,7 @@ def test_the_number_of_threads_changes_no_bit(
 ) -> None:
     rng = np.random.default_rng(0)
     sites = {f"x{i}": rng.normal(1, 1, size=(40, 7, 600)) for i in range(3)}
-    monkeypatch.setattr("vitsee_core.similarity.products.GOOD_COLUMNS", 256)
+    monkeypatch.setattr("vitsee_core.grams.products.GOOD_COLUMNS", 256)
     monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 64)
     monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 16)
     monkeypatch.setattr("vitsee_core.similarity.pair_sums.FEW", 0)

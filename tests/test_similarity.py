@@ -283,8 +283,8 @@ def test_tiles_groups_and_strips_do_not_matter(
     whole = [hsic(a, options=options()), hsic(a, b, options=options())]
     monkeypatch.setattr("vitsee_core.similarity.gram_file.LARGEST_TILE", 8)
     monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 7)
-    monkeypatch.setattr("vitsee_core.similarity.products.MOST_COLUMNS", 6)
-    monkeypatch.setattr("vitsee_core.similarity.products.FEWEST_COLUMNS", 1)
+    monkeypatch.setattr("vitsee_core.grams.products.MOST_COLUMNS", 6)
+    monkeypatch.setattr("vitsee_core.grams.products.FEWEST_COLUMNS", 1)
     monkeypatch.setattr("vitsee_core.similarity.exact.bytes_each", lambda n, p, t: 1 << 20)
     small = options(memory=4 << 20)
     again = [hsic(a, options=small), hsic(a, b, options=small)]

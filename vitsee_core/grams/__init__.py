@@ -1,1 +1,1 @@
-"""Products that Gram matrices are made of, on the CPU and on a GPU: in extraction and in CKA."""
+"""Gram matrices, strip by strip, on the CPU and on a GPU: in extraction and in CKA."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from vitsee_core.grams.products import Tile, products
+from vitsee_core.grams.shift import Origin, Shift
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Estimator, Rows
 from vitsee_core.similarity.exact import full_grams, in_groups
@@ -27,9 +29,7 @@ from vitsee_core.similarity.pair_sums import (
     pair_totals,
     sum_over_cells,
 )
-from vitsee_core.similarity.products import Tile, products
 from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.shift import Origin, Shift
 from vitsee_core.types import Float32
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 

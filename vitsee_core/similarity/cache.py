@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.features.matrix import FeatureMatrix
 from vitsee_core.files import renamed
+from vitsee_core.grams.shift import Origin
 from vitsee_core.similarity.gram_file import (
     FORMAT,
     GramFile,
@@ -36,7 +37,6 @@ from vitsee_core.similarity.gram_file import (
     write_tiles,
 )
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
-from vitsee_core.similarity.shift import Origin
 from vitsee_stores.errors import VitseeError, reason
 
 if TYPE_CHECKING:

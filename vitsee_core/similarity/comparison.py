@@ -11,11 +11,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.grams.products import Workspace
 from vitsee_core.machine import free_disk_bytes, human_bytes
 from vitsee_core.progress import Progress
 from vitsee_core.similarity.cache import GramCache
 from vitsee_core.similarity.gram_file import GramFile
-from vitsee_core.similarity.products import Workspace
 from vitsee_core.similarity.representation import Representation
 from vitsee_stores.errors import VitseeError
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitsee_core.grams.arithmetic import choose_device, full_precision
+from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch
@@ -18,7 +19,6 @@ from vitsee_core.similarity.comparison import Comparison, Estimator, GramOptions
 from vitsee_core.similarity.exact import over_all_images
 from vitsee_core.similarity.gram_file import DamagedGram, gram_bytes
 from vitsee_core.similarity.hsic import METHODS, Hsic, symmetric, without
-from vitsee_core.similarity.lanes import one_blas_thread
 from vitsee_core.similarity.pairing import Paired, paired_rows
 from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.within_slab import within_slabs

@@ -9,6 +9,8 @@ from itertools import chain, combinations_with_replacement
 
 import numpy as np
 
+from vitsee_core.grams.products import Tile, products
+from vitsee_core.grams.shift import Origin
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Rows
 from vitsee_core.similarity.gram_file import (
@@ -27,9 +29,7 @@ from vitsee_core.similarity.pair_sums import (
     pair_totals,
     without_cell,
 )
-from vitsee_core.similarity.products import Tile, products
 from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.shift import Origin
 
 BLOCKS = 20
 Work = Callable[..., list[Hsic]]

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.grams.arithmetic import Arithmetic, arithmetic, choose_device, full_precision
+from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import batch_sizes, draw_batches
 from vitsee_core.similarity.comparison import Estimator, Rows
 from vitsee_core.similarity.exact import block_labels, leave_one_out
 from vitsee_core.similarity.hsic import METHODS, Hsic, assembled, stacked
-from vitsee_core.similarity.lanes import one_blas_thread
 from vitsee_core.similarity.pair_sums import (
     Matrix,
     Partition,

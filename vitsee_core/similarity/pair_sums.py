@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes, run_all
 from vitsee_core.similarity.hsic import Hsic, PairSums
-from vitsee_core.similarity.lanes import in_order, lane_pool, n_lanes, run_all
 from vitsee_core.types import Float, Float32
 
 Labels = NDArray[np.int64]

@@ -20,9 +20,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from vitsee_core.features.matrix import FeatureMatrix, Strip
 from vitsee_core.grams.arithmetic import Arithmetic, Cast, Staging, arithmetic
+from vitsee_core.grams.lanes import Turns, n_lanes, one_blas_thread, run_lanes
+from vitsee_core.grams.shift import Origin
 from vitsee_core.machine import human_bytes
-from vitsee_core.similarity.lanes import Turns, n_lanes, one_blas_thread, run_lanes
-from vitsee_core.similarity.shift import Origin
 from vitsee_stores.disk import in_this_thread
 from vitsee_stores.errors import VitseeError
 
