@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tests.features import activations
 from tests.stores import write_model, write_sites
 from vitsee_core import machine
-from vitsee_core.grams import arithmetic
+from vitsee_core.grams import arithmetic, products
 from vitsee_core.grams import syrk as syrk_module
 from vitsee_core.grams.shift import Shift
 from vitsee_core.grams.syrk import load_syrk, mirror
@@ -34,7 +34,6 @@ from vitsee_core.similarity import (
     hsic,
     pair_sums,
     pearson,
-    products,
     raw_gram,
     summarise,
 )

@@ -15,10 +15,10 @@ from tests.stores import CNN, write_model
 from tests.test_cka_heads import CNN_SITES, N, distances, vit
 from vitsee_core.analyses import cka, cka_heads
 from vitsee_core.device import current_precision
-from vitsee_core.grams import arithmetic
+from vitsee_core.grams import arithmetic, products
 from vitsee_core.grams.arithmetic import Gpu, Staging, full_precision
 from vitsee_core.grams.shift import raw_gram
-from vitsee_core.similarity import device_tiles, estimate, on_the_fly, pair_sums, products
+from vitsee_core.similarity import device_tiles, estimate, on_the_fly, pair_sums
 from vitsee_core.similarity.device_tiles import DeviceTiles
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_stores import Store
