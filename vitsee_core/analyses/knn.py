@@ -12,6 +12,9 @@ class is among the five most voted; equal votes go to the lower class. A class t
 has is never among the five, so that `top5` needs k >= 5; with five classes or fewer it would carry
 no information. Otherwise it is left out. Neighbours are exact (`neighbours`): equal cosines go to
 the lower row of the training store.
+
+With masks, segments vote for segments: the vectors are those of `cluster --masks`, the classes are
+the masks' categories, and intervals are over images.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,16 +32,14 @@ from numpy.typing import NDArray
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
-from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.features import SiteFeatures
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.labelled.labelled_rows import (
-    INTERVAL_METHOD,
     LabelledRows,
     accuracy_interval,
     check_disjoint,
     check_label_spaces,
     check_same_model,
-    labelled_rows,
     random_pieces,
 )
 from vitsee_core.machine import counted
@@ -45,6 +47,7 @@ from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
+from vitsee_core.segments import Examples, Segmentation, as_segmentation, examples_of
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
@@ -68,6 +71,7 @@ COLUMNS = (
     *(*SITE, "class", "k"),
     *("metric", "value", "std", "low", "high", "n_images", "baseline"),
 )
+SEGMENT_COLUMNS = (*COLUMNS[:-1], "n_segments", "baseline")
 UNITS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 VOTED_AT_ONCE = 4096
 
@@ -76,6 +80,7 @@ VOTED_AT_ONCE = 4096
 def run(
     train: Store,
     *tests: Store,
+    masks: Segmentation | Path | str | Sequence[Path] | None = None,
     sites: Sequence[str] = ("blocks",),
     tokens: str | None = None,
     ks: Sequence[int] = (20,),
@@ -88,8 +93,8 @@ def run(
 ) -> Table:
     """One row per site, k and metric: the accuracy on the test images and its 95 % interval.
 
-    Columns: see `COLUMNS`; `class` only with `per_class`; `store` is the test store;
-    `baseline` is empty in the rows about the model.
+    Columns: see `COLUMNS`, with masks `SEGMENT_COLUMNS`; `class` only with `per_class`; `store` is
+    the test store; `baseline` is empty in the rows about the model.
 
     Memory: the test vectors in float64 and float32, as many of them at a time as fit; the training
     vectors are streamed.
@@ -98,7 +103,9 @@ def run(
         train: its labelled images vote.
         tests: their labelled images are classified, store by store; all hold activations of the
             same model.
-        sites: names, globs and groups.
+        masks: classify segments in place of images; a `Segmentation`, or the paths of the masks
+            of all stores.
+        sites: names, globs and groups; with masks those with a grid.
         tokens: which token stands for an image; see `features.choose_features`.
         ks: numbers of neighbours.
         vote: one of `VOTES`.
@@ -112,17 +119,21 @@ def run(
     Raises:
         MissingInput: no labels, or a store lacks a site.
         StoreMismatch: other models, other classes, or images that are in both.
-        VitseeError: k larger than the number of training images, or an unknown choice.
+        VitseeError: k larger than the number of training images, an unknown choice, or masks that
+            cannot be used (see `Segmentation.open`, `find_segments`).
     """
     from vitsee_core.device import resolve_device
     from vitsee_core.labelled.neighbours import nearest
 
     if not tests:
         raise VitseeError("no store to test on; expected one or more")
-    images, seed = execution.images, execution.seed
-    a = labelled_rows(train, images, seed)
+    seed = execution.seed
+    choice = as_segmentation(masks)
+    read = [] if choice is None else [(s, s.select(list(sites))) for s in (train, *tests)]
+    examples = examples_of(choice, read, execution)
+    a = examples.rows(train)
     # Everything is checked before any work.
-    queries = [_query(a, test, sites, tokens, images, seed, allow_shared) for test in tests]
+    queries = [_query(examples, a, test, sites, tokens, seed, allow_shared) for test in tests]
     ks = _checked(a, ks, vote, temperature, baselines)
     n_top = [k for k in ks if k >= TOP and a.n_classes > TOP]
     if not n_top:
@@ -141,7 +152,7 @@ def run(
     remarks = [remark for query in queries for remark in query.remarks]
 
     def stored(data: LabelledRows, features: SiteFeatures) -> Pieces:
-        return lambda: features.vectors(data.mask, jobs=execution.jobs, memory=budget // 4)
+        return lambda: data.vectors(features, jobs=execution.jobs, memory=budget // 4)
 
     def measure(query: _Query) -> None:
         b, test, blocks = query.data, query.data.store, query.blocks
@@ -154,9 +165,9 @@ def run(
             ours, theirs = query.read[site.name]
             found = search(stored(a, ours), stored(b, theirs), len(b), site.dim)
             if found.constant:
-                which = "" if site.layout is None else f"{ours.selection} "
+                which = "" if site.layout is None or choice else f"{ours.selection} "
                 remark = (
-                    f"{site.name}: the {which}vector of every training image is the same; its "
+                    f"{site.name}: the {which}vector of every training {a.NOUN} is the same; its "
                     "value is the vote of the first rows"
                 )
                 if remark not in remarks:
@@ -181,7 +192,7 @@ def run(
         for query in queries:
             measure(query)
     notes = {
-        "interval": INTERVAL_METHOD,
+        "interval": a.INTERVAL,
         "train": {"store": train.label, **a.describe()},
         "tests": [query.describe() for query in queries],
         "tokens": {
@@ -191,7 +202,8 @@ def run(
         WORD: {query.data.store.label: query.blocks.describe() for query in queries},
         "remarks": remarks,
     }
-    names = [name for name in COLUMNS if name != "class" or per_class]
+    columns = COLUMNS if choice is None else SEGMENT_COLUMNS
+    names = [name for name in columns if name != "class" or per_class]
     return Table.from_rows(rows + random_rows, names, notes)
 
 
@@ -214,16 +226,16 @@ class _Query:
 
 
 def _query(
+    examples: Examples,
     train: LabelledRows,
     test: Store,
     sites: Sequence[str],
     tokens: str | None,
-    images: int | None,
     seed: int,
     allow_shared: bool,
 ) -> _Query:
     """Refuses what does not fit the training images."""
-    data = labelled_rows(test, images, seed)
+    data = examples.rows(test)
     check_same_model(train.store, test)
     remarks = check_label_spaces(train, data)
     for remark in remarks:
@@ -232,10 +244,10 @@ def _query(
     chosen = test.select(list(sites))
     read = {}
     for site in chosen:
-        theirs = choose_features(test, site, tokens, one_vector=True)
-        word = theirs.selection
-        read[site.name] = (choose_features(train.store, site, word, one_vector=True), theirs)
-    return _Query(data, chosen, read, n_shared, remarks, Blocks.of(test, data.mask, seed))
+        theirs = examples.features(data, site, tokens, one_vector=True)
+        word = tokens if tokens is None else theirs.selection
+        read[site.name] = (examples.features(train, site, word, one_vector=True), theirs)
+    return _Query(data, chosen, read, n_shared, remarks, data.jackknife(seed))
 
 
 def _checked(
@@ -258,7 +270,7 @@ def _checked(
     if max(ks) > len(train):
         raise VitseeError(
             f"{max(ks)} neighbours were asked for, but {train.store.label} has "
-            f"{counted(len(train), 'labelled images')}; expected --k of at most {len(train)}"
+            f"{counted(len(train), train.WHAT)}; expected --k of at most {len(train)}"
         )
     return sorted(set(ks))
 
@@ -281,19 +293,24 @@ def _scores(
         metrics = ["top1", "top5"] if k >= TOP and train.n_classes > TOP else ["top1"]
         for metric in metrics:
             right = rank < (1 if metric == "top1" else TOP)
-            yield {"k": k, "metric": metric} | _accuracy(right, blocks)
+            yield {"k": k, "metric": metric} | _accuracy(right, test, blocks)
         for number, name in enumerate(train.classes if per_class else ()):
-            of_class = _accuracy(rank == 0, blocks, test.labels == number)
+            of_class = _accuracy(rank == 0, test, blocks, test.labels == number)
             yield {"k": k, "metric": "top1_class", "class": name} | of_class
 
 
 def _accuracy(
-    right: NDArray[np.bool_], blocks: Blocks, among: NDArray[np.bool_] | None = None
+    right: NDArray[np.bool_],
+    data: LabelledRows,
+    blocks: Blocks,
+    among: NDArray[np.bool_] | None = None,
 ) -> dict[str, Any]:
     own = right if among is None else right[among]
-    value, std, low, high = accuracy_interval(own)
-    spread = {"std": std, "low": low, "high": high, WORD: blocks.means_without(right, among)}
-    return {"value": value, **spread, "n_images": len(own)}
+    value, std, _, _ = accuracy_interval(own)
+    without = blocks.means_without(right, among)
+    low, high = data.ends(value, len(own), int(own.sum()), without)
+    spread = {"std": std, "low": low, "high": high, WORD: without}
+    return {"value": value, **spread, **data.counted(among)}
 
 
 def ranks(
@@ -344,6 +361,7 @@ def plot(table: Table) -> Figure:
     for axes, metric in zip(panels, metrics, strict=True):
         rows = table.where(metric=metric)
         draw_depth_curves(axes, rows, by=["k"], ylabel=UNITS[metric], among=table)
-        axes.set_title(f"nearest neighbours ({metric}, n = {rows['n_images'].max()})")
+        n = rows["n_segments" if "n_segments" in table.columns else "n_images"].max()
+        axes.set_title(f"nearest neighbours ({metric}, n = {n})")
     add_curve_legend(figure, list(panels))
     return figure

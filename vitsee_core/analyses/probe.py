@@ -13,6 +13,9 @@ et al. 2021, few-shot). Classes are those of the data set, not those seen. By SG
 Equal scores go to the lower class. `value` is the mean over seeds, `std` the standard deviation
 over seeds (n - 1; empty with one), `low` and `high` the 95 % interval over test images, its ends
 averaged over seeds. Nothing is chosen by looking at the test images.
+
+With masks, segments train and test: the vectors are those of `cluster --masks`, the classes are the
+masks' categories, and intervals are over images.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +31,7 @@ import numpy as np
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
-from vitsee_core.features import SiteFeatures, check_alike, choose_features
+from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.labelled.labelled_rows import (
     LabelledRows,
     check_disjoint,
@@ -46,6 +50,7 @@ from vitsee_core.probing.tally import Tally
 from vitsee_core.progress import Progress, counting
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
+from vitsee_core.segments import Examples, Segmentation, as_segmentation, examples_of
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.token_selection import Token
@@ -64,6 +69,7 @@ COLUMNS = (
     *(*SITE, "token", "row", "col", "class", "shots", "l2"),
     *("metric", "value", "std", "low", "high", "n_images", "baseline"),
 )
+SEGMENT_COLUMNS = (*COLUMNS[:-1], "n_segments", "baseline")
 
 
 @analysis
@@ -72,6 +78,7 @@ def run(
     *tests: Store,
     test_split: str | None = None,
     holdout: float | None = None,
+    masks: Segmentation | Path | str | Sequence[Path] | None = None,
     preset: str | None = None,
     sites: Sequence[str] = (),
     tokens: Sequence[str] = (),
@@ -97,7 +104,8 @@ def run(
     probed, empty for a vector; with `each` one row per token, and one called `each`, the mean over
     the patches' probes (prefix tokens apart, as in Raghu et al. 2021, Fig. 11). `shots` is empty
     for all images. `l2` is the value used, the geometric mean where seeds chose different ones;
-    empty for SGD. `class` only with `per_class`; `baseline` is empty in the rows about the model.
+    empty for SGD. `class` only with `per_class`; `baseline` is empty in the rows about the
+    model. With masks the columns are `SEGMENT_COLUMNS`.
     NaN: SGD diverged, or a class without test images.
 
     Memory: as many tokens at a time as fit; each byte of a site is read once as far as groups of
@@ -109,8 +117,10 @@ def run(
             same model. Each store's probes are fitted anew.
         test_split: in place of `tests`, images of this split of `train`.
         holdout: in place of `tests`, this share of each class of `train`.
+        masks: probe segments in place of images; a `Segmentation`, or the paths of the masks of
+            all stores. A held-out share is then one of the images.
         preset: see `settings`; parameters given beside it win.
-        sites: names, globs and groups; default `blocks`.
+        sites: names, globs and groups; default `blocks`; with masks those with a grid.
         tokens: one or several words; default `cls` where a site has a class token, else `mean`.
         match_last_stage: bring a CNN's grids and channels to the last stage's; see `last_stage`.
         shots: training images per class, one or several numbers; all images by default.
@@ -136,7 +146,7 @@ def run(
         VitseeError: too few images of a class, choices that exclude each other, or too little
             memory.
     """
-    images, seed = execution.images, execution.seed
+    seed = execution.seed
     settings = choose_settings(
         preset,
         sites=sites,
@@ -165,9 +175,12 @@ def run(
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
     works, remarks, shared = [], [], []
+    choice = as_segmentation(masks)
+    read = [] if choice is None else [(s, s.select(list(settings.sites))) for s in (train, *tests)]
+    examples = examples_of(choice, read, execution, test_split)
     for test in tests or (None,):
         ours, theirs = split_rows(
-            train, test, test_split=test_split, holdout=holdout, images=images, seed=seed
+            train, test, test_split=test_split, holdout=holdout, rows=examples.rows, seed=seed
         )
         if test is not None:
             check_same_model(train, test)
@@ -184,11 +197,11 @@ def run(
             execution.jobs,
             execution.budget,
         )
-        blocks = Blocks.of(theirs.store, theirs.mask, seed)
+        blocks = theirs.jackknife(seed)
         prober = Prober(task, draws, theirs.labels, training, blocks.labels)
         works.append(
             _Work(
-                *(prober, ours, theirs, blocks, settings),
+                *(prober, examples, ours, theirs, blocks, settings),
                 *(per_class, tuple(baselines), seed, execution.progress),
             )
         )
@@ -198,7 +211,7 @@ def run(
     for remark in remarks:
         log.info("%s", remark)
     notes = {
-        "interval": INTERVAL,
+        "interval": INTERVAL if choice is None else works[0].test.INTERVAL,
         "solver": settings.describe() if training is None else training.describe(),
         "train": {"store": train.label, **works[0].train.describe()},
         "tests": [
@@ -215,7 +228,8 @@ def run(
         "remarks": remarks,
     }
     rows = [row for real, _ in found for row in real] + [row for _, some in found for row in some]
-    names = [name for name in COLUMNS if name != "class" or per_class]
+    columns = COLUMNS if choice is None else SEGMENT_COLUMNS
+    names = [name for name in columns if name != "class" or per_class]
     return Table.from_rows(rows, names, notes)
 
 
@@ -226,6 +240,7 @@ class _Work:
     def __init__(
         self,
         prober: Prober,
+        examples: Examples,
         train: LabelledRows,
         test: LabelledRows,
         blocks: Blocks,
@@ -235,9 +250,10 @@ class _Work:
         seed: int,
         progress: Progress,
     ) -> None:
-        self.prober, self.train, self.test, self.settings = prober, train, test, settings
+        self.prober, self.examples = prober, examples
+        self.train, self.test, self.settings = train, test, settings
         self.blocks = blocks
-        self.scorer = Scorer(prober.draws, test.labels, train.classes if per_class else (), blocks)
+        self.scorer = Scorer(prober.draws, test, train.classes if per_class else (), blocks)
         self.baselines, self.seed = baselines, seed
         self.progress = progress
         self.words: dict[str, list[str]] = {}
@@ -284,8 +300,9 @@ class _Work:
             seen: set[str] = set()
             for word in words:
                 match = self.settings.match_last_stage
-                ours = choose_features(train, site, word, match_last_stage=match)
-                theirs = choose_features(test, other, word, match_last_stage=match)
+                features = self.examples.features
+                ours = features(self.train, site, word, match_last_stage=match)
+                theirs = features(self.test, other, word, match_last_stage=match)
                 check_alike(ours, theirs)
                 # A vector has no tokens to choose from: it is probed once.
                 if ours.selection in seen or (site.layout is None and seen):

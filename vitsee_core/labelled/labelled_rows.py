@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,6 +130,15 @@ class LabelledRows:
         every = np.arange(len(self))
         for _, x in self.read(features, every, slice(0, 1), jobs=jobs, memory=memory):
             yield x[:, 0]
+
+    def subset(self, keep: Mask, how: str) -> Self:
+        """Those (n,) to keep; how: in words."""
+        mask = np.zeros_like(self.mask)
+        mask[self.rows[keep]] = True
+        return replace(
+            self, mask=mask, rows=self.rows[keep], labels=self.labels[keep],
+            index=self.index[keep], hashes=self.hashes[keep], how=how,
+        )  # fmt: skip
 
     def held_out(self, share: float, rng: np.random.Generator) -> Mask | None:
         """(n,) the examples to hold out where several are of one image, which stays whole; None

@@ -6,8 +6,8 @@ chooses the same images as one in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -71,7 +71,8 @@ def _check_shots(train: LabelledRows, picked: Sequence[Integers], shots: int) ->
         names = ", ".join(short[:SHOWN]) + (", ..." if len(short) > SHOWN else "")
         raise VitseeError(
             f"{len(short)} of the {train.n_classes} classes of {train.store.label} have fewer than "
-            f"{shots} training images: {names} (give a smaller --shots, or extract more images)"
+            f"{shots} training {train.NOUN}s: {names} (give a smaller --shots, or extract more "
+            "images)"
         )
 
 
@@ -97,16 +98,21 @@ def check_classes(train: LabelledRows, test: LabelledRows, shots: Sequence[int])
     remarks = []
     if np.count_nonzero(trained) == 1:
         only = train.classes[int(trained.argmax())]
-        remarks.append(f"all training images are of one class, {only}: every image is given it")
+        remarks.append(
+            f"all training {train.NOUN}s are of one class, {only}: every {train.NOUN} is given it"
+        )
     if not missing:
         return remarks
     names = ", ".join(missing[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
     if shots:
         raise VitseeError(
-            f"{len(missing)} of the {train.n_classes} classes are tested and have no image (0) in "
-            f"{train.store.label}: {names}; --shots {min(shots)} needs as many of each"
+            f"{len(missing)} of the {train.n_classes} classes are tested and have no {train.NOUN} "
+            f"(0) in {train.store.label}: {names}; --shots {min(shots)} needs as many of each"
         )
-    return [f"no training image of {len(missing)} classes that are tested: {names}", *remarks]
+    return [
+        f"no training {train.NOUN} of {len(missing)} classes that are tested: {names}",
+        *remarks,
+    ]
 
 
 def split_rows(
@@ -115,7 +121,7 @@ def split_rows(
     *,
     test_split: str | None = None,
     holdout: float | None = None,
-    images: int | None = None,
+    rows: Callable[..., LabelledRows] = labelled_rows,
     seed: int = 0,
 ) -> tuple[LabelledRows, LabelledRows]:
     """The rows that train and those that test.
@@ -126,8 +132,8 @@ def split_rows(
         test_split: rows of this split of the data test, those of all others train.
         holdout: this share of each class tests, drawn with `seed`, at least one image of a class
             with two.
-        images: look at so many rows of each store, as `choose_rows` does.
-        seed: of the sample and of the held-out share.
+        rows: the labelled rows of a store, and of a `split` of its data.
+        seed: of the held-out share.
 
     Raises:
         MissingInput: no labels, or no such split.
@@ -139,21 +145,26 @@ def split_rows(
     if len(given) != 1:
         found = " and ".join(given) or "none"
         raise VitseeError(f"expected one of {', '.join(ways)} to test on; found {found}")
-    data = labelled_rows(train, images, seed)
+    data = rows(train)
     if test is not None:
-        return data, labelled_rows(test, images, seed)
+        return data, rows(test)
     if test_split is not None:
-        tested = labelled_rows(train, images, seed, split=test_split)
+        tested = rows(train, split=test_split)
         rest = ~tested.mask[data.rows]
         trained = _subset(data, rest, f"{data.how}, not of split {test_split}", "train")
         return trained, tested
     assert holdout is not None
     if not 0 < holdout < 1:
         raise VitseeError(f"--holdout is {holdout}; expected a share between 0 and 1, e.g. 0.2")
-    held = np.zeros(len(data), bool)
-    order, classes = _by_class(data)
-    held[order[_share_of_each(classes, holdout, np.random.default_rng((seed, 2)))]] = True
-    how = f"{holdout:g} of each class held out with seed {seed}"
+    rng = np.random.default_rng((seed, 2))
+    of_images = data.held_out(holdout, rng)
+    held, of_what = np.zeros(len(data), bool), "each class"
+    if of_images is not None:
+        held, of_what = of_images, "the images"
+    else:
+        order, classes = _by_class(data)
+        held[order[_share_of_each(classes, holdout, rng)]] = True
+    how = f"{holdout:g} of {of_what} held out with seed {seed}"
     return (
         _subset(data, ~held, f"{data.how}, without {how}", "train"),
         _subset(data, held, f"{data.how}, the {how}", "test"),
@@ -163,9 +174,6 @@ def split_rows(
 def _subset(data: LabelledRows, keep: Mask, how: str, use: str) -> LabelledRows:
     if not keep.any():
         raise VitseeError(
-            f"{data.store.label}: none of the {len(data)} labelled images are left to {use} ({how})"
+            f"{data.store.label}: none of the {len(data)} {data.WHAT} are left to {use} ({how})"
         )
-    mask = np.zeros_like(data.mask)
-    mask[data.rows[keep]] = True
-    fields = {name: getattr(data, name)[keep] for name in ("rows", "labels", "index", "hashes")}
-    return replace(data, mask=mask, how=how, **fields)
+    return data.subset(keep, how)

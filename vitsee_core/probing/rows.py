@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features import SiteFeatures
-from vitsee_core.labelled.labelled_rows import accuracy_interval
+from vitsee_core.labelled.labelled_rows import LabelledRows
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.tally import Tally
 from vitsee_core.replicates import WORD
 from vitsee_core.statistics.jackknife import Blocks, means_without
 from vitsee_core.statistics.moments import INTERVAL_METHOD as MEAN_INTERVAL
 from vitsee_core.statistics.moments import Moments
+from vitsee_core.types import Float
 from vitsee_stores.token_selection import Token
 
 INTERVAL = (
@@ -29,12 +30,11 @@ INTERVAL = (
 
 @dataclass(frozen=True)
 class Scorer:
-    """What is the same for every site. draws: of the tally; test_labels: (n,) of the test images;
-    classes: names of those that have rows of their own; blocks: of the test images, as the tally
-    has them."""
+    """What is the same for every site. draws: of the tally; test: the test images; classes: names
+    of those that have rows of their own; blocks: of the test images, as the tally has them."""
 
     draws: Sequence[Draw]
-    test_labels: NDArray[np.int64]
+    test: LabelledRows
     classes: Sequence[str]
     blocks: Blocks
 
@@ -66,15 +66,37 @@ class Scorer:
     ) -> Iterator[dict[str, Any]]:
         right = tally.right[own, i, t]
         failed = tally.failed[own, i, t]
-        counts = np.bincount(self.test_labels, minlength=tally.n_classes)
-        in_block = self.blocks.sums(np.ones(len(self.test_labels)))
+        labels = self.test.labels
+        counts = np.bincount(labels, minlength=tally.n_classes)
+        in_block = self.blocks.sums(np.ones(len(labels)))
         for m, metric in enumerate(tally.metrics):
             without = means_without(tally.in_block[own, i, t, m].mean(0), in_block)
-            scores = _over_seeds(right[:, m].sum(-1), len(self.test_labels), failed)
-            yield {"metric": metric, WORD: without * (math.nan if failed.any() else 1)} | scores
+            scores = self._over_seeds(right[:, m].sum(-1), len(labels), failed, without)
+            scores |= {WORD: without * (math.nan if failed.any() else 1)}
+            yield {"metric": metric} | scores | self.test.counted()
         for c, name in enumerate(self.classes):
-            scores = _over_seeds(right[:, 0, c], int(counts[c]), failed)
-            yield {"metric": "top1_class", "class": name} | scores
+            scores = self._over_seeds(right[:, 0, c], int(counts[c]), failed, None)
+            counted = self.test.counted(labels == c)
+            yield {"metric": "top1_class", "class": name} | scores | counted
+
+    def _over_seeds(
+        self,
+        right: NDArray[np.int64],
+        n: int,
+        failed: NDArray[np.bool_],
+        without: Float | None,
+    ) -> dict[str, Any]:
+        """Of the numbers of right answers among n, one per seed; without: (blocks,) their mean
+        share without each block."""
+        ends = [self.test.ends(right.mean() / max(n, 1), n, int(one), without) for one in right]
+        low, high = (np.array(column) for column in zip(*ends, strict=True))
+        if failed.any():
+            return _summary(np.full(len(right), math.nan), low * math.nan, high * math.nan, n)
+        # Equal counts have exactly their mean, and no spread.
+        scores = _summary(right, low, high, n)
+        for name in ("value", "std"):
+            scores[name] = scores[name] / n if n else math.nan
+        return scores
 
 
 def tokens_of(features: SiteFeatures) -> list[Token]:
@@ -91,19 +113,6 @@ def _mean_l2(values: NDArray[np.float64]) -> float | None:
     if (values == values.flat[0]).all():
         return float(values.flat[0])
     return float(np.exp2(np.log2(values).mean()))
-
-
-def _over_seeds(right: NDArray[np.int64], n: int, failed: NDArray[np.bool_]) -> dict[str, Any]:
-    """Of the numbers of right answers among n, one per seed."""
-    found = [accuracy_interval(np.arange(n) < count) for count in right]
-    _, _, low, high = (np.array(column) for column in zip(*found, strict=True))
-    if failed.any():
-        return _summary(np.full(len(right), math.nan), low * math.nan, high * math.nan, n)
-    # Equal counts have exactly their mean, and no spread.
-    scores = _summary(right, low, high, n)
-    for name in ("value", "std"):
-        scores[name] = scores[name] / n if n else math.nan
-    return scores
 
 
 def _mean_share(share: NDArray[np.float32]) -> dict[str, Any]:

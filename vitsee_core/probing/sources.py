@@ -63,12 +63,9 @@ class Stored:
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
         """(places, features) of these images, block by block."""
-        mask = np.zeros(self.data.store.n_images, bool)
-        mask[self.data.rows[places]] = True
-        done = 0
-        for x in self.features.blocks(mask, part, jobs=self.jobs, memory=self.memory // 4):
-            yield places[done : done + len(x)], x
-            done += len(x)
+        yield from self.data.read(
+            self.features, places, part, jobs=self.jobs, memory=self.memory // 4
+        )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
 
+Key = tuple[str, str, str | None]
+
 NO_TOKENS = "--tokens chooses one vector per image; with --masks there is one per segment"
 
 
@@ -28,11 +30,6 @@ class Examples:
     """Images with their labels."""
 
     execution: Execution
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that count."""
-        return ("n_images",)
 
     def rows(self, store: Store, split: str | None = None) -> LabelledRows:
         """The examples of a store; see `labelled_rows`."""
@@ -49,16 +46,11 @@ class Examples:
 class SegmentExamples(Examples):
     """Segments with their categories. found: of each store (and split), in one space of classes."""
 
-    found: dict[tuple[str, str | None], LabelledSegments] = field(default_factory=dict)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that count."""
-        return ("n_images", "n_segments")
+    found: dict[Key, LabelledSegments] = field(default_factory=dict)
 
     def rows(self, store: Store, split: str | None = None) -> LabelledRows:
         """The segments of a store's images."""
-        return self.found[store.label, split]
+        return self.found[_key(store, split)]
 
     def features(
         self, data: LabelledRows, site: SiteSpec, tokens: str | None = None, **options: Any
@@ -78,7 +70,7 @@ def examples_of(
     masks: Segmentation | None,
     stores: Sequence[tuple[Store, Sequence[SiteSpec]]],
     execution: Execution,
-    splits: Sequence[str | None] = (None,),
+    test_split: str | None = None,
 ) -> Examples:
     """The images of some stores, or where there are masks their segments.
 
@@ -89,7 +81,7 @@ def examples_of(
         masks: None for images.
         stores: with the sites that are read; of each the segments are found now.
         execution: which images.
-        splits: of the data, for which examples are asked.
+        test_split: of the data, for which examples are asked beside those of all.
 
     Raises:
         VitseeError: see `Segmentation.open` and `find_segments`; a site without a grid.
@@ -98,17 +90,21 @@ def examples_of(
         return Examples(execution)
     masks = masks.filled(weights=WEIGHTS[0], crowd=False)
     source = masks.open()
-    found: dict[tuple[str, str | None], LabelledSegments] = {}
+    found: dict[Key, LabelledSegments] = {}
     for store, sites in stores:
         layouts = [patches_of(store, site).site.layout for site in sites]
         known = [layout for layout in layouts if layout is not None]
-        for split in splits:
-            found[store.label, split] = find_segments(store, source, masks, known, execution, split)
+        for split in dict.fromkeys((None, test_split)):
+            found[_key(store, split)] = find_segments(store, source, masks, known, execution, split)
     occurring = dict.fromkeys(name for data in found.values() for name in data.classes)
     classes = source.categories or sorted(occurring, key=int)
     return SegmentExamples(
         execution, {key: _relabelled(data, classes) for key, data in found.items()}
     )
+
+
+def _key(store: Store, split: str | None) -> Key:
+    return store.label, store.manifest.store_id, split
 
 
 def _relabelled(data: LabelledSegments, classes: Sequence[str]) -> LabelledSegments:

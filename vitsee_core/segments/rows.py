@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +100,10 @@ class LabelledSegments(LabelledRows):
         """Numbers of images and of segments, of these segments only."""
         rows = self.rows if among is None else self.rows[among]
         return {"n_images": len(np.unique(rows)), "n_segments": len(rows)}
+
+    def subset(self, keep: Mask, how: str) -> Self:
+        """Those (n,) to keep; how: in words."""
+        return replace(super().subset(keep, how), numbers=self.numbers[keep])
 
     def held_out(self, share: float, rng: np.random.Generator) -> Mask:
         """(n,) the segments of this share of the images: those of one image stay together."""

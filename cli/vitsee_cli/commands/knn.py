@@ -14,6 +14,7 @@ from vitsee_cli.accuracy_options import (
     tests_argument,
 )
 from vitsee_cli.analysis import run_analysis
+from vitsee_cli.mask_options import segment_options
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import POSITIVE, parse_store
 from vitsee_core.analyses import knn
@@ -55,6 +56,7 @@ QUESTION = KNOWLEDGE
     type=POSITIVE,
     help="Of the softmax vote.",
 )
+@segment_options
 @random_baseline_option
 @per_class_option
 @allow_shared_option
@@ -67,7 +69,7 @@ QUESTION = KNOWLEDGE
 def command(
     train: StorePath, tests: tuple[StorePath, ...], outputs: Outputs, **parameters: Any
 ) -> None:
-    """Classify images by their nearest neighbours.
+    """Classify images or segments by their nearest neighbours.
 
     A test image gets the class that the k training images nearest by cosine vote for (Walmer et
     al. 2023, Figs. 9 left, 28; Caron et al. 2021). TRAIN and each TEST are stores of the same model
@@ -78,7 +80,10 @@ def command(
       $ vitsee extract vit_base_patch16_224 --data imagenet/val -o b16.zarr
       $ vitsee knn train.zarr b16.zarr -o knn.csv --png knn.png
       $ vitsee knn train.zarr b16.zarr --k 10 --k 100 --sites pooled --baseline random
+      $ vitsee knn train.zarr val.zarr --masks instances_train.json --masks instances_val.json
 
+    With --masks segments vote for segments, the vectors of cluster --masks; intervals are over
+    images, and the column n_segments counts.
     Columns: store (TEST), model, site, block, depth, rel_depth, class (with --per-class), k, metric
     (top1, top5), value, std and the 95 % interval low, high over test images, n_images, baseline.
     top5 needs k >= 5 and more than 5 classes, and counts only classes that a neighbour has. The

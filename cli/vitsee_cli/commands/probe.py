@@ -14,6 +14,7 @@ from vitsee_cli.accuracy_options import (
     tests_argument,
 )
 from vitsee_cli.analysis import run_analysis
+from vitsee_cli.mask_options import segment_options
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import POSITIVE, SHARE, parse_store
 from vitsee_core.analyses import probe
@@ -174,6 +175,7 @@ def _sgd_options(command: Any) -> Any:
     multiple=True,
     show_default="cls where a site has a class token, else mean; raghu: mean-all",
 )
+@segment_options
 @_protocol_options
 @random_baseline_option
 @per_class_option
@@ -208,7 +210,10 @@ def command(
       $ vitsee probe train.zarr b16.zarr --preset big_vision \\
           --shots 1 --shots 5 --shots 10 --shots 25
       $ vitsee probe train.zarr b16.zarr --solver sgd --batch-norm --sites blocks.-1.out
+      $ vitsee probe coco.zarr --masks instances_val2017.json --holdout 0.2 --per-class
 
+    With --masks segments train and test, the vectors of cluster --masks; a share held out is one of
+    images, intervals are over images, and the column n_segments counts.
     --tokens: cls, mean (over patches), mean-all, first, rest (mean of all but the first), ROW,COL;
     each: a probe for every token, and their mean over patches, called each; all: side by side.
     Columns: store (the one that tests), model, site, block, depth, rel_depth, token, row, col,
