@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -15,6 +16,8 @@ from vitsee_core.video.propagation import STRIP_BYTES, Window
 from vitsee_core.video.scores import Truth
 from vitsee_core.video.video_run import Frames, VideoRun, noise_frames
 from vitsee_core.video.work import Kind, Work
+
+MEASURED = 3  # frames of each kind
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ def cost_of(work: Work, videos: Sequence[Video]) -> Cost:
         for number, sites in enumerate(work.sites)
         for site in sites
     ]
-    # Enough frames that the last one looks at all that its context can have.
+    # Enough frames that the last ones look at all that a context can have.
     first = work.masks.read(videos[0], range(2))
-    truth = Truth(first[[0] + [1] * (work.settings.context + 2)])
+    truth = Truth(first[[0] + [1] * (work.settings.context + MEASURED + 2)])
     seconds = {kind: _seconds(work, kind, truth) for kind in dict.fromkeys(kinds)}
     noise = list(seconds.values()) if "random" in work.baselines else []
     runs = [*(seconds[kind] for kind in kinds), *noise]
@@ -57,7 +60,7 @@ def cost_of(work: Work, videos: Sequence[Video]) -> Cost:
 
 
 def _seconds(work: Work, kind: Kind, truth: Truth) -> float:
-    """Of the last of some frames, propagated and scored."""
+    """Of a frame, propagated and scored; the shortest of the last ones."""
     frame = next(noise_frames(work.seed, "", kind.where, kind.dim))
     clock: list[float] = []
 
@@ -68,8 +71,8 @@ def _seconds(work: Work, kind: Kind, truth: Truth) -> float:
 
     with torch.inference_mode(), precision_context(work.device, "fp32"):
         window = Window(kind.where.grid, work.settings, kind.radii, work.device)
-        VideoRun(truth, kind.where, window).score(frames(), kind.dim, len(truth.labels))
-    return clock[-1] - clock[-2]
+        VideoRun(truth, kind.where, window).score(frames(), kind.dim, len(truth.labels) - 1)
+    return min(after - before for before, after in pairwise(clock[-MEASURED - 1 :]))
 
 
 def group_bytes(work: Work, videos: Sequence[Video]) -> int:

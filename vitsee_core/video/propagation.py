@@ -225,6 +225,6 @@ class Enlarged:
                 maps[None].contiguous(), size=shape, mode="bilinear", align_corners=False
             )[0]
         low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
-        scaled = (maps - low) / torch.where(high > low, high - low, 1.0)
-        scaled = torch.where((high == low) & (high > 0), torch.inf, scaled)
-        return torch.where(high > 0, scaled, maps)
+        span = torch.where(high > low, high - low, 1.0)
+        low = torch.where((high == low) & (high > 0), -torch.inf, low)
+        return (maps - low).div_(span)

@@ -93,11 +93,18 @@ def contour_accuracy(found: Contour, truth: Contour, radius: int) -> float:
 def region_similarity(found: Labels, truth: Labels, n_objects: int) -> Float:
     """(objects,) J of the objects 1, 2, ...; labels above `n_objects` are background."""
     n = n_objects + 1
-    labels = [np.where(x > n_objects, 0, x).astype(np.int64).ravel() for x in (truth, found)]
-    table = np.bincount(labels[0] * n + labels[1], minlength=n * n).reshape(n, n)
+    pairs = _upto(truth, n_objects).astype(np.uint16).ravel()
+    pairs *= n
+    pairs += _upto(found, n_objects).ravel()
+    table = np.bincount(pairs, minlength=n * n).reshape(n, n)
     both = np.diag(table)[1:]
     either = table.sum(0)[1:] + table.sum(1)[1:] - both
     return np.where(either > 0, both / np.maximum(either, 1), 1.0)
+
+
+def _upto(labels: Labels, largest: int) -> Labels:
+    """Labels of which the larger ones are background."""
+    return labels if labels.max(initial=0) <= largest else np.where(labels > largest, 0, labels)
 
 
 class Truth:

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import KNOWLEDGE, SectionedCommand, section
 from vitsee_cli.values import POSITIVE, parse_path
+from vitsee_core.analyses import propagate
+from vitsee_core.video.settings import PRESETS, SEEDS, UPSAMPLES, WINDOWS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
 
 QUESTION = KNOWLEDGE
-
-BASELINES = ("still", "grid", "random")
-PRESETS = ("walmer", "dino", "dinov3")
+WALMER = PRESETS["walmer"].settings
 
 
 def parse_radius(text: str) -> dict[str, float]:
@@ -34,6 +35,7 @@ def parse_radius(text: str) -> dict[str, float]:
 
 
 @click.command(cls=SectionedCommand)
+@options.defaults_of(propagate.run)
 @options.stores_argument
 @section(
     "Videos",
@@ -67,47 +69,47 @@ def parse_radius(text: str) -> dict[str, float]:
         "--context",
         metavar="N",
         type=click.IntRange(min=0),
-        show_default="7",
+        show_default=f"{WALMER.context:g}",
         help="Look at the last N frames, beside the first.",
     ),
     click.option(
         "--radius",
         metavar="R",
         type=parse_radius,
-        show_default="12",
+        show_default=f"{WALMER.radius:g}",
         help="Look R tokens far, or R pixels (192px), or anywhere (none).",
     ),
     click.option(
         "--window",
-        type=click.Choice(("square", "circle")),
-        show_default="square",
+        type=click.Choice(WINDOWS),
+        show_default=WALMER.window,
         help="The shape of what is looked at.",
     ),
     click.option(
         "--top",
         metavar="K",
         type=click.IntRange(min=1),
-        show_default="5",
+        show_default=f"{WALMER.top:g}",
         help="Take the K most similar tokens of all these frames together, and those that tie.",
     ),
     click.option(
         "--temperature",
         metavar="T",
         type=POSITIVE,
-        show_default="0.1",
+        show_default=f"{WALMER.temperature:g}",
         help="They count exp(cosine / T).",
     ),
     click.option(
         "--seeds",
-        type=click.Choice(("nearest", "area")),
-        show_default="nearest",
+        type=click.Choice(SEEDS),
+        show_default=WALMER.seeds,
         help="The first mask's labels of tokens: of the pixel in the middle, or shares of area, "
         "which lose no object.",
     ),
     click.option(
         "--upsample",
-        type=click.Choice(("bilinear", "nearest")),
-        show_default="bilinear",
+        type=click.Choice(UPSAMPLES),
+        show_default=WALMER.upsample,
         help="From labels of tokens to labels of pixels.",
     ),
 )
@@ -118,9 +120,8 @@ def parse_radius(text: str) -> dict[str, float]:
     click.option(
         "--baseline",
         "baselines",
-        type=click.Choice([*BASELINES, "none"]),
+        type=click.Choice([*propagate.BASELINES, "none"]),
         multiple=True,
-        default=BASELINES,
         show_default="all three",
         help="still: the first mask stays. grid: each frame's own mask to the grid and back, which "
         "is what the grid allows. random: Gaussian tokens. Repeatable.",
@@ -168,9 +169,6 @@ def command(
     the 95 % interval low, high (jackknife over videos), n_objects, n_videos, n_images (frames
     scored), baseline.
     """
-    from vitsee_cli.analysis import run_analysis
-    from vitsee_core.analyses import propagate
-
     reach: dict[str, Any] = {"radius": None, "radius_px": None, **(radius or {})}
     if "none" in baselines:
         if len(set(baselines)) > 1:
