@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.reference_davis import pixels_of, propagated
 from vitsee_core.images.placement import Placement
@@ -303,3 +304,27 @@ def test_settings_that_are_refused(own: dict[str, Any], line: str) -> None:
         choose_settings(None, **own)
     with pytest.raises(VitseeError, match="no preset 'x'; expected walmer, dino, dinov3"):
         choose_settings("x")
+
+
+# --------------------------------------------------------------------------------------- a GPU
+
+
+def test_all_of_it_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a GPU that is not there: torch refuses to mix them with the CPU's."""
+    nothing = np.zeros((0, 1), np.int64)
+    device = torch.device("cuda:0")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    where = covering((32, 56), (4, 7), 8)
+    tokens, seeds = clip(4, (4, 7))
+    settings = Settings(radius=2, context=2)
+    with FakeTensorMode():
+        # What ties is decided by values, which such tensors do not have.
+        monkeypatch.setattr(torch, "nonzero", lambda x: torch.from_numpy(nothing).to(x.device))
+        window = Window((4, 7), settings, (2, 2), device)
+        run = Propagation(window, 6, 3)
+        run.start(window.tokens(tokens[0]), window.labels(seeds))
+        for x in tokens[1:]:
+            maps = window.maps(run.step(window.tokens(x)))
+            assert (maps.device, maps.shape) == (device, (3, 4, 7))
+            found = Enlarged(where, "bilinear", device).winners(maps)
+            assert (found.device, found.shape, found.dtype) == (device, (32, 56), torch.uint8)

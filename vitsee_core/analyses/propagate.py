@@ -24,7 +24,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,9 +138,11 @@ def run(
     selected = select_each(stores, chosen, _sites_with_grid)
     files = find_masks(masks)
     videos = find_videos(selected.stores, files, only)
+    longest = max(len(video.frames) for video in videos)
+    used = replace(settings, context=min(settings.context, longest))
     with _saving(save, selected.stores, selected.chosen) as folders:
         work = Work(
-            selected.stores, selected.chosen, files, settings, tuple(dict.fromkeys(baselines)),
+            selected.stores, selected.chosen, files, used, tuple(dict.fromkeys(baselines)),
             execution.seed, resolve_device(execution.device), folders, execution.progress,
         )  # fmt: skip
         found = _work_on(work, videos, execution)

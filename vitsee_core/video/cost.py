@@ -15,7 +15,7 @@ from vitsee_core.video.davis import Video
 from vitsee_core.video.propagation import STRIP_BYTES, Window
 from vitsee_core.video.scores import Truth
 from vitsee_core.video.video_run import Frames, VideoRun, noise_frames
-from vitsee_core.video.work import Kind, Work
+from vitsee_core.video.work import Kind, Work, group_videos
 
 MEASURED = 3  # frames of each kind
 
@@ -83,5 +83,6 @@ def group_bytes(work: Work, videos: Sequence[Video]) -> int:
             frame = 4 * math.prod(site.shape)
             slab = store.plan.slab * frame // (2 if site.dtype == "float16" else 1)
             largest = max(largest, slab + (work.settings.context + 2) * frame)
-    masks = max(len(video.frames) * math.prod(video.size) for video in videos)
+    groups = group_videos(videos, work.stores[0].plan.slab, 1)
+    masks = max(sum(len(v.frames) * math.prod(v.size) for v in group) for group in groups)
     return largest + masks + STRIP_BYTES

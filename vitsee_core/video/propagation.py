@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitsee_core.device import to_device
 from vitsee_core.types import Float32
 from vitsee_core.video.frame_map import FrameMap
 from vitsee_core.video.settings import Settings
@@ -34,6 +35,7 @@ from vitsee_core.video.settings import Settings
 # Queries of a strip: enough to keep a product busy, few enough to leave out what the window does.
 CPU_QUERIES, GPU_QUERIES = 192, 4096
 STRIP_BYTES = 256 << 20
+_TINY = 1e-9
 UPSAMPLED_BYTES = 64 << 20
 
 
@@ -80,28 +82,29 @@ class Window:
         reach = int(self._radii[0])
         low, high = max(0, start - reach), min(self.long, stop + reach)
         keys = slice(low * self.short, high * self.short)
-        q, k = (
-            torch.cartesian_prod(
-                torch.arange(*of, dtype=torch.float64),
-                torch.arange(self.short, dtype=torch.float64),
-            ).reshape(-1, 2)
-            for of in ((start, stop), (low, high))
-        )
-        apart = (q[:, None] - k).abs() / torch.tensor([max(r, 1e-9) for r in self._radii])
+        lines = np.arange(low, high)
+        along = np.abs(np.arange(start, stop)[:, None] - lines)
+        across = np.abs(np.arange(self.short)[:, None] - np.arange(self.short))
+        far = [x / max(r, _TINY) for x, r in zip((along, across), self._radii, strict=True)]
+        a, b = far[0][:, None, :, None], far[1][None, :, None, :]
         square = self.settings.window == "square"
-        within = (apart.amax(-1) if square else apart.square().sum(-1)) <= 1 + 1e-9
-        outside = torch.where(within, 0.0, -torch.inf).to(torch.float32)
-        return Strip(queries, keys, None if bool(within.all()) else outside.to(self.device))
+        within = ((np.maximum(a, b) if square else a**2 + b**2) <= 1 + _TINY).reshape(
+            queries.stop - queries.start, -1
+        )
+        if within.all():
+            return Strip(queries, keys, None)
+        outside = np.where(within, np.float32(0), np.float32(-np.inf))
+        return Strip(queries, keys, torch.from_numpy(outside).to(self.device))
 
     def tokens(self, cells: NDArray[np.floating]) -> Tensor:
         """(tokens, dim) float32 of length 1 in this order; cells: (rows, cols, dim)."""
-        x = torch.from_numpy(np.ascontiguousarray(cells)).to(self.device).to(torch.float32)
+        x = to_device(np.ascontiguousarray(cells), self.device).to(torch.float32)
         x = x.transpose(0, 1) if self.across else x
         return torch.nn.functional.normalize(x.reshape(-1, x.shape[-1]), dim=1)
 
     def labels(self, cells: Float32) -> Tensor:
         """(tokens, classes) in this order; cells: (rows, cols, classes)."""
-        x = torch.from_numpy(np.ascontiguousarray(cells)).to(self.device)
+        x = to_device(np.ascontiguousarray(cells), self.device)
         return (x.transpose(0, 1) if self.across else x).reshape(-1, x.shape[-1])
 
     def maps(self, labels: Tensor) -> Tensor:
@@ -197,6 +200,14 @@ class Enlarged:
     def __call__(self, maps: Tensor) -> NDArray[np.uint8]:
         """(height, width) the class of each pixel, 0 where no cell has seen it; maps: (classes,
         rows, cols)."""
+        labels = self.winners(maps).cpu().numpy()
+        labels[self._unseen[0]] = 0
+        labels[:, self._unseen[1]] = 0
+        found: NDArray[np.uint8] = labels
+        return found
+
+    def winners(self, maps: Tensor) -> Tensor:
+        """The same on the device, but for pixels that no cell has seen, which have any class."""
         shape = [n * m for n, m in zip(self._shape, self._per_cell, strict=True)]
         at_once = max(1, UPSAMPLED_BYTES // (4 * shape[0] * shape[1]))
         best: Tensor | None = None
@@ -211,11 +222,7 @@ class Enlarged:
                 best = torch.where(better, values, best)
                 winner = torch.where(better, classes, winner)
         rows, cols = self._rows.clamp(min=0), self._cols.clamp(min=0)
-        labels = winner[rows][:, cols].cpu().numpy()
-        labels[self._unseen[0]] = 0
-        labels[:, self._unseen[1]] = 0
-        found: NDArray[np.uint8] = labels
-        return found
+        return winner[rows][:, cols]
 
     def _scaled(self, maps: Tensor, shape: list[int]) -> Tensor:
         """(classes, height, width) of the input's pixels, each class from 0 to 1. A class that has
