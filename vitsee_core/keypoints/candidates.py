@@ -1,0 +1,116 @@
+"""Where on the input a keypoint may be found, and the weights of the tokens there.
+
+Candidates are rows of positions with columns of positions, so that a map over all of them is made
+by one product for each axis. What is interpolated between the centres of tokens without being
+scaled is bilinear there and has its largest value at a corner: for `vit_analysis` only the pixels
+next to centres, and the first and last of each border, are candidates of all the pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vitsee_core.types import Float, Integers
+from vitsee_stores.layout import TokenLayout
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A row of n tokens along one axis: cell i begins at pixel `offset` + i `stride`."""
+
+    n: int
+    stride: float
+    offset: float
+
+    @property
+    def centres(self) -> Float:
+        """(n,) in pixels whose centres have whole numbers."""
+        found: Float = self.offset - 0.5 + (np.arange(self.n, dtype=np.float64) + 0.5) * self.stride
+        return found
+
+    def places(self, at: Float) -> Float:
+        """Pixels in units of cells, 0 the first centre; beyond the first and last they are those,
+        as interpolation repeats the border."""
+        found: Float = np.clip((at + 0.5 - self.offset) / self.stride - 0.5, 0, self.n - 1)
+        return found
+
+    def weights(self, at: Float) -> Float:
+        """(positions, n) bilinear weights of the tokens."""
+        place = self.places(at)
+        low = np.minimum(np.floor(place), max(self.n - 2, 0)).astype(np.int64)
+        rows = np.arange(len(at))
+        found = np.zeros((len(at), self.n))
+        found[rows, low] = 1 - (place - low)
+        found[rows, np.minimum(low + 1, self.n - 1)] += place - low
+        return found
+
+    def nearest(self, at: Float) -> Float:
+        """(positions, n) weights of 1 for the nearest token, the later of two."""
+        found: Float = np.eye(self.n)[np.floor(self.places(at) + 0.5).astype(np.int64)]
+        return found
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Positions along one axis where the target may lie. at: (positions,) pixels. weights:
+    (positions, cells) of the tokens."""
+
+    at: Float
+    weights: Float
+
+
+def cells_of(layout: TokenLayout) -> tuple[Cells, Cells]:
+    """Rows and columns of a grid."""
+    assert layout.grid is not None and layout.stride_px is not None
+    rows, cols = (
+        Cells(n, stride, offset)
+        for n, stride, offset in zip(layout.grid, layout.stride_px, layout.offset_px, strict=True)
+    )
+    return rows, cols
+
+
+def candidates(
+    layout: TokenLayout, size: tuple[int, int], window: Float, match: str
+) -> tuple[Axis, Axis]:
+    """Where the target may lie: every row of the first axis with every column of the second.
+
+    Args:
+        layout: with a grid.
+        size: of the input, (height, width).
+        window: left, top, right, bottom of what is searched. Where no position is in it, the
+            nearest to its middle.
+        match: one of `protocol.MATCHES`.
+    """
+    rows, cols = cells_of(layout)
+    left, top, right, bottom = window.tolist()
+    return _axis(rows, size[0], top, bottom, match), _axis(cols, size[1], left, right, match)
+
+
+def _axis(cells: Cells, length: int, low: float, high: float, match: str) -> Axis:
+    if match == "token":
+        chosen = _within(cells.centres, low, high)
+        return Axis(cells.centres[chosen], np.eye(cells.n)[chosen])
+    pixels = np.arange(length, dtype=np.float64)
+    at = pixels[_within(pixels, low, high)]
+    if match == "vit_analysis":
+        at = _corners(cells, at)
+    return Axis(at, cells.weights(at))
+
+
+def _within(at: Float, low: float, high: float) -> Integers:
+    found = np.flatnonzero((at >= low) & (at <= high))
+    return found if len(found) else np.array([np.abs(at - (low + high) / 2).argmin()])
+
+
+def _corners(cells: Cells, pixels: Float) -> Float:
+    """The first and last of the pixels between every two centres, where what is linear between
+    centres has its largest value."""
+    between = np.floor((pixels + 0.5 - cells.offset) / cells.stride - 0.5)
+    # On a centre a pixel belongs to both sides: either has it as an end.
+    between = np.clip(between, -1, cells.n - 1)
+    last = np.append(between[1:] != between[:-1], True)
+    first = np.append(True, last[:-1])
+    found: Float = pixels[first | last]
+    return found
