@@ -140,8 +140,10 @@ def test_the_cache_knows_the_features_themselves(store: Store) -> None:
 def test_groups_of_tiles_count_each_row_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 7)
     monkeypatch.setattr(products, "FEWEST_COLUMNS", 1)
-    of = products.Plan.of
-    monkeypatch.setattr(products.Plan, "of", lambda *a: products.Plan(2, min(5, of(*a).columns), 2))
+    of = products.StripPlan.of
+    monkeypatch.setattr(
+        products.StripPlan, "of", lambda *a: products.StripPlan(2, min(5, of(*a).columns), 2)
+    )
     compare(store)
     view = views(store)["blocks.2.out"]
     x = SITES["blocks.2.out"].reshape(N, -1)
@@ -419,7 +421,7 @@ def test_what_a_pass_plans_fits(store: Store, n: int, megabytes: int) -> None:
     edges = [slice(at, at + side) for at in range(0, n, side)]
     tiles_ = [products.Tile(a, b) for k, a in enumerate(edges) for b in edges[k:]]
     features = Representation(store, store.select(["all"])[0]).features
-    plan = products.Plan.of(features, n, tiles_, memory, 4)
+    plan = products.StripPlan.of(features, n, tiles_, memory, 4)
     sums = plan.at_once * side * side * 8
     a_lane = n * plan.columns * 4 + side * side * 4 + features.chunk_bytes
     assert 0 < sums + plan.lanes * a_lane <= memory * 3 / 4

@@ -13,10 +13,11 @@ blocks, so that the tables of different analyses join on store and block.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from vitsee_stores import Store
+    from vitsee_stores import Store, TokenLayout
 
 SITE = ("store", "model", "site", "block", "depth", "rel_depth")
 PAIR = tuple(f"{name}_{side}" for side in "ab" for name in SITE)
@@ -60,6 +61,27 @@ class Measured(Protocol):
     @property
     def rel_depth(self) -> float:
         """The same over the last one's number."""
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A block or sublayer that a store measured as a whole. site: its path; depth: its index in the
+    model; rel_depth: that over the last one's; layout: of its tokens."""
+
+    site: str
+    depth: int
+    rel_depth: float
+    layout: TokenLayout
+
+    @property
+    def name(self) -> str:
+        """Its path, as rows name it."""
+        return self.site
+
+    @property
+    def block(self) -> str:
+        """The path of its block."""
+        return self.site
 
 
 def site_columns(store: Store, site: Measured, side: str = "") -> dict[str, Any]:

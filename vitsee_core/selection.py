@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Selection(Generic[T]):
+class StoreSelection(Generic[T]):
     """What was chosen. members: each store that takes part and its sites, blocks, ...; left_out:
     the label of each other store -> why."""
 
@@ -51,7 +51,7 @@ def select_each(
     stores: Sequence[Store],
     patterns: Sequence[str],
     select: Callable[[Store, Sequence[str]], list[T]],
-) -> Selection[T]:
+) -> StoreSelection[T]:
     """The sites or blocks that selectors choose in every store.
 
     Each selector must match in at least one of the stores, and in every store at least one must
@@ -100,7 +100,7 @@ def select_each(
             log.info("%s: no site matches %s", store.label, ", ".join(failed))
     for reason in left_out.values():
         log.warning("left out: %s", reason)
-    return Selection(
+    return StoreSelection(
         [(store, select(store, found)) for store, found in zip(able, matching, strict=True)],
         {label: str(reason) for label, reason in left_out.items()},
     )

@@ -207,7 +207,7 @@ def each_slab(
     places = [plan.rows(k) for k in range(plan.n_slabs)]
     items = [(place, counted[place]) for place in places if counted[place].any()]
     work_on: Map = map or thread_map(jobs if len(items) > 1 else 1)
-    for (place, _), result in zip(items, work_on(_Worker(opened, work), items), strict=True):
+    for (place, _), result in zip(items, work_on(_SlabWork(opened, work), items), strict=True):
         yield result
         progress.advance(int(rows.mask[place].sum()))
 
@@ -264,7 +264,7 @@ class _Address:
     store_id: str
 
 
-class _Worker(Generic[R]):
+class _SlabWork(Generic[R]):
     """`work` on one slab. Pickled, it carries the stores' addresses in place of the stores."""
 
     def __init__(self, stores: tuple[Store, ...], work: Callable[..., R]) -> None:

@@ -120,7 +120,7 @@ def n_places(specs: Mapping[str, ArraySpec]) -> int:
 
 def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     """Every array of a store: path -> spec, in the order in which they are written."""
-    table = _Table(plan)
+    table = _Specs(plan)
     for site in plan.sites:
         if site.alias_of is None:
             _site(table, site)
@@ -158,7 +158,7 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     return table.specs
 
 
-class _Table:
+class _Specs:
     """Collects array specs; shapes and axes are given without the first axis."""
 
     def __init__(self, plan: StorePlan):
@@ -250,7 +250,7 @@ def _chunks(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
     return tuple(chunks)
 
 
-def _site(table: _Table, site: SiteSpec) -> None:
+def _site(table: _Specs, site: SiteSpec) -> None:
     if site.kind == "vector":
         table.image(f"vectors/{site.name}", site.shape, f"channel_{site.dim}")
         return
@@ -277,7 +277,7 @@ def _site(table: _Table, site: SiteSpec) -> None:
         table.image(f"pooled/{site.name}/mean", site.dim, "channel")
 
 
-def _attention(table: _Table, group: AttentionGroup, level: str) -> None:
+def _attention(table: _Specs, group: AttentionGroup, level: str) -> None:
     layout, folder = group.layout, group.folder
     if layout.grid is None:
         raise ValueError(f"attention of {group.blocks} without a grid")

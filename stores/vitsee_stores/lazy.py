@@ -163,7 +163,7 @@ class TokenArray(LazyArray):
         return out[:, tokens, channels]
 
 
-class TokenMean(LazyArray):
+class LazyTokenMean(LazyArray):
     """(images, dim) float32: the mean over tokens from `first` on, summed in float64."""
 
     def __init__(self, tokens: TokenArray, first: int):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from vitsee_stores.errors import SiteError
-from vitsee_stores.lazy import LazyArray, StoredArray, TokenArray, TokenMean
+from vitsee_stores.lazy import LazyArray, LazyTokenMean, StoredArray, TokenArray
 from vitsee_stores.token_selection import TokenSelection, describe_layout
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def token_array(array: Arrays, owner: str, spec: SiteSpec, tokens: Tokens) -> La
     prefix = array(f"{folder}/prefix") if layout.prefix else None
     if chosen in ("all", "each", "mean-all", "rest"):
         everything = TokenArray(prefix, array(body_path))
-        return TokenMean(everything, members.start) if chosen.is_mean else everything
+        return LazyTokenMean(everything, members.start) if chosen.is_mean else everything
     if chosen == "patches":
         return array(body_path)
     if chosen == "prefix" and prefix is not None:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import blocks_of_each
-from vitsee_core.attention.heads import Block, read_heads, uniform_distance
+from vitsee_core.attention.heads import StoredAttention, read_heads, uniform_distance
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.metrics import asked_for
@@ -120,12 +120,14 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def _array(block: Block, metric: str) -> tuple[str, str]:
+def _array(block: StoredAttention, metric: str) -> tuple[str, str]:
     """The stored array behind a metric: its name and group."""
     return ("distance_px" if metric == "distance_relative" else metric), block.group
 
 
-def _rows(store: Store, block: Block, metric: str, summary: Summary) -> list[dict[str, Any]]:
+def _rows(
+    store: Store, block: StoredAttention, metric: str, summary: Summary
+) -> list[dict[str, Any]]:
     scale = 1.0
     if metric == "distance_relative":
         uniform = uniform_distance(block.layout)

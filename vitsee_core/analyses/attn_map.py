@@ -44,7 +44,7 @@ from vitsee_core.attention.head_maps import (
     spatial,
     sum_slabs,
 )
-from vitsee_core.attention.heads import Block, attention_blocks, read_heads
+from vitsee_core.attention.heads import StoredAttention, attention_blocks, read_heads
 from vitsee_core.attention.image_maps import map_images, mean_rollout
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -171,7 +171,7 @@ def _together(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
 
 def _of_store(
     store: Store,
-    blocks: list[Block],
+    blocks: list[StoredAttention],
     kind: str,
     heads: Sequence[int],
     coverage: bool,
@@ -205,13 +205,13 @@ def _of_store(
 
 def _means(
     store: Store,
-    blocks: Sequence[Block],
+    blocks: Sequence[StoredAttention],
     picked: Sequence[NDArray[np.int64]],
     kind: str,
     corrected: bool,
     rows: Rows,
     execution: Execution,
-) -> list[tuple[Block, NDArray[np.int64], Float, NDArray[np.int64]]]:
+) -> list[tuple[StoredAttention, NDArray[np.int64], Float, NDArray[np.int64]]]:
     """(block, heads, maps, images counted) of each block."""
     keys = list(dict.fromkeys((SUMS[kind], block.group) for block in blocks))
     with counting(execution.progress, rows.n):
@@ -232,7 +232,7 @@ def _rollout(
     residual: bool,
     origin: Provenance | None,
     execution: Execution,
-) -> tuple[Summary, Block]:
+) -> tuple[Summary, StoredAttention]:
     """Moments over images of each token, and the block the rollout starts from."""
     store.attention("rollout")  # refused with its reason where blocks cannot be multiplied
     blocks = attention_blocks(store)
@@ -253,7 +253,7 @@ def _rollout(
 
 
 def _rollout_columns(
-    store: Store, block: Block, summary: Summary, metric: str
+    store: Store, block: StoredAttention, summary: Summary, metric: str
 ) -> dict[str, NDArray[Any]]:
     assert block.layout.grid is not None
     layout = block.layout
@@ -268,7 +268,7 @@ def _rollout_columns(
 
 def _numbers(
     store: Store,
-    blocks: Sequence[Block],
+    blocks: Sequence[StoredAttention],
     picked: Sequence[NDArray[np.int64]],
     metric: str,
     rows: Rows,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import chosen_blocks
-from vitsee_core.attention.heads import Block, read_heads
+from vitsee_core.attention.heads import StoredAttention, read_heads
 from vitsee_core.columns import PAIR, VALUES, pair_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.heatmaps import COLOUR_MAP, describe_scale, describe_scope
@@ -164,14 +164,14 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def _block(store: Store, block: str | None) -> Block:
+def _block(store: Store, block: str | None) -> StoredAttention:
     blocks = chosen_blocks(store, ("blocks",) if block is None else (block,))
     if block is not None and len(blocks) > 1:
         raise VitseeError(f"--block {block} chooses {len(blocks)} blocks; expected one")
     return blocks[0]
 
 
-def _heads(store: Store, block: Block) -> list[Representation]:
+def _heads(store: Store, block: StoredAttention) -> list[Representation]:
     """The outputs of each head. Channels are heads x head dim.
 
     Raises:
@@ -196,7 +196,7 @@ def _heads(store: Store, block: Block) -> list[Representation]:
     return [Representation(store, site, channels=part) for part in slices]
 
 
-def _distances(a: Store, b: Store, block: Block, execution: Execution) -> NDArray[Any]:
+def _distances(a: Store, b: Store, block: StoredAttention, execution: Execution) -> NDArray[Any]:
     """(heads,) mean attention distance in pixels over the images of the comparison."""
     rows = execution.rows(a)
     rows = replace(rows, mask=rows.mask & require_paired(a, b))

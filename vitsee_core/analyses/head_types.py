@@ -34,7 +34,7 @@ from vitsee_core.attention.head_geometry import (
     repetition,
 )
 from vitsee_core.attention.head_maps import SlabSums, blocks_of_each, mean_maps, sum_slabs
-from vitsee_core.attention.heads import Block
+from vitsee_core.attention.heads import StoredAttention
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.head_types_figure import draw_types
@@ -143,7 +143,7 @@ class Head:
     them left out, and under other thresholds."""
 
     def __init__(
-        self, block: Block, head: int, sums: SlabSums, thresholds: Thresholds, radius: int
+        self, block: StoredAttention, head: int, sums: SlabSums, thresholds: Thresholds, radius: int
     ) -> None:
         self.block, self.head, self._radius = block, head, radius
         parts = len(sums.n_images)

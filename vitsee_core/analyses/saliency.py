@@ -31,7 +31,7 @@ import numpy as np
 
 from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import blocks_of_each, check_class_token
-from vitsee_core.attention.heads import Block
+from vitsee_core.attention.heads import StoredAttention
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.masks import RULES, Truth, ground_truth, open_masks
@@ -155,7 +155,7 @@ def _check(tokens: Sequence[str], mass: float, foreground: str, best: str) -> No
         raise VitseeError(f"a mass of {mass:g} was asked for; expected one between 0 and 1")
 
 
-def _wanted(store: Store, blocks: Sequence[Block], tokens: Sequence[str]) -> Wanted:
+def _wanted(store: Store, blocks: Sequence[StoredAttention], tokens: Sequence[str]) -> Wanted:
     """The blocks, and the tokens whose attention is scored in each."""
     if "cls" in tokens:
         check_class_token(store, blocks, "--tokens mean takes the mean over patches")
@@ -202,7 +202,9 @@ def _rows(
     return out
 
 
-def _blind(store: Store, block: Block, truth: Truth, mass: float, seed: int) -> dict[str, Summary]:
+def _blind(
+    store: Store, block: StoredAttention, truth: Truth, mass: float, seed: int
+) -> dict[str, Summary]:
     assert block.layout.grid is not None
     labels = truth.labels[block.group][truth.mask]
     index = store.samples.index[truth.mask]
@@ -215,7 +217,7 @@ def _blind(store: Store, block: Block, truth: Truth, mass: float, seed: int) -> 
 
 
 def _row(
-    store: Store, block: Block, summary: Summary, at: int | tuple[()], **own: Any
+    store: Store, block: StoredAttention, summary: Summary, at: int | tuple[()], **own: Any
 ) -> dict[str, Any]:
     return {
         **site_columns(store, block),

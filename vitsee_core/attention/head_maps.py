@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.attention.heads import Block, attention_blocks
+from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.columns import site_columns
-from vitsee_core.selection import Selection, select_each
+from vitsee_core.selection import StoreSelection, select_each
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -136,7 +136,9 @@ def per_query(aligned: Float) -> Float:
     return aligned / query_coverage(((height + 1) // 2, (width + 1) // 2))
 
 
-def blocks_of_each(stores: Sequence[Store], sites: Sequence[str]) -> Selection[Block]:
+def blocks_of_each(
+    stores: Sequence[Store], sites: Sequence[str]
+) -> StoreSelection[StoredAttention]:
     """The blocks of every store that `sites` choose (see `attention_blocks`, `select_each`); those
     whose attention extract left out are named with their reasons.
 
@@ -151,12 +153,12 @@ def blocks_of_each(stores: Sequence[Store], sites: Sequence[str]) -> Selection[B
     return found
 
 
-def chosen_blocks(store: Store, sites: Sequence[str]) -> list[Block]:
+def chosen_blocks(store: Store, sites: Sequence[str]) -> list[StoredAttention]:
     """The same of one store."""
     return blocks_of_each([store], sites).chosen[0]
 
 
-def _blocks(store: Store, sites: Sequence[str]) -> list[Block]:
+def _blocks(store: Store, sites: Sequence[str]) -> list[StoredAttention]:
     left_out = _without_attention(store)
     for site in sites:
         if site in left_out:
@@ -173,7 +175,7 @@ def _without_attention(store: Store) -> dict[str, str]:
     }
 
 
-def check_class_token(store: Store, blocks: Sequence[Block], instead: str) -> None:
+def check_class_token(store: Store, blocks: Sequence[StoredAttention], instead: str) -> None:
     """Raises MissingInput where a block has no class token; `instead` names an alternative."""
     for block in blocks:
         if block.layout.cls is None:
@@ -185,7 +187,7 @@ def check_class_token(store: Store, blocks: Sequence[Block], instead: str) -> No
 
 
 def check_heads(
-    store: Store, blocks: Sequence[Block], heads: Sequence[int]
+    store: Store, blocks: Sequence[StoredAttention], heads: Sequence[int]
 ) -> list[NDArray[np.int64]]:
     """The heads of each block: the chosen ones, or all.
 
@@ -204,7 +206,7 @@ def check_heads(
 
 def map_columns(
     store: Store,
-    block: Block,
+    block: StoredAttention,
     heads: NDArray[np.int64],
     maps: Float,
     n_images: NDArray[np.int64],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.columns import StoredPart
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 
@@ -19,30 +20,16 @@ Array = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Block:
-    """One block's place in the model (path, index, index over the last) and in the store's
-    attention arrays (`group`, `row` of the block axis), its heads and their tokens."""
+class StoredAttention(StoredPart):
+    """The attention of one block: its place in the store's attention arrays (`group`, `row` of the
+    block axis), its heads and their tokens."""
 
-    site: str
-    depth: int
-    rel_depth: float
     group: str
     row: int
     n_heads: int
-    layout: TokenLayout
-
-    @property
-    def name(self) -> str:
-        """The block's path, as tables name it."""
-        return self.site
-
-    @property
-    def block(self) -> str:
-        """Its path."""
-        return self.site
 
 
-def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> list[Block]:
+def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> list[StoredAttention]:
     """The blocks of a store that have attention summaries, in the model's order.
 
     Raises:
@@ -57,13 +44,13 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
         )
     depths = {name: (depth, rel_depth) for name, depth, rel_depth in store.manifest.plan.places}
     blocks = [
-        Block(
+        StoredAttention(
             name,
             *depths[name],
+            group.layout,
             group.prefix,
             row,
             heads,
-            group.layout,
         )
         for group in groups
         for row, (name, heads) in enumerate(zip(group.blocks, group.n_heads, strict=True))
@@ -79,7 +66,7 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
     return [block for block in blocks if block.site in names]
 
 
-def _as_site(block: Block) -> SiteSpec:
+def _as_site(block: StoredAttention) -> SiteSpec:
     """The block as an entry that selectors search."""
     return SiteSpec(
         name=block.site,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.head_maps import check_heads, spatial
-from vitsee_core.attention.heads import Block, attention_blocks
+from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.progress import SILENT, Progress
@@ -49,7 +49,7 @@ HEAD_MEAN = "head mean"
 def map_images(
     store: Store,
     names: Sequence[str],
-    shown: Sequence[Block],
+    shown: Sequence[StoredAttention],
     heads: Sequence[int] = (),
     query: Sequence[tuple[int, int]] = (),
     *,
@@ -90,7 +90,7 @@ def map_images(
         log.info("%s has no class token: mean over spatial queries instead", store.label)
     wanted = {block.site for block in shown}
 
-    def take(block: Block, a: Tensor) -> dict[str, Tensor]:
+    def take(block: StoredAttention, a: Tensor) -> dict[str, Tensor]:
         found = dict(_tokens(block, a, query)) if block.site in wanted else {}
         return found | ({HEAD_MEAN: a.mean(1)} if rolled else {})
 
@@ -127,7 +127,7 @@ def map_images(
 def mean_rollout(
     store: Store,
     rows: NDArray[np.int64],
-    blocks: Sequence[Block],
+    blocks: Sequence[StoredAttention],
     *,
     device: str,
     origin: Provenance | None,
@@ -161,13 +161,15 @@ def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Fl
     return rolled
 
 
-def _check_cells(blocks: Sequence[Block], query: Sequence[tuple[int, int]]) -> None:
+def _check_cells(blocks: Sequence[StoredAttention], query: Sequence[tuple[int, int]]) -> None:
     for block in blocks:
         for cell in query:
             TokenSelection.parse(cell).require(block.layout, block.site)
 
 
-def _tokens(block: Block, a: Tensor, query: Sequence[tuple[int, int]]) -> list[tuple[str, Tensor]]:
+def _tokens(
+    block: StoredAttention, a: Tensor, query: Sequence[tuple[int, int]]
+) -> list[tuple[str, Tensor]]:
     """(token, (images, heads, keys)) of the class token and each query."""
     layout = block.layout
     if layout.cls is None:
@@ -183,7 +185,7 @@ def _tokens(block: Block, a: Tensor, query: Sequence[tuple[int, int]]) -> list[t
 def _columns(
     store: Store,
     image: str,
-    block: Block,
+    block: StoredAttention,
     token: str,
     heads: NDArray[np.int64] | None,
     values: Array,
@@ -211,7 +213,7 @@ def _columns(
 
 
 def _rollouts(
-    store: Store, image: str, last: Block, head_means: Sequence[Array]
+    store: Store, image: str, last: StoredAttention, head_means: Sequence[Array]
 ) -> list[dict[str, Array]]:
     token = "mean" if last.layout.cls is None else "cls"
     return [

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.attention.heads import Block, attention_blocks
+from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.machine import counted
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.provenance import Pictures, Provenance, model_of
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 Rows = NDArray[np.int64]
-Take = Callable[[Block, "Tensor"], Mapping[str, "Tensor"]]
+Take = Callable[[StoredAttention, "Tensor"], Mapping[str, "Tensor"]]
 
 BATCH_BYTES = 256 << 20  # attention of one block over one batch
 MOST_IMAGES = 32
@@ -81,7 +81,7 @@ def find_rows(store: Store, names: Sequence[str]) -> Rows:
     return np.array(found, np.int64)
 
 
-def has_full(store: Store, blocks: Sequence[Block]) -> bool:
+def has_full(store: Store, blocks: Sequence[StoredAttention]) -> bool:
     """Whether the store contains the full attention of these blocks."""
     return all(store.has(f"attention/full/{block.site}") for block in blocks)
 
@@ -91,7 +91,7 @@ def attention_of_images(
     rows: Rows,
     take: Take,
     *,
-    blocks: Sequence[Block] | None = None,
+    blocks: Sequence[StoredAttention] | None = None,
     origin: Provenance | None = None,
     device: str = "auto",
     progress: Progress = SILENT,
@@ -132,7 +132,7 @@ def attention_of_images(
         progress.stop()
 
 
-def _batch_size(blocks: Sequence[Block]) -> int:
+def _batch_size(blocks: Sequence[StoredAttention]) -> int:
     image_bytes = max(4 * block.n_heads * block.layout.n_tokens**2 for block in blocks)
     return max(1, min(MOST_IMAGES, BATCH_BYTES // image_bytes))
 
@@ -142,7 +142,9 @@ def _keep(taken: Mapping[str, Tensor]) -> dict[str, Array]:
     return {name: value.float().cpu().numpy().copy() for name, value in taken.items()}
 
 
-def _stored(store: Store, rows: Rows, take: Take, blocks: Sequence[Block]) -> Iterator[Attended]:
+def _stored(
+    store: Store, rows: Rows, take: Take, blocks: Sequence[StoredAttention]
+) -> Iterator[Attended]:
     import torch
 
     most = _batch_size(blocks)
@@ -167,7 +169,7 @@ def _computed(
     store: Store,
     rows: Rows,
     take: Take,
-    blocks: Sequence[Block],
+    blocks: Sequence[StoredAttention],
     origin: Provenance,
     device: str,
 ) -> Iterator[Attended]:
@@ -211,7 +213,7 @@ def _computed(
 class _Taker:
     """An observer that keeps what `take` computes from each block's attention."""
 
-    def __init__(self, blocks: Mapping[str, Block], take: Take) -> None:
+    def __init__(self, blocks: Mapping[str, StoredAttention], take: Take) -> None:
         self._blocks, self._take = blocks, take
         self.values: dict[str, dict[str, Array]] = {}
 

@@ -168,7 +168,7 @@ class ErfPasses:
     def _forward(self, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The input and, site by site, the sum over images of s."""
         x = pixels.clone().requires_grad_(True)
-        centres = _Centres()
+        centres = _CentreSums()
         with self._capture as capture:
             # A copy, because the model may write into what it is given.
             capture.run(x.clone(), centres)
@@ -215,7 +215,7 @@ def prepare_erf(
     return replace(plan, erf=erf), (passes, cost), why
 
 
-class _Centres:
+class _CentreSums:
     """An observer that takes the sums at the centres, before the model overwrites them."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ CURVES = ("own_top1", "own_margin", "peak_distance_px")
 
 
 @dataclass(frozen=True)
-class Panel:
+class TokenMaps:
     """The maps of one site. tokens: their names; maps: (tokens, rows, cols)."""
 
     store: str
@@ -57,7 +57,7 @@ class Panel:
         return {k: cell for k, cell in cells if cell is not None}
 
 
-def derived_curves(panels: Sequence[Panel]) -> Table | None:
+def derived_curves(panels: Sequence[TokenMaps]) -> Table | None:
     """The summaries computed from maps of all tokens; None unless a store has several sites."""
     complete = [panel for panel in panels if panel.complete]
     stores = [panel.store for panel in complete]

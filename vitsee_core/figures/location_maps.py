@@ -13,7 +13,7 @@ from vitsee_core.figures.heatmaps import COLOUR_MAP, NO_VALUE, describe_scale
 from vitsee_core.figures.location_curves import (
     CURVES,
     METRICS,
-    Panel,
+    TokenMaps,
     derived_curves,
     draw_curve_panels,
 )
@@ -36,7 +36,7 @@ MOST_CELLS = 240  # along a side of a mosaic
 OWN = "#00E5FF"  # not a colour of the map
 
 
-def _panels(table: Table) -> list[Panel]:
+def _panels(table: Table) -> list[TokenMaps]:
     panels = []
     for store, of_store in table.groups("store"):
         for site, rows in of_store.groups("site"):
@@ -45,7 +45,7 @@ def _panels(table: Table) -> list[Panel]:
             row, col = (rows[name].astype(int) for name in ("row", "col"))
             maps = np.full((len(tokens), row.max() + 1, col.max() + 1), np.nan)
             maps[[number[token] for token in rows["token"].tolist()], row, col] = rows["value"]
-            panels.append(Panel(store, site, float(rows["rel_depth"][0]), tokens, maps))
+            panels.append(TokenMaps(store, site, float(rows["rel_depth"][0]), tokens, maps))
     return panels
 
 
@@ -58,7 +58,7 @@ def draw_maps(table: Table) -> Figure:
     return _draw_mosaics(panels, table)
 
 
-def _draw_lines(panels: Sequence[Panel], table: Table) -> Figure:
+def _draw_lines(panels: Sequence[TokenMaps], table: Table) -> Figure:
     across = max(len(panel.tokens) for panel in panels)
     figure = new_figure(1.45 * across + 1.5, 1.6 * len(panels) + 0.7)
     figure.set_layout_engine("compressed")
@@ -81,7 +81,7 @@ def _draw_lines(panels: Sequence[Panel], table: Table) -> Figure:
     return figure
 
 
-def _draw_mosaics(panels: Sequence[Panel], table: Table) -> Figure:
+def _draw_mosaics(panels: Sequence[TokenMaps], table: Table) -> Figure:
     """One mosaic per site, of evenly chosen sites where a store has many; the curves show all
     sites."""
     curves = derived_curves(panels)
@@ -118,19 +118,19 @@ def _draw_mosaics(panels: Sequence[Panel], table: Table) -> Figure:
     return figure
 
 
-def _step(panel: Panel) -> int:
+def _step(panel: TokenMaps) -> int:
     """Draw one of how many tokens along a side, so that the maps are legible."""
     longest = int(max(panel.maps.shape[1:]))
     return math.ceil(longest * (longest + 1) / MOST_CELLS)
 
 
-def _side(panel: Panel) -> float:
+def _side(panel: TokenMaps) -> float:
     """Inches of a mosaic: 7 dots per patch, within bounds."""
     cells = max(-(-n // _step(panel)) * (n + 1) for n in panel.maps.shape[1:])
     return float(np.clip(cells * 7 / 200, 2.6, 5.6))
 
 
-def _draw_mosaic(axes: Axes, panel: Panel, top: float) -> AxesImage:
+def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float) -> AxesImage:
     """The maps of the tokens, each in its token's place, with a gap between them; the class
     token's in a line of its own above."""
     step, (rows, cols) = _step(panel), panel.maps.shape[1:]
@@ -207,7 +207,7 @@ def _finish(
     figure: Any,
     image: AxesImage,
     axes: list[Axes],
-    panels: Sequence[Panel],
+    panels: Sequence[TokenMaps],
     table: Table,
     text: str = "",
 ) -> None:

@@ -31,7 +31,7 @@ TITLE, NUMBERS, BELOW = 0.5, 0.35, 0.35  # its lines; column numbers; the line a
 
 
 @dataclass(frozen=True)
-class _Panel:
+class _MetricPanel:
     """The rows of one metric, and how many tiles stand in a column and in a line."""
 
     metric: str
@@ -58,7 +58,7 @@ class _Band:
     """The panels of one store or model, from left to right; sizes in inches."""
 
     cut: Table
-    panels: list[_Panel]
+    panels: list[_MetricPanel]
     lines: list[str]  # the name above, then what is absent below
     notes: dict[str, Any]
 
@@ -157,15 +157,15 @@ def _name(cut: Table, label: str) -> str:
     return f"{shorten(store, 30)} ({shorten(model, 50)})" if store else shorten(model, 80)
 
 
-def _panel(metric: str, cut: Table) -> _Panel:
+def _panel(metric: str, cut: Table) -> _MetricPanel:
     if metric == "cosine":
         queries = [len(cut.unique(name)) for name in ("row", "col")]
         step = -(-max(queries) // MOST_QUERIES)
         down, across = (-(-n // step) for n in queries)
-        return _Panel(metric, cut, down, across, across * len(cut.unique("other_col")))
+        return _MetricPanel(metric, cut, down, across, across * len(cut.unique("other_col")))
     n = len(cut.unique(metric))
     across = min(n, ACROSS) if metric == "component" and n <= 49 else math.ceil(math.sqrt(n))
-    return _Panel(metric, cut, -(-n // across), across, across * len(cut.unique("col")))
+    return _MetricPanel(metric, cut, -(-n // across), across, across * len(cut.unique("col")))
 
 
 def colours(values: Float, scale: str) -> tuple[Float, float]:
@@ -187,7 +187,7 @@ def colours(values: Float, scale: str) -> tuple[Float, float]:
     return np.divide(moved - low, high - low, out=flat, where=high > low), largest
 
 
-def _draw_filters(axes: Axes, panel: _Panel, shares: Float, scale: str) -> str:
+def _draw_filters(axes: Axes, panel: _MetricPanel, shares: Float, scale: str) -> str:
     """Draw tiles of weights; returns the panel's title."""
     metric, cut = panel.metric, panel.cut
     shape = [len(cut.unique(name)) for name in (metric, "channel", "row", "col")]
@@ -236,7 +236,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if share >= 0.00995 else f"{100 * share:.2f} %"
 
 
-def _draw_cosines(axes: Axes, panel: _Panel, scale: str, about: dict[str, Any]) -> str:
+def _draw_cosines(axes: Axes, panel: _MetricPanel, scale: str, about: dict[str, Any]) -> str:
     """Draw a map for each query, at its place; returns the panel's title."""
     cut = panel.cut
     rows, cols, lines, columns = (

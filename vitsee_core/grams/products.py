@@ -67,7 +67,7 @@ class Workspace:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StripPlan:
     """How a pass is cut. at_once: tiles that are made together. columns: of a strip. lanes: how
     many threads have room."""
 
@@ -78,7 +78,7 @@ class Plan:
     @classmethod
     def of(
         cls, features: FeatureMatrix, n: int, tiles: Sequence[Tile], memory: int, item: int
-    ) -> Plan:
+    ) -> StripPlan:
         """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
         for what the libraries take, and for a tile on its way to the disk.
 
@@ -147,10 +147,10 @@ def products(
     backend = arithmetic(device, mults)
     memory = min(memory, backend.free_bytes() or memory)
     item = np.dtype(dtype)
-    plan = Plan.of(features, len(rows), tiles, memory, item.itemsize)
+    plan = StripPlan.of(features, len(rows), tiles, memory, item.itemsize)
     lanes = n_lanes(plan.lanes)
     strips = _balanced(features.strips(plan.columns), plan.columns)
-    centres = _Centres(centred, origin, backend.cast)
+    centres = _StripMeans(centred, origin, backend.cast)
     workspace = workspace or Workspace()
     counted = np.zeros(len(rows), bool)
     for first in range(0, len(tiles), plan.at_once):
@@ -217,7 +217,7 @@ class _Pass:
         strips: Sequence[Strip],
         rows: Rows,
         tiles: Sequence[Tile],
-        centres: _Centres,
+        centres: _StripMeans,
         backend: Arithmetic,
     ) -> None:
         self._strips, self._tiles, self._centres, self._backend = strips, tiles, centres, backend
@@ -305,7 +305,7 @@ class _Pass:
         return x, size
 
 
-class _Centres:
+class _StripMeans:
     """What is subtracted of each strip: the mean of the rows that are read first of it."""
 
     def __init__(self, centred: bool, origin: Origin | None, cast: Cast) -> None:

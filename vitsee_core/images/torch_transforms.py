@@ -71,7 +71,7 @@ def _from_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class _Steps:
+class _StepValues:
     """What the steps of a transform say; resize: an edge or (rows, cols)."""
 
     resize: int | tuple[int, int] | None = None
@@ -82,11 +82,11 @@ class _Steps:
     std: tuple[float, ...] = (1.0,)
 
 
-def _steps(transform: Any) -> _Steps:
+def _steps(transform: Any) -> _StepValues:
     """Raises:
     DataError: a step that no configuration expresses.
     """
-    found = _Steps()
+    found = _StepValues()
     for step in _flat(transform):
         kind = type(step).__name__
         if kind == "Resize" and getattr(step, "max_size", None) is None:
@@ -140,7 +140,7 @@ def _floats(values: Any) -> tuple[float, ...]:
     return tuple(float(x) for x in np.atleast_1d(np.asarray(values)))
 
 
-def _from_steps(steps: _Steps) -> dict[str, Any]:
+def _from_steps(steps: _StepValues) -> dict[str, Any]:
     """Raises:
     DataError: the steps do not end in one size.
     """

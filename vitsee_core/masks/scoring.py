@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.attention.heads import Block
+from vitsee_core.attention.heads import StoredAttention
 from vitsee_core.attention.recompute import attention_of_images
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.masks.labels import Labels
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 ARRAYS = {"cls": "cls_rows", "mean": "received_rows"}
 TOKENS = tuple(ARRAYS)
-Wanted = tuple[tuple[Block, tuple[str, ...]], ...]
+Wanted = tuple[tuple[StoredAttention, tuple[str, ...]], ...]
 
 
 def overlaps(
@@ -104,7 +104,9 @@ class Overlaps:
                     held[array] = slab.attention(*array)[valid]
                 self.add(block, token, held[array][:, block.row, : block.n_heads], rows)
 
-    def add(self, block: Block, token: str, a: NDArray[Any], rows: NDArray[np.int64]) -> None:
+    def add(
+        self, block: StoredAttention, token: str, a: NDArray[Any], rows: NDArray[np.int64]
+    ) -> None:
         """Add some images' attention over all keys, (images, heads, keys), rows of the store."""
         kept = top_mass(a[..., block.layout.n_prefix :], self._mass)
         iou = overlap(kept, self._labels[block.group][rows])
@@ -169,7 +171,7 @@ def _compute(
     log.info("%s has no rows of attention (extract --attention rows does)", store.label)
     tokens_of = {block.site: tokens for block, tokens in wanted}
 
-    def take(block: Block, a: Tensor) -> dict[str, Tensor]:
+    def take(block: StoredAttention, a: Tensor) -> dict[str, Tensor]:
         maps = {}
         if "cls" in tokens_of[block.site]:
             maps["cls"] = a[:, :, block.layout.cls]

@@ -3,11 +3,11 @@
 from vitsee_core.reductions.activations import pool_sites, residual_products
 from vitsee_core.reductions.attention import AttentionReducer
 from vitsee_core.reductions.rollout import rollout
-from vitsee_core.reductions.summary import AttentionCall, AttentionSummary
+from vitsee_core.reductions.summary import AttentionScores, AttentionSummary
 
 __all__ = [
-    "AttentionCall",
     "AttentionReducer",
+    "AttentionScores",
     "AttentionSummary",
     "pool_sites",
     "residual_products",

@@ -16,7 +16,7 @@ from vitsee_core.reductions.passes import (
     spread_over_queries,
     sum_in_order,
 )
-from vitsee_core.reductions.summary import PER_IMAGE, AttentionCall, AttentionSummary
+from vitsee_core.reductions.summary import PER_IMAGE, AttentionScores, AttentionSummary
 from vitsee_core.reductions.threads import run_split
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class AttentionReducer:
         return buffer[:size].view(shape)
 
     @torch.no_grad()
-    def reduce(self, call: AttentionCall, valid: Tensor) -> AttentionSummary:
+    def reduce(self, call: AttentionScores, valid: Tensor) -> AttentionSummary:
         """The summary of one call; `valid` (images,) bool says which images enter the sums.
 
         Rows of an invalid image contain whatever the model computed from its pixels, NaN included.
@@ -165,7 +165,7 @@ class AttentionReducer:
         }
         return {"pairs": self._buffer("pairs", *shape, t), **sums}
 
-    def _split(self, call: AttentionCall) -> tuple[int, int]:
+    def _split(self, call: AttentionScores) -> tuple[int, int]:
         """The number of parts (runs of images with sums of their own) and of threads."""
         image_bytes = 4 * call.n_heads * call.n_tokens**2
         if self.device.type != "cpu" or image_bytes > THREAD_BYTES:
@@ -176,7 +176,7 @@ class AttentionReducer:
 
     def _reduce_part(
         self,
-        call: AttentionCall,
+        call: AttentionScores,
         part: range,
         valid: Tensor | None,
         out: dict[str, Tensor],

@@ -38,7 +38,7 @@ PER_IMAGE = (
 )
 
 
-class AttentionCall(Protocol):
+class AttentionScores(Protocol):
     """What is needed here of one call of attention by the model."""
 
     @property

@@ -149,7 +149,7 @@ def _minibatch(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Division:
     """Groups of stacks that are worked on together, the tiles' side, and of how many tiles' images
     the features can be kept."""
 
@@ -165,7 +165,7 @@ def _divide(
     n: int,
     partitions: Sequence[Partition],
     memory: int,
-) -> _Plan:
+) -> _Division:
     """Everything at once in large tiles if it fits; else smaller tiles, then groups of matrices
     (each group of rows makes the columns' Gram matrices again, and the other way round), then
     smaller tiles still.
@@ -208,7 +208,7 @@ def _divide(
                 "or more, or fewer --images"
             )
     sums, side = needs(tile, parts)
-    return _Plan(
+    return _Division(
         _split(rows, parts[0]), _split(cols, parts[1]), tile, (memory - sums) // side - SIDES + 2
     )
 
@@ -230,7 +230,7 @@ def _split(stacks: Sequence[Stack], n_parts: int) -> list[list[Stack]]:
 
 
 def _in_groups(
-    plan: _Plan, images: Rows, work: Work, backend: Arithmetic, progress: Progress
+    plan: _Division, images: Rows, work: Work, backend: Arithmetic, progress: Progress
 ) -> list[Hsic]:
     """`work` on every group of rows with every group of columns, put together again."""
     along = -(-len(images) // plan.tile)

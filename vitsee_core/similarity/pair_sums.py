@@ -141,7 +141,7 @@ def _tiles(n: int, tile: int) -> Iterator[tuple[slice, slice]]:
             yield i, j
 
 
-class _Piece(NamedTuple):
+class _RowRange(NamedTuple):
     """Some rows of a block of a tile: places within the tile of the images of cell g and of those
     of cell h, and where in all images the tile begins."""
 
@@ -191,7 +191,7 @@ class _Sums(NamedTuple):
     over_rows: Float
 
 
-def _sums(values: Float32, n_rows: int, first_col: int, piece: _Piece) -> _Sums:
+def _sums(values: Float32, n_rows: int, first_col: int, piece: _RowRange) -> _Sums:
     """Of a tile (matrices, rows, cols), its diagonal 0."""
     block = _cut(values, piece.rows, piece.cols)
     part = block.reshape(len(block), -1)
@@ -215,7 +215,7 @@ class _Running:
         self.touch_products = np.zeros((cells, n_rows, n_cols))
         self.touch_own = np.zeros((cells, n_all))
 
-    def pieces(self, i: slice, j: slice) -> Iterator[_Piece]:
+    def pieces(self, i: slice, j: slice) -> Iterator[_RowRange]:
         """What a tile is cut into."""
         labels = self.partition.labels
         of_i, of_j = _cells(labels[i]), _cells(labels[j])
@@ -225,9 +225,9 @@ class _Running:
                     step = max(1, TERMS // len(cols))
                     for at in range(0, len(rows), step):
                         some = rows[at : at + step]
-                        yield _Piece(self, g, h, some, cols, i.start, j.start)
+                        yield _RowRange(self, g, h, some, cols, i.start, j.start)
 
-    def add(self, piece: _Piece, sums: _Sums, twice: int) -> None:
+    def add(self, piece: _RowRange, sums: _Sums, twice: int) -> None:
         """A piece's; twice: 2 where the tile below the diagonal is this one transposed, else 1."""
         self.products += twice * sums.products.astype(np.float64)
         self.own += twice * sums.own.astype(np.float64)

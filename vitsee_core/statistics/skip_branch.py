@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.columns import block_of_sublayer
-from vitsee_core.selection import Selection, select_each
+from vitsee_core.columns import StoredPart, block_of_sublayer
+from vitsee_core.selection import StoreSelection, select_each
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
@@ -40,18 +40,8 @@ ROUNDING = 2.0**-22
 
 
 @dataclass(frozen=True)
-class StoredSublayer:
-    """One residual sublayer: its name, index in the model, index over the last, its tokens."""
-
-    site: str
-    depth: int
-    rel_depth: float
-    layout: TokenLayout
-
-    @property
-    def name(self) -> str:
-        """What rows about it call it."""
-        return self.site
+class StoredSublayer(StoredPart):
+    """One residual sublayer."""
 
     @property
     def block(self) -> str:
@@ -153,7 +143,9 @@ class ReadQuantities:
         return SlabQuantities({name: values.T for name, values in found.items()}, n_zero)
 
 
-def choose_sublayers(stores: Sequence[Store], patterns: Sequence[str]) -> Selection[StoredSublayer]:
+def choose_sublayers(
+    stores: Sequence[Store], patterns: Sequence[str]
+) -> StoreSelection[StoredSublayer]:
     """The sublayers of each store that the patterns name, in the model's order.
 
     A pattern is a sublayer's name (`blocks.3.attn`, `layer1.0`, `blocks.-1.mlp`), a glob, a kind
