@@ -87,9 +87,12 @@ def write(
                 images[folder + name] = whole
     return write_attention(
         path, [group.group for group in groups], images, n_images=n, level=level, index=index,
-        ids=[f"{i}.jpg" for i in (range(n) if index is None else index)],
         transform=transform if with_transform else {},
-        **{"sizes": size, **more},
+        **{
+            "sizes": size,
+            "ids": [f"{i}.jpg" for i in (range(n) if index is None else index)],
+            **more,
+        },
     )  # fmt: skip
 
 

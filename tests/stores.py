@@ -47,6 +47,7 @@ def write(
     valid: Sequence[int] | Sequence[bool] | Array | None = None,
     hash_offset: int = 0,
     sizes: Sequence[Sequence[int]] | Sequence[int] | Array | None = None,
+    boxes: Array | None = None,
     order: str = "shuffled",
     identity: Mapping[str, Any] | None = None,
     model: str = "tiny",
@@ -71,6 +72,7 @@ def write(
         hash_offset: added to the images' hashes, their places: stores with the same share images.
         sizes: (images, 2) height and width of the original images, or those of all; none (0, which
             is nothing to a reader of sizes) by default.
+        boxes: (images, 4) the parts of their files that images are, NaN for whole ones.
         order: of the images, as in the identity.
         identity: more of it.
         model: its name.
@@ -85,6 +87,7 @@ def write(
         [f"{name}{i}" for i in range(n)] if ids is None else list(ids),
         np.zeros(n, np.int64) if labels is None else np.asarray(labels, np.int64),
         [""] * n if splits is None else list(splits),
+        boxes,
     )
     manifest = new_manifest(
         {"order": order, "seed": 0, **(identity or {})}, plan, samples, model={"name": model},

@@ -292,6 +292,25 @@ def test_masks_have_the_size_of_the_original_image(tmp_path: Path) -> None:
         run(unknown, masks=masks)
 
 
+def test_a_box_is_cut_out_of_its_file_s_mask(tmp_path: Path) -> None:
+    """Two parts of one file and a whole one: the mask is the file's."""
+    whole = np.zeros((2, 6))
+    whole[0, 4] = whole[1, 0] = F
+    masks = masks_of(tmp_path / "m", whole[None])  # 0.png: 8 x 24
+    save_mask(masks / "1.png", np.array([[F, 0, 0], [0, 0, 0]]))
+    boxes = np.array([[12, 0, 24, 8], [0, 0, 12, 8], [np.nan] * 4], np.float32)
+    ids = ["0.jpg#12,0,24,8", "0.jpg#0,0,12,8", "1.jpg"]
+    maps = np.full((3, 1, 6), 0.02)
+    maps[0, 0, 1] = maps[1, 0, 3] = maps[2, 0, 0] = 0.9  # each on its own object
+    store = one(tmp_path / "a.zarr", maps, ids=ids, boxes=boxes)
+    assert store.samples.file.tolist() == ["0.jpg", "0.jpg", "1.jpg"]
+    found = heads(run(store, masks=masks, mass=0.8))
+    assert found["value"].tolist() == [1] and found["n_images"].tolist() == [3]
+    outside = one(tmp_path / "b.zarr", maps, ids=ids, boxes=boxes + np.float32(1))
+    with pytest.raises(VitseeError, match=r"0\.png: the box 13 1 25 9 reaches out of its image"):
+        run(outside, masks=masks)
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_coco(tmp_path: Path) -> None:
     pytest.importorskip("pycocotools")

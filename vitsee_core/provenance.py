@@ -56,6 +56,12 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
     from vitsee_core.models import load_model
 
     record = _recorded(store)
+    canvas = store.plan.canvas
+    if canvas is not None and canvas.tiles is not None:
+        raise MissingInput(
+            f"{store.label} was made of tiles of {canvas.tiles[1]} x {canvas.tiles[0]} pixels, and "
+            "nothing is recomputed on tiles; extract anew without --tiles"
+        )
     if record.source == "module":
         raise MissingInput(
             f"{store.label} was made in Python from a torch module, which no store brings back; "

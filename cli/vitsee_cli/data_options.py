@@ -13,7 +13,7 @@ from vitsee_core.images.selection import ORDERS
 
 def data_options(command: Any) -> Any:
     """Which images in which order, as the fields of a DataOptions: `data`, `split`, `images`,
-    `per_class`, `only`, `seed`, `order`."""
+    `per_class`, `only`, `seed`, `order`, `short_side`, `multiple`, `tiles`."""
     return apply(command, _DATA_OPTIONS)
 
 
@@ -61,6 +61,25 @@ _DATA_OPTIONS: tuple[Decorator, ...] = (
         "--order",
         type=click.Choice(ORDERS),
         help="Order of the images in the store.  [default: shuffled]",
+    ),
+    click.option(
+        "--short-side",
+        metavar="N",
+        type=click.IntRange(min=1),
+        help="No crop: resize each image so that its short side has N pixels, and its long side, "
+        "in proportion, a multiple of M.  [default: bring every image to the model's input]",
+    ),
+    click.option(
+        "--multiple",
+        metavar="M",
+        type=click.IntRange(min=1),
+        help="Of --short-side.  [default: the model's patch]",
+    ),
+    click.option(
+        "--tiles",
+        is_flag=True,
+        help="Of --short-side: run the model on tiles of its own input size and put their tokens "
+        "into one grid per image; images may differ in size.",
     ),
 )
 

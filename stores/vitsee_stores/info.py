@@ -55,6 +55,8 @@ def describe(
         "grams": [site.name for site in plan.gram_sites],
         "erf": None if plan.erf is None else dataclasses.asdict(plan.erf),
         "inputs": None if plan.inputs is None else list(plan.inputs),
+        "canvas": None if plan.canvas is None else text["plan"]["canvas"],
+        "features": list(plan.features),
         "transform": text["transform"],
         "class_names": text["class_names"],
         "labels": _labels(chunks, text["class_names"]),

@@ -32,7 +32,7 @@ __all__ = [
 
 FORMAT_VERSION = 2
 # Additions that a store may name in its manifest's `features`, and this package reads.
-FEATURES: tuple[str, ...] = ("box",)
+FEATURES: tuple[str, ...] = ("box", "canvas")
 CODECS = ("none", "zstd", "lz4")
 COMMIT_BYTES = 4096
 CHECKSUM_BYTES = 4

@@ -10,6 +10,7 @@ import math
 from functools import partial
 from typing import Any
 
+from vitsee_stores.canvas import Canvas
 from vitsee_stores.fields import Fields, integer, items, name, number, text, unexpected
 from vitsee_stores.layout import CODECS, ITEM_SIZE, ArraySpec, arrays, n_places
 from vitsee_stores.plan import AttentionGroup, ErfPlan, SiteSpec, StorePlan, TokenLayout
@@ -53,6 +54,7 @@ def read_plan(value: Any) -> StorePlan:
         grams=data.flag("grams") if "grams" in data else False,
         erf=_erf(data.object("erf"), n_images) if "erf" in data else None,
         boxes=data.flag("boxes") if "boxes" in data else False,
+        canvas=_canvas(data.object("canvas")) if "canvas" in data else None,
     )
     _check_names(plan)
     _check_arrays(arrays(plan))
@@ -139,6 +141,16 @@ def _erf(data: Fields, n_images: int) -> ErfPlan:
     )
 
 
+def _canvas(data: Fields) -> Canvas:
+    return Canvas(
+        size=data.pair("size", _side),
+        short_side=data.integer("short_side", 1, MOST_SIDE),
+        multiple=data.integer("multiple", 1, MOST_SIDE),
+        tiles=data.pair("tiles", _side) if "tiles" in data else None,
+        crop_mode=data.one_of("crop_mode", ("corner",)),
+    )
+
+
 def _shape(data: Fields, key: str, length: int | None = None) -> tuple[int, ...]:
     shape = data.list(key, _length)
     if not 0 < len(shape) <= MOST_AXES or (length and len(shape) != length):
@@ -169,6 +181,10 @@ def _check_names(plan: StorePlan) -> None:
         raise ValueError(f"plan.erf.sites names {lost[0]}, which has no stored grid")
     if plan.rollout and not plan.attention:
         raise ValueError("plan.rollout is true without attention")
+    if plan.canvas is not None and plan.canvas.tiles is not None:
+        more = (plan.attention, plan.sublayers, plan.grams, plan.erf)
+        if any(more) or any(s.layout is None or s.layout.n_prefix for s in plan.sites):
+            raise ValueError("plan.canvas has tiles, beside what tiles do not have")
 
 
 def _check_arrays(specs: dict[str, ArraySpec]) -> None:

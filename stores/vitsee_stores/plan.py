@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from vitsee_stores.canvas import Canvas
+
 
 @dataclass(frozen=True)
 class TokenLayout:
@@ -127,7 +129,8 @@ class StorePlan:
     places: (name, depth, rel_depth) of every block with attention and every sublayer: its index in
         the model among blocks or sublayers, and that over the last index.
     id_bytes: width of `samples/id`; set when a manifest is made. boxes: whether images are parts of
-        their files, as `samples/box` has them; set when a manifest is made.
+        their files, as `samples/box` has them; set when a manifest is made. canvas: on which images
+        of several sizes lie, None where every image is brought to the model's input.
     """
 
     n_images: int
@@ -145,11 +148,13 @@ class StorePlan:
     grams: bool = False
     erf: ErfPlan | None = None
     boxes: bool = False
+    canvas: Canvas | None = None
 
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the additions to the format that the store makes use of."""
-        return ("box",) if self.boxes else ()
+        used = {"box": self.boxes, "canvas": self.canvas is not None}
+        return tuple(name for name, there in used.items() if there)
 
     @property
     def n_slabs(self) -> int:

@@ -83,6 +83,8 @@ RECORDS: dict[str, dict[str, Check]] = {
         "crop_pct": _real,
         "crop_border_pixels": _count,
         "fill": text,
+        "short_side": _count,
+        "multiple": _count,
         "mean": _reals,
         "std": _reals,
     },

@@ -31,6 +31,15 @@ class StoreSamples:
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
+    def file(self) -> NDArray[np.str_]:
+        """(images,) the ids without what a box adds to them: what masks and lists call the images'
+        files."""
+        if self.box is None:
+            return self.id
+        whole = np.isnan(self.box[:, 0])
+        return np.where(whole, self.id, [name.rpartition("#")[0] for name in self.id.tolist()])
+
     def to_pandas(self) -> Any:
         """The samples as a pandas DataFrame, one row an image, `size` as `height` and `width`,
         `box` as `x0`, `y0`, `x1`, `y1`.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,22 +13,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import metadata
+from vitsee_stores import absent, metadata
 from vitsee_stores.errors import MissingInput, SiteError, StoreError
 from vitsee_stores.files import Files
-from vitsee_stores.layout import ArraySpec, select_names
+from vitsee_stores.layout import ArraySpec
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
 from vitsee_stores.manifest import Manifest, Samples
 from vitsee_stores.notebook import site_table
-from vitsee_stores.plan import AttentionGroup, SiteSpec, TokenLayout
+from vitsee_stores.plan import AttentionGroup, SiteSpec
 from vitsee_stores.samples import StoreSamples
 from vitsee_stores.sealed import SealedChunks
+from vitsee_stores.store_sites import StoreSites
 from vitsee_stores.token_selection import describe_layout
 from vitsee_stores.tokens import Tokens, token_array
 from vitsee_stores.url import folder_of
 
 
-class Store:
+class Store(StoreSites):
     """A store opened for reading; see `open_store`. It can be pickled.
 
     committed: (slabs,) which slabs can be read. Rows of the others read as NaN, 0 and not valid,
@@ -132,40 +132,19 @@ class Store:
         return sizes
 
     @cached_property
+    def fills(self) -> NDArray[np.bool_]:
+        """(images,) which images fill the model's input, or the canvas: all but those that are
+        smaller than the canvas they lie on. Unreadable images count as others do.
+
+        Raises:
+            MissingInput: the store lays images on a canvas and does not say their sizes.
+        """
+        canvas = self.plan.canvas
+        return np.ones(self.n_images, np.bool_) if canvas is None else canvas.filled(self.sizes)
+
+    @cached_property
     def _made_samples(self) -> Samples:
         return self.chunks.samples()
-
-    # sites ------------------------------------------------------------------------------------
-
-    def select(self, patterns: str | Sequence[str]) -> list[SiteSpec]:
-        """The sites that names, globs, groups or `blocks.-1.out` choose, in the model's order.
-
-        Raises:
-            SiteError: a pattern that nothing matches.
-        """
-        patterns = [patterns] if isinstance(patterns, str) else patterns
-        hint = f"vitsee info {shlex.quote(str(self.place))}"
-        return select_names(patterns, self.plan.sites, what=f"store, {self.label}", hint=hint)
-
-    def site(self, name: str) -> SiteSpec:
-        """The stored site behind one name, an alias or `blocks.-1.out`.
-
-        Raises:
-            MissingInput: the store does not hold it.
-        """
-        site = self.sites.get(name)
-        if site is None:
-            try:
-                (site,) = self.select([name])
-            except SiteError as error:
-                raise MissingInput(f"{self.label}: {error}; extract adds it with --sites") from None
-            except ValueError:
-                raise SiteError(f"{name!r} names several sites; expected one") from None
-        return self.sites[site.alias_of] if site.alias_of else site
-
-    def layout(self, site: str) -> TokenLayout | None:
-        """How the tokens of a site lie; None for a vector or a raw output."""
-        return self.site(site).layout
 
     # arrays -----------------------------------------------------------------------------------
 
@@ -188,7 +167,7 @@ class Store:
             raise MissingInput(missing)
         return StoredArray(self.chunks, self.arrays[path], self.committed, fixed)
 
-    def acts(self, site: str, tokens: Tokens = "all") -> LazyArray:
+    def acts(self, site: str, tokens: Tokens = "all", *, partial: bool = False) -> LazyArray:
         """Activations of one site.
 
         Args:
@@ -198,10 +177,14 @@ class Store:
                 cell (row, col) or "ROW,COL" (images, dim); in float32 "mean" (over the grid; what
                 `pooled` holds), "mean-all", "rest" (all but the first token), each (images, dim).
                 A vector is read as it is, a raw output with "all" only, as its module gave it.
+            partial: whether images may be smaller than their canvas: tokens beside them are 0
+                and mean nothing (`Placement.on_image` in vitsee_core.images.placement has those on
+                an image).
 
         Raises:
             MissingInput: the site is not stored, or pooled only.
-            SiteError: the site has no such tokens.
+            SiteError: the site has no such tokens; or, without `partial`, images do not fill their
+                canvas.
         """
         spec = self.site(site)
         if spec.kind == "vector":
@@ -213,6 +196,10 @@ class Store:
                 f"{self.label} keeps {spec.name} pooled only: extract it with "
                 f"--tokens {spec.name}=all"
             )
+        if not partial and not self.fills.all():
+            n = int((~self.fills).sum())
+            line = absent.no_whole_grid(self.label, self.manifest, n, self.n_images)
+            raise SiteError(line)
         if spec.layout is None:
             if tokens not in ("all", "each"):
                 raise SiteError(
@@ -270,11 +257,8 @@ class Store:
             MissingInput: the store keeps none, or none of this site.
         """
         spec = self.site(site)
-        known = self.plan.erf.sites if self.plan.erf is not None else ()
-        reason = self.manifest.left_out.get(f"{spec.name} erf") if known else None
-        why = f"left out: {reason}" if reason else "extract it with --erf 256"
         return self._array(
-            f"erf/{spec.name}", f"{self.label} has no receptive field of {spec.name} ({why})"
+            f"erf/{spec.name}", absent.no_field(self.label, self.manifest, spec.name)
         )
 
     def erf_counts(self) -> LazyArray:
@@ -294,11 +278,7 @@ class Store:
         Raises:
             MissingInput: the store has none; with the reason, where extract left one.
         """
-        info = self.manifest.info
-        head = "head_weights" if name.startswith("head_") else "input_weights"
-        absent = (info.get(head) or {}).get("absent")
-        reason = absent.get(name) if isinstance(absent, dict) else absent
-        missing = f"{self.label} has no weights {name}{f': {reason}' if reason else ''}"
+        missing = absent.no_weights(self.label, self.manifest, name)
         values: NDArray[np.float32] = self._array(f"weights/{name}", missing)[:]
         return values
 
@@ -319,14 +299,7 @@ class Store:
             MissingInput: the store has it not; names the option of extract that brings it.
         """
         path = f"attention/{group}/{name}" if group else f"attention/{name}"
-        if path in self.arrays:
-            return self.array(path)
-        reason = self.manifest.left_out.get("attention") or self.manifest.left_out.get(name)
-        if reason:
-            raise MissingInput(f"{self.label} has no {path}: it was left out: {reason}")
-        level = {"cls_rows": "rows", "received_rows": "rows"}.get(name, "summary")
-        level = "full" if name.startswith("full/") else level
-        raise MissingInput(f"{self.label} has no {path} (extract it with --attention {level})")
+        return self._array(path, absent.no_attention(self.label, self.manifest, name, path))
 
     def attention_sums(self, name: str, group: str = "") -> LazyArray:
         """A sum over the valid images of each slab: `aligned` (slabs, blocks, heads, dy, dx),
@@ -343,15 +316,8 @@ class Store:
         Raises:
             MissingInput: the store has it not.
         """
-        names = [name for name, _ in self.plan.sublayers]
-        reason = self.manifest.left_out.get("residual")
-        if names:
-            help_ = f"it has: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
-        else:
-            help_ = f"left out: {reason}" if reason else "extract it with --residual"
-        return self._array(
-            f"residual/{sublayer}", f"{self.label} has no residual summary of {sublayer} ({help_})"
-        )
+        missing = absent.no_residual(self.label, self.manifest, sublayer)
+        return self._array(f"residual/{sublayer}", missing)
 
     def inputs(self) -> LazyArray:
         """(images, 3, H, W) float32: the normalised pixels, as the model saw them.
@@ -392,9 +358,9 @@ class Slab:
         """(rows,) which rows hold an image."""
         return self.store.valid[self.rows]
 
-    def acts(self, site: str, tokens: Tokens = "all") -> NDArray[Any]:
+    def acts(self, site: str, tokens: Tokens = "all", *, partial: bool = False) -> NDArray[Any]:
         """As `Store.acts`, of these rows."""
-        return self.store.acts(site, tokens)[self.rows]
+        return self.store.acts(site, tokens, partial=partial)[self.rows]
 
     def pooled(self, site: str, kind: str = "mean") -> NDArray[Any]:
         """As `Store.pooled`, of these rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from vitsee_core.extraction.options import DataOptions, KeepOptions
@@ -9,11 +10,14 @@ from vitsee_core.extraction.plan import Choices
 from vitsee_core.images import Selection
 from vitsee_core.models import LoadedModel
 from vitsee_stores import StoreWriter
+from vitsee_stores.canvas import Canvas
 from vitsee_stores.errors import IdentityMismatch
 from vitsee_stores.layout import FORMAT_VERSION, StorePlan
 
 
-def fixed_identity(model: LoadedModel, selection: Selection) -> dict[str, Any]:
+def fixed_identity(
+    model: LoadedModel, selection: Selection, canvas: Canvas | None = None
+) -> dict[str, Any]:
     """What is compared whether or not it was chosen explicitly: model, weights, images."""
     return {
         "format": FORMAT_VERSION,
@@ -27,6 +31,7 @@ def fixed_identity(model: LoadedModel, selection: Selection) -> dict[str, Any]:
         "transform": model.transform,
         "n_images": len(selection.samples),
         "samples_fingerprint": selection.samples.fingerprint(),
+        **({} if canvas is None else {"canvas": asdict(canvas)}),
     }
 
 

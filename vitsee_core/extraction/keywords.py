@@ -40,7 +40,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "fill": FILLS,
 }
 _SEVERAL = ("sites", "tokens", "dtype", "ablate_skip")
-_COUNTS = ("images", "per_class", "slab", "batch_size", "erf")
+_COUNTS = ("images", "per_class", "slab", "batch_size", "erf", "short_side", "multiple")
 _PATHS = ("checkpoint", "only")
 _PAIRS = ("img_size",)
 _TRIPLES = ("img_mean", "img_std")
@@ -72,10 +72,10 @@ def extract(
         name: of a torch module, what tables call it.
         progress: advanced by the images done, e.g. a bar.
         options: those of `vitsee extract`, with `_`: images, per_class, only, split, seed, order,
-            sites, tokens, attention, residual, inputs, grams, erf, head_weights, dtype, codec,
-            slab, precision, batch_size, device, workers, shard, on_error, force, ablate_skip; of a
-            name also checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std,
-            crop_pct, crop_mode, fill, model_args.
+            short_side, multiple, tiles, sites, tokens, attention, residual, inputs, grams, erf,
+            head_weights, dtype, codec, slab, precision, batch_size, device, workers, shard,
+            on_error, force, ablate_skip; of a name also checkpoint, checkpoint_key, random_init,
+            img_size, img_mean, img_std, crop_pct, crop_mode, fill, model_args.
 
     Returns:
         The store. With `shard`, while others have slabs to do, only what is there so far.

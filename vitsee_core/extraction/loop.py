@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabObserver, check_peaks
 from vitsee_core.extraction.slab_grams import SlabGrams
+from vitsee_core.extraction.tiles import TiledObserver
 from vitsee_core.extraction.timing import Clock, TimedObserver
 from vitsee_core.extraction.transfer import PixelFeed
 from vitsee_core.images import Batch, normalise
@@ -109,7 +110,9 @@ class SlabLoop:
             grams = stack.enter_context(
                 self.strategy.open(plan, device, self.clock, self.writer.place)
             )
-            observer = SlabObserver(plan, device, grams, self.prepared.precision)
+            tiled = plan.canvas is not None and plan.canvas.tiles is not None
+            kind = TiledObserver if tiled else SlabObserver
+            observer = kind(plan, device, grams, self.prepared.precision)
             stack.callback(observer.close)
             yield grams, observer
 
@@ -151,7 +154,8 @@ class SlabLoop:
                 with clock("model"):
                     pixels = normalise(given, prepared.model.transform, prepared.device)
                     observer.begin_batch(row - rows.start, batch)
-                    capture.run(pixels, timed)
+                    for part in self._parts(pixels, batch, observer):
+                        capture.run(part, timed)
                 with clock("loading"):
                     feed.ahead()
                 with clock("reductions"):
@@ -161,6 +165,14 @@ class SlabLoop:
             row += len(batch.valid)
             self.progress.advance(len(batch.valid), 0)
         return True
+
+    def _parts(
+        self, pixels: torch.Tensor, batch: Batch, observer: SlabObserver
+    ) -> Iterable[torch.Tensor]:
+        """What goes through the model at once: a batch, or some of its tiles."""
+        if not isinstance(observer, TiledObserver):
+            return (pixels,)
+        return observer.parts(pixels, batch.size.tolist(), self.strategy.batch_size)
 
     def _add_erf(
         self, row: int, pixels: torch.Tensor, batch: Batch, capture: Capture, stop: StopRequest

@@ -43,7 +43,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which images, in which order."""
+    """Which images, in which order, and on what canvas (short_side: None for none)."""
 
     data: str
     split: str | None = None
@@ -52,6 +52,9 @@ class DataOptions:
     seed: int | None = None
     order: str | None = None
     only: Path | None = None
+    short_side: int | None = None
+    multiple: int | None = None
+    tiles: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from vitsee_core.extraction.options import (
     parse_tokens,
 )
 from vitsee_core.machine import human_bytes, memory_bytes
+from vitsee_stores.canvas import Canvas
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import (
     AttentionGroup,
@@ -172,7 +173,9 @@ def in_order(sites: Iterable[SiteSpec], table: SiteTable) -> tuple[SiteSpec, ...
     return tuple(sorted(sites, key=lambda site: place[site.name]))
 
 
-def build_plan(choices: Choices, table: SiteTable, n_images: int, slab: int) -> StorePlan:
+def build_plan(
+    choices: Choices, table: SiteTable, n_images: int, slab: int, canvas: Canvas | None = None
+) -> StorePlan:
     """The store's contents for `n_images` images in slabs of `slab`."""
     groups = attention_groups(table.attention) if choices.attention != "none" else ()
     return StorePlan(
@@ -189,6 +192,7 @@ def build_plan(choices: Choices, table: SiteTable, n_images: int, slab: int) -> 
         grams=choices.grams,
         erf=choices.erf
         and dataclasses.replace(choices.erf, n_images=min(choices.erf.n_images, n_images)),
+        canvas=canvas,
     )
 
 

@@ -19,15 +19,16 @@ from vitsee_core.extraction.identity import (
     fixed_identity,
     given_identity,
 )
+from vitsee_core.extraction.layout import Layout, lay_out
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
-from vitsee_core.extraction.plan import build_plan, choose, fit_slab
+from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
 from vitsee_core.extraction.same_images import FirstImages, check_same_images, first_images
 from vitsee_core.extraction.small_weights import SmallWeights, small_weights
 from vitsee_core.images import Selection, normalise, open_source, select
-from vitsee_core.models import LoadedModel, SelfCheck, SiteTable, load_model, self_check, site_table
+from vitsee_core.models import LoadedModel, SelfCheck, SiteTable, self_check
 from vitsee_core.versions import store_versions
 from vitsee_stores import StoreWriter
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan
 from vitsee_stores.manifest import Manifest, check_identity, new_manifest
 
@@ -96,12 +97,12 @@ def join_store(
     stored = writer.manifest.identity
     plan = writer.manifest.plan
     device, selection = resolve_device(run.device), _select(data, stored)
-    model = _model(options)
-    table = site_table(model)
+    layout = lay_out(options, data, keep, selection, plan.canvas)
+    model, table = layout.model, layout.table
     check_same_model(writer, model)
-    choices = choose(keep, stored, table, model.input_size)
+    choices = choose_of(layout, keep, stored)
     given = given_identity(keep, data, choices, plan)
-    check_identity(stored, {**fixed_identity(model, selection), **given})
+    check_identity(stored, {**fixed_identity(model, selection, layout.canvas), **given})
     weights = None
     if not writer.is_made:
         weights = small_weights(model, table, stored.get("head_weights"))
@@ -130,14 +131,15 @@ def plan_store(
         VitseeError: as `prepare`.
     """
     device, selection = resolve_device(run.device), _select(data, {})
-    model = _model(options)
-    table = site_table(model)
-    choices = choose(keep, {}, table, model.input_size)
+    layout = lay_out(options, data, keep, selection)
+    model, table, kept = layout.model, layout.table, layout.kept
+    choices = choose_of(layout, keep, {})
     n_images = len(selection.samples)
-    slab, slab_note = fit_slab(keep.slab, choices, table, n_images)
+    slab, slab_note = fit_slab(keep.slab, choices, kept, n_images)
     weights = small_weights(model, table, keep.head_weights)
-    plan = replace(build_plan(choices, table, n_images, slab), weights=weights.shapes)
-    notes = [*([slab_note] if slab_note else []), *gram_notes(plan), *weights.notes]
+    plan = build_plan(choices, kept, n_images, slab, layout.canvas)
+    plan = replace(plan, weights=weights.shapes)
+    notes = [*layout.notes, *([slab_note] if slab_note else []), *gram_notes(plan), *weights.notes]
     if keep.erf is not None and keep.erf > n_images:
         notes.append(f"--erf {keep.erf}: there are {n_images} images, all are used")
     notes += [*model.notes(), *cut_sides(options, model), *unseen_pixels(model, table)]
@@ -149,14 +151,17 @@ def plan_store(
         plan, erf, without_erf = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
     plan = _with_dtypes(plan, check.dtypes)
     manifest = new_manifest(
-        {**fixed_identity(model, selection), **chosen_identity(keep, data, choices, plan)},
+        {
+            **fixed_identity(model, selection, layout.canvas),
+            **chosen_identity(keep, data, choices, plan),
+        },
         plan,
         selection.samples,
         model=_model_record(model),
         transform=model.transform,
         class_names=selection.class_names,
         selfcheck=check.figures,
-        left_out={**choices.left_out, **without_erf, **table.left_out},
+        left_out={**choices.left_out, **layout.left_out, **without_erf, **table.left_out},
         info={
             "data": asdict(data),
             "data_folder": os.getcwd(),
@@ -176,11 +181,18 @@ def plan_store(
     )
 
 
-def _model(options: ModelOptions | LoadedModel) -> LoadedModel:
-    """The model on the CPU, where its sites are found."""
-    model = options if isinstance(options, LoadedModel) else load_model(**vars(options))
-    model.module.cpu()
-    return model
+def choose_of(layout: Layout, keep: KeepOptions, stored: Mapping[str, Any]) -> Choices:
+    """What the store keeps, of the sites that it can keep.
+
+    Raises:
+        VitseeError: as `choose`.
+    """
+    try:
+        return choose(keep, stored, layout.kept, layout.input_size)
+    except SiteError as error:
+        if layout.canvas is None or layout.canvas.tiles is None:
+            raise
+        raise VitseeError(f"{error} (--tiles keeps sites with a grid only)") from None
 
 
 def _select(data: DataOptions, stored: Mapping[str, Any]) -> Selection:
@@ -210,6 +222,8 @@ def run_self_check(
     """
     blocks = {block for group in plan.attention for block in group.blocks}
     chosen = {name for name, _ in plan.sublayers}
+    _, height, width = model.input_size  # of the first tile, where there are several
+    pixels = pixels[..., :height, :width]
     with torch.inference_mode(), precision_context(device, precision):
         check = self_check(
             model,
@@ -228,7 +242,7 @@ def run_self_check(
 def cut_sides(options: ModelOptions | LoadedModel, model: LoadedModel) -> list[str]:
     """A line where a crop mode for whole images was asked for, and the crop cuts them all the same
     by the model's own share."""
-    share = model.transform["crop_pct"]
+    share = model.transform.get("crop_pct", 1)
     if not isinstance(options, ModelOptions) or options.crop_pct is not None or share >= 1:
         return []
     if options.crop_mode not in ("squash", "border"):

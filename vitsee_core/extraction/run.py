@@ -22,6 +22,7 @@ import torch
 from vitsee_core.device import device_name
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
+from vitsee_core.extraction.layout import describe
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.owners import without_writer
@@ -30,6 +31,7 @@ from vitsee_core.extraction.prepare import Prepared, prepare
 from vitsee_core.extraction.same_images import check_same_images
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
+from vitsee_core.extraction.tiles import n_tiles
 from vitsee_core.images import batches
 from vitsee_core.machine import (
     counted,
@@ -44,7 +46,7 @@ from vitsee_core.progress import SILENT, Progress
 from vitsee_core.versions import store_versions
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError
-from vitsee_stores.layout import n_bytes
+from vitsee_stores.layout import StorePlan, n_bytes
 from vitsee_stores.manifest import by_reason
 
 log = logging.getLogger(__name__)
@@ -119,6 +121,8 @@ def fill_all(
         log.warning("%s", note)
     for line in by_reason(prepared.manifest.left_out):
         log.info("left out: %s", line)
+    if canvas := describe(prepared.plan.canvas):
+        log.info("%s", canvas)
     if writer.complete:
         images = counted(prepared.plan.n_images, "images")
         log.info("%s is complete (%s): nothing to do", run.output, images)
@@ -221,10 +225,11 @@ def fill(
     job = SlabLoop(
         prepared, writer, _provenance(run, shard, device, strategy, workers), strategy, erf
     )
+    at_once = images_at_once(plan, batch_size)
     ranges = [
-        slice(first, min(first + batch_size, span.stop))
+        slice(first, min(first + at_once, span.stop))
         for span in spans
-        for first in range(span.start, span.stop, batch_size)
+        for first in range(span.start, span.stop, at_once)
     ]
     loading = batches(
         prepared.selection, prepared.model.transform, ranges, workers=workers, on_error=run.on_error
@@ -250,6 +255,13 @@ def fill(
             *(counted(len(job.overtaken), "slabs"), len(todo)),
         )
     return Outcome(False, total, job.written, seconds, job.clock.seconds, job.unreadable)
+
+
+def images_at_once(plan: StorePlan, batch_size: int) -> int:
+    """Images a batch: of tiles, about so many that a batch of them goes through the model."""
+    if plan.canvas is None or plan.canvas.tiles is None:
+        return batch_size
+    return max(1, batch_size // n_tiles(plan.canvas.size, plan.canvas.tiles))
 
 
 def erf_cost(prepared: Prepared, batch_size: int, spans: Sequence[slice]) -> str:

@@ -3,7 +3,10 @@ width) and (top, left). `transform` moves pixels by them, `placement` moves poin
 
 from __future__ import annotations
 
+from vitsee_stores.canvas import corner_size
+
 Size = tuple[int, int]
+__all__ = ["Size", "corner_size", "crop_corner", "resized", "resized_keep_ratio", "trimmed"]
 
 
 def resized(size: Size, edges: tuple[int, ...]) -> Size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,30 @@ from vitsee_core.images.boxes import box_pixels
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.geometry import (
     Size,
+    corner_size,
     crop_corner,
     resized,
     resized_keep_ratio,
     trimmed,
 )
 from vitsee_core.images.transform import Recipe, make_recipe
+from vitsee_stores.layout import TokenLayout
 
-_DECIDING = ("input_size", "interpolation", "crop_pct", "crop_mode", "crop_border_pixels", "mean")
+_RESIZES: dict[str, Callable[..., Size]] = {
+    "resize": lambda size, edges, _: resized(size, edges),
+    "resize_keep_ratio": lambda size, target, longest, _: resized_keep_ratio(size, target, longest),
+    "corner": lambda size, _, short, multiple, __: corner_size(size, short, multiple),
+}
+_DECIDING = (
+    "input_size",
+    "interpolation",
+    "crop_pct",
+    "crop_mode",
+    "crop_border_pixels",
+    "mean",
+    "short_side",
+    "multiple",
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,26 @@ class Placement:
         end = np.array([self.right, self.bottom])
         sides = np.array([size[1], size[0]])
         found: NDArray[np.float64] = begin + (at + 0.5) * (end - begin) / sides - 0.5
+        return found
+
+    def on_image(self, layout: TokenLayout) -> NDArray[np.bool_]:
+        """(rows, cols) which cells of a grid have their centre on the image.
+
+        Args:
+            layout: with a grid, of the same input.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if layout.grid is None or layout.stride_px is None:
+            raise ValueError("a layout without a grid has no cells")
+        rows, cols = (
+            layout.offset_px[axis] + (np.arange(layout.grid[axis]) + 0.5) * layout.stride_px[axis]
+            for axis in (0, 1)
+        )
+        down = (rows > self.top) & (rows < self.bottom)
+        across = (cols > self.left) & (cols < self.right)
+        found: NDArray[np.bool_] = down[:, None] & across
         return found
 
 
@@ -75,9 +111,8 @@ def place(
     height, width = float(whole[0]), float(whole[1])
     for name, arguments in _steps(transform):
         corner: Size = (0, 0)
-        if name in ("resize", "resize_keep_ratio"):
-            to = resized if name == "resize" else resized_keep_ratio
-            new: Size = to(now, *arguments[:-1])
+        if name in _RESIZES:
+            new: Size = _RESIZES[name](now, *arguments)
             top, height = (edge * new[0] / now[0] for edge in (top, height))
             left, width = (edge * new[1] / now[1] for edge in (left, width))
         elif name == "center_crop":

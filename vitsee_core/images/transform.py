@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_core.images.geometry import crop_corner, resized, resized_keep_ratio, trimmed
+from vitsee_core.images.geometry import (
+    Size,
+    corner_size,
+    crop_corner,
+    resized,
+    resized_keep_ratio,
+    trimmed,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +83,7 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
 def make_recipe(transform: Mapping[str, Any]) -> Recipe:
     """Lower timm's evaluation transform for a resolved data config; with `fill` "black", what
     timm's border mode lays around an image is black in place of the mean.
+    The crop mode "corner" is our own: an image on a canvas, see `Canvas` in vitsee_stores.
 
     Raises:
         DataError: the config is none that timm can build, or has not one or three channels.
@@ -85,6 +93,9 @@ def make_recipe(transform: Mapping[str, Any]) -> Recipe:
     channels, height, width = transform["input_size"]
     if channels not in _MODES:
         raise DataError(f"the model takes {channels} channels; expected 1 (grey) or 3 (RGB)")
+    if transform.get("crop_mode") == "corner":
+        numbers = transform["short_side"], transform["multiple"], transform["interpolation"]
+        return Recipe((channels, height, width), (("corner", ((height, width), *numbers)),))
     names = ("interpolation", "crop_pct", "crop_mode", "crop_border_pixels", "mean", "std")
     chosen = {name: transform[name] for name in names if transform.get(name) is not None}
     try:
@@ -190,6 +201,19 @@ def _trim(image: Image.Image, border: int) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
+def _corner(
+    image: Image.Image, canvas: Size, short_side: int, multiple: int, interpolation: str
+) -> Image.Image:
+    size = corner_size((image.height, image.width), short_side, multiple)
+    if size[0] > canvas[0] or size[1] > canvas[1]:
+        raise ValueError(
+            f"to {size[1]} x {size[0]} on a canvas of {canvas[1]} x {canvas[0]} pixels"
+        )
+    whole = Image.new(image.mode, canvas[::-1])
+    whole.paste(_to_size(image, size, interpolation))
+    return whole
+
+
 def _pixels(image: Image.Image) -> Image.Image:
     return image
 
@@ -199,5 +223,6 @@ _STEPS: dict[str, Callable[..., Image.Image]] = {
     "resize_keep_ratio": _resize_keep_ratio,
     "center_crop": _center_crop,
     "trim": _trim,
+    "corner": _corner,
     "pixels": _pixels,
 }

@@ -16,7 +16,7 @@ from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
-_RESIZES = ("resize", "resize_keep_ratio")  # their last argument is the interpolation
+_RESIZES = ("resize", "resize_keep_ratio", "corner")  # their last argument is the interpolation
 
 
 def mask_recipe(transform: Mapping[str, Any]) -> Recipe:

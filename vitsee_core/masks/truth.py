@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images import DataError
+from vitsee_core.images.boxes import box_pixels
 from vitsee_core.images.folders import EXTENSIONS
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource
 from vitsee_core.masks.token_labels import as_seen, mask_recipe, token_labels
@@ -73,10 +75,10 @@ def ground_truth(
     if not store.manifest.transform:
         raise MissingInput(f"{store.label} does not say how its images were resized; extract anew")
     recipe = mask_recipe(store.manifest.transform)
-    ids = store.samples.id.tolist()
+    ids = store.samples.file.tolist()
     wanted = int((rows.mask & store.valid).sum())
     matched, numbers = match_rows(store, masks, rows)
-    sizes = store.sizes.tolist()
+    sizes, boxes = store.sizes.tolist(), store.samples.box
     labels = {
         group: np.full((store.n_images, layout.n_body), VOID, np.uint8)
         for group, layout in layouts.items()
@@ -85,6 +87,8 @@ def ground_truth(
     def load(row: int, i: int) -> tuple[bool, bool]:
         """Fill in one image's labels; whether its mask has foreground and void pixels."""
         pixels = masks.read(i)
+        if boxes is not None and np.isfinite(boxes[row]).all():
+            pixels = cut(masks.where(i), pixels, boxes[row])
         check_size(masks.where(i), pixels.shape, ids[row], tuple(sizes[row]))
         seen = as_seen(pixels, recipe, masks.where(i))
         for group, layout in layouts.items():
@@ -133,7 +137,7 @@ def match_rows(
     Raises:
         VitseeError: there are none.
     """
-    ids = store.samples.id.tolist()
+    ids = store.samples.file.tolist()
     found = match_names(ids, masks.keys)
     wanted = np.flatnonzero(rows.mask & store.valid)
     matched = wanted[found[wanted] >= 0]
@@ -144,6 +148,19 @@ def match_rows(
             f"{few(masks.keys, _NAMES_SHOWN)}; expected the same names but for the ending"
         )
     return matched, found[matched]
+
+
+def cut(where: str, mask: NDArray[Any], box: NDArray[np.float32]) -> NDArray[Any]:
+    """The part of a file's mask, (height, width), that an image is.
+
+    Raises:
+        VitseeError: the box reaches out of the mask.
+    """
+    try:
+        top, left, bottom, right = box_pixels(box.tolist(), (mask.shape[0], mask.shape[1]))
+    except DataError as error:
+        raise VitseeError(f"{where}: {error}") from None
+    return mask[top:bottom, left:right]
 
 
 def check_size(where: str, mask: tuple[int, ...], image: str, size: tuple[int, int]) -> None:

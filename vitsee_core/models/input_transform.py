@@ -55,7 +55,7 @@ def input_transform(
     if fill is not None and mode != "border":
         raise ModelError(
             f"--fill {fill} is for what lies around an image, and --crop-mode {mode} leaves "
-            "nothing there; expected --crop-mode border or --short-side with it"
+            "nothing there; expected --crop-mode border with it"
         )
     return {
         "input_size": size,

@@ -182,6 +182,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("precision", str(identity.get("precision", ""))),
         ("attention", _attention(record["attention"])),
         ("residual", _count(record["residual"], "sublayer")),
+        ("canvas", _listed(record["canvas"] or {}, ("size", "tiles"))),
         ("inputs", "x".join(map(str, record["inputs"] or ()))),
         ("grams", _grams(record)),
         ("erf", _erf(record)),

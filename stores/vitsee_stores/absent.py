@@ -1,0 +1,54 @@
+"""Why a store lacks an array, and what brings it: the lines of its readers."""
+
+from __future__ import annotations
+
+from vitsee_stores.manifest import Manifest
+
+
+def no_weights(label: str, manifest: Manifest, name: str) -> str:
+    """Of the model's small weights."""
+    head = "head_weights" if name.startswith("head_") else "input_weights"
+    absent = (manifest.info.get(head) or {}).get("absent")
+    reason = absent.get(name) if isinstance(absent, dict) else absent
+    return f"{label} has no weights {name}{f': {reason}' if reason else ''}"
+
+
+def no_attention(label: str, manifest: Manifest, name: str, path: str) -> str:
+    """Of the attention summaries."""
+    reason = manifest.left_out.get("attention") or manifest.left_out.get(name)
+    if reason:
+        return f"{label} has no {path}: it was left out: {reason}"
+    level = {"cls_rows": "rows", "received_rows": "rows"}.get(name, "summary")
+    level = "full" if name.startswith("full/") else level
+    return f"{label} has no {path} (extract it with --attention {level})"
+
+
+def no_residual(label: str, manifest: Manifest, sublayer: str) -> str:
+    """Of the residual summaries."""
+    names = [name for name, _ in manifest.plan.sublayers]
+    reason = manifest.left_out.get("residual")
+    if names:
+        help_ = f"it has: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+    else:
+        help_ = f"left out: {reason}" if reason else "extract it with --residual"
+    return f"{label} has no residual summary of {sublayer} ({help_})"
+
+
+def no_field(label: str, manifest: Manifest, site: str) -> str:
+    """Of the receptive fields."""
+    known = manifest.plan.erf.sites if manifest.plan.erf is not None else ()
+    reason = manifest.left_out.get(f"{site} erf") if known else None
+    why = f"left out: {reason}" if reason else "extract it with --erf 256"
+    return f"{label} has no receptive field of {site} ({why})"
+
+
+def no_whole_grid(label: str, manifest: Manifest, n: int, n_images: int) -> str:
+    """Of tokens where images do not fill the canvas."""
+    canvas = manifest.plan.canvas
+    assert canvas is not None
+    height, width = canvas.size
+    return (
+        f"{label} has {n} of {n_images} images that do not fill its canvas of {width} x {height} "
+        "pixels, and what is asked for reads tokens beside them too; expected images of one size, "
+        "or --tokens mean, which leaves these out"
+    )

@@ -1,0 +1,278 @@
+"""`--short-side`: images of several proportions as they are, on one canvas; the model on the whole
+canvas where all images fill it, else (`--tiles`) on tiles of its own input size."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, OptionError
+from vitsee_core.extraction.tiles import TILED, n_tiles
+from vitsee_core.images import ImageError, Selection
+from vitsee_core.machine import counted
+from vitsee_core.models import LoadedModel, SiteTable, load_model, site_table
+from vitsee_stores.canvas import Canvas, Size
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import SiteSpec, TokenLayout
+
+log = logging.getLogger(__name__)
+
+READERS = 8  # threads that read the headers of images
+TRANSFORM = ("input_size", "interpolation", "mean", "std")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How images come to the model. model, table: as they run. kept: the sites that a store can
+    keep, with the layout it keeps them in. canvas: None where every image is brought to the
+    model's input. left_out: what tiles do not have, and why."""
+
+    model: LoadedModel
+    table: SiteTable
+    kept: SiteTable
+    canvas: Canvas | None = None
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def input_size(self) -> Size3:
+        """(channels, height, width) of the pixels that are loaded."""
+        channels, height, width = self.model.transform["input_size"]
+        return channels, height, width
+
+
+Size3 = tuple[int, int, int]
+
+
+def lay_out(
+    options: ModelOptions | LoadedModel,
+    data: DataOptions,
+    keep: KeepOptions,
+    selection: Selection,
+    stored: Canvas | None = None,
+) -> Layout:
+    """The model, and the canvas where one is asked for.
+
+    Args:
+        options: the model, or how to load it.
+        data: which images, and on what canvas.
+        keep: what tiles refuse.
+        selection: the images, whose headers are read.
+        stored: the canvas of the store that is joined, whose size stands.
+
+    Raises:
+        OptionError: options that exclude each other.
+        VitseeError: the model has no grid, or one that does not fit; images that would not fill the
+            canvas, without tiles.
+    """
+    _check_options(options, data, keep)
+    model = options if isinstance(options, LoadedModel) else load_model(**vars(options))
+    model.module.cpu()
+    table = site_table(model)
+    if data.short_side is None:
+        return Layout(model, table, table)
+    step = _step(model, table)
+    multiple = step if data.multiple is None else data.multiple
+    tiles = model.input_size[1:] if data.tiles else None
+    _check_numbers(model, data.short_side, multiple, step, tiles)
+    asked = Canvas((0, 0), data.short_side, multiple, tiles)
+    notes: tuple[str, ...] = ()
+    if stored is not None:
+        canvas = dataclasses.replace(asked, size=stored.size)
+    else:
+        sizes = image_sizes(selection)
+        canvas, notes = _around(asked, sizes, selection)
+    if tiles is None and canvas.size != model.input_size[1:]:
+        assert isinstance(options, ModelOptions)
+        model = load_model(**{**vars(options), "img_size": canvas.size})
+        table = site_table(model)
+    transform = {key: model.transform[key] for key in TRANSFORM} | {
+        "input_size": (model.input_size[0], *canvas.size),
+        "crop_mode": canvas.crop_mode,
+        "short_side": canvas.short_side,
+        "multiple": canvas.multiple,
+    }
+    model = dataclasses.replace(model, transform=transform)
+    if tiles is None:
+        return Layout(model, table, table, canvas, {}, notes)
+    kept, left_out = _tiled(table, canvas, tiles, step)
+    return Layout(model, table, kept, canvas, left_out, notes)
+
+
+def describe(canvas: Canvas | None) -> str:
+    """The canvas in words; "" without one."""
+    if canvas is None:
+        return ""
+    height, width = canvas.size
+    line = f"canvas of {width} x {height} pixels"
+    if canvas.tiles is None:
+        return line
+    most = n_tiles(canvas.size, canvas.tiles)
+    return f"{line}, up to {most} tiles of {canvas.tiles[1]} x {canvas.tiles[0]} an image"
+
+
+def image_sizes(selection: Selection) -> NDArray[np.int64]:
+    """(images, 2) height and width by the images' headers, 0 where one cannot be read."""
+    log.info("reading the sizes of %s", counted(len(selection), "images"))
+
+    def size(index: int) -> Size:
+        try:
+            return selection.source.size(index)
+        except ImageError:
+            return 0, 0
+
+    with ThreadPoolExecutor(READERS) as pool:
+        found = list(pool.map(size, selection.samples.index.tolist()))
+    return np.array(found, np.int64).reshape(-1, 2)
+
+
+def _check_options(
+    options: ModelOptions | LoadedModel, data: DataOptions, keep: KeepOptions
+) -> None:
+    if data.short_side is None:
+        if data.tiles or data.multiple is not None:
+            name = "--tiles" if data.tiles else "--multiple"
+            raise OptionError(f"{name} is about images on a canvas: give --short-side N too")
+        return
+    if isinstance(options, ModelOptions):
+        for name in ("crop_mode", "crop_pct", "fill"):
+            if getattr(options, name) is not None:
+                raise OptionError(
+                    f"--{name.replace('_', '-')} and --short-side exclude each other: with "
+                    "--short-side nothing is cropped or filled up"
+                )
+        if options.img_size is not None and not data.tiles:
+            raise OptionError(
+                "--img-size and --short-side exclude each other, but with --tiles, whose size "
+                "--img-size is: the input is as large as the images are"
+            )
+    elif not data.tiles:
+        raise OptionError(
+            "short_side without tiles loads the model for another input: give a model's name"
+        )
+    if data.tiles:
+        for name in ("grams", "erf"):
+            if getattr(keep, name):
+                raise VitseeError(f"--{name} is not supported with --tiles: {TILED}")
+
+
+def _step(model: LoadedModel, table: SiteTable) -> int:
+    """Pixels that every side of an image has to be a multiple of: the steps between the cells of
+    all block outputs, where they have grids that cover the input exactly."""
+    grids = [s for s in table.sites if s.layout and _divides(s.layout, model.input_size[1:])]
+    blocks = [site for site in grids if "blocks" in site.groups] or grids
+    steps = {round(stride) for site in blocks for stride in site.stride_px or ()}
+    if not steps:
+        raise VitseeError(
+            f"--short-side is not supported: {model.name} has no grid of whole patches over its "
+            f"input of {model.input_size[2]} x {model.input_size[1]} pixels"
+        )
+    return math.lcm(*steps)
+
+
+def _divides(layout: TokenLayout, size: Size, step: int | None = None) -> bool:
+    """Whether the cells of a grid cover an input exactly, and a step too where one is given."""
+    if layout.grid is None or layout.stride_px is None or layout.offset_px != (0, 0):
+        return False
+    return all(
+        cells * stride == side and stride == int(stride) and not (step or 0) % stride
+        for cells, stride, side in zip(layout.grid, layout.stride_px, size, strict=True)
+    )
+
+
+def _check_numbers(
+    model: LoadedModel, short: int, multiple: int, step: int, tiles: Size | None
+) -> None:
+    for name, number in (("--short-side", short), ("--multiple", multiple)):
+        if number % step:
+            near = max(step, number // step * step)
+            raise VitseeError(
+                f"{name} is {number}, no multiple of the {step} pixels between cells of "
+                f"{model.name}; expected {near} or {near + step}"
+            )
+    if multiple > short:
+        raise VitseeError(f"--multiple is {multiple}; expected at most --short-side, {short}")
+    least = short // multiple * multiple  # of a square image's second side
+    if tiles is not None and least < max(tiles):
+        raise VitseeError(
+            f"--short-side {short} gives sides of {least} pixels and more, a tile has "
+            f"{tiles[1]} x {tiles[0]}; expected at least {max(tiles)} (--img-size makes tiles "
+            "smaller)"
+        )
+
+
+def _around(
+    asked: Canvas, sizes: NDArray[np.int64], selection: Selection
+) -> tuple[Canvas, tuple[str, ...]]:
+    """The canvas that the largest images need, and what to say about it."""
+    found: Counter[Size] = Counter()
+    names: dict[Size, str] = {}
+    for name, (height, width) in zip(selection.samples.ids, sizes.tolist(), strict=True):
+        if height > 0 and width > 0:
+            image = asked.image((height, width))
+            found[image] += 1
+            names.setdefault(image, name)
+    if not found:
+        raise VitseeError(
+            f"no image of {selection.source.name} can be read; expected image files that Pillow "
+            "opens"
+        )
+    size = max(h for h, _ in found), max(w for _, w in found)
+    if asked.tiles is None and len(found) > 1:
+        shown = [f"{w} x {h} ({names[h, w]})" for h, w in list(found)[:2]]
+        height, width = found.most_common(1)[0][0]
+        raise VitseeError(
+            f"--short-side {asked.short_side} brings the images to {len(found)} sizes: "
+            f"{' and '.join(shown)}{' ...' if len(found) > 2 else ''}; give --tiles, or bring all "
+            f"to one with --img-size {height}x{width} --crop-mode squash"
+        )
+    mean = sum(n * h * w for (h, w), n in found.items()) / found.total()
+    notes: tuple[str, ...] = ()
+    if size[0] * size[1] > 2 * mean:
+        share = mean / (size[0] * size[1])
+        notes = (
+            f"images cover {share:.0%} of the canvas of {size[1]} x {size[0]} pixels: leave the "
+            "few large ones out with --only, or give --codec zstd, which the empty part costs "
+            "nothing",
+        )
+    return dataclasses.replace(asked, size=size), notes
+
+
+def _tiled(
+    table: SiteTable, canvas: Canvas, tiles: Size, step: int
+) -> tuple[SiteTable, dict[str, str]]:
+    """The sites that can be put together from tiles, on the canvas; and why others cannot."""
+    left_out: dict[str, str] = {}
+    kept: dict[str, SiteSpec] = {}
+    prefix = False
+    for site in table.sites:
+        layout = site.layout
+        if layout is not None and layout.stride_px is not None and _divides(layout, tiles, step):
+            strides = (round(stride) for stride in layout.stride_px)
+            rows, cols = (n // stride for n, stride in zip(canvas.size, strides, strict=True))
+            prefix |= layout.n_prefix > 0
+            whole = dataclasses.replace(layout, prefix=(), grid=(rows, cols))
+            shape = (rows * cols, site.dim)
+            kept[site.name] = dataclasses.replace(site, layout=whole, shape=shape)
+        elif {"blocks", "head"} & set(site.groups):
+            what = "no grid" if layout is None or layout.grid is None else "no whole patches"
+            left_out[site.name] = f"{what}, and {TILED}"
+    sites = tuple(s for s in kept.values() if s.alias_of is None or s.alias_of in kept)
+    if prefix:
+        left_out["prefix tokens"] = TILED
+    return dataclasses.replace(
+        table,
+        sites=sites,
+        sublayers=(),
+        attention=(),
+        attention_refusal=TILED,
+        residual_refusal=TILED,
+        rollout_refusal=None,
+    ), left_out

@@ -1,0 +1,138 @@
+"""Tiles of an image on a canvas, and what of each is new (Walmer et al. 2023, Sec. B.4).
+
+    tile i of a side begins at  min(i * side, length - side)  and brings what lies from  i * side on
+
+The last tile of a row or column is moved back to the image's edge and overlaps the one before,
+which was first and stands. So every cell comes from exactly one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitsee_core.extraction.slab import SlabObserver
+from vitsee_stores.canvas import Canvas, Size
+from vitsee_stores.layout import SiteSpec, TokenLayout
+
+TILED = "the model runs on tiles, which do not see each other"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """image: its place in the batch. top, left: where the tile begins, in pixels. new: (row, col)
+    of its first pixel that no earlier tile has, within it."""
+
+    image: int
+    top: int
+    left: int
+    new: Size
+
+
+def starts(length: int, side: int) -> list[tuple[int, int]]:
+    """Where the tiles of one axis begin, and the first pixel that is new within each."""
+    first = [min(k, length - side) for k in range(0, length, side)]
+    return [(at, k * side - at) for k, at in enumerate(first)]
+
+
+def n_tiles(size: Size, side: Size) -> int:
+    """How many tiles cover an image of this size on the canvas."""
+    return len(starts(size[0], side[0])) * len(starts(size[1], side[1]))
+
+
+def tiles_of(sizes: Sequence[Size], canvas: Canvas) -> list[Tile]:
+    """The tiles of a batch, image by image and row by row.
+
+    Args:
+        sizes: (height, width) of the original images, 0 for one that could not be read: it has
+            none.
+        canvas: with tiles.
+    """
+    assert canvas.tiles is not None
+    found = []
+    for image, size in enumerate(sizes):
+        if min(size) < 1:
+            continue
+        rows, cols = (starts(*axis) for axis in zip(canvas.image(size), canvas.tiles, strict=True))
+        found += [Tile(image, top, left, (row, col)) for top, row in rows for left, col in cols]
+    return found
+
+
+class TiledObserver(SlabObserver):
+    """Lays the tokens of tiles into the grids of their images.
+
+    Per batch: `begin_batch`, for each part of `parts` a captured forward of its pixels, and
+    `end_batch`. Memory on the device, beside what `SlabObserver` says: the grids of one batch of
+    images, of one site where all their tiles go through the model at once, else of all.
+    """
+
+    def parts(self, pixels: Tensor, sizes: Sequence[Size], most: int) -> Iterator[Tensor]:
+        """Pixels of at most so many tiles at a time, (tiles, channels, rows, cols).
+
+        Args:
+            pixels: (images, channels, height, width) of a batch, on the canvas.
+            sizes: as for `tiles_of`.
+            most: tiles in one forward pass.
+        """
+        canvas = self._plan.canvas
+        assert canvas is not None and canvas.tiles is not None
+        tiles, (height, width) = tiles_of(sizes, canvas), canvas.tiles
+        self._grids: dict[str, Tensor] = {}
+        self._images = [canvas.image(size) if min(size) > 0 else (0, 0) for size in sizes]
+        for first in range(0, len(tiles), most):
+            self._tiles = tiles[first : first + most]
+            self._last = first + most >= len(tiles)
+            yield torch.stack(
+                [pixels[t.image, :, t.top : t.top + height, t.left : t.left + width]
+                 for t in self._tiles]
+            )  # fmt: skip
+
+    def end_batch(self) -> None:
+        """As the base class; images without tiles have grids of zeros."""
+        if not any(min(size) for size in self._images):
+            with self._exactly():
+                for site in self._stored.values():
+                    if site.alias_of is None:
+                        self._lay_out(site.name, self._empty(site))
+        super().end_batch()
+
+    def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        stored = self._stored[site.name]
+        self._note_peak(site.name, None, body)
+        step_y, step_x = _steps(stored.layout)
+        grid = self._grids.get(site.name)
+        if grid is None:
+            grid = self._grids[site.name] = self._empty(stored, body)
+        for tile, tokens in zip(self._tiles, body, strict=True):
+            row, col = tile.new[0] // step_y, tile.new[1] // step_x
+            top, left = tile.top // step_y + row, tile.left // step_x + col
+            new = tokens[row:, col:]
+            grid[tile.image, top : top + len(new), left : left + new.shape[1]] = new
+        if self._last:
+            self._lay_out(site.name, self._grids.pop(site.name))
+
+    def _empty(self, site: SiteSpec, like: Tensor | None = None) -> Tensor:
+        assert site.layout is not None and site.layout.grid is not None
+        shape = (len(self._images), *site.layout.grid, site.dim)
+        dtype = torch.float32 if like is None else like.dtype
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _lay_out(self, name: str, grid: Tensor) -> None:
+        """Keep whole grids, and their means over the cells on the image."""
+        stored = self._stored[name]
+        step_y, step_x = _steps(stored.layout)
+        cells = [max(1, (h // step_y) * (w // step_x)) for h, w in self._images]
+        total = grid.flatten(1, 2).sum(1, dtype=torch.float32)
+        n_cells = torch.tensor(cells, dtype=torch.float32, device=grid.device)
+        self._keep(f"pooled/{name}/mean", total / n_cells[:, None])
+        if stored.tokens == "all":
+            self._keep(f"acts/{name}/grid", grid)
+
+
+def _steps(layout: TokenLayout | None) -> Size:
+    """Pixels between cells, which are whole ones where tiles are taken."""
+    assert layout is not None and layout.stride_px is not None
+    return round(layout.stride_px[0]), round(layout.stride_px[1])
