@@ -30,15 +30,9 @@ import numpy as np
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import PAIR, VALUES, pair_columns
 from vitsee_core.execution import DEFAULT, Execution
-from vitsee_core.figures.heatmaps import (
-    MOST_LABELS,
-    Panel,
-    describe_scale,
-    describe_scope,
-    draw_heatmaps,
-)
-from vitsee_core.figures.site_axes import SiteAxis
-from vitsee_core.plotting import GREY, colour, marker, new_figure, shorten, styled
+from vitsee_core.figures.heatmaps import describe_scale, describe_scope, draw_heatmaps
+from vitsee_core.figures.site_pairs import draw_curves, one_to_one, panels_of, put_legend_below
+from vitsee_core.plotting import new_figure, styled
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
@@ -56,15 +50,6 @@ log = logging.getLogger(__name__)
 NEEDS = ("sites",)
 COLUMNS = (*PAIR, *VALUES, "n_images")
 NUMBERS = {"value": "cka", "std": "std", "low": "low", "high": "high"}
-MOST_NUMBERS = 16  # cells of a single row or column that have room for their numbers
-# Titles of panels, by the part of a block that their columns are.
-SUBLAYERS = {
-    "attn.branch": "attention",
-    "mlp.branch": "MLP",
-    "token.branch": "token mixing",
-    "channel.branch": "channel mixing",
-    "branch": "block",
-}
 
 
 @analysis
@@ -190,14 +175,6 @@ def _site_notes(chosen: SitePairs) -> dict[str, Any]:
     return notes
 
 
-def _blocks(table: Table) -> dict[str, str]:
-    """Site -> the path of its block, of those that lie in one."""
-    found: dict[str, str] = {}
-    for side in "ab":
-        found |= zip(table[f"site_{side}"].tolist(), table[f"block_{side}"].tolist(), strict=True)
-    return {site: block for site, block in found.items() if block}
-
-
 @styled
 def plot(table: Table) -> Figure:
     """The table as heatmaps, or as lines where each site has one partner.
@@ -207,97 +184,13 @@ def plot(table: Table) -> Figure:
     by one site each. Lines: over the sites in order, one for each store that the first is compared
     with, with the 95 % interval as a band or the estimator's noise as bars.
     """
-    a, b = _cells(table, "a"), _cells(table, "b")
-    if _one_to_one(table):
-        return _draw_lines(table)
-    partners: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for row, col in zip(a, b, strict=True):
-        partners.setdefault(row, []).append(col)
-    values = dict(zip(zip(a, b, strict=True), table["value"].tolist(), strict=True))
-    about = describe_scope(table)
-    panels = []
-    # Rows with the same partners are one panel.
-    for cols in dict.fromkeys(map(tuple, partners.values())):
-        rows = [row for row, others in partners.items() if tuple(others) == cols]
-        panels.append(_panel(table, rows, cols, values, about))
-    return draw_heatmaps(panels, describe_scale(table))
-
-
-def _panel(
-    table: Table,
-    rows: Sequence[tuple[str, str]],
-    cols: Sequence[tuple[str, str]],
-    values: dict[Any, float],
-    about: str,
-) -> Panel:
-    blocks = _blocks(table)
-    branch = table.notes.get("pairs") == "branch"
-    roles = ("skip", "branch") if branch else ("", "")
-    title = about
-    if branch:
-        site = cols[0][1]
-        part = site.removeprefix(f"{blocks.get(site, '')}.")
-        title = f"{SUBLAYERS.get(part, part)}: {about}"
-    return Panel(
-        np.array([[values[row, col] for col in cols] for row in rows], np.float64),
-        SiteAxis.of(rows, blocks, roles[0]),
-        SiteAxis.of(cols, blocks, roles[1]),
-        title,
-        numbers=max(len(rows), len(cols)) == 1
-        or (min(len(rows), len(cols)) == 1 and max(len(rows), len(cols)) <= MOST_NUMBERS)
-        or len({store for store, _ in rows}) > 1,
-    )
-
-
-def _cells(table: Table, side: str) -> list[tuple[str, str]]:
-    """(store, site) of one side of every row."""
-    names = (table[f"{name}_{side}"].tolist() for name in ("store", "site"))
-    return list(zip(*names, strict=True))
-
-
-def _one_to_one(table: Table) -> bool:
-    """Whether, between two stores, each of several sites has one partner of its own."""
-    if table.notes.get("pairs") == "branch":
-        return False
-    a, b = _cells(table, "a"), _cells(table, "b")
-    of_a = {(cell, store) for cell, (store, _) in zip(a, b, strict=True)}
-    of_b = {(store, cell) for (store, _), cell in zip(a, b, strict=True)}
-    stores = {(one, other) for (one, _), (other, _) in zip(a, b, strict=True)}
-    return len(of_a) == len(of_b) == len(table) > len(stores)
-
-
-def _draw_lines(table: Table) -> Figure:
-    """One curve per pair of stores over the first store's sites."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    blocks = _blocks(table)
-    first = list(dict.fromkeys(_cells(table, "a")))
-    places = {cell: k for k, cell in enumerate(first)}
+    if not one_to_one(table):
+        return draw_heatmaps(panels_of(table), describe_scale(table))
     figure = new_figure(5.6, 3.8)
     axes = figure.add_subplot()
-    handles: list[Any] = []
-    for i, (store, rows) in enumerate(table.groups("store_b")):
-        x = [places[cell] for cell in _cells(rows, "a")]
-        text = f"against {shorten(store, 28)}"
-        if rows["site_a"].tolist() != rows["site_b"].tolist():
-            others = SiteAxis.of([(store, site) for site in rows["site_b"].tolist()], blocks)
-            text = f"against {others.ticks(len(others)).label}"
-        if np.isfinite(rows["low"]).any():
-            axes.fill_between(x, rows["low"], rows["high"], color=colour(i), alpha=0.2, linewidth=0)
-        elif np.isfinite(rows["std"]).any():
-            axes.errorbar(x, rows["value"], rows["std"], color=colour(i), fmt="none", capsize=2)
-        handles += axes.plot(x, rows["value"], color=colour(i), marker=marker(i), label=text)
-    if np.isfinite(table["low"]).any():
-        handles.append(Patch(color=GREY, alpha=0.3, linewidth=0, label="95 % interval over images"))
-    elif np.isfinite(table["std"]).any():
-        label = "std over minibatch repeats (the estimator's noise)"
-        handles.append(Line2D([], [], color=GREY, marker="|", linestyle="none", label=label))
-    SiteAxis.of(first, blocks).ticks(MOST_LABELS).put_on(axes.xaxis, 4.6 / len(first))
+    handles = draw_curves(axes, table)
     axes.set_ylabel(describe_scale(table))
     axes.set_title(describe_scope(table))
     axes.set_ylim(min(0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
-    longest = max(len(handle.get_label()) for handle in handles)
-    columns = max(1, min(len(handles), 72 // (longest + 6)))
-    figure.legend(handles=handles, loc="outside lower left", ncols=columns)
+    put_legend_below(figure, handles)
     return figure

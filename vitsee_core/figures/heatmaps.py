@@ -44,13 +44,16 @@ TOKENS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One heatmap. values: (rows, cols), NaN for none; numbers: written into the cells."""
+    """One heatmap. values: (rows, cols), NaN for none; numbers: written into the cells. limits: of
+    the colours; label: of a colour bar of its own, "" where all panels have one together."""
 
     values: Float
     rows: SiteAxis
     cols: SiteAxis
     title: str = ""
     numbers: bool = False
+    limits: tuple[float, float] = (0.0, 1.0)
+    label: str = ""
 
     @property
     def cell_inches(self) -> float:
@@ -74,35 +77,59 @@ class Panel:
         return y, x
 
 
-def draw_heatmaps(panels: Sequence[Panel], label: str) -> Figure:
-    """The panels side by side, cells square, with one colour bar called `label` for all of them.
+def draw_heatmaps(
+    panels: Sequence[Panel],
+    label: str = "",
+    absent: str = "a self-HSIC is not positive",
+    across: int | None = None,
+) -> Figure:
+    """The panels side by side, or so many `across`, cells square, each with a colour bar of its own
+    or with one called `label` for all of them.
 
-    The scale is 0 to 1 whatever the values are; where some lie outside, the colour bar has an arrow
-    at that end. Cells without a value are grey, and a legend explains them. Call it inside a
-    function decorated with `styled`.
+    The scale is that of the panels' limits, 0 to 1 unless they say others, whatever the values are;
+    where some lie outside, the colour bar has an arrow at that end. Cells without a value are grey,
+    and a legend explains them with `absent`. Call it inside a function decorated with `styled`.
     """
     from matplotlib.patches import Patch
 
-    figure = new_figure(*_figure_size(panels))
+    across = across or len(panels)
+    figure = new_figure(*_figure_size(panels, across))
     figure.set_layout_engine("compressed")
-    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    all_axes = figure.subplots(-(-len(panels) // across), across, squeeze=False).ravel()
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
+    all_axes = all_axes[: len(panels)]
     images = [_draw(axes, panel) for axes, panel in zip(all_axes, panels, strict=True)]
-    values = np.concatenate([panel.values.ravel() for panel in panels])
+    if panels[0].label:
+        for axes, image, panel in zip(all_axes, images, panels, strict=True):
+            _add_bar(figure, axes, image, panel, [panel], panel.label)
+    else:
+        _add_bar(figure, all_axes[-1], images[-1], panels[-1], panels, label)
+    if any(np.isnan(panel.values).any() for panel in panels):
+        patch = Patch(facecolor=NO_VALUE, label=f"no value: {absent}")
+        figure.legend(handles=[patch], loc="outside lower left")
+    return figure
+
+
+def _add_bar(
+    figure: Figure, axes: Axes, image: AxesImage, panel: Panel, of: Sequence[Panel], label: str
+) -> None:
+    """A colour bar beside a panel, of the values of these."""
+    values = np.concatenate([one.values.ravel() for one in of])
+    low, high = panel.limits
     # Rounding lifts the CKA of a site with itself slightly above 1.
-    outside = (bool((values < -1e-9).any()), bool((values > 1 + 1e-9).any()))
+    outside = (bool((values < low - 1e-9).any()), bool((values > high + 1e-9).any()))
     extend = {(False, False): "neither", (True, False): "min", (False, True): "max"}
     bar = figure.colorbar(
-        images[-1],
-        cax=_beside(all_axes[-1], panels[-1]),
+        image,
+        cax=_beside(axes, panel),
         extend=extend.get(outside, "both"),
-        ticks=np.linspace(0, 1, 6 if _bar_inches(panels[-1]) > 1.8 else 3),
+        ticks=np.linspace(low, high, 6 if _bar_inches(panel) > 1.8 else 3)
+        if panel.limits == (0.0, 1.0)
+        else None,
     )
     bar.set_label(label)
     bar.outline.set_linewidth(0.5)  # type: ignore[operator]
-    if np.isnan(values).any():
-        absent = Patch(facecolor=NO_VALUE, label="no value: a self-HSIC is not positive")
-        figure.legend(handles=[absent], loc="outside lower left")
-    return figure
 
 
 def _bar_inches(panel: Panel) -> float:
@@ -117,25 +144,30 @@ def _beside(axes: Axes, panel: Panel) -> Axes:
     return axes.inset_axes((1 + 0.1 / width, (1 - length) / 2, 0.12 / width, length))
 
 
-def _figure_size(panels: Sequence[Panel]) -> tuple[float, float]:
+def _figure_size(panels: Sequence[Panel], across: int) -> tuple[float, float]:
     """Figure size in inches that fits the panels and their labels."""
-    width, height = 0.85, 0.0  # the colour bar
-    for panel in panels:
-        y, x = panel.ticks()
-        cols = len(panel.cols) * panel.cell_inches
-        width += cols + 0.45 + CHARACTER_INCHES * max(map(len, y.texts))
-        names = CHARACTER_INCHES * max(map(len, x.texts))
-        height = max(height, _bar_inches(panel) + 0.6 + names)
+    shared = 0.0 if panels[0].label else 0.85  # the colour bar of all
+    widest = total = 0.0
+    for at in range(0, len(panels), across):
+        width, height = shared, 0.0
+        for panel in panels[at : at + across]:
+            y, x = panel.ticks()
+            cols = len(panel.cols) * panel.cell_inches + (0.85 if panel.label else 0)
+            width += cols + 0.45 + CHARACTER_INCHES * max(map(len, y.texts))
+            names = CHARACTER_INCHES * max(map(len, x.texts))
+            height = max(height, _bar_inches(panel) + 0.6 + names)
+        widest, total = max(widest, width), total + height
     if any(np.isnan(panel.values).any() for panel in panels):
-        height += 0.25
-    return max(width, 3.4), max(height, 2.2)
+        total += 0.25
+    return max(widest, 3.4), max(total, 2.2)
 
 
 def _draw(axes: Axes, panel: Panel) -> AxesImage:
     import matplotlib
 
     colours = matplotlib.colormaps[COLOUR_MAP].with_extremes(bad=NO_VALUE)
-    image = axes.imshow(panel.values, cmap=colours, vmin=0, vmax=1, aspect="equal")
+    low, high = panel.limits
+    image = axes.imshow(panel.values, cmap=colours, vmin=low, vmax=high, aspect="equal")
     axes.grid(False)
     y, x = panel.ticks()
     x.put_on(axes.xaxis, panel.cell_inches)
@@ -157,7 +189,8 @@ def _write_numbers(axes: Axes, panel: Panel) -> None:
     for (i, j), value in np.ndenumerate(panel.values):
         if not np.isnan(value):
             text = f"{value:.2f}".replace("-0.00", "0.00")
-            ink = "black" if value > 0.62 else "white"
+            share = (value - panel.limits[0]) / (panel.limits[1] - panel.limits[0])
+            ink = "black" if share > 0.62 else "white"
             axes.text(j, i, text, ha="center", va="center", fontsize=size, color=ink)
 
 

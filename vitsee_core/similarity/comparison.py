@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class GramOptions:
 class Comparison:
     """A comparison. rows: store_id -> the rows that hold its images, in the first store's order;
     own: the rows that each store counts by itself: Gram matrices are made of these, so that they
-    can be used by other comparisons too."""
+    can be used by other comparisons too. notes: which images, for a sidecar."""
 
     representations: tuple[Representation, ...]
     n_rows: int
@@ -75,6 +75,7 @@ class Comparison:
     memory: int
     cache: GramCache
     progress: Progress
+    notes: dict[str, Any] = field(default_factory=dict)
     workspace: Workspace = field(default_factory=Workspace)
 
     def split(self, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T] | None]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -70,11 +71,49 @@ def hsic(
         MissingInput: an estimate across slabs was asked for, and only those within were kept.
         VitseeError: fewer than 4 images in common, not enough disk or memory.
     """
-    estimator, options = estimator or Estimator(), options or GramOptions()
+    estimator = estimator or Estimator()
+    with comparing(
+        rows,
+        cols,
+        images=images,
+        seed=seed,
+        options=options,
+        pair_by=pair_by,
+        progress=progress,
+    ) as comparison:
+        by_slab = any(r.has_blocks_only for r in comparison.representations)
+        with full_precision(comparison.device), one_blas_thread():
+            result = _estimate(comparison, estimator, by_slab)
+        if comparison.among_themselves:
+            result = symmetric(result)
+        result, offsets = (result, {}) if by_slab else _conditioned(comparison, result)
+    notes = {"spread": METHODS[result.spread], **result.notes, **comparison.notes}
+    if offsets:
+        notes["common_offset"] = offsets
+    return replace(result, n_images=result.n_images or comparison.n_images, notes=notes)
+
+
+@contextmanager
+def comparing(
+    rows: Sequence[Representation],
+    cols: Sequence[Representation] | None = None,
+    *,
+    images: int | None = None,
+    seed: int = 0,
+    options: GramOptions | None = None,
+    pair_by: str = "image",
+    progress: Progress = SILENT,
+) -> Iterator[Comparison]:
+    """What is to be compared, with the cache of its Gram matrices while it is done; see `hsic` for
+    the arguments and errors."""
+    options = options or GramOptions()
     representations = (*rows, *(cols or ()))
     by_slab = any(r.has_blocks_only for r in representations)
     paired, own, shuffled, remarks = _images(representations, images, seed, by_slab, pair_by)
     counted = next(iter(paired.rows.values()))
+    notes: dict[str, Any] = {"images": len(counted), "seed": seed, **paired.notes}
+    if remarks:
+        notes["remarks"] = remarks
     with gram_cache(options.cache, options.use_cache) as cache:
         comparison = Comparison(
             representations=representations,
@@ -88,20 +127,9 @@ def hsic(
             memory=options.memory or memory_bytes() // 4,
             cache=cache,
             progress=progress,
+            notes=notes,
         )
-        comparison = replace(comparison, device=choose_device(options.device, _work(comparison)))
-        with full_precision(comparison.device), one_blas_thread():
-            result = _estimate(comparison, estimator, by_slab)
-        if comparison.among_themselves:
-            result = symmetric(result)
-        result, offsets = (result, {}) if by_slab else _conditioned(comparison, result)
-    notes = {"spread": METHODS[result.spread], **result.notes}
-    notes |= {"images": len(counted), "seed": seed, **paired.notes}
-    if offsets:
-        notes["common_offset"] = offsets
-    if remarks:
-        notes["remarks"] = remarks
-    return replace(result, n_images=result.n_images or len(counted), notes=notes)
+        yield replace(comparison, device=choose_device(options.device, _work(comparison)))
 
 
 def _images(

@@ -1,0 +1,218 @@
+"""All pairs by one measure: values, jackknife replicates, and values of permuted images."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations_with_replacement
+from typing import Any
+
+import numpy as np
+
+from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes
+from vitsee_core.measures.base import Measure
+from vitsee_core.measures.grams import Grams
+from vitsee_core.progress import counting
+from vitsee_core.types import Float, Integers
+from vitsee_stores.errors import VitseeError
+
+log = logging.getLogger(__name__)
+
+LEAST_IMAGES = 4
+MOST_SLOW = 100  # pairs of a slow measure that have intervals and calibration
+_SAID = 10  # seconds above which a slow measure's cost is said first
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Of each of the pairs that were asked for. value: (pairs,), NaN where a representation is
+    constant. without: (blocks, pairs) replicates; null: (permutations, pairs); None for none.
+    n_images: images counted; remarks: what was left out."""
+
+    value: Float
+    without: Float | None
+    null: Float | None
+    n_images: int
+    remarks: list[str] = field(default_factory=list)
+
+
+def compare_all(
+    grams: Grams,
+    measure: Measure,
+    pairs: Integers,
+    *,
+    intervals: bool = True,
+    permutations: int = 0,
+) -> Compared:
+    """A measure of pairs of representations.
+
+    Args:
+        grams: of the representations.
+        measure: see `Measure`.
+        pairs: (pairs, 2) numbers of representations.
+        intervals: whether replicates without one block of images each are made.
+        permutations: so many.
+
+    Raises:
+        VitseeError: too few images.
+    """
+    remarks: list[str] = []
+    constant, places = _images(grams, measure, np.unique(pairs), remarks)
+    # Both orders of a symmetric pair are one piece of work.
+    ordered = np.sort(pairs, 1) if measure.symmetric else pairs
+    distinct, back = np.unique(ordered, axis=0, return_inverse=True)
+    back = back.ravel()
+    work = _Work(grams, measure, distinct, constant)
+    if measure.slow and len(distinct) > MOST_SLOW and (intervals or permutations):
+        remarks.append(
+            f"{measure.name}: no intervals and no calibration of {len(distinct)} pairs, each takes "
+            f"seconds; they are made of at most {MOST_SLOW} (--pairs same-depth, fewer --sites)"
+        )
+        intervals, permutations = False, 0
+    labels = grams.labels[places]
+    blocks = np.unique(labels)
+    intervals = intervals and len(blocks) > 1 and len(places) > LEAST_IMAGES
+    rng = np.random.default_rng(grams.seed)
+    orders = [rng.permutation(len(places)) for _ in range(permutations)]
+    rounds = 1 + (len(blocks) if intervals else 0)
+    with counting(grams.progress, rounds * work.steps(len(places)), f"matrices for {measure.name}"):
+        value, null, kept = work.whole(places, orders, remarks)
+        without = None
+        if intervals:
+            rows = (work.value(places[labels != block], kept) for block in blocks)
+            without = np.stack(list(rows))[:, back]
+    return Compared(
+        value[back], without, null[:, back] if permutations else None, len(places), remarks
+    )
+
+
+def _images(
+    grams: Grams, measure: Measure, used: Integers, remarks: list[str]
+) -> tuple[set[int], Integers]:
+    """Representations that are constant, and the images that count."""
+    places = grams.sample(measure.most_images)
+    if len(places) < grams.n_images:
+        remarks.append(
+            f"{measure.name}: of {len(places)} of the {grams.n_images} images, drawn at random"
+        )
+    constant: set[int] = set()
+    lacking = np.zeros(len(places), bool)
+    for k in used.tolist():
+        gram = grams.read(k, places)
+        if gram.is_constant:
+            constant.add(k)
+        elif (found := measure.lacking(gram)) is not None:
+            lacking |= found
+    if constant:
+        names = ", ".join(sorted({grams.name(k) for k in constant}))
+        remarks.append(f"no {measure.name} for {names}: the features of all images are the same")
+    if lacking.any():
+        remarks.append(
+            f"{measure.name}: {lacking.sum()} of {len(places)} images are left out, whose features "
+            "are all 0 (or, for correlations, all the same) at some site"
+        )
+    if (left := len(places) - int(lacking.sum())) < LEAST_IMAGES:
+        raise VitseeError(
+            f"{left} images have features that are not all 0 at every site; expected at least "
+            f"{LEAST_IMAGES} for {measure.name}"
+        )
+    return constant, places[~lacking]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Distinct pairs of representations, in groups whose states fit the memory together."""
+
+    grams: Grams
+    measure: Measure
+    pairs: Integers
+    constant: set[int]
+
+    def steps(self, n: int) -> int:
+        """States to be made of n images."""
+        return sum(len(members) for _, members in self._groups(n))
+
+    def whole(
+        self, places: Integers, orders: Sequence[Integers], remarks: list[str]
+    ) -> tuple[Float, Float, dict[int, Any]]:
+        """(pairs,) values, (permutations, pairs) of permuted images, and what replicates keep;
+        what is to be said goes into `remarks`."""
+        value = np.full(len(self.pairs), np.nan)
+        null = np.full((len(orders), len(self.pairs)), np.nan)
+        kept: dict[int, Any] = {}
+        for of, states in self._in_groups(places, {}):
+            pairs = self.pairs[of]
+            if self.measure.slow:
+                self._say_cost(states, pairs, 1 + len(orders))
+            value[of] = self.measure.compare(states, states, pairs)
+            if (remark := self.measure.remark(states, states, pairs)) is not None:
+                remarks.append(remark)
+            if orders:
+                null[:, of] = self.measure.null(states, states, pairs, orders)
+            for k, state in enumerate(states):
+                if state is not None and (left := self.measure.kept(state)) is not None:
+                    kept[k] = left
+        return value, null, kept
+
+    def value(self, places: Integers, kept: dict[int, Any]) -> Float:
+        """(pairs,) of some of the images."""
+        value = np.full(len(self.pairs), np.nan)
+        for of, states in self._in_groups(places, kept):
+            value[of] = self.measure.compare(states, states, self.pairs[of])
+        return value
+
+    def _in_groups(
+        self, places: Integers, kept: dict[int, Any]
+    ) -> Iterator[tuple[Integers, list[Any]]]:
+        """Numbers of pairs, and the states that they need, at their representations' places; pairs
+        of representations without a state are left out."""
+
+        def prepare(k: int) -> Any:
+            made = None
+            if k not in self.constant:
+                made = self.measure.prepare(self.grams.read(k, places), kept.get(k))
+            self.grams.progress.advance(1)
+            return made
+
+        for of, members in self._groups(len(places)):
+            states: list[Any] = [None] * len(self.grams)
+            with lane_pool(n_lanes()) as pool:
+                made = in_order(prepare, members, pool, n_lanes() + 1)
+                for k, state in zip(members, made, strict=True):
+                    states[k] = state
+            there = np.array([state is not None for state in states])
+            of = of[there[self.pairs[of]].all(1)]
+            if len(of):
+                yield of, states
+
+    def _groups(self, n: int) -> list[tuple[Integers, list[int]]]:
+        """Numbers of pairs, and the representations in them, whose states fit the memory."""
+        used = np.unique(self.pairs)
+        each = 2 * self.measure.state_bytes(n)  # permuted ones too
+        most = max(2, int(self.grams.memory * 3 // 4 // each))
+        if len(used) <= most:
+            return [(np.arange(len(self.pairs)), used.tolist())]
+        group_of = {int(k): at // (most // 2) for at, k in enumerate(used)}
+        groups = np.vectorize(group_of.__getitem__)(self.pairs)
+        found = []
+        for a, b in combinations_with_replacement(range(max(group_of.values()) + 1), 2):
+            of = np.flatnonzero((np.sort(groups, 1) == (a, b)).all(1))
+            if len(of):
+                found.append((of, np.unique(self.pairs[of]).tolist()))
+        return found
+
+    def _say_cost(self, states: list[Any], pairs: Integers, times: int) -> None:
+        """Log how long all pairs will take, by one of them."""
+        start = time.perf_counter()
+        self.measure.compare(states, states, pairs[len(pairs) // 2][np.newaxis])
+        seconds = (time.perf_counter() - start) * len(pairs) * times / n_lanes()
+        if seconds > _SAID:
+            log.warning(
+                "%s: %d pairs, %d times, take about %.0f s",
+                self.measure.name,
+                len(pairs),
+                times,
+                seconds,
+            )

@@ -1,0 +1,152 @@
+"""Measures of common neighbours: mutual k-NN and CKNNA (Huh et al. 2024).
+
+Neighbours are by the cosine of the features, not centred, an image itself left out by its index,
+ties to the lower index. Both depend on the number of images: chance of mutual k-NN is k / (n - 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from vitsee_core.measures.base import Measure
+from vitsee_core.measures.site_gram import SiteGram
+from vitsee_core.types import Float, Integers, Mask
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+
+def nearest(cosines: Float, k: int) -> Mask:
+    """(n, n) which images are among the k nearest of each row's; the diagonal counts as none.
+
+    Raises:
+        VitseeError: fewer than k other images.
+    """
+    n = len(cosines)
+    if not 0 < k < n:
+        raise VitseeError(f"--k {k} neighbours of {n} images; expected 1 to {n - 1}")
+    np.fill_diagonal(cosines, -np.inf)
+    least = np.partition(cosines, n - k, axis=1)[:, n - k, np.newaxis]
+    above = cosines > least
+    ties = cosines == least
+    left = k - above.sum(1, keepdims=True)
+    found: Mask = above | (ties & (np.cumsum(ties, 1) <= left))
+    return found
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """keys: (n k,) i n + j of each neighbour j of image i, ascending; cosines: theirs."""
+
+    n: int
+    keys: Integers
+    cosines: Float
+
+    def in_order(self, order: Integers) -> Neighbours:
+        """With image order[i] in place of image i."""
+        place = np.empty(self.n, np.int64)
+        place[order] = np.arange(self.n)
+        keys = place[self.keys // self.n] * self.n + place[self.keys % self.n]
+        by = np.argsort(keys)
+        return Neighbours(self.n, keys[by], self.cosines[by])
+
+
+@dataclass(frozen=True)
+class _OfNeighbours(Measure):
+    """k: neighbours of each image."""
+
+    k: int = 10
+
+    def lacking(self, gram: SiteGram) -> Mask:
+        """Images whose features are all 0 have no cosine."""
+        return gram.zero
+
+    def prepare(self, gram: SiteGram, kept: object = None) -> Neighbours:
+        """See `Neighbours`."""
+        cosines = gram.cosines()
+        chosen = nearest(cosines, self.k)
+        keys = np.flatnonzero(chosen)
+        return Neighbours(gram.n, keys, cosines.ravel()[keys])
+
+    def permuted(self, state: Neighbours, order: Integers) -> Neighbours:
+        """See `Measure`."""
+        return state.in_order(order)
+
+    def state_bytes(self, n: int) -> int:
+        """See `Measure`."""
+        return 16 * n * self.k
+
+
+@dataclass(frozen=True)
+class MutualKnn(_OfNeighbours):
+    """Mean over images of the share of neighbours that both representations have in common:
+    1/n sum_i |N_a(i) & N_b(i)| / k (Huh et al. 2024, Eq. 11)."""
+
+    name: ClassVar[str] = "mutual_knn"
+
+    def compare(self, a: Sequence[Neighbours], b: Sequence[Neighbours], pairs: Integers) -> Float:
+        """See `Measure`."""
+        rows, i = np.unique(pairs[:, 0], return_inverse=True)
+        cols, j = np.unique(pairs[:, 1], return_inverse=True)
+        one, other = _incidence([a[r] for r in rows]), _incidence([b[c] for c in cols])
+        common = (one @ other.T).toarray()
+        found: Float = common[i, j] / (a[rows[0]].n * self.k)
+        return found
+
+
+def _incidence(states: Sequence[Neighbours]) -> csr_array:
+    """(representations, n^2) 1 at the keys of each."""
+    from scipy.sparse import csr_array
+
+    keys = np.concatenate([state.keys for state in states])
+    starts = np.cumsum([0, *(len(state.keys) for state in states)])
+    shape = (len(states), states[0].n ** 2)
+    return csr_array((np.ones(len(keys)), keys, starts), shape=shape)
+
+
+@dataclass(frozen=True)
+class Cknna(_OfNeighbours):
+    """Centred kernel nearest-neighbour alignment: CKA of cosine kernels, kept only between common
+    neighbours (Huh et al. 2024, appendix A).
+
+    With a_ij = 1 where j is among the k nearest of i in both, and HSIC_1 in Song's three terms on
+    the masked matrices, which are not symmetric, with tr(K L) = sum_ij K_ij L_ji:
+
+        CKNNA = HSIC_1(a K, a L) / sqrt(HSIC_1(a_K K, a_K K) HSIC_1(a_L L, a_L L))
+
+    where a_K holds the neighbours in K alone. It may pass 1 by a few thousandths, and is NaN where
+    a term of a representation with itself is not positive.
+    """
+
+    name: ClassVar[str] = "cknna"
+    limits: ClassVar[tuple[float, float]] = (-np.inf, 1.0)
+
+    def compare(self, a: Sequence[Neighbours], b: Sequence[Neighbours], pairs: Integers) -> Float:
+        """See `Measure`."""
+        own_a = {i: _hsic(a[i], a[i]) for i in np.unique(pairs[:, 0]).tolist()}
+        own_b = {j: _hsic(b[j], b[j]) for j in np.unique(pairs[:, 1]).tolist()}
+        found = np.full(len(pairs), np.nan)
+        for at, (i, j) in enumerate(pairs.tolist()):
+            if own_a[i] > 0 and own_b[j] > 0:
+                found[at] = _hsic(a[i], b[j]) / np.sqrt(own_a[i] * own_b[j])
+        return found
+
+
+def _hsic(a: Neighbours, b: Neighbours) -> float:
+    """HSIC_1 of two kernels that are 0 but between neighbours in both."""
+    keys, of_a, of_b = np.intersect1d(a.keys, b.keys, assume_unique=True, return_indices=True)
+    n = a.n
+    i, j = keys // n, keys % n
+    k, l = a.cosines[of_a], b.cosines[of_b]  # noqa: E741  L, as in the formula
+    # sum_ij K_ij L_ji: where (j, i) is a common neighbour too.
+    mirrored = np.searchsorted(keys, j * n + i).clip(max=max(len(keys) - 1, 0))
+    both = keys[mirrored] == j * n + i if len(keys) else np.zeros(0, bool)
+    crossed = float((k * l[mirrored])[both].sum()) if len(keys) else 0.0
+    through = float(np.bincount(j, k, n) @ np.bincount(i, l, n))
+    total = crossed + k.sum() * l.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * through
+    return float(total / (n * (n - 3)))
