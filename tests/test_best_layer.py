@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vitsee_cli.main import main
-from vitsee_core.analyses.best_layer import plot, read, run, tasks
+from vitsee_core.analyses.best_layer import plot, read, run
 from vitsee_core.figures.depth_curves import curve_numbers, draw_depth_curves, site_kind
 from vitsee_core.figures.redundancy import to_last
+from vitsee_core.layer_tasks import tasks
 from vitsee_core.metrics import direction
 from vitsee_core.plotting import colour, new_figure
 from vitsee_core.results import Table, read_result

@@ -82,6 +82,7 @@ def write_results(
     figure: Callable[[], Figure],
     sidecar: Mapping[str, Any],
     stdout: IO[str],
+    more: Mapping[Path, bytes] | None = None,
 ) -> None:
     """Write the table to stdout, or to its file with the sidecar beside it, and the picture.
 
@@ -94,13 +95,14 @@ def write_results(
         figure: draws it; called only where a picture is wanted.
         sidecar: see `describe_run`.
         stdout: receives the CSV, and nothing else, where no CSV file is named.
+        more: other files, which appear with these or not at all.
 
     Raises:
         VitseeError: a file could not be written.
         BrokenPipeError: the reader of stdout is gone (`| head`).
     """
     check_outputs(outputs)
-    files: dict[Path, bytes] = {}
+    files: dict[Path, bytes] = dict(more or {})
     if outputs.sidecar is not None:
         kinds = {name: kind_of(values) for name, values in table.columns.items()}
         record = {**sidecar, "rows": len(table), "columns": kinds, "notes": table.notes}

@@ -121,6 +121,26 @@ class StoreType(PlaceType):
         return [CompletionItem(f"{label}={path}") for path in _folders(rest)]
 
 
+class NamedFile(NamedTuple):
+    """A file on the command line: what it is called, "" where that is not said, and where it is."""
+
+    label: str
+    path: Path
+
+
+class NamedFileType(PathType):
+    """`NAME=path` or `path`, as a NamedFile."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Label and path."""
+        if isinstance(value, NamedFile):
+            return value
+        label, rest = _named(value)
+        return NamedFile(label, self.path(rest, param, ctx))
+
+
 def _named(text: str) -> tuple[str, str]:
     """The label ("" without one) and the path of `NAME=path`."""
     label, sign, rest = text.partition("=")
@@ -150,6 +170,7 @@ parse_path = PathType()
 parse_folder = PathType("dir")
 parse_output = PathType(stream=True)
 parse_place = PlaceType()
+parse_named_file = NamedFileType()
 parse_store = StoreType()
 
 

@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.columns import SITE
 from vitsee_core.figures.best_layers import draw_best_layers
 from vitsee_core.figures.redundancy import PAIRS, to_last
+from vitsee_core.layer_tasks import COLUMNS, OPTIONAL, is_given, known_metrics, tasks
 from vitsee_core.metrics import direction
 from vitsee_core.paired import COLUMNS as PAIRED
 from vitsee_core.paired import METHOD, difference, with_replicates
@@ -44,40 +45,33 @@ log = logging.getLogger(__name__)
 NEEDS: tuple[str, ...] | None = None  # works on tables
 
 RESULT = ("store", "site", "depth", "metric", "value")
-SETTINGS = ("k", "shots", "class")  # with the metric they make the task
-COLUMNS = (
-    *(*SITE, "token", "row", "col", "head", "class"),
-    *("task", "k", "shots", "l2", "ties", "file"),
-    *("metric", "value", "std", "low", "high", "n_images", "n_layers", "n_overlap", "baseline"),
-)
-OPTIONAL = frozenset(
-    (
-        *("model", "block", "token", "row", "col", "head"),
-        *(*SETTINGS, "l2", "ties", "std", "low", "high", "n_images", "n_overlap"),
-    )
-)
 AMONG = ("layers", "models")
 PLACE = (
     *("depth", "rel_depth", "head", "token", "row", "col", "l2"),
     *("std", "low", "high", "n_images"),
 )
-MADE = frozenset(("task", "ties", "n_layers", "n_overlap"))
-# Columns whose rows are about a part of the images.
-PARTS = ("group", "query", "video", "object", "segment")
 RULE = (
     "the largest value (the smallest where lower is better) over sites (and heads, tokens), of "
     "equal ones the first; chosen on the images that are reported"
 )
 
 
-def read(paths: Sequence[str | Path]) -> list[ResultFile]:
+def read(paths: Sequence[str | Path], names: Sequence[str] = ()) -> list[ResultFile]:
     """The result files, in their order.
+
+    Args:
+        paths: of tables.
+        names: what the tasks of each are called, in place of the command that wrote it; "" leaves
+            that.
 
     Raises:
         VitseeError: a file that is neither a result with one value per layer nor a CKA
             self-comparison, or no result among them.
     """
-    files = [read_result(path) for path in paths]
+    files = [
+        replace(found, command=name or found.command)
+        for found, name in zip(map(read_result, paths), names or [""] * len(paths), strict=True)
+    ]
     for i, file in enumerate(files):
         if any(file.path.resolve() == other.path.resolve() for other in files[:i]):
             raise VitseeError(f"{file.path} is given twice; name each result once")
@@ -133,7 +127,7 @@ def run(
     files = _opened(files)
     remarks = []
     found = tasks(files, metrics)
-    if not metrics and (others := [m for m in _known(files) if direction(m) == "none"]):
+    if not metrics and (others := [m for m in known_metrics(files) if direction(m) == "none"]):
         remarks.append(f"left out, as neither side is better: {', '.join(others)}")
     rows = []
     for task, table in found.items():
@@ -141,14 +135,14 @@ def run(
             for baseline, part in of_store.groups("baseline"):
                 row = _best(task, part)
                 rows.append(row)
-                if not _given(baseline):
+                if not is_given(baseline):
                     remarks += [f"{task}, {store}: {said}" for said in _remarks(row, part)]
     for remark in remarks:
         log.info("%s", remark)
     names = [
         name
         for name in COLUMNS
-        if name not in OPTIONAL or any(_given(row.get(name)) for row in rows)
+        if name not in OPTIONAL or any(is_given(row.get(name)) for row in rows)
     ]
     notes = {"rule": RULE, "remarks": remarks, "files": [str(f.path) for f in files]}
     return Table.from_rows(rows, names, notes)
@@ -178,7 +172,7 @@ def compare(
     notes = {str(file.path): file.table.notes for file in scored}
     rows = []
     for task, table in tasks(scored, metrics).items():
-        table = table.take(np.array([not _given(b) for b in table["baseline"].tolist()], bool))
+        table = table.take(np.array([not is_given(b) for b in table["baseline"].tolist()], bool))
         stores = [(of, _best_place(of)) for _, of in table.groups("store")]
         for number, (of_store, best) in enumerate(stores):
             others = stores[number + 1 :]
@@ -196,7 +190,7 @@ def compare(
         name
         for name in PAIRED
         if name.removesuffix("_a").removesuffix("_b") not in OPTIONAL
-        or any(_given(row.get(name)) for row in rows)
+        or any(is_given(row.get(name)) for row in rows)
     ]
     return Table.from_rows(rows, names, {"interval": METHOD, "files": [*notes]})
 
@@ -205,126 +199,18 @@ def _site(table: Table, row: int) -> str:
     return str(table["site"][row])
 
 
-def _known(files: Sequence[ResultFile]) -> list[str]:
-    """The metrics of the files."""
-    results = [file.table for file in files if not file.has(PAIRS)]
-    return list(dict.fromkeys(metric for table in results for metric in table.unique("metric")))
-
-
 def _remarks(row: dict[str, Any], rows: Table) -> Iterator[str]:
     """What to say of one store's best layer."""
     missing = int((~np.isfinite(rows["value"].astype(float))).sum())
     if missing:
         yield f"{missing} of {len(rows)} rows have no value"
-    if _given(row["ties"]):
+    if is_given(row["ties"]):
         yield f"{_place(row)} is the first of equal ones: {row['ties']}"
     if row["n_overlap"]:
         yield (
             f"the intervals of {row['n_overlap']} of the other {row['n_layers'] - 1} layers "
             f"overlap that of {row['site']}"
         )
-
-
-def tasks(files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> dict[str, Table]:
-    """Task -> its rows in the files' order, with those of `COLUMNS` that stand in files.
-
-    Where two files have the same task for the same store, the later one's is a task of its own.
-    """
-    known = _known(files)
-    for metric in metrics:
-        if metric not in known:
-            raise VitseeError(f"no result has the metric {metric!r}; they have {', '.join(known)}")
-        if direction(metric) == "none":
-            raise VitseeError(
-                f"no layer is the best by {metric}: neither a higher nor a lower value is better"
-            )
-    if not any(direction(metric) != "none" for metric in known):
-        raise VitseeError(
-            "no result has a metric of which one side is better (accuracies, purity, iou, ...); "
-            f"they have {', '.join(known)}"
-        )
-    parts: dict[str, list[Table]] = {}
-    for file in files:
-        if file.has(PAIRS):
-            continue
-        table = _uniform(file)
-        columns = [table[name].tolist() for name in ("metric", *SETTINGS)]
-        poolings, l2s = _poolings(table), _l2s(table)
-        keys = list(zip(*columns, poolings, l2s, strict=True))
-        # A baseline without a token is that of every token.
-        of_all = [
-            any(poolings) and not word and _given(baseline)
-            for word, baseline in zip(poolings, table["baseline"].tolist(), strict=True)
-        ]
-        for key in dict.fromkeys(k for k, every in zip(keys, of_all, strict=True) if not every):
-            metric, settings = key[0], dict(zip((*SETTINGS, "token", "l2"), key[1:], strict=True))
-            if metric not in metrics and (metrics or _given(settings["class"])):
-                continue
-            if direction(metric) == "none":
-                continue
-            given = [f"{name} = {value}" for name, value in settings.items() if _given(value)]
-            task = ", ".join([f"{file.command} {metric}".strip(), *given])
-            same = [
-                other == key or (every and (*other[:-2], key[-2], other[-1]) == key)
-                for other, every in zip(keys, of_all, strict=True)
-            ]
-            rows = table.take(np.array(same, bool))
-            taken = {store for part in parts.get(task, ()) for store in part.unique("store")}
-            if taken & {*rows.unique("store")}:
-                task = f"{task} ({file.path})"
-            parts.setdefault(task, []).append(rows)
-    if not parts:
-        raise VitseeError(
-            "no result has rows about whole layers: all are about parts of the images"
-        )
-    return {task: Table.concat(some) for task, some in parts.items()}
-
-
-def _uniform(file: ResultFile) -> Table:
-    """A result's rows about whole layers, with all columns that a best row takes over; None where
-    it has none."""
-    given = file.table
-    for name in PARTS:
-        if name in given.columns:
-            given = given.take(np.array([not _given(v) for v in given[name].tolist()], bool))
-    if "best" in given.columns:
-        given = given.take(given["best"] != "image")
-    n, columns = len(given), given.columns
-    empty = {"baseline": np.full(n, "", object), "file": np.full(n, str(file.path), object)}
-    nothing = np.full(n, None, object)
-    return Table(
-        {
-            name: empty.get(name, nothing)
-            if name not in columns or name == "file"
-            else columns[name]
-            for name in COLUMNS
-            if name not in MADE
-        },
-        replicates=given.replicates,
-    )
-
-
-def _poolings(table: Table) -> list[str]:
-    """What stands for an image in each row (`cls`, `mean`), where the file compares several; ""
-    for a patch, which has a row and a column."""
-    words = [
-        str(token) if _given(token) and not _given(row) else ""
-        for token, row in zip(table["token"].tolist(), table["row"].tolist(), strict=True)
-    ]
-    return words if len({*words} - {""}) > 1 else [""] * len(words)
-
-
-def _l2s(table: Table) -> list[str]:
-    """Each row's l2, where the file reports the same probe at several of them; else ""."""
-    names = ("store", "site", "head", "token", "row", "col", "metric", *SETTINGS, "baseline")
-    cells = (map(str, table[name].tolist()) for name in names)
-    repeated = len({*zip(*cells, strict=True)}) < len(table)
-    l2s = table["l2"].tolist()
-    return [str(value) if repeated and _given(value) else "" for value in l2s]
-
-
-def _given(value: Any) -> bool:
-    return value is not None and value != "" and value == value
 
 
 def _order(rows: Table) -> NDArray[np.float64]:
@@ -360,8 +246,8 @@ def _best(task: str, rows: Table) -> dict[str, Any]:
 
 def _place(row: Mapping[str, Any]) -> str:
     """`blocks.3`, `blocks.3 head 5`, `blocks.3.out token 0,4`."""
-    named = [f"{name} {row[name]}" for name in ("token", "head") if _given(row[name])]
-    if _given(row["row"]) and not _given(row["token"]):
+    named = [f"{name} {row[name]}" for name in ("token", "head") if is_given(row[name])]
+    if is_given(row["row"]) and not is_given(row["token"]):
         named.append(f"patch {row['row']},{row['col']}")
     return " ".join([str(row["site"]), *named])
 

@@ -9,16 +9,29 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.sections import RESULTS
-from vitsee_cli.values import parse_path
+from vitsee_cli.values import NamedFile, parse_named_file, parse_path
 from vitsee_core.analyses import best_layer
+from vitsee_core.figures.best_table import ENDINGS, BestTable
+from vitsee_core.files import check_new_files
+from vitsee_core.formats import ending_of
 from vitsee_core.outputs import Outputs, check_outputs, describe_run, write_results
 
 QUESTION = RESULTS
 
 
 @click.command()
-@click.argument("results", metavar="RESULTS...", nargs=-1, required=True, type=parse_path)
+@click.argument(
+    "results", metavar="[NAME=]RESULTS...", nargs=-1, required=True, type=parse_named_file
+)
 @options.output_options
+@click.option(
+    "--table",
+    "printed",
+    metavar="FILE",
+    type=parse_path,
+    help="Also write the table as it is printed in papers, a row per model and a column per task, "
+    "to FILE, a .md, .tex, .png, .svg or .pdf.  [default: do not]",
+)
 @click.option(
     "--metric",
     "metrics",
@@ -35,20 +48,26 @@ QUESTION = RESULTS
     "RESULTS are of knn, probe, retrieve or saliency with --replicates.  [default: none]",
 )
 def command(
-    results: tuple[Path, ...], outputs: Outputs, metrics: tuple[str, ...], paired: str | None
+    results: tuple[NamedFile, ...],
+    outputs: Outputs,
+    printed: Path | None,
+    metrics: tuple[str, ...],
+    paired: str | None,
 ) -> None:
     """Name the best layer of each model for each task.
 
     RESULTS are tables (.csv, .tsv, .json, ...) that other commands wrote with -o and that have one
     value per layer (probe, knn, cluster, saliency, ...). The best value is the highest or the
     lowest, as the metric's direction demands; metrics without a direction (distances, ratios) are
-    left out (Walmer et al. 2023, Tables 1, 5). A task is a file's command and metric, with k and
-    shots.
+    left out (Walmer et al. 2023, Tables 1, 5). A task is a file's command (or the NAME that it is
+    given here) and metric, with k and shots. Give stores the same names in all commands: they are
+    the models of the table.
 
     \b
       $ vitsee knn train.zarr b16.zarr -o knn.csv
       $ vitsee cluster b16.zarr dino.zarr -o cluster.csv
       $ vitsee best-layer knn.csv cluster.csv --png best.png
+      $ vitsee best-layer knn.csv ROx=rox.csv RPar=rpar.csv propagate.csv --table table5.tex
       $ vitsee cka b16.zarr -o cka.csv
       $ vitsee best-layer knn.csv cka.csv --metric top1 --png redundancy.png > best.csv
       $ vitsee knn train.zarr b16.zarr dino.zarr -o knn.csv --replicates --force
@@ -68,10 +87,15 @@ def command(
     """
     if paired is not None and outputs.png is not None:
         raise click.UsageError("--png draws the best layers; --paired has no figure")
+    if paired is not None and printed is not None:
+        raise click.UsageError("--table prints the best layers; --paired has no such table")
     check_outputs(outputs)
+    if printed is not None:
+        ending_of(printed, ENDINGS, "--table")
+        check_new_files([*outputs.paths(), printed], force=outputs.force)
     if outputs.csv is None:
         console.require_stdout()
-    files = best_layer.read(results)
+    files = best_layer.read([r.path for r in results], [r.label for r in results])
     if paired is None:
         table = best_layer.run(files, metrics)
     else:
@@ -87,4 +111,5 @@ def command(
         figure=lambda: best_layer.plot(table, files, metrics),
         sidecar=sidecar,
         stdout=sys.stdout,
+        more={} if printed is None else {printed: BestTable.of(table).written(printed)},
     )

@@ -1,0 +1,199 @@
+"""The table of best layers as papers print it, over the results of several commands."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from vitsee_cli.main import main
+from vitsee_core.analyses.best_layer import read, run
+from vitsee_core.figures.best_table import CONTROLS, BestTable
+from vitsee_core.results import Table
+from vitsee_stores.errors import VitseeError
+
+SITES = ("embed", "blocks.0.out", "blocks.1.out", "blocks.2.out")
+
+
+def curve(store: str, metric: str, values: list[float], **more: Any) -> list[dict[str, Any]]:
+    """A value per layer."""
+    return [
+        {"store": store, "model": store, "site": site, "block": "", "depth": depth}
+        | {"rel_depth": depth / 3, "metric": metric, "value": value, "baseline": ""}
+        | more
+        for depth, (site, value) in enumerate(zip(SITES, values, strict=True))
+    ]
+
+
+def write(path: Path, rows: list[dict[str, Any]], command: str) -> Path:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    path.write_text("")
+    with path.open("w") as file:
+        Table.from_rows(rows, names).to_csv(file)
+    path.with_name(path.name + ".json").write_text(f'{{"command": ["vitsee", "{command}"]}}')
+    return path
+
+
+def results(folder: Path) -> list[str]:
+    """As retrieve (of two sets), propagate, keypoints, knn and cluster write them: with rows about
+    parts and controls."""
+    flat = [0.02] * 4
+    retrieve = curve("b16", "map_medium", [0.1, 0.2, 0.3, 0.372])
+    retrieve += curve("b16", "ap_medium", [0.9] * 4, query="q7")
+    retrieve += curve("b16", "map_medium", flat, baseline="chance")
+    retrieve += curve("l_16", "map_medium", [0.1, 0.2, 0.4123, 0.3])
+    retrieve += curve("l_16", "map_medium", flat, baseline="chance")
+    paris = curve("b16", "map_medium", [0.1, 0.2, 0.3, 0.6])
+    propagate = curve("b16", "jf", [0.3, 0.59, 0.5, 0.4])
+    propagate += curve("b16", "jf", [0.99] * 4, video="bear", object=1)
+    propagate += curve("b16", "j_decay", [0.5, 0.3, 0.2, 0.4])
+    propagate += curve("b16", "jf", [0.05, 0.06, 0.04, 0.05], baseline="random")
+    propagate += curve("l_16", "jf", [0.3, 0.2, 0.5, math.nan])
+    propagate += curve("l_16", "j_decay", [0.5, 0.25, 0.3, 0.4])
+    propagate += curve("l_16", "jf", [0.08, 0.06, 0.04, 0.05], baseline="random")
+    keypoints = curve("b16", "pck@0.1", [0.1, 0.2, 0.2828, 0.2])
+    keypoints += curve("b16", "pck@0.1", [0.95] * 4, **{"class": "cat"})
+    knn = curve("b16", "top1", [0.1, 0.2, 0.3, 0.7], k=20)
+    head = {"store": "b16", "model": "b16", "site": "pooled", "block": "", "depth": 3}
+    knn += [{**knn[0], **head, "value": 0.7606}]
+    cluster = curve("b16", "segment_purity", [0.2, 0.3, 0.4, 0.35], k=80)
+    cluster += curve("b16", "segment_purity", [0.25] * 4, k=80, baseline="image")
+    return [
+        f"ROx={write(folder / 'ox.csv', retrieve, 'retrieve')}",
+        f"RPar={write(folder / 'par.csv', paris, 'retrieve')}",
+        str(write(folder / "propagate.csv", propagate, "propagate")),
+        str(write(folder / "keypoints.csv", keypoints, "keypoints")),
+        str(write(folder / "knn.csv", knn, "knn")),
+        str(write(folder / "cluster.csv", cluster, "cluster")),
+    ]
+
+
+def vitsee(*arguments: Any) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_a_row_a_model_and_a_column_a_task(tmp_path: Path) -> None:
+    result = vitsee("best-layer", *results(tmp_path), "--table", tmp_path / "t.md")
+    assert result.exit_code == 0, result.stderr
+    lines = (tmp_path / "t.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:6]]
+    table = {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in [*rows[2:], rows[0]]}
+    assert rows[0] == [
+        *("model", "ROx map_medium ↑", "RPar map_medium ↑", "propagate jf ↑"),
+        *("propagate j_decay ↓", "keypoints pck@0.1 ↑", "knn top1, k = 20 ↑"),
+        "cluster segment_purity, k = 80 ↑",
+    ]
+    assert list(table["b16"].values()) == [
+        *("0.372 (3)", "0.600 (3)", "**0.590 (1)**", "**0.200 (2)**", "0.283 (2)"),
+        *("0.761 (pooled)", "0.400 (2)"),
+    ]
+    assert list(table["l_16"].values()) == [
+        *("**0.412 (2)**", "–", "0.500 (2)", "0.250 (1)", "–", "–", "–"),
+    ]
+    # of one model none is the best
+
+
+def test_the_lowest_is_bold_where_lower_is_better(tmp_path: Path) -> None:
+    table = run(read([p.partition("=")[2] or p for p in results(tmp_path)]))
+    printed = BestTable.of(table)
+    column = next(i for i, name in enumerate(printed.header) if "j_decay" in name)
+    cells = {row[0].text: row[column] for row in printed.models}
+    assert (cells["b16"].text, cells["b16"].bold) == ("0.200 (2)", True)
+    assert (cells["l_16"].text, cells["l_16"].bold) == ("0.250 (1)", False)
+
+
+def test_controls_are_below_and_said(tmp_path: Path) -> None:
+    table = run(read([p.partition("=")[2] or p for p in results(tmp_path)]))
+    printed = BestTable.of(table)
+    controls = {row[0].text: [cell.text for cell in row[1:]] for row in printed.controls}
+    assert [*controls] == ["chance", "random", "image"]
+    assert controls["chance"][0] == "0.020"
+    # the stores' controls differ: their range
+    assert controls["random"][printed.header.index("propagate jf ↑") - 1] == "0.060–0.080"
+    assert controls["image"][-1] == "0.250" and controls["image"][0] == "–"
+    assert not any(cell.bold for row in printed.controls for cell in row)
+    assert "Random: Gaussian features of the same shape (Walmer" in printed.note
+    assert "Grid" not in printed.note
+
+
+def test_equal_values_are_all_bold(tmp_path: Path) -> None:
+    rows = curve("a", "top1", [0.1, 0.2, 0.3, 0.70001]) + curve("b", "top1", [0.1, 0.2, 0.7, 0.3])
+    table = run([write(tmp_path / "r.csv", rows, "knn")])
+    assert [row[1] for row in BestTable.of(table).models] == [
+        *(type(BestTable.of(table).models[0][1])(t, True) for t in ("0.700 (3)", "0.700 (2)")),
+    ]
+
+
+def test_latex(tmp_path: Path) -> None:
+    rows = curve("a_b & $x$", "pck@0.1", [0.1, 0.2, 0.3, 0.25])
+    rows += curve("a_b & $x$", "pck@0.1", [0.01, 0.02, 0.01, 0.02], baseline="chance")
+    text = BestTable.of(run([write(tmp_path / "r.csv", rows, "keypoints")])).latex()
+    lines = text.splitlines()
+    assert lines[1:] == [
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"model & keypoints pck@0.1 $\uparrow$ \\",
+        r"\midrule",
+        r"a\_b \& \$x\$ & 0.300 (2) \\",
+        r"\midrule",
+        r"chance & 0.020 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    assert lines[0].startswith("% In brackets the best layer")
+
+
+@pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
+def test_as_a_picture(tmp_path: Path, ending: str) -> None:
+    table = run(read([p.partition("=")[2] or p for p in results(tmp_path)]))
+    path = tmp_path / f"t{ending}"
+    path.write_bytes(BestTable.of(table).written(path))
+    if ending == ".svg":
+        text = " ".join(re.findall(r">([^<]*)</text>", path.read_text()))
+        assert "0.412 (2)" in text and "l_16" in text and CONTROLS["image"] in text
+    elif ending == ".png":
+        pixels = np.asarray(Image.open(path).convert("L"))
+        # nothing is cut at the picture's rim
+        assert (
+            min(edge.min() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])) > 250
+        )
+    else:
+        assert path.read_bytes()[:4] == b"%PDF"
+
+
+def test_no_value_at_all(tmp_path: Path) -> None:
+    rows = curve("a", "top1", [math.nan] * 4) + curve("b", "top1", [0.1, 0.2, 0.3, 0.4])
+    printed = BestTable.of(run([write(tmp_path / "r.csv", rows, "knn")]))
+    assert [row[1].text for row in printed.models] == ["–", "0.400 (3)"]
+    assert [row[1].bold for row in printed.models] == [False, False]
+
+
+def test_the_command_refuses(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.csv", curve("a", "top1", [0.1, 0.2, 0.3, 0.4]), "knn")
+    (tmp_path / "there.md").write_text("mine")
+    for code, phrase, arguments in (
+        (1, "expected a name that ends in .md, .tex", ["--table", tmp_path / "t.html"]),
+        (1, "exists", ["--table", tmp_path / "there.md"]),
+        (1, "named for two outputs", ["--table", tmp_path / "t.png", "--png", tmp_path / "t.png"]),
+        (2, "--paired has no such table", ["--table", tmp_path / "t.md", "--paired", "layers"]),
+    ):
+        result = vitsee("best-layer", path, *arguments)
+        assert (result.exit_code, result.stdout) == (code, ""), result.stderr
+        assert phrase in result.stderr
+    assert (tmp_path / "there.md").read_text() == "mine"
+    assert {p.name for p in tmp_path.iterdir()} == {"r.csv", "r.csv.json", "there.md"}
+    with pytest.raises(VitseeError, match="ends in"):
+        BestTable.of(run([path])).written(tmp_path / "t.csv")
+
+
+def test_names_of_tasks(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.csv", curve("a", "top1", [0.1, 0.2, 0.3, 0.4]), "knn")
+    result = vitsee("best-layer", f"ImageNet={path}")
+    assert result.exit_code == 0 and "ImageNet top1" in result.stdout
+    assert "knn top1" in vitsee("best-layer", path).stdout
