@@ -1,7 +1,11 @@
 """Chunks as bytes and as files: names, encoding, checksums.
 
-The bytes are those that zarr writes for the same metadata (a test compares them). Zarr's own
-path was a half to a third as fast on this layout; see benchmarks/store_io.py.
+The bytes are those that zarr writes for the same metadata (a test compares them). Why zarr does not
+move them itself: of seven ways that were measured (zarr's default and fused pipelines, zarrs and
+TensorStore among them) this one took the fewest CPU seconds per byte, which extraction
+and analyses need for themselves; a commit needs to know which bytes were written, and that they are
+on the disk (fsync), before its marker is; and no event loop is started in processes that fork
+workers. benchmarks/store_io.py compares it with the zarr that is installed.
 """
 
 from __future__ import annotations
@@ -33,20 +37,6 @@ def file_name(index: Sequence[int]) -> str:
 def chunk_name(spec: ArraySpec, index: Sequence[int]) -> str:
     """A chunk's file by its path below the store."""
     return f"{spec.path}/{file_name(index)}"
-
-
-def codecs(spec: ArraySpec) -> list[dict[str, Any]]:
-    """The array's codecs as its zarr.json names them."""
-    item = np.dtype(spec.dtype).itemsize
-    chain: list[dict[str, Any]] = [
-        {"name": "bytes", "configuration": {"endian": "little"}} if item > 1 else {"name": "bytes"}
-    ]
-    if spec.codec == "zstd":
-        chain.append({"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}})
-    elif spec.codec == "lz4":
-        blosc = {"typesize": item, "cname": "lz4", "clevel": LZ4_LEVEL, "shuffle": "shuffle"}
-        chain.append({"name": "blosc", "configuration": {**blosc, "blocksize": 0}})
-    return [*chain, {"name": "crc32c"}]
 
 
 def encode(block: NDArray[Any], spec: ArraySpec) -> list[bytes | NDArray[np.uint8]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from vitsee_stores.layout import arrays
 from vitsee_stores.manifest import ATTRIBUTE, Manifest
 from vitsee_stores.places import files_at
 from vitsee_stores.url import Url
+from vitsee_stores.zarr_metadata import documents
 
 
 def remove_store(path: str | os.PathLike[str] | Url) -> None:
@@ -46,15 +46,9 @@ def contents(
     written = {path for path, spec in specs.items() if spec.per == "once"}
     if set(once) != written:
         raise StoreError(f"arrays written once: {sorted(once)}, expected {sorted(written)}")
-    groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents}
     files: list[tuple[str, Pieces]] = []
-    for group in sorted(groups - {"."}):
-        text = metadata.to_text(metadata.group_document())
-        files.append((f"{group}/{metadata.ZARR_JSON}", [text]))
     checksums: dict[str, int] = {}
     for path, spec in specs.items():
-        text = metadata.to_text(metadata.array_document(spec))
-        files.append((f"{path}/{metadata.ZARR_JSON}", [text]))
         if spec.per == "once":
             values = np.asarray(once[path], spec.dtype)
             if values.shape != spec.shape:
@@ -63,5 +57,8 @@ def contents(
             checksums[path] = checksum(bytes(pieces[-1]))
             files.append((chunk_name(spec, (0,) * values.ndim), pieces))
     manifest = dataclasses.replace(manifest, checksums=checksums)
-    files.append((metadata.ZARR_JSON, [metadata.root_text(manifest, complete=False)]))
+    root = metadata.root_text(manifest, complete=False)
+    for path, document in documents(specs).items():
+        files.append((f"{path}/{metadata.ZARR_JSON}", [metadata.to_text(document)]))
+    files.append((metadata.ZARR_JSON, [root]))
     return files, manifest

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_stores.chunks import chunk_name, codecs, decode, encode, no_answer
+from vitsee_stores.chunks import chunk_name, decode, encode, no_answer
 from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, COMMIT_BYTES, ArraySpec, arrays
@@ -59,7 +59,7 @@ def to_text(document: Mapping[str, Any]) -> bytes:
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The zarr.json of a group."""
+    """The zarr.json of a group, as zarr makes it too."""
     return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
 
 
@@ -91,23 +91,6 @@ def root_text(manifest: Manifest, complete: bool) -> bytes:
     except (StoreError, ValueError) as error:
         raise StoreError(f"this store could not be read again: {error}") from None
     return text
-
-
-def array_document(spec: ArraySpec) -> dict[str, Any]:
-    """The zarr.json of an array, as zarr would write it."""
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(spec.shape),
-        "data_type": spec.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.chunks)}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": "NaN" if spec.dtype.startswith("float") else 0,
-        "codecs": codecs(spec),
-        "attributes": {},
-        "dimension_names": list(spec.axes),
-        "storage_transformers": [],
-    }
 
 
 def read_root(files: Files) -> tuple[Manifest, bool]:

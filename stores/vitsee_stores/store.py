@@ -76,6 +76,16 @@ class Store(StoreSites):
         return folder_of(self.place)
 
     @property
+    def zarr(self) -> Any:
+        """The store as zarr-python opens it, a group to read only: `store.zarr["acts/embed/grid"]`.
+        It compares no checksums with the commit markers, and what is not committed reads as NaN
+        or 0.
+        """
+        import zarr
+
+        return zarr.open_group(self.files.zarr_store(), mode="r")
+
+    @property
     def n_images(self) -> int:
         """Number of rows, unreadable images and uncommitted slabs included."""
         return self.plan.n_images

@@ -22,6 +22,7 @@ from vitsee_stores.places import files_at
 from vitsee_stores.sealed import SealedChunks
 from vitsee_stores.slab_checks import SlabChecks, listed, without_advice
 from vitsee_stores.url import Url
+from vitsee_stores.zarr_metadata import KEYS, documents
 
 # Other writers may leave these out where they are empty, or write them as null.
 OPTIONAL: dict[str, Any] = {
@@ -91,33 +92,39 @@ def _markers(
 
 
 def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
-    expected: dict[str, dict[str, Any]] = {
-        group: metadata.group_document() for group in _groups(specs)
-    }
-    expected |= {path: metadata.array_document(spec) for path, spec in specs.items()}
-    for path, document in {".": metadata.group_document(), **expected}.items():
-        what = metadata.ZARR_JSON if path == "." else f"{path}: its {metadata.ZARR_JSON}"
+    expected = {"": metadata.group_document(), **documents(specs)}
+
+    def read(path: str) -> Any:
+        """What the zarr.json of a group or array says, or what is wrong with it, as text."""
         try:
-            name = metadata.ZARR_JSON if path == "." else f"{path}/{metadata.ZARR_JSON}"
+            name = f"{path}/{metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
             found = metadata.parse(files.read(name, metadata.MOST_BYTES))
         except FileNotFoundError:
-            yield f"{what} is missing"
-            continue
+            return "is missing"
         except OSError as error:
-            yield f"{what} cannot be read: {reason(error)}"
-            continue
+            return f"cannot be read: {reason(error)}"
         except ValueError:
-            yield f"{what} is no JSON"
+            return "is no JSON"
+        return found if isinstance(found, dict) else "is no JSON object"
+
+    for path, found in zip(expected, files.each_small(read, list(expected)), strict=True):
+        what = f"{path}: its {metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
+        if isinstance(found, str):
+            yield f"{what} {found}"
             continue
-        if not isinstance(found, dict):
-            yield f"{what} is no JSON object"
-            continue
-        if path == "." and isinstance(found.get("attributes"), dict):
+        if not path and isinstance(found.get("attributes"), dict):
             found["attributes"].pop(ATTRIBUTE, None)  # the manifest, which has a digest
-        for key in dict.fromkeys([*document, *found]):
-            is_, should = found.get(key, OPTIONAL.get(key)), document.get(key, OPTIONAL.get(key))
-            if _text(is_) != _text(should) or (key not in found and key not in OPTIONAL):
-                yield f"{what} says {_short(key)} {_text(is_)}, expected {_text(should)}"
+        yield from (f"{what} {line}" for line in _differences(found, expected[path]))
+
+
+def _differences(found: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
+    """What a zarr.json says otherwise; fields that only this zarr writes may be absent."""
+    for key in dict.fromkeys([*document, *found]):
+        is_, should = found.get(key, OPTIONAL.get(key)), document.get(key, OPTIONAL.get(key))
+        if key not in found and key not in OPTIONAL and key not in KEYS:
+            continue
+        if _text(is_) != _text(should) or (key not in found and key not in OPTIONAL):
+            yield f"says {_short(key)} {_text(is_)}, expected {_text(should)}"
 
 
 def _foreign_files(files: Files, specs: Mapping[str, ArraySpec], complete: bool) -> Iterator[str]:
