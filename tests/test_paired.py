@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from tests.stores import write_labelled
 from vitsee_cli.main import main
 from vitsee_core import replicates
-from vitsee_core.analyses.best_layer import compare, read
+from vitsee_core.analyses.best_layer import compare, plot, read
 from vitsee_core.results import Table
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
@@ -143,10 +143,43 @@ def test_from_stores_to_differences(tmp_path: Path) -> None:
             assert found["n_images"][i] == N
 
 
-def test_no_figure_and_no_replicates(tmp_path: Path) -> None:
+def test_the_figure(tmp_path: Path) -> None:
+    """A line per difference, from the largest on, below what they are differences to; blue where
+    the interval excludes 0, hollow where it does not, a cross without one."""
+    sure, unsure = [0.5, 0.5, 0.5, 0.6, 0.41], [0.7, 0.7, 0.9, 0.2, 0.8]
+    sites = {"embed": unsure, "blocks.0.out": HIGH, "blocks.1.out": sure}
+    alone = {"embed": LOW, "blocks.0.out": [0.55, *[math.nan] * 4]}
+    path = write(tmp_path / "r.csv", vit=sites, cnn=alone)
+    table = compare(read([path]))
+    panel = plot(table).axes[0]
+    labels = [text.get_text() for text in panel.get_yticklabels()]
+    assert labels == [
+        *("vit: blocks.0.out less", "blocks.1.out", "embed"),
+        *("cnn: blocks.0.out less", "embed"),
+    ]
+    points: list[Any] = [line for line in panel.get_lines() if line.get_linestyle() == "None"]
+    places = [(round(line.get_xdata()[0], 9), line.get_ydata()[0]) for line in points]
+    assert places == [(0.3, 1), (0.1, 2), (0.05, 4)]
+    marks = ["95 % interval excludes 0", "95 % interval includes 0", "no interval"]
+    assert [line.get_label() for line in points] == marks
+    assert [line.get_markerfacecolor() for line in points][:2] == ["#0072B2", "white"]
+    lines: list[Any] = panel.get_lines()
+    bars = [
+        line.get_xdata() for line in lines if list(line.get_ydata()) in ([1, 1], [2, 2], [4, 4])
+    ]
+    row = table.where(site_b="blocks.1.out")
+    np.testing.assert_allclose(bars[0], [row["low"][0], row["high"][0]])
+    assert len(bars) == 2
+    both = compare(read([path]), among="models")
+    labels = [text.get_text() for text in plot(both).axes[0].get_yticklabels()]
+    assert labels == ["vit: blocks.0.out less", "cnn: blocks.0.out"]
+
+
+def test_the_command_draws_it_and_misses_replicates(tmp_path: Path) -> None:
     path = write(tmp_path / "r.csv", vit={"embed": LOW, "blocks.0.out": HIGH})
     result = command("best-layer", path, "--paired", "layers", "--png", tmp_path / "x.png")
-    assert result.exit_code == 2 and "--paired has no figure" in result.stderr
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     replicates.beside(path).unlink()
     result = command("best-layer", path, "--paired", "layers")
     assert (result.exit_code, result.stdout) == (1, "")

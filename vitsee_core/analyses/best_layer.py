@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.figures.best_layers import draw_best_layers
+from vitsee_core.figures.paired_differences import draw_differences
 from vitsee_core.figures.redundancy import PAIRS, to_last
 from vitsee_core.layer_tasks import COLUMNS, OPTIONAL, is_given, known_metrics, tasks
 from vitsee_core.metrics import direction
@@ -177,15 +178,12 @@ def compare(
         for number, (of_store, best) in enumerate(stores):
             others = stores[number + 1 :]
             if among == "layers":
-                sites = [
-                    of for name, of in of_store.groups("site") if name != _site(of_store, best)
-                ]
-                others = [(of, _best_place(of)) for of in sites]
+                sites, own = of_store.groups("site"), _site(of_store, best)
+                others = [(of, _best_place(of)) for name, of in sites if name != own]
             rows += [difference((of_store, best), other, task, notes) for other in others]
     if not rows:
-        raise VitseeError(
-            f"there is nothing to compare: the results are of one {among.removesuffix('s')} only"
-        )
+        one = among.removesuffix("s")
+        raise VitseeError(f"there is nothing to compare: the results are of one {one} only")
     names = [
         name
         for name in PAIRED
@@ -271,15 +269,18 @@ def _overlapping(rows: Table, order: NDArray[np.float64], place: int) -> int | N
 
 
 @styled
-def plot(table: Table, files: Sequence[ResultFile], metrics: Sequence[str] = ()) -> Figure:
+def plot(table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] = ()) -> Figure:
     """One panel per task: its curves against relative depth, the best layer of each store as a star
     and baselines dashed. One panel per store of a CKA self-comparison: CKA with the last layer
-    beside the scores of all tasks. Below, the table itself: tasks by stores.
+    beside the scores of all tasks. Below, the table itself: tasks by stores. Of `compare`: its
+    differences with their intervals.
 
     Args:
-        table: from `run`.
+        table: from `run` or `compare`.
         files: from `read`, what it was made of.
         metrics: as for `run`.
     """
+    if "store_a" in table.columns:
+        return draw_differences(table)
     redundancy = [part for file in files if file.has(PAIRS) for part in to_last(file.table)]
     return draw_best_layers(table, tasks(files, metrics), redundancy)

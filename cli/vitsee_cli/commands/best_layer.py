@@ -71,7 +71,7 @@ def command(
       $ vitsee cka b16.zarr -o cka.csv
       $ vitsee best-layer knn.csv cka.csv --metric top1 --png redundancy.png > best.csv
       $ vitsee knn train.zarr b16.zarr dino.zarr -o knn.csv --replicates --force
-      $ vitsee best-layer knn.csv --paired models
+      $ vitsee best-layer knn.csv --paired models -o differences.csv --png differences.png
 
     Columns: store, model, site, block, depth and rel_depth of the best layer (counted from 0),
     token, row, col, head of its best row, task, ties (others with the same value), file, metric,
@@ -83,10 +83,9 @@ def command(
     With --paired: store_a, model_a, site_a, block_a, depth_a, rel_depth_a, the same with _b, token,
     row, col, head of both, task, metric, value (a less b), std and the 95 % interval low, high over
     images, spread (what std is), n_images, n_blocks. Choosing the best layer on the same images is
-    not corrected for.
+    not corrected for. The figure shows each difference and its interval, filled where that
+    excludes 0.
     """
-    if paired is not None and outputs.png is not None:
-        raise click.UsageError("--png draws the best layers; --paired has no figure")
     if paired is not None and printed is not None:
         raise click.UsageError("--table prints the best layers; --paired has no such table")
     check_outputs(outputs)
