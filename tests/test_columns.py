@@ -41,6 +41,7 @@ TABLES = {
     "head-types": [VIT],
     "knn": [["train.zarr", *VIT, "--k", "3", "--per-class"]],
     "localize": [VIT, [*VIT, "--summary", "token"], [*VIT, "--summary", "site"]],
+    "norms": [VIT, ["cnn.zarr"]],
     "normratio": [VIT, ["cnn.zarr"]],
     "probe": [["train.zarr", *VIT, "--tokens", "each", "--per-class"]],
     "saliency": [[*VIT, "--masks", "masks"]],

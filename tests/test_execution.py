@@ -23,6 +23,7 @@ from vitsee_core.analyses import (
     head_types,
     knn,
     normratio,
+    norms,
     probe,
 )
 from vitsee_core.execution import Execution
@@ -79,6 +80,7 @@ WORK = {
     "cluster": (cluster.run, labelled, {"sites": "embed", "n_seeds": 2}),
     "head-types": (head_types.run, heads, {}),
     "knn": (knn.run, lambda f: labelled(f, 2), {"sites": "embed", "ks": (3,)}),
+    "norms": (norms.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "normratio": (normratio.run, residuals, {}),
     "probe": (probe.run, lambda f: labelled(f, 2), {"sites": "embed", "l2": (1.0,)}),
 }

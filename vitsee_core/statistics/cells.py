@@ -1,0 +1,52 @@
+"""The value columns of a table's row: a statistic of images, its spread and its replicates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from vitsee_core.replicates import WORD
+from vitsee_core.statistics.image_statistics import Estimates, statistic
+from vitsee_core.statistics.jackknife import interval
+from vitsee_core.types import Float, Integers
+
+Cells = dict[str, Any]
+
+
+def mean_cells(values: ArrayLike, labels: Integers) -> Cells:
+    """Of the mean over images; see `image_statistics.METHODS`.
+
+    Args:
+        values: (images,), NaN where an image has none; it is left out.
+        labels: (images,) blocks of the jackknife, for the replicates.
+    """
+    x = np.asarray(values, np.float64)[np.newaxis]
+    return cells_of(statistic(x, "mean", labels).estimates(), 0)
+
+
+def jackknife_cells(value: float, without: Float, n: int) -> Cells:
+    """Of a statistic that is no mean: its 95 % interval by the delete-a-block jackknife, and as std
+    sqrt(n) times the standard error.
+
+    Args:
+        value: of all images.
+        without: (blocks,) the same without each block of images.
+        n: images.
+    """
+    error, low, high = interval(np.array(value), without)
+    return {
+        **{"value": float(value), "std": float(error) * np.sqrt(n)},
+        **{"low": float(low), "high": float(high), "n_images": n, WORD: without},
+    }
+
+
+def cells_of(estimates: Estimates, i: int) -> Cells:
+    """Of one entry."""
+    of = estimates
+    return {
+        **{"value": float(of.value[i]), "std": float(of.std[i])},
+        **{"low": float(of.low[i]), "high": float(of.high[i]), "n_images": int(of.n[i])},
+        WORD: None if of.without is None else of.without[i],
+    }
