@@ -173,7 +173,7 @@ def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
                 f"{store.label}: {site.name} has no grid of tokens; propagate needs sites that "
                 "have one"
             )
-        store.acts(site.name, "patches")  # refused where it is pooled only
+        store.acts(site.name, "patches", partial=True)  # refused where it is pooled only
     return found
 
 

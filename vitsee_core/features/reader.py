@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 class SiteFeatures:
     """Some tokens of one site of a store.
 
-    site: a stored one, no alias. matching: for CNNs, see `last_stage`. A site without tokens is
+    site: a stored one, no alias. matching: for CNNs, see `last_stage`. partial: see `Store.acts`. A
+    site without tokens is
     read as it is, flattened: one vector per image.
     """
 
@@ -48,6 +49,7 @@ class SiteFeatures:
     site: SiteSpec
     selection: TokenSelection
     matching: Matching | None = None
+    partial: bool = False
 
     @cached_property
     def arrays(self) -> list[LazyArray]:
@@ -67,8 +69,8 @@ class SiteFeatures:
         if self.selection in ("cls", "mean"):
             return [store.pooled(name, self.selection)]
         if self.selection not in ("all", "each"):
-            return [store.acts(name, self.selection)]
-        store.acts(name, "all")  # refused where it is pooled only
+            return [store.acts(name, self.selection, partial=self.partial)]
+        store.acts(name, "all", partial=self.partial)  # refused where it is pooled only
         body = "rows" if layout.grid is None else "grid"
         parts = ("prefix", body) if layout.prefix else (body,)
         return [store.array(f"acts/{name}/{part}") for part in parts]
@@ -251,6 +253,7 @@ def choose_features(
     *,
     one_vector: bool = False,
     match_last_stage: bool = False,
+    partial: bool = False,
 ) -> SiteFeatures:
     """The features that an analysis reads of a site, refused here rather than in the middle of the
     work.
@@ -262,9 +265,11 @@ def choose_features(
             elsewhere; a site without tokens is read as it is.
         one_vector: refuse tokens that are several vectors per image.
         match_last_stage: bring a CNN's grids and channels to the last stage's; see `last_stage`.
+        partial: whether images may be smaller than their canvas; see `Store.acts`.
 
     Raises:
-        SiteError: the site has no such tokens, or they are several where one vector is needed.
+        SiteError: the site has no such tokens, or they are several where one vector is needed; or
+            images do not fill their canvas.
         MissingInput: the site is stored pooled only, or the last stage is not stored.
     """
     site = store.site(site.name)
@@ -278,6 +283,7 @@ def choose_features(
             site,
             TokenSelection.parse(tokens or default),
             match(store, site) if match_last_stage else None,
+            partial,
         )
     if one_vector and found.several:
         raise SiteError(

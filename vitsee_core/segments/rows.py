@@ -15,7 +15,7 @@ from vitsee_core.images.placement import place
 from vitsee_core.labelled.labelled_rows import LabelledRows, in_split
 from vitsee_core.machine import counted
 from vitsee_core.masks import MaskSource
-from vitsee_core.masks.truth import check_size, match_rows
+from vitsee_core.masks.truth import check_size, cut, match_rows
 from vitsee_core.progress import counting
 from vitsee_core.segments.choice import Segmentation
 from vitsee_core.segments.vectors import SegmentFeatures, Weights
@@ -154,7 +154,9 @@ def find_segments(
             )
         matched, numbers = matched[kept], numbers[kept]
         how = f"{how}, of the first {choice.first} images of the masks"
-    found = _Finder(store, source, choice, list(dict.fromkeys(layouts)), store.sizes)
+    found = _Finder(
+        store, source, choice, list(dict.fromkeys(layouts)), store.sizes, store.samples.box
+    )
     # An order that does not depend on the store's: stores of one data set draw the same images.
     order = np.argsort(store.samples.index[matched], kind="stable")
     if choice.segments is not None:
@@ -216,6 +218,7 @@ class _Finder:
     choice: Segmentation
     layouts: list[TokenLayout]
     sizes: NDArray[np.int32]
+    boxes: NDArray[np.float32] | None
 
     def __call__(
         self, pair: tuple[int, int]
@@ -226,7 +229,10 @@ class _Finder:
         found, left = [], Counter[str]()
         weighers: list[Weigher] = []
         for one in self.source.segments(number):
-            check_size(where, one.mask.shape, self.store.samples.id[row], size)
+            pixels = one.mask
+            if self.boxes is not None and np.isfinite(self.boxes[row]).all():
+                pixels = cut(where, pixels, self.boxes[row])
+            check_size(where, pixels.shape, self.store.samples.id[row], size)
             if one.crowd and not self.choice.crowd:
                 left["crowds"] += 1
                 continue
@@ -234,12 +240,12 @@ class _Finder:
                 seen = tuple(transform["input_size"][1:])
                 placed = place(transform, size)
                 weighers = [Weigher(size, placed, layout, seen) for layout in self.layouts]
-            sparse = [weigher.of(one.mask, self.choice.weights or "area") for weigher in weighers]
+            sparse = [weigher.of(pixels, self.choice.weights or "area") for weigher in weighers]
             known = [some for some in sparse if some is not None]
             if len(known) == len(sparse):
                 found.append((one.category, known))
             else:
-                left["not_visible" if one.mask.any() else "empty"] += 1
+                left["not_visible" if pixels.any() else "empty"] += 1
         return found, left
 
 

@@ -203,7 +203,7 @@ def patches_of(store: Store, site: SiteSpec) -> SiteFeatures:
             f"{site.name} of {store.label} has no grid of patches, so that no segment lies on it; "
             "expected sites like --sites blocks"
         )
-    return choose_features(store, site, "patches")
+    return choose_features(store, site, "patches", partial=True)  # no weight beside an image
 
 
 def segment_features(

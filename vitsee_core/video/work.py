@@ -181,7 +181,8 @@ class SiteReader:
 
     def __init__(self, store: Store, site: SiteSpec, rows: Sequence[range]) -> None:
         """rows: all that will be asked for."""
-        self._acts, self._slab = store.acts(site.name, "patches"), store.plan.slab
+        self._acts = store.acts(site.name, "patches", partial=True)
+        self._slab = store.plan.slab
         self._span = min(r.start for r in rows), max(r.stop for r in rows)
         self._held: tuple[int, NDArray[np.floating]] | None = None
 
