@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,27 @@ import pytest
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
-from tests.stores import write_labelled, write_residuals
+from tests import attention_maps, attention_rows
+from tests.attention_maps import random_attention
+from tests.attention_rows import random_rows, save_mask
+from tests.stores import write_labelled, write_residuals, write_sites
+from tests.test_erf import write as write_fields
 from vitsee_cli.main import main
 from vitsee_core import replicates
-from vitsee_core.analyses import cka, knn, normratio, probe
+from vitsee_core.analyses import (
+    cka,
+    erf,
+    head_types,
+    knn,
+    localize,
+    normratio,
+    probe,
+    saliency,
+)
 from vitsee_core.results import Table, read_replicates, read_result
 from vitsee_core.statistics.jackknife import Blocks, means_without, standard_error
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
 N = 42  # in 20 blocks, of two and of three images
@@ -65,7 +80,47 @@ def of_cka(folder: Path, kept: Array) -> Table:
     return cka.run(labelled(folder / "a.zarr", kept), sites="all", no_cache=True, device="cpu")
 
 
-@pytest.mark.parametrize("analyse", [of_knn, of_probe, of_normratio, of_cka])
+def of_saliency(folder: Path, kept: Array) -> Table:
+    grid, masks = (2, 3), folder / "masks"
+    rows = random_rows(attention_rows.layout(grid), N, [2, 3], seed=3)
+    for i, tokens in enumerate(np.random.default_rng(4).choice([0, 1], (N, *grid))):
+        save_mask(masks / f"{i}.png", tokens)
+    mean, cls = (tuple(a[kept] for a in of or ()) for of in (rows.mean, rows.cls))
+    rows = dataclasses.replace(rows, mean=mean, cls=cls)
+    index = np.flatnonzero(kept).tolist()
+    store = attention_rows.write(folder / "a.zarr", [rows], size=(8, 12), index=index)
+    return saliency.run(store, masks=masks).where(baseline="")
+
+
+def of_localize(folder: Path, kept: Array) -> Table:
+    folder.mkdir()
+    layout = TokenLayout(("cls",), (2, 3), stride_px=(4.0, 4.0))
+    rng = np.random.default_rng(5)
+    pixels = rng.integers(0, 255, (N, 3, 8, 12), dtype=np.uint8)
+    x = pixels.reshape(N, 3, 2, 4, 3, 4).mean((3, 5)).transpose(0, 2, 3, 1).reshape(N, 6, 3)
+    x = np.concatenate([x.mean(1, keepdims=True), x], 1) + rng.normal(size=(N, 7, 3)) * 9
+    store = write_sites(
+        *(folder / "a.zarr", {"blocks.0.out": x[kept]}),
+        layout=layout,
+        pixels=pixels[kept],
+        transform={"mean": (0.5,) * 3, "std": (0.5,) * 3},
+    )
+    return localize.run(store)
+
+
+def of_head_types(folder: Path, kept: Array) -> Table:
+    """Its blocks are runs of slabs, here of one image."""
+    folder.mkdir()
+    made = random_attention(attention_maps.layout(), N, [2, 3], seed=6)
+    made = dataclasses.replace(made, a=tuple(a[kept] for a in made.a))
+    table = head_types.run(attention_maps.write(folder / "a.zarr", [made], slab=1))
+    return table.where(metric=list(head_types.SCORES))
+
+
+@pytest.mark.parametrize(
+    "analyse",
+    [of_knn, of_probe, of_normratio, of_cka, of_saliency, of_localize, of_head_types],
+)
 def test_a_replicate_is_the_value_without_the_block(
     analyse: Callable[[Path, Array], Table], tmp_path: Path
 ) -> None:
@@ -78,6 +133,20 @@ def test_a_replicate_is_the_value_without_the_block(
         np.testing.assert_allclose(
             whole.replicates[:, b], part["value"].astype(float), rtol=1e-5, atol=1e-6
         )
+
+
+def test_a_replicate_of_a_field_is_that_without_a_slab(tmp_path: Path) -> None:
+    """Fields are stored as sums over slabs."""
+    counts, fields = np.full(12, 2), {"blocks.0.out": np.random.default_rng(7).random((12, 8, 12))}
+    fields["blocks.0.out"] **= 4
+    metrics = ("radius50_px", "radius90_px", "offset_px")
+    whole = erf.run(write_fields(tmp_path / "a.zarr", fields, counts, slab=2), metrics=metrics)
+    assert whole.replicates is not None and whole.replicates.shape == (3, 12)
+    for k in (0, 5, 11):
+        rest = {name: np.delete(field, k, 0) for name, field in fields.items()}
+        store = write_fields(tmp_path / f"{k}.zarr", rest, np.delete(counts, k), slab=2)
+        part = erf.run(store, metrics=metrics)["value"].astype(float)
+        np.testing.assert_allclose(whole.replicates[:, k], part, rtol=1e-6)
 
 
 def test_the_spread_is_that_of_the_replicates(tmp_path: Path) -> None:
