@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,22 @@ def main() -> None:
 
 
 def show(title: str, sides: dict[str, Side], rounds: int, size: float) -> None:
-    """A row a side; ratios to the first."""
-    seconds = interleaved(sides, rounds, warmup=2)
+    """A row a side; ratios to the first. CPU time is of all threads, and what a round makes beside
+    the slab counts in it."""
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+
+    def counted(name: str) -> float:
+        began = time.process_time()
+        seconds = sides[name]()
+        cpu[name].append(time.process_time() - began)
+        return seconds
+
+    seconds = interleaved({name: partial(counted, name) for name in sides}, rounds, warmup=2)
     first = next(iter(sides))
-    print(f"\n{title:24} {'MB/s':>7} {'ratio':>6}   medians of {rounds} rounds")
+    print(f"\n{title:24} {'MB/s':>7} {'ratio':>6} {'CPU ms':>7}   medians of {rounds} rounds")
     for name, spent in seconds.items():
-        rate = size / statistics.median(spent)
-        print(f"{name:24} {rate:7.0f} {paired_ratio(seconds[first], spent):6.2f}")
+        rate, used = size / statistics.median(spent), 1e3 * statistics.median(cpu[name][2:])
+        print(f"{name:24} {rate:7.0f} {paired_ratio(seconds[first], spent):6.2f} {used:7.1f}")
 
 
 class Bench:

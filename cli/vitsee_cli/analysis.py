@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +11,7 @@ import click
 from vitsee_cli import console, options
 from vitsee_cli.values import StorePath
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.url import lies_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,8 +50,7 @@ def run_analysis(
     if outputs.csv is None:
         console.require_stdout()
     for store in stores:
-        folder = store.place.resolve() if isinstance(store.place, Path) else None
-        if folder and any(path.resolve().is_relative_to(folder) for path in outputs.paths()):
+        if any(lies_in(path, store.place) for path in outputs.paths()):
             raise VitseeError(f"results do not go into a store ({store.place}); name another place")
     if resumes:
         click.get_current_context().meta[console.RESUMES] = resumes

@@ -42,6 +42,7 @@ from vitsee_core.selection import select_each
 from vitsee_core.streaming import thread_map
 from vitsee_core.video.settings import PRESETS, choose_settings
 from vitsee_stores.errors import SiteError, VitseeError, reason
+from vitsee_stores.url import lies_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -223,8 +224,8 @@ def _saving(
     if not save.absolute().parent.is_dir():
         raise VitseeError(f"cannot make {save}: there is no folder {save.absolute().parent}")
     for store in stores:
-        if save.resolve().is_relative_to(store.path.resolve()):
-            raise VitseeError(f"results do not go into a store ({store.path}); name another place")
+        if lies_in(save, store.place):
+            raise VitseeError(f"results do not go into a store ({store.place}); name another place")
         if "/" in store.label or store.label in (".", ".."):
             raise VitseeError(
                 f"--save makes folders called as the stores are; {store.label} cannot be one"
