@@ -33,7 +33,7 @@ from vitsee_core.video.frame_map import FrameMap
 from vitsee_core.video.settings import Settings
 
 # Queries of a strip: enough to keep a product busy, few enough to leave out what the window does.
-CPU_QUERIES, GPU_QUERIES = 192, 4096
+CPU_QUERIES, GPU_QUERIES = 128, 4096
 STRIP_BYTES = 256 << 20
 _TINY = 1e-9
 UPSAMPLED_BYTES = 64 << 20
