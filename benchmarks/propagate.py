@@ -73,8 +73,8 @@ def main() -> None:
     if not args.no_loops:
         sides["with its window"] = lambda: released(tokens, seeds, where, looped_window(grid))
     with torch.inference_mode(), precision_context(torch.device("cpu"), "fp32"):
-        seconds = interleaved({name: keep(found, name, run, args.cpu_time) for name, run in sides.items()},
-                              args.rounds)  # fmt: skip
+        timed = {name: keep(found, name, run, args.cpu_time) for name, run in sides.items()}
+        seconds = interleaved(timed, args.rounds)
     for name, spent in seconds.items():
         soft = max(
             np.abs(a - b).max() for a, b in zip(found[name][0], found["vitsee"][0], strict=True)

@@ -331,6 +331,41 @@ def test_from_a_data_set_to_a_picture(demo: Path, tmp_path: Path) -> None:
         )
 
 
+def test_normal_and_dense_stores(tmp_path: Path) -> None:
+    """Walmer et al. 2023, Table 4: squashed to the input, and tiles of frames of several sizes."""
+    write_davis(tmp_path / "DAVIS")
+    data = tmp_path / "DAVIS/JPEGImages/480p"
+    only = tmp_path / "DAVIS/ImageSets/2017/val.txt"
+    for name, how in (
+        ("normal", ("--crop-mode", "squash", "--attention", "none", "--no-residual")),
+        ("dense", ("--short-side", 64, "--tiles")),
+    ):
+        extracted(
+            "demo:vit", "--data", data, "--only", only, "--order", "dataset", *how, "--sites",
+            "embed", "--sites", "last", "-o", tmp_path / f"{name}.zarr",
+        )  # fmt: skip
+    result = invoke(
+        tmp_path / "normal.zarr", tmp_path / "dense.zarr", "--masks", tmp_path / "DAVIS",
+        "-o", tmp_path / "r.csv", "--png", tmp_path / "r.png", "--save", tmp_path / "saved",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert "no token sees" not in result.stderr
+    table = Table.read(tmp_path / "r.csv")
+    for store in ("normal", "dense"):
+        for site in table.unique("site"):
+            saved = tmp_path / "saved" / store / str(site)
+            expected = evaluated(saved, tmp_path / "DAVIS/Annotations/480p", ["a", "b", "c"])
+            found = {m: value(table, m, store=store, site=site) for m in METRICS}
+            assert found == pytest.approx(expected, abs=1e-12)
+    for baseline in ("", "grid"):
+        dense, normal = (
+            value(table, "j", store=store, site="embed", baseline=baseline)
+            for store in ("dense", "normal")
+        )
+        assert dense > normal + 0.1
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
 def test_one_site_is_saved_as_the_official_evaluation_reads_it(demo: Path, tmp_path: Path) -> None:
     result = invoke(
         demo / "s.zarr", "--masks", demo / "DAVIS", "--sites", "last", "--baseline", "none",

@@ -247,16 +247,16 @@ def test_a_cropped_frame() -> None:
 
 
 def test_a_frame_in_a_corner_of_the_input() -> None:
-    """A frame of 30 x 50 at its own size in the corner of 40 x 80: cells of 10, and of 20 that lie
-    on it by half."""
-    place = Placement(0, 0, 30, 50)
-    where = frame_map("s", TokenLayout((), (4, 8), stride_px=(10, 10)), place, (30, 50))
-    assert where.grid == (3, 5)
+    """A frame of 32 x 52 at its own size in the corner of 40 x 80: cells of 10, and of 20 that lie
+    on it by a little more than half."""
+    place = Placement(0, 0, 32, 52)
+    where = frame_map("s", TokenLayout((), (4, 8), stride_px=(10, 10)), place, (32, 52))
+    assert where.grid == (3, 5)  # the middle of the next row and column is beyond it
     tokens = np.arange(32.0).reshape(4, 8, 1)
     assert where.cells(tokens)[..., 0].tolist() == tokens[:3, :5, 0].tolist()
-    coarse = frame_map("s", TokenLayout((), (2, 4), stride_px=(20, 20)), place, (30, 50))
-    assert coarse.grid == (2, 3)  # the middle of the last row and column is on the border
-    labels = np.zeros((30, 50), np.uint8)
+    coarse = frame_map("s", TokenLayout((), (2, 4), stride_px=(20, 20)), place, (32, 52))
+    assert coarse.grid == (2, 3)
+    labels = np.zeros((32, 52), np.uint8)
     labels[20:, 40:] = 1
     for how in ("nearest", "area"):
         seeds = coarse.seeds(labels, 2, how)
@@ -264,6 +264,20 @@ def test_a_frame_in_a_corner_of_the_input() -> None:
         assert seeds[..., 1].sum() == 1
     found = Enlarged(coarse, "nearest", CPU)(torch.from_numpy(seeds).permute(2, 0, 1))
     np.testing.assert_array_equal(found, labels)
+
+
+def test_pixels_of_cells_that_were_left_out() -> None:
+    """A frame of 32 x 52 in the corner: its last two rows and columns lie in cells whose middle is
+    beyond it, and take their neighbour's class."""
+    place = Placement(0, 0, 32, 52)
+    where = frame_map("s", TokenLayout((), (4, 8), stride_px=(10, 10)), place, (32, 52))
+    assert where.hidden() == 0
+    maps = torch.zeros((2, 3, 5))
+    maps[0] = 1
+    maps[:, 2, 4] = torch.tensor([0.0, 1.0])
+    found = Enlarged(where, "nearest", CPU)(maps)
+    assert (found[20:, 40:] == 1).all()
+    assert found.sum() == 12 * 12
 
 
 def test_a_grid_beside_the_frame() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.types import Float, Float32, Integers
+from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ _WHOLE = 1e-6  # edges nearer than this to a pixel's are that pixel's
 class Axis:
     """One axis of a frame and of its cells.
 
-    first, stop: the cells on the frame. length: pixels of the frame. low, high: where these cells
-    begin and end, in its pixels; beyond it where it was padded. cell: input pixels of a cell, to
-    which it is enlarged.
+    first, stop: the cells whose middle is on the frame. length: pixels of the frame. low, high:
+    where these cells begin and end, in its pixels; beyond it where it was padded. seen: where all
+    cells of the grid do. cell: input pixels of a cell, to which it is enlarged.
     """
 
     first: int
@@ -38,6 +38,7 @@ class Axis:
     length: int
     low: float
     high: float
+    seen: tuple[float, float]
     cell: int
 
     @property
@@ -51,13 +52,16 @@ class Axis:
         return np.clip(nearest_places(self.length, self.n, self.low, self.high), 0, self.length - 1)
 
     def cells_of_pixels(self, per_cell: int) -> Integers:
-        """(pixels,) for each pixel the part of a cell that it lies in, of `per_cell` parts each;
-        -1 for pixels that no cell has seen."""
+        """(pixels,) for each pixel the part of a cell that it lies in, of `per_cell` parts each, or
+        is next to, where a cell was left out as its middle is beyond the frame; -1 for pixels that
+        no cell has seen."""
         n = self.n * per_cell
         scale = n / (self.high - self.low)
         low, high = (_whole((edge - self.low) * scale) for edge in (0, self.length))
         found = nearest_places(n, self.length, low, high)
-        return np.where((found < 0) | (found >= n), -1, found)
+        middle = np.arange(self.length) + 0.5
+        seen = (middle > self.seen[0]) & (middle < self.seen[1])
+        return np.where(seen, np.clip(found, 0, n - 1), -1)
 
     def weights(self) -> Float:
         """(cells, pixels) how much of each pixel lies in a cell."""
@@ -127,23 +131,27 @@ def frame_map(
     """
     if layout is None or layout.grid is None or layout.stride_px is None:
         raise SiteError(f"{site} has no grid of tokens; propagate needs sites that have one")
-    parts = zip(
-        layout.grid, layout.stride_px, layout.offset_px, size,
-        ((place.top, place.bottom), (place.left, place.right)), strict=True,
-    )  # fmt: skip
-    axes = [_axis(*part) for part in parts]
-    if 0 in (axes[0].n, axes[1].n):
+    on = place.on_image(layout)
+    if not on.any():
         raise VitseeError(f"no token of {site} lies on frames of {size[1]} x {size[0]} pixels")
-    return FrameMap(*axes)
+    edges = (place.top, place.bottom), (place.left, place.right)
+    y, x = (
+        _axis(
+            np.asarray(on.any(1 - i)), layout.stride_px[i], layout.offset_px[i], size[i], edges[i]
+        )
+        for i in (0, 1)
+    )
+    return FrameMap(y, x)
 
 
-def _axis(n_cells: int, step: float, start: float, length: int, edges: tuple[float, float]) -> Axis:
-    middle = start + (np.arange(n_cells) + 0.5) * step
-    on = np.flatnonzero((middle >= edges[0]) & (middle <= edges[1]))
-    first, stop = (int(on[0]), int(on[-1]) + 1) if len(on) else (0, 0)
+def _axis(on: Mask, step: float, start: float, length: int, edges: tuple[float, float]) -> Axis:
+    cells = np.flatnonzero(on)
+    first, stop = int(cells[0]), int(cells[-1]) + 1
     scale = length / (edges[1] - edges[0])
-    low, high = (_whole((start + i * step - edges[0]) * scale) for i in (first, stop))
-    return Axis(first, stop, length, low, high, max(1, round(step)))
+    begin, low, high, end = (
+        _whole((start + i * step - edges[0]) * scale) for i in (0, first, stop, len(on))
+    )
+    return Axis(first, stop, length, low, high, (begin, end), max(1, round(step)))
 
 
 def nearest_places(n: int, n_out: int, low: float, high: float) -> Integers:
