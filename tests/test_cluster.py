@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tests.stores import CNN_PAIR, write_labelled
 from tests.tables import equal
+from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.analyses.cluster import (
     BASELINES,
@@ -138,6 +139,21 @@ def made(path: Path, n: int = 40, **kwargs: Any) -> Store:
         for name, weight in (("embed", 0.0), ("blocks.0.out", 1.0), ("blocks.1.out", 20.0))
     }
     return write_labelled(path, sites, labels, **{"slab": 8, **kwargs})
+
+
+def test_what_is_not_clustered_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one cluster there is nothing to do, and the progress does not end before its total."""
+    monkeypatch.setattr(console, "SHOW_AFTER", 0.0)
+    store = made(tmp_path / "a.zarr")
+    ends = {}
+    for k in ("1", "4"):
+        result = CliRunner().invoke(main, ["cluster", str(store.path), "--k", k, "--seeds", "1"])
+        assert result.exit_code == 0, result.stderr
+        (ends[k],) = (line for line in result.stderr.splitlines() if "rows" in line)
+    assert ends["1"].startswith("cluster: 0/0 rows")
+    assert ends["4"].startswith("cluster: 160/160 rows")
 
 
 def test_columns_and_baselines(tmp_path: Path) -> None:

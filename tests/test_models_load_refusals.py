@@ -193,3 +193,8 @@ def test_pretrained_weights_fitted_to_other_arguments_are_named(tmp_path: Path) 
 def test_random_weights_have_nothing_missing() -> None:
     model = load_model(NAME, random_init=0, img_size=32, model_args={**VIT, "num_classes": 3})
     assert model.notes() == [] and "missing" not in model.weights
+
+
+def test_an_assertion_without_a_text_says_its_condition() -> None:
+    said = refusal("vit_tiny_r_s16_p8_224", random_init=0, img_size=(229, 229))
+    assert "cannot be made with img_size=(229, 229): timm asks for self.feature_size[0] % " in said

@@ -337,6 +337,12 @@ def test_a_size_that_a_layer_refuses_without_a_word_names_the_layer() -> None:
         site_table(model)
 
 
+def test_windows_are_counted_without_the_heads() -> None:
+    """HaloNet has its heads in the batch dimension: 8 of them, and 4 windows of 8 x 8."""
+    table = site_table(small("halonet26t", 256))
+    assert table.left_out["stages.2.1 attention"] == "attention within windows (4 per image)"
+
+
 def test_a_size_that_overruns_a_table_is_one_line() -> None:
     model = small("mvitv2_tiny", 101)
     with pytest.raises(ModelError, match="101 x 101 pixels: index 23 is out of bounds"):

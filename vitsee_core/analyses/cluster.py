@@ -170,7 +170,8 @@ def run(
     dims = [len({site.dim for site in sites_}) * ("random" in baselines) for _, sites_, _ in plans]
     counts = [
         len(data) * (len(sites_) * (1 + ("image" in baselines)) + n)
-        for (data, sites_, _), n in zip(plans, dims, strict=True)
+        for (data, sites_, n_clusters), n in zip(plans, dims, strict=True)
+        if why_meaningless(data.labels, n_clusters, data.NOUN) is None
     ]
     notes: dict[str, Any] = {
         "method": METHOD,

@@ -97,7 +97,10 @@ def _refusal(
         tokens = min((layout.n_body for layout in layouts), default=0)
         # Of padded maps a little more than the tokens, of heads a multiple.
         if len(event.query) == 3 and tokens <= share * event.query[2] < 4 * tokens:
-            return f"attention within windows ({share:g} per image)"
+            # HaloNet has the heads in the batch dimension and the windows in the next.
+            by_heads = event.query[1] * event.query[2] == tokens != share * event.query[2]
+            windows = event.query[1] if by_heads else share
+            return f"attention within windows ({windows:g} per image)"
         return f"{share:g} attentions per image in the batch dimension (heads, or windows)"
     if event.value is None or len(event.query) != 3:
         return f"attention over {len(event.query) + 1} dimensions, not image, head, query, key"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -263,8 +264,16 @@ def _explained(
         return ModelError(f"{name} cannot be loaded: {_line(error)}{hint}")
     if isinstance(error, RuntimeError | ValueError | AssertionError | KeyError | ArithmeticError):
         hint = f" with {given}" if given else ""
-        return ModelError(f"{name} cannot be made{hint}: {_line(error)}")
+        return ModelError(f"{name} cannot be made{hint}: {_check(error) or _line(error)}")
     return error
+
+
+def _check(error: Exception) -> str:
+    """The condition that a bare assertion of timm's asks for; "" for other errors."""
+    if not isinstance(error, AssertionError) or str(error):
+        return ""
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return f"timm asks for {line.removeprefix('assert ')}" if line.startswith("assert ") else ""
 
 
 def _misfit(error: Exception) -> str:
