@@ -117,6 +117,20 @@ def test_a_marker_that_cannot_be_asked_for_is_not_taken_for_a_missing_slab(
             call()
 
 
+@pytest.mark.parametrize(
+    "name", ["valid/c.1", "samples/label/c.0", "n_valid/c.2", "checksums/c.0.0", "hash/zarr.json"]
+)
+def test_what_gives_no_answer_is_not_taken_for_damage(name: str, faulty: Proxy, url: str) -> None:
+    """validate and info stop with the line, in place of reporting damage or leaving facts out."""
+    faulty.faults = [Fault("500", lambda method, path: path.endswith(name))]
+    said = rf"^{url} cannot be read: {name}: the server answered"
+    with pytest.raises(StoreError, match=said):
+        validate(url, deep=True)
+    if name in ("samples/label/c.0", "n_valid/c.2", "checksums/c.0.0"):
+        with pytest.raises(StoreError, match=said):
+            describe(url)
+
+
 def test_slow_answers_within_patience_are_only_slow(
     faulty: Proxy, url: str, make_store: MakeStore
 ) -> None:

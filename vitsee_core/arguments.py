@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overl
 
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -29,7 +30,7 @@ class Analysis(Protocol[P, R_co]):
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
     @overload
-    def __call__(self, *stores: Store | str | os.PathLike[str], **kwargs: Any) -> R_co: ...
+    def __call__(self, *stores: Store | str | os.PathLike[str] | Url, **kwargs: Any) -> R_co: ...
 
 
 def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
@@ -84,7 +85,7 @@ def _opened(value: Any, seen: dict[str, str]) -> Any:
     """The store at a path; of a sequence, each. seen: label -> path, of those opened so far."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(_opened(part, seen) for part in value)
-    if not isinstance(value, (str, os.PathLike)):
+    if not isinstance(value, (str, os.PathLike, Url)):
         return value
     from vitsee_stores import open_store
 

@@ -20,7 +20,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores.errors import StoreError, reason
+from vitsee_stores.errors import StoreError, Unreachable, reason
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
 
@@ -185,9 +185,9 @@ def read_chunk(files: Files, spec: ArraySpec, index: Sequence[int]) -> tuple[NDA
     raise damage(files, spec, index, what)
 
 
-def no_answer(files: Files, name: str, error: OSError) -> StoreError:
+def no_answer(files: Files, name: str, error: OSError) -> Unreachable:
     """The error of a file that could not be asked for, which is no damage."""
-    return StoreError(f"{files} cannot be read: {name}: {reason(error)}")
+    return Unreachable(f"{files} cannot be read: {name}: {reason(error)}")
 
 
 def damage(files: Files, spec: ArraySpec, index: Sequence[int], what: str) -> StoreError:

@@ -9,6 +9,10 @@ class StoreError(VitseeError):
     """Not a store, a foreign or future format, damaged, or unreadable."""
 
 
+class Unreachable(StoreError):
+    """Whoever has the store gave no answer; that says nothing about the store."""
+
+
 class IncompleteStore(StoreError):
     """An extraction into this store has not finished."""
 

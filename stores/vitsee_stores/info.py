@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vitsee_stores import metadata
-from vitsee_stores.errors import StoreError
+from vitsee_stores.errors import StoreError, Unreachable
 from vitsee_stores.layout import ArraySpec, n_bytes
 from vitsee_stores.places import files_at
 from vitsee_stores.plan import SiteSpec, StorePlan
@@ -130,6 +130,8 @@ def _n_valid(
     report(0, len(slabs))
     try:
         return sum(chunks.files.each_small(read, slabs))
+    except Unreachable:
+        raise
     except StoreError:
         return None
 
@@ -139,6 +141,8 @@ def _labels(chunks: SealedChunks, names: list[str] | None) -> list[dict[str, Any
     where the labels cannot be read."""
     try:
         labels = chunks.read_all(chunks.specs["samples/label"])
+    except Unreachable:
+        raise
     except StoreError:
         return None
     counts = Counter(labels.tolist())

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores.chunks import boxes, check_length, checksum, chunk_name, file_name, where
-from vitsee_stores.errors import StoreError, reason
-from vitsee_stores.files import Files
+from vitsee_stores.chunks import (
+    boxes,
+    check_length,
+    checksum,
+    chunk_name,
+    file_name,
+    no_answer,
+    where,
+)
+from vitsee_stores.errors import StoreError, Unreachable, reason
+from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
 from vitsee_stores.sealed import SealedChunks
+
+Chunk = tuple[ArraySpec, tuple[int, ...]]
 
 SHOWN = 4
 MISSING = "is missing"
@@ -30,91 +42,84 @@ class SlabChecks:
         """A line for each damage."""
         try:
             row = self.chunks.read_row(slab)
+        except Unreachable:
+            raise
         except StoreError as error:
             yield without_advice(error, self.chunks.files)
             return
         valid, problem = self._valid_rows(slab)
         if problem:
             yield problem
-        for spec in self.chunks.specs.values():
-            if spec.has_slab(slab):
-                yield from self._array(spec, slab, row, valid)
+        chunks = self._chunks(slab)
+        ends = dict(
+            zip(chunks, self.chunks.files.each(partial(self._end, row), chunks), strict=True)
+        )
+        sound = [chunk for chunk, what in ends.items() if not what and self._is_read(chunk[0])]
+        read = self.chunks.files.each(partial(self._contents, valid), sound)
+        contents = dict(zip(sound, read, strict=True))
+        for spec, of_array in itertools.groupby(chunks, key=lambda chunk: chunk[0]):
+            indices = [index for _, index in of_array]
+            yield from self._missing(spec, {index: ends[spec, index] for index in indices})
+            checks = [contents[spec, index] for index in indices if (spec, index) in contents]
+            yield from (problem for problem, _ in checks if problem)
+            if not_finite := set[int]().union(*(rows for _, rows in checks)):
+                yield _not_finite(spec, slab, not_finite)
 
     def agree(self, slab: int) -> bool:
         """Whether marker, row and the end of every chunk say the same."""
         try:
             row = self.chunks.read_row(slab)
+        except Unreachable:
+            raise
         except StoreError:
             return False
-        chunks = [
-            (spec, index)
-            for spec in self.chunks.specs.values()
-            if spec.has_slab(slab)
-            for index, _ in boxes(spec, slab)
-        ]
+        return not any(self.chunks.files.each(partial(self._end, row), self._chunks(slab)))
 
-        def wrong(chunk: tuple[ArraySpec, tuple[int, ...]]) -> bool:
-            return bool(self._outside(*chunk, int(row[self.chunks.place(*chunk)])))
+    def _chunks(self, slab: int) -> list[Chunk]:
+        """All of a slab, array after array."""
+        specs = [spec for spec in self.chunks.specs.values() if spec.has_slab(slab)]
+        return [(spec, index) for spec in specs for index, _ in boxes(spec, slab)]
 
-        return not any(self.chunks.files.each(wrong, chunks))
+    def _is_read(self, spec: ArraySpec) -> bool:
+        return self.deep or spec.path in ALWAYS_READ
 
-    def _array(
-        self,
-        spec: ArraySpec,
-        slab: int,
-        row: NDArray[np.uint32],
-        valid: NDArray[np.bool_] | None,
-    ) -> Iterator[str]:
-        indices = [index for index, _ in boxes(spec, slab)]
-
-        def outside(index: tuple[int, ...]) -> str:
-            return self._outside(spec, index, int(row[self.chunks.place(spec, index)]))
-
-        found = self.chunks.files.each(outside, indices)
-        absent = [file_name(i) for i, what in zip(indices, found, strict=True) if what == MISSING]
-        for index, what in zip(indices, found, strict=True):
+    def _missing(self, spec: ArraySpec, ends: Mapping[tuple[int, ...], str]) -> Iterator[str]:
+        """A line for each end of an array's chunks that is wrong, and one for all that are not
+        there."""
+        absent = [index for index, what in ends.items() if what == MISSING]
+        for index, what in ends.items():
             if what not in ("", MISSING):
                 yield f"{where(spec, index)}: {file_name(index)} {what}"
         if absent:
             yield (
-                f"{where(spec, indices[0])}: {len(absent)} of {len(indices)} chunk files are "
-                f"missing: {listed(absent)}"
+                f"{where(spec, absent[0])}: {len(absent)} of {len(ends)} chunk files are "
+                f"missing: {listed(map(file_name, absent))}"
             )
-        if not self.deep and spec.path not in ALWAYS_READ:
-            return
-        sound = [index for index, what in zip(indices, found, strict=True) if not what]
-        checks = self.chunks.files.each(lambda index: self._contents(spec, index, valid), sound)
-        yield from (problem for problem, _ in checks if problem)
-        if not_finite := set[int]().union(*(rows for _, rows in checks)):
-            kind = "infinite" if spec.nan_ok else "NaN or infinite"
-            images = spec.shape[1] if spec.pairs else spec.chunks[0]  # of a slab
-            first = slab * images + min(not_finite)
-            rows_text = (
-                f"{len(not_finite)} rows of readable images, the first is row {first}"
-                if spec.pairs or spec.per == "image"
-                else "its sums"
-            )
-            yield f"{where(spec, indices[0])}: {kind} values in {rows_text}"
 
-    def _outside(self, spec: ArraySpec, index: tuple[int, ...], expected: int) -> str:
+    def _end(self, row: NDArray[np.uint32], chunk: Chunk) -> str:
         """What is wrong with a chunk's file as far as its size and last bytes tell."""
+        spec, index = chunk
+        expected, files = int(row[self.chunks.place(spec, index)]), self.chunks.files
         try:
-            size, end = self.chunks.files.read_end(chunk_name(spec, index), CHECKSUM_BYTES)
+            size, end = files.read_end(chunk_name(spec, index), CHECKSUM_BYTES)
             check_length(size, spec)
         except FileNotFoundError:
             return MISSING
+        except NoAnswer as error:
+            raise no_answer(files, chunk_name(spec, index), error) from None
         except OSError as error:
             return f"cannot be read: {reason(error)}"
         except ValueError as error:
             return str(error)
         return "" if checksum(end) == expected else "does not have the checksum that was committed"
 
-    def _contents(
-        self, spec: ArraySpec, index: tuple[int, ...], valid: NDArray[np.bool_] | None
-    ) -> tuple[str, set[int]]:
+    def _contents(self, valid: NDArray[np.bool_] | None, chunk: Chunk) -> tuple[str, set[int]]:
         """What is wrong with a chunk's bytes, and its rows with values that should be finite."""
+        spec, index = chunk
         try:
             block = self.chunks.read(spec, index)
+        except Unreachable:
+            raise
         except StoreError as error:
             return without_advice(error, self.chunks.files), set()
         if block.dtype.kind != "f" or (valid is None and (spec.per == "image" or spec.pairs)):
@@ -150,6 +155,8 @@ class SlabChecks:
             flags = self.chunks.read(specs["valid"], (slab,))[:n].copy()
             count = int(self.chunks.read(specs["n_valid"], (slab,))[0])
             sizes = self.chunks.read(specs["size"], (slab, 0))[:n].copy()
+        except Unreachable:
+            raise
         except StoreError:
             return None, ""  # reported with the other chunks
         wrong = ""
@@ -160,6 +167,16 @@ class SlabChecks:
         elif (sizes < 0).any() or sizes[flags == 0].any():
             wrong = f"size, slab {slab}: is negative, or not 0 where no image could be read"
         return flags == 1, wrong
+
+
+def _not_finite(spec: ArraySpec, slab: int, rows: set[int]) -> str:
+    kind = "infinite" if spec.nan_ok else "NaN or infinite"
+    images = spec.shape[1] if spec.pairs else spec.chunks[0]  # of a slab
+    what = "its sums"
+    if spec.pairs or spec.per == "image":
+        first = slab * images + min(rows)
+        what = f"{len(rows)} rows of readable images, the first is row {first}"
+    return f"{where(spec, (slab,))}: {kind} values in {what}"
 
 
 def listed(items: Iterable[Any]) -> str:

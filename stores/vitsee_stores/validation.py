@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import metadata
+from vitsee_stores.chunks import no_answer
 from vitsee_stores.disk import PARTIAL
-from vitsee_stores.errors import StoreError, reason
-from vitsee_stores.files import Files
+from vitsee_stores.errors import StoreError, Unreachable, reason
+from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.manifest import ATTRIBUTE, Manifest, samples_from_arrays
 from vitsee_stores.places import files_at
@@ -96,11 +97,13 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
 
     def read(path: str) -> Any:
         """What the zarr.json of a group or array says, or what is wrong with it, as text."""
+        name = f"{path}/{metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
         try:
-            name = f"{path}/{metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
             found = metadata.parse(files.read(name, metadata.MOST_BYTES))
         except FileNotFoundError:
             return "is missing"
+        except NoAnswer as error:
+            raise no_answer(files, name, error) from None
         except OSError as error:
             return f"cannot be read: {reason(error)}"
         except ValueError:
@@ -164,6 +167,8 @@ def _written_once(chunks: SealedChunks) -> Iterator[str]:
         if spec.per == "once":
             try:
                 read[path] = chunks.read_all(spec)
+            except Unreachable:
+                raise
             except StoreError as error:
                 yield without_advice(error, chunks.files)
     try:
