@@ -3,7 +3,9 @@
 Candidates are rows of positions with columns of positions, so that a map over all of them is made
 by one product for each axis. What is interpolated between the centres of tokens without being
 scaled is bilinear there and has its largest value at a corner: for `vit_analysis` only the pixels
-next to centres, and the first and last of each border, are candidates of all the pixels.
+next to centres, and the first and last of each border, are candidates of all the pixels. Pixels
+beyond the outer centres are equal; of equal ones the first is taken, where the released code leaves
+the lower and right border to rounding.
 """
 
 from __future__ import annotations

@@ -48,13 +48,13 @@ def sample(
         last = np.array(size[::-1]) - 1
         xy = np.clip(np.stack([np.trunc(at[:, 0]), np.rint(at[:, 1])], 1), 0, last)
     down, across = (
-        torch.from_numpy(axis.nearest(xy[:, i]) if match == "token" else axis.weights(xy[:, i]))
+        _weights(axis.nearest(xy[:, i]) if match == "token" else axis.weights(xy[:, i]), tokens)
         for axis, i in zip(cells, (1, 0), strict=True)
     )
     found = []
     for row, col in zip(down.split(SAMPLED_AT_ONCE), across.split(SAMPLED_AT_ONCE), strict=True):
-        lines = torch.tensordot(row.to(tokens), tokens, dims=1)
-        found.append(torch.linalg.vecdot(lines, col.to(tokens).unsqueeze(2), dim=1))
+        lines = torch.tensordot(row, tokens, dims=1)
+        found.append(torch.linalg.vecdot(lines, col.unsqueeze(2), dim=1))
     return torch.cat(found)
 
 
@@ -73,7 +73,7 @@ def find(sources: torch.Tensor, tokens: torch.Tensor, rows: Axis, cols: Axis, ma
         cols: candidates across.
         match: one of `protocol.MATCHES`.
     """
-    down, across = (torch.from_numpy(axis.weights).to(tokens) for axis in (rows, cols))
+    down, across = (_weights(axis.weights, tokens) for axis in (rows, cols))
     scale = _inverse_norms(tokens, down, across) if match == "smooth" else None
     grid, flat = tokens.shape[:2], tokens.flatten(0, 1)
     chosen = []
@@ -88,6 +88,10 @@ def find(sources: torch.Tensor, tokens: torch.Tensor, rows: Axis, cols: Axis, ma
         chosen.append(torch.stack([col, row]).cpu())
     col, row = torch.cat(chosen, 1).numpy()
     return np.stack([cols.at[col], rows.at[row]], 1)
+
+
+def _weights(weights: Float, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(weights.astype(np.float32)).to(tokens.device)
 
 
 def _pieces(sources: torch.Tensor, n_candidates: int) -> Iterator[torch.Tensor]:
