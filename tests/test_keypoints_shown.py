@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from PIL import Image
 
@@ -23,9 +24,12 @@ from vitsee_cli.main import main
 from vitsee_core.analyses.keypoints import plot, run
 from vitsee_core.demo.spair import CATEGORIES, write_spair
 from vitsee_core.keypoints import spair
+from vitsee_core.keypoints.located import locate
+from vitsee_core.keypoints.protocol import choose_protocol
+from vitsee_core.keypoints.search import search
 from vitsee_core.keypoints.spair import draw_pairs, read_pairs
 from vitsee_core.results import Table
-from vitsee_stores import Store
+from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, VitseeError
 
 
@@ -281,7 +285,7 @@ def test_the_miniature_set_has_the_published_layout(tmp_path: Path) -> None:
         "viewpoint_variation", "scale_variation", "truncation", "occlusion", "pair_id",
     }  # fmt: skip
     files = sorted((tmp_path / "a/PairAnnotation/test").iterdir())
-    assert len(files) == 36
+    assert len(files) == 90
     for file in files:
         pair = json.loads(file.read_text())
         assert set(pair) == published
@@ -313,7 +317,7 @@ def test_the_miniature_set_has_the_published_layout(tmp_path: Path) -> None:
     assert {p.category for p in colon} == {name.lower() for name in CATEGORIES}
     assert {p.variations["truncation"] for p in colon} == {0, 1, 2}
     listed = read_pairs(tmp_path / "b/Layout/small/test.txt")
-    assert len(listed) == 18 and {p.name for p in listed} < {p.name for p in plain}
+    assert len(listed) == 45 and {p.name for p in listed} < {p.name for p in plain}
     again = tmp_path / "c"
     write_spair(again)
     for file in again.rglob("*.*"):
@@ -336,7 +340,7 @@ def test_from_files_to_a_table_and_a_figure(tmp_path: Path) -> None:
     result = command(*stores, *args)
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(csv_file.open()))
-    assert {row["n_pairs"] for row in rows if not row["class"]} == {"36"}
+    assert {row["n_pairs"] for row in rows if not row["class"]} == {"90"}
     assert {row["store"] for row in rows} == {"vit0", "vit1"}
     metrics = {f"{name}@{alpha}" for name in ("pck", "pck_point", "pck_image")
                for alpha in ("0.1", "0.05", "0.01")}  # fmt: skip
@@ -396,3 +400,27 @@ def test_draws_of_the_command_are_those_of_the_seed(tmp_path: Path) -> None:
     alone = run(store, pairs=folder, alphas=[0.2])
     assert table["value"].tolist() == alone["value"].tolist()
     assert set(table["n_pairs"].tolist()) == {4}
+
+
+def test_images_of_several_sizes_on_one_canvas(tmp_path: Path) -> None:
+    """Tiles give more tokens, and so a higher ceiling; no keypoint is found beside an image."""
+    root = tmp_path / "SPair-71k"
+    write_spair(root)
+    data = ["--data", root / "JPEGImages", "--attention", "none", "--sites", "blocks"]
+    whole, tiles = tmp_path / "whole.zarr", tmp_path / "tiles.zarr"
+    model = ["test_vit", "--random-init", "0", "--img-size", "48"]
+    extracted(*model, *data, "--crop-mode", "border", "--crop-pct", "1", "-o", whole)
+    extracted(*model, *data, "--short-side", "96", "--tiles", "-o", tiles)
+    store = open_store(tiles)
+    assert not store.fills.all()
+    table = run(open_store(whole), store, pairs=root, match="token", alphas=[0.05])
+    low, high = (
+        table.where(store=name, baseline="grid", metric="pck@0.05", site="embed")["value"][0]
+        for name in ("whole", "tiles")
+    )
+    assert high > 3 * low > 0
+    located = locate(store, read_pairs(root), choose_protocol())
+    (site,) = store.select("last")
+    found = search(store, site, located, "smooth", device=torch.device("cpu"))
+    assert (found > located.window[:, :2]).all() and (found < located.window[:, 2:]).all()
+    assert len(np.unique(located.window, axis=0)) > 1

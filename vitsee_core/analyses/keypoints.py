@@ -175,8 +175,6 @@ def _with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
         SiteError: none of those that match does.
         MissingInput: one is stored pooled only.
     """
-    from vitsee_core.features import choose_features
-
     chosen = store.select(list(patterns))
     found = [s for s in chosen if s.layout is not None and s.layout.grid and s.layout.stride_px]
     if not found:
@@ -185,7 +183,7 @@ def _with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
             "image's grid; keypoints need sites that have (vitsee info lists them)"
         )
     for site in found:
-        choose_features(store, site, "patches")
+        store.acts(site.name, "patches", partial=True)
     if left := [site.name for site in chosen if site not in found]:
         log.info("%s: left out, without a grid: %s", store.label, ", ".join(left))
     return found

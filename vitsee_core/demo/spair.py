@@ -25,7 +25,8 @@ from vitsee_core.demo.scenes import Placed, Sprite, class_names, compose, sprite
 from vitsee_core.types import Mask
 
 CATEGORIES = ("Trouser", "Dress", "Bag")
-SIZES = ((96, 128), (128, 96), (112, 112), (80, 120))  # (height, width) of a category's images
+SIZES = ((96, 128), (128, 96), (112, 112), (80, 120))  # (height, width) of images, in turn
+N_IMAGES = 6  # of a category
 HEIGHTS = (0.1, 0.5, 0.9)  # of an object, where its rims are keypoints
 SLOTS = 30  # keypoints that an image annotation has room for
 QUALITY = 95  # of the JPEG files
@@ -58,11 +59,11 @@ def write_spair(folder: str | Path, seed: int = 0, separator: str = ":") -> None
     """
     root = Path(folder)
     shown = {
-        category.lower(): [_write_image(root, category, i, (seed, c, i)) for i in range(len(SIZES))]
+        category.lower(): [_write_image(root, category, i, (seed, c, i)) for i in range(N_IMAGES)]
         for c, category in enumerate(CATEGORIES)
     }
     # Of the published splits only test is scored here; the others have a pair of each category.
-    for split, n in (("trn", 1), ("val", 1), ("test", len(SIZES))):
+    for split, n in (("trn", 1), ("val", 1), ("test", N_IMAGES)):
         names: list[str] = []
         for category, images in shown.items():
             for source, target in permutations(images[: max(n, 2)], 2):
@@ -80,8 +81,8 @@ def write_spair(folder: str | Path, seed: int = 0, separator: str = ":") -> None
 def _write_image(root: Path, category: str, i: int, seed: tuple[int, ...]) -> Shown:
     """One image with its annotation and segmentation."""
     rng = np.random.default_rng(seed)
-    size = SIZES[i]
-    length = int(rng.integers(min(size) // 2, 3 * min(size) // 4))
+    size = SIZES[i % len(SIZES)]
+    length = int(rng.integers(3 * min(size) // 5, 19 * min(size) // 20))
     one = sprite(category, int(rng.integers(100)), length)
     rows, cols = one.mask.shape
     top = int(rng.integers(0, size[0] - rows + 1))
@@ -89,7 +90,7 @@ def _write_image(root: Path, category: str, i: int, seed: tuple[int, ...]) -> Sh
     if i == CUT:
         left = size[1] - cols // 2 - cols // 4
     scene = compose(size, [Placed(one, top, left)], seed)
-    word, name = category.lower(), f"2008_{CATEGORIES.index(category) * len(SIZES) + i:06d}"
+    word, name = category.lower(), f"2008_{CATEGORIES.index(category) * N_IMAGES + i:06d}"
     mask = scene.masks[0]
     shown = Shown(name, size, _box(mask), _points(one, top, left, size), i == CUT, length)
     for part, ending in (("JPEGImages", "jpg"), ("Segmentation", "png")):

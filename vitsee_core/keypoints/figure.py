@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.plotting import GREY, new_figure
+from vitsee_core.figures.depth_curves import (
+    BASELINE,
+    DASHES,
+    add_curve_legend,
+    curve_numbers,
+    draw_depth_curves,
+)
+from vitsee_core.plotting import GREY, colour, new_figure
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,40 +23,65 @@ if TYPE_CHECKING:
 
     from vitsee_core.results import Table
 
-DRAWN = ("", "grid", "chance")
-ROOM = 1.15  # of the highest curve, where the ceiling is drawn out of the picture
+LINES = ("grid", "chance")
+ALIKE = 0.002  # lines this near to one another are one, for all stores
+ROOM = 1.12  # times the highest value is the top of a panel
 FAR = 1.6  # times the highest curve: a ceiling above it would leave the curves no room
 
 
 def draw_keypoints(table: Table) -> Figure:
     """See `analyses.keypoints.plot`; to be called below `styled`."""
-    rows = table.where(baseline=list(DRAWN))
+    rows = table.where(baseline=["", *LINES])
     for column in ("class", "group"):
         if column in rows.columns:
             cells = rows[column].tolist()
             rows = rows.take(np.array([not cell for cell in cells], bool))
+    models = rows.where(baseline="")
     metrics = [m for m in rows.unique("metric") if re.match(r"pck@", m)]
     figure = new_figure(0.8 + 3.4 * len(metrics), 3.9)
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for axes, metric in zip(panels, metrics, strict=True):
         own = rows.where(metric=metric)
-        curves = own.where(baseline="")
-        top = float(np.nanmax(np.append(curves["high"], curves["value"]), initial=0))
-        chance = own.where(baseline="chance")["value"]
-        top = max(top, float(np.nanmax(chance, initial=0)))
-        ceiling = own.where(baseline="grid")["value"]
-        far = len(ceiling) > 0 and float(np.nanmin(ceiling)) > FAR * top > 0
-        shown = own.where(baseline=["", "chance"]) if far else own
-        draw_depth_curves(axes, shown, ylabel="share of keypoints found (PCK)", among=rows)
-        if far:
-            axes.set_ylim(0, ROOM * top)
-            _note_ceiling(axes, float(np.nanmin(ceiling)), float(np.nanmax(ceiling)))
+        curves, lines = (own.where(baseline=name) for name in ("", list(LINES)))
+        draw_depth_curves(axes, curves, ylabel="share of keypoints found (PCK)", among=models)
+        ceiling = lines.where(baseline="grid")["value"]
+        top = _highest(curves["high"], curves["value"], lines.where(baseline="chance")["value"])
+        if _highest(ceiling) <= FAR * top:
+            top = max(top, _highest(ceiling))
+        axes.set_ylim(0, ROOM * top or 1)
+        for name, dashes in zip(LINES, DASHES, strict=False):
+            line = lines.where(baseline=name)
+            if len(line) and float(np.nanmin(line["value"])) <= ROOM * top:
+                _draw_line(axes, line, models, name, dashes)
+        if _highest(ceiling) > ROOM * top:
+            _note_ceiling(axes, float(np.nanmin(ceiling)), _highest(ceiling))
         alpha = metric.partition("@")[2]
         axes.set_title(f"PCK at {alpha} ({_counts(curves)})")
     for axes in panels[1:]:
         axes.set_ylabel("")
     add_curve_legend(figure, list(panels))
     return figure
+
+
+def _highest(*values: Float) -> float:
+    return float(np.nanmax(np.concatenate(values), initial=0))
+
+
+def _draw_line(axes: Axes, rows: Table, models: Table, name: str, dashes: Any) -> None:
+    """A baseline: grey where it is the same for all stores, else in their colours."""
+    numbers = curve_numbers(models)
+    values = rows["value"]
+    shared = float(np.nanmax(values) - np.nanmin(values)) < ALIKE
+    for label, own in rows.groups("store"):
+        own = own.take(np.argsort(own["rel_depth"], kind="stable"))
+        first = min(i for (store, *_), i in numbers.items() if store == label)
+        axes.plot(
+            own["rel_depth"], own["value"], color=GREY if shared else colour(first),
+            linestyle=dashes, linewidth=1, zorder=1.5,
+        )  # fmt: skip
+        if shared:
+            break
+    axes.plot([], [], color=GREY, linestyle=dashes, linewidth=1, label=f"{BASELINE}{name}")
 
 
 def _note_ceiling(axes: Axes, low: float, high: float) -> None:

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from vitsee_core.device import precision_context, to_device
-from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.keypoints.candidates import candidates, cells_of
 from vitsee_core.keypoints.matching import find, sample, unit
 from vitsee_core.progress import SILENT, Progress
@@ -51,23 +50,22 @@ def search(
     Raises:
         VitseeError: a number of the store is not finite.
     """
-    features = choose_features(store, site, "patches")
-    layout = features.layout
+    layout = site.layout
     assert layout is not None
     cells = cells_of(layout)
     rows = located.source_row[located.pair]
     keys = np.concatenate([rows[:, None], located.source], 1)
     each, which = np.unique(keys, axis=0, return_inverse=True)
-    bank = torch.zeros(len(each), features.dim, device=device)
+    bank = torch.zeros(len(each), site.dim, device=device)
     found = np.empty_like(located.target)
     with precision_context(device, "fp32"):
-        for row, tokens in _images(features, each[:, 0].astype(np.int64), device, progress):
+        for row, tokens in _images(store, site, each[:, 0].astype(np.int64), device, progress):
             own = np.flatnonzero(each[:, 0] == row)
-            features_there = sample(tokens, cells, each[own, 1:], match, located.size)
-            bank[torch.from_numpy(own).to(device)] = features_there
+            features = sample(tokens, cells, each[own, 1:], match, located.size)
+            bank[torch.from_numpy(own).to(device)] = features
         groups = located.groups()
         targets = np.array([group.row for group in groups], np.int64)
-        for row, tokens in _images(features, targets, device, progress):
+        for row, tokens in _images(store, site, targets, device, progress):
             for i in np.flatnonzero(targets == row):
                 points = groups[i].points
                 down, across = candidates(layout, located.size, groups[i].window, match)
@@ -82,27 +80,24 @@ def n_images(located: Located) -> int:
 
 
 def _images(
-    features: SiteFeatures, rows: Integers, device: torch.device, progress: Progress
+    store: Store, site: SiteSpec, rows: Integers, device: torch.device, progress: Progress
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Row and (rows, cols, dim) unit tokens of each of these images, in the store's order."""
-    store, layout = features.store, features.layout
-    assert layout is not None and layout.grid is not None
     mask = np.zeros(store.n_images, bool)
     mask[rows] = True
-    work = partial(_read, features)
+    work = partial(_read, site.name)
     for numbers, values in each_slab(store, work, rows=Rows(mask, 0, ""), progress=progress):
         for row, tokens in zip(numbers, values, strict=True):
             if not np.isfinite(tokens).all():
                 raise VitseeError(
-                    f"{store.label} holds numbers in {features.site.name} that are not finite, in "
+                    f"{store.label} holds numbers in {site.name} that are not finite, in "
                     f"row {row} (look at it with vitsee validate)"
                 )
-            grid = tokens.reshape(*layout.grid, -1)
-            yield int(row), unit(to_device(grid, device))
+            yield int(row), unit(to_device(tokens, device))
 
 
-def _read(features: SiteFeatures, slab: Slab) -> tuple[Integers, list[NDArray[Any]]]:
-    """Numbers of a slab's images that count, and (tokens, dim) of each."""
-    values = features.load(slab.rows, slice(0, len(features.tokens)))
+def _read(site: str, slab: Slab) -> tuple[Integers, list[NDArray[Any]]]:
+    """Numbers of a slab's images that count, and (rows, cols, dim) of each, as stored."""
+    values = slab.store.acts(site, "patches", partial=True)[slab.rows]
     own = np.flatnonzero(slab.valid)
     return slab.rows.start + own, [values[i] for i in own]
