@@ -245,6 +245,27 @@ def test_a_store_made_with_copies_under_way(
     assert waits <= n_batches + 3 * n_slabs + 1 or not pinned
 
 
+def test_a_store_of_tiles_made_with_copies_under_way(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [
+        *VIT,
+        "--data",
+        folder,
+        "--short-side",
+        48,
+        "--tiles",
+        "--slab",
+        4,
+        "--batch-size",
+        5,
+    ]
+    extracted(*command, "-o", tmp_path / "plain.zarr")
+    as_on_cuda(monkeypatch, True)
+    extracted(*command, "-o", tmp_path / "other.zarr")
+    assert array_bytes(tmp_path / "other.zarr") == array_bytes(tmp_path / "plain.zarr")
+
+
 def test_gram_matrices_wait_for_what_is_held(
     plain: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -293,6 +293,16 @@ def test_images_that_cannot_be_read(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "no image of" in result.stderr
 
 
+def test_a_strip_does_not_decide_the_canvas(tmp_path: Path) -> None:
+    """1 by 1,000,000 pixels would become 48 by 48,000,000: an image that cannot be read."""
+    data = pictures(tmp_path / "d", SMALL[:2])
+    Image.new("L", (1_000_000, 1)).save(data / "strip.png")
+    result = extracted(*command(data, tmp_path / "s.zarr", "--tokens", "pooled"))
+    assert "strip.png (cannot be resized" in result.stderr
+    store = open_store(tmp_path / "s.zarr")
+    assert store.valid.sum() == 2 and store.plan.canvas == Canvas((88, 80), 48, 8, (32, 32))
+
+
 def test_pooled_only_and_half_precision(made: Path, tmp_path: Path) -> None:
     store = open_store(made / "s.zarr")
     extracted(*command(made / "d", tmp_path / "p.zarr", "--tokens", "pooled"))

@@ -42,6 +42,7 @@ from vitsee_stores import (
     open_store,
     validate,
 )
+from vitsee_stores.canvas import Canvas
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import AttentionGroup, ErfPlan, arrays
 from vitsee_stores.manifest import ATTRIBUTE, new_manifest
@@ -85,8 +86,11 @@ def make_store(path: Path, commit: bool = True) -> None:
         places=(("b.0", 0, 0.5),),
         grams=True,
         erf=ErfPlan(2, ("b.0.out",), (2, 2)),
+        canvas=Canvas((2, 2), 2, 1),
     )
-    samples = Samples(np.arange(4), list("abcd"), np.array([0, 1, -1, 0]), ["s", "s", "", ""])
+    boxes = np.array([[0, 0, 4, 4], [np.nan] * 4, [1, 0, 3, 2], [0, 1, 2, 9]], np.float32)
+    labels = np.array([0, 1, -1, 0])
+    samples = Samples(np.arange(4), list("abcd"), labels, ["s", "s", "", ""], boxes)
     manifest = new_manifest(
         {"model": {"name": "m", "args": {}}, "seed": 0, "order": "shuffled", "precision": "fp32"},
         plan,
@@ -105,7 +109,7 @@ def make_store(path: Path, commit: bool = True) -> None:
         left_out={"b.1.mlp": "why"},
         info={"data": {"data": "x", "split": None}, "versions": {"vitsee": "0"}},
     )
-    specs = arrays(plan)
+    specs = arrays(manifest.plan)
     once = {"weights/filters": np.ones((2, 1), np.float32)}
     writer = StoreWriter.create_or_join(path, manifest, samples, once, durable=False)
     for k in range(2 if commit else 0):

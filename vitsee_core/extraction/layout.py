@@ -6,16 +6,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, OptionError
 from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
+from vitsee_core.images.transform import MOST_PIXELS
 from vitsee_core.machine import counted
 from vitsee_core.models import LoadedModel, SiteTable, load_model, site_table
 from vitsee_stores.canvas import Canvas, Size
@@ -122,6 +125,9 @@ def image_sizes(selection: Selection) -> NDArray[np.int64]:
     """(images, 2) height and width by the images' headers, 0 where one cannot be read."""
     log.info("reading the sizes of %s", counted(len(selection), "images"))
 
+    # A line that names the image comes instead, when it is read.
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
     def size(index: int) -> Size:
         try:
             return selection.source.size(index)
@@ -217,6 +223,8 @@ def _around(
     for name, (height, width) in zip(selection.samples.ids, sizes.tolist(), strict=True):
         if height > 0 and width > 0:
             image = asked.image((height, width))
+            if math.prod(image) > MOST_PIXELS:
+                continue  # refused where it is read, as one that cannot be
             found[image] += 1
             names.setdefault(image, name)
     if not found:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vitsee_core.device import to_device
 from vitsee_core.extraction.slab import SlabObserver
 from vitsee_stores.canvas import Canvas, Size
 from vitsee_stores.layout import SiteSpec, TokenLayout
@@ -82,6 +84,7 @@ class TiledObserver(SlabObserver):
         tiles, (height, width) = tiles_of(sizes, canvas), canvas.tiles
         self._grids: dict[str, Tensor] = {}
         self._images = [canvas.image(size) if min(size) > 0 else (0, 0) for size in sizes]
+        self._n_cells: dict[Size, Tensor] = {}
         for first in range(0, len(tiles), most):
             self._tiles = tiles[first : first + most]
             self._last = first + most >= len(tiles)
@@ -123,13 +126,17 @@ class TiledObserver(SlabObserver):
     def _lay_out(self, name: str, grid: Tensor) -> None:
         """Keep whole grids, and their means over the cells on the image."""
         stored = self._stored[name]
-        step_y, step_x = _steps(stored.layout)
-        cells = [max(1, (h // step_y) * (w // step_x)) for h, w in self._images]
         total = grid.flatten(1, 2).sum(1, dtype=torch.float32)
-        n_cells = torch.tensor(cells, dtype=torch.float32, device=grid.device)
-        self._keep(f"pooled/{name}/mean", total / n_cells[:, None])
+        self._keep(f"pooled/{name}/mean", total / self._cells(_steps(stored.layout)))
         if stored.tokens == "all":
             self._keep(f"acts/{name}/grid", grid)
+
+    def _cells(self, step: Size) -> Tensor:
+        """(images, 1) cells on each image, on the device once a batch."""
+        if step not in self._n_cells:
+            n = [max(1, (h // step[0]) * (w // step[1])) for h, w in self._images]
+            self._n_cells[step] = to_device(np.array(n, np.float32), self._device)[:, None]
+        return self._n_cells[step]
 
 
 def _steps(layout: TokenLayout | None) -> Size:

@@ -36,7 +36,7 @@ Step = tuple[str, tuple[Any, ...]]
 _MODES = {1: "L", 3: "RGB"}
 CROP_MODES = ("center", "squash", "border")
 FILLS = ("mean", "black")  # what lies beside an image that does not fill the input
-_MOST_PIXELS = 2**27  # a strip of 1 x 60000 pixels would become 3 GB on its way to 224 x 224
+MOST_PIXELS = 2**27  # a strip of 1 x 60000 pixels would become 3 GB on its way to 224 x 224
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _resize_keep_ratio(
 
 def _to_size(image: Image.Image, size: tuple[int, int], interpolation: str) -> Image.Image:
     height, width = size
-    if height * width > _MOST_PIXELS:
+    if height * width > MOST_PIXELS:
         raise ValueError(f"{image.width} x {image.height} pixels become {width} x {height}")
     return image.resize((width, height), Image.Resampling[interpolation.upper()])
 
