@@ -24,6 +24,7 @@ from vitsee_cli.main import main
 from vitsee_core.analyses.propagate import run
 from vitsee_core.demo.davis import CLIPS, write_davis
 from vitsee_core.indexed_masks import palette
+from vitsee_core.progress import Silent
 from vitsee_core.results import Table
 from vitsee_core.video.davis import find_masks, find_videos
 from vitsee_core.video.work import Work
@@ -463,3 +464,41 @@ def test_work_without_folders_leaves_out_the_last_frame(tmp_path: Path) -> None:
     assert [work.n_frames(video) for video in videos] == [6, 4]
     work.folders = {(0, "x"): tmp_path}
     assert [work.n_frames(video) for video in videos] == [7, 5]
+
+
+# ------------------------------------------------------------------------------- ends
+
+
+class Interrupted(Silent):
+    """A user who presses Ctrl-C while frames are counted; counts what happens afterwards."""
+
+    def __init__(self) -> None:
+        self.unit, self.n_frames = "", 0
+
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        self.unit = unit
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        if self.unit == "frames":
+            self.n_frames += 1
+            if self.n_frames == 3:
+                raise KeyboardInterrupt
+
+
+def test_an_interrupt_ends_every_thread(tmp_path: Path) -> None:
+    """What is left of the work is not done first; nothing is left behind."""
+    store, masks = two_videos(tmp_path)
+    progress = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        run(store, masks=masks, jobs=2, progress=progress, save=tmp_path / "saved")
+    assert progress.n_frames < 6  # of 22
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["DAVIS", "s.zarr"]
+
+
+def test_masks_are_read_before_the_work(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    (masks / "Annotations/480p/b/00003.png").write_bytes(b"")
+    progress = Interrupted()
+    with pytest.raises(VitseeError, match=r"b/00003\.png"):
+        run(store, masks=masks, progress=progress)
+    assert (progress.unit, progress.n_frames) == ("masks", 0)

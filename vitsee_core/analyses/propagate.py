@@ -39,7 +39,6 @@ from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.selection import select_each
-from vitsee_core.streaming import thread_map
 from vitsee_core.video.settings import PRESETS, choose_settings
 from vitsee_stores.errors import SiteError, VitseeError, reason
 from vitsee_stores.url import lies_in
@@ -181,19 +180,25 @@ def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
 def _work_on(work: Work, videos: Sequence[Video], execution: Execution) -> Found:
     """All videos, in groups spread over threads."""
     from vitsee_core.video.cost import cost_of, group_bytes
+    from vitsee_core.video.spread import check_masks, work_on
     from vitsee_core.video.work import Found, group_videos
 
+    n_masks = sum(len(video.frames) for video in videos)
+    with counting(execution.progress, n_masks, "masks") as progress:
+        check_masks(work.masks, videos, execution.jobs, progress)
     jobs = max(1, min(execution.jobs, execution.budget // group_bytes(work, videos)))
     groups = group_videos(videos, work.stores[0].plan.slab, 2 * jobs)
     jobs = min(jobs, len(groups))
-    total = Found()
     with _one_core_each():
         cost = cost_of(work, videos)
         log.info("%s", cost.line(jobs))
         with counting(execution.progress, cost.n_frames * cost.n_runs, "frames"):
-            for part in (execution.map or thread_map(jobs))(work, groups):
+            if execution.map is None:
+                return work_on(work, groups, jobs)
+            total = Found()
+            for part in execution.map(work, groups):
                 total.merge(part)
-    return total
+            return total
 
 
 @contextmanager

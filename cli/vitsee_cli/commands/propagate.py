@@ -158,8 +158,8 @@ def command(
 
     \b
       $ vitsee extract vit_base_patch16_224 --data DAVIS/JPEGImages/480p \\
-          --only DAVIS/ImageSets/2017/val.txt --order dataset --crop-mode squash \\
-          --img-size 448x784 --slab 32 -o davis.zarr
+          --only DAVIS/ImageSets/2017/val.txt --order dataset --short-side 448 --tiles \\
+          --slab 32 -o davis.zarr
       $ vitsee propagate davis.zarr --masks DAVIS -o jf.csv --png jf.png
       $ vitsee propagate normal=224.zarr dense=davis.zarr --masks DAVIS --png both.png > both.csv
       $ vitsee propagate davis.zarr --masks DAVIS --sites last --save results --per-video > last.csv
