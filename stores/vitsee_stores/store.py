@@ -108,8 +108,7 @@ class Store(StoreSites):
     @cached_property
     def valid(self) -> NDArray[np.bool_]:
         """(images,) rows that hold an image: it could be read and its slab is committed."""
-        values: NDArray[np.bool_] = self.array("valid")[:] == 1
-        return values
+        return np.asarray(self.array("valid")[:] == 1)
 
     @cached_property
     def revision(self) -> str:
@@ -390,8 +389,7 @@ class Slab:
 
     def grams(self, site: str) -> NDArray[Any]:
         """As `Store.grams`, of these rows: (rows, rows)."""
-        n = len(self)
-        return self.store.grams(site)[self.k, :n, :n]
+        return self.store.grams(site)[self.k, : len(self), : len(self)]
 
     def residual(self, sublayer: str) -> NDArray[Any]:
         """As `Store.residual`, of these rows."""

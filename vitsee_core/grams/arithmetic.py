@@ -248,7 +248,7 @@ class Staging:
         self._arrived: Any = None
 
     def room(self, rows: int, columns: int) -> NDArray[Any]:
-        """(rows, columns) to be filled; waits until what it held has left."""
+        """(rows, columns) to be filled; waits until its last contents were copied."""
         if self._arrived is not None:
             self._arrived.synchronize()
         found: NDArray[Any] = self._memory[: rows * columns].view(rows, columns).numpy()

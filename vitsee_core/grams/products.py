@@ -299,7 +299,7 @@ class _Pass:
                 values = strip.read(span, slab)
                 size += values.nbytes
                 room[target] = values if inside is None else values[inside]
-                self._centres.meet(room[target], k)
+                self._centres.take_mean(room[target], k)
         x = staging.send(*shape, dtype)
         self._centres.shift(x, k, staging)
         return x, size
@@ -319,7 +319,7 @@ class _StripMeans:
         if not self._centred:
             self._convert(into, raw)
             return
-        self.meet(raw, strip)
+        self.take_mean(raw, strip)
         mean, sums = self._of[strip], None
         if self._sums_up:
             if strip not in self._sums:
@@ -338,7 +338,7 @@ class _StripMeans:
     def _sums_up(self) -> bool:
         return self._origin is not None and bool(self._origin.n_rows)
 
-    def meet(self, raw: NDArray[Any], strip: int) -> None:
+    def take_mean(self, raw: NDArray[Any], strip: int) -> None:
         """The rows that are read first of a strip, which have its mean; others change nothing."""
         if self._centred and strip not in self._of:
             self._of[strip] = self._mean(raw, strip)

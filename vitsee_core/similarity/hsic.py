@@ -42,7 +42,7 @@ class Hsic:
     """HSIC between representations R (rows) and C (cols).
 
     cross: (R, C). rows: (R,) of each row with itself, cols: (C,). replicates: the same with a
-    leading axis: without one block of images each, or one a repeat; spread: which ("jackknife",
+    leading axis: without one block of images each, or one per repeat; spread: which ("jackknife",
     "slabs", "repeats", or "" for none). n_images: images counted. notes: how, for a sidecar.
     """
 

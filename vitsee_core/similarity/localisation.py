@@ -165,7 +165,7 @@ def _with_spread(
     value: Float, replicates: Float, spread: str, metrics: Sequence[str]
 ) -> dict[str, Float]:
     """Of (metrics, ...), as `similarity.summarise`: replicates, (m, metrics, ...), without a block
-    of images each, or one a repeat."""
+    of images each, or one per repeat."""
     nothing = np.full_like(value, np.nan)
     m = len(replicates)
     if m < 2:

@@ -10,6 +10,7 @@ import click
 from vitsee_cli import options
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import parse_path, parse_store
+from vitsee_core.retrieval.truth import FORMS
 from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from vitsee_core.results import Table
 
 QUESTION = KNOWLEDGE
-
-FORMS = ("trapezoid", "plain")
 
 
 def _stores_argument(command: Any) -> Any:
