@@ -212,7 +212,8 @@ def _check_distractors(search: Search) -> None:
             listed[places] = True
     known = np.concatenate([hashes[listed & search.readable], own])
     for store in search.distractors:
-        shared = np.isin(store.samples.hash, known) & store.valid
+        # Not `samples`, whose names take far more memory than hashes.
+        shared = np.isin(store.array("hash")[:], known) & store.valid
         if shared.any():
             n = int(shared.sum())
             raise StoreMismatch(
