@@ -1,8 +1,8 @@
 """Ranks by counting: how many images are nearer to a query than each image of its lists.
 
-Nothing is sorted but a query's own right images. The images that are searched pass by in tiles; of
-each tile it is counted between which right images its cosines fall. Memory: the lists, and one tile
-of cosines; whatever the number of images.
+The images that are searched come in tiles. The cosines of a tile are sorted where they are, in the
+processor's cache, and it is looked up how many are above that of each listed image; no ranking of
+all images is ever made. Memory: the lists, and one tile; whatever the number of images.
 
 Cosines are products in float64, rounded to float32; equal ones are ties, and the image that comes
 first in the store (its distractors after it) is the nearer one.
@@ -10,21 +10,21 @@ first in the store (its distractors after it) is the nearer one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vitsee_core.labelled.neighbours import UNUSED, in_tiles, keys_of, rounded
+from vitsee_core.labelled.neighbours import in_tiles, keys_of, rounded
 from vitsee_core.types import Float32, Integers
 
 TILE_CELLS = 1 << 20
-CELL_BYTES = 44  # cosines in float64 and float32, keys, bins, and the sums they go to
-PAIR_BYTES = 72
-UNREADABLE = float("-inf")
-
-Pieces = Callable[[], Iterable[Float32]]
+TILE_ROWS = 4096
+CELL_BYTES = 32  # cosines in float64 and float32, and once more while they are rounded and sorted
+PAIR_BYTES = 64
+UNREADABLE = -2.0  # less than any cosine
+UNCOUNTED = -np.inf
 
 
 @dataclass(frozen=True)
@@ -70,52 +70,66 @@ class Counter:
         # Metal has no float64.
         self._device = torch.device("cpu") if device.type == "mps" else device
         self._listed = listed
-        self._queries = _unit(self._tensor(queries))
+        self._queries = _unit(torch.from_numpy(queries).to(self._device, torch.float64))
+        self._buffer = self._queries.new_empty((0, queries.shape[1]))
         # Until it is found, an image is behind all others, as one that could not be read stays.
-        nowhere = torch.full((len(listed.place),), UNREADABLE)
-        self._keys = keys_of(nowhere, torch.from_numpy(listed.place)).numpy()
-        self._sorted: torch.Tensor | None = None
-        self._counts = torch.empty(0)
-        # Of pairs in the order of `_sorted`: which pair, its query, its place in the query's row.
-        self._order = (np.empty(0, np.int64),) * 3
+        self._scores = np.full(len(listed.place), UNREADABLE, np.float32)
+        self._above = np.zeros(len(listed.place), np.int64)
+        self._pairs_of: list[Integers] = []
 
-    def _tensor(self, rows: Float32) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(rows)).to(self._device).to(torch.float64)
-
-    def _cosines(self, rows: Float32) -> torch.Tensor:
-        """(queries, rows) float32."""
-        exact = self._tensor(rows)
+    def _cosines(self, rows: Float32) -> Float32:
+        """(queries, rows)."""
+        if len(self._buffer) < len(rows):
+            self._buffer = self._buffer.new_empty((len(rows), rows.shape[1]))
+        exact = self._buffer[: len(rows)].copy_(torch.from_numpy(rows))
         length = torch.linalg.vector_norm(exact, dim=1)
         products = self._queries @ exact.T
-        return rounded(products.div_(torch.where(length > 0, length, 1.0)))
+        found: Float32 = rounded(products.div_(torch.where(length > 0, length, 1.0))).cpu().numpy()
+        return found
 
     def find(self, places: Integers, rows: Float32) -> None:
         """Take note of the listed ones of these images; places: (rows,) ascending."""
         pairs, columns = self._pairs_at(places)
         if len(columns):
-            keys = self._keys_of(self._cosines(rows), places)
-            query = torch.from_numpy(self._listed.query[pairs]).to(self._device)
-            found = keys[query, torch.from_numpy(columns).to(self._device)]
-            self._keys[pairs] = found.cpu().numpy()
+            self._scores[pairs] = self._cosines(rows)[self._listed.query[pairs], columns]
 
     def count(self, places: Integers, rows: Float32 | None) -> None:
         """Count images against all listed ones; rows: None where they could not be read."""
-        if self._sorted is None:
-            self._sort()
-        assert self._sorted is not None
         if rows is None:
-            cosines = torch.full((len(self._queries), len(places)), UNREADABLE, device=self._device)
+            shape = (len(self._queries), len(places))
+            cosines = np.full(shape, UNREADABLE, np.float32)
         else:
             cosines = self._cosines(rows)
-        keys = self._keys_of(cosines, places)
         pairs, columns = self._pairs_at(places)
-        query = torch.from_numpy(self._listed.query[pairs]).to(self._device)
-        keys[query, torch.from_numpy(columns).to(self._device)] = UNUSED
-        bins = torch.searchsorted(self._sorted, keys)
-        self._counts.scatter_add_(1, bins, torch.ones_like(bins))
+        cosines[self._listed.query[pairs], columns] = UNCOUNTED
+        ordered = np.sort(cosines, axis=1)
+        for own, row, sorted_ in zip(self._by_query(), cosines, ordered, strict=True):
+            scores = self._scores[own]
+            end = np.searchsorted(sorted_, scores, side="right")
+            self._above[own] += len(row) - end
+            tied = sorted_[end - 1] == scores
+            if tied.any():
+                self._above[own[tied]] += self._before(own[tied], row, sorted_, places)
 
-    def _keys_of(self, cosines: torch.Tensor, places: Integers) -> torch.Tensor:
-        return keys_of(cosines, torch.from_numpy(places).to(self._device))
+    def _before(
+        self, pairs: Integers, row: Float32, ordered: Float32, places: Integers
+    ) -> Integers:
+        """How many images with the very cosine of each of these pairs come before it."""
+        scores, own = self._scores[pairs], self._listed.place[pairs]
+        n: Integers = np.searchsorted(ordered, scores, "right") - np.searchsorted(ordered, scores)
+        n[own < places[0]] = 0
+        for i in np.flatnonzero((own >= places[0]) & (own <= places[-1])).tolist():
+            n[i] = np.count_nonzero(row[: np.searchsorted(places, own[i])] == scores[i])
+        return n
+
+    def _by_query(self) -> list[Integers]:
+        """The pairs of each query, in the order of their scores."""
+        if not self._pairs_of:
+            query = self._listed.query
+            order = np.lexsort((self._scores, query))
+            n = np.bincount(query, minlength=len(self._queries))
+            self._pairs_of = np.split(order, np.cumsum(n)[:-1])
+        return self._pairs_of
 
     def _pairs_at(self, places: Integers) -> tuple[Integers, Integers]:
         """Which pairs are of these images, and of the how-manieth of them."""
@@ -126,30 +140,10 @@ class Counter:
         there = places[columns] == listed[low:high]
         return np.arange(low, high)[there], columns[there]
 
-    def _sort(self) -> None:
-        """Each query's keys in ascending order, in a row, with what is larger than any behind."""
-        query = self._listed.query
-        order = np.lexsort((self._keys, query))
-        n = np.bincount(query, minlength=len(self._queries))
-        column = np.arange(len(order)) - (np.cumsum(n) - n)[query[order]]
-        table = np.full((len(n), int(n.max(initial=0))), np.iinfo(np.int64).max)
-        table[query[order], column] = self._keys[order]
-        self._order = order, query[order], column
-        self._sorted = torch.from_numpy(table).to(self._device)
-        shape = (len(n), table.shape[1] + 1)
-        self._counts = torch.zeros(shape, dtype=torch.int64, device=self._device)
-
     def result(self) -> tuple[Integers, Integers]:
         """(pairs,) keys, larger is nearer, and how many images that are not listed are nearer."""
-        if self._sorted is None:
-            self._sort()
-        # An image in bin b is nearer than the listed ones 0 to b - 1.
-        counts = self._counts.cpu().numpy()
-        beyond = counts[:, ::-1].cumsum(1)[:, ::-1][:, 1:]
-        above = np.empty(len(self._keys), np.int64)
-        pair, query, column = self._order
-        above[pair] = beyond[query, column]
-        return self._keys, above
+        scores, places = torch.from_numpy(self._scores), torch.from_numpy(self._listed.place)
+        return keys_of(scores, places).numpy(), self._above
 
 
 def _unit(rows: torch.Tensor) -> torch.Tensor:
@@ -161,7 +155,7 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 def tile_rows(n_queries: int, memory: int) -> int:
     """How many images to count at a time."""
     cells = min(TILE_CELLS, max(1, memory // CELL_BYTES))
-    return max(16, cells // max(1, n_queries))
+    return max(16, min(TILE_ROWS, cells // max(1, n_queries)))
 
 
 def with_places(
