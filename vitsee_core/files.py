@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,17 +47,27 @@ def write_files(contents: Mapping[Path, bytes], *, force: bool = False) -> None:
     Raises:
         VitseeError: as `check_new_files`; or the disk refused them, and nothing is left behind.
     """
-    check_new_files(contents, force=force)
-    places = [path.resolve() for path in contents]
+    with new_files(list(contents), force=force) as partial:
+        for temporary, data in zip(partial, contents.values(), strict=True):
+            with open(temporary, "xb") as file:
+                file.write(data)
+
+
+@contextmanager
+def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[list[Path]]:
+    """Names to write files under, one for each of `paths`, which have them at the end; see
+    `write_files`.
+
+    Raises:
+        VitseeError: as `write_files`.
+    """
+    check_new_files(paths, force=force)
+    places = [path.resolve() for path in paths]
     try:
         with renamed(partial := {_hidden_name(place): place for place in places}):
-            for temporary, data in zip(partial, contents.values(), strict=True):
-                with open(temporary, "xb") as file:
-                    file.write(data)
+            yield list(partial)
     except OSError as error:
-        raise VitseeError(
-            f"cannot write {', '.join(map(str, contents))}: {reason(error)}"
-        ) from error
+        raise VitseeError(f"cannot write {', '.join(map(str, paths))}: {reason(error)}") from error
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""vitsee export: features of one site as a plain file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitsee_cli import console, options
+from vitsee_cli.sections import STORES
+from vitsee_cli.values import StorePath, parse_store
+from vitsee_core.execution import Execution
+from vitsee_core.exporting import DTYPES, ENDINGS, export, samples_table
+from vitsee_core.files import check_new_files
+from vitsee_core.formats import ending_of, table_ending
+
+QUESTION = STORES
+
+
+@click.command()
+@click.argument("store", metavar="[NAME=]STORE", type=parse_store)
+@click.argument("site", metavar="SITE")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    required=True,
+    help="Where to: .npy, .safetensors, or .parquet (one vector per image, with its id and label).",
+)
+@click.option(
+    "--samples",
+    metavar="TABLE",
+    help="Also write row, index, id, label and split of the exported images, in their order.  "
+    "[default: no table]",
+)
+@options.tokens_option("cls where there is one, else mean", options.FEATURE_TOKENS)
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="stored",
+    show_default=True,
+    help="stored: float16 for tokens, float32 for pooled vectors, as in the store.",
+)
+@click.option("--force", is_flag=True, help="Overwrite existing output.  [default: refuse]")
+@options.images_option
+@options.seed_option
+@options.jobs_option
+@options.memory_option
+@options.allow_partial_option
+def command(
+    store: StorePath,
+    site: str,
+    output: str,
+    samples: str | None,
+    tokens: str | None,
+    dtype: str,
+    force: bool,
+    allow_partial: bool,
+    **frame: Any,
+) -> None:
+    """Write the features of a site to a plain file.
+
+    For tools that read no stores: one array (images, dim), or (images, tokens, dim) where several
+    tokens are chosen, in the store's order, written slab by slab in bounded memory. What it is of
+    goes into FILE.json. Images that could not be read are left out.
+
+    \b
+      $ vitsee export b16.zarr pooled -o pooled.npy --samples pooled.csv
+      $ vitsee export b16.zarr blocks.8.out --tokens patches -o block8.safetensors
+      $ vitsee export b16.zarr blocks.-1.out --tokens cls -o cls.parquet
+    """
+    path = Path(output)
+    ending_of(path, ENDINGS, "the export")
+    table = None if samples is None else Path(samples)
+    if table is not None:
+        table_ending(table)
+        check_new_files([path, table], force=force)
+    (opened,) = options.open_stores((store,), allow_partial=allow_partial)
+    execution = Execution(progress=console.Reporter("export"), **frame)
+    shape = export(opened, site, path, tokens=tokens, dtype=dtype, force=force, execution=execution)
+    if table is not None:
+        samples_table(opened, execution).write(table, force=force)
+    console.out(f"{path}: {' x '.join(map(str, shape))}")
