@@ -361,7 +361,8 @@ def plot(table: Table) -> Figure:
     for axes, metric in zip(panels, metrics, strict=True):
         rows = table.where(metric=metric)
         draw_depth_curves(axes, rows, by=["k"], ylabel=UNITS[metric], among=table)
-        n = rows["n_segments" if "n_segments" in table.columns else "n_images"].max()
-        axes.set_title(f"nearest neighbours ({metric}, n = {n})")
+        segments = "n_segments" in table.columns
+        n = rows["n_segments" if segments else "n_images"].max()
+        axes.set_title(f"nearest neighbours ({metric}, n = {n}{' segments' if segments else ''})")
     add_curve_legend(figure, list(panels))
     return figure

@@ -42,7 +42,9 @@ def plot(table: Table) -> Figure:
     title = "mean over the patches' probes" if only_each else "linear probes"
     for axes, metric in zip(panels, metrics, strict=True):
         rows = curves.where(metric=metric)
-        axes.set_title(f"{title} ({metric}, n = {rows['n_images'].max()})")
+        segments = "n_segments" in table.columns
+        n = f"{rows['n_segments'].max()} segments" if segments else rows["n_images"].max()
+        axes.set_title(f"{title} ({metric}, n = {n})")
         if several_l2:
             _draw_l2(axes, rows, UNITS[metric])
         else:

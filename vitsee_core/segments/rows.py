@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 INTERVAL = (
     "95 % interval over images, as segments of one image are not independent: value -+ t(0.975, "
     f"blocks - 1) * standard error of a delete-a-block jackknife ({METHOD}), what was fitted held "
-    "fixed"
+    "fixed; cut where no value can be, and without a width where all blocks agree"
 )
 
 
@@ -94,7 +94,7 @@ class LabelledSegments(LabelledRows):
         if replicates is None:
             return np.nan, np.nan
         _, low, high = interval(np.array(value), replicates)
-        return float(low), float(high)
+        return float(np.maximum(low, 0)), float(np.minimum(high, 1))
 
     def counted(self, among: Mask | None = None) -> dict[str, int]:
         """Numbers of images and of segments, of these segments only."""
