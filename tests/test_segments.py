@@ -426,7 +426,10 @@ def test_the_interval_is_over_images(tmp_path: Path) -> None:
         assert table.replicates[m] == pytest.approx(np.array(without), abs=1e-12)
         mean = np.mean(without)
         error = np.sqrt(8 / 9 * sum((one - mean) ** 2 for one in without))
-        assert float(table["high"][m] - table["value"][m]) == pytest.approx(2.306004 * error, 1e-6)
+        lowest = -1 if metric == "ari" else 0
+        low, high = (float(table["value"][m]) + sign * 2.306004 * error for sign in (-1, 1))
+        ends = float(table["low"][m]), float(table["high"][m])
+        assert ends == pytest.approx((max(low, lowest), min(high, 1)), rel=1e-6)
 
 
 def test_the_preset_is_the_published_protocol(tmp_path: Path) -> None:

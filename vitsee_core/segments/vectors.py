@@ -142,6 +142,8 @@ class SegmentFeatures:
     def _of_slab(self, slab: Slab, images: Integers, numbers: Integers) -> Float32:
         places, tokens, values = self.weights.part(numbers)
         total = np.zeros((len(numbers), self.dim), np.float32)
+        # Written again for every row: fresh memory would cost more than the conversion.
+        wide = np.empty(((slab.rows.stop - slab.rows.start) * self._n_cols, self.dim), np.float32)
         for group in self._groups():
             if not ((tokens >= group.start) & (tokens < group.stop)).any():
                 continue
@@ -152,7 +154,7 @@ class SegmentFeatures:
                 if len(own):
                     cells = (images[places[own]], tokens[own] - start)
                     row = x[:, start - group.start : start - group.start + self._n_cols]
-                    _add(total, row, places[own], cells, values[own])
+                    _add(total, row, places[own], cells, values[own], wide)
         if not np.isfinite(total).all():
             raise VitseeError(
                 f"{slab.store.label} holds numbers in {self.site.name} that are not finite, in "
@@ -167,6 +169,7 @@ def _add(
     places: Integers,
     cells: tuple[Integers, NDArray[np.int32]],
     values: Float32,
+    wide: Float32,
 ) -> None:
     """Add to (segments, dim) some of their tokens, weighted.
 
@@ -176,6 +179,7 @@ def _add(
         places: (weights,) the segment that each belongs to, ascending.
         cells: (weights,) each one's image and token.
         values: (weights,).
+        wide: (images * tokens, dim), for the tokens in float32.
     """
     from scipy.sparse import csr_array
 
@@ -184,7 +188,8 @@ def _add(
     used[cells] = True
     columns = (np.cumsum(used) - 1).reshape(used.shape)[cells]
     segments, starts = np.unique(places, return_index=True)
-    wide = x[used].astype(np.float32)
+    wide = wide[: np.count_nonzero(used)]
+    wide[...] = x[used]
     shape = (len(segments), len(wide))
     weights = csr_array((values, columns, np.append(starts, len(places))), shape=shape)
     total[segments] += weights @ wide

@@ -45,7 +45,8 @@ QUESTION = RESULTS
     type=click.Choice(best_layer.AMONG),
     help="Differences in place of the best layers, with intervals over the images that both share: "
     "layers: each model's best layer less each of its others; models: less the other models' best. "
-    "RESULTS are of knn, probe, retrieve or saliency with --replicates.  [default: none]",
+    "RESULTS are of knn, probe, retrieve, cluster --masks or saliency with "
+    "--replicates.  [default: none]",
 )
 def command(
     results: tuple[NamedFile, ...],
