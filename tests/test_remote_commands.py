@@ -84,8 +84,11 @@ ANALYSES = [
     "info {a} -f n_valid",
     "knn {a} other={a} --allow-shared",
     "localize {a} --tokens 0,0",
+    "norms {a}",
     "normratio {a} --tokens cls",
     "probe {a} other={a} --allow-shared --shots 1",
+    "retrieve {a} --truth labels",
+    "similarity {a} --sites first --sites last --no-cache",
     "weights {a} --what positions",
 ]
 

@@ -12,6 +12,7 @@ import obstore
 import pytest
 from click.testing import CliRunner
 from numpy.testing import assert_array_equal
+from obstore.exceptions import GenericError
 from obstore.store import from_url
 
 from tests.conftest import slab_arrays
@@ -227,3 +228,20 @@ def test_denied_access_is_not_tried_again(faulty: Proxy, url: str) -> None:
     with pytest.raises(StoreError, match=rf"^{url} cannot be read: access is denied \(Access"):
         open_store(url)
     assert len(faulty.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "final"),
+    [
+        ("Error performing PUT http://169.254.169.254/latest", "no credentials are set", True),
+        ("Generic S3 error: Error performing GET http://h/b/a in 1s, after 0 retries - Server "
+         "returned non-2xx status code: 503 Slow Down: <Code>SlowDown</Code>\n\nDebug",
+         "the server answered 503 Slow Down (SlowDown)", False),
+        ("Generic GCS error: no such thing\nDebug source:", "no such thing", False),
+        ("Generic S3 error: x - HTTP error: error sending request\n kind: Connect, uri: "
+         "http://h:1/b", "cannot connect to h:1", False),
+    ],
+)  # fmt: skip
+def test_errors_of_obstore_become_parts_of_a_line(text: str, said: str, final: bool) -> None:
+    words, is_final = remote._in_words(GenericError(text))
+    assert words.startswith(said) and "\n" not in words and is_final == final

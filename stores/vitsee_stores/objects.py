@@ -295,9 +295,9 @@ def _joined(pieces: Pieces) -> bytes:
 def _in_words(error: BaseError) -> tuple[str, bool]:
     """obstore's error as a part of a line, and whether trying again is useless."""
     text = str(error)
-    if "169.254.169.254" in text:
+    if "169.254.169.254" in text or "metadata.google" in text:  # where clouds' machines ask
         return (
-            "no credentials are set (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+            "no credentials are set (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
             "AWS_SKIP_SIGNATURE=true for a public bucket)"
         ), True
     code = re.search(r"<Code>(\w+)</Code>", text)
@@ -306,7 +306,8 @@ def _in_words(error: BaseError) -> tuple[str, bool]:
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return f"access is denied{f' ({code[1]})' if code else ''}", True
     line = text.partition("\n")[0].partition(": <")[0]
-    line = line.rpartition(" - ")[2].removeprefix("Generic S3 error: ").strip()
+    line = line.rpartition(" - ")[2].strip()
+    line = re.sub(r"^Generic \w+ error: ", "", line)
     line = line.replace("Server returned non-2xx status code:", "the server answered")
     if "body error" in line:
         line = "the server's answer was cut short"

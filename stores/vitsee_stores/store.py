@@ -77,10 +77,7 @@ class Store(StoreSites):
 
     @property
     def zarr(self) -> Any:
-        """The store as zarr-python opens it, a group to read only: `store.zarr["acts/embed/grid"]`.
-        It compares no checksums with the commit markers, and what is not committed reads as NaN
-        or 0.
-        """
+        """As zarr-python opens it, to read only; which knows of no commits and their checksums."""
         import zarr
 
         return zarr.open_group(self.files.zarr_store(), mode="r")
