@@ -265,11 +265,13 @@ def test_zarr_python_opens_the_same_url(bucket: str) -> None:
     url = f"{bucket}/a.zarr"
     write(url, manifest())
     store = open_store(url)
-    group = zarr.open_group(zarr.storage.ObjectStore(from_url(url)), mode="r")
-    for name in ("acts/embed/grid", "vectors/pooled", "samples/label"):
-        array = group[name]
-        assert isinstance(array, zarr.Array)
-        assert_array_equal(array[...], store.array(name)[...])
+    opened = zarr.open_group(zarr.storage.ObjectStore(from_url(url)), mode="r")
+    assert opened.attrs["vitsee"] == store.zarr.attrs["vitsee"] and store.zarr.read_only
+    for group in (opened, store.zarr):
+        for name in ("acts/embed/grid", "vectors/pooled", "samples/label"):
+            array = group[name]
+            assert isinstance(array, zarr.Array)
+            assert_array_equal(array[...], store.array(name)[...])
 
 
 def test_a_forked_process_is_told(
