@@ -197,3 +197,15 @@ def test_names_of_tasks(tmp_path: Path) -> None:
     result = vitsee("best-layer", f"ImageNet={path}")
     assert result.exit_code == 0 and "ImageNet top1" in result.stdout
     assert "knn top1" in vitsee("best-layer", path).stdout
+
+
+def test_columns_of_the_dense_tasks_are_known() -> None:
+    """A column that makes rows about a part of the images, and that best-layer does not know, would
+    make such a row the best layer."""
+    from vitsee_core.analyses import cluster, keypoints, knn, propagate, retrieve
+    from vitsee_core.columns import SITE
+    from vitsee_core.layer_tasks import PARTS, SETTINGS
+
+    for module in (cluster, keypoints, knn, propagate, retrieve):
+        about = module.COLUMNS[len(SITE) : module.COLUMNS.index("metric")]
+        assert {*about} <= {*PARTS, *SETTINGS}, module.__name__

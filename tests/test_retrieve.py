@@ -552,6 +552,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "r.replicates.csv").exists()
     best = vitsee("best-layer", out, "--metric", "map_hard")
     assert best.exit_code == 0 and "retrieve map_hard" in best.stdout
+    paired = vitsee("best-layer", out, "--metric", "map_hard", "--paired", "layers")
+    assert paired.exit_code == 0, paired.stderr
+    ((first, *cells),) = [line.split(",") for line in paired.stdout.splitlines()[1:]]
+    # the better layer less the other, with an interval over blocks of the five queries
+    assert first == "ox" and cells.count("map_hard") == 1 and cells[-1] == "5"
 
 
 def test_the_command_refuses(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def _scores(
     for setting, some in parts.items():
         scores[setting] = {
             metric: np.where(without, values, np.concatenate([one[metric] for one in some]))
-            for metric, values in plan.chance(setting).items()
+            for metric, values in plan.chance[setting].items()
         }
     name = f"{plan.search.store.label} {features.images.site.name}"
     if constant:

@@ -19,8 +19,9 @@ import torch
 from vitsee_core.labelled.neighbours import in_tiles, keys_of, rounded
 from vitsee_core.types import Float32, Integers
 
-TILE_CELLS = 1 << 20
+TILE_CELLS = 1 << 24
 TILE_ROWS = 4096
+FEW_ROWS = 512  # below this a row's own overhead is felt: fewer queries at a time, then
 CELL_BYTES = 32  # cosines in float64 and float32, and once more while they are rounded and sorted
 PAIR_BYTES = 64
 UNREADABLE = -2.0  # less than any cosine
@@ -150,6 +151,11 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
     """Of length 1; a row of zeros stays, and has cosine 0 with everything."""
     length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return rows / torch.where(length > 0, length, 1.0)
+
+
+def most_queries(memory: int) -> int:
+    """How many queries to count for at a time, so that tiles have rows enough."""
+    return max(16, min(TILE_CELLS, memory // CELL_BYTES) // FEW_ROWS)
 
 
 def tile_rows(n_queries: int, memory: int) -> int:

@@ -15,6 +15,7 @@ from vitsee_core.retrieval.counting import (
     PAIR_BYTES,
     Counter,
     Listed,
+    most_queries,
     tile_rows,
     with_places,
 )
@@ -53,9 +54,9 @@ def passes(search: Search, features: Features, execution: Execution) -> Iterator
     device = resolve_device(execution.device)
     work = _Passes(search, features, execution)
     queries = work.queries()
-    sizes = [sum(map(len, own.values())) for own in search.lists]
-    of_query = 20 * queries.shape[1] + PAIR_BYTES * max(sizes, default=0)
-    at_once = max(1, execution.budget // 3 // of_query)
+    most = search.most_listed
+    of_query = 20 * queries.shape[1] + PAIR_BYTES * most
+    at_once = max(1, min(execution.budget // 3 // of_query, most_queries(execution.budget // 4)))
     with precision_context(device, "fp32"):
         for start in range(0, len(queries), at_once):
             part = slice(start, start + at_once)

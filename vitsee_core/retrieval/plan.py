@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,8 +92,12 @@ class Plan:
             **search.about,
         }
 
-    def chance(self, setting: Setting) -> dict[str, Float]:
-        """Metric -> (queries,) what is expected in random order."""
+    @cached_property
+    def chance(self) -> dict[Setting, dict[str, Float]]:
+        """Setting -> metric -> (queries,) what is expected in random order."""
+        return {setting: self._chance(setting) for setting, _ in self.scored}
+
+    def _chance(self, setting: Setting) -> dict[str, Float]:
         n_right, n = self.search.counts(setting)
         found = {setting.map: chance_precision(n_right, n, self.form, setting.top)}
         return found | {
@@ -111,7 +116,7 @@ class Plan:
     def chance_rows(self) -> Iterator[dict[str, Any]]:
         """A row per metric, without intervals."""
         for setting, mask in self.scored:
-            for metric, values in self.chance(setting).items():
+            for metric, values in self.chance[setting].items():
                 counts = {"n_queries": int(mask.sum()), "n_images": self.search.n_images}
                 yield {"metric": metric, "value": float(values[mask].mean()), **counts}
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,10 +65,25 @@ class Search:
 
     def counts(self, setting: Setting) -> tuple[Integers, Integers]:
         """(queries,) right images, and all that count: without those of the other lists."""
-        right = [sum(len(own.get(name, ())) for name in setting.positives) for own in self.lists]
-        listed = [sum(map(len, own.values())) for own in self.lists]
-        n_right = np.array(right, np.int64)
-        return n_right, self.n_images - np.array(listed, np.int64) + n_right
+        lengths = self._lengths
+        n_right = sum((lengths[n] for n in setting.positives), np.zeros_like(lengths[JUNK]))
+        return n_right, self.n_images - sum(lengths.values()) + n_right
+
+    @property
+    def most_listed(self) -> int:
+        """The images in the lists of the query that has most."""
+        return int(sum(self._lengths.values(), np.zeros(1, np.int64)).max(initial=0))
+
+    @cached_property
+    def _lengths(self) -> dict[str, Integers]:
+        """Name of a list -> (queries,) how many images it has."""
+        names = {name for setting in self.settings for name in setting.positives} | {JUNK}
+        names |= {name for own in self.lists[:1] for name in own}
+        found = {name: np.zeros(len(self.lists), np.int64) for name in names}
+        for i, own in enumerate(self.lists):
+            for name, places in own.items():
+                found[name][i] = len(places)
+        return found
 
     def scored(self, setting: Setting) -> Mask:
         """(queries,) which count: those of its use with a right image."""
