@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
+from PIL import Image
 
 from tests.test_segments import random_objects, store_of, vectors_of, write_coco
 from vitsee_cli.main import main
@@ -145,6 +146,36 @@ def test_a_share_of_images_is_held_out(pair: tuple[Store, Store, list[Path]]) ->
     assert table.notes["tests"][0]["also_in_train"] == 0
     assert table.notes["tests"][0]["images"] + table.notes["train"]["images"] == n
     assert table.notes["tests"][0]["segments"] + table.notes["train"]["segments"] == len(images)
+
+
+def test_a_split_of_the_data(tmp_path: Path) -> None:
+    rng = np.random.default_rng(12)
+    objects = random_objects(rng, 40)
+    splits = ["train" if i % 3 else "val" for i in range(40)]
+    store = store_of(tmp_path / "a.zarr", kinds(rng, objects, 0.25), splits=splits)
+    path = write_coco(tmp_path / "a.json", SIZE, objects)
+    table = probe.run(store, masks=path, test_split="val", sites=SITE, l2=[1.0])
+    _, images = truth(path)
+    assert rows_of(table, metric="top1")["n_segments"] == int((images % 3 == 0).sum())
+    assert table.notes["train"]["segments"] == int((images % 3 > 0).sum())
+    with pytest.raises(VitseeError, match="a has no split 'dev'"):
+        probe.run(store, masks=path, test_split="dev", sites=SITE)
+
+
+def test_names_and_numbers_as_classes(
+    pair: tuple[Store, Store, list[Path]], tmp_path: Path
+) -> None:
+    """A COCO file for the one store, a folder of PNG values for the other."""
+    train, test, files = pair
+    folder = tmp_path / "png"
+    folder.mkdir()
+    for image in range(23):
+        values = np.zeros(SIZE, np.uint8)
+        values[:4], values[4:, 6:] = 10, 9
+        Image.fromarray(values).save(folder / f"1000-{image}.png")
+    table = knn.run(train, test, masks=[files[0], folder], sites=SITE, ks=(1,), per_class=True)
+    assert table.unique("class")[-5:] == ["9", "10", "kind 0", "kind 1", "kind 2"]
+    assert rows_of(table, metric="top1")["value"] == 0
 
 
 def test_the_same_images_on_both_sides(pair: tuple[Store, Store, list[Path]]) -> None:

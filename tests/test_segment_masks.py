@@ -223,6 +223,14 @@ def test_panoptic_refusals(tmp_path: Path) -> None:
     assert "cannot read missing.png" in refused(panoptic(tmp_path, [[5]], file_name="missing.png"))
     wrong = [{"id": "5", "category_id": 2}]
     assert "has the number '5'" in refused(panoptic(tmp_path, [[5]], segments_info=wrong))
+    nowhere = [{"id": 5}]
+    assert "has the category None" in refused(panoptic(tmp_path, [[5]], segments_info=nowhere))
+    odd = [{"id": 5, "category_id": [1]}]
+    assert "has the category [1]" in refused(panoptic(tmp_path, [[5]], segments_info=odd))
+    assert "cannot be read (TypeError" in refused(panoptic(tmp_path, [[5]], segments_info=[5]))
+    one = panoptic(tmp_path, [[[5, 0, 0]]])
+    other = _copied(one, tmp_path / "q.json")
+    assert "of one panoptic file's PNG files" in refused(one, other, panoptic=tmp_path / "p")
     assert "is of image 8, which is none" in refused(panoptic(tmp_path, [[5]], image_id=8))
 
 

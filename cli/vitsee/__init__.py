@@ -6,6 +6,7 @@
     table = vitsee.attn_dist("vit.zarr")           # a store or its path; options as keywords
     table.to_csv("dist.csv")
     vitsee.cka(vitsee.open_store("vit.zarr"), "resnet.zarr", tokens="mean")
+    vitsee.cluster("vit.zarr", masks=vitsee.Segmentation("instances.json", weights="any"))
 
 `extract` also takes a torch module of your own with its transform. An analysis is the `run` of its
 module in `vitsee_core.analyses`, whose `plot(table)` draws its figure. Names are imported when they
@@ -21,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vitsee_core.extraction.keywords import extract as extract
     from vitsee_core.results import Table as Table
+    from vitsee_core.segments import Segmentation as Segmentation
     from vitsee_stores import Store as Store
     from vitsee_stores import VitseeError as VitseeError
     from vitsee_stores import open_store as open_store
 
 _HOME = {
+    "Segmentation": "vitsee_core.segments",
     "Store": "vitsee_stores",
     "Table": "vitsee_core.results",
     "VitseeError": "vitsee_stores",

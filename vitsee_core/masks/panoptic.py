@@ -92,9 +92,11 @@ class PanopticMasks:
             )
         bands = np.asarray(image)[..., :3].astype(np.uint32)
         numbers: NDArray[np.uint32] = bands @ np.array([1, 256, 65536], np.uint32)
-        known = [0, *(one["id"] for one in self.annotations[i]["segments_info"])]
-        unknown = np.setdiff1d(numbers, known)
-        if len(unknown):
+        known = numbers == 0
+        for one in self.annotations[i]["segments_info"]:
+            known |= numbers == one["id"]
+        if not known.all():
+            unknown = np.unique(numbers[~known])
             raise VitseeError(
                 f"{self.where(i)} has segment {unknown[0]}, which {self.name} does not list for "
                 f"this image ({len(unknown)} such)"
@@ -148,3 +150,5 @@ def _check(annotation: dict[str, Any]) -> None:
     for one in annotation["segments_info"]:
         if not isinstance(one["id"], int) or not 0 < one["id"] < 2**24:
             raise ValueError(f"a segment of {name} has the number {one['id']!r}")
+        if not isinstance(one.get("category_id"), (int, str)):
+            raise ValueError(f"a segment of {name} has the category {one.get('category_id')!r}")

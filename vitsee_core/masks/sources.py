@@ -54,10 +54,11 @@ def open_masks(
             f"--background and --void are values of PNG pixels; {found[0].name} is a COCO file: "
             "leave them out"
         )
-    if panoptic is not None and not any(isinstance(one, PanopticMasks) for one in found):
+    n_panoptic = sum(isinstance(one, PanopticMasks) for one in found)
+    if panoptic is not None and n_panoptic != 1:
         raise VitseeError(
-            f"--panoptic is the folder of a panoptic file's PNG files; {found[0].name} is none: "
-            "leave it out"
+            f"--panoptic is the folder of one panoptic file's PNG files; {n_panoptic} of the masks "
+            "are such files: leave it out"
         )
     return join_masks(found)
 

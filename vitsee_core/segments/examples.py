@@ -3,6 +3,7 @@ one and its category."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -97,10 +98,15 @@ def examples_of(
         for split in dict.fromkeys((None, test_split)):
             found[_key(store, split)] = find_segments(store, source, masks, known, execution, split)
     occurring = dict.fromkeys(name for data in found.values() for name in data.classes)
-    classes = source.categories or sorted(occurring, key=int)
+    classes = source.categories or sorted(occurring, key=_in_order)
     return SegmentExamples(
         execution, {key: _relabelled(data, classes) for key, data in found.items()}
     )
+
+
+def _in_order(name: str) -> tuple[int, str]:
+    """Numbers by their size, after them names by the alphabet."""
+    return (int(name), "") if name.isdecimal() else (sys.maxsize, name)
 
 
 def _key(store: Store, split: str | None) -> Key:
