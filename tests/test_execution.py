@@ -25,6 +25,7 @@ from vitsee_core.analyses import (
     normratio,
     norms,
     probe,
+    spectrum,
 )
 from vitsee_core.execution import Execution
 from vitsee_core.progress import Silent, counting
@@ -82,6 +83,10 @@ WORK = {
     "knn": (knn.run, lambda f: labelled(f, 2), {"sites": "embed", "ks": (3,)}),
     "norms": (norms.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "normratio": (normratio.run, residuals, {}),
+    "spectrum": (spectrum.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
+    "spectrum of tokens": (
+        *(spectrum.run, lambda f: labelled(f)[:1], {"sites": "embed", "tokens": "patches"}),
+    ),
     "probe": (probe.run, lambda f: labelled(f, 2), {"sites": "embed", "l2": (1.0,)}),
 }
 

@@ -1,0 +1,64 @@
+"""The covariance pass of `vitsee spectrum --tokens patches` against the BLAS on the same numbers.
+
+    python benchmarks/covariance.py [--images 256] [--dim 768] [--rounds 5]
+
+A store of one site of 14 x 14 patches in float16 is read and its second moments are summed in
+float64; beside it numpy's x.T @ x of the same tokens in float64, already in memory and converted.
+Both in turn; medians. The ratio says how much of the BLAS' rate the pass has, reading, conversion
+and checks included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tests.stores import write_sites
+from vitsee_core.covariance.sums import block_sums
+from vitsee_core.execution import Execution
+from vitsee_core.features import choose_features
+from vitsee_core.statistics.jackknife import Blocks
+from vitsee_stores import TokenLayout
+
+
+def main() -> None:
+    """Print the rates."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(args.images, 196, args.dim)).astype(np.float16)
+    layout = TokenLayout((), (14, 14), stride_px=(16.0, 16.0))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.zarr"
+        store = write_sites(path, {"embed": x}, layout=layout, slab=64, dtype="float16")
+        features = choose_features(store, store.site("embed"), "patches")
+        execution = Execution()
+        rows = execution.rows(store)
+        blocks = Blocks.of(store, rows.mask, 0)
+        whole = x.reshape(-1, args.dim).astype(np.float64)
+        flops = len(whole) * args.dim**2  # a symmetric product: half of 2 n D^2
+        ours, blas = [], []
+        for _ in range(args.rounds):
+            start = time.perf_counter()
+            block_sums(features, rows, blocks.of_rows, execution)
+            ours.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            whole.T @ whole
+            blas.append(time.perf_counter() - start)
+    a, b = statistics.median(ours), statistics.median(blas)
+    print(f"{len(whole)} tokens of {args.dim} channels")
+    print(f"covariance pass  {a:6.2f} s  {flops / a / 1e9:6.1f} GFLOP/s")
+    print(f"numpy x.T @ x    {b:6.2f} s  {flops / b / 1e9:6.1f} GFLOP/s")
+    print(f"ratio            {b / a:6.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""Spectra of a layer's features: ranks, decay, anisotropy, intrinsic dimension, neural collapse.
+
+Of one vector per image (class token, mean over patches, `pooled`), or of all tokens as examples:
+`rankme`, `effective_rank`, `participation_ratio`, `alpha`, `anisotropy` as in
+`covariance.spectra`. Of one vector per image also `twonn`, see `statistics.intrinsic_dimension`,
+and, where the images have labels, `nc1`, `cdnv`, `nc2_norms`, `nc2_angles`, `nc4`, see
+`labelled.collapse`.
+
+Each number depends on how many examples it is of, and cannot exceed a `cap`; so each row has the
+cap, and the value of two halves of the images. Halves that are far from the whole say that more
+images would give another number. One channel with a large mean takes RankMe to 1 whatever the
+others do (massive activations): read it with the effective rank, which is centred.
+
+Tokens of one image are no independent sample: for tokens the unbiased participation ratio is one
+of tokens, intervals are over images.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.arguments import analysis
+from vitsee_core.columns import SITE, site_columns
+from vitsee_core.covariance import spectra
+from vitsee_core.covariance.spectra import Spectrum
+from vitsee_core.covariance.sums import Sums, block_sums, total
+from vitsee_core.execution import DEFAULT, Execution
+from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.figures.spectrum_curves import draw_spectrum
+from vitsee_core.labelled import collapse
+from vitsee_core.machine import human_bytes
+from vitsee_core.progress import counting
+from vitsee_core.results import Table
+from vitsee_core.selection import select_each, sites_of
+from vitsee_core.statistics.cells import jackknife_cells
+from vitsee_core.statistics.image_statistics import METHODS
+from vitsee_core.statistics.intrinsic_dimension import TwoNearest
+from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.streaming import Rows, thread_map
+from vitsee_core.types import Float32, Integers, Mask
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_stores import SiteSpec, Store
+
+log = logging.getLogger(__name__)
+
+NEEDS = ("sites",)
+
+OF_CLASSES = (*collapse.METRICS, collapse.FOURTH)
+METRICS = (*spectra.METRICS, "twonn", *OF_CLASSES)
+COLUMNS = (
+    *(*SITE, "token", "cap", "half_a", "half_b"),
+    *("metric", "value", "std", "low", "high", "n_images", "n_examples"),
+)
+MOST_NEIGHBOURS = 4096  # images of twonn: n x n distances in memory
+
+Measured = dict[str, float]
+
+
+@analysis
+def run(
+    *stores: Store,
+    metrics: Sequence[str] = (),
+    sites: Sequence[str] = ("blocks",),
+    tokens: str | None = None,
+    execution: Execution = DEFAULT,
+) -> Table:
+    """One row per store, site and metric.
+
+    Columns: see `COLUMNS`; `token` which tokens are examples; `cap` the largest value possible;
+    `half_a`, `half_b` the value of every second block of images, and of the others; `low`, `high`
+    the 95 % interval over images by the jackknife; `n_examples` the vectors or tokens. NaN: a value
+    that is not defined (all examples alike, too few).
+
+    Memory: the vectors of one site in float32, with labels twice more in float64, and a D x D
+    matrix in float64 for each of 20 blocks; of tokens these matrices only. Refused where that is
+    more than the memory. Time: n D^2 once, and 23 eigendecompositions of min(n, D) per site.
+
+    Args:
+        stores: they may have different images; labels are needed for `OF_CLASSES` only.
+        metrics: some of `METRICS`; by default those that can be had.
+        sites: names, globs and groups.
+        tokens: see `features.choose_features`; `all`, `patches` and `prefix` take every token for
+            an example.
+        execution: which images, and what the work may use; see `Execution`.
+
+    Raises:
+        MissingInput: the site is stored pooled only.
+        SiteError: no such site or tokens.
+        VitseeError: unknown metric, metrics that need one vector per image, labels or logits, or
+            more than fits the memory.
+    """
+    for metric in metrics:
+        if metric not in METRICS:
+            raise VitseeError(f"no metric {metric!r}; metrics of spectrum: {', '.join(METRICS)}")
+    selected = select_each(stores, sites, sites_of)
+    plans = []
+    for store, chosen in selected.members:
+        read = [choose_features(store, site, tokens) for site in chosen]
+        work = _Store(store, execution.rows(store), execution, metrics)
+        for features in read:
+            work.check(features)
+        plans.append((work, list(zip(chosen, read, strict=True))))
+    rows: list[dict[str, Any]] = []
+    remarks: list[str] = []
+    counts = [2 * work.rows.n * len(own) for work, own in plans]
+    with counting(execution.progress, sum(counts), "rows"):
+        for work, own in plans:
+            for site, features in own:
+                rows += work(site, features)
+            remarks += work.remarks
+    for remark in remarks:
+        log.info("%s", remark)
+    notes = {
+        "interval": METHODS["jackknife"],
+        "std": METHODS["std"],
+        "halves": "half_a, half_b: of the blocks of images 0, 2, 4, ... and 1, 3, 5, ...",
+        "cap": "the largest value that the metric can have with these examples and channels",
+        "twonn_images": f"at most {MOST_NEIGHBOURS}",
+        "remarks": remarks,
+        "seed": execution.seed,
+        "images": {work.store.label: work.rows.describe() for work, _ in plans},
+        **selected.notes(),
+    }
+    return Table.from_rows(rows, COLUMNS, notes)
+
+
+def plot(table: Table) -> Figure:
+    """From the table alone; see `spectrum_curves.draw_spectrum`."""
+    return draw_spectrum(table)
+
+
+class _Store:
+    """The rows of one store's sites."""
+
+    def __init__(
+        self, store: Store, rows: Rows, execution: Execution, metrics: Sequence[str]
+    ) -> None:
+        self.store, self.rows, self.execution = store, rows, execution
+        self.asked = frozenset(metrics)
+        self.metrics = frozenset(metrics or METRICS)
+        self.mask = rows.mask & store.valid
+        self.blocks = Blocks.of(store, self.mask, execution.seed)
+        self.labels: Integers = store.samples.label[self.mask].astype(np.int64)
+        self.predicted = self._predicted()
+        self.remarks: list[str] = []
+
+    def _predicted(self) -> Integers | None:
+        """(images,) class of the model's logits; None where they are not of the labels' classes."""
+        classes = max(len(self.store.class_names or ()), int(self.labels.max(initial=-1)) + 1)
+        if collapse.FOURTH not in self.metrics or "logits" not in self.store.sites:
+            return None
+        if self.store.site("logits").dim != classes:
+            return None
+        features = choose_features(self.store, self.store.site("logits"))
+        return np.concatenate([x.argmax(1) for x in features.vectors(self.mask)])
+
+    def check(self, features: SiteFeatures) -> None:
+        """Refuse, before any work, what was asked for and cannot be had."""
+        label, n, dim = self.store.label, len(self.labels), features.dim
+        of_images = {"twonn", *OF_CLASSES} & self.asked
+        if features.several and of_images:
+            raise VitseeError(
+                f"{', '.join(sorted(of_images))} of {features.site.name} of {label} needs one "
+                "vector per image: give --tokens cls or mean"
+            )
+        if {*OF_CLASSES} & self.asked and len(np.unique(self.labels[self.labels >= 0])) < 2:
+            raise VitseeError(f"{label} has no labels of two classes: no neural collapse")
+        if collapse.FOURTH in self.asked and self.predicted is None:
+            raise VitseeError(f"{label} keeps no logits of its labels' classes: no nc4")
+        need = 8 * dim * min(dim, n * len(features.tokens)) * (self.blocks.n + 4)
+        if not features.several:
+            need += (4 + 16 * bool(self._of_classes())) * n * dim
+        if need > self.execution.budget:
+            raise VitseeError(
+                f"the spectrum of {features.site.name} of {label} ({dim} channels) takes "
+                f"{human_bytes(need)} of memory; --memory is {human_bytes(self.execution.budget)}"
+            )
+
+    def _of_classes(self) -> list[str]:
+        """The metrics of classes that there can be."""
+        if len(np.unique(self.labels[self.labels >= 0])) < 2:
+            return []
+        found = [metric for metric in collapse.METRICS if metric in self.metrics]
+        return found + ([collapse.FOURTH] if self.predicted is not None else [])
+
+    def __call__(self, site: SiteSpec, features: SiteFeatures) -> list[dict[str, Any]]:
+        measure = self._of_tokens(features) if features.several else self._of_vectors(features)
+        m = self.blocks.n
+        every = np.ones(m, bool)
+        even = np.arange(m) % 2 == 0
+        left = [np.arange(m) != b for b in range(m)] if m > 1 else []
+        # The whole comes first: it collects the remarks.
+        whole, caps = measure.of(every)
+        found = thread_map(self.execution.jobs)(measure.values, [even, ~even, *left])
+        first, second, *without = found
+        self.remarks += measure.remarks(f"{self.store.label} {site.name}")
+        self.execution.progress.advance(self.rows.n)
+        place = site_columns(self.store, site)
+        place |= {"token": str(features.selection) if features.site.layout is not None else None}
+        rows = []
+        for metric in METRICS:
+            if metric not in whole or metric not in self.metrics:
+                continue
+            replicates = np.array([one[metric] for one in without])
+            about = {
+                **{"metric": metric, "cap": caps.get(metric, math.nan)},
+                **{"half_a": first[metric], "half_b": second[metric]},
+                "n_examples": len(self.labels) * len(features.tokens),
+            }
+            cells = jackknife_cells(whole[metric], replicates, len(self.labels))
+            rows.append(place | about | cells)
+        return rows
+
+    def _of_tokens(self, features: SiteFeatures) -> _Measure:
+        of_rows = self.blocks.of_rows
+        parts = block_sums(features, self.rows, of_rows, self.execution)
+        return _Measure(partial(_of_sums, parts, total(parts)), [])
+
+    def _of_vectors(self, features: SiteFeatures) -> _Measure:
+        """Spectra from D x D, or from n x n where that is less."""
+        use = self.execution
+        vectors = features.vectors(self.mask, jobs=use.jobs, memory=use.budget)
+        x = np.concatenate(list(vectors))
+        use.progress.advance(self.rows.n)
+        labels = self.blocks.labels
+        spectrum: Callable[[Mask], Spectrum]
+        if len(x) > x.shape[1]:
+            shift = x[0].astype(np.float64)
+            parts = [Sums.of(x[labels == b], shift) for b in range(self.blocks.n)]
+            spectrum = partial(_of_sums, parts, total(parts))
+        else:
+            spectrum = partial(_of_examples, x, labels)
+        others: list[_Other] = []
+        if "twonn" in self.metrics:
+            others.append(_Neighbours(x, labels, None if self.store.shuffled else use.seed))
+        if names := self._of_classes():
+            others.append(_Classes(x, labels, self.labels, self.predicted, names))
+        return _Measure(spectrum, others)
+
+
+def _of_sums(parts: Sequence[Sums], whole: Sums, among: Mask) -> Spectrum:
+    """Of the blocks in `among`: the whole less the others where these are few."""
+    if among.sum() * 2 <= len(parts):
+        return Spectrum.of_sums(
+            total([part for part, use in zip(parts, among, strict=True) if use])
+        )
+    found = total([whole])
+    for b in np.flatnonzero(~among).tolist():
+        found.add(parts[b], -1)
+    return Spectrum.of_sums(found)
+
+
+def _of_examples(x: Float32, labels: Integers, among: Mask) -> Spectrum:
+    return Spectrum.of_examples(x[among[labels]].astype(np.float64))
+
+
+class _Other:
+    """Metrics of one vector per image, of some blocks of images (blocks,)."""
+
+    def values(self, among: Mask) -> Measured:
+        """By name."""
+        raise NotImplementedError
+
+    def remarks(self, where: str) -> list[str]:
+        """About all images."""
+        raise NotImplementedError
+
+
+class _Neighbours(_Other):
+    def __init__(self, x: Float32, labels: Integers, seed: int | None) -> None:
+        n = min(len(x), MOST_NEIGHBOURS)
+        rng = np.random.default_rng(seed or 0)
+        some = np.arange(n) if seed is None else np.sort(rng.permutation(len(x))[:n])
+        self.n_blocks, self.n = int(labels.max()) + 1, n
+        self.found = TwoNearest(x[some].astype(np.float64), labels[some])
+
+    def values(self, among: Mask) -> Measured:
+        return {"twonn": self.found.dimension(among[self.found.blocks])}
+
+    def remarks(self, where: str) -> list[str]:
+        equal = self.found.n_equal
+        return [f"{where}: {equal} of {self.n} vectors equal another: not in twonn"] * bool(equal)
+
+
+@dataclass
+class _Classes(_Other):
+    x: Float32
+    blocks: Integers
+    labels: Integers
+    predicted: Integers | None
+    names: Sequence[str]
+    left_out: int = 0
+
+    def values(self, among: Mask) -> Measured:
+        keep = among[self.blocks] & (self.labels >= 0)
+        x, labels = self.x[keep].astype(np.float64), self.labels[keep]
+        found: Measured = {}
+        if {*self.names} & {*collapse.METRICS}:
+            found, left_out = collapse.collapse(x, labels)
+            if among.all():
+                self.left_out = left_out
+        if self.predicted is not None:
+            # One division into halves, whichever images are left out.
+            predicted, half = self.predicted[keep], collapse.halves(self.labels)[keep]
+            differs = collapse.nearest_mean_disagrees(x, labels, predicted, half)
+            there = differs[~np.isnan(differs)]
+            found[collapse.FOURTH] = float(there.mean()) if len(there) else math.nan
+        return found
+
+    def remarks(self, where: str) -> list[str]:
+        return [
+            f"{where}: {self.left_out} pairs of classes are nearer than their noise: not in cdnv"
+        ] * bool(self.left_out)
+
+
+@dataclass
+class _Measure:
+    """All metrics of one site. spectrum: of the blocks (blocks,) in a mask."""
+
+    spectrum: Callable[[Mask], Spectrum]
+    others: Sequence[_Other]
+    whole: Spectrum | None = None
+
+    def of(self, among: Mask) -> tuple[Measured, Measured]:
+        """Values and caps, of all images."""
+        self.whole = self.spectrum(among)
+        return self._values(self.whole, among), self.whole.caps() | {collapse.FOURTH: 1.0}
+
+    def values(self, among: Mask) -> Measured:
+        """By name; NaN where no image is left."""
+        if not among.any():
+            return dict.fromkeys(METRICS, math.nan)
+        return self._values(self.spectrum(among), among)
+
+    def _values(self, spectrum: Spectrum, among: Mask) -> Measured:
+        found = spectrum.metrics()
+        for other in self.others:
+            found |= other.values(among)
+        return found
+
+    def remarks(self, where: str) -> list[str]:
+        """What a reader has to know."""
+        assert self.whole is not None
+        found = [f"{where}: all examples are alike, so they have no spectrum"] * self.whole.alike
+        if zeros := self.whole.n - self.whole.n_long:
+            found.append(f"{where}: {zeros} examples are 0: not in anisotropy")
+        return found + [remark for other in self.others for remark in other.remarks(where)]

@@ -1,0 +1,172 @@
+"""One pass over a site's vectors or tokens: sums from which covariances of any blocks of images
+follow.
+
+Examples y are taken about a fixed `shift` (an example of the site), so that a large mean costs no
+digits; with S = sum y y^T the scatter about the mean is S - s s^T / n. The fourth powers are what
+unbiased estimates of tr(C^2) need. All in float64; one product of n x D by D x n costs n D^2
+multiply-adds, half of them where the BLAS knows it is symmetric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.execution import Execution
+from vitsee_core.streaming import Rows
+from vitsee_core.types import Float, Float32, Integers
+
+if TYPE_CHECKING:
+    from vitsee_core.features import SiteFeatures
+    from vitsee_stores import Slab, Store
+
+ROWS_AT_ONCE = 2048  # examples in float64 at a time, so few that they stay near the cache
+
+
+@dataclass
+class Sums:
+    """Of examples y (dim) about `shift`: n; first: sum y; second: sum y y^T; fourth: sum |y|^4;
+    third: sum |y|^2 y; of those with a length, about 0: directions: sum of unit vectors, n_long."""
+
+    shift: Float
+    n: int
+    first: Float
+    second: Float
+    third: Float
+    fourth: float
+    directions: Float
+    n_long: int
+
+    @classmethod
+    def empty(cls, shift: Float) -> Sums:
+        """Of no example."""
+        none = np.zeros_like(shift)
+        return cls(shift, 0, none, np.zeros((len(shift),) * 2), none, 0.0, none, 0)
+
+    @classmethod
+    def of(cls, x: Float | Float32, shift: Float) -> Sums:
+        """Of examples (n, dim)."""
+        found = cls.empty(shift)
+        found.second = np.zeros((len(shift),) * 2)
+        for start in range(0, len(x), ROWS_AT_ONCE):
+            y = x[start : start + ROWS_AT_ONCE].astype(np.float64)
+            length = np.sqrt(np.einsum("nd,nd->n", y, y))
+            long = length > 0
+            # Products with vectors, which pass over the examples once and need no copy of them.
+            weight = np.where(long, 1 / np.where(long, length, 1), 0)
+            found.directions = found.directions + weight @ y
+            y -= shift
+            size = np.einsum("nd,nd->n", y, y)
+            found.n += len(y)
+            found.n_long += int(long.sum())
+            found.first = found.first + np.ones(len(y)) @ y
+            found.second += y.T @ y
+            found.third = found.third + size @ y
+            found.fourth += float(size @ size)
+        return found
+
+    def add(self, other: Sums, sign: int = 1) -> None:
+        """Count the examples of another, which stays as it is; sign -1: take them out again."""
+        self.n += sign * other.n
+        self.n_long += sign * other.n_long
+        self.fourth += sign * other.fourth
+        # Not in place: an empty one shares its zeros.
+        self.first = self.first + sign * other.first
+        self.third = self.third + sign * other.third
+        self.directions = self.directions + sign * other.directions
+        self.second = self.second + sign * other.second
+
+    @property
+    def mean(self) -> Float:
+        """(dim,) of the examples as they are."""
+        return self.shift + self.first / self.n
+
+    @property
+    def scatter(self) -> Float:
+        """(dim, dim) sum of (x - mean)(x - mean)^T."""
+        found: Float = self.second - np.outer(self.first, self.first) / self.n
+        return found
+
+    @property
+    def raw(self) -> Float:
+        """(dim, dim) sum of x x^T."""
+        found: Float = self.scatter + self.n * np.outer(self.mean, self.mean)
+        return found
+
+    @property
+    def fourth_about_mean(self) -> float:
+        """Sum of |x - mean|^4."""
+        d = -self.first / self.n
+        delta = float(d @ d)
+        trace = float(np.trace(self.second))
+        with_first = float(d @ self.first)
+        return float(
+            self.fourth
+            + 4 * d @ self.second @ d
+            + self.n * delta**2
+            + 4 * d @ self.third
+            + 2 * delta * trace
+            + 4 * delta * with_first
+        )
+
+
+class BlockSums:
+    """Sums of each block of images, to be filled by `streaming.fold`: every token of `part` is an
+    example.
+
+    features: of one site. shift: (dim,). labels: (all images,) each one's block, below 0 for
+    none.
+    """
+
+    def __init__(self, features: SiteFeatures, shift: Float, labels: Integers) -> None:
+        self.features, self.shift, self.labels = features, shift, labels
+        self.blocks: dict[int, Sums] = {}
+
+    def update(self, slab: Slab) -> None:
+        """Count a slab's images."""
+        labels = self.labels[slab.rows][slab.valid]
+        x = self.features.of_slab(slab, slice(0, len(self.features.tokens)))
+        for b in np.unique(labels[labels >= 0]).tolist():
+            self.blocks[b] = Sums.of(x[labels == b].reshape(-1, x.shape[-1]), self.shift)
+
+    def merge(self, other: BlockSums) -> None:
+        """Count what `other` counted."""
+        for b, sums in other.blocks.items():
+            self.blocks.setdefault(b, Sums.empty(self.shift)).add(sums)
+
+    def result(self) -> list[Sums]:
+        """Of every block, in order."""
+        return [self.blocks[b] for b in sorted(self.blocks)]
+
+
+def block_sums(
+    features: SiteFeatures, rows: Rows, labels: Integers, execution: Execution
+) -> list[Sums]:
+    """Sums of each block of a site's images.
+
+    Memory: a D x D matrix in float64 for each block, and one more for each slab in work.
+
+    Args:
+        features: which tokens of which site.
+        rows: which images.
+        labels: (all images,) blocks, below 0 for none.
+        execution: what the work may use.
+    """
+    first = int(np.flatnonzero((labels >= 0) & rows.mask)[0])
+    shift = features.load(slice(first, first + 1), slice(0, 1))[0, 0].astype(np.float64)
+    make = partial(BlockSums, features, shift, labels)
+    size = features.slab_bytes + 8 * features.dim**2
+    store: Store = features.store
+    return execution.fold(store, make, rows, slab_bytes=size).result()
+
+
+def total(parts: Sequence[Sums]) -> Sums:
+    """Of several blocks together."""
+    found = Sums.empty(parts[0].shift)
+    for part in parts:
+        found.add(part)
+    return found

@@ -1,0 +1,101 @@
+"""Curves of spectral numbers over depth. From the columns of `vitsee spectrum`'s table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.figures.depth_curves import (
+    add_curve_legend,
+    curve_numbers,
+    draw_depth_curves,
+    site_kind,
+)
+from vitsee_core.plotting import colour, new_figure, shorten, styled
+from vitsee_core.results import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LABELS = {
+    "rankme": "RankMe",
+    "effective_rank": "effective rank (centred)",
+    "participation_ratio": "participation ratio",
+    "alpha": "decay of the spectrum, alpha",
+    "anisotropy": "anisotropy (mean cosine)",
+    "twonn": "intrinsic dimension (TwoNN)",
+    "nc1": "NC1: within / between classes",
+    "cdnv": "class-distance normalised variance",
+    "nc2_norms": "NC2: spread of class means' norms",
+    "nc2_angles": "NC2: angles from a simplex",
+    "nc4": "NC4: nearest mean against logits",
+}
+RANKS = ("rankme", "effective_rank", "participation_ratio")
+LOGARITHMIC = (*RANKS, "nc1", "cdnv")
+
+
+@styled
+def draw_spectrum(table: Table) -> Figure:
+    """One panel per metric, one curve per store with the 95 % interval as a band, and the values of
+    two halves of the images as dots; dotted lines are the caps of ranks, on logarithmic axes."""
+    metrics = [metric for metric in LABELS if metric in table.unique("metric")]
+    across = min(3, len(metrics))
+    lines = -(-len(metrics) // across)
+    figure = new_figure(0.4 + 3.6 * across, 0.5 + 2.6 * lines)
+    panels = list(figure.subplots(lines, across, squeeze=False).ravel())
+    for axes, metric in zip(panels, metrics, strict=False):
+        rows = table.where(metric=metric)
+        draw_depth_curves(axes, rows, ylabel=LABELS[metric], among=table)
+        _draw_halves(axes, rows, table, caps=metric in RANKS)
+        values = rows["value"].astype(float)
+        if metric in LOGARITHMIC and 0 < np.nanmin(values, initial=np.inf) < np.inf:
+            _logarithmic(axes, rows, caps=metric in RANKS)
+        axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
+        if np.isnan(values).all():
+            axes.text(0.5, 0.5, "no value", transform=axes.transAxes, ha="center")
+    for axes in panels[len(metrics) :]:
+        axes.set_visible(False)
+    for axes in panels[: len(metrics) - across]:
+        axes.set_xlabel("")
+    counts = table.groups("store")
+    figure.suptitle(
+        ", ".join(f"{shorten(str(s), 20)} (n = {int(t['n_images'].max())})" for s, t in counts),
+        fontsize=9,
+    )
+    add_curve_legend(figure, panels[: len(metrics)])
+    return figure
+
+
+def _draw_halves(axes: Axes, rows: Table, table: Table, *, caps: bool) -> None:
+    numbers = curve_numbers(table)
+    for (store, kind), i in numbers.items():
+        if kind == "head":
+            continue
+        own = rows.where(store=store)
+        kinds = [site_kind(site) for site in own["site"].tolist()]
+        own = own.take(np.array([one == kind for one in kinds], bool))
+        own = own.take(np.argsort(own["rel_depth"], kind="stable"))
+        x = own["rel_depth"].astype(float)
+        for half in ("half_a", "half_b"):
+            y = own[half].astype(float)
+            axes.plot(x, y, color=colour(i), marker=".", markersize=3, linestyle="none", alpha=0.6)
+        if caps:
+            y = own["cap"].astype(float)
+            axes.plot(x, y, color=colour(i), linestyle=(0, (1, 2)), linewidth=1)
+
+
+def _logarithmic(axes: Axes, rows: Table, *, caps: bool) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    names = ["value", "half_a", "half_b", *(["cap"] if caps else [])]
+    values = np.concatenate([rows[name].astype(float) for name in names])
+    values = values[values > 0]
+    axes.set_yscale("log")
+    axes.set_ylim(0.8 * values.min(), 1.3 * values.max())
+    # Every decade where there are several, else what lies within it.
+    few = values.max() < 40 * values.min()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
