@@ -231,7 +231,8 @@ class Enlarged:
             maps = torch.nn.functional.interpolate(
                 maps[None].contiguous(), size=shape, mode="bilinear", align_corners=False
             )[0]
-        low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
+        ends = torch.aminmax(maps.flatten(1), dim=1, keepdim=True)
+        low, high = ends.min[..., None], ends.max[..., None]
         span = torch.where(high > low, high - low, 1.0)
         low = torch.where((high == low) & (high > 0), -torch.inf, low)
         return (maps - low).div_(span)
