@@ -145,6 +145,13 @@ def test_bicubic_weights_are_the_published_ones() -> None:
     small = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).resize((8, 5))).astype(float)
     found = dense(mask, layout, transform(40, 64, crop_mode="squash"), "vit_analysis")
     assert found == pytest.approx(small / small.sum(), abs=1e-6)
+    # on a canvas that the image fills in part: the whole image to its own cells
+    mask = rng.random((30, 47)) < 0.1
+    how = transform(64, 64, crop_mode="corner", short_side=40, multiple=8)
+    small = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).resize((7, 5))).astype(float)
+    found = dense(mask, TokenLayout((), (8, 8), stride_px=(8.0, 8.0)), how, "vit_analysis")
+    assert found[:5, :7] == pytest.approx(small / small.sum(), abs=1e-6)
+    assert found.sum() == pytest.approx(1)
 
 
 # ---------------------------------------------------------------- stores and masks

@@ -117,6 +117,31 @@ def test_parts_of_three_files(made: Path, tmp_path: Path) -> None:
     save_figure(probe.plot(held), tmp_path / "probe.png")
 
 
+def test_images_of_several_sizes_on_a_canvas(made: Path, tmp_path: Path) -> None:
+    """Tiled, as for dense features: what lies beside an image has no weight, and its panoptic
+    segments make its mean over the patches that lie on it."""
+    store = vitsee.extract(
+        "demo:vit", made / "val2017", tmp_path / "tiled.zarr",
+        images=6, short_side=64, tiles=True, sites=["blocks"],
+    )  # fmt: skip
+    masks = made / "annotations" / "panoptic_val2017.json"
+    data, x = vectors(store, masks, "embed")
+    assert not store.fills.all()
+    whole = store.pooled("embed", "mean")[:].astype(float)
+    content = json.loads(masks.read_text())
+    by_name = {one["id"]: one["file_name"] for one in content["images"]}
+    areas = {
+        Path(by_name[one["image_id"]]).stem: [part["area"] for part in one["segments_info"]]
+        for one in content["annotations"]
+    }
+    for row in range(6):
+        own = np.array(areas[Path(store.samples.id[row]).stem], float)
+        # the image fills whole cells: all of it is seen, in proportion
+        assert own @ x[data.rows == row] / own.sum() == pytest.approx(whole[row], abs=2e-3)
+    published = vectors(store, masks, "embed", weights="vit_analysis")[1]
+    assert published.shape == x.shape
+
+
 def test_weights_differ_where_objects_are_small(made: Path) -> None:
     store = open_store(made / "vit.zarr")
     masks = made / "annotations" / "instances_val2017.json"

@@ -13,6 +13,7 @@ its neighbours: bicubic weights of a disk of 2 px radius differ from its area by
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -41,6 +42,7 @@ class Weigher:
         if layout.grid is None or layout.stride_px is None:
             raise VitseeError("these tokens do not say which pixels are theirs")
         self.grid, self._size, self._place, self._seen = layout.grid, size, place, seen
+        self._offset, self._stride = layout.offset_px, layout.stride_px
         along = zip(
             (place.top, place.left), (place.bottom, place.right), size, seen,
             layout.offset_px, layout.stride_px, layout.grid, strict=True,
@@ -82,16 +84,44 @@ class Weigher:
         return found
 
     def _resized(self, mask: Mask) -> Float:
-        """The same by Pillow's default resize of the visible part."""
-        place, (height, width) = self._place, self._size
-        down, across = (place.bottom - place.top) / height, (place.right - place.left) / width
-        # The first visible pixel is rounded down, as in the published code.
-        top, left = math.floor(-place.top / down), math.floor(-place.left / across)
-        sides = round(self._seen[0] / down), round(self._seen[1] / across)
-        box = (left, top, left + max(1, sides[1]), top + max(1, sides[0]))
-        image = Image.fromarray(mask.astype(np.uint8) * np.uint8(255)).crop(box)
-        small = image.resize(self.grid[::-1], Image.Resampling.BICUBIC)
-        return np.asarray(small, np.float64)
+        """The same by Pillow's default resize of the visible part to the cells that it lies on."""
+        down, across = (
+            self._visible(first, last, n, axis)
+            for axis, (first, last, n) in enumerate(
+                (
+                    (self._place.top, self._place.bottom, self._size[0]),
+                    (self._place.left, self._place.right, self._size[1]),
+                )
+            )
+        )
+        whole = np.zeros(self.grid)
+        cells = whole[down.cells, across.cells]
+        if cells.size:
+            box = (across.first, down.first, across.last, down.last)
+            image = Image.fromarray(mask.astype(np.uint8) * np.uint8(255)).crop(box)
+            height, width = cells.shape
+            cells[...] = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+        return whole
+
+    def _visible(self, first: float, last: float, n: int, axis: int) -> _Visible:
+        """Along one axis: the cells that the image lies on, and their pixels of the image, the
+        first rounded down as in the published code."""
+        offset, stride = self._offset[axis], self._stride[axis]
+        ends = max(first, 0.0), min(last, float(self._seen[axis]))
+        low = max(0, math.floor((ends[0] - offset) / stride + SMALLEST))
+        high = min(self.grid[axis], math.ceil((ends[1] - offset) / stride - SMALLEST))
+        scale = (last - first) / n
+        start = math.floor((offset + low * stride - first) / scale + SMALLEST)
+        length = max(1, round((high - low) * stride / scale))
+        return _Visible(slice(low, max(low, high)), start, start + length)
+
+
+class _Visible(NamedTuple):
+    """Cells, and the pixels of the image from `first` to before `last`."""
+
+    cells: slice
+    first: int
+    last: int
 
 
 def _overlaps(pixels: Float, cells: Float) -> Float:
