@@ -120,6 +120,7 @@ def test_controls_are_below_and_said(tmp_path: Path) -> None:
     assert not any(cell.bold for row in printed.controls for cell in row)
     assert "Random: Gaussian features of the same shape (Walmer" in printed.note
     assert "Grid" not in printed.note
+    assert [*table.notes["baselines"]] == ["chance", "image", "random"]
 
 
 def test_equal_values_are_all_bold(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def test_hostile_pickles_run_nothing(
 HAND_MADE = {
     "dotted name": b"cbuiltins\nbytes.fromhex\n.",
     "dotted name by stack": b"\x80\x04\x8c\x08builtins\x8c\x0dbytes.fromhex\x93.",
+    "name with a line": b"\x80\x04\x8c\x02a\n\x8c\x02b\n\x93.",
     "extension": b"\x80\x02\x82\x01.",
     "persistent": b"\x80\x02X\x01\x00\x00\x00xQ.",
     "instance": b"(i__builtin__\nbytes\n.",

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.figures.best_layers import draw_best_layers
+from vitsee_core.figures.best_table import CONTROLS
 from vitsee_core.figures.paired_differences import draw_differences
 from vitsee_core.figures.redundancy import PAIRS, to_last
 from vitsee_core.layer_tasks import COLUMNS, OPTIONAL, is_given, known_metrics, tasks
@@ -145,7 +146,13 @@ def run(
         for name in COLUMNS
         if name not in OPTIONAL or any(is_given(row.get(name)) for row in rows)
     ]
-    notes = {"rule": RULE, "remarks": remarks, "files": [str(f.path) for f in files]}
+    controls = {str(row["baseline"]) for row in rows} & CONTROLS.keys()
+    notes = {
+        "rule": RULE,
+        "remarks": remarks,
+        "files": [str(f.path) for f in files],
+        "baselines": {name: CONTROLS[name] for name in sorted(controls)},
+    }
     return Table.from_rows(rows, names, notes)
 
 

@@ -4,7 +4,7 @@ The images of a store are ranked by the cosine of one vector per image with that
 value is the mean over queries of the average precision (Walmer et al. 2023, Figs. 9 right, 29, with
 the class token of each block on ROxford and RParis, Radenovic et al. 2018). `retrieval.truth` says
 what is right, `retrieval.precision` has the formulas of `map` and `mp@K`, `retrieval.counting`
-how ranks are counted without sorting.
+how ranks are counted without a ranking of all images.
 
 As the benchmark demands, and other than in the code of Walmer et al. and of DINO (Caron et al.
 2021), a query can be cropped to its box: extracted from the list of `--export-queries`, it comes as

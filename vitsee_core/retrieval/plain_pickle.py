@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from vitsee_core.text import visible
 from vitsee_stores.errors import VitseeError, reason
 
 MOST_BYTES = 16 << 20
@@ -57,7 +58,9 @@ def load_plain(path: Path) -> Any:
         return _plain(_Unpickler(io.BytesIO(data), encoding="latin1").load(), {})
     except Exception as error:  # a file of any bytes raises what it likes
         why = str(error) if isinstance(error, pickle.UnpicklingError) else _kind(error)
-        raise VitseeError(f"{path} cannot be read as a pickle of plain data: {why}") from None
+        raise VitseeError(
+            f"{path} cannot be read as a pickle of plain data: {visible(why)}"
+        ) from None
 
 
 def _kind(error: Exception) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vitsee_core.text import visible
 from vitsee_stores.errors import VitseeError
 
 JUNK = "junk"
@@ -181,7 +182,7 @@ def check_queries_apart(truth: Truth) -> None:
 
 
 def _key(key: Any) -> str:
-    return key[:40] if isinstance(key, str) else _kind(key)
+    return visible(key[:40]) if isinstance(key, str) else _kind(key)
 
 
 def _kind(value: Any) -> str:
@@ -222,7 +223,8 @@ def _check_apart(lists: dict[str, tuple[int, ...]], images: Sequence[str], where
         for one in places:
             if one in owner:
                 raise VitseeError(
-                    f"{where} has image {one} ({images[one]}) in both {owner[one]} and {name}"
+                    f"{where} has image {one} ({visible(images[one])}) in both {owner[one]} and "
+                    f"{name}"
                 )
             owner[one] = name
 
