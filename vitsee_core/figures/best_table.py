@@ -38,7 +38,10 @@ CONTROLS = {
     "grid": "the best that the grid of tokens allows",
     "central": "a blob in the centre of the image",
 }
-_NOTE = "In brackets the best layer, counted from 1 for the first block. Bold: the best model."
+_NOTE = (
+    "In brackets the best layer, counted from 1 for the first block (0: what enters it). Bold: the "
+    "best model."
+)
 _LATEX = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
     **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"},
