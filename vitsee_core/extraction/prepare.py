@@ -19,7 +19,7 @@ from vitsee_core.extraction.identity import (
     fixed_identity,
     given_identity,
 )
-from vitsee_core.extraction.layout import Layout, lay_out
+from vitsee_core.extraction.image_layout import ImageLayout, lay_out
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
 from vitsee_core.extraction.same_images import FirstImages, check_same_images, first_images
@@ -181,7 +181,7 @@ def plan_store(
     )
 
 
-def choose_of(layout: Layout, keep: KeepOptions, stored: Mapping[str, Any]) -> Choices:
+def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any]) -> Choices:
     """What the store keeps, of the sites that it can keep.
 
     Raises:

@@ -22,7 +22,7 @@ import torch
 from vitsee_core.device import device_name
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
-from vitsee_core.extraction.layout import describe
+from vitsee_core.extraction.image_layout import describe
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.owners import without_writer

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitsee_core.images.decoding import Opener
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_core.images.geometry import Size
+from vitsee_core.images.sides import Size
 
 Box = tuple[float, float, float, float]
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from vitsee_core.images.errors import ImageError
-from vitsee_core.images.geometry import Size
 from vitsee_core.images.shared import SharedBlock
+from vitsee_core.images.sides import Size
 from vitsee_stores.errors import reason
 
 # The process or the machine ran out of something: the image is not to blame.

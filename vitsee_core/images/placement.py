@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.images.boxes import box_pixels
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.geometry import (
+from vitsee_core.images.sides import (
     Size,
     corner_size,
     crop_corner,

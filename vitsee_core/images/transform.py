@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_core.images.geometry import (
+from vitsee_core.images.sides import (
     Size,
     corner_size,
     crop_corner,

@@ -79,7 +79,7 @@ class SlabReporter(console.Reporter):
 
 def show_plan(prepared: Prepared, run: RunOptions, each: bool) -> None:
     """Sizes as CSV on stdout, the sum first, then folders or `each` array; remarks on stderr."""
-    from vitsee_core.extraction.layout import describe
+    from vitsee_core.extraction.image_layout import describe
     from vitsee_core.extraction.run import erf_cost, strategy_of
     from vitsee_core.extraction.sizes import HEADER, array_sizes, folder_sizes, total_size
     from vitsee_core.machine import counted, free_disk_bytes, human_bytes, scratch_folder

@@ -32,7 +32,7 @@ TRANSFORM = ("input_size", "interpolation", "mean", "std")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ImageLayout:
     """How images come to the model. model, table: as they run. kept: the sites that a store can
     keep, with the layout it keeps them in. canvas: None where every image is brought to the
     model's input. left_out: what tiles do not have, and why."""
@@ -60,7 +60,7 @@ def lay_out(
     keep: KeepOptions,
     selection: Selection,
     stored: Canvas | None = None,
-) -> Layout:
+) -> ImageLayout:
     """The model, and the canvas where one is asked for.
 
     Args:
@@ -80,7 +80,7 @@ def lay_out(
     model.module.cpu()
     table = site_table(model)
     if data.short_side is None:
-        return Layout(model, table, table)
+        return ImageLayout(model, table, table)
     step = _step(model, table)
     multiple = step if data.multiple is None else data.multiple
     tiles = model.input_size[1:] if data.tiles else None
@@ -104,9 +104,9 @@ def lay_out(
     }
     model = dataclasses.replace(model, transform=transform)
     if tiles is None:
-        return Layout(model, table, table, canvas, {}, notes)
+        return ImageLayout(model, table, table, canvas, {}, notes)
     kept, left_out = _tiled(table, canvas, tiles, step)
-    return Layout(model, table, kept, canvas, left_out, notes)
+    return ImageLayout(model, table, kept, canvas, left_out, notes)
 
 
 def describe(canvas: Canvas | None) -> str:
