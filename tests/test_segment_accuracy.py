@@ -211,6 +211,22 @@ def test_the_commands(pair: tuple[Store, Store, list[Path]], tmp_path: Path) -> 
     assert best.exit_code == 0, best.output
 
 
+def test_the_images_own_classes_do_not_count(tmp_path: Path) -> None:
+    """Stores whose labels do not fit together: they are not asked for."""
+    rng = np.random.default_rng(13)
+    objects = random_objects(rng, 16)
+    x = kinds(rng, objects, 0.25)
+    path = write_coco(tmp_path / "a.json", SIZE, objects)
+    train = store_of(tmp_path / "train.zarr", x, classes=["cat", "dog"])
+    others: list[dict[str, Any]] = [{"classes": []}, {"labels": np.full(16, -1), "classes": []}]
+    for number, more in enumerate(others):
+        test = store_of(tmp_path / f"{number}.zarr", x, **more)
+        for run in (knn.run, probe.run):
+            table = run(train, test, masks=path, sites=SITE, allow_shared=True)
+            assert not [line for line in table.notes["remarks"] if "by number" in line]
+            assert len(table.where(metric="top1")) == 1
+
+
 def test_any_choice_gives_the_same_as_its_fields(pair: tuple[Store, Store, list[Path]]) -> None:
     train, test, files = pair
     plain = knn.run(train, test, masks=files, sites=SITE, ks=(5,))

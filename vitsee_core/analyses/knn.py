@@ -38,7 +38,6 @@ from vitsee_core.labelled.labelled_rows import (
     LabelledRows,
     accuracy_interval,
     check_disjoint,
-    check_label_spaces,
     check_same_model,
     random_pieces,
 )
@@ -237,7 +236,7 @@ def _query(
     """Refuses what does not fit the training images."""
     data = examples.rows(test)
     check_same_model(train.store, test)
-    remarks = check_label_spaces(train, data)
+    remarks = examples.check_classes(train, data)
     for remark in remarks:
         log.info("%s", remark)
     n_shared = check_disjoint(train, data, allow_shared)

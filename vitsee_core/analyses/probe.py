@@ -35,7 +35,6 @@ from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.labelled.labelled_rows import (
     LabelledRows,
     check_disjoint,
-    check_label_spaces,
     check_same_model,
 )
 from vitsee_core.probing.draws import check_classes, draw_images, split_rows
@@ -184,7 +183,7 @@ def run(
         )
         if test is not None:
             check_same_model(train, test)
-            remarks += check_label_spaces(ours, theirs)
+            remarks += examples.check_classes(ours, theirs)
         shared.append(check_disjoint(ours, theirs, allow_shared))
         remarks += check_classes(ours, theirs, settings.shots)
         draws = [draw_images(ours, n, s) for n in settings.shots or (None,) for s in settings.seeds]

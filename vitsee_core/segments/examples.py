@@ -12,7 +12,11 @@ import numpy as np
 
 from vitsee_core.execution import Execution
 from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.labelled.labelled_rows import LabelledRows, labelled_rows
+from vitsee_core.labelled.labelled_rows import (
+    LabelledRows,
+    check_label_spaces,
+    labelled_rows,
+)
 from vitsee_core.segments.choice import WEIGHTS, Segmentation
 from vitsee_core.segments.rows import LabelledSegments, find_segments
 from vitsee_core.segments.vectors import patches_of, segment_features
@@ -42,6 +46,10 @@ class Examples:
         """Their vectors at a site; see `choose_features`."""
         return choose_features(data.store, site, tokens, **options)
 
+    def check_classes(self, train: LabelledRows, test: LabelledRows) -> list[str]:
+        """Refuse examples of other classes; see `check_label_spaces`."""
+        return check_label_spaces(train, test)
+
 
 @dataclass(frozen=True)
 class SegmentExamples(Examples):
@@ -65,6 +73,11 @@ class SegmentExamples(Examples):
             raise VitseeError(NO_TOKENS)
         assert isinstance(data, LabelledSegments)
         return segment_features(data.store, site, data.weights)
+
+    def check_classes(self, train: LabelledRows, test: LabelledRows) -> list[str]:
+        """Nothing: the segments of all stores have one space of classes."""
+        del train, test
+        return []
 
 
 def examples_of(
