@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import reference_keypoints as reference
 from tests.spair_sets import (
@@ -28,8 +30,9 @@ from tests.spair_sets import (
 from tests.stores import write_sites
 from vitsee_core.analyses.keypoints import COLUMNS, run
 from vitsee_core.images.placement import place
-from vitsee_core.keypoints.candidates import Cells, candidates
+from vitsee_core.keypoints.candidates import Cells, candidates, cells_of
 from vitsee_core.keypoints.located import locate
+from vitsee_core.keypoints.matching import find, sample, unit
 from vitsee_core.keypoints.protocol import choose_protocol
 from vitsee_core.keypoints.scoring import Scorer
 from vitsee_core.keypoints.search import search
@@ -45,8 +48,6 @@ EVERY = (-0.5, -0.5, SIZE - 0.5, SIZE - 0.5)
 
 def predictions(store: Store, folder: Path, **choices: Any) -> tuple[Any, Array]:
     """The located keypoints and where each is found, at the first site."""
-    import torch
-
     protocol = choose_protocol(**choices)
     located = locate(store, draw_pairs(read_pairs(folder), None), protocol)
     (site,) = store.select(["blocks"])
@@ -457,3 +458,25 @@ def test_sites_without_a_grid(tmp_path: Path) -> None:
     assert run(store, pairs=folder, sites=["*"]).unique("site") == ["blocks.0.out"]
     with pytest.raises(VitseeError, match="pooled has no tokens on the image's grid"):
         run(store, pairs=folder, sites=["pooled"])
+
+
+@pytest.mark.parametrize("match", ["smooth", "token", "vit_analysis"])
+def test_what_a_gpu_works_on_stays_there(match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors refuse operands of several devices."""
+    device = torch.device("cuda:0")
+    rows, cols = candidates(LAYOUT, (SIZE, SIZE), np.array(EVERY), match)
+    points = np.random.default_rng(0).uniform(0, SIZE - 1, (5, 2))
+    with FakeTensorMode():
+        tokens = unit(torch.empty(GRID, GRID, 6, dtype=torch.float16, device=device))
+        sources = sample(tokens, cells_of(LAYOUT), points, match, (SIZE, SIZE))
+        assert (sources.device, sources.shape) == (device, (5, 6))
+        left: list[torch.device] = []
+
+        def back(x: torch.Tensor) -> torch.Tensor:
+            left.append(x.device)
+            raise StopIteration
+
+        monkeypatch.setattr(torch.Tensor, "cpu", back)
+        with pytest.raises(StopIteration):
+            find(sources, tokens, rows, cols, match)
+        assert left == [device]  # the places alone, once

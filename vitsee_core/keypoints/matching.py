@@ -76,18 +76,32 @@ def find(sources: torch.Tensor, tokens: torch.Tensor, rows: Axis, cols: Axis, ma
     down, across = (_weights(axis.weights, tokens) for axis in (rows, cols))
     scale = _inverse_norms(tokens, down, across) if match == "smooth" else None
     grid, flat = tokens.shape[:2], tokens.flatten(0, 1)
-    chosen = []
-    for piece in _pieces(sources, len(rows.at) * len(cols.at)):
-        similar = (piece @ flat.T).view(-1, grid[1]) @ across.T
-        values = torch.matmul(down, similar.view(len(piece), grid[0], -1))
-        if scale is not None:
-            values *= scale
-        # The largest value of each row, then in the best row: argmax alone is ten times slower.
-        row = values.amax(2).argmax(1)
-        col = values[torch.arange(len(piece), device=row.device), row].argmax(1)
-        chosen.append(torch.stack([col, row]).cpu())
-    col, row = torch.cat(chosen, 1).numpy()
+    places = [
+        _best(piece, flat, grid, down, across, scale)
+        for piece in _pieces(sources, len(rows.at) * len(cols.at))
+    ]
+    col, row = torch.cat(places, 1).cpu().numpy()
     return np.stack([cols.at[col], rows.at[row]], 1)
+
+
+def _best(
+    sources: torch.Tensor,
+    flat: torch.Tensor,
+    grid: torch.Size,
+    down: torch.Tensor,
+    across: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """(2, points) column and row of the largest of all candidates, on the device; flat: (tokens,
+    dim)."""
+    similar = (sources @ flat.T).view(-1, grid[1]) @ across.T
+    values = torch.matmul(down, similar.view(len(sources), grid[0], -1))
+    if scale is not None:
+        values *= scale
+    # The largest value of each row, then in the best row: argmax alone is ten times slower.
+    row = values.amax(2).argmax(1)
+    col = values[torch.arange(len(row), device=row.device), row].argmax(1)
+    return torch.stack([col, row])
 
 
 def _weights(weights: Float, tokens: torch.Tensor) -> torch.Tensor:
