@@ -151,3 +151,19 @@ def test_weights_differ_where_objects_are_small(made: Path) -> None:
     gaps = np.linalg.norm(found["area"] - published, axis=1)
     # the same tokens, weighted otherwise
     assert 0 < np.median(gaps) < 0.5 * np.median(np.linalg.norm(found["area"], axis=1))
+
+
+def test_saliency_takes_things_for_objects(tmp_path: Path) -> None:
+    """Of images without crowds, panoptic things and annotated objects are the same foreground."""
+    write_coco(tmp_path, n_images=3)
+    store = tmp_path / "vit.zarr"
+    vitsee.extract("demo:vit", tmp_path / "val2017", store, attention="rows", sites=["embed"])
+    annotations = tmp_path / "annotations"
+    objects = vitsee.saliency(store, masks=annotations / "instances_val2017.json")
+    moved = (annotations / "panoptic_val2017").rename(tmp_path / "elsewhere")
+    out = tmp_path / "r.csv"
+    masks = ["--masks", str(annotations / "panoptic_val2017.json"), "--panoptic", str(moved)]
+    result = CliRunner().invoke(main, ["saliency", str(store), *masks, "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert Table.read(out)["value"].tolist() == objects["value"].tolist()
+    assert np.isfinite(objects["value"].astype(float)).all()
