@@ -105,7 +105,7 @@ def place(
     part = (0, 0, *whole) if box is None else box_pixels(box, whole)
     now = part[2] - part[0], part[3] - part[1]
     if min(now) < 1:
-        raise DataError(f"an image of {whole[1]} x {whole[0]} pixels has no place on the input")
+        raise _no_place(whole)
     # Of the whole image, in the pixels of what it has become so far.
     top, left = -float(part[0]), -float(part[1])
     height, width = float(whole[0]), float(whole[1])
@@ -113,6 +113,8 @@ def place(
         corner: Size = (0, 0)
         if name in _RESIZES:
             new: Size = _RESIZES[name](now, *arguments)
+            if min(new) < 1:
+                raise _no_place(whole)
             top, height = (edge * new[0] / now[0] for edge in (top, height))
             left, width = (edge * new[1] / now[1] for edge in (left, width))
         elif name == "center_crop":
@@ -124,6 +126,10 @@ def place(
             continue
         top, left, now = top - corner[0], left - corner[1], new
     return Placement(top, left, top + height, left + width)
+
+
+def _no_place(size: Size) -> DataError:
+    return DataError(f"an image of {size[1]} x {size[0]} pixels has no place on the input")
 
 
 def _steps(transform: Mapping[str, Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
