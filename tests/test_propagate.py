@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.reference_davis import evaluated, pixels_of, propagated
 from tests.videos import CELL, METRICS, Array, plant, store_of, two_videos, value
 from vitsee_core.analyses.propagate import COLUMNS, plot, run
+from vitsee_core.device import current_precision, precision_context
 from vitsee_core.indexed_masks import write_mask
+from vitsee_core.progress import Silent
 from vitsee_core.statistics.jackknife import interval
 from vitsee_core.video.davis import find_masks, find_videos
 from vitsee_core.video.work import group_videos
@@ -209,3 +214,35 @@ def test_several_stores_and_sites(tmp_path: Path) -> None:
     figure = plot(table)
     assert [axes.get_ylabel().split()[-1] for axes in figure.axes] == ["F", "J", "F"]
     assert figure.axes[0].get_title(loc="left") or figure.axes[0].get_title()
+
+
+class Precision(Silent):
+    """What products run in whenever a frame is done; the first thread is through before others."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.unit, self.first = "", 0
+        self.both = threading.Event()
+
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        self.unit = unit
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        if self.unit == "frames":
+            self.first = self.first or threading.get_ident()
+            if threading.get_ident() == self.first:
+                self.both.wait(10)
+            else:
+                self.both.set()
+                time.sleep(0.1)
+            self.seen.append(current_precision(torch.device("cuda")))
+
+
+def test_no_thread_changes_the_precision_of_others(tmp_path: Path) -> None:
+    """A caller who has switched TF32 on has it on afterwards, and never while the work goes on."""
+    store, masks = two_videos(tmp_path)
+    progress = Precision()
+    with precision_context(torch.device("cuda"), "tf32"):
+        run(store, masks=masks, jobs=2, progress=progress, baselines=[])
+        assert current_precision(torch.device("cuda")) == "tf32"
+    assert set(progress.seen) == {"fp32"}
