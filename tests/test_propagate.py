@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+import vitsee
 from tests.reference_davis import evaluated, pixels_of, propagated
 from tests.videos import CELL, METRICS, Array, plant, store_of, two_videos, value
 from vitsee_core.analyses.propagate import COLUMNS, plot, run
@@ -97,6 +98,21 @@ def test_random_tokens_against_the_loop(tmp_path: Path) -> None:
     expected = evaluated(tmp_path / "saved", masks / "Annotations/480p", ["a", "b"])
     for metric in METRICS:
         assert value(table, metric, video="") == pytest.approx(expected[metric], abs=1e-12)
+
+
+def test_a_notebook_gives_paths_as_text(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    only = tmp_path / "only.txt"
+    only.write_text("b\n")
+    table = vitsee.propagate(
+        str(store.path),
+        masks=str(masks),
+        only=str(only),
+        save=str(tmp_path / "saved"),
+        sites="blocks",
+    )
+    assert table["n_videos"].tolist()[0] == 1
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["b"]
 
 
 def test_rows_of_videos_and_objects(tmp_path: Path) -> None:

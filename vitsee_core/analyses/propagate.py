@@ -70,8 +70,8 @@ HIDDEN = 0.01  # of a frame's pixels, above which it is said
 @analysis
 def run(
     *stores: Store,
-    masks: Path,
-    only: Path | None = None,
+    masks: Path | str,
+    only: Path | str | None = None,
     sites: Sequence[str] = (),
     preset: str | None = None,
     context: int | None = None,
@@ -84,7 +84,7 @@ def run(
     upsample: str | None = None,
     baselines: Sequence[str] = BASELINES,
     per_video: bool = False,
-    save: Path | None = None,
+    save: Path | str | None = None,
     execution: Execution = DEFAULT,
 ) -> Table:
     """One row per site and metric, then those of the baselines.
@@ -136,11 +136,11 @@ def run(
         raise VitseeError("propagate looks at whole videos; choose them with only=, not images=")
     chosen = sites or PRESETS[preset or "walmer"].sites
     selected = select_each(stores, chosen, _sites_with_grid)
-    files = find_masks(masks)
-    videos = find_videos(selected.stores, files, only)
+    files = find_masks(Path(masks))
+    videos = find_videos(selected.stores, files, None if only is None else Path(only))
     longest = max(len(video.frames) for video in videos)
     used = replace(settings, context=min(settings.context, longest))
-    with _saving(save, selected.stores, selected.chosen) as folders:
+    with _saving(None if save is None else Path(save), selected.stores, selected.chosen) as folders:
         work = Work(
             selected.stores, selected.chosen, files, used, tuple(dict.fromkeys(baselines)),
             execution.seed, resolve_device(execution.device), folders, execution.progress,
