@@ -45,6 +45,7 @@ TABLES = {
     "normratio": [VIT, ["cnn.zarr"]],
     "probe": [["train.zarr", *VIT, "--tokens", "each", "--per-class"]],
     "saliency": [[*VIT, "--masks", "masks"]],
+    "spatial": [[*VIT, "cnn.zarr"]],
     "spectrum": [[*VIT, "cnn.zarr"], [*VIT, "--tokens", "all"]],
     "weights": [VIT],
 }

@@ -25,6 +25,7 @@ from vitsee_core.analyses import (
     normratio,
     norms,
     probe,
+    spatial,
     spectrum,
 )
 from vitsee_core.execution import Execution
@@ -83,6 +84,7 @@ WORK = {
     "knn": (knn.run, lambda f: labelled(f, 2), {"sites": "embed", "ks": (3,)}),
     "norms": (norms.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "normratio": (normratio.run, residuals, {}),
+    "spatial": (spatial.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "spectrum": (spectrum.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "spectrum of tokens": (
         *(spectrum.run, lambda f: labelled(f)[:1], {"sites": "embed", "tokens": "patches"}),

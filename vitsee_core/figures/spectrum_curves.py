@@ -6,13 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.figures.depth_curves import (
-    add_curve_legend,
-    curve_numbers,
-    draw_depth_curves,
-    site_kind,
-)
-from vitsee_core.plotting import colour, new_figure, shorten, styled
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.figures.depth_marks import DOTS, DOTTED, draw_marks
+from vitsee_core.plotting import new_figure, shorten, styled
 from vitsee_core.results import Table
 
 if TYPE_CHECKING:
@@ -48,7 +44,10 @@ def draw_spectrum(table: Table) -> Figure:
     for axes, metric in zip(panels, metrics, strict=False):
         rows = table.where(metric=metric)
         draw_depth_curves(axes, rows, ylabel=LABELS[metric], among=table)
-        _draw_halves(axes, rows, table, caps=metric in RANKS)
+        for half in ("half_a", "half_b"):
+            draw_marks(axes, rows, table, half, DOTS)
+        if metric in RANKS:
+            draw_marks(axes, rows, table, "cap", DOTTED)
         values = rows["value"].astype(float)
         if metric in LOGARITHMIC and 0 < np.nanmin(values, initial=np.inf) < np.inf:
             _logarithmic(axes, rows, caps=metric in RANKS)
@@ -66,24 +65,6 @@ def draw_spectrum(table: Table) -> Figure:
     )
     add_curve_legend(figure, panels[: len(metrics)])
     return figure
-
-
-def _draw_halves(axes: Axes, rows: Table, table: Table, *, caps: bool) -> None:
-    numbers = curve_numbers(table)
-    for (store, kind), i in numbers.items():
-        if kind == "head":
-            continue
-        own = rows.where(store=store)
-        kinds = [site_kind(site) for site in own["site"].tolist()]
-        own = own.take(np.array([one == kind for one in kinds], bool))
-        own = own.take(np.argsort(own["rel_depth"], kind="stable"))
-        x = own["rel_depth"].astype(float)
-        for half in ("half_a", "half_b"):
-            y = own[half].astype(float)
-            axes.plot(x, y, color=colour(i), marker=".", markersize=3, linestyle="none", alpha=0.6)
-        if caps:
-            y = own["cap"].astype(float)
-            axes.plot(x, y, color=colour(i), linestyle=(0, (1, 2)), linewidth=1)
 
 
 def _logarithmic(axes: Axes, rows: Table, *, caps: bool) -> None:

@@ -1,0 +1,38 @@
+"""Further columns of a table beside its depth curves, in the curves' colours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.figures.depth_curves import curve_numbers, site_kind
+from vitsee_core.plotting import colour
+from vitsee_core.results import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DOTS = {"marker": ".", "markersize": 3, "linestyle": "none", "alpha": 0.6}
+DOTTED = {"linestyle": (0, (1, 2)), "linewidth": 1}
+
+
+def draw_marks(axes: Axes, rows: Table, among: Table, column: str, look: dict[str, Any]) -> None:
+    """Draw a column against depth for each curve that `draw_depth_curves` has drawn.
+
+    Args:
+        axes: the panel.
+        rows: what was drawn.
+        among: as there.
+        column: of the rows.
+        look: `DOTS` or `DOTTED`.
+    """
+    for (store, kind), i in curve_numbers(among).items():
+        if kind == "head":
+            continue
+        own = rows.where(store=store)
+        kinds = [site_kind(site) for site in own["site"].tolist()]
+        own = own.take(np.array([one == kind for one in kinds], bool))
+        own = own.take(np.argsort(own["rel_depth"], kind="stable"))
+        x, y = own["rel_depth"].astype(float), own[column].astype(float)
+        axes.plot(x, y, color=colour(i), **look)

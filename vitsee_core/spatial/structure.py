@@ -1,0 +1,195 @@
+"""How the patch tokens of an image are structured in space: cosines by distance, and frequencies.
+
+u_t is a patch token over its length (a token of length 0 has no cosine: it is left out). d is the
+Manhattan distance of two cells, cos(d) the mean cosine of all pairs of an image at that distance.
+
+- `lds` = cos(1) less the mean cosine of all pairs at d >= 6; `cds` = minus the slope of cos(d) on d
+  = 1..8, each distance counted once; NaN on grids that have no such pairs. `lds_scaled`,
+  `cds_scaled`: with round(6 s / 16) and round(8 s / 16) in place of 6 and 8, s the longer side of
+  the grid, so that grids of other sizes compare (Singh et al. 2025, arXiv 2512.10794, whose grids
+  are 16 x 16);
+- `rmsc` = sqrt(mean_t |u_t - mean u|^2), which is 0 where all patches are alike (oversmoothing);
+  `mean_cos`: mean cosine of two different patches, 1 - rmsc^2 T / (T - 1);
+- `srss`, with masks: for each foreground token the mean cosine with foreground tokens at d = 1 less
+  that with background tokens at d >= 6; the mean over those that have both;
+- `fourier_high`: log amplitude of the highest frequency of the half diagonal less that of frequency
+  0, log(|FFT2| + 1e-6) being averaged over channels (Park & Kim 2022; Park et al. 2023): tokens as
+  they are, on square grids. Of an even side h the diagonal ends at (h - 2) / h pi, as in their
+  code;
+- `fourier_radial`: the same at every distance from frequency 0, mean over frequencies of a ring.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
+from vitsee_core.types import Float, Integers, Mask
+
+COSINES = ("lds", "cds", "lds_scaled", "cds_scaled", "rmsc", "mean_cos")
+FAR, REACH, SIDE = 6, 8, 16
+TINY = 1e-6  # below the logarithm of an amplitude
+
+
+def scaled(cells: int, grid: tuple[int, int]) -> int:
+    """A distance on a grid of 16 x 16 brought to another grid, 2 at least."""
+    return max(2, round(cells * max(grid) / SIDE))
+
+
+@dataclass(frozen=True)
+class ImageStructure:
+    """Of each image: values: name -> (images,), NaN where there is none; profile: (images, rings)
+    of `fourier_radial`, from the lowest frequency above 0 on; n_zero: tokens of length 0."""
+
+    values: dict[str, Float]
+    profile: Float
+    n_zero: int
+
+
+def image_structure(cells: NDArray[np.floating], labels: Labels | None = None) -> ImageStructure:
+    """Of patch tokens.
+
+    Args:
+        cells: (images, rows, cols, dim).
+        labels: (images, rows x cols) which tokens are foreground, for `srss`.
+    """
+    found = [_of_image(x.astype(np.float64)) for x in cells]
+    values = {name: np.array([one[0][name] for one in found]) for name in found[0][0]}
+    if labels is not None:
+        pairs = zip(cells, labels, strict=True)
+        values["srss"] = np.array([foreground_cosines(x, on) for x, on in pairs])
+    n_zero = sum(one[2] for one in found)
+    return ImageStructure(values, np.stack([one[1] for one in found]), n_zero)
+
+
+def _of_image(x: Float) -> tuple[dict[str, float], Float, int]:
+    length = np.linalg.norm(x, axis=-1)
+    there = length > 0
+    units = x / np.where(there, length, 1)[..., np.newaxis]
+    values = _cosines(units, there)
+    amplitude = log_amplitude(x)
+    base = amplitude[0, 0]
+    last = (min(amplitude.shape) - 1) // 2
+    square = amplitude.shape[0] == amplitude.shape[1] and last > 0
+    values["fourier_high"] = float(amplitude[last, last] - base) if square else math.nan
+    rings = _rings(amplitude.shape)
+    counts = np.maximum(np.bincount(rings.ravel()), 1)
+    profile = np.bincount(rings.ravel(), amplitude.ravel()) / counts - base
+    return values, profile[1 : max(amplitude.shape) // 2 + 1], int((~there).sum())
+
+
+def _cosines(units: Float, there: Mask) -> dict[str, float]:
+    grid = there.shape
+    sums, counts = sums_by_distance(units, there)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        by_distance = np.where(counts > 0, sums / counts, np.nan)
+    found = {}
+    for name, far, reach in (
+        ("", FAR, REACH),
+        ("_scaled", scaled(FAR, grid), scaled(REACH, grid)),
+    ):
+        near, n_far = by_distance[1] if len(by_distance) > 1 else np.nan, counts[far:].sum()
+        found[f"lds{name}"] = float(near - sums[far:].sum() / n_far) if n_far > 0 else math.nan
+        found[f"cds{name}"] = _decline(by_distance[1 : reach + 1], reach)
+    n = int(there.sum())
+    mean = units.sum((0, 1)) / n if n else np.zeros(units.shape[-1])
+    found["rmsc"] = math.sqrt(max(0.0, 1 - float(mean @ mean))) if n > 1 else math.nan
+    found["mean_cos"] = (n * float(mean @ mean) - 1) / (n - 1) if n > 1 else math.nan
+    return found
+
+
+def _decline(values: Float, reach: int) -> float:
+    """Minus the slope of values at 1, 2, ..., reach; NaN where one lacks."""
+    if len(values) < reach:
+        return math.nan
+    x = np.arange(reach) - (reach - 1) / 2
+    return float(-(x @ values) / (x @ x))
+
+
+def sums_by_distance(units: Float, there: Mask) -> tuple[Float, Float]:
+    """Sums of cosines, and numbers of pairs, of the tokens at each Manhattan distance 0, 1, ...,
+    every pair twice.
+
+    By the autocorrelation over the grid, which costs T log T where all pairs cost T^2.
+
+    Args:
+        units: (rows, cols, dim) unit vectors, or 0.
+        there: (rows, cols) which are none of 0.
+    """
+    rows, cols = there.shape
+    distance = _distances(rows, cols)
+    n = rows + cols - 1
+    pairs = _autocorrelation(there[..., np.newaxis].astype(np.float64))
+    found = np.zeros((2, n))
+    for row, values in zip(found, (_autocorrelation(units), np.rint(pairs)), strict=True):
+        np.add.at(row, distance, values)
+    return found[0], found[1]
+
+
+def _autocorrelation(x: Float) -> Float:
+    """(2 rows, 2 cols) sum over tokens of x_t . x_(t + offset), offsets beyond the middle being
+    negative ones, the middle itself none."""
+    shape = (2 * x.shape[0], 2 * x.shape[1])
+    spectrum = np.fft.rfft2(x, shape, axes=(0, 1))
+    power = np.einsum("yxd,yxd->yx", spectrum, spectrum.conj()).real
+    found: Float = np.fft.irfft2(power, shape)
+    return found
+
+
+@lru_cache(maxsize=16)
+def _distances(rows: int, cols: int) -> Integers:
+    """(2 rows, 2 cols) the Manhattan length of each offset; the middle ones, which no pair has, are
+    given the largest."""
+    y = np.minimum(np.arange(2 * rows), 2 * rows - np.arange(2 * rows))
+    x = np.minimum(np.arange(2 * cols), 2 * cols - np.arange(2 * cols))
+    found: Integers = np.minimum(np.add.outer(y, x), rows + cols - 2)
+    return found
+
+
+def log_amplitude(x: Float) -> Float:
+    """(rows, cols) log(|FFT2| + 1e-6), mean over channels; frequency 0 first."""
+    found: Float = np.log(np.abs(np.fft.fft2(x, axes=(0, 1))) + TINY).mean(-1)
+    return found
+
+
+@lru_cache(maxsize=16)
+def _rings(shape: tuple[int, int]) -> Integers:
+    """(rows, cols) the distance from frequency 0, rounded, in steps of the longer side."""
+    y, x = (np.fft.fftfreq(n) for n in shape)
+    found: Integers = np.rint(np.hypot.outer(y, x) * max(shape)).astype(np.int64)
+    return found
+
+
+def frequencies(grid: tuple[int, int]) -> Float:
+    """(rings,) of a profile, in units of pi per cell: 1 is the highest that a grid has."""
+    side = max(grid)
+    return np.arange(1, side // 2 + 1) * 2 / side
+
+
+def foreground_cosines(cells: NDArray[np.floating], labels: Labels) -> float:
+    """`srss` of one image.
+
+    Args:
+        cells: (rows, cols, dim).
+        labels: (rows x cols,).
+    """
+    rows, cols = cells.shape[:2]
+    x = cells.reshape(rows * cols, -1).astype(np.float64)
+    length = np.linalg.norm(x, axis=1)
+    x = x / np.where(length > 0, length, 1)[:, np.newaxis]
+    on = (labels == FOREGROUND) & (length > 0)
+    off = (labels != FOREGROUND) & (labels != VOID) & (length > 0)
+    places = np.stack(np.divmod(np.arange(rows * cols), cols), 1)
+    apart = np.abs(places[on, np.newaxis] - places).sum(-1)
+    near, far = (apart == 1) & on, (apart >= FAR) & off
+    both = near.any(1) & far.any(1)
+    if not both.any():
+        return math.nan
+    cosine = x[on] @ x.T
+    means = [(cosine * some).sum(1)[both] / some.sum(1)[both] for some in (near, far)]
+    return float((means[0] - means[1]).mean())
