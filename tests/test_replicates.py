@@ -31,7 +31,13 @@ from vitsee_core.analyses import (
     saliency,
 )
 from vitsee_core.results import Table, read_replicates, read_result
-from vitsee_core.statistics.jackknife import Blocks, means_without, standard_error
+from vitsee_core.statistics.jackknife import (
+    SHARE,
+    Blocks,
+    interval,
+    means_without,
+    standard_error,
+)
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
@@ -255,3 +261,14 @@ def test_no_replicates_is_said(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "r.replicates.csv is not written: no value of this table" in result.stderr
     assert out.exists() and not replicates.beside(out).exists()
+
+
+def test_an_interval_ends_where_values_can_end() -> None:
+    value, replicates = np.array([0.1, 0.5, 1.2]), np.array([[0.0, 0.2], [0.4, 0.6], [1.1, 1.3]])
+    error, low, high = interval(value, replicates)
+    assert low[0] < 0
+    assert high[1] > 1
+    _, cut_low, cut_high = interval(value, replicates, SHARE)
+    assert cut_low.tolist() == [0, max(low[1], 0), max(low[2], 0)]
+    assert cut_high.tolist() == [min(high[0], 1), 1, 1.2]  # a value beyond is kept
+    assert error.tolist() == pytest.approx([0.1] * 3)

@@ -58,7 +58,7 @@ from vitsee_core.segments import (
     examples_of,
 )
 from vitsee_core.selection import select_each, sites_of
-from vitsee_core.statistics.jackknife import Blocks, interval
+from vitsee_core.statistics.jackknife import SHARE, Blocks, interval
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
 
@@ -289,10 +289,9 @@ class _Clusters:
             score: Score = {"metric": name, "value": statistics.fmean(over), "std": std}
             if without:
                 replicates = np.mean([of_seed[metric] for of_seed in without], axis=0)
-                _, low, high = interval(np.array(score["value"]), replicates)
-                lowest = -1 if metric == "ari" else 0
-                ends = {"low": np.maximum(low, lowest), "high": np.minimum(high, 1)}
-                score |= {**ends, WORD: replicates}
+                limits = (-1.0, 1.0) if metric == "ari" else SHARE
+                _, low, high = interval(np.array(score["value"]), replicates, limits)
+                score |= {"low": low, "high": high, WORD: replicates}
             out.append(score)
         return out
 

@@ -247,10 +247,7 @@ def spread(measure: Measure, value: Float, without: Float | None) -> tuple[Float
     if without is None:
         nothing = np.full_like(value, np.nan)
         return nothing, nothing, nothing
-    std, low, high = interval(value, without.T)
-    least, most = measure.limits
-    low = np.maximum(low, np.minimum(value, least))
-    return std, low, np.minimum(high, np.maximum(value, most))
+    return interval(value, without.T, measure.limits)
 
 
 @styled

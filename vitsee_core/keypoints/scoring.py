@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.keypoints.located import Located
 from vitsee_core.replicates import WORD
+from vitsee_core.statistics.jackknife import SHARE, cut
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.types import Float, Integers, Mask
 
@@ -155,7 +156,7 @@ class Scorer:
         half = (t_quantile(df) if df > 0 else np.nan) * std
         whole = np.tile(value, (self.n_images, 1))
         whole[in_use] = v
-        return Score(value, std, value - half, value + half, whole)
+        return Score(value, std, *cut(value, value - half, value + half, SHARE), whole)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from vitsee_core.retrieval.precision import (
 from vitsee_core.retrieval.rows import Search
 from vitsee_core.retrieval.truth import Setting
 from vitsee_core.statistics.image_statistics import block_labels
-from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.jackknife import SHARE, Blocks, cut
 from vitsee_core.statistics.moments import Moments
 from vitsee_core.types import Float, Mask
 
@@ -138,7 +138,9 @@ class Plan:
         """The mean over the queries in `mask`."""
         moments = Moments()
         moments.add(values[mask])
-        cells = moments.summary().cells()
+        found = moments.summary()
+        low, high = cut(found.mean, found.low, found.high, SHARE)
+        cells = found.cells() | {"low": float(low), "high": float(high)}
         counts = {"n_queries": cells.pop("n_images"), "n_images": self.search.n_images}
         without = self.blocks.means_without(np.where(mask, values, 0.0), mask)
         return {"metric": metric, "baseline": "", WORD: without, **cells, **counts}

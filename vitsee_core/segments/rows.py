@@ -20,7 +20,7 @@ from vitsee_core.progress import counting
 from vitsee_core.segments.choice import Segmentation
 from vitsee_core.segments.vectors import SegmentFeatures, Weights
 from vitsee_core.segments.weights import Sparse, Weigher
-from vitsee_core.statistics.jackknife import METHOD, Blocks, interval
+from vitsee_core.statistics.jackknife import METHOD, SHARE, Blocks, interval
 from vitsee_core.streaming import Rows, choose_rows, thread_map
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import MissingInput, VitseeError
@@ -93,8 +93,8 @@ class LabelledSegments(LabelledRows):
         del n, right
         if replicates is None:
             return np.nan, np.nan
-        _, low, high = interval(np.array(value), replicates)
-        return float(np.maximum(low, 0)), float(np.minimum(high, 1))
+        _, low, high = interval(np.array(value), replicates, SHARE)
+        return float(low), float(high)
 
     def counted(self, among: Mask | None = None) -> dict[str, int]:
         """Numbers of images and of segments, of these segments only."""

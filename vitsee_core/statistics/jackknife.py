@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 
+Limits = tuple[float, float]
+UNLIMITED: Limits = (-np.inf, np.inf)
+SHARE: Limits = (0.0, 1.0)
 METHOD = (
     "value without one block of images each; runs of rows of a shuffled store, dealt out with the "
     "seed else"
@@ -93,13 +96,30 @@ def standard_error(replicates: Float, axis: int = -1) -> Float:
     return error
 
 
-def interval(value: Float, replicates: Float) -> tuple[Float, Float, Float]:
+def interval(
+    value: Float, replicates: Float, limits: Limits = UNLIMITED
+) -> tuple[Float, Float, Float]:
     """Standard error, low and high of the 95 % interval: value -+ t(0.975, m - 1) * error; NaN with
-    fewer than two replicates, or where one of them has no value. replicates: (..., m)."""
+    fewer than two replicates, or where one of them has no value.
+
+    Args:
+        value: (...).
+        replicates: (..., m).
+        limits: least and largest value that there can be; the interval ends there.
+    """
     m = replicates.shape[-1]
     if m < 2:
         nothing = np.full(np.shape(value), np.nan)
         return nothing, nothing, nothing
     error = standard_error(replicates)
     half = t_quantile(m - 1) * error
-    return error, value - half, value + half
+    return error, *cut(value, value - half, value + half, limits)
+
+
+def cut(value: Float, low: Float, high: Float, limits: Limits) -> tuple[Float, Float]:
+    """Low and high of an interval, within the limits as far as the value is."""
+    least, most = limits
+    return (
+        np.maximum(low, np.minimum(value, least)),
+        np.minimum(high, np.maximum(value, most)),
+    )

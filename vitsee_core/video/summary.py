@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.replicates import WORD
-from vitsee_core.statistics.jackknife import block_sums, interval, means_without
+from vitsee_core.statistics.jackknife import SHARE, block_sums, interval, means_without
 from vitsee_core.types import Float, Integers
 from vitsee_core.video.davis import Video
 from vitsee_core.video.scores import Scores, metrics
@@ -60,7 +60,8 @@ class Summary:
             sums = block_sums(values, self.of, m)
             without = means_without(sums, block_sums(np.ones(n), self.of, m))
             value = values.mean()
-            _, low, high = interval(value, without)
+            limits = (-1.0, 1.0) if name.endswith("decay") else SHARE
+            _, low, high = interval(value, without, limits)
             row = {"metric": name, "value": float(value), "std": float(_std(values, 0))}
             yield row | {"low": float(low), "high": float(high), WORD: without} | counts
         for i, video in enumerate(self.videos if per_video else ()):

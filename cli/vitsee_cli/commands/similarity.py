@@ -10,6 +10,7 @@ from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import SIMILARITY
 from vitsee_cli.similarity_options import gram_options
+from vitsee_cli.values import FiniteRange
 from vitsee_core.analyses import similarity
 from vitsee_core.analyses.similarity import MEASURES, RDMS
 from vitsee_core.measures.calibration import LEAST
@@ -55,13 +56,13 @@ QUESTION = SIMILARITY
 @click.option(
     "--ridge",
     metavar="L",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     help="Of gulp, in units of the total variance.",
 )
 @click.option(
     "--variance",
     metavar="SHARE",
-    type=click.FloatRange(min=0, min_open=True, max=1),
+    type=FiniteRange(min=0, min_open=True, max=1),
     help="What the principal components that svcca compares have of it.",
 )
 @options.sites_option(show_default="blocks")
