@@ -135,7 +135,8 @@ def test_rows_of_videos_and_objects(tmp_path: Path) -> None:
         assert table.replicates is not None
         without = table.replicates[(table["metric"] == metric) & (table["baseline"] == "")][0]
         assert without.tolist() == pytest.approx([b, a])
-        _, low, high = interval(np.asarray(row["value"][0]), np.array([b, a]))
+        limits = (-1.0, 1.0) if metric.endswith("decay") else (0.0, 1.0)
+        _, low, high = interval(np.asarray(row["value"][0]), np.array([b, a]), limits)
         assert [row["low"][0], row["high"][0]] == pytest.approx([low, high])
     counts = table.where(metric="j", baseline="")
     assert counts["n_objects"].tolist() == [3, 2, 1, 1, 1, 1]

@@ -13,7 +13,7 @@ to 0 ... 1 by its own minimum and maximum, and the largest wins (the first of eq
 copy is scaled.
 
 Cost: of all pairs of tokens only those of a strip of the longer axis with what its window reaches
-are multiplied, 0.35 of them for 28 x 49 cells and a window of 12. Memory: (context + 2) frames of
+are multiplied, about 0.55 of them for 28 x 49 cells, window 12. Memory: (context + 2) frames of
 tokens in float32, and the similarities of one strip.
 """
 

@@ -9,7 +9,7 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.sections import STORES
-from vitsee_cli.values import StorePath, parse_store
+from vitsee_cli.values import StorePath, parse_path, parse_store
 from vitsee_core.execution import Execution
 from vitsee_core.exporting import DTYPES, ENDINGS, export, samples_table
 from vitsee_core.files import check_new_files
@@ -25,12 +25,14 @@ QUESTION = STORES
     "-o",
     "--output",
     metavar="FILE",
+    type=parse_path,
     required=True,
     help="Where to: .npy, .safetensors, or .parquet (one vector per image, with its id and label).",
 )
 @click.option(
     "--samples",
     metavar="TABLE",
+    type=parse_path,
     help="Also write row, index, id, label and split of the exported images, in their order.  "
     "[default: no table]",
 )
@@ -51,8 +53,8 @@ QUESTION = STORES
 def command(
     store: StorePath,
     site: str,
-    output: str,
-    samples: str | None,
+    output: Path,
+    samples: Path | None,
     tokens: str | None,
     dtype: str,
     force: bool,
@@ -70,15 +72,15 @@ def command(
       $ vitsee export b16.zarr blocks.8.out --tokens patches -o block8.safetensors
       $ vitsee export b16.zarr blocks.-1.out --tokens cls -o cls.parquet
     """
-    path = Path(output)
-    ending_of(path, ENDINGS, "the export")
-    table = None if samples is None else Path(samples)
-    if table is not None:
-        table_ending(table)
-        check_new_files([path, table], force=force)
+    ending_of(output, ENDINGS, "the export")
+    if samples is not None:
+        table_ending(samples)
+        check_new_files([output, samples], force=force)
     (opened,) = options.open_stores((store,), allow_partial=allow_partial)
     execution = Execution(progress=console.Reporter("export"), **frame)
-    shape = export(opened, site, path, tokens=tokens, dtype=dtype, force=force, execution=execution)
-    if table is not None:
-        samples_table(opened, execution).write(table, force=force)
-    console.out(f"{path}: {' x '.join(map(str, shape))}")
+    shape = export(
+        opened, site, output, tokens=tokens, dtype=dtype, force=force, execution=execution
+    )
+    if samples is not None:
+        samples_table(opened, execution).write(samples, force=force)
+    console.out(f"{output}: {' x '.join(map(str, shape))}")
