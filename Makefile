@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python >= 3.11 with its venv module, and nothing else.
 # The environment is made once, in .venv; PYTHON=... chooses another interpreter for it.
 
-.PHONY: help demo test coverage env clean
+.PHONY: help demo test coverage slurm env clean
 .DELETE_ON_ERROR:
 # What is given on the command line is for this make, not for one that its tests run.
 MAKEOVERRIDES :=
@@ -17,6 +17,7 @@ help:
 	@echo "make demo      extract the bundled models and draw their figures into demo-out/"
 	@echo "make test      ruff, mypy, lint-imports, pytest"
 	@echo "make coverage  the tests again, with the lines that none of them reaches"
+	@echo "make slurm     a planned job array on a real SLURM of one node, to the validated store"
 	@echo "make env       only set up .venv"
 	@echo "make clean     remove .venv, demo-out/ and caches"
 
@@ -32,6 +33,10 @@ test: $(STAMP)
 
 coverage: $(STAMP)
 	$(BIN)/pytest --numprocesses=auto --maxprocesses=4 --cov=vitsee_cli --cov=vitsee_core --cov=vitsee_stores --cov-report=term-missing:skip-covered
+
+# Some minutes: tasks run into their time limit and wait for their turn again.
+slurm: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/slurm_on_one_node.sh tools/slurm_trial.sh
 
 env: $(STAMP)
 

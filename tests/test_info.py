@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import vitsee_stores
+from tests.extractions import extracted
 from tests.manifests import edited
 from vitsee_cli import console
 from vitsee_cli.main import main
@@ -158,6 +160,38 @@ def test_unfinished_store(make_store: MakeStore) -> None:
     assert "2 of 3 slabs" in result.stdout
     assert "unfinished" in result.stdout
     assert info(store, "-f", "complete").stdout == "false\n"
+
+
+def test_what_an_unfinished_store_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that began it, less its shard and --force, makes the rest."""
+    monkeypatch.chdir(tmp_path)
+    words = ["demo:vit", "--data", "demo:test", "--images", "24", "--slab", "2", "--tokens"]
+    words += ["pooled", "--sites", "embed", "--attention", "none", "--no-residual"]
+    extracted(*words, "-o", "s.zarr", "--shard", "1/3")
+    record = json.loads(info("s.zarr", "--json").stdout)
+    assert record["missing"] == [[0, 0], [2, 3], [5, 6], [8, 9], [11, 11]]
+    facts = dict(line.split(None, 1) for line in info("s.zarr").stdout.splitlines() if line)
+    assert facts["missing"] == "slabs 0, 2 to 3, 5 to 6, 8 to 9, 11"
+    line = info("s.zarr").stdout.partition("resumed by ")[2].splitlines()[0]
+    assert shlex.split(line) == ["vitsee", "extract", *words, "-o", "s.zarr"]
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    shown = info(tmp_path / "s.zarr").stdout
+    assert f"resumed by cd {tmp_path} && vitsee extract" in shown
+    assert f"-o {tmp_path / 's.zarr'}\n" in shown
+    monkeypatch.chdir(tmp_path)
+    extracted(*shlex.split(line)[2:])
+    record = json.loads(info("s.zarr", "--json").stdout)
+    assert (record["complete"], record["missing"]) == (True, [])
+    assert "missing" not in info("s.zarr").stdout and "resumed by" not in info("s.zarr").stdout
+
+
+def test_many_holes_are_counted(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = vitsee_stores.describe(make_store(slabs=[0]))
+    record["missing"] = [[3 * i, 3 * i + 1] for i in range(20)]
+    monkeypatch.setattr(vitsee_stores, "describe", lambda path, report: record)
+    shown = info("x.zarr").stdout
+    assert ", 21 to 22 and 24 more (-f missing)\n" in shown
 
 
 def test_store_without_any_slab(make_store: MakeStore) -> None:

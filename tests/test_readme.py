@@ -22,7 +22,7 @@ SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
 
 def vitsee_lines() -> list[str]:
     text = "\n".join(SHELL).replace("\\\n", " ")
-    lines = [re.sub(r"^srun ", "", line.strip()) for line in text.splitlines()]
+    lines = [line.strip() for line in text.splitlines()]
     return [line for line in lines if line.startswith("vitsee ")]
 
 
@@ -72,27 +72,6 @@ def test_what_is_marked_as_tested_runs(tmp_path: Path, monkeypatch: pytest.Monke
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     header = (tmp_path / "dist.csv").read_text().splitlines()[0]
     assert header.startswith("store,model,site,block,depth,rel_depth,head,metric,value")
-
-
-@pytest.mark.parametrize(
-    ("code", "array", "requeued"),
-    [(75, True, "requeue 7_3"), (75, False, "requeue 12"), (0, True, ""), (1, True, "")],
-)
-def test_the_job_script_requeues_the_task_that_was_stopped(
-    code: int, array: bool, requeued: str, tmp_path: Path
-) -> None:
-    script = next(block for block in SHELL if "#SBATCH" in block)
-    for name, body in (("srun", f"exit {code}"), ("scontrol", 'echo "$@" >> "$CALLS"')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    environ = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
-    if array:
-        environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
-    calls = tmp_path / "calls"
-    calls.write_text("")
-    done = subprocess.run(["bash", "-c", script], env={**environ, "CALLS": str(calls)}, check=False)
-    assert done.returncode == code
-    assert calls.read_text().strip() == requeued
 
 
 def test_the_two_commands_stand_in_readme() -> None:

@@ -28,7 +28,7 @@ def keep_options(command: Any) -> Any:
 
 def run_options(command: Any) -> Any:
     """How this process works, as the fields of a RunOptions less `output`, and `shard`; nothing
-    here changes a number in the store."""
+    here changes a number in the store; and `plan`."""
     return apply(command, _RUN_OPTIONS)
 
 
@@ -128,6 +128,12 @@ _RUN_OPTIONS: tuple[Decorator, ...] = (
         is_flag=True,
         help="Print what would be stored, as CSV: the sum and each folder, with -v each array. "
         "Nothing is written.",
+    ),
+    click.option(
+        "--plan",
+        type=click.Choice(["slurm"]),
+        help="Print a script that submits this as an array job on SLURM, and a job behind it that "
+        "validates the store; nothing is computed or written.",
     ),
     click.option("--force", is_flag=True, help="Start over: delete the store at -o first."),
     click.option(

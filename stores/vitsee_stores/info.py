@@ -25,7 +25,8 @@ def describe(
 ) -> dict[str, Any]:
     """Everything about a store that is no array, as JSON holds it; incomplete stores too.
 
-    Reads zarr.json, the labels and four small files a slab. `n_valid` counts the readable images
+    Reads zarr.json, the labels and four small files a slab. `missing`: runs (first, last) of slabs
+    that are not committed, counted from 0. `n_valid` counts the readable images
     of the committed slabs; `size_bytes` is without compression, of the store when it is complete.
     `report` is called with the number of slabs looked at and of all, first with 0, from any thread.
 
@@ -44,6 +45,7 @@ def describe(
         "n_images": plan.n_images,
         "n_slabs": plan.n_slabs,
         "n_committed": len(markers),
+        "missing": _missing(markers, plan.n_slabs),
         "n_valid": _n_valid(chunks, list(markers), report),
         "slab": plan.slab,
         "codec": plan.codec,
@@ -70,6 +72,12 @@ def describe(
         "arrays": {path: _array(spec, sizes[path]) for path, spec in chunks.specs.items()},
         "made_by": _makers(markers.values()),
     }
+
+
+def _missing(committed: Iterable[int], n_slabs: int) -> list[list[int]]:
+    """What a manifest claims may be many slabs: no work for each that is not there."""
+    ends = [-1, *sorted(committed), n_slabs]
+    return [[a + 1, b - 1] for a, b in itertools.pairwise(ends) if b - a > 1]
 
 
 def _site(site: SiteSpec) -> dict[str, Any]:

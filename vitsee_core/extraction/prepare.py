@@ -96,7 +96,7 @@ def join_store(
     """
     stored = writer.manifest.identity
     plan = writer.manifest.plan
-    device, selection = resolve_device(run.device), _select(data, stored)
+    device, selection = resolve_device(run.device), chosen_images(data, stored)
     layout = lay_out(options, data, keep, selection, plan.canvas)
     model, table = layout.model, layout.table
     check_same_model(writer, model)
@@ -130,7 +130,7 @@ def plan_store(
     Raises:
         VitseeError: as `prepare`.
     """
-    device, selection = resolve_device(run.device), _select(data, {})
+    device, selection = resolve_device(run.device), chosen_images(data, {})
     layout = lay_out(options, data, keep, selection)
     model, table, kept = layout.model, layout.table, layout.kept
     choices = choose_of(layout, keep, {})
@@ -195,8 +195,8 @@ def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any])
         raise VitseeError(f"{error} (--tiles keeps sites with a grid only)") from None
 
 
-def _select(data: DataOptions, stored: Mapping[str, Any]) -> Selection:
-    """The images; a joined store's seed and order where none are given."""
+def chosen_images(data: DataOptions, stored: Mapping[str, Any]) -> Selection:
+    """The images; a joined store's (`stored`: its identity) seed and order where none are given."""
     return select(
         open_source(data.data, split=data.split),
         images=data.images,

@@ -110,6 +110,15 @@ def without_weights(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
     return module, input_transform(module, name, None, {})["input_size"]
 
 
+def check_name(name: str) -> None:
+    """Whether `name` can be a model's, without building it or asking a hub.
+
+    Raises:
+        ModelError: it is no timm name, and no folder with a model.
+    """
+    _known(resolve(name), name)
+
+
 def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:
     """The module without weights and without memory for them."""
     with torch.device("meta"):

@@ -48,6 +48,7 @@ def command(model: ModelOptions, **given: Any) -> None:
       vitsee extract resnet50 --data imagenet/val --images 5000 -o r50.zarr
       vitsee extract vit_base_patch16_224 --checkpoint dino.pth --data photos -o dino.zarr
       vitsee extract demo:vit --data demo:test -o vit.zarr --dry-run
+      vitsee extract resnet50 --data imagenet/val -o r50.zarr --plan slurm > r50.sh; bash r50.sh
     """
     from vitsee_core.extraction.prepare import prepare
     from vitsee_core.extraction.run import extract
@@ -58,6 +59,9 @@ def command(model: ModelOptions, **given: Any) -> None:
         return cls(**{n: given[n] if given[n] != () else None for n in names})
 
     model = dataclasses.replace(model, ablate_skip=given.pop("ablate_skip"))
+    if given.pop("plan"):
+        show_script(model, take(DataOptions), take(KeepOptions), take(RunOptions), given["shard"])
+        return
     shard = parse_shard(given.pop("shard"), os.environ)
     given["command"] = shlex.join(console.command_line())
     data, keep, run = take(DataOptions), take(KeepOptions), take(RunOptions)
@@ -66,6 +70,19 @@ def command(model: ModelOptions, **given: Any) -> None:
         show_plan(prepare(model, data, keep, run), run, each)
         return
     report(extract(model, data, keep, run, shard, SlabReporter(run.output.name)), run.output)
+
+
+def show_script(
+    model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions, shard: str | None
+) -> None:
+    """The script of an array job on stdout."""
+    from vitsee_core.command_lines import without_options
+    from vitsee_core.extraction.slurm import plan_array
+
+    if shard is not None or run.dry_run:
+        raise click.UsageError("--plan numbers the shards itself: leave out --shard and --dry-run")
+    words = without_options(console.command_line(), ["--plan"])
+    console.out(plan_array(words, model, data, keep, run).script().rstrip())
 
 
 class SlabReporter(console.Reporter):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ import click
 from vitsee_cli import console
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import parse_place
+from vitsee_core.command_lines import resuming
 from vitsee_core.text import visible
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Place
@@ -20,6 +23,7 @@ QUESTION = STORES
 
 FIELD_WIDTH = 100  # characters of JSON on one line
 SHOWN_LABELS = 6
+SHOWN_RUNS = 8  # of missing slabs
 
 
 @click.command()
@@ -160,16 +164,14 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     model, weights = record["model"], record["model"].get("weights", {})
     identity, data = record["identity"], record["info"].get("data", {})
     slabs = f"{record['n_committed']} of {record['n_slabs']} slabs of {record['slab']} images"
-    if record["complete"]:
-        status = f"complete: {slabs}"
-    else:
-        status = f"unfinished: {slabs} (the same extract command resumes it)"
     images = f"{record['n_images']} images"
     if record["n_valid"] is not None:
         images += f", {record['n_valid']} of them stored and readable"
     facts = [
         ("store", f"{record['path']} (format {record['format']}, id {record['store_id'][:12]})"),
-        ("status", status),
+        ("status", f"{'complete' if record['complete'] else 'unfinished'}: {slabs}"),
+        ("missing", _missing(record["missing"])),
+        ("resumed by", "" if record["complete"] else _resumed_by(record)),
         ("images", images),
         ("data", _listed(data, ("data", "split", "per_class"))),
         ("order", _listed(identity, ("order", "seed"))),
@@ -195,6 +197,28 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         where = _listed(maker, ("host", "device", "shard"))
         facts.append(("made by", f"{command} ({maker['n_slabs']} slabs{where and ', ' + where})"))
     return [(name, text) for name, text in facts if text]
+
+
+def _missing(runs: Sequence[Sequence[int]]) -> str:
+    """`slabs 0, 3 to 7`, of runs (first, last); after some of them how many more there are."""
+    if not runs:
+        return ""
+    shown = [str(a) if a == b else f"{a} to {b}" for a, b in runs[:SHOWN_RUNS]]
+    left = sum(b - a + 1 for a, b in runs[SHOWN_RUNS:])
+    more = f" and {left} more (-f missing)" if left else ""
+    return f"slabs {', '.join(shown)}{more}"
+
+
+def _resumed_by(record: Mapping[str, Any]) -> str:
+    """The command that makes the missing slabs, for the folder that this process is in."""
+    info, path = record["info"], record["path"]
+    folder, here = info.get("data_folder"), os.getcwd()
+    elsewhere = isinstance(folder, str) and folder != here
+    store = os.path.abspath(path) if elsewhere and "://" not in path else path
+    line = resuming(str(info.get("command", "")), store)
+    if line is None:
+        return "the same vitsee extract, or vitsee.extract, as before"
+    return f"cd {shlex.quote(folder)} && {line}" if elsewhere else line
 
 
 def _site_cells(name: str, site: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,160 @@
+"""An extraction as a job array on SLURM: the script that submits it, with a job behind it that
+validates the store."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vitsee_core.extraction.options import (
+    DEFAULT_SLAB,
+    DataOptions,
+    KeepOptions,
+    ModelOptions,
+    OptionError,
+    RunOptions,
+)
+from vitsee_core.extraction.prepare import chosen_images
+from vitsee_core.models.create import check_name
+from vitsee_stores import StoreWriter
+from vitsee_stores.errors import VitseeError
+
+MOST_TASKS = 8
+CORES_CPU, CORES_VALIDATE = 8, 2
+WORKERS_GPU = 8  # loading processes: extract's own default
+# A task that cannot commit one slab within its time limit would go round for ever.
+MOST_RESTARTS = 50
+
+# The signal goes to the steps of a job, not to its script, which can still requeue then. srun is
+# given the cores: since SLURM 22.05 it takes none from sbatch. `scontrol requeue $SLURM_JOB_ID` can
+# mean the whole array: ARRAY_TASK names one task.
+_SCRIPT = """\
+#!/bin/bash
+# {command}
+# as a job array, and behind it a job that validates the store. Submit both: bash THIS_FILE
+# Options of sbatch for the array may follow, as --time=8:00:00 or --array=0-31: they hold over the
+# lines below. SBATCH_PARTITION and SBATCH_ACCOUNT in the environment hold for both jobs. Submitted
+# again, it continues with the slabs that are missing.
+set -euo pipefail
+if ! command -v vitsee > /dev/null; then
+    echo "no vitsee on PATH: activate its environment" >&2
+    exit 1
+fi
+cd {folder}
+
+array=$(sbatch --parsable "$@" << 'ARRAY'
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --array=0-{last}
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task={cores}
+#SBATCH --mem=32G
+{gpus}#SBATCH --time=4:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={name}-%A_%a.log
+code=0
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" {extract} || code=$?
+# 75: stopped by the signal, and resumable. This task alone goes into the queue again.
+task=${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}
+if [ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
+    scontrol requeue "$task"
+fi
+exit "$code"
+ARRAY
+)
+array=${{array%%;*}}
+
+check=$(sbatch --parsable --dependency="afterok:$array" --kill-on-invalid-dep=yes << 'CHECK'
+#!/bin/bash
+#SBATCH --job-name={name}-validate
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task={check_cores}
+#SBATCH --mem=8G
+#SBATCH --time=4:00:00
+#SBATCH --output={name}-validate-%j.log
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" vitsee validate --deep {store}
+CHECK
+)
+echo "submitted: array $array, then validation ${{check%%;*}}"
+"""
+
+
+@dataclass(frozen=True)
+class ArrayPlan:
+    """A job array that fills one store.
+
+    words: the extraction's command line, without shards. store: its store, as the user names it.
+    folder: in which relative paths hold. n_slabs: of the store; at most so many tasks are worth
+    while. workers: loading processes, None for the default. gpu: whether tasks need one.
+    """
+
+    words: tuple[str, ...]
+    store: str
+    folder: str
+    n_slabs: int
+    workers: int | None = None
+    gpu: bool = True
+
+    def script(self) -> str:
+        """The text of the script for bash.
+
+        Raises:
+            OptionError: a word with a line break, which no script takes.
+        """
+        for text in (*self.words, self.store, self.folder):
+            if not text.isprintable():
+                raise OptionError(f"--plan: {text!r} cannot stand in a script; choose another name")
+        end = self.words.index("--") if "--" in self.words else len(self.words)
+        extract = (*self.words[:end], "--shard", "slurm", *self.words[end:])
+        cores = (WORKERS_GPU if self.workers is None else self.workers) + 2
+        if not self.gpu:
+            cores = max(cores, CORES_CPU) if self.workers else CORES_CPU
+        name = re.sub(r"[^\w.-]+", "-", re.split(r"[/\\]", self.store.rstrip("/"))[-1])
+        return _SCRIPT.format(
+            command=shlex.join(self.words),
+            folder=shlex.quote(self.folder),
+            name=f"vitsee-{name.removesuffix('.zarr')}",
+            last=min(MOST_TASKS, self.n_slabs) - 1,
+            cores=cores,
+            gpus="#SBATCH --gpus=1\n" if self.gpu else "",
+            extract=shlex.join(extract),
+            restarts=MOST_RESTARTS,
+            check_cores=CORES_VALIDATE,
+            store=shlex.quote(self.store),
+        )
+
+
+def plan_array(
+    words: Sequence[str], model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
+) -> ArrayPlan:
+    """The array for an extraction whose command line is `words`. The images are counted and the
+    model's name is looked up, so that mistakes are found before they wait in a queue; no model is
+    built, and nothing is written.
+
+    Raises:
+        VitseeError: no such model or images; the store is complete; --force.
+    """
+    if run.force:
+        raise VitseeError(
+            "--force with --plan: each task would delete the others' work; delete the store first"
+        )
+    check_name(model.name)
+    writer = StoreWriter.join(run.output)
+    if writer is not None and writer.complete:
+        raise VitseeError(f"{run.output} is complete: there is nothing to plan")
+    stored = {} if writer is None else writer.manifest.identity
+    n_images = len(chosen_images(data, stored).samples)
+    slab = keep.slab or DEFAULT_SLAB
+    return ArrayPlan(
+        tuple(words),
+        str(run.output),
+        os.getcwd(),
+        n_slabs=-(-n_images // slab) if writer is None else writer.n_slabs,
+        workers=run.workers,
+        gpu=not run.device.startswith("cpu"),
+    )
