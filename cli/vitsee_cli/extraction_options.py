@@ -133,7 +133,7 @@ _RUN_OPTIONS: tuple[Decorator, ...] = (
         "--plan",
         type=click.Choice(["slurm"]),
         help="Print a script that submits this as an array job on SLURM, and a job behind it that "
-        "validates the store; nothing is computed or written.",
+        "validates the store; nothing is computed or written.  [default: none]",
     ),
     click.option("--force", is_flag=True, help="Start over: delete the store at -o first."),
     click.option(
