@@ -42,6 +42,7 @@ TABLES = {
     "knn": [["train.zarr", *VIT, "--k", "3", "--per-class"]],
     "localize": [VIT, [*VIT, "--summary", "token"], [*VIT, "--summary", "site"]],
     "norms": [VIT, ["cnn.zarr"]],
+    "lens": [["cnn.zarr", "--patches"]],
     "normratio": [VIT, ["cnn.zarr"]],
     "probe": [["train.zarr", *VIT, "--tokens", "each", "--per-class"]],
     "saliency": [[*VIT, "--masks", "masks"]],

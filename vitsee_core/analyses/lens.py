@@ -1,0 +1,312 @@
+"""Lens: the model's own classifier on the tokens of every block.
+
+The head that turns the last block's tokens into logits (norm, pooling, linear layer, as stores keep
+it; see `head_weights`) is applied to the tokens of each block, as if the model ended there (the
+logit lens, nostalgebraist 2020; for ViTs Vilas et al. 2023). Nothing is trained; a low value says
+that a block does not write in the classifier's basis, not that it does not know the class, which
+is what probes measure.
+
+- `lens_top1`: images whose label has the largest logit;
+- `lens_agreement`: images whose largest logit is that of the model's output;
+- `lens_rank`: rank of the label among the logits, 1 the largest (of equal ones the best); mean over
+  images, so that few images far off weigh most.
+
+The tokens are pooled as the model pools them: its class token, or the mean over patches before or
+after the norm. With `patches` the same of every patch alone: head(norm(x_t)); where the model
+normalises after pooling, maps of patches do not average to its logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core import head_weights
+from vitsee_core.arguments import analysis
+from vitsee_core.columns import SITE, site_columns
+from vitsee_core.execution import DEFAULT, Execution
+from vitsee_core.figures.lens_figure import draw_lens
+from vitsee_core.head_weights import HeadWeights
+from vitsee_core.progress import counting
+from vitsee_core.results import Table
+from vitsee_core.selection import select_each, sites_of
+from vitsee_core.statistics.cells import Cells, cells_of, mean_cells
+from vitsee_core.statistics.image_statistics import METHODS, block_labels, statistic
+from vitsee_core.streaming import Rows, each_slab
+from vitsee_core.types import Float, Integers
+from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.manifest import few
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_stores import SiteSpec, Slab, Store
+
+log = logging.getLogger(__name__)
+
+NEEDS = ("sites",)
+
+OF_LABELS = ("lens_top1", "lens_rank")
+METRICS = ("lens_top1", "lens_agreement", "lens_rank")
+COLUMNS = (
+    *(*SITE, "token", "row", "col"),
+    *("metric", "value", "std", "low", "high", "n_images"),
+)
+IMAGES_AT_ONCE = 4  # whose patches have their logits in float64 at a time
+# Of the norms that may precede the mean: those that give the same of the mean itself.
+LINEAR_NORMS = ("none", "affine")
+
+
+@analysis
+def run(
+    *stores: Store,
+    metrics: Sequence[str] = (),
+    sites: Sequence[str] = ("blocks",),
+    patches: bool = False,
+    execution: Execution = DEFAULT,
+) -> Table:
+    """One row per store, site and metric; with `patches` also one per cell of the grid.
+
+    Columns: see `COLUMNS`; `token` is empty for the tokens pooled as the model does, `patches` for
+    the mean over patches of what is said of each, which have `row` and `col`. Shares from 0 to 1,
+    ranks from 1; `low`, `high` the 95 % interval over images. An image without a label counts for
+    `lens_agreement` only.
+
+    Memory: a slab of one site, and the logits of a few images' patches.
+
+    Args:
+        stores: that keep their model's classifier; others are left out where one has it.
+        metrics: some of `METRICS`; by default those that can be had.
+        sites: of as many channels as the classifier reads; others are left out, and said.
+        patches: also classify each patch alone.
+        execution: which images, and what the work may use; see `Execution`.
+
+    Raises:
+        MissingInput: no store keeps a classifier, or the tokens that it reads.
+        SiteError: no such site, or none of the classifier's width.
+        VitseeError: unknown metric, or labels that are not the classifier's classes.
+    """
+    for metric in metrics:
+        if metric not in METRICS:
+            raise VitseeError(f"no metric {metric!r}; metrics of lens: {', '.join(METRICS)}")
+    selected = select_each(stores, sites, partial(_sites, patches=patches))
+    picked = [execution.rows(store) for store in selected.stores]
+    works = [
+        _Store(store, rows, execution, metrics, patches)
+        for store, rows in zip(selected.stores, picked, strict=True)
+    ]
+    rows: list[dict[str, Any]] = []
+    total = sum(r.n * len(own) for r, own in zip(picked, selected.chosen, strict=True))
+    with counting(execution.progress, total, "rows"):
+        for work, own in zip(works, selected.chosen, strict=True):
+            for site in own:
+                rows += work(site)
+    notes = {
+        "interval": METHODS["mean"] + "; of shares cut at 0 and 1",
+        "head": {work.store.label: work.head.record() for work in works},
+        "chance": {work.store.label: 1 / work.n_classes for work in works},
+        "remarks": [work.remark for work in works if work.remark],
+        "seed": execution.seed,
+        "images": {w.store.label: r.describe() for w, r in zip(works, picked, strict=True)},
+        **selected.notes(),
+    }
+    return Table.from_rows(rows, COLUMNS, notes)
+
+
+def plot(table: Table) -> Figure:
+    """From the table alone; see `lens_figure.draw_lens`."""
+    return draw_lens(table)
+
+
+def _sites(store: Store, patterns: Sequence[str], patches: bool) -> list[SiteSpec]:
+    """The sites that the store's classifier can read.
+
+    Raises:
+        MissingInput: the store keeps no classifier, or not the tokens that it reads.
+        SiteError: no site is as wide as it.
+    """
+    head = head_weights.of_store(store)
+    width = head.arrays["head_kernel"].shape[1]
+    chosen = sites_of(store, patterns)
+    found = []
+    for site in chosen:
+        layout = store.site(site.name).layout
+        if "head" in site.groups and site.name != head.site:  # has been through the norm
+            continue
+        if layout is None or site.dim != width or (head.pool == "cls" and layout.cls is None):
+            continue
+        if patches and layout.grid is None:
+            continue
+        if patches or _pooled_kind(head) is None:
+            store.acts(site.name)
+        found.append(site)
+    if not found:
+        raise SiteError(
+            f"the classifier of {store.label} reads {head.pool} of {width} channels: none of "
+            f"{few([site.name for site in chosen])} has these"
+        )
+    if len(found) < len(chosen):
+        left = [site.name for site in chosen if site not in found]
+        log.info("%s: the classifier cannot read %s", store.label, few(left))
+    return found
+
+
+def _pooled_kind(head: HeadWeights) -> str | None:
+    """What of `pooled/` is enough for the classifier; None where it needs every token."""
+    if head.pool == "cls":
+        return "cls"
+    if head.pool == "mean" and (not head.norm_first or head.norm in LINEAR_NORMS):
+        return "mean"
+    return None
+
+
+class _Store:
+    """The rows of one store's sites."""
+
+    def __init__(
+        self,
+        store: Store,
+        rows: Rows,
+        execution: Execution,
+        metrics: Sequence[str],
+        patches: bool,
+    ) -> None:
+        self.store, self.rows, self.execution, self.patches = store, rows, execution, patches
+        self.head = head_weights.of_store(store)
+        self.n_classes = len(self.head.arrays["head_kernel"])
+        mask = rows.mask & store.valid
+        self.labels = block_labels(int(mask.sum()), None if store.shuffled else execution.seed)
+        self.remark = self._remark(mask)
+        asked = {*metrics} & {*OF_LABELS}
+        if self.remark and asked:
+            raise VitseeError(f"{self.remark}: no {', '.join(sorted(asked))}")
+        if self.remark:
+            log.info("%s", self.remark)
+        have = [m for m in METRICS if not (self.remark and m in OF_LABELS)]
+        if not {"logits", self.head.site} & {*store.sites}:
+            have.remove("lens_agreement")
+        self.metrics = [metric for metric in have if metric in (metrics or METRICS)]
+
+    def _remark(self, mask: Any) -> str:
+        """Why there is nothing to say of labels; "" where there is."""
+        labels = self.store.samples.label[mask]
+        n = len(self.store.class_names or ()) or int(labels.max(initial=-1)) + 1
+        if not (labels >= 0).any():
+            return f"{self.store.label} has no labels"
+        if n != self.n_classes:
+            return (
+                f"{self.store.label} has labels of {n} classes, its classifier {self.n_classes}: "
+                "not the same classes"
+            )
+        return ""
+
+    def __call__(self, site: SiteSpec) -> list[dict[str, Any]]:
+        spec = self.store.site(site.name)
+        work = _ReadLogits(spec.name, self.head, self.patches, "lens_agreement" in self.metrics)
+        use = self.execution
+        options: dict[str, Any] = {"jobs": use.jobs, "map": use.map, "progress": use.progress}
+        parts = list(each_slab(self.store, work, rows=self.rows, **options))
+        place = site_columns(self.store, site)
+        rows: list[Cells] = []
+        for metric in self.metrics:
+            values = np.concatenate([part[metric] for part in parts])
+            rows.append({"metric": metric} | mean_cells(values[:, 0], self.labels))
+            if not self.patches:
+                continue
+            of_cells = values[:, 1:]
+            whole = mean_cells(of_cells.mean(1), self.labels)
+            rows.append({"metric": metric, "token": "patches"} | whole)
+            found = statistic(np.ascontiguousarray(of_cells.T), "mean", self.labels).estimates()
+            assert spec.layout is not None and spec.layout.grid is not None
+            cols = spec.layout.grid[1]
+            rows += [
+                {"metric": metric, "row": t // cols, "col": t % cols} | cells_of(found, t)
+                for t in range(of_cells.shape[1])
+            ]
+        return [place | _cut(row) for row in rows]
+
+
+def _cut(row: Cells) -> Cells:
+    """A share's interval, within 0 and 1."""
+    if row["metric"] == "lens_rank" or row["low"] != row["low"]:
+        return row
+    return row | {"low": max(0.0, row["low"]), "high": min(1.0, row["high"])}
+
+
+@dataclass(frozen=True)
+class _ReadLogits:
+    """The work on one slab: metric -> (images, 1 + patches), the pooled tokens first; NaN of
+    images without a label."""
+
+    site: str
+    head: HeadWeights
+    patches: bool
+    agreement: bool
+
+    def __call__(self, slab: Slab) -> dict[str, Float]:
+        """Of the images that count."""
+        kind = _pooled_kind(self.head)
+        layout = slab.store.site(self.site).layout
+        assert layout is not None
+        valid = slab.valid
+        labels = slab.store.samples.label[slab.rows][valid].astype(np.int64)
+        output = self._output(slab)
+        tokens = slab.acts(self.site)[valid] if self.patches or kind is None else None
+        if kind is not None:
+            logits = self.head.of_tokens(slab.pooled(self.site, kind)[valid])
+        else:
+            assert tokens is not None
+            logits = self.head.logits(tokens, layout)
+        found = [_scores(logits[:, np.newaxis], labels, output)]
+        if self.patches:
+            assert tokens is not None
+            body = tokens[:, layout.n_prefix :]
+            parts = [
+                _scores(self.head.of_tokens(body[i : i + n]), labels[i : i + n], output[i : i + n])
+                for n in (IMAGES_AT_ONCE,)
+                for i in range(0, len(body), n)
+            ]
+            found.append({m: np.concatenate([part[m] for part in parts]) for m in METRICS})
+        return {metric: np.concatenate([one[metric] for one in found], 1) for metric in METRICS}
+
+    def _output(self, slab: Slab) -> Integers:
+        """(images,) the class that the model says."""
+        if not self.agreement:
+            return np.zeros(int(slab.valid.sum()), np.int64)
+        if "logits" in slab.store.sites:
+            found: Integers = slab.vectors("logits")[slab.valid].argmax(1)
+            return found
+        kind, site = _pooled_kind(self.head), self.head.site
+        layout = slab.store.site(site).layout
+        assert layout is not None
+        if kind is not None:
+            logits = self.head.of_tokens(slab.pooled(site, kind)[slab.valid])
+        else:
+            logits = self.head.logits(slab.acts(site)[slab.valid], layout)
+        own: Integers = logits.argmax(1)
+        return own
+
+
+def _scores(logits: Float, labels: Integers, output: Integers) -> dict[str, Float]:
+    """Metric -> (images, places) of logits (images, places, classes).
+
+    Raises:
+        VitseeError: a logit is not finite.
+    """
+    if not np.isfinite(logits).all():
+        raise VitseeError("the classifier gives logits that are not finite (see vitsee validate)")
+    first = logits.argmax(-1)
+    known = (labels >= 0)[:, np.newaxis] & (labels < logits.shape[-1])[:, np.newaxis]
+    at = np.clip(labels, 0, logits.shape[-1] - 1)[:, np.newaxis, np.newaxis]
+    own = np.take_along_axis(logits, np.broadcast_to(at, (*logits.shape[:2], 1)), -1)
+    rank = 1 + (logits > own).sum(-1)
+    return {
+        "lens_top1": np.where(known, first == labels[:, np.newaxis], np.nan),
+        "lens_agreement": (first == output[:, np.newaxis]).astype(np.float64),
+        "lens_rank": np.where(known, rank, np.nan),
+    }
