@@ -34,6 +34,7 @@ from vitsee_stores import (
     validate,
 )
 from vitsee_stores import objects as remote
+from vitsee_stores.claims import Claims, claims_of
 from vitsee_stores.manifest import Manifest
 from vitsee_stores.url import Url, parse_place
 
@@ -160,6 +161,22 @@ def test_a_store_is_written_by_several_and_resumed(bucket: str) -> None:
     assert validate(url, deep=True) == []
     with pytest.raises(IdentityMismatch, match="seed is 0, given 1"):
         write(url, manifest(seed=1))
+
+
+def test_claims_in_a_bucket(bucket: str) -> None:
+    writer = write(bucket, manifest(), range(1))
+    a, b = Claims(writer.files, {"host": "here"}), Claims(writer.files, {})
+    taken = a.take(range(PLAN.n_slabs), 1)
+    others = b.take(range(PLAN.n_slabs), 9)
+    assert sorted(taken + others) == list(range(PLAN.n_slabs))
+    assert a.take(taken, 1) == []
+    a.beat()
+    assert claims_of(writer.files)[taken[0]]["beat"] == 1
+    a.release()
+    assert sorted(claims_of(writer.files)) == others
+    write(bucket, manifest())
+    assert writer.finish() and claims_of(writer.files) == {}
+    assert not any(".claim" in name for name in objects(bucket))
 
 
 def test_what_is_there_and_no_store_is_left_alone(bucket: str, tmp_path: Path) -> None:

@@ -152,9 +152,10 @@ _RUN_OPTIONS: tuple[Decorator, ...] = (
     ),
     click.option(
         "--shard",
-        metavar="I/N|slurm",
+        metavar="I/N|slurm|claims",
         help="Do only every N-th slab, from the I-th (from 0) on; slurm reads the job's "
-        "variables.  [default: all]",
+        "variables; claims: any number of processes that come and go, each of which claims a few "
+        "slabs at a time.  [default: all]",
     ),
     click.option(
         "--on-error",

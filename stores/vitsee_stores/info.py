@@ -7,11 +7,13 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from vitsee_stores import metadata
+from vitsee_stores.claims import claims_of
 from vitsee_stores.errors import StoreError, Unreachable
+from vitsee_stores.files import Files
 from vitsee_stores.layout import ArraySpec, n_bytes
 from vitsee_stores.places import files_at
 from vitsee_stores.plan import SiteSpec, StorePlan
@@ -26,9 +28,10 @@ def describe(
     """Everything about a store that is no array, as JSON holds it; incomplete stores too.
 
     Reads zarr.json, the labels and four small files a slab. `missing`: runs (first, last) of slabs
-    that are not committed, counted from 0. `n_valid` counts the readable images
-    of the committed slabs; `size_bytes` is without compression, of the store when it is complete.
-    `report` is called with the number of slabs looked at and of all, first with 0, from any thread.
+    that are not committed, counted from 0; `claimed`: who claims to be making some of them.
+    `n_valid` counts the readable images of the committed slabs; `size_bytes` is without
+    compression, of the store when it is complete. `report` is called with the number of slabs
+    looked at and of all, first with 0, from any thread.
 
     Raises:
         StoreError: missing, no vitsee store, of another format version, or damaged.
@@ -46,6 +49,7 @@ def describe(
         "n_slabs": plan.n_slabs,
         "n_committed": len(markers),
         "missing": _missing(markers, plan.n_slabs),
+        "claimed": _claimed(files, markers),
         "n_valid": _n_valid(chunks, list(markers), report),
         "slab": plan.slab,
         "codec": plan.codec,
@@ -78,6 +82,23 @@ def _missing(committed: Iterable[int], n_slabs: int) -> list[list[int]]:
     """What a manifest claims may be many slabs: no work for each that is not there."""
     ends = [-1, *sorted(committed), n_slabs]
     return [[a + 1, b - 1] for a, b in itertools.pairwise(ends) if b - a > 1]
+
+
+def _claimed(files: Files, committed: Container[int]) -> list[dict[str, Any]]:
+    """Each claimant with the slabs that it has yet to commit; claims may be stale."""
+    by: dict[tuple[str, str], dict[str, Any]] = {}
+    try:
+        claims = claims_of(files)
+    except OSError:  # they only advise
+        return []
+    for slab, claim in claims.items():
+        if slab in committed:
+            continue
+        host, pid, when = (str(claim.get(key, "")) for key in ("host", "pid", "time"))
+        one = by.setdefault((host, pid), {"host": host, "pid": pid, "time": when, "slabs": []})
+        one["time"] = max(one["time"], when)
+        one["slabs"].append(slab)
+    return list(by.values())
 
 
 def _site(site: SiteSpec) -> dict[str, Any]:

@@ -29,11 +29,17 @@ def tag() -> str:
     return f"{_machine()}-{os.getpid()}"
 
 
+def has_ended(maker: str) -> bool:
+    """Whether this `tag` is of a process of this machine that is no more; False of others."""
+    match = re.fullmatch(r"([0-9a-f]{8})-(\d{1,9})", maker)
+    return match is not None and match[1] == _machine() and not _alive(int(match[2]))
+
+
 def is_left(path: str | Path) -> bool:
     """Whether a temporary file or folder is left over: its maker ended on this machine, or it is
     an hour old. False for one that is gone."""
-    match = re.search(r"\.([0-9a-f]{8})-(\d{1,9})\.[0-9a-f]+\.[a-z]+$", os.fspath(path))
-    if match and match[1] == _machine() and not _alive(int(match[2])):
+    match = re.search(r"\.([0-9a-f]{8}-\d{1,9})\.[0-9a-f]+\.[a-z]+$", os.fspath(path))
+    if match and has_ended(match[1]):
         return True
     try:
         return time.time() - os.stat(path).st_mtime > OLD_SECONDS

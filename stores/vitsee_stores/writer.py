@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vitsee_stores import creation, metadata
 from vitsee_stores.chunks import boxes, checksum, chunk_name, encode, padded
+from vitsee_stores.claims import remove_claims
 from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.files import Files
 from vitsee_stores.layout import ArraySpec
@@ -243,6 +244,7 @@ class StoreWriter:
                         raise
             self._sweep(lambda path: True)
             self.files.sweep_beside()
+            remove_claims(self.files)
         except OSError as error:
             raise StoreError(f"cannot finish {self.place}: {reason(error)}") from None
         return True

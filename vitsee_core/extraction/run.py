@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from vitsee_core.device import device_name
+from vitsee_core.extraction.claimed import claimed_rounds
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
 from vitsee_core.extraction.image_layout import describe
@@ -65,6 +66,15 @@ class Outcome:
     clock: dict[str, float] = field(default_factory=dict)
     unreadable: list[tuple[int, str, str]] = field(default_factory=list)
 
+    def add(self, other: Outcome) -> None:
+        """Take what another round did into this one."""
+        self.n_images += other.n_images
+        self.size_bytes += other.size_bytes
+        self.seconds += other.seconds
+        for stage, seconds in other.clock.items():
+            self.clock[stage] = self.clock.get(stage, 0.0) + seconds
+        self.unreadable += other.unreadable
+
     def unreadable_line(self) -> str:
         """Which images could not be read, and why; "" where all could."""
         if not self.unreadable:
@@ -91,7 +101,7 @@ def extract(
         VitseeError: one line for the user; the store keeps every slab committed so far.
         Interrupted: a signal; exit code 75.
     """
-    if run.force and shard.count > 1:
+    if run.force and (shard.claims or shard.count > 1):
         raise VitseeError("--force with --shard would delete other shards' work: delete it first")
     prepared = prepare(model, data, keep, run)
     with StopRequest() as stop:
@@ -127,8 +137,17 @@ def fill_all(
         images = counted(prepared.plan.n_images, "images")
         log.info("%s is complete (%s): nothing to do", run.output, images)
         return Outcome(complete=True)
-    outcome = fill(prepared, writer, run, shard, progress, stop)
+    outcome = Outcome(False)
+    if shard.claims:
+        with closing(claimed_rounds(writer, stop)) as rounds:
+            for claimed in rounds:
+                outcome.add(fill(prepared, writer, run, shard, claimed, progress, stop))
+    else:
+        mine = shard.slabs(writer.n_slabs)
+        outcome = fill(prepared, writer, run, shard, mine, progress, stop)
     outcome.complete = writer.finish()
+    if shard.claims and stop and not outcome.complete:
+        raise _stopped(stop, writer)
     return outcome
 
 
@@ -185,17 +204,17 @@ def fill(
     writer: StoreWriter,
     run: RunOptions,
     shard: Shard,
+    mine: Sequence[int],
     progress: Progress,
     stop: StopRequest,
 ) -> Outcome:
-    """Make and commit every missing slab of `shard`.
+    """Make and commit every missing slab of `mine`, which the shard owns or has claimed.
 
     Raises:
         Interrupted: a signal came before they were all made.
     """
     plan, device = prepared.plan, prepared.device
     committed = writer.committed()
-    mine = shard.slabs(writer.n_slabs)
     todo = [k for k in mine if not committed[k]]
     with without_writer(writer.place, todo) as free:
         writer.sweep(free)
@@ -245,16 +264,20 @@ def fill(
     log.info("the run was limited by %s", job.clock.limit())
     committed = writer.committed()
     if stop and not committed[todo].all():
-        raise Interrupted(
-            f"stopped by {stop.signal_name} with {int(committed.sum())} of {writer.n_slabs} slabs "
-            "committed; repeat the command to resume"
-        )
+        raise _stopped(stop, writer)
     if job.overtaken:
         log.info(
             "%s of %d had been committed by another process meanwhile (give each its own --shard)",
             *(counted(len(job.overtaken), "slabs"), len(todo)),
         )
     return Outcome(False, total, job.written, seconds, job.clock.seconds, job.unreadable)
+
+
+def _stopped(stop: StopRequest, writer: StoreWriter) -> Interrupted:
+    return Interrupted(
+        f"stopped by {stop.signal_name} with {int(writer.committed().sum())} of {writer.n_slabs} "
+        "slabs committed; repeat the command to resume"
+    )
 
 
 def images_at_once(plan: StorePlan, batch_size: int) -> int:

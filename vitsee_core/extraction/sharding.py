@@ -1,4 +1,4 @@
-"""Which slabs a process owns: `--shard i/n` or the numbers a SLURM job gives its tasks."""
+"""Which slabs a process owns: `--shard i/n`, the numbers a SLURM job gives its tasks, or claims."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from vitsee_stores.errors import VitseeError
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` processes that fill a store together; `index` counts from 0."""
+    """One of `count` processes that fill a store together; `index` counts from 0. With `claims` it
+    is one of any number, which claim what is missing."""
 
     index: int = 0
     count: int = 1
+    claims: bool = False
 
     def slabs(self, n_slabs: int) -> range:
         """Every count-th slab from `index` on, so that shards end at about the same time."""
         return range(self.index, n_slabs, self.count)
 
     def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
+        return "claims" if self.claims else f"{self.index}/{self.count}"
 
 
 def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:
-    """The shard that `text` names: None (all slabs), 'i/n', or 'slurm'.
+    """The shard that `text` names: None (all slabs), 'i/n', 'slurm' or 'claims'.
 
     'slurm' multiplies the array task by the rank in its step: element a of an array of A tasks
     with R ranks each is shard a*R + rank of A*R. The environment is read only for 'slurm'.
@@ -40,12 +42,14 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:
         return Shard()
     if text == "slurm":
         return _from_slurm(environ)
+    if text == "claims":
+        return Shard(claims=True)
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None:
-        raise OptionError(f"--shard is {text!r}; expected i/n (as 0/8) or slurm")
+        raise OptionError(f"--shard is {text!r}; expected i/n (as 0/8), slurm or claims")
     index, count = int(match[1]), int(match[2])
     if count == 0:
-        raise OptionError(f"--shard {text}: no shards; expected i/n (as 0/8) or slurm")
+        raise OptionError(f"--shard {text}: no shards; expected i/n (as 0/8), slurm or claims")
     if index >= count:
         raise OptionError(
             f"--shard {text}: shards count from 0, so the last is {count - 1}/{count}"

@@ -91,6 +91,7 @@ class ArrayPlan:
     words: the extraction's command line, without shards. store: its store, as the user names it.
     folder: in which relative paths hold. n_slabs: of the store; at most so many tasks are worth
     while. workers: loading processes, None for the default. gpu: whether tasks need one.
+    shard: how they share the slabs, "slurm" or "claims".
     """
 
     words: tuple[str, ...]
@@ -99,6 +100,7 @@ class ArrayPlan:
     n_slabs: int
     workers: int | None = None
     gpu: bool = True
+    shard: str = "slurm"
 
     def script(self) -> str:
         """The text of the script for bash.
@@ -110,7 +112,7 @@ class ArrayPlan:
             if not text.isprintable():
                 raise OptionError(f"--plan: {text!r} cannot stand in a script; choose another name")
         end = self.words.index("--") if "--" in self.words else len(self.words)
-        extract = (*self.words[:end], "--shard", "slurm", *self.words[end:])
+        extract = (*self.words[:end], "--shard", self.shard, *self.words[end:])
         cores = (WORKERS_GPU if self.workers is None else self.workers) + 2
         if not self.gpu:
             cores = max(cores, CORES_CPU) if self.workers else CORES_CPU
@@ -130,7 +132,12 @@ class ArrayPlan:
 
 
 def plan_array(
-    words: Sequence[str], model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
+    words: Sequence[str],
+    model: ModelOptions,
+    data: DataOptions,
+    keep: KeepOptions,
+    run: RunOptions,
+    shard: str = "slurm",
 ) -> ArrayPlan:
     """The array for an extraction whose command line is `words`. The images are counted and the
     model's name is looked up, so that mistakes are found before they wait in a queue; no model is
@@ -157,4 +164,5 @@ def plan_array(
         n_slabs=-(-n_images // slab) if writer is None else writer.n_slabs,
         workers=run.workers,
         gpu=not run.device.startswith("cpu"),
+        shard=shard,
     )

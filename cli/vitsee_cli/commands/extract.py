@@ -79,10 +79,10 @@ def show_script(
     from vitsee_core.command_lines import without_options
     from vitsee_core.extraction.slurm import plan_array
 
-    if shard is not None or run.dry_run:
+    if shard not in (None, "slurm", "claims") or run.dry_run:
         raise click.UsageError("--plan numbers the shards itself: leave out --shard and --dry-run")
-    words = without_options(console.command_line(), ["--plan"])
-    console.out(plan_array(words, model, data, keep, run).script().rstrip())
+    words = without_options(console.command_line(), ["--plan", "--shard"])
+    console.out(plan_array(words, model, data, keep, run, shard or "slurm").script().rstrip())
 
 
 class SlabReporter(console.Reporter):

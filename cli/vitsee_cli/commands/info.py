@@ -171,6 +171,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("store", f"{record['path']} (format {record['format']}, id {record['store_id'][:12]})"),
         ("status", f"{'complete' if record['complete'] else 'unfinished'}: {slabs}"),
         ("missing", _missing(record["missing"])),
+        *(("claimed", _claim(claim)) for claim in record["claimed"]),
         ("resumed by", "" if record["complete"] else _resumed_by(record)),
         ("images", images),
         ("data", _listed(data, ("data", "split", "per_class"))),
@@ -207,6 +208,12 @@ def _missing(runs: Sequence[Sequence[int]]) -> str:
     left = sum(b - a + 1 for a, b in runs[SHOWN_RUNS:])
     more = f" and {left} more (-f missing)" if left else ""
     return f"slabs {', '.join(shown)}{more}"
+
+
+def _claim(claim: Mapping[str, Any]) -> str:
+    """`slabs 3, 4 by process 812 on node7, last heard of 2026-01-01T00:00:00Z`."""
+    slabs = _missing([(slab, slab) for slab in claim["slabs"]])
+    return f"{slabs} by process {claim['pid']} on {claim['host']}, last heard of {claim['time']}"
 
 
 def _resumed_by(record: Mapping[str, Any]) -> str:

@@ -1,0 +1,57 @@
+"""`--shard claims`: processes that come and go take what is missing, a few slabs at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Generator
+
+import numpy as np
+
+from vitsee_core.extraction.signals import StopRequest
+from vitsee_core.machine import counted
+from vitsee_stores import StoreWriter
+from vitsee_stores.claims import Claims
+
+log = logging.getLogger(__name__)
+
+MOST_AT_ONCE = 16
+POLL_SECONDS = 5.0
+
+
+def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int]]:
+    """Slabs to make now, round by round, until the store has all or a signal came: what others have
+    claimed is waited for, and taken over where they are lost.
+
+    Close it where it is not used up: claims end with it.
+
+    Raises:
+        StoreError: claims cannot be put into the store.
+    """
+    claims = Claims(writer.files, {"host": socket.gethostname(), "pid": os.getpid()})
+    waiting = False
+    with claims.beating():
+        while not stop and len(missing := np.flatnonzero(~writer.committed())):
+            mine = claims.take(missing.tolist(), _at_once(len(missing)))
+            if mine:
+                waiting = False
+                yield mine
+                claims.release()
+                continue
+            if not waiting:
+                log.info("waiting for %s that others have claimed", counted(len(missing), "slabs"))
+            waiting = True
+            _sleep(stop)
+
+
+def _at_once(n_missing: int) -> int:
+    """Few enough that nobody ends long after the others; each round starts the loading anew."""
+    return max(1, min(MOST_AT_ONCE, n_missing // 32))
+
+
+def _sleep(stop: StopRequest) -> None:
+    until = time.monotonic() + POLL_SECONDS
+    while not stop and time.monotonic() < until:
+        time.sleep(0.1)
