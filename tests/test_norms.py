@@ -321,6 +321,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "n.replicates.csv").exists()
     plot(table)
     few = ["--metric", "norm", "--tokens", "cls", "--sites", "first"]
+    few += ["--png", str(tmp_path / "cls.png")]
     result = CliRunner().invoke(main, ["norms", str(tmp_path / "a.zarr"), *few])
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 2

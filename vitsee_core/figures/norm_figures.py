@@ -47,7 +47,7 @@ def draw_norms(table: Table) -> Figure:
     """
     stores = table.unique("store")
     with_histogram = "norm_histogram" in table.unique("metric")
-    with_maps = any(len(_cells(table, metric)) for metric in MAPS)
+    with_maps = any(np.nansum(_cells(table, m)["value"].astype(float)) > 0 for m in MAPS)
     curves = [metric for metric in CURVES if len(_of_sites(table, metric))]
     # A curve that is 0 everywhere says less than the next one.
     curves.sort(key=lambda metric: not np.nansum(_of_sites(table, metric)["value"].astype(float)))
@@ -57,7 +57,9 @@ def draw_norms(table: Table) -> Figure:
         *([MAP_INCHES] if with_maps else []),
         *([CURVE_INCHES * -(-len(curves) // 2) + 0.3] if curves else []),
     ]
-    figure = new_figure(max(7.4, STORE_INCHES * len(stores)), sum(heights) or 2.0)
+    if not heights:
+        return _draw_kinds(table)
+    figure = new_figure(max(7.4, STORE_INCHES * len(stores)), sum(heights))
     strips = _strips(figure, len(heights), 1, height_ratios=heights)
     if with_histogram:
         _draw_histograms(strips.pop(0), table)
@@ -65,6 +67,17 @@ def draw_norms(table: Table) -> Figure:
         _draw_maps(strips.pop(0), table)
     if curves:
         _draw_curves(figure, strips.pop(0), table, curves)
+    return figure
+
+
+def _draw_kinds(table: Table) -> Figure:
+    """Of a table without patches: norms of other tokens over depth."""
+    figure = new_figure(5.0, 3.4)
+    axes = figure.subplots()
+    rows = table.where(metric=["norm", "norm_median"])
+    rows = rows.take(~_given(rows, "row"))
+    draw_depth_curves(axes, rows, by=["token", "metric"], ylabel="norm of a token")
+    add_curve_legend(figure, [axes])
     return figure
 
 
@@ -142,7 +155,7 @@ def _draw_histogram(axes: Axes, table: Table, scale: Any) -> Any:
     ticks = SiteAxis.of([(str(table["store"][0]), site) for site in sites], _blocks(table))
     ticks.ticks(16).put_on(axes.xaxis, 3.2 / len(sites))
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="upper left", fontsize=7, frameon=True, framealpha=0.85, edgecolor="none")
+        axes.legend(loc="lower right", fontsize=7, frameon=True, framealpha=0.85, edgecolor="none")
     return image
 
 
@@ -212,9 +225,11 @@ def _draw_curves(figure: Figure, strip: SubFigure, table: Table, metrics: Sequen
         label = CURVES[metric].format(threshold=threshold)
         draw_depth_curves(axes, rows, ylabel=label, among=table)
         values = rows["value"].astype(float)
-        if metric in ("massive_ratio", "massive_top1") and np.nanmin(values) > 0:
-            axes.set_yscale("log")
-            axes.set_ylim(0.8 * np.nanmin(values), 1.3 * np.nanmax(values))
+        if metric in ("massive_ratio", "massive_top1"):
+            low, high = np.nanmin(values, initial=np.inf), np.nanmax(values, initial=0)
+            if 0 < 10 * low < high:
+                axes.set_yscale("log")
+                axes.set_ylim(0.8 * low, 1.3 * high)
     for axes in panels[len(metrics) :]:
         axes.set_visible(False)
     add_curve_legend(figure, panels[: len(metrics)])

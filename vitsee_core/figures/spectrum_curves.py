@@ -36,7 +36,10 @@ LOGARITHMIC = (*RANKS, "nc1", "cdnv")
 def draw_spectrum(table: Table) -> Figure:
     """One panel per metric, one curve per store with the 95 % interval as a band, and the values of
     two halves of the images as dots; dotted lines are the caps of ranks, on logarithmic axes."""
-    metrics = [metric for metric in LABELS if metric in table.unique("metric")]
+    there = [metric for metric in LABELS if metric in table.unique("metric")]
+    # A metric without a value (alpha of fewer than 100 channels) needs no panel beside others.
+    values = {metric: table.where(metric=metric)["value"].astype(float) for metric in there}
+    metrics = [metric for metric in there if not np.isnan(values[metric]).all()] or there
     across = min(3, len(metrics))
     lines = -(-len(metrics) // across)
     figure = new_figure(0.4 + 3.6 * across, 0.5 + 2.6 * lines)
@@ -48,11 +51,10 @@ def draw_spectrum(table: Table) -> Figure:
             draw_marks(axes, rows, table, half, DOTS)
         if metric in RANKS:
             draw_marks(axes, rows, table, "cap", DOTTED)
-        values = rows["value"].astype(float)
-        if metric in LOGARITHMIC and 0 < np.nanmin(values, initial=np.inf) < np.inf:
+        if metric in LOGARITHMIC and 0 < np.nanmin(values[metric], initial=np.inf) < np.inf:
             _logarithmic(axes, rows, caps=metric in RANKS)
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
-        if np.isnan(values).all():
+        if np.isnan(values[metric]).all():
             axes.text(0.5, 0.5, "no value", transform=axes.transAxes, ha="center")
     for axes in panels[len(metrics) :]:
         axes.set_visible(False)
