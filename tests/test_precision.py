@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,6 +116,40 @@ def test_tf32_and_halves_are_what_they_are_called() -> None:
     assert current_precision(CPU) == "fp32"
     with pytest.raises(VitseeError, match="CUDA only"), precision_context(CPU, "tf32"):
         pass
+
+
+@pytest.mark.usefixtures("loosened")
+def test_threads_do_not_put_the_switches_back_while_others_work() -> None:
+    """Two threads enter, the first leaves first; a context within one leaves the other's alone."""
+    before, entered, left = switches(), threading.Event(), threading.Event()
+    found: list[dict[str, Any]] = []
+
+    def second() -> None:
+        with precision_context(CUDA, "fp32"):
+            entered.set()
+            assert left.wait(10)
+            found.append(switches())
+            with precision_context(CUDA, "fp32"):
+                pass
+            found.append(switches())
+
+    thread = threading.Thread(target=second)
+    with precision_context(CUDA, "fp32"):
+        wanted = switches()
+        thread.start()
+        assert entered.wait(10)
+    left.set()
+    thread.join()
+    assert found == [wanted, wanted] and wanted != before
+    assert switches() == before
+
+
+def test_contexts_lie_in_each_other() -> None:
+    """A slab's fp32 sums within a run of tf32."""
+    with precision_context(CUDA, "tf32"):
+        with precision_context(CUDA, "fp32"):
+            assert current_precision(CUDA) == "fp32"
+        assert current_precision(CUDA) == "tf32"
 
 
 def test_no_autocast_works_on_devices_that_have_none() -> None:

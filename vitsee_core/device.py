@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from vitsee_stores.errors import VitseeError
 
+Switches = list[tuple[Any, str, Any]]  # object, attribute, value
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -54,25 +56,53 @@ def precision_context(device: torch.device, precision: str) -> Iterator[None]:
     the caller has switched on), tf32 (CUDA), or autocast to bf16 or fp16.
 
     Products of halves are summed in single precision in all of them. The switches are those of the
-    process and are put back: two threads in contexts of different precision disturb each other.
+    process: contexts may lie in each other and may be entered by several threads at once, the one
+    entered last decides, and what there was before the first comes back after the last. So threads
+    of one precision do not disturb each other; those of different precision do.
 
     Raises:
         VitseeError: tf32 on a device that is not CUDA.
     """
     if precision == "tf32" and device.type != "cuda":
         raise VitseeError(f"--precision tf32 exists on CUDA only; this run is on {device.type}")
-    wanted = _switches(tf32=precision == "tf32")
-    before = [getattr(place, name) for place, name, _ in wanted]
-    try:
-        for place, name, value in wanted:
-            setattr(place, name, value)
-        with torch.autocast(
-            device.type, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST
-        ):
+    half = AUTOCAST.get(precision, torch.bfloat16)
+    with (
+        _OPEN.with_switches(_switches(tf32=precision == "tf32")),
+        torch.autocast(device.type, half, enabled=precision in AUTOCAST),
+    ):
+        yield
+
+
+class _OpenContexts:
+    """The switches wanted by the contexts that are open in this process, and what was there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: list[Switches] = []
+        self._before: Switches = []
+
+    @contextmanager
+    def with_switches(self, wanted: Switches) -> Iterator[None]:
+        """Within it these are on, unless another was entered since."""
+        with self._lock:
+            if not self._wanted:
+                self._before = [(place, name, getattr(place, name)) for place, name, _ in wanted]
+            self._wanted.append(wanted)
+            self._set(wanted)
+        try:
             yield
-    finally:
-        for (place, name, _), value in zip(wanted, before, strict=True):
+        finally:
+            with self._lock:
+                own = next(i for i, some in enumerate(self._wanted) if some is wanted)
+                del self._wanted[own]
+                self._set(self._wanted[-1] if self._wanted else self._before)
+
+    def _set(self, switches: Switches) -> None:
+        for place, name, value in switches:
             setattr(place, name, value)
+
+
+_OPEN = _OpenContexts()
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[None]:
@@ -93,7 +123,7 @@ def current_precision(device: torch.device) -> str:
     return "tf32" if getattr(place, name) == rounded else "fp32"
 
 
-def _switches(tf32: bool) -> list[tuple[Any, str, Any]]:
+def _switches(tf32: bool) -> Switches:
     """What decides the precision of float32 products: (object, attribute, value)."""
     backends = torch.backends
     matmul = backends.cuda.matmul

@@ -179,7 +179,6 @@ def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
 
 def _work_on(work: Work, videos: Sequence[Video], execution: Execution) -> Found:
     """All videos, in groups spread over threads."""
-    from vitsee_core.device import precision_context
     from vitsee_core.video.cost import cost_of, group_bytes
     from vitsee_core.video.spread import check_masks, work_on
     from vitsee_core.video.work import Found, group_videos
@@ -190,9 +189,7 @@ def _work_on(work: Work, videos: Sequence[Video], execution: Execution) -> Found
     jobs = max(1, min(execution.jobs, execution.budget // group_bytes(work, videos)))
     groups = group_videos(videos, work.stores[0].plan.slab, 2 * jobs)
     jobs = min(jobs, len(groups))
-    # The switches of precision are the process's: they are set here for all threads, which else
-    # would put them back while others still work.
-    with _one_core_each(), precision_context(work.device, "fp32"):
+    with _one_core_each():
         cost = cost_of(work, videos)
         log.info("%s", cost.line(jobs))
         with counting(execution.progress, cost.n_frames * cost.n_runs, "frames"):
