@@ -18,6 +18,10 @@ VIT = (
 )
 
 
+SHAPES: tuple[str, ...] = ()
+PROVE = ("--prove", "--random-init", "0")
+
+
 def sites(*args: str) -> Result:
     return CliRunner().invoke(main, ["sites", *args])
 
@@ -81,6 +85,60 @@ def test_mistakes_are_one_line(args: tuple[str, ...], phrase: str) -> None:
     assert result.stdout == ""
     assert phrase in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def refuse_weights(*_: object, **__: object) -> None:
+    raise AssertionError("weights were made")
+
+
+@pytest.mark.parametrize("name", ["vit_large_patch16_224", "mobilenetv5_300m", "demo:resnet"])
+def test_weights_are_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitsee_core.models.listing.load_model", refuse_weights)
+    result = sites(name, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["proven"] is False
+    assert "read from shapes; extract, or --prove, verifies" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_maxvit", "efficientvim_m1"])
+def test_shapes_list_what_pixels_prove(name: str) -> None:
+    told, proven = (json.loads(sites(name, *how, "--json").stdout) for how in (SHAPES, PROVE))
+    assert (told.pop("proven"), proven.pop("proven")) == (False, True)
+    assert told == proven
+
+
+def test_what_pixels_disprove_is_told_by_prove() -> None:
+    """CoAtNet's strided attention block adds a pooled shortcut, which shapes do not show."""
+    told, proven = (
+        json.loads(sites("test_coatnet", *how, "--json").stdout)["residual"]
+        for how in (SHAPES, PROVE)
+    )
+    strided = {"stages.2.blocks.0.attn", "stages.3.blocks.0.mlp"}
+    assert strided <= set(told) and not strided & set(proven)
+    assert set(proven) < set(told)
+
+
+def test_shapes_that_do_not_suffice_are_proven() -> None:
+    """XCiT's tokens may lie in either dimension; its own weights are not asked for."""
+    record = json.loads(sites("xcit_nano_12_p16_224", "--json").stdout)
+    assert record["proven"] is True
+    assert record["residual"] == "no block whose branches are known"
+
+
+@pytest.mark.parametrize(
+    ("args", "phrase"),
+    [
+        (("--img-size", "3"), "less than one patch"),
+        (("--model-arg", "depht=3"), "depht"),
+        (("--fill", "black"), "--crop-mode border"),
+        (("--model-arg", "checkpoint_path=x.pth"), "checkpoint_path"),
+    ],
+)
+def test_options_are_checked_without_weights(args: tuple[str, ...], phrase: str) -> None:
+    result = sites("test_vit", *args)
+    assert (result.exit_code, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert phrase in line
 
 
 def test_one_format_at_a_time() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -97,17 +98,23 @@ def create_model(
             raise _explained(error, name, pretrained, wanted, unreachable) from error
 
 
-def without_weights(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
+def without_weights(
+    name: str, wanted: Mapping[str, Any] | None = None, given: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, tuple[int, int, int]]:
     """The module that `name` stands for (see `load_model`) on torch's meta device, where nothing
     is computed and no memory taken, and its input size.
 
+    wanted: arguments of create_model. given: as `input_transform`.
+
     Raises:
-        ModelError: unknown model.
+        ModelError: unknown model, or arguments that it does not take.
     """
+    wanted = dict(wanted or {})
     with torch.device("meta"):
-        module = create_model(resolve(name), name, pretrained=False, seed=0, wanted={})
+        module = create_model(resolve(name), name, pretrained=False, seed=0, wanted=wanted)
     module.eval().requires_grad_(False)
-    return module, input_transform(module, name, None, {})["input_size"]
+    transform = input_transform(module, name, wanted.get("img_size"), given or {})
+    return module, transform["input_size"]
 
 
 def check_name(name: str) -> None:

@@ -60,9 +60,7 @@ def load_model(
     _check_options(args, checkpoint, checkpoint_key, random_init, crop_pct)
     full = resolve(name)
     fresh = checkpoint is not None or random_init is not None
-    wanted = dict(args)
-    if img_size is not None:
-        wanted["img_size"] = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    wanted = model_arguments(args, img_size)
     module = create_model(
         *(full, name),
         pretrained=not fresh,
@@ -150,6 +148,26 @@ def own_model(
     if ablate_skip:
         ablate_skips(model, ablate_skip)
     return model
+
+
+def model_arguments(
+    args: Mapping[str, Any] | None, img_size: int | tuple[int, int] | None
+) -> dict[str, Any]:
+    """What create_model is called with, the input size as (rows, cols) among it."""
+    if img_size is None:
+        return dict(args or {})
+    size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    return {**(args or {}), "img_size": size}
+
+
+def check_model_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of `load_model` that no model takes, or that exclude each other.
+
+    Raises:
+        ModelError: in one line.
+    """
+    names = ("checkpoint", "checkpoint_key", "random_init", "crop_pct")
+    _check_options(options.get("model_args") or {}, *(options.get(name) for name in names))
 
 
 def _check_options(

@@ -12,12 +12,12 @@ from vitsee_core.models.blocks import find_blocks
 from vitsee_core.models.build import TableBuilder
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.geometry import model_geometry
-from vitsee_core.models.hook_points import refuse_compiled
+from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.proofs import AttentionProof, SumProof
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_core.models.steps import Steps
-from vitsee_core.models.survey import Survey, measured, survey
+from vitsee_core.models.survey import Survey, measured, needs_pixels, survey
 from vitsee_core.models.trace import probe_images, trace
 from vitsee_stores.layout import SiteSpec
 
@@ -46,17 +46,21 @@ def site_table(model: LoadedModel) -> SiteTable:
         demoted |= failed
 
 
-def sketch(module: nn.Module, size: tuple[int, int, int]) -> SiteTable:
+def sketch(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = True) -> SiteTable:
     """The site table as `site_table` begins it: what needs pixels (tokens in another order, patches
     measured, sums and attention proven) is left to that.
 
     Raises:
-        ModelError: the model does not run on images of this size.
+        ModelError: the model does not run on images of this size; without `doubtful` also where
+            shapes do not show which dimensions of its tokens are the image's.
     """
+    geometry = model_geometry(module, size[1:])
     seen = trace(module, size, corners=False)
-    geometry = replace(model_geometry(module, size[1:]), steps=Steps(size[1:], module, seen))
-    survey = Survey(seen, tuple(find_blocks(module, seen)), geometry)
-    return TableBuilder(module, survey, {}).build()
+    blocks = find_blocks(module, seen)
+    if not doubtful and needs_pixels(module, seen, blocks, geometry):
+        raise ModelError("shapes alone do not show where the image lies in its tokens")
+    geometry = replace(geometry, steps=Steps(size[1:], module, seen))
+    return TableBuilder(module, Survey(seen, tuple(blocks), geometry), {}).build()
 
 
 def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:

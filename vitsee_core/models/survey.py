@@ -34,14 +34,15 @@ def survey(module: nn.Module, size: tuple[int, int, int]) -> Survey:
     geometry = model_geometry(module, size[1:])
     seen = trace(module, size, corners=False)
     blocks = find_blocks(module, seen)
-    if _doubtful(module, seen, blocks, geometry):
+    if needs_pixels(module, seen, blocks, geometry):
         seen = trace(module, size, corners=True)
         blocks = find_blocks(module, seen)
     geometry = replace(geometry, steps=Steps(size[1:], module, seen))
     return Survey(seen, tuple(blocks), geometry)
 
 
-def _doubtful(module: nn.Module, seen: Trace, blocks: list[str], geometry: Geometry) -> bool:
+def needs_pixels(module: nn.Module, seen: Trace, blocks: list[str], geometry: Geometry) -> bool:
+    """Whether shapes alone do not show which dimensions of the tokens are the image's."""
     known = geometry.grid and math.prod(geometry.grid) + len(geometry.prefix)
     plain = not hasattr(module, "reroll")
     shapes = {x.shape for x in map(seen.left, blocks) if x}

@@ -28,15 +28,25 @@ QUESTION = STORES
 @options.sites_option(show_default="all but single modules")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.  [default: a table]")
 @click.option("--csv", "as_csv", is_flag=True, help="The sites as CSV.  [default: a table]")
-def command(model: ModelOptions, sites: tuple[str, ...], as_json: bool, as_csv: bool) -> None:
+@click.option(
+    "--prove",
+    is_flag=True,
+    help="Load the weights and verify branches and attention on random pixels, as extract does: "
+    "some seconds.  [default: from shapes]",
+)
+def command(
+    model: ModelOptions, sites: tuple[str, ...], as_json: bool, as_csv: bool, prove: bool
+) -> None:
     """List a model's sites, shapes and bytes.
 
-    The model is built and run once on random pixels; no data is needed, and with --random-init
-    no weights either.
+    No data is needed and no weights are loaded: the model is run once on shapes alone. In a few
+    families (CoAtNet) these show branches whose sums pixels disprove; --prove says which. Where
+    shapes do not show the order of tokens (Hiera, MViTv2), random weights are drawn, and all is
+    proven.
 
     \b
       $ vitsee sites demo:vit
-      $ vitsee sites vit_base_patch16_224 --random-init 0 --sites blocks --sites head
+      $ vitsee sites vit_base_patch16_224 --sites blocks --sites head
       $ vitsee sites resnet50 --sites 'layer4.*' --csv > sites.csv
 
     The names are what --sites of the other commands takes. Bytes are those of float16 (vectors:
@@ -44,13 +54,14 @@ def command(model: ModelOptions, sites: tuple[str, ...], as_json: bool, as_csv: 
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
-    from vitsee_core.models import load_model, site_table
+    from vitsee_core.models.listing import list_sites
     from vitsee_stores.layout import select_names
 
-    loaded = load_model(**vars(model))
-    for note in loaded.notes():
+    given = {key: value for key, value in vars(model).items() if key != "ablate_skip"}
+    found = list_sites(prove=prove, **given)
+    for note in found.notes:
         console.warn(note)
-    table = site_table(loaded)
+    table = found.table
     if sites:
         chosen: Sequence[SiteSpec] = select_names(sites, table.sites)
     else:
@@ -61,10 +72,13 @@ def command(model: ModelOptions, sites: tuple[str, ...], as_json: bool, as_csv: 
         writer.writeheader()
         writer.writerows(rows)
     elif as_json:
-        head = {"model": loaded.name, "input_size": list(loaded.input_size)}
+        size = list(found.input_size)
+        head = {"model": model.name, "input_size": size, "proven": found.proven}
         console.out(json.dumps({**head, "sites": rows, **_availability(table)}, indent=2))
     else:
         _show(rows, table, n_modules=0 if sites else len(table.sites) - len(chosen))
+    if not found.proven:
+        console.say("read from shapes; extract, or --prove, verifies branches and attention")
 
 
 def _row(site: SiteSpec) -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""The sites of a model by name, from shapes alone where these suffice, without any weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from vitsee_core.models.create import resolve, skips_left_out, without_weights
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.load import check_model_options, load_model, model_arguments
+from vitsee_core.models.site_tables import site_table, sketch
+from vitsee_core.models.sites import SiteTable
+
+INPUT = ("img_mean", "img_std", "crop_pct", "crop_mode", "fill")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """table: of a model's sites. input_size: (channels, rows, cols). proven: whether a forward pass
+    on pixels made the table; else it was read from shapes. notes: what to know of the weights."""
+
+    table: SiteTable
+    input_size: tuple[int, int, int]
+    proven: bool
+    notes: tuple[str, ...] = ()
+
+
+def list_sites(name: str, *, prove: bool = False, **options: Any) -> Listing:
+    """What can be captured of the model that `name` and the options of `load_model` stand for.
+
+    Shapes do not say everything: that a block's branches add up to its output, and that attention
+    is what the block uses next, is verified on pixels only, here or by every extraction. Where
+    they do not even show the order of tokens, or the model cannot run without values, it is made
+    with random weights. A checkpoint is loaded, and its fit is checked.
+
+    Args:
+        prove: make the model with the weights that the options name, and verify on pixels.
+
+    Raises:
+        ModelError: as `load_model`; the model does not run on images of this size.
+    """
+    check_model_options(options)
+    checkpoint, seed = options.get("checkpoint"), options.get("random_init")
+    own = bool(skips_left_out(resolve(name), name))  # proven as they are taken out
+    if not prove and checkpoint is None and not own:
+        module, size = _on_meta(name, options)
+        table = _sketched(module, size)
+        if table is not None:
+            return Listing(table, size, proven=False)
+        options = {**options, "random_init": 0 if seed is None else seed}
+    model = load_model(name, **options)
+    return Listing(site_table(model), model.input_size, proven=True, notes=tuple(model.notes()))
+
+
+def _on_meta(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, int, int]]:
+    given = {key.removeprefix("img_"): options.get(key) for key in INPUT}
+    wanted = model_arguments(options.get("model_args"), options.get("img_size"))
+    return without_weights(name, wanted, given)
+
+
+def _sketched(module: nn.Module, size: tuple[int, int, int]) -> SiteTable | None:
+    """The table from shapes; None where these do not suffice, or values are needed for them."""
+    try:
+        return sketch(module, size, doubtful=False)
+    except (ModelError, NotImplementedError, RuntimeError):
+        return None  # whatever is wrong shows again, in one line, once there are values
