@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.extractions import VIT, array_bytes, extract, extracted, plant_images, start
+from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.extraction import claimed
 from vitsee_core.extraction.claimed import claimed_rounds
@@ -219,7 +220,10 @@ def test_a_claim_from_elsewhere_is_waited_for_then_taken(
     (path / "commits" / ".claim.3.json").write_text(elsewhere)
     monkeypatch.setattr(claims, "LOST_SECONDS", 0.3)
     monkeypatch.setattr(claimed, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(console, "SHOW_AFTER", 0.0)
     result = extracted(*options(data, path), "--shard", "claims")
+    assert result.stderr.count("batches of 2") == 1  # of four rounds
+    assert f"{N}/{N} images" in result.stderr and "0/2 images" not in result.stderr
     assert "waiting for 1 slab that others have claimed" in result.stderr
     assert open_store(path).complete and array_bytes(path) == whole
 

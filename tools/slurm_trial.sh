@@ -25,7 +25,7 @@ field() { # of a job as scontrol knows it
 fail() {
     echo "the trial failed: $1" >&2
     tail -n 20 ./*.log >&2
-    scontrol show job >&2
+    scontrol --oneliner show job >&2
     exit 1
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.machine import counted
+from vitsee_core.progress import Progress
 from vitsee_stores import StoreWriter
 from vitsee_stores.claims import Claims
 
@@ -44,6 +45,32 @@ def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int
                 log.info("waiting for %s that others have claimed", counted(len(missing), "slabs"))
             waiting = True
             _sleep(stop)
+
+
+class Together:
+    """Progress of all rounds as one phase of `total` images, `done` of them before."""
+
+    def __init__(self, progress: Progress, total: int, done: int):
+        self.progress, self.total, self.done = progress, total, done
+        self._started = False
+
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        """Begin with the first round."""
+        if not self._started:
+            self._started = True
+            self.progress.start(self.total, self.done, unit)
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        """As it is."""
+        self.progress.advance(count, size_bytes)
+
+    def stop(self) -> None:
+        """Nothing: another round may follow."""
+
+    def close(self) -> None:
+        """All rounds are over."""
+        if self._started:
+            self.progress.stop()
 
 
 def _at_once(n_missing: int) -> int:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vitsee_core.device import device_name
-from vitsee_core.extraction.claimed import claimed_rounds
+from vitsee_core.extraction.claimed import Together, claimed_rounds
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
 from vitsee_core.extraction.image_layout import describe
@@ -137,17 +138,41 @@ def fill_all(
         images = counted(prepared.plan.n_images, "images")
         log.info("%s is complete (%s): nothing to do", run.output, images)
         return Outcome(complete=True)
-    outcome = Outcome(False)
     if shard.claims:
-        with closing(claimed_rounds(writer, stop)) as rounds:
-            for claimed in rounds:
-                outcome.add(fill(prepared, writer, run, shard, claimed, progress, stop))
+        outcome = fill_claimed(prepared, writer, run, shard, progress, stop)
     else:
         mine = shard.slabs(writer.n_slabs)
         outcome = fill(prepared, writer, run, shard, mine, progress, stop)
     outcome.complete = writer.finish()
     if shard.claims and stop and not outcome.complete:
         raise _stopped(stop, writer)
+    return outcome
+
+
+def fill_claimed(
+    prepared: Prepared,
+    writer: StoreWriter,
+    run: RunOptions,
+    shard: Shard,
+    progress: Progress,
+    stop: StopRequest,
+) -> Outcome:
+    """Make what is missing, as far as it can be claimed, until nothing is or a signal came.
+
+    Raises:
+        Interrupted: a signal in the middle of a slab.
+    """
+    plan, outcome = prepared.plan, Outcome(False)
+    rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
+    done = sum(part.stop - part.start for part in rows)
+    with (
+        closing(Together(progress, plan.n_images, done)) as together,
+        closing(claimed_rounds(writer, stop)) as rounds,
+    ):
+        remarks = True
+        for mine in rounds:
+            outcome.add(fill(prepared, writer, run, shard, mine, together, stop, remarks))
+            remarks = False
     return outcome
 
 
@@ -207,13 +232,16 @@ def fill(
     mine: Sequence[int],
     progress: Progress,
     stop: StopRequest,
+    remarks: bool = True,
 ) -> Outcome:
-    """Make and commit every missing slab of `mine`, which the shard owns or has claimed.
+    """Make and commit every missing slab of `mine`, which the shard owns or has claimed. Without
+    `remarks`, what earlier rounds said already is logged for those who debug.
 
     Raises:
         Interrupted: a signal came before they were all made.
     """
     plan, device = prepared.plan, prepared.device
+    level = logging.INFO if remarks else logging.DEBUG
     committed = writer.committed()
     todo = [k for k in mine if not committed[k]]
     with without_writer(writer.place, todo) as free:
@@ -223,24 +251,30 @@ def fill(
     if not todo:
         return Outcome(complete=False)
     if len(todo) < len(mine):
-        log.info("resuming: %d of %s are there", len(mine) - len(todo), counted(len(mine), "slabs"))
+        log.log(
+            level,
+            "resuming: %d of %s are there",
+            len(mine) - len(todo),
+            counted(len(mine), "slabs"),
+        )
     strategy = strategy_of(prepared, run)
     batch_size = strategy.batch_size
     workers = run.workers if run.workers is not None else default_workers(device)
-    log.info(
+    log.log(
+        level,
         "%s in %s of %d on %s, batches of %d; slab buffers: %s of host memory",
         *(counted(total, "images"), counted(len(todo), "slabs")),
         *(plan.slab, device_name(device), batch_size),
         human_bytes(2 * slab_bytes(plan)),
     )
     if grams := strategy.describe(plan):
-        log.info("%s", grams)
+        log.log(level, "%s", grams)
     erf = None
     if prepared.erf is not None and plan.erf is not None:
         passes, cost = prepared.erf
         erf = ErfSums(passes, plan.erf.size, cost.batch_size(device, batch_size))
         if line := erf_cost(prepared, batch_size, spans):
-            log.info("%s", line)
+            log.log(level, "%s", line)
     job = SlabLoop(
         prepared, writer, _provenance(run, shard, device, strategy, workers), strategy, erf
     )
@@ -261,7 +295,7 @@ def fill(
     finally:
         progress.stop()
     seconds = time.perf_counter() - started
-    log.info("the run was limited by %s", job.clock.limit())
+    log.log(level, "the run was limited by %s", job.clock.limit())
     committed = writer.committed()
     if stop and not committed[todo].all():
         raise _stopped(stop, writer)
