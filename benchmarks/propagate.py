@@ -35,13 +35,13 @@ from vitsee_core.device import precision_context
 from vitsee_core.images.placement import Placement
 from vitsee_core.video.frame_map import FrameMap, frame_map
 from vitsee_core.video.propagation import Enlarged, Propagation, Window
-from vitsee_core.video.scores import Truth, boundary_radius, contour_of
-from vitsee_core.video.settings import Settings
+from vitsee_core.video.scores import VideoTruth, boundary_radius, contour_of
+from vitsee_core.video.settings import PropagationSettings
 from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
 SIZE = (480, 854)
-SETTINGS = Settings()
+SETTINGS = PropagationSettings()
 
 
 def main() -> None:
@@ -193,7 +193,7 @@ def looped_window(grid: tuple[int, int]) -> torch.Tensor:
 
 def score_sides(masks: Array, pixels: Array, rounds: int, cpu_time: bool) -> None:
     """J and F of an object-frame: ours with the truth's contours at hand, and by dilation."""
-    truth = Truth(masks)
+    truth = VideoTruth(masks)
     frames = range(1, len(masks) - 1)
     found: dict[str, Any] = {}
 

@@ -27,7 +27,7 @@ from vitsee_core.indexed_masks import palette
 from vitsee_core.progress import Silent
 from vitsee_core.results import Table
 from vitsee_core.video.davis import find_masks, find_videos
-from vitsee_core.video.work import Work
+from vitsee_core.video.work import VideoWork
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -460,7 +460,7 @@ def test_the_palette_is_that_of_voc() -> None:
 def test_work_without_folders_leaves_out_the_last_frame(tmp_path: Path) -> None:
     store, masks = two_videos(tmp_path)
     videos = find_videos([store], find_masks(masks))
-    work: Any = Work([store], [], find_masks(masks), None, (), 0, None)  # type: ignore[arg-type]
+    work: Any = VideoWork([store], [], find_masks(masks), None, (), 0, None)  # type: ignore[arg-type]
     assert [work.n_frames(video) for video in videos] == [6, 4]
     work.folders = {(0, "x"): tmp_path}
     assert [work.n_frames(video) for video in videos] == [7, 5]

@@ -23,7 +23,15 @@ from hypothesis import strategies as st
 from vitsee_core.demo.revisited import write_revisited
 from vitsee_core.retrieval import plain_pickle
 from vitsee_core.retrieval.plain_pickle import load_plain
-from vitsee_core.retrieval.truth import JUNK, LANDMARKS, ONE, OXFORD, REVISITED, Truth, as_json
+from vitsee_core.retrieval.truth import (
+    JUNK,
+    LANDMARKS,
+    ONE,
+    OXFORD,
+    REVISITED,
+    RetrievalTruth,
+    as_json,
+)
 from vitsee_core.retrieval.truth_files import export, read_truth
 from vitsee_stores.errors import VitseeError
 
@@ -232,7 +240,7 @@ def test_damaged_pickles_are_refused_or_read(tmp_path_factory: Any, data: Any) -
     except VitseeError as error:
         assert "\n" not in str(error)
     else:
-        assert isinstance(found, Truth)
+        assert isinstance(found, RetrievalTruth)
 
 
 def test_too_large_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from vitsee_core.demo.revisited import write_revisited
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.retrieval.precision import chance_precision
-from vitsee_core.retrieval.truth import FORMS, Truth
+from vitsee_core.retrieval.truth import FORMS, RetrievalTruth
 from vitsee_core.retrieval.truth_files import read_truth
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
@@ -96,7 +96,11 @@ def stem(name: str) -> str:
 
 
 def expected(
-    store: Store, truth: Truth, site: str, queries: Store | None = None, more: Array | None = None
+    store: Store,
+    truth: RetrievalTruth,
+    site: str,
+    queries: Store | None = None,
+    more: Array | None = None,
 ) -> dict[str, list[Any]]:
     """Metric -> each query's value, of those that have one; by sorting. more: distractors."""
     own = store if queries is None else queries

@@ -16,7 +16,7 @@ from vitsee_core.images.placement import Placement
 from vitsee_core.video import propagation
 from vitsee_core.video.frame_map import FrameMap, frame_map, nearest_places
 from vitsee_core.video.propagation import Enlarged, Propagation, Window
-from vitsee_core.video.settings import Settings, choose_settings
+from vitsee_core.video.settings import PropagationSettings, choose_settings
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
 
@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 INF = float("inf")
 
 
-def carried(tokens: Array, seeds: Array, settings: Settings, radii: Any = ...) -> list[Array]:
+def carried(
+    tokens: Array, seeds: Array, settings: PropagationSettings, radii: Any = ...
+) -> list[Array]:
     """Soft labels of every frame; tokens (frames, rows, cols, dim), seeds (rows, cols, classes)."""
     grid = tokens.shape[1], tokens.shape[2]
     window = Window(grid, settings, settings.radii((1, 1)) if radii is ... else radii, CPU)
@@ -48,18 +50,18 @@ def clip(n_frames: int, grid: tuple[int, int], dim: int = 6, seed: int = 0) -> t
 @pytest.mark.parametrize(
     ("grid", "settings"),
     [
-        ((4, 7), Settings(radius=2)),
-        ((7, 4), Settings(radius=2, context=2)),
-        ((4, 7), Settings(radius=2.9, window="circle", temperature=0.2)),
-        ((5, 5), Settings(radius=1, context=0)),
-        ((3, 9), Settings(radius=None, top=8, context=3)),
-        ((3, 9), Settings(radius=0, top=3)),  # fewer tokens than are taken
-        ((1, 6), Settings(radius=1, top=1, temperature=0.01)),
-        ((4, 5), Settings(radius=30, top=500)),
+        ((4, 7), PropagationSettings(radius=2)),
+        ((7, 4), PropagationSettings(radius=2, context=2)),
+        ((4, 7), PropagationSettings(radius=2.9, window="circle", temperature=0.2)),
+        ((5, 5), PropagationSettings(radius=1, context=0)),
+        ((3, 9), PropagationSettings(radius=None, top=8, context=3)),
+        ((3, 9), PropagationSettings(radius=0, top=3)),  # fewer tokens than are taken
+        ((1, 6), PropagationSettings(radius=1, top=1, temperature=0.01)),
+        ((4, 5), PropagationSettings(radius=30, top=500)),
     ],
 )
 def test_labels_are_those_of_a_loop(
-    grid: tuple[int, int], settings: Settings, monkeypatch: pytest.MonkeyPatch
+    grid: tuple[int, int], settings: PropagationSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, seeds = clip(11, grid)
     expected = propagated(
@@ -86,7 +88,7 @@ def test_by_hand() -> None:
     # one row of three tokens, all seen: cosines of the first with them 1, 0, -1
     frame = np.array([[[1.0, 0], [0, 1], [-1, 0]]])
     seeds = np.eye(3)[None]
-    found = carried(np.stack([frame, frame]), seeds, Settings(top=2))[1]
+    found = carried(np.stack([frame, frame]), seeds, PropagationSettings(top=2))[1]
     near = 1 / (1 + np.exp(-10))
     np.testing.assert_allclose(found[0, 0], [near, 1 - near, 0], atol=1e-6)
     # the middle one is as near to both: three are kept
@@ -97,7 +99,7 @@ def test_by_hand() -> None:
 def test_ties_are_all_kept() -> None:
     """Equal tokens: the mean label of the whole window, of all frames."""
     _, seeds = clip(1, (4, 6))
-    found = carried(np.ones((3, 4, 6, 2)), seeds, Settings(radius=1))
+    found = carried(np.ones((3, 4, 6, 2)), seeds, PropagationSettings(radius=1))
     expected = propagated(np.ones((3, 4, 6, 2)), seeds, radii=(1, 1))
     np.testing.assert_allclose(found, expected, atol=1e-6)
     np.testing.assert_allclose(found[1][0, 0], seeds[:2, :2].mean((0, 1)), atol=1e-6)
@@ -106,29 +108,33 @@ def test_ties_are_all_kept() -> None:
 def test_no_temperature_is_too_small() -> None:
     """exp(1 / T) alone overflows below 0.0113; the nearest token's label is what is left."""
     tokens, seeds = clip(2, (3, 4))
-    found = carried(tokens, seeds, Settings(top=1))
-    small = carried(tokens, seeds, Settings(temperature=1e-4, top=5))
+    found = carried(tokens, seeds, PropagationSettings(top=1))
+    small = carried(tokens, seeds, PropagationSettings(temperature=1e-4, top=5))
     np.testing.assert_allclose(small, found, atol=1e-6)
 
 
 def test_context_zero_looks_at_the_first_frame_alone() -> None:
     tokens, seeds = clip(4, (3, 5))
-    alone = carried(tokens[[0, 3]], seeds, Settings())
-    np.testing.assert_array_equal(carried(tokens, seeds, Settings(context=0))[3], alone[1])
+    alone = carried(tokens[[0, 3]], seeds, PropagationSettings())
+    np.testing.assert_array_equal(
+        carried(tokens, seeds, PropagationSettings(context=0))[3], alone[1]
+    )
 
 
 def test_scale_and_rotation_of_tokens_do_not_count() -> None:
     tokens, seeds = clip(5, (4, 6))
-    found = carried(tokens, seeds, Settings(radius=2))
+    found = carried(tokens, seeds, PropagationSettings(radius=2))
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(6, 6)))[0]
     for other in (tokens * 7.5, tokens @ turn):
-        np.testing.assert_allclose(carried(other, seeds, Settings(radius=2)), found, atol=5e-5)
+        np.testing.assert_allclose(
+            carried(other, seeds, PropagationSettings(radius=2)), found, atol=5e-5
+        )
 
 
 def test_classes_may_be_numbered_otherwise() -> None:
     tokens, seeds = clip(5, (4, 6))
-    found = carried(tokens, seeds, Settings())
-    swapped = carried(tokens, seeds[..., [0, 2, 1]], Settings())
+    found = carried(tokens, seeds, PropagationSettings())
+    swapped = carried(tokens, seeds[..., [0, 2, 1]], PropagationSettings())
     np.testing.assert_allclose(np.array(swapped)[..., [0, 2, 1]], found, atol=1e-6)
 
 
@@ -137,7 +143,7 @@ def test_a_static_video_stays_as_it_is() -> None:
     colours = np.random.default_rng(0).permutation(np.repeat(np.arange(4), 6)).reshape(4, 6)
     tokens = np.stack([np.eye(4)[colours]] * 6)
     seeds = np.eye(2)[(colours == 1).astype(int)]
-    for labels in carried(tokens, seeds, Settings()):
+    for labels in carried(tokens, seeds, PropagationSettings()):
         np.testing.assert_allclose(labels, seeds, rtol=0, atol=1e-6)
 
 
@@ -295,7 +301,7 @@ def test_a_grid_beside_the_frame() -> None:
 def test_settings_of_presets() -> None:
     assert choose_settings(None) == choose_settings("walmer") == choose_settings("dino")
     third = choose_settings("dinov3", top=3)
-    assert third == Settings(7, 12, None, "circle", 3, 0.2, "nearest", "nearest")
+    assert third == PropagationSettings(7, 12, None, "circle", 3, 0.2, "nearest", "nearest")
     assert choose_settings(None, radius=INF).radii((16, 16)) is None
     assert choose_settings(None, radius_px=192.0).radii((16, 16)) == (12, 12)
     assert choose_settings(None, radius=1.0, context=1).most((16, 16)) == 18
@@ -330,7 +336,7 @@ def test_all_of_it_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     where = covering((32, 56), (4, 7), 8)
     tokens, seeds = clip(4, (4, 7))
-    settings = Settings(radius=2, context=2)
+    settings = PropagationSettings(radius=2, context=2)
     with FakeTensorMode():
         # What ties is decided by values, which such tensors do not have.
         monkeypatch.setattr(torch, "nonzero", lambda x: torch.from_numpy(nothing).to(x.device))

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.video.davis import Video
-    from vitsee_core.video.work import Found, Work
+    from vitsee_core.video.work import Found, VideoWork
     from vitsee_stores import SiteSpec, Store
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ def run(
         only: a file with the names of the videos to use, one per line.
         sites: names, globs and groups; by default `blocks`, or what the preset takes.
         preset: `walmer` (the default's numbers), `dino`, `dinov3`; see `video.settings`.
-        context: see `video.settings.Settings`, as for those that follow; None is the preset's.
+        context: see `video.settings.PropagationSettings`, as for those that follow; None is the
+            preset's.
         radius: `math.inf` for no window.
         radius_px: in place of `radius`.
         window: `square` or `circle`.
@@ -123,7 +124,7 @@ def run(
     from vitsee_core.device import resolve_device
     from vitsee_core.video.davis import find_masks, find_videos
     from vitsee_core.video.summary import INTERVAL, SPREAD, describe_blocks
-    from vitsee_core.video.work import Work
+    from vitsee_core.video.work import VideoWork
 
     settings = choose_settings(
         preset, context=context, radius=radius, radius_px=radius_px, window=window, top=top,
@@ -141,7 +142,7 @@ def run(
     longest = max(len(video.frames) for video in videos)
     used = replace(settings, context=min(settings.context, longest))
     with _saving(None if save is None else Path(save), selected.stores, selected.chosen) as folders:
-        work = Work(
+        work = VideoWork(
             selected.stores, selected.chosen, files, used, tuple(dict.fromkeys(baselines)),
             execution.seed, resolve_device(execution.device), folders, execution.progress,
         )  # fmt: skip
@@ -177,7 +178,7 @@ def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     return found
 
 
-def _work_on(work: Work, videos: Sequence[Video], execution: Execution) -> Found:
+def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> Found:
     """All videos, in groups spread over threads."""
     from vitsee_core.video.cost import cost_of, group_bytes
     from vitsee_core.video.spread import check_masks, work_on
@@ -250,7 +251,7 @@ def _saving(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _remarks(work: Work, videos: Sequence[Video], found: Found) -> list[str]:
+def _remarks(work: VideoWork, videos: Sequence[Video], found: Found) -> list[str]:
     """What a reader of the numbers should know."""
     remarks = []
     for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
@@ -286,16 +287,16 @@ def _remarks(work: Work, videos: Sequence[Video], found: Found) -> list[str]:
 
 
 def _rows(
-    work: Work, videos: Sequence[Video], found: Found, per_video: bool
+    work: VideoWork, videos: Sequence[Video], found: Found, per_video: bool
 ) -> Iterator[dict[str, Any]]:
     """The rows about the models, then those of the baselines."""
-    from vitsee_core.video.summary import Summary
+    from vitsee_core.video.summary import VideoSummary
 
     for baseline in ("", *work.baselines):
         for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
             for site in sites:
                 place = {**site_columns(store, site), "video": "", "baseline": baseline}
-                summary = Summary.of_scores(videos, found.scores[number, site.name, baseline])
+                summary = VideoSummary.of_scores(videos, found.scores[number, site.name, baseline])
                 yield from (place | row for row in summary.rows(per_video))
 
 

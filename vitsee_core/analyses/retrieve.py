@@ -38,7 +38,7 @@ from vitsee_core.retrieval.features import Features
 from vitsee_core.retrieval.plan import Plan
 from vitsee_core.retrieval.precision import ranked
 from vitsee_core.retrieval.rows import by_labels, by_truth, check_search
-from vitsee_core.retrieval.truth import FORMS, LABELS, Setting, Truth
+from vitsee_core.retrieval.truth import FORMS, LABELS, RetrievalTruth, Setting
 from vitsee_core.retrieval.truth_files import digest, read_truth
 from vitsee_core.selection import select_each, sites_of
 from vitsee_core.types import Float
@@ -68,7 +68,7 @@ INTERVAL_METHOD = (
 @analysis
 def run(
     *stores: Store,
-    truth: str | os.PathLike[str] | Truth = LABELS,
+    truth: str | os.PathLike[str] | RetrievalTruth = LABELS,
     queries: Sequence[Store] = (),
     distractors: Sequence[Store] = (),
     sites: Sequence[str] = ("blocks",),
@@ -158,9 +158,11 @@ def run(
     return Table.from_rows(rows + chance_rows, names, notes)
 
 
-def _opened(truth: str | os.PathLike[str] | Truth) -> tuple[Truth | None, dict[str, Any]]:
+def _opened(
+    truth: str | os.PathLike[str] | RetrievalTruth,
+) -> tuple[RetrievalTruth | None, dict[str, Any]]:
     """The ground truth, None for labels, and what a sidecar says of it."""
-    if isinstance(truth, Truth):
+    if isinstance(truth, RetrievalTruth):
         return truth, {"source": truth.source}
     if str(truth) == LABELS:
         return None, {"source": LABELS}
@@ -168,7 +170,9 @@ def _opened(truth: str | os.PathLike[str] | Truth) -> tuple[Truth | None, dict[s
     return read_truth(path), {"source": str(path), "sha256": digest(path)}
 
 
-def _checked(truth: Truth | None, form: str | None, at: Sequence[int], images: int | None) -> str:
+def _checked(
+    truth: RetrievalTruth | None, form: str | None, at: Sequence[int], images: int | None
+) -> str:
     """The form of the average precision."""
     own = "plain" if truth is None else truth.form
     form = own if form is None else form

@@ -34,7 +34,7 @@ from vitsee_core.attention.head_maps import blocks_of_each, check_class_token
 from vitsee_core.attention.heads import StoredAttention
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
-from vitsee_core.masks import RULES, Truth, ground_truth, open_masks
+from vitsee_core.masks import RULES, MaskTruth, ground_truth, open_masks
 from vitsee_core.masks.figure import draw_saliency
 from vitsee_core.masks.overlap import BASELINES, blind_overlaps
 from vitsee_core.masks.scoring import TOKENS, Overlaps, Wanted, overlaps
@@ -172,7 +172,7 @@ def _rows(
     store: Store,
     wanted: Wanted,
     found: Overlaps,
-    truth: Truth,
+    truth: MaskTruth,
     mass: float,
     best: str,
     seed: int,
@@ -203,7 +203,7 @@ def _rows(
 
 
 def _blind(
-    store: Store, block: StoredAttention, truth: Truth, mass: float, seed: int
+    store: Store, block: StoredAttention, truth: MaskTruth, mass: float, seed: int
 ) -> dict[str, Summary]:
     assert block.layout.grid is not None
     labels = truth.labels[block.group][truth.mask]

@@ -2,7 +2,7 @@
 
 from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, MaskSource
 from vitsee_core.masks.sources import open_masks
-from vitsee_core.masks.truth import RULES, Truth, ground_truth
+from vitsee_core.masks.truth import RULES, MaskTruth, ground_truth
 
 __all__ = [
     "BACKGROUND",
@@ -10,7 +10,7 @@ __all__ = [
     "RULES",
     "VOID",
     "MaskSource",
-    "Truth",
+    "MaskTruth",
     "ground_truth",
     "open_masks",
 ]

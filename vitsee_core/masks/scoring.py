@@ -50,7 +50,7 @@ def overlaps(
     Args:
         store: with attention summaries.
         wanted: blocks, and some of `TOKENS` for each.
-        labels: group -> (images, tokens), as `Truth` has them.
+        labels: group -> (images, tokens), as `MaskTruth` has them.
         rows: the images that count.
         mass: see `top_mass`.
         blocks: of these images.
@@ -81,7 +81,7 @@ class Overlaps:
         mass: float,
         block_of: NDArray[np.int64],
     ) -> None:
-        """labels: group -> (images, tokens), as `Truth` has them; block_of: (images,)."""
+        """labels: group -> (images, tokens), as `MaskTruth` has them; block_of: (images,)."""
         self._wanted, self._labels, self._mass = wanted, labels, mass
         self._block_of, self._n_blocks = block_of, int(block_of.max(initial=-1)) + 1
         # (heads, blocks) of the heads, (blocks,) of the oracle: sums, and how many images in them.

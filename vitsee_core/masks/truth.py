@@ -34,7 +34,7 @@ _NAMES_SHOWN = 2
 
 
 @dataclass(frozen=True)
-class Truth:
+class MaskTruth:
     """labels: group of attention blocks -> (images, tokens) over all rows of the store, VOID
     throughout where there is no mask. mask: (images,) which rows have a foreground token in some
     group. counts: what became of the rows, for a sidecar."""
@@ -53,7 +53,7 @@ def ground_truth(
     foreground: str = "half",
     jobs: int = 1,
     progress: Progress = SILENT,
-) -> Truth:
+) -> MaskTruth:
     """The labels of the tokens of the images in `rows`.
 
     Images without a mask, and those without a foreground token, are left out, counted and logged.
@@ -120,7 +120,7 @@ def ground_truth(
         "left_out_without_foreground": len(matched) - int(mask.sum()),
     }
     _tell(store, wanted, counts)
-    return Truth(labels, mask, counts)
+    return MaskTruth(labels, mask, counts)
 
 
 def _tell(store: Store, n: int, counts: Mapping[str, int]) -> None:

@@ -39,12 +39,12 @@ def find_blocks(model: nn.Module, trace: Trace) -> list[str]:
     in a backbone below it; in models without these, of the modules that follow one another at the
     root. Only what gives one activation with the batch in front counts.
     """
-    finder = _Finder(model, trace)
+    finder = _BlockFinder(model, trace)
     found = list(finder.named("", model)) or list(finder.trunk("", model))
     return found or list(finder.runs(model, at_least=1))
 
 
-class _Finder:
+class _BlockFinder:
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         self.model, self.trace = model, trace
 

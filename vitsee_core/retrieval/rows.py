@@ -18,7 +18,7 @@ from vitsee_core.labelled.labelled_rows import (
     labelled_rows,
 )
 from vitsee_core.machine import counted
-from vitsee_core.retrieval.truth import JUNK, ONE, RELEVANT, Setting, Truth
+from vitsee_core.retrieval.truth import JUNK, ONE, RELEVANT, RetrievalTruth, Setting
 from vitsee_core.types import Integers, Mask
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
@@ -135,7 +135,7 @@ class _OfClass(Sequence[dict[str, Integers]]):
         return {RELEVANT: right[right != i], JUNK: np.array([i], np.int64)}
 
 
-def by_truth(truth: Truth, store: Store, queries: Store | None) -> Search:
+def by_truth(truth: RetrievalTruth, store: Store, queries: Store | None) -> Search:
     """The images and queries that a ground truth names.
 
     Raises:

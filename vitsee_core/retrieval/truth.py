@@ -46,8 +46,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Query:
-    """An image that is searched with. lists: name -> places in `Truth.images`, ascending; box: x0,
-    y0, x1, y1 of what is searched for, in pixels; use: of queries that are scored apart."""
+    """An image that is searched with. lists: name -> places in `RetrievalTruth.images`, ascending;
+    box: x0, y0, x1, y1 of what is searched for, in pixels; use: of queries that are scored apart.
+    """
 
     name: str
     lists: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Truth:
+class RetrievalTruth:
     """images: names of the images that are searched; more: so are all other images of the store but
     the queries. form: of the average precision, by default. source: in words."""
 
@@ -96,7 +97,7 @@ EXPECTED = (
 )
 
 
-def revisited(value: Any, source: str) -> Truth:
+def revisited(value: Any, source: str) -> RetrievalTruth:
     """The ground truth of a file of the form of ROxford, RParis or Oxford5k.
 
     Raises:
@@ -138,12 +139,12 @@ def revisited(value: Any, source: str) -> Truth:
         made.append(Query(name, lists, _box(entry["bbx"], where)))
     if settings is None:
         raise VitseeError(f"{source} has no query; {EXPECTED}")
-    found = Truth(source, images, tuple(made), settings, "trapezoid")
+    found = RetrievalTruth(source, images, tuple(made), settings, "trapezoid")
     check_queries_apart(found)
     return found
 
 
-def as_json(truth: Truth) -> dict[str, Any]:
+def as_json(truth: RetrievalTruth) -> dict[str, Any]:
     """The same in the form that `revisited` reads.
 
     Raises:
@@ -164,7 +165,7 @@ def as_json(truth: Truth) -> dict[str, Any]:
     }
 
 
-def check_queries_apart(truth: Truth) -> None:
+def check_queries_apart(truth: RetrievalTruth) -> None:
     """Refuse a query that is among the images that are searched, unless it is its own junk: it
     would find itself.
 

@@ -18,8 +18,8 @@ from vitsee_core.retrieval.truth import (
     ONE,
     RELEVANT,
     Query,
+    RetrievalTruth,
     Setting,
-    Truth,
     as_json,
     check_queries_apart,
     revisited,
@@ -34,7 +34,7 @@ _FOLDERS = ("jpg", "images", "")
 _IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", "")
 
 
-def read_truth(path: Path) -> Truth:
+def read_truth(path: Path) -> RetrievalTruth:
     """The ground truth in a file.
 
     Raises:
@@ -80,7 +80,7 @@ def _text(path: Path) -> str:
         raise VitseeError(f"{path} is no text in UTF-8") from None
 
 
-def _solution(text: str, source: str) -> Truth:
+def _solution(text: str, source: str) -> RetrievalTruth:
     """`id,images` or, as GLDv2 has it, `id,images,Usage`: names of right images by spaces."""
     lines = [line for line in text.splitlines() if line.strip()]
     header = _cells(lines[0]) if lines else []
@@ -113,7 +113,9 @@ def _solution(text: str, source: str) -> Truth:
     settings: tuple[Setting, ...] = LANDMARKS if len(header) == 3 else ONE
     used = [use for use in ("public", "private") if any(q.use == use for q in queries.values())]
     settings = tuple(one for one in settings if not one.use or one.use in used)
-    found = Truth(source, tuple(places), tuple(queries.values()), settings, "plain", more=True)
+    found = RetrievalTruth(
+        source, tuple(places), tuple(queries.values()), settings, "plain", more=True
+    )
     check_queries_apart(found)
     return found
 
@@ -152,7 +154,7 @@ def export(
     write_files(files, force=force)
 
 
-def queries_list(truth: Truth, source: Path, to: Path) -> bytes:
+def queries_list(truth: RetrievalTruth, source: Path, to: Path) -> bytes:
     """A list for extract: path, id and box of each query. The images are looked for beside the
     ground truth, in jpg/ and images/.
 

@@ -154,7 +154,7 @@ def find_segments(
             )
         matched, numbers = matched[kept], numbers[kept]
         how = f"{how}, of the first {choice.first} images of the masks"
-    found = _Finder(
+    found = _SegmentFinder(
         store, source, choice, list(dict.fromkeys(layouts)), store.sizes, store.samples.box
     )
     # An order that does not depend on the store's: stores of one data set draw the same images.
@@ -210,7 +210,7 @@ def find_segments(
 
 
 @dataclass(frozen=True)
-class _Finder:
+class _SegmentFinder:
     """The segments of one image, with their weights in each layout."""
 
     store: Store

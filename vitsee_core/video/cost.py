@@ -13,9 +13,9 @@ import torch
 from vitsee_core.device import precision_context
 from vitsee_core.video.davis import Video
 from vitsee_core.video.propagation import STRIP_BYTES, Window
-from vitsee_core.video.scores import Truth
+from vitsee_core.video.scores import VideoTruth
 from vitsee_core.video.video_run import Frames, VideoRun, noise_frames
-from vitsee_core.video.work import Kind, Work, group_videos
+from vitsee_core.video.work import Kind, VideoWork, group_videos
 
 MEASURED = 3  # frames of each kind
 
@@ -42,7 +42,7 @@ class Cost:
         )
 
 
-def cost_of(work: Work, videos: Sequence[Video]) -> Cost:
+def cost_of(work: VideoWork, videos: Sequence[Video]) -> Cost:
     """Measured on the first video's first masks, with noise for tokens."""
     n_frames = sum(work.n_frames(video) for video in videos)
     kinds = [
@@ -52,14 +52,14 @@ def cost_of(work: Work, videos: Sequence[Video]) -> Cost:
     ]
     # Enough frames that the last ones look at all that a context can have.
     first = work.masks.read(videos[0], range(2))
-    truth = Truth(first[[0] + [1] * (work.settings.context + MEASURED + 2)])
+    truth = VideoTruth(first[[0] + [1] * (work.settings.context + MEASURED + 2)])
     seconds = {kind: _seconds(work, kind, truth) for kind in dict.fromkeys(kinds)}
     noise = list(seconds.values()) if "random" in work.baselines else []
     runs = [*(seconds[kind] for kind in kinds), *noise]
     return Cost(n_frames, len(runs), n_frames * sum(runs))
 
 
-def _seconds(work: Work, kind: Kind, truth: Truth) -> float:
+def _seconds(work: VideoWork, kind: Kind, truth: VideoTruth) -> float:
     """Of a frame, propagated and scored; the shortest of the last ones."""
     frame = next(noise_frames(work.seed, "", kind.where, kind.dim))
     clock: list[float] = []
@@ -75,7 +75,7 @@ def _seconds(work: Work, kind: Kind, truth: Truth) -> float:
     return min(after - before for before, after in pairwise(clock[-MEASURED - 1 :]))
 
 
-def group_bytes(work: Work, videos: Sequence[Video]) -> int:
+def group_bytes(work: VideoWork, videos: Sequence[Video]) -> int:
     """What a thread holds at most: see `work`."""
     largest = 0
     for store, sites in zip(work.stores, work.sites, strict=True):

@@ -30,7 +30,7 @@ from torch import Tensor
 from vitsee_core.device import to_device
 from vitsee_core.types import Float32
 from vitsee_core.video.frame_map import FrameMap
-from vitsee_core.video.settings import Settings
+from vitsee_core.video.settings import PropagationSettings
 
 # Queries of a strip: enough to keep a product busy, few enough to leave out what the window does.
 CPU_QUERIES, GPU_QUERIES = 128, 4096
@@ -40,7 +40,7 @@ UPSAMPLED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Strip:
+class WindowStrip:
     """Some lines of queries across the longer axis, and the keys that their windows reach.
 
     queries, keys: of tokens, in the order of `Window`. outside: (queries, keys) 0 within the window
@@ -56,9 +56,12 @@ class Window:
     that strips of it are consecutive."""
 
     def __init__(
-        self, grid: tuple[int, int], settings: Settings, radii: tuple[float, float] | None,
+        self,
+        grid: tuple[int, int],
+        settings: PropagationSettings,
+        radii: tuple[float, float] | None,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """radii: of the window, in rows and columns of the grid; None for no window."""
         self.grid, self.settings, self.device = grid, settings, device
         self.across = grid[1] > grid[0]  # columns are the longer axis
@@ -66,7 +69,7 @@ class Window:
         self._radii = radii if radii is None or not self.across else (radii[1], radii[0])
 
     @cached_property
-    def strips(self) -> list[Strip]:
+    def strips(self) -> list[WindowStrip]:
         """They cover the grid."""
         reach = self.long if self._radii is None else int(self._radii[0])
         n_keys = min(self.long, 2 * reach + 1) * self.short * (self.settings.context + 1)
@@ -75,10 +78,10 @@ class Window:
         lines = max(1, round(wanted / self.short))
         return [self._strip(i, min(i + lines, self.long)) for i in range(0, self.long, lines)]
 
-    def _strip(self, start: int, stop: int) -> Strip:
+    def _strip(self, start: int, stop: int) -> WindowStrip:
         queries = slice(start * self.short, stop * self.short)
         if self._radii is None:
-            return Strip(queries, slice(0, self.long * self.short), None)
+            return WindowStrip(queries, slice(0, self.long * self.short), None)
         reach = int(self._radii[0])
         low, high = max(0, start - reach), min(self.long, stop + reach)
         keys = slice(low * self.short, high * self.short)
@@ -92,9 +95,9 @@ class Window:
             queries.stop - queries.start, -1
         )
         if within.all():
-            return Strip(queries, keys, None)
+            return WindowStrip(queries, keys, None)
         outside = np.where(within, np.float32(0), np.float32(-np.inf))
-        return Strip(queries, keys, torch.from_numpy(outside).to(self.device))
+        return WindowStrip(queries, keys, torch.from_numpy(outside).to(self.device))
 
     def tokens(self, cells: NDArray[np.floating]) -> Tensor:
         """(tokens, dim) float32 of length 1 in this order; cells: (rows, cols, dim)."""
@@ -144,7 +147,7 @@ class Propagation:
         self._n_seen += 1
         return self._found
 
-    def _labels_of(self, queries: Tensor, strip: Strip, n_slots: int) -> Tensor:
+    def _labels_of(self, queries: Tensor, strip: WindowStrip, n_slots: int) -> Tensor:
         keys, labels = (x[:n_slots, strip.keys] for x in (self._tokens, self._labels))
         n_keys = keys.shape[1]
         near = self._similarities(queries, keys)

@@ -33,7 +33,7 @@ Labels = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Scores:
+class FrameScores:
     """j, f: (objects, frames) of the frames that are scored."""
 
     j: Float
@@ -107,7 +107,7 @@ def _upto(labels: Labels, largest: int) -> Labels:
     return labels if labels.max(initial=0) <= largest else np.where(labels > largest, 0, labels)
 
 
-class Truth:
+class VideoTruth:
     """The annotated masks of a video's frames, (frames, height, width), void pixels background.
 
     Objects are numbered from 1 to the largest number in the first frame. The first and the last
@@ -152,7 +152,7 @@ def decay(values: Float) -> Float:
     return found
 
 
-def metrics(scores: Scores) -> dict[str, Float]:
+def metrics(scores: FrameScores) -> dict[str, Float]:
     """Metric -> (objects,): means over frames (`j`, `f` and their mean `jf`), the share of frames
     above 0.5 (`j_recall`, `f_recall`), and `decay`."""
     j, f = scores.j, scores.f

@@ -14,7 +14,7 @@ UPSAMPLES = ("bilinear", "nearest")
 
 
 @dataclass(frozen=True)
-class Settings:
+class PropagationSettings:
     """See `propagation`.
 
     context: how many of the last frames count beside the first. radius: of the window, in tokens;
@@ -49,35 +49,35 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Preset:
+class PropagationPreset:
     """settings; sites: what is propagated unless the user says otherwise; source: in words."""
 
-    settings: Settings
+    settings: PropagationSettings
     sites: tuple[str, ...]
     source: str
 
 
 PRESETS = {
-    "walmer": Preset(
-        Settings(),
+    "walmer": PropagationPreset(
+        PropagationSettings(),
         ("blocks",),
         "Walmer et al. 2023, Figs. 10 left and 30, Table 4: the raw outputs of the blocks",
     ),
-    "dino": Preset(
-        Settings(),
+    "dino": PropagationPreset(
+        PropagationSettings(),
         ("norm",),
         "Caron et al. 2021: the last block after the final norm; frames with a short side of 480, "
         "the long side a multiple of 64",
     ),
-    "dinov3": Preset(
-        Settings(temperature=0.2, window="circle", upsample="nearest"),
+    "dinov3": PropagationPreset(
+        PropagationSettings(temperature=0.2, window="circle", upsample="nearest"),
         ("norm",),
         "Simeoni et al. 2025, notebook segmentation_tracking: frames with a short side of 960",
     ),
 }
 
 
-def choose_settings(preset: str | None, **own: Any) -> Settings:
+def choose_settings(preset: str | None, **own: Any) -> PropagationSettings:
     """The settings of a preset (`walmer` by default) and a user's own, which count more; None
     stands for those of the preset, and a `radius` of `math.inf` for no window.
 
@@ -87,11 +87,11 @@ def choose_settings(preset: str | None, **own: Any) -> Settings:
     if preset is not None and preset not in PRESETS:
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
     base = PRESETS[preset or "walmer"].settings
-    values = {field.name: getattr(base, field.name) for field in fields(Settings)}
+    values = {field.name: getattr(base, field.name) for field in fields(PropagationSettings)}
     values |= {name: value for name, value in own.items() if value is not None}
     if values["radius_px"] is not None or values["radius"] == math.inf:
         values["radius"] = None
-    found = Settings(**values)
+    found = PropagationSettings(**values)
     for name, known in (("window", WINDOWS), ("seeds", SEEDS), ("upsample", UPSAMPLES)):
         if getattr(found, name) not in known:
             raise VitseeError(f"no {name} {getattr(found, name)!r}; expected {' or '.join(known)}")

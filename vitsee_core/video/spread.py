@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from vitsee_core.progress import Progress
 from vitsee_core.video.davis import MaskFiles, Video
-from vitsee_core.video.work import Found, Work
+from vitsee_core.video.work import Found, VideoWork
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,7 +46,7 @@ class StoppableProgress:
         self._progress.stop()
 
 
-def work_on(work: Work, groups: Sequence[Sequence[Video]], jobs: int) -> Found:
+def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Found:
     """All groups, `jobs` at a time.
 
     Raises:

@@ -14,7 +14,7 @@ from vitsee_core.replicates import WORD
 from vitsee_core.statistics.jackknife import SHARE, block_sums, interval, means_without
 from vitsee_core.types import Float, Integers
 from vitsee_core.video.davis import Video
-from vitsee_core.video.scores import Scores, metrics
+from vitsee_core.video.scores import FrameScores, metrics
 
 INTERVAL = (
     "95 % interval over videos: value -+ t(0.975, videos - 1) * standard error of the jackknife "
@@ -28,7 +28,7 @@ REPLICATES = "value without one video each, in the order of the videos"
 
 
 @dataclass(frozen=True)
-class Summary:
+class VideoSummary:
     """Metric -> values of all objects, and the video of each. frames: scored in all videos.
     spreads: metric -> standard deviations over each object's frames."""
 
@@ -39,7 +39,7 @@ class Summary:
     n_frames: list[int]
 
     @classmethod
-    def of_scores(cls, videos: Sequence[Video], scores: Mapping[str, Scores]) -> Summary:
+    def of_scores(cls, videos: Sequence[Video], scores: Mapping[str, FrameScores]) -> VideoSummary:
         """The videos in their order."""
         found = [scores[video.name] for video in videos]
         parts = [metrics(one) for one in found]

@@ -15,7 +15,7 @@ from vitsee_core.progress import SILENT, Progress
 from vitsee_core.types import Float32
 from vitsee_core.video.frame_map import FrameMap
 from vitsee_core.video.propagation import Enlarged, Propagation, Window
-from vitsee_core.video.scores import Labels, Scores, Truth
+from vitsee_core.video.scores import FrameScores, Labels, VideoTruth
 
 Frames = Iterator[NDArray[np.floating]]
 
@@ -31,7 +31,7 @@ class Lost:
 class VideoRun:
     """What the tokens of any site with this grid make of a video's first mask."""
 
-    def __init__(self, truth: Truth, where: FrameMap, window: Window) -> None:
+    def __init__(self, truth: VideoTruth, where: FrameMap, window: Window) -> None:
         self._truth, self._where, self._window = truth, where, window
         self._n_classes = truth.n_objects + 1
         self._enlarged = Enlarged(where, window.settings.upsample, window.device)
@@ -51,7 +51,7 @@ class VideoRun:
         n_frames: int,
         save: Callable[[int, Labels], None] | None = None,
         progress: Progress = SILENT,
-    ) -> Scores:
+    ) -> FrameScores:
         """The scores of the labels that tokens carry on.
 
         Args:
@@ -91,11 +91,11 @@ class VideoRun:
         return self._where.seeds(labels, self._n_classes, self._window.settings.seeds)
 
 
-def scored(truth: Truth, labels: Callable[[int], Labels]) -> Scores:
+def scored(truth: VideoTruth, labels: Callable[[int], Labels]) -> FrameScores:
     """The scores of the labels of each frame, which are asked for in order."""
     pairs = [truth.score(frame, labels(frame)) for frame in truth.scored]
     j, f = (np.stack([pair[i] for pair in pairs], 1) for i in (0, 1))
-    return Scores(j, f)
+    return FrameScores(j, f)
 
 
 def noise_frames(seed: int, video: str, where: FrameMap, dim: int) -> Frames:

@@ -26,8 +26,8 @@ from vitsee_core.progress import SILENT, Progress
 from vitsee_core.video.davis import MaskFiles, Video
 from vitsee_core.video.frame_map import FrameMap, frame_map
 from vitsee_core.video.propagation import Window
-from vitsee_core.video.scores import Labels, Scores, Truth
-from vitsee_core.video.settings import Settings
+from vitsee_core.video.scores import FrameScores, Labels, VideoTruth
+from vitsee_core.video.settings import PropagationSettings
 from vitsee_core.video.video_run import Frames, Lost, VideoRun, noise_frames, scored
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ class Found:
     """Of each row and video: its scores, the share of the frame that no token has seen, and the
     objects that no token stands for."""
 
-    scores: dict[Key, dict[str, Scores]] = field(default_factory=dict)
+    scores: dict[Key, dict[str, FrameScores]] = field(default_factory=dict)
     hidden: dict[Key, dict[str, float]] = field(default_factory=dict)
     lost: dict[Key, dict[str, Lost]] = field(default_factory=dict)
 
-    def add(self, key: Key, video: str, scores: Scores) -> None:
+    def add(self, key: Key, video: str, scores: FrameScores) -> None:
         """Count one video."""
         self.scores.setdefault(key, {})[video] = scores
 
@@ -71,7 +71,7 @@ class Found:
 
 
 @dataclass
-class Work:
+class VideoWork:
     """What is done with every video.
 
     sites: of each store. folders: (store's number, site) -> where the labels found are written,
@@ -81,7 +81,7 @@ class Work:
     stores: Sequence[Store]
     sites: Sequence[Sequence[SiteSpec]]
     masks: MaskFiles
-    settings: Settings
+    settings: PropagationSettings
     baselines: Sequence[str]
     seed: int
     device: torch.device
@@ -115,11 +115,11 @@ class Work:
 class _Group:
     """Some videos, and what is made of them once for all sites."""
 
-    def __init__(self, work: Work, videos: Sequence[Video]) -> None:
+    def __init__(self, work: VideoWork, videos: Sequence[Video]) -> None:
         self._work, self._videos = work, videos
-        self._truths = {video.name: Truth(work.masks.read(video)) for video in videos}
+        self._truths = {video.name: VideoTruth(work.masks.read(video)) for video in videos}
         self._found = Found()
-        self._controls: dict[tuple[str, str, Kind | FrameMap | None], Scores] = {}
+        self._controls: dict[tuple[str, str, Kind | FrameMap | None], FrameScores] = {}
         self._windows: dict[tuple[tuple[int, int], Radii], Window] = {}
 
     def run(self) -> Found:
@@ -150,7 +150,7 @@ class _Group:
             control = self._control(baseline, video, kind, run)
             self._found.add((number, site.name, baseline), name, control)
 
-    def _control(self, baseline: str, video: Video, kind: Kind, run: VideoRun) -> Scores:
+    def _control(self, baseline: str, video: Video, kind: Kind, run: VideoRun) -> FrameScores:
         """Made once for what it depends on."""
         truth, work = self._truths[video.name], self._work
         depends = {"still": None, "grid": kind.where, "random": kind}[baseline]
