@@ -21,7 +21,7 @@ from tests.attention_calls import (
     reduce,
 )
 from vitsee_core.reductions import AttentionReducer, AttentionSummary, attention, passes
-from vitsee_core.reductions.passes import spread_over_heads, spread_over_queries
+from vitsee_core.reductions.matrix_passes import spread_over_heads, spread_over_queries
 from vitsee_stores.layout import TokenLayout
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from vitsee_core.demo.revisited import write_revisited
 from vitsee_core.retrieval import plain_pickle
 from vitsee_core.retrieval.plain_pickle import load_plain
-from vitsee_core.retrieval.truth import (
+from vitsee_core.retrieval.retrieval_truth import (
     JUNK,
     LANDMARKS,
     ONE,

@@ -23,7 +23,7 @@ from vitsee_core.demo.revisited import write_revisited
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.retrieval.precision import chance_precision
-from vitsee_core.retrieval.truth import FORMS, RetrievalTruth
+from vitsee_core.retrieval.retrieval_truth import FORMS, RetrievalTruth
 from vitsee_core.retrieval.truth_files import read_truth
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError

@@ -24,7 +24,7 @@ from vitsee_core.images.placement import place
 from vitsee_core.labelled.clusters import agreement, agreement_without
 from vitsee_core.results import Table
 from vitsee_core.segments import LabelledSegments, Segmentation, examples_of
-from vitsee_core.segments.weights import Weigher
+from vitsee_core.segments.token_weights import Weigher
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError

@@ -21,7 +21,7 @@ from vitsee_core.grams.shift import Shift
 from vitsee_core.measures import Cka, Cknna, Gulp, MutualKnn, Procrustes, RidgeR2, Rsa, Svcca
 from vitsee_core.measures.base import Measure
 from vitsee_core.measures.calibration import calibrate
-from vitsee_core.measures.neighbours import nearest
+from vitsee_core.measures.common_neighbours import nearest
 from vitsee_core.measures.site_gram import SiteGram
 from vitsee_core.results import Table
 from vitsee_core.similarity.exact import block_labels

@@ -57,8 +57,8 @@ from vitsee_core.segments import (
     as_segmentation,
     examples_of,
 )
-from vitsee_core.selection import select_each, sites_of
 from vitsee_core.statistics.jackknife import SHARE, Blocks, interval
+from vitsee_core.store_selection import select_each, sites_of
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
 

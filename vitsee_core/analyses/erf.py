@@ -39,9 +39,9 @@ from vitsee_core.plotting import styled
 from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
-from vitsee_core.selection import select_each
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.store_selection import select_each
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few

@@ -49,7 +49,7 @@ from vitsee_core.plotting import styled
 from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
-from vitsee_core.selection import select_each
+from vitsee_core.store_selection import select_each
 from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import SiteError, VitseeError
 

@@ -34,9 +34,9 @@ from vitsee_core.figures.lens_figure import draw_lens
 from vitsee_core.head_weights import HeadWeights
 from vitsee_core.progress import counting
 from vitsee_core.results import Table
-from vitsee_core.selection import select_each, sites_of
-from vitsee_core.statistics.cells import Cells, cells_of, mean_cells
 from vitsee_core.statistics.image_statistics import METHODS, block_labels, statistic
+from vitsee_core.statistics.value_columns import Cells, cells_of, mean_cells
+from vitsee_core.store_selection import select_each, sites_of
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import SiteError, VitseeError

@@ -53,7 +53,6 @@ from vitsee_core.figures.location_curves import draw_curves
 from vitsee_core.figures.location_maps import draw_maps, draw_token_summary
 from vitsee_core.plotting import styled
 from vitsee_core.results import Table
-from vitsee_core.selection import select_each, sites_of
 from vitsee_core.similarity import Estimator
 from vitsee_core.similarity.batches import batch_sizes
 from vitsee_core.similarity.estimate import MOST_EXACT
@@ -69,6 +68,7 @@ from vitsee_core.similarity.localisation import (
 from vitsee_core.similarity.patch_pixels import input_pixels
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
 from vitsee_core.similarity.site_maps import SiteMaps
+from vitsee_core.store_selection import select_each, sites_of
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

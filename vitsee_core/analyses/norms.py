@@ -42,8 +42,6 @@ from vitsee_core.figures.norm_figures import draw_norms
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import counting
 from vitsee_core.results import Table
-from vitsee_core.selection import select_each, sites_of
-from vitsee_core.statistics.cells import Cells, cells_of, jackknife_cells, mean_cells
 from vitsee_core.statistics.image_statistics import METHODS, block_labels, statistic
 from vitsee_core.statistics.outliers import (
     bimodality,
@@ -59,6 +57,8 @@ from vitsee_core.statistics.stream_norms import (
     TokenStatistics,
     norm_source,
 )
+from vitsee_core.statistics.value_columns import Cells, cells_of, jackknife_cells, mean_cells
+from vitsee_core.store_selection import select_each, sites_of
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError

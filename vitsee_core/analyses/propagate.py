@@ -38,8 +38,8 @@ from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
-from vitsee_core.selection import select_each
-from vitsee_core.video.settings import PRESETS, choose_settings
+from vitsee_core.store_selection import select_each
+from vitsee_core.video.propagation_settings import PRESETS, choose_settings
 from vitsee_stores.errors import SiteError, VitseeError, reason
 from vitsee_stores.url import lies_in
 
@@ -100,9 +100,8 @@ def run(
         masks: DAVIS' folder, or one with a folder of PNG masks per video; see `video.davis`.
         only: a file with the names of the videos to use, one per line.
         sites: names, globs and groups; by default `blocks`, or what the preset takes.
-        preset: `walmer` (the default's numbers), `dino`, `dinov3`; see `video.settings`.
-        context: see `video.settings.PropagationSettings`, as for those that follow; None is the
-            preset's.
+        preset: `walmer` (the default's numbers), `dino`, `dinov3`; see `PRESETS`.
+        context: see `PropagationSettings`, as for those that follow; None is the preset's.
         radius: `math.inf` for no window.
         radius_px: in place of `radius`.
         window: `square` or `circle`.
@@ -123,7 +122,7 @@ def run(
     """
     from vitsee_core.device import resolve_device
     from vitsee_core.video.davis import find_masks, find_videos
-    from vitsee_core.video.summary import INTERVAL, SPREAD, describe_blocks
+    from vitsee_core.video.video_summary import INTERVAL, SPREAD, describe_blocks
     from vitsee_core.video.work import VideoWork
 
     settings = choose_settings(
@@ -180,7 +179,7 @@ def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
 
 def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> Found:
     """All videos, in groups spread over threads."""
-    from vitsee_core.video.cost import cost_of, group_bytes
+    from vitsee_core.video.propagation_cost import cost_of, group_bytes
     from vitsee_core.video.spread import check_masks, work_on
     from vitsee_core.video.work import Found, group_videos
 
@@ -290,7 +289,7 @@ def _rows(
     work: VideoWork, videos: Sequence[Video], found: Found, per_video: bool
 ) -> Iterator[dict[str, Any]]:
     """The rows about the models, then those of the baselines."""
-    from vitsee_core.video.summary import VideoSummary
+    from vitsee_core.video.video_summary import VideoSummary
 
     for baseline in ("", *work.baselines):
         for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):

@@ -2,9 +2,9 @@
 
 The images of a store are ranked by the cosine of one vector per image with that of a query; the
 value is the mean over queries of the average precision (Walmer et al. 2023, Figs. 9 right, 29, with
-the class token of each block on ROxford and RParis, Radenovic et al. 2018). `retrieval.truth` says
-what is right, `retrieval.precision` has the formulas of `map` and `mp@K`, `retrieval.counting`
-how ranks are counted without a ranking of all images.
+the class token of each block on ROxford and RParis, Radenovic et al. 2018). What is right is in
+`retrieval.retrieval_truth`, the formulas of `map` and `mp@K` in `retrieval.precision`, and how
+ranks are counted without a ranking of all images in `retrieval.counting`.
 
 As the benchmark demands, and other than in the code of Walmer et al. and of DINO (Caron et al.
 2021), a query can be cropped to its box: extracted from the list of `--export-queries`, it comes as
@@ -37,10 +37,10 @@ from vitsee_core.results import Table
 from vitsee_core.retrieval.features import Features
 from vitsee_core.retrieval.plan import Plan
 from vitsee_core.retrieval.precision import ranked
+from vitsee_core.retrieval.retrieval_truth import FORMS, LABELS, RetrievalTruth, Setting
 from vitsee_core.retrieval.rows import by_labels, by_truth, check_search
-from vitsee_core.retrieval.truth import FORMS, LABELS, RetrievalTruth, Setting
 from vitsee_core.retrieval.truth_files import digest, read_truth
-from vitsee_core.selection import select_each, sites_of
+from vitsee_core.store_selection import select_each, sites_of
 from vitsee_core.types import Float
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
@@ -228,7 +228,7 @@ def _scores(
     plan: Plan, features: Features, execution: Execution
 ) -> tuple[dict[Setting, dict[str, Float]], str]:
     """Setting -> metric -> (queries,), and what is to be remarked on."""
-    from vitsee_core.retrieval.passes import passes
+    from vitsee_core.retrieval.search_passes import passes
 
     parts: dict[Setting, list[dict[str, Float]]] = {one: [] for one, _ in plan.scored}
     blank = []

@@ -28,7 +28,6 @@ from vitsee_core.masks import ground_truth, open_masks
 from vitsee_core.masks.labels import Labels
 from vitsee_core.progress import counting
 from vitsee_core.results import Table
-from vitsee_core.selection import select_each, sites_of
 from vitsee_core.spatial.shares import SHARES, TokenSums
 from vitsee_core.spatial.structure import (
     COSINES,
@@ -36,9 +35,10 @@ from vitsee_core.spatial.structure import (
     frequencies,
     image_structure,
 )
-from vitsee_core.statistics.cells import jackknife_cells, mean_cells
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.value_columns import jackknife_cells, mean_cells
+from vitsee_core.store_selection import select_each, sites_of
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import SiteError, VitseeError

@@ -38,11 +38,11 @@ from vitsee_core.labelled import collapse
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import counting
 from vitsee_core.results import Table
-from vitsee_core.selection import select_each, sites_of
-from vitsee_core.statistics.cells import jackknife_cells
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.intrinsic_dimension import TwoNearest
 from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.value_columns import jackknife_cells
+from vitsee_core.store_selection import select_each, sites_of
 from vitsee_core.streaming import Rows, thread_map
 from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError

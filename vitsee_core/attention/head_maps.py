@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.columns import site_columns
-from vitsee_core.selection import StoreSelection, select_each
+from vitsee_core.store_selection import StoreSelection, select_each
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError

@@ -21,11 +21,11 @@ from vitsee_core.device import precision_context
 from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy
-from vitsee_core.extraction.owners import only_writer
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabObserver, check_peaks
 from vitsee_core.extraction.slab_grams import SlabGrams
+from vitsee_core.extraction.slab_locks import only_writer
 from vitsee_core.extraction.tiles import TiledObserver
 from vitsee_core.extraction.timing import Clock, TimedObserver
 from vitsee_core.extraction.transfer import PixelFeed

@@ -27,12 +27,12 @@ from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
 from vitsee_core.extraction.image_layout import describe
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
-from vitsee_core.extraction.owners import without_writer
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.prepare import Prepared, prepare
 from vitsee_core.extraction.same_images import check_same_images
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
+from vitsee_core.extraction.slab_locks import without_writer
 from vitsee_core.extraction.tiles import n_tiles
 from vitsee_core.images import batches
 from vitsee_core.machine import (

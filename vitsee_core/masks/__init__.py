@@ -1,8 +1,8 @@
 """Ground-truth masks: where they come from, and which tokens of a model lie on an object."""
 
 from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, MaskSource
+from vitsee_core.masks.mask_truth import RULES, MaskTruth, ground_truth
 from vitsee_core.masks.sources import open_masks
-from vitsee_core.masks.truth import RULES, MaskTruth, ground_truth
 
 __all__ = [
     "BACKGROUND",

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from vitsee_core.machine import human_bytes, memory_bytes
-from vitsee_core.models.arguments import refuse_loading
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.input_transform import checked_size, input_transform
+from vitsee_core.models.timm_arguments import refuse_loading
 from vitsee_core.models.weight_sources import NotHere, local_only, needs_network, why_unreachable
 
 _DEMO = "demo:"

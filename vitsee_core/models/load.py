@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from vitsee_core.models.ablation import ablate_skips
-from vitsee_core.models.arguments import check_foreign, refuse_loading
 from vitsee_core.models.checkpoints import load_checkpoint
 from vitsee_core.models.create import create_model, not_as_pretrained, resolve, skips_left_out
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.timm_arguments import check_foreign, refuse_loading
 
 MOST_SEED = 2**63 - 1  # of a torch generator, as JSON readers represent it
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vitsee_core.reductions.grid_distances import distances, sum_by_offset, unit_step
-from vitsee_core.reductions.passes import (
+from vitsee_core.reductions.matrix_passes import (
     by_caches,
     row_entropies,
     shared_information,

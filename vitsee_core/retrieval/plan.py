@@ -19,8 +19,8 @@ from vitsee_core.retrieval.precision import (
     chance_precision_at,
     precision_at,
 )
+from vitsee_core.retrieval.retrieval_truth import Setting
 from vitsee_core.retrieval.rows import Search
-from vitsee_core.retrieval.truth import Setting
 from vitsee_core.statistics.image_statistics import block_labels
 from vitsee_core.statistics.jackknife import SHARE, Blocks, cut
 from vitsee_core.statistics.moments import Moments

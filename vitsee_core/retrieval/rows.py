@@ -18,7 +18,7 @@ from vitsee_core.labelled.labelled_rows import (
     labelled_rows,
 )
 from vitsee_core.machine import counted
-from vitsee_core.retrieval.truth import JUNK, ONE, RELEVANT, RetrievalTruth, Setting
+from vitsee_core.retrieval.retrieval_truth import JUNK, ONE, RELEVANT, RetrievalTruth, Setting
 from vitsee_core.types import Integers, Mask
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vitsee_core.files import check_new_files, write_files
 from vitsee_core.retrieval.plain_pickle import load_plain
-from vitsee_core.retrieval.truth import (
+from vitsee_core.retrieval.retrieval_truth import (
     LABELS,
     LANDMARKS,
     ONE,

@@ -5,7 +5,7 @@ Sufficient statistics or the rows themselves (`Gathered`), one eigendecompositio
 """
 
 from vitsee_core.ridge.gathered import Gathered
-from vitsee_core.ridge.selection import GRID, HeldOut, LeaveOneOut
+from vitsee_core.ridge.l2_choice import GRID, HeldOut, LeaveOneOut
 from vitsee_core.ridge.solver import Algebra, Factors, Linear, from_kernel, solve
 
 __all__ = [

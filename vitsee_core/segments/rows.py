@@ -15,11 +15,11 @@ from vitsee_core.images.placement import place
 from vitsee_core.labelled.labelled_rows import LabelledRows, in_split
 from vitsee_core.machine import counted
 from vitsee_core.masks import MaskSource
-from vitsee_core.masks.truth import check_size, cut, match_rows
+from vitsee_core.masks.mask_truth import check_size, cut, match_rows
 from vitsee_core.progress import counting
 from vitsee_core.segments.choice import Segmentation
+from vitsee_core.segments.token_weights import Sparse, Weigher
 from vitsee_core.segments.vectors import SegmentFeatures, Weights
-from vitsee_core.segments.weights import Sparse, Weigher
 from vitsee_core.statistics.jackknife import METHOD, SHARE, Blocks, interval
 from vitsee_core.streaming import Rows, choose_rows, thread_map
 from vitsee_core.types import Float, Float32, Integers, Mask

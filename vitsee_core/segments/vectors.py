@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.segments.weights import Sparse
+from vitsee_core.segments.token_weights import Sparse
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import SiteError, VitseeError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.cells import cell_edges
+from vitsee_core.cell_edges import cell_edges
 from vitsee_core.machine import free_disk_bytes, human_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.provenance import Pictures

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.columns import StoredPart, block_of_sublayer
-from vitsee_core.selection import StoreSelection, select_each
+from vitsee_core.store_selection import StoreSelection, select_each
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names

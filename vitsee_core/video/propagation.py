@@ -30,7 +30,7 @@ from torch import Tensor
 from vitsee_core.device import to_device
 from vitsee_core.types import Float32
 from vitsee_core.video.frame_map import FrameMap
-from vitsee_core.video.settings import PropagationSettings
+from vitsee_core.video.propagation_settings import PropagationSettings
 
 # Queries of a strip: enough to keep a product busy, few enough to leave out what the window does.
 CPU_QUERIES, GPU_QUERIES = 128, 4096

@@ -26,8 +26,8 @@ from vitsee_core.progress import SILENT, Progress
 from vitsee_core.video.davis import MaskFiles, Video
 from vitsee_core.video.frame_map import FrameMap, frame_map
 from vitsee_core.video.propagation import Window
+from vitsee_core.video.propagation_settings import PropagationSettings
 from vitsee_core.video.scores import FrameScores, Labels, VideoTruth
-from vitsee_core.video.settings import PropagationSettings
 from vitsee_core.video.video_run import Frames, Lost, VideoRun, noise_frames, scored
 
 if TYPE_CHECKING:

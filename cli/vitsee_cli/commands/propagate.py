@@ -14,7 +14,7 @@ from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import KNOWLEDGE, SectionedCommand, section
 from vitsee_cli.values import POSITIVE, parse_path
 from vitsee_core.analyses import propagate
-from vitsee_core.video.settings import PRESETS, SEEDS, UPSAMPLES, WINDOWS
+from vitsee_core.video.propagation_settings import PRESETS, SEEDS, UPSAMPLES, WINDOWS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath

@@ -10,7 +10,7 @@ import click
 from vitsee_cli import options
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import parse_path, parse_store
-from vitsee_core.retrieval.truth import FORMS
+from vitsee_core.retrieval.retrieval_truth import FORMS
 from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:

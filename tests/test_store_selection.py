@@ -16,7 +16,7 @@ from tests.residuals import cnn, vit
 from tests.stores import attention_group, write_attention, write_labelled, write_residuals
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist, cluster, normratio
-from vitsee_core.selection import select_each, sites_of
+from vitsee_core.store_selection import select_each, sites_of
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError
 
