@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -739,17 +738,3 @@ def test_command_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
         (vit, "--cache", "x", "--no-cache"),
     ):
         assert cka_command(*args).exit_code == 2
-
-
-def test_help_is_light() -> None:
-    code = (
-        "import sys; from click.testing import CliRunner; from vitsee_cli.main import main\n"
-        "for name in ('cka', 'cka-heads'):\n"
-        "    assert CliRunner().invoke(main, [name, '--help']).exit_code == 0\n"
-        "print([m for m in ('torch', 'numpy', 'matplotlib', 'zarr') if m in sys.modules])"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"

@@ -24,6 +24,7 @@ SITE = ["store", "model", "site", "block", "depth", "rel_depth"]
 PAIR = [f"{name}_a" for name in SITE] + [f"{name}_b" for name in SITE]
 ABOUT = ["token", "row", "col", "head", "class", "query", "video", "object", "segment"]
 VALUES = ["metric", "value", "std", "low", "high", "spread"]
+NULL = ["null_mean", "tau", "p", "p_family", "calibrated"]
 VIT = ["vit.zarr"]
 TABLES = {
     "attn-dist": [VIT],
@@ -92,8 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """The grammar: where, what about, the command's own, values, counts, baseline."""
-    known = [*SITE, *PAIR, *ABOUT, "own", *VALUES, "counts", "baseline"]
+    """The grammar: where, what about, the command's own, values, null, counts, baseline."""
+    known = [*SITE, *PAIR, *ABOUT, "own", *VALUES, *NULL, "counts", "baseline"]
 
     def place(name: str) -> int:
         if name in known:

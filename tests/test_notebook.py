@@ -66,8 +66,10 @@ def test_every_analysis_takes_paths(name: str, tmp_path: Path) -> None:
     run = importlib.import_module(f"vitsee_core.analyses.{name}").run
     missing = str(tmp_path / "none.zarr")
     with pytest.raises(StoreError, match=r"none\.zarr"):
-        if name == "saliency":
+        if name in ("saliency", "propagate"):
             run(missing, masks=tmp_path)
+        elif name == "keypoints":
+            run(missing, pairs=tmp_path)
         else:
             run(*[missing] * (2 if name in ("knn", "probe", "cka_heads") else 1))
 

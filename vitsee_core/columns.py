@@ -5,6 +5,7 @@ Every table has its columns in one order, each only where the analysis has it:
 1. `SITE`, where the row was measured; a comparison has these twice, `PAIR`;
 2. `ABOUT`, what the row is about, then the analysis' own columns (`type`, `shots`, `l2`, `k`, ...);
 3. `VALUES`: the metric's name, its value, the spread and what `std` is (`spread`);
+   `NULL`, what chance gives in its place;
 4. counts (`n_images`, ...), then `baseline`, empty in the rows about the model.
 
 `block` is the path of the block that a site lies in (`blocks.3`, `layer1.0`), empty outside of
@@ -23,6 +24,7 @@ SITE = ("store", "model", "site", "block", "depth", "rel_depth")
 PAIR = tuple(f"{name}_{side}" for side in "ab" for name in SITE)
 ABOUT = ("token", "row", "col", "head", "class", "query", "video", "object", "segment")
 VALUES = ("metric", "value", "std", "low", "high", "spread")
+NULL = ("null_mean", "tau", "p", "p_family", "calibrated")
 BASELINE = "baseline"
 # What columns hold, for tables without a sidecar that says it: never numbers, whatever they look
 # like (a store may be called 5), and always numbers, even where all of a column are empty.

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.arguments import analysis
-from vitsee_core.columns import PAIR, VALUES, pair_columns
+from vitsee_core.columns import NULL, PAIR, VALUES, pair_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.heatmaps import Panel, describe_scope, draw_heatmaps
 from vitsee_core.figures.site_pairs import draw_curves, one_to_one, panels_of, put_legend_below
@@ -63,7 +63,6 @@ NEEDS = ("sites",)
 MEASURES = ("mutual-knn", "cknna", "rsa", "procrustes", "svcca", "gulp", "ridge-r2", "cka")
 NEIGHBOURS = ("mutual_knn", "cknna")
 RDMS = ("pearson", "euclidean")
-NULL = ("null_mean", "tau", "p", "p_family", "calibrated")
 COLUMNS = (*PAIR, "k", *VALUES, *NULL, "n_images")
 INTERVAL = (
     "delete-a-block jackknife over images: std its standard error, low and high value -+ t(0.975, "

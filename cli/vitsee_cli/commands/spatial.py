@@ -38,7 +38,7 @@ QUESTION = FLOW
     metavar="PATH",
     type=parse_path,
     help="A folder of PNG masks, whose paths or names are the images' but for the ending, or a "
-    "COCO .json file: adds srss.",
+    "COCO .json file: adds srss.  [default: no srss]",
 )
 @background_option
 @void_option
