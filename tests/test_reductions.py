@@ -20,7 +20,7 @@ from tests.attention_calls import (
     random_scores,
     reduce,
 )
-from vitsee_core.reductions import AttentionReducer, AttentionSummary, attention, passes
+from vitsee_core.reductions import AttentionReducer, AttentionSummary, attention, matrix_passes
 from vitsee_core.reductions.matrix_passes import spread_over_heads, spread_over_queries
 from vitsee_stores.layout import TokenLayout
 
@@ -70,7 +70,7 @@ def test_every_quantity_agrees_with_loops(
 @pytest.fixture
 def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes that a GPU takes, on the CPU."""
-    for module in (passes, attention):
+    for module in (matrix_passes, attention):
         monkeypatch.setattr(module, "by_caches", lambda _x: False)
 
 
