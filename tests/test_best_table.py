@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,20 @@ def test_columns_of_the_dense_tasks_are_known() -> None:
     for module in (cluster, keypoints, knn, propagate, retrieve):
         about = module.COLUMNS[len(SITE) : module.COLUMNS.index("metric")]
         assert {*about} <= {*PARTS, *SETTINGS}, module.__name__
+
+
+def test_many_columns_stand_below_each_other(tmp_path: Path) -> None:
+    """A page is 11 inches wide at most, whatever is printed; each column once, models again."""
+    rows = [
+        row
+        for at in range(1, 31)
+        for row in curve("a", f"mp@{at}_medium", [0.1, 0.2, 0.3, 0.4 + at / 1000])
+    ]
+    printed = BestTable.of(run([write(tmp_path / "r.csv", rows, "retrieve")]))
+    figure = printed.figure()
+    assert figure.get_size_inches()[0] <= 11.5
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert [texts.count(f"{0.4 + at / 1000:.3f} (3)") for at in range(1, 31)] == [1] * 30
+    assert texts.count("model") == texts.count("a") > 1
+    pixels = np.asarray(Image.open(BytesIO(printed.written(Path("t.png")))).convert("L"))
+    assert min(e.min() for e in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])) > 250

@@ -20,6 +20,7 @@ from tests.test_retrieval_precision import loop_at, loop_precision
 from vitsee_cli.main import main
 from vitsee_core.analyses.retrieve import AT, COLUMNS, plot, run
 from vitsee_core.demo.revisited import write_revisited
+from vitsee_core.plotting import GREY
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.retrieval.precision import chance_precision
@@ -524,6 +525,9 @@ def test_several_models_and_their_figure(tmp_path: Path) -> None:
         *("mean average precision", "mean precision at 10"),
     ]
     assert figure.axes[0].get_ylim() == figure.axes[2].get_ylim()
+    # chance is the same for both stores, and has the colour of neither
+    dashed = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
+    assert len(dashed) > 1 and {line.get_color() for line in dashed} == {GREY}
     assert len(plot(run(labelled(tmp_path / "s.zarr")[0])).axes) == 2
 
 

@@ -22,11 +22,15 @@ from vitsee_core.results import Table
 from vitsee_core.text import figure_text, visible
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ENDINGS = (".md", ".tex", *FIGURE_ENDINGS)
 ARROWS = {"higher": "↑", "lower": "↓"}
 _LATEX_ARROWS = {"↑": r"$\uparrow$", "↓": r"$\downarrow$"}
+_WIDEST = 11.0  # inches of columns side by side
+_NONE = "–"  # where there is no value
+_STEP = 0.21  # inches from one line to the next
 # What controls are, for the line below the table.
 CONTROLS = {
     "random": "Gaussian features of the same shape (Walmer et al. 2023 report uniform ones in "
@@ -148,30 +152,65 @@ class BestTable:
 
     @styled
     def figure(self) -> Figure:
-        """Rules above and below, as in print."""
+        """Rules above and below, as in print; columns that find no room beside the others stand
+        below them, with the models again."""
         import textwrap
 
         heads = [self.header[:1]]
         for name in self.header[1:]:
             task, _, arrow = name.replace(" = ", "\u00a0=\u00a0").rpartition(" ")
             heads.append(textwrap.wrap(f"{shorten(task, 60)}\u00a0{arrow}", 17))
-        body = [*self.models, *self.controls]
+        rows = [*self.models, *self.controls]
         longest = [
-            max(*(len(cell) for cell in head), *(len(row[i].text) for row in body))
+            max(*(len(cell) for cell in head), *(len(row[i].text) for row in rows))
             for i, head in enumerate(heads)
         ]
         widths = [0.075 * min(n, 32) + 0.25 for n in longest]
-        n_head = max(map(len, heads))
-        note = textwrap.wrap(self.note, max(40, int(sum(widths) * 16)))
-        step = 0.21
-        height = step * (n_head + len(body) + 1.2) + 0.15 * len(note)
-        figure = new_figure(sum(widths) + 0.3, height)
+        bands = _bands(widths)
+        width = max(sum(widths[i] for i in band) for band in bands)
+        note = textwrap.wrap(self.note, max(40, int(width * 16)))
+        n_lines = sum(
+            max(len(heads[i]) for i in band) + len(self.models) + len(self._controls(band)) + 1
+            for band in bands
+        )
+        height = _STEP * (n_lines + 0.5) + 0.15 * len(note)
+        figure = new_figure(width + 0.3, height)
         figure.set_layout_engine("none")
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
-        axes.set_xlim(-0.15, sum(widths) + 0.15)
+        axes.set_xlim(-0.15, width + 0.15)
         axes.set_ylim(height, 0)
+        y = _STEP / 2
+        for number, band in enumerate(bands):
+            y += 0.8 * _STEP * (number > 0)
+            y = self._draw(axes, y, [heads[i] for i in band], band, [widths[i] for i in band])
+        for k, part in enumerate(note):
+            axes.text(0, y + 0.19 + 0.15 * k, part, va="center", fontsize=6.5)
+        return figure
+
+    def _controls(self, columns: Sequence[int]) -> list[list[Cell]]:
+        """Those that have a value in one of the columns."""
+        return [row for row in self.controls if any(row[i].text != _NONE for i in columns[1:])]
+
+    def _draw(
+        self,
+        axes: Axes,
+        y: float,
+        heads: Sequence[Sequence[str]],
+        columns: Sequence[int],
+        widths: Sequence[float],
+    ) -> float:
+        """Some of the columns below y, in inches; where they end.
+
+        Args:
+            axes: in inches, from the top.
+            y: where they begin.
+            heads: of each, its lines.
+            columns: their numbers.
+            widths: of each.
+        """
         right = np.cumsum(widths)
+        n_head = max(map(len, heads))
 
         def write(i: int, y: float, text: str, weight: str = "normal") -> None:
             x = 0.0 if i == 0 else float(right[i]) - 0.08
@@ -181,24 +220,30 @@ class BestTable:
         def rule(y: float, width: float) -> None:
             axes.plot([0, float(right[-1])], [y, y], color="black", linewidth=width)
 
-        y = step / 2
         rule(y, 1.0)
         for i, head in enumerate(heads):
             for k, part in enumerate(head):
-                write(i, y + step * (n_head - len(head) + k + 0.6), part)
-        y += step * (n_head + 0.2)
+                write(i, y + _STEP * (n_head - len(head) + k + 0.6), part)
+        y += _STEP * (n_head + 0.2)
         rule(y, 0.6)
-        for number, row in enumerate(body):
+        for number, row in enumerate([*self.models, *self._controls(columns)]):
             if number == len(self.models):
                 rule(y + 0.02, 0.4)
-            for i, cell in enumerate(row):
-                text = shorten(cell.text, 32)
-                write(i, y + step * 0.6, text, weight="bold" if cell.bold else "normal")
-            y += step
+            for i, column in enumerate(columns):
+                text = shorten(row[column].text, 32)
+                write(i, y + _STEP * 0.6, text, weight="bold" if row[column].bold else "normal")
+            y += _STEP
         rule(y + 0.06, 1.0)
-        for k, part in enumerate(note):
-            axes.text(0, y + 0.19 + 0.15 * k, part, va="center", fontsize=6.5)
-        return figure
+        return y
+
+
+def _bands(widths: Sequence[float]) -> list[list[int]]:
+    """The columns that stand side by side, each time the first and others, as evenly many as a
+    page's width allows."""
+    most = max(1, int((_WIDEST - widths[0]) / max(widths[1:], default=1.0)))
+    others = range(1, len(widths))
+    n = max(1, -(-len(others) // most))
+    return [[0, *part.tolist()] for part in np.array_split(others, n)]
 
 
 def _equal(a: float, b: float) -> bool:
@@ -209,7 +254,7 @@ def _equal(a: float, b: float) -> bool:
 def _entry(rows: Table, value: float) -> str:
     """`0.372 (12)`; the site's name where it is no block's output."""
     if value != value:
-        return "–"
+        return _NONE
     site, depth = str(rows["site"][0]), rows["depth"][0]
     place = f"{int(depth)}" if site_kind(site) == "out" and depth is not None else site
     return f"{value:.3f} ({place})"
@@ -220,6 +265,6 @@ def _range(rows: Table) -> str:
     values = rows["value"].astype(float)
     values = values[np.isfinite(values)]
     if not len(values):
-        return "–"
+        return _NONE
     low, high = f"{values.min():.3f}", f"{values.max():.3f}"
-    return low if low == high else f"{low}–{high}"
+    return low if low == high else f"{low} to {high}" if "-" in low + high else f"{low}–{high}"

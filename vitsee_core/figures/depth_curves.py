@@ -22,6 +22,7 @@ FIRST = ("embed", "stem")  # belong to the curve of the blocks' outputs
 DASHES = ((0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (3, 1)))
 Dashes = dict[str, Any]
 BASELINE, BEST = "baseline: ", "best layer"
+ALIKE = 1e-9  # values nearer than this are one
 HEAD_STEP = 0.09  # of the x axis, a place for each site after the last block
 
 
@@ -38,7 +39,7 @@ def draw_depth_curves(
     A curve joins the sites of one kind (the blocks' outputs with what enters the first block); the
     legend distinguishes the kinds where there are several. Sites that belong to no block (`norm`,
     `pooled`, `logits`) are single points right of depth 1, each named on the axis. Rows with a
-    `baseline` are dashed lines of their curve's colour.
+    `baseline` are dashed lines of their curve's colour, grey where one value is all curves'.
 
     Args:
         axes: the panel; `add_curve_legend` draws the legend.
@@ -50,7 +51,7 @@ def draw_depth_curves(
     among = table if among is None else among
     numbers, own = curve_numbers(among, by), _curves(table, by)
     names = np.array([_baseline(name) for name in _column(table, "baseline")], object)
-    dashes = _dashes(among)
+    dashes, shared = _dashes(among), _shared(table, own, names)
     heads = [s for s in dict.fromkeys(table["site"].tolist()) if site_kind(s) == "head"]
     places = {site: 1 + HEAD_STEP * (i + 1) for i, site in enumerate(heads)}
     several_kinds = len({kind for *_, kind in numbers if kind != "head"}) > 1
@@ -60,7 +61,7 @@ def draw_depth_curves(
         if curve[-1] == "head":
             _draw_heads(axes, table, rows, names, dashes, i, places, text)
         else:
-            _draw(axes, table, rows, names, dashes, i, text)
+            _draw(axes, table, rows, names, dashes, i, text, shared)
     for name in dict.fromkeys(n for n in names.tolist() if n):
         label = f"{BASELINE}{name}"
         axes.plot([], [], color=GREY, linestyle=dashes[name], linewidth=1, label=label)
@@ -141,8 +142,28 @@ def _label(table: Table, by: Sequence[str], curve: tuple[Any, ...], kinds: bool)
     return ", ".join(parts)
 
 
+def _shared(table: Table, curves: Sequence[tuple[Any, ...]], names: Any) -> set[str]:
+    """The baselines of which several curves have the same value everywhere."""
+    found = set()
+    lines = np.array([curve[-1] != "head" for curve in curves], bool)
+    for name in dict.fromkeys(n for n in names.tolist() if n):
+        picked = lines & (names == name)
+        values = table["value"][picked].astype(float)
+        several = len({curve for curve, own in zip(curves, picked, strict=True) if own}) > 1
+        if several and float(np.ptp(values)) < ALIKE:
+            found.add(name)
+    return found
+
+
 def _draw(
-    axes: Axes, table: Table, picked: Any, names: Any, dashes: Dashes, i: int, text: str
+    axes: Axes,
+    table: Table,
+    picked: Any,
+    names: Any,
+    dashes: Dashes,
+    i: int,
+    text: str,
+    shared: set[str],
 ) -> None:
     for name in dict.fromkeys(names[picked].tolist()):
         rows = table.take(picked & (names == name))
@@ -151,7 +172,8 @@ def _draw(
         if len(rows) == 1:  # a line or band of one point would be invisible
             _draw_points(axes, x, rows, i, dashes.get(name))
         elif name:
-            axes.plot(x, y, color=colour(i), linestyle=dashes[name], linewidth=1)
+            tint = GREY if name in shared else colour(i)
+            axes.plot(x, y, color=tint, linestyle=dashes[name], linewidth=1)
         elif "low" in rows.columns and "high" in rows.columns:
             low, high = rows["low"].astype(float), rows["high"].astype(float)
             axes.fill_between(x, low, high, color=colour(i), alpha=0.18, linewidth=0)
