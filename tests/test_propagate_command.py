@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -109,6 +110,15 @@ def test_hostile_masks(tmp_path: Path) -> None:
     data[16:24] = (10**6).to_bytes(4, "big") * 2
     path.write_bytes(bytes(data))
     with pytest.raises(VitseeError, match=r"a/00000\.png"):
+        run(store, masks=masks)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    store, masks = two_videos(tmp_path)
+    path = masks / "Annotations/480p/a/00001.png"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(VitseeError, match=r"a/00001\.png: not a regular file"):
         run(store, masks=masks)
 
 

@@ -6,6 +6,7 @@ import copy
 import datetime
 import io
 import json
+import os
 import pickle
 import pickletools
 import subprocess
@@ -336,6 +337,13 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     for name in ("none.pkl", "none.json", "none.csv"):
         with pytest.raises(VitseeError, match=r"cannot read .*: no such file"):
             read_truth(tmp_path / name)
+
+
+@pytest.mark.parametrize("ending", [".pkl", ".json", ".csv"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, ending: str) -> None:
+    os.mkfifo(tmp_path / f"gnd{ending}")
+    with pytest.raises(VitseeError, match=r"cannot read .*: not a regular file"):
+        read_truth(tmp_path / f"gnd{ending}")
 
 
 def test_landmarks(tmp_path: Path) -> None:

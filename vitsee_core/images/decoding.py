@@ -24,6 +24,7 @@ from PIL import Image, UnidentifiedImageError
 from vitsee_core.images.errors import ImageError
 from vitsee_core.images.shared import SharedBlock
 from vitsee_core.images.sides import Size
+from vitsee_stores.disk import open_regular
 from vitsee_stores.errors import reason
 
 # The process or the machine ran out of something: the image is not to blame.
@@ -89,11 +90,11 @@ class FileOpener(Opener):
         return decode(location, self._bytes(location))
 
     def _bytes(self, location: str) -> bytes:
-        with open(os.path.join(self.root, location), "rb") as file:
+        with open(open_regular(os.path.join(self.root, location)), "rb") as file:
             return file.read()
 
     def _size(self, location: str) -> Size:
-        with open(os.path.join(self.root, location), "rb") as file:
+        with open(open_regular(os.path.join(self.root, location)), "rb") as file:
             return header_size(location, file)
 
 

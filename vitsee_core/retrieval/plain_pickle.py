@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.text import visible
+from vitsee_stores.disk import open_regular
 from vitsee_stores.errors import VitseeError, reason
 
 MOST_BYTES = 16 << 20
@@ -45,7 +46,7 @@ def load_plain(path: Path) -> Any:
             else than the above.
     """
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise VitseeError(f"cannot read {path}: {reason(error)}") from None

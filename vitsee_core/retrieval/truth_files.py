@@ -24,6 +24,7 @@ from vitsee_core.retrieval.retrieval_truth import (
     check_queries_apart,
     revisited,
 )
+from vitsee_stores.disk import open_regular
 from vitsee_stores.errors import VitseeError, reason
 
 ENDINGS = (".pkl", ".json", ".csv")
@@ -68,7 +69,7 @@ def digest(path: Path) -> str:
 
 def _text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise VitseeError(f"cannot read {path}: {reason(error)}") from None
