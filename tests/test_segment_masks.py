@@ -111,6 +111,7 @@ def test_parts_of_three_files(coco: Path) -> None:
     assert f"is in {files[0]} and in {coco / 'again.json'}" in refused(
         files[0], _copied(files[0], coco / "again.json")
     )
+    assert f"is in {files[0]} twice" in refused(files[0], files[0])
     assert source.rules == single[0].rules
     assert source.void == "those of crowd regions"
 

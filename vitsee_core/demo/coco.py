@@ -39,7 +39,7 @@ KINDS = ("Top", "Trouser", "Top", "Top", "Top", "Shoe", "Top", "Shoe", "Bag", "S
 HALVES = ("Upper", "Lower")
 
 
-def write_coco(folder: Path, seed: int = 0, n_images: int = 12) -> None:
+def write_coco(folder: str | Path, seed: int = 0, n_images: int = 12) -> None:
     """Write all of it below `folder`.
 
     Args:
@@ -47,6 +47,7 @@ def write_coco(folder: Path, seed: int = 0, n_images: int = 12) -> None:
         seed: of everything random.
         n_images: of each of the two splits of COCO; half as many for each class of parts.
     """
+    folder = Path(folder)
     annotations = folder / "annotations"
     for number, split in enumerate(("train2017", "val2017")):
         _write_split(folder, annotations, split, (seed, number), n_images)

@@ -48,8 +48,9 @@ CLIPS = (
 )
 
 
-def write_davis(folder: Path, seed: int = 0) -> None:
+def write_davis(folder: str | Path, seed: int = 0) -> None:
     """The miniature set below `folder`, which is made; the same files for the same seed."""
+    folder = Path(folder)
     lists: dict[str, list[str]] = {"train": [], "val": []}
     for number, clip in enumerate(CLIPS):
         for frame, (pixels, labels) in enumerate(_frames(clip, (seed, number))):

@@ -45,7 +45,7 @@ class _Set:
 
 
 def write_revisited(
-    folder: Path, seed: int = 0, n_queries: int = 6, n_each: int = 3, n_others: int = 20
+    folder: str | Path, seed: int = 0, n_queries: int = 6, n_each: int = 3, n_others: int = 20
 ) -> None:
     """Write the set; the same for the same arguments.
 
@@ -56,6 +56,7 @@ def write_revisited(
         n_each: easy images of a landmark; one less are hard, one is junk.
         n_others: images of other objects.
     """
+    folder = Path(folder)
     (folder / "jpg").mkdir(parents=True, exist_ok=True)
     made = _Set(folder)
     lists: dict[str, dict[str, list[int]]] = {}

@@ -77,10 +77,11 @@ def join_masks(sources: Sequence[MaskSource]) -> MaskSource:
     """
     if len(sources) == 1:
         return sources[0]
-    seen: dict[str, str] = {}
+    seen: dict[str, MaskSource] = {}
     for source in sources:
         for key in dict.fromkeys(source.keys):
-            other = seen.setdefault(key, source.name)
-            if other != source.name:
-                raise VitseeError(f"the image {key} is in {other} and in {source.name}")
+            other = seen.setdefault(key, source)
+            if other is not source:
+                both = "twice" if other.name == source.name else f"and in {source.name}"
+                raise VitseeError(f"the image {key} is in {other.name} {both}; give each once")
     return SeveralMasks(tuple(sources))
