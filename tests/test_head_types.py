@@ -436,7 +436,21 @@ def test_an_example_of_uniform_attention_is_flat(tmp_path: Path) -> None:
     made.a[0][:] = 1 / made.a[0].shape[-1]
     figure = plot(run(write(tmp_path / "a.zarr", [made])))
     (example,) = [axes for axes in figure.axes if axes.images]
-    assert example.get_xlabel().endswith("0.111 to 0.111")
+    assert example.get_xlabel().endswith("0.11 to 0.11")
+
+
+def test_captions_of_neighbouring_examples_do_not_touch(tmp_path: Path) -> None:
+    store, _ = typed_store(tmp_path / "a.zarr")
+    figure = plot(run(store))
+    shown = [axes for axes in figure.axes if axes.images]
+    assert len(shown) > 1
+    for axes in shown:  # as long as the captions of a ViT-L are
+        axes.xaxis.label.set_text("blocks.23 head 15\n0.00048 to 0.00051")
+    figure.draw_without_rendering()
+    boxes = [axes.xaxis.label.get_window_extent() for axes in shown]
+    middles = np.diff([axes.get_window_extent().x0 for axes in figure.axes[1:]])
+    assert max(box.width for box in boxes) < 0.9 * middles.min()
+    assert boxes[-1].x1 < figure.bbox.x1
 
 
 def test_bars_count_heads(tmp_path: Path) -> None:

@@ -92,4 +92,5 @@ def _draw_example(axes: Axes, rows: Table, kind: str) -> None:
     mark_middle(axes, values.shape)
     detail = str(rows["detail"][0])
     text = f"{shorten(site, 16)} head {head}" + (f"\n{detail}" if detail else "")
-    axes.set_xlabel(f"{text}\n{np.nanmin(shown):.3g} to {np.nanmax(shown):.3g}")
+    lowest, highest = np.nanmin(shown), np.nanmax(shown)
+    axes.set_xlabel(f"{text}\n{lowest:.2g} to {highest:.2g}", fontsize=8)
