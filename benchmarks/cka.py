@@ -36,7 +36,7 @@ from cka_peers import Float64
 from common import interleaved, machine, paired_ratio
 from threadpoolctl import threadpool_info
 
-from vitsee_core.grams.products import Tile, products
+from vitsee_core.grams.products import GramTile, products
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
@@ -221,7 +221,7 @@ def gram_rate(made: Activations, rounds: int) -> None:
 
     def gram() -> None:
         whole = slice(0, n)
-        tile = [Tile(whole, whole)]
+        tile = [GramTile(whole, whole)]
         list(products(site, images, tile, device="cpu", memory=1 << 32))
 
     def read() -> None:

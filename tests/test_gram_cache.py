@@ -419,7 +419,7 @@ def test_without_that_routine_numpy_multiplies(
 def test_what_a_pass_plans_fits(store: Store, n: int, megabytes: int) -> None:
     memory, side = megabytes * 10**6, min(n, 1000)
     edges = [slice(at, at + side) for at in range(0, n, side)]
-    tiles_ = [products.Tile(a, b) for k, a in enumerate(edges) for b in edges[k:]]
+    tiles_ = [products.GramTile(a, b) for k, a in enumerate(edges) for b in edges[k:]]
     features = Representation(store, store.select(["all"])[0]).features
     plan = products.StripPlan.of(features, n, tiles_, memory, 4)
     sums = plan.at_once * side * side * 8

@@ -34,7 +34,7 @@ from vitsee_core.keypoints.candidates import Cells, candidates, cells_of
 from vitsee_core.keypoints.located import locate
 from vitsee_core.keypoints.matching import find, sample, unit
 from vitsee_core.keypoints.protocol import choose_protocol
-from vitsee_core.keypoints.scoring import Scorer
+from vitsee_core.keypoints.scoring import KeypointScorer
 from vitsee_core.keypoints.search import search
 from vitsee_core.keypoints.spair import draw_pairs, read_pairs
 from vitsee_core.results import Table
@@ -309,7 +309,7 @@ def test_scores_by_hand(tmp_path: Path) -> None:
         ["cat/c0.jpg", "cat/c1.jpg", "dog/d0.jpg", "dog/d1.jpg"], (40, 60),
     )  # fmt: skip
     folder = write_pairs(tmp_path / "s", pairs)
-    scorer = Scorer.of(locate(store, read_pairs(folder), choose_protocol()))
+    scorer = KeypointScorer.of(locate(store, read_pairs(folder), choose_protocol()))
     cells = {row["metric"]: row for row in scorer.rows(np.array([[1], [0], [1], [0]]), [0.1])}
     assert cells["pck@0.1"]["value"] == pytest.approx((2 / 3 + 0) / 2)
     assert cells["pck_point@0.1"]["value"] == 0.5
@@ -337,7 +337,7 @@ def test_values_and_errors_are_those_of_leaving_out_images_in_a_loop(tmp_path: P
     located = locate(store, draw_pairs(read_pairs(folder), None), choose_protocol())
     found = np.random.default_rng(0).integers(0, 2, (len(located), 2))
     lists = scored(located, found[:, 1])
-    cells = {row["metric"]: row for row in Scorer.of(located).rows(found, [0.1, 0.05])}
+    cells = {row["metric"]: row for row in KeypointScorer.of(located).rows(found, [0.1, 0.05])}
     values, errors = reference.pck(lists), reference.jackknife(lists)
     for name in values:
         row = cells[f"{name}@0.05"]
@@ -361,7 +361,9 @@ def test_intervals_are_over_images_not_over_pairs(tmp_path: Path) -> None:
     row_of = {f"i{i}.jpg": i for i in range(n)}
     good = np.array([easy[row_of[located.pairs[p].target]] for p in located.pair])
     (row,) = (
-        r for r in Scorer.of(located).rows(good[:, None], [0.1]) if r["metric"] == "pck_image@0.1"
+        r
+        for r in KeypointScorer.of(located).rows(good[:, None], [0.1])
+        if r["metric"] == "pck_image@0.1"
     )
     over_pairs = np.std(good[::2], ddof=1) / np.sqrt(len(pairs))
     over_images = np.std(easy, ddof=1) / np.sqrt(n)

@@ -43,7 +43,7 @@ from vitsee_core.keypoints.protocol import (
     Protocol,
     choose_protocol,
 )
-from vitsee_core.keypoints.scoring import INTERVAL_METHOD, Scorer
+from vitsee_core.keypoints.scoring import INTERVAL_METHOD, KeypointScorer
 from vitsee_core.keypoints.spair import VARIATIONS, draw_pairs, read_pairs
 from vitsee_core.plotting import styled
 from vitsee_core.progress import counting
@@ -138,7 +138,7 @@ def run(
     )
     rows: list[dict[str, Any]] = []
     blind: list[dict[str, Any]] = []
-    scorers = {s.label: Scorer.of(w) for s, w in zip(selected.stores, located, strict=True)}
+    scorers = {s.label: KeypointScorer.of(w) for s, w in zip(selected.stores, located, strict=True)}
     with counting(execution.progress, total):
         for (store, own), where in zip(selected.members, located, strict=True):
             known: dict[Any, dict[str, Float]] = {}
@@ -193,7 +193,7 @@ def _rows(
     place: dict[str, Any],
     baseline: str,
     found: Float,
-    scorer: Scorer,
+    scorer: KeypointScorer,
     located: Located,
     protocol: Protocol,
 ) -> Iterator[dict[str, Any]]:

@@ -37,7 +37,7 @@ PIECE = 1 << 18  # elements that are shifted and summed while they are in cache
 
 
 @dataclass(frozen=True)
-class Tile:
+class GramTile:
     """A product to be made: of the chosen rows, places `i` times places `j`; `i is j` where it is
     symmetric."""
 
@@ -77,7 +77,7 @@ class StripPlan:
 
     @classmethod
     def of(
-        cls, features: FeatureMatrix, n: int, tiles: Sequence[Tile], memory: int, item: int
+        cls, features: FeatureMatrix, n: int, tiles: Sequence[GramTile], memory: int, item: int
     ) -> StripPlan:
         """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
         for what the libraries take, and for a tile on its way to the disk.
@@ -111,7 +111,7 @@ class StripPlan:
 def products(
     features: FeatureMatrix,
     rows: Rows,
-    tiles: Sequence[Tile],
+    tiles: Sequence[GramTile],
     *,
     device: str,
     memory: int,
@@ -167,7 +167,7 @@ def _length(part: Places) -> int:
     return part.stop - part.start if isinstance(part, slice) else len(part)
 
 
-def _most_rows(tiles: Sequence[Tile]) -> int:
+def _most_rows(tiles: Sequence[GramTile]) -> int:
     """Rows that all these tiles need, counted once."""
     n = 1 + max(
         int(p.stop - 1 if isinstance(p, slice) else p.max()) for t in tiles for p in (t.i, t.j)
@@ -175,7 +175,7 @@ def _most_rows(tiles: Sequence[Tile]) -> int:
     return len(_used(n, tiles))
 
 
-def _used(n: int, tiles: Sequence[Tile]) -> Rows:
+def _used(n: int, tiles: Sequence[GramTile]) -> Rows:
     """The places among n that any of these tiles needs."""
     mask = np.zeros(n, bool)
     for tile in tiles:
@@ -184,7 +184,7 @@ def _used(n: int, tiles: Sequence[Tile]) -> Rows:
     return np.flatnonzero(mask)
 
 
-def _localise(tile: Tile, places: Rows, n: int) -> Tile:
+def _localise(tile: GramTile, places: Rows, n: int) -> GramTile:
     """The tile in terms of the rows that were read; runs become slices, which are views."""
     to_local = np.full(n, -1)
     to_local[places] = np.arange(len(places))
@@ -195,7 +195,7 @@ def _localise(tile: Tile, places: Rows, n: int) -> Tile:
         return slice(first, last + 1) if last - first + 1 == len(found) else found
 
     i = local(tile.i)
-    return Tile(i, i if tile.i is tile.j else local(tile.j))
+    return GramTile(i, i if tile.i is tile.j else local(tile.j))
 
 
 def _balanced(strips: list[Strip], columns: int) -> list[Strip]:
@@ -216,7 +216,7 @@ class _Pass:
         features: FeatureMatrix,
         strips: Sequence[Strip],
         rows: Rows,
-        tiles: Sequence[Tile],
+        tiles: Sequence[GramTile],
         centres: _StripMeans,
         backend: Arithmetic,
     ) -> None:

@@ -55,7 +55,7 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class Axis:
+class CandidateAxis:
     """Positions along one axis where the target may lie. at: (positions,) pixels. weights:
     (positions, cells) of the tokens."""
 
@@ -75,7 +75,7 @@ def cells_of(layout: TokenLayout) -> tuple[Cells, Cells]:
 
 def candidates(
     layout: TokenLayout, size: tuple[int, int], window: Float, match: str
-) -> tuple[Axis, Axis]:
+) -> tuple[CandidateAxis, CandidateAxis]:
     """Where the target may lie: every row of the first axis with every column of the second.
 
     Args:
@@ -90,15 +90,15 @@ def candidates(
     return _axis(rows, size[0], top, bottom, match), _axis(cols, size[1], left, right, match)
 
 
-def _axis(cells: Cells, length: int, low: float, high: float, match: str) -> Axis:
+def _axis(cells: Cells, length: int, low: float, high: float, match: str) -> CandidateAxis:
     if match == "token":
         chosen = _within(cells.centres, low, high)
-        return Axis(cells.centres[chosen], np.eye(cells.n)[chosen])
+        return CandidateAxis(cells.centres[chosen], np.eye(cells.n)[chosen])
     pixels = np.arange(length, dtype=np.float64)
     at = pixels[_within(pixels, low, high)]
     if match == "vit_analysis":
         at = _corners(cells, at)
-    return Axis(at, cells.weights(at))
+    return CandidateAxis(at, cells.weights(at))
 
 
 def _within(at: Float, low: float, high: float) -> Integers:

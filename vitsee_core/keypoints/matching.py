@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from vitsee_core.keypoints.candidates import Axis, Cells
+from vitsee_core.keypoints.candidates import CandidateAxis, Cells
 from vitsee_core.types import Float
 
 # Values of one piece of similarities: they stay in a core's cache.
@@ -63,7 +63,13 @@ def unit(tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(tokens.to(torch.float32), dim=-1)
 
 
-def find(sources: torch.Tensor, tokens: torch.Tensor, rows: Axis, cols: Axis, match: str) -> Float:
+def find(
+    sources: torch.Tensor,
+    tokens: torch.Tensor,
+    rows: CandidateAxis,
+    cols: CandidateAxis,
+    match: str,
+) -> Float:
     """(points, 2) x, y of the candidate most like each source; of equal ones the first, by row.
 
     Args:

@@ -43,7 +43,7 @@ REPLICATES_METHOD = "value without one image of a category and all of its pairs"
 
 
 @dataclass(frozen=True)
-class Scorer:
+class KeypointScorer:
     """Which pairs and images the points belong to. pair: (points,) their pairs. category: (pairs,).
     source, target: (pairs,) numbers of images, of which one in two categories has two.
     image_category: (images,). names: of the categories. digest: the same for the same pairs."""
@@ -57,7 +57,7 @@ class Scorer:
     digest: str
 
     @classmethod
-    def of(cls, located: Located) -> Scorer:
+    def of(cls, located: Located) -> KeypointScorer:
         """Of these pairs."""
         names = sorted({pair.category for pair in located.pairs})
         category = np.array([names.index(pair.category) for pair in located.pairs], np.int64)
@@ -175,7 +175,7 @@ class Score:
         return {name: float(getattr(self, name)[i]) for name in names} | {WORD: self.without[:, i]}
 
 
-def scores_counts(scorer: Scorer, among: Mask | None) -> dict[str, int]:
+def scores_counts(scorer: KeypointScorer, among: Mask | None) -> dict[str, int]:
     """How many images, pairs and points a row is about."""
     used = np.ones(len(scorer.category), bool) if among is None else among
     images = np.union1d(scorer.source[used], scorer.target[used])

@@ -40,20 +40,20 @@ def nearest(cosines: Float, k: int) -> Mask:
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class NeighbourPairs:
     """keys: (n k,) i n + j of each neighbour j of image i, ascending; cosines: theirs."""
 
     n: int
     keys: Integers
     cosines: Float
 
-    def in_order(self, order: Integers) -> Neighbours:
+    def in_order(self, order: Integers) -> NeighbourPairs:
         """With image order[i] in place of image i."""
         place = np.empty(self.n, np.int64)
         place[order] = np.arange(self.n)
         keys = place[self.keys // self.n] * self.n + place[self.keys % self.n]
         by = np.argsort(keys)
-        return Neighbours(self.n, keys[by], self.cosines[by])
+        return NeighbourPairs(self.n, keys[by], self.cosines[by])
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class _OfNeighbours(Measure):
         """Images whose features are all 0 have no cosine."""
         return gram.zero
 
-    def prepare(self, gram: SiteGram, kept: object = None) -> Neighbours:
-        """See `Neighbours`."""
+    def prepare(self, gram: SiteGram, kept: object = None) -> NeighbourPairs:
+        """See `NeighbourPairs`."""
         cosines = gram.cosines()
         chosen = nearest(cosines, self.k)
         keys = np.flatnonzero(chosen)
-        return Neighbours(gram.n, keys, cosines.ravel()[keys])
+        return NeighbourPairs(gram.n, keys, cosines.ravel()[keys])
 
-    def permuted(self, state: Neighbours, order: Integers) -> Neighbours:
+    def permuted(self, state: NeighbourPairs, order: Integers) -> NeighbourPairs:
         """See `Measure`."""
         return state.in_order(order)
 
@@ -89,7 +89,9 @@ class MutualKnn(_OfNeighbours):
 
     name: ClassVar[str] = "mutual_knn"
 
-    def compare(self, a: Sequence[Neighbours], b: Sequence[Neighbours], pairs: Integers) -> Float:
+    def compare(
+        self, a: Sequence[NeighbourPairs], b: Sequence[NeighbourPairs], pairs: Integers
+    ) -> Float:
         """See `Measure`."""
         rows, i = np.unique(pairs[:, 0], return_inverse=True)
         cols, j = np.unique(pairs[:, 1], return_inverse=True)
@@ -99,7 +101,7 @@ class MutualKnn(_OfNeighbours):
         return found
 
 
-def _incidence(states: Sequence[Neighbours]) -> csr_array:
+def _incidence(states: Sequence[NeighbourPairs]) -> csr_array:
     """(representations, n^2) 1 at the keys of each."""
     from scipy.sparse import csr_array
 
@@ -126,7 +128,9 @@ class Cknna(_OfNeighbours):
     name: ClassVar[str] = "cknna"
     limits: ClassVar[tuple[float, float]] = (-np.inf, 1.0)
 
-    def compare(self, a: Sequence[Neighbours], b: Sequence[Neighbours], pairs: Integers) -> Float:
+    def compare(
+        self, a: Sequence[NeighbourPairs], b: Sequence[NeighbourPairs], pairs: Integers
+    ) -> Float:
         """See `Measure`."""
         own_a = {i: _hsic(a[i], a[i]) for i in np.unique(pairs[:, 0]).tolist()}
         own_b = {j: _hsic(b[j], b[j]) for j in np.unique(pairs[:, 1]).tolist()}
@@ -137,7 +141,7 @@ class Cknna(_OfNeighbours):
         return found
 
 
-def _hsic(a: Neighbours, b: Neighbours) -> float:
+def _hsic(a: NeighbourPairs, b: NeighbourPairs) -> float:
     """HSIC_1 of two kernels that are 0 but between neighbours in both."""
     keys, of_a, of_b = np.intersect1d(a.keys, b.keys, assume_unique=True, return_indices=True)
     n = a.n

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.grams.products import Tile, products
+from vitsee_core.grams.products import GramTile, products
 from vitsee_core.grams.shift import Origin, Shift
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Estimator, Rows
@@ -202,7 +202,7 @@ def _make(comparison: Comparison, of: Representation, batches: Sequence[Rows]) -
             products(
                 of.features,
                 comparison.rows_of(of),
-                [Tile(places, places) for places in batches],
+                [GramTile(places, places) for places in batches],
                 device=comparison.device,
                 memory=comparison.memory,
                 origin=origin,
@@ -223,7 +223,7 @@ def _rescaled(comparison: Comparison, of: Representation, batches: Sequence[Rows
     tiles = products(
         of.features,
         comparison.rows_of(of),
-        [Tile(places, places) for places in batches],
+        [GramTile(places, places) for places in batches],
         device=comparison.device,
         memory=comparison.memory,
         centred=False,

@@ -9,7 +9,7 @@ from itertools import chain, combinations_with_replacement
 
 import numpy as np
 
-from vitsee_core.grams.products import Tile, products
+from vitsee_core.grams.products import GramTile, products
 from vitsee_core.grams.shift import Origin
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Rows
@@ -85,7 +85,7 @@ def _make(comparison: Comparison, of: Representation) -> GramFile:
     }
     # Tiles that are made together share rows, however many fit the memory.
     order = sorted(numbered, key=_along_blocks)
-    tiles = [Tile(edges[a], edges[b]) for a, b in order]
+    tiles = [GramTile(edges[a], edges[b]) for a, b in order]
 
     def make(origin: Origin) -> Tiles:
         made = products(

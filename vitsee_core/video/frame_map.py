@@ -25,7 +25,7 @@ _WHOLE = 1e-6  # edges nearer than this to a pixel's are that pixel's
 
 
 @dataclass(frozen=True)
-class Axis:
+class FrameAxis:
     """One axis of a frame and of its cells.
 
     first, stop: the cells whose middle is on the frame. length: pixels of the frame. low, high:
@@ -77,8 +77,8 @@ class Axis:
 class FrameMap:
     """Both axes of a frame."""
 
-    y: Axis
-    x: Axis
+    y: FrameAxis
+    x: FrameAxis
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -144,14 +144,16 @@ def frame_map(
     return FrameMap(y, x)
 
 
-def _axis(on: Mask, step: float, start: float, length: int, edges: tuple[float, float]) -> Axis:
+def _axis(
+    on: Mask, step: float, start: float, length: int, edges: tuple[float, float]
+) -> FrameAxis:
     cells = np.flatnonzero(on)
     first, stop = int(cells[0]), int(cells[-1]) + 1
     scale = length / (edges[1] - edges[0])
     begin, low, high, end = (
         _whole((start + i * step - edges[0]) * scale) for i in (0, first, stop, len(on))
     )
-    return Axis(first, stop, length, low, high, (begin, end), max(1, round(step)))
+    return FrameAxis(first, stop, length, low, high, (begin, end), max(1, round(step)))
 
 
 def nearest_places(n: int, n_out: int, low: float, high: float) -> Integers:
