@@ -162,7 +162,7 @@ def test_readers_refuse_images_that_do_not_fill_the_canvas(tmp_path: Path) -> No
     sizes = [(100, 150), (50, 75), (32, 32), (60, 60)]
     store = on_canvas(tmp_path / "a.zarr", sizes)
     assert store.fills.tolist() == [True, True, False, False]
-    line = "^a has 2 of 4 images that do not fill its canvas of 48 x 32 pixels, .* --tokens mean"
+    line = "^a has 2 of 4 images that do not fill its canvas of 48 x 32 .* take it, --tokens mean"
     for tokens in ("all", "patches", "each", "mean-all", "rest", (1, 2)):
         with pytest.raises(SiteError, match=line):
             store.acts("blocks.0.out", tokens)

@@ -50,5 +50,5 @@ def no_whole_grid(label: str, manifest: Manifest, n: int, n_images: int) -> str:
     return (
         f"{label} has {n} of {n_images} images that do not fill its canvas of {width} x {height} "
         "pixels, and what is asked for reads tokens beside them too; expected images of one size, "
-        "or --tokens mean, which leaves these out"
+        "or, of commands that take it, --tokens mean, which leaves these out"
     )
