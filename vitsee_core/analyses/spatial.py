@@ -36,7 +36,7 @@ from vitsee_core.spatial.structure import (
     image_structure,
 )
 from vitsee_core.statistics.image_statistics import METHODS
-from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.jackknife import SHARE, Blocks
 from vitsee_core.statistics.value_columns import jackknife_cells, mean_cells
 from vitsee_core.store_selection import select_each, sites_of
 from vitsee_core.streaming import Rows, each_slab
@@ -235,10 +235,8 @@ class _Store:
         rows = []
         for metric in SHARES:
             without = np.array([one[metric] for one in left])
-            cells = jackknife_cells(shares[metric], without, whole.n)
-            ends = {"low": max(0.0, cells["low"]), "high": min(1.0, cells["high"])}
-            cut = {name: end for name, end in ends.items() if cells[name] == cells[name]}
-            rows.append({"metric": metric, "null": nulls[metric]} | cells | cut)
+            cells = jackknife_cells(shares[metric], without, whole.n, SHARE)
+            rows.append({"metric": metric, "null": nulls[metric]} | cells)
         return rows
 
 

@@ -40,7 +40,7 @@ from vitsee_core.progress import counting
 from vitsee_core.results import Table
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.intrinsic_dimension import TwoNearest
-from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.jackknife import SHARE, UNLIMITED, Blocks
 from vitsee_core.statistics.value_columns import jackknife_cells
 from vitsee_core.store_selection import select_each, sites_of
 from vitsee_core.streaming import Rows, thread_map
@@ -218,7 +218,10 @@ class _Store:
                 **{"half_a": first[metric], "half_b": second[metric]},
                 "n_examples": len(self.labels) * len(features.tokens),
             }
-            cells = jackknife_cells(whole[metric], replicates, len(self.labels))
+            limits = SHARE if metric == "nc4" else (0.0, np.inf)
+            if metric in ("alpha", "anisotropy"):
+                limits = UNLIMITED
+            cells = jackknife_cells(whole[metric], replicates, len(self.labels), limits)
             rows.append(place | about | cells)
         return rows
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.depth_curves import curve_numbers, site_kind
-from vitsee_core.plotting import colour
+from vitsee_core.plotting import GREY, colour
 from vitsee_core.results import Table
 
 if TYPE_CHECKING:
@@ -17,7 +17,9 @@ DOTS = {"marker": ".", "markersize": 3, "linestyle": "none", "alpha": 0.6}
 DOTTED = {"linestyle": (0, (1, 2)), "linewidth": 1}
 
 
-def draw_marks(axes: Axes, rows: Table, among: Table, column: str, look: dict[str, Any]) -> None:
+def draw_marks(
+    axes: Axes, rows: Table, among: Table, column: str, look: dict[str, Any], label: str = ""
+) -> None:
     """Draw a column against depth for each curve that `draw_depth_curves` has drawn.
 
     Args:
@@ -26,7 +28,10 @@ def draw_marks(axes: Axes, rows: Table, among: Table, column: str, look: dict[st
         among: as there.
         column: of the rows.
         look: `DOTS` or `DOTTED`.
+        label: of what they are, in the legend.
     """
+    if label:
+        axes.plot([], [], color=GREY, label=label, **look)
     for (store, kind), i in curve_numbers(among).items():
         if kind == "head":
             continue

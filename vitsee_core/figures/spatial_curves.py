@@ -55,7 +55,7 @@ def draw_spatial(table: Table) -> Figure:
         draw_depth_curves(axes, rows, ylabel=LABELS[metric], among=table)
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
         if metric in ("share_image", "share_position"):
-            draw_marks(axes, rows, table, "null", DOTTED)
+            draw_marks(axes, rows, table, "null", DOTTED, "by chance")
     profiles = table.where(metric="fourier_radial")
     for axes, store in zip(panels[len(metrics) : n], stores, strict=True):
         _draw_profiles(axes, profiles.where(store=store))

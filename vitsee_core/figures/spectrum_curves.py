@@ -48,9 +48,9 @@ def draw_spectrum(table: Table) -> Figure:
         rows = table.where(metric=metric)
         draw_depth_curves(axes, rows, ylabel=LABELS[metric], among=table)
         for half in ("half_a", "half_b"):
-            draw_marks(axes, rows, table, half, DOTS)
+            draw_marks(axes, rows, table, half, DOTS, "half of the images")
         if metric in RANKS:
-            draw_marks(axes, rows, table, "cap", DOTTED)
+            draw_marks(axes, rows, table, "cap", DOTTED, "largest possible")
         if metric in LOGARITHMIC and 0 < np.nanmin(values[metric], initial=np.inf) < np.inf:
             _logarithmic(axes, rows, caps=metric in RANKS)
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))

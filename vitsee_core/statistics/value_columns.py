@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from vitsee_core.replicates import WORD
 from vitsee_core.statistics.image_statistics import Estimates, statistic
-from vitsee_core.statistics.jackknife import interval
+from vitsee_core.statistics.jackknife import UNLIMITED, Limits, interval
 from vitsee_core.types import Float, Integers
 
 Cells = dict[str, Any]
@@ -26,7 +26,7 @@ def mean_cells(values: ArrayLike, labels: Integers) -> Cells:
     return cells_of(statistic(x, "mean", labels).estimates(), 0)
 
 
-def jackknife_cells(value: float, without: Float, n: int) -> Cells:
+def jackknife_cells(value: float, without: Float, n: int, limits: Limits = UNLIMITED) -> Cells:
     """Of a statistic that is no mean: its 95 % interval by the delete-a-block jackknife, and as std
     sqrt(n) times the standard error.
 
@@ -34,8 +34,9 @@ def jackknife_cells(value: float, without: Float, n: int) -> Cells:
         value: of all images.
         without: (blocks,) the same without each block of images.
         n: images.
+        limits: least and largest value that there can be.
     """
-    error, low, high = interval(np.array(value), without)
+    error, low, high = interval(np.array(value), without, limits)
     return {
         **{"value": float(value), "std": float(error) * np.sqrt(n)},
         **{"low": float(low), "high": float(high), "n_images": n, WORD: without},
