@@ -39,13 +39,13 @@ def mask(x: Array, k: int) -> Array:
     return found
 
 
-def song(k: Array, l: Array) -> float:  # noqa: E741
+def song(k: Array, other: Array) -> float:
     """HSIC_1 by its three terms, for matrices that need not be symmetric."""
     n = len(k)
-    k, l = k * (1 - np.eye(n)), l * (1 - np.eye(n))  # noqa: E741
+    k, other = k * (1 - np.eye(n)), other * (1 - np.eye(n))
     ones = np.ones(n)
-    terms = np.trace(k @ l) + (ones @ k @ ones) * (ones @ l @ ones) / ((n - 1) * (n - 2))
-    return float((terms - 2 / (n - 2) * (ones @ k @ l @ ones)) / (n * (n - 3)))
+    terms = np.trace(k @ other) + (ones @ k @ ones) * (ones @ other @ ones) / ((n - 1) * (n - 2))
+    return float((terms - 2 / (n - 2) * (ones @ k @ other @ ones)) / (n * (n - 3)))
 
 
 def cknna(x: Array, y: Array, k: int) -> float:

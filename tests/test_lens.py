@@ -83,7 +83,8 @@ def test_against_the_models_modules(name: str, stores: dict[str, Store]) -> None
         assert value == pytest.approx(expected), site
         alone = of_model(module, acts[:, n_prefix:], pooled=False).argmax(-1)
         right = (alone == labels[:, np.newaxis]).mean(0)
-        cells = rows.where(metric="lens_top1").take(rows.where(metric="lens_top1")["row"] != None)  # noqa: E711
+        cells = rows.where(metric="lens_top1")
+        cells = cells.take(np.array([row is not None for row in cells["row"].tolist()]))
         assert cells["value"] == pytest.approx(right)
         assert cells["col"].tolist()[:7] == [0, 1, 2, 3, 4, 5, 0]
         assert rows.where(metric="lens_top1", token="patches")["value"][0] == pytest.approx(

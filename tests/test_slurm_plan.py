@@ -16,7 +16,7 @@ from vitsee_core.extraction.slurm import ArrayPlan
 
 # Notes its arguments and the script it was given; ids as clusters give them, 41;here and 42;here.
 SBATCH = """#!/bin/bash
-n=$(ls "$CALLS" | grep -c batch || true)
+n=$(ls "$CALLS" | grep -c batch)
 printf '%s\\n' "$@" > "$CALLS/arguments$n"
 cat > "$CALLS/batch$n"
 echo "$((41 + n));here"

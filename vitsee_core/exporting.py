@@ -151,20 +151,25 @@ class _Sink(ABC):
         self.about = {name: json.dumps(plain_json(value)) for name, value in about.items()}
         self.open()
 
-    def open(self) -> None:  # noqa: B027  optional
+    @abstractmethod
+    def open(self) -> None:
         """Write what comes before the numbers."""
 
     @abstractmethod
     def add(self, block: NDArray[Any]) -> None:
         """The next images."""
 
-    def close(self) -> None:  # noqa: B027
+    @abstractmethod
+    def close(self) -> None:
         """Write what comes after the numbers."""
 
 
 class _Plain(_Sink):
     def add(self, block: NDArray[Any]) -> None:
         self.file.write(np.ascontiguousarray(block, self.kind.newbyteorder("<")).data)
+
+    def close(self) -> None:
+        self.file.flush()
 
 
 class _Npy(_Plain):

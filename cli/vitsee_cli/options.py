@@ -7,13 +7,13 @@ An option of one command alone is declared in that command. The others:
                         results         output_options, table_options, force_option,
                                         replicates_option
                         what to read    sites_option, blocks_option, side_option, tokens_option,
-                                        images_option
+                                        images_option, metric_option
                         how to work     seed_option, device_option, memory_option, jobs_option
     model_options       a model         model_options, weight_options, recompute_options
     data_options        images          data_options, recompute_data_option
     extraction_options  what extract    store_output_option, keep_options, ablate_skip_option,
                         stores, how     precision_option, run_options
-    similarity_options  CKA             estimator_options, gram_options
+    similarity_options  pairs of sites  estimator_options, gram_options, pair_options
     accuracy_options    accuracies      tests_argument, random_baseline_option, per_class_option,
                                         allow_shared_option
     mask_options        masks           background_option, void_option, panoptic_option,
@@ -309,6 +309,18 @@ def side_option(side: str, which: str, show_default: str = "as --sites") -> Deco
         metavar="GLOB",
         multiple=True,
         help=f"Sites of {which}. Repeatable.  [default: {show_default}]",
+    )
+
+
+def metric_option(metrics: Iterable[str], show_default: str, about: str = "") -> Decorator:
+    """--metric, repeatable, as `metrics`: some of `metrics`; about: what they are."""
+    return click.option(
+        "--metric",
+        "metrics",
+        multiple=True,
+        type=click.Choice(list(metrics)),
+        show_default=show_default,
+        help=f"{about} Repeatable.".lstrip(),
     )
 
 

@@ -7,10 +7,21 @@ from typing import Any
 
 import click
 
-from vitsee_cli.options import Decorator, apply, device_option, memory_option
+from vitsee_cli.options import (
+    FEATURE_TOKENS,
+    Decorator,
+    apply,
+    device_option,
+    memory_option,
+    side_option,
+    sites_option,
+    tokens_option,
+)
 from vitsee_cli.values import parse_folder
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS
 from vitsee_core.similarity.estimate import MOST_EXACT
+from vitsee_core.similarity.pairing import PAIR_BY
+from vitsee_core.similarity.pairs import PAIRS
 from vitsee_core.similarity.presets import KINDS
 
 
@@ -46,6 +57,38 @@ def estimator_options(*presets: str) -> Decorator:
                 type=click.Choice(presets),
                 help="The estimator of a paper or its code; options given beside it win.  "
                 "[default: none]",
+            ),
+        ),
+    )
+
+
+def pair_options(command: Any) -> Any:
+    """Which sites of which stores meet, and by which tokens: `sites`, `sites_a`, `sites_b`,
+    `tokens`, `pairs`, `pair_by`."""
+    return apply(
+        command,
+        (
+            sites_option(show_default="blocks"),
+            side_option("a", "the rows"),
+            side_option("b", "the columns"),
+            tokens_option("all", FEATURE_TOKENS),
+            click.option(
+                "--pairs",
+                type=click.Choice(PAIRS),
+                default="all",
+                show_default=True,
+                help="same-depth: the first store's sites with each other store's, by name or else "
+                "one by one; branch: skip connections against the branches parallel to them, in "
+                "one store.",
+            ),
+            click.option(
+                "--pair-by",
+                type=click.Choice(PAIR_BY),
+                default="image",
+                show_default=True,
+                help="image: the stores hold the same images in the same order; id: rows of the "
+                "same id, whatever their bytes and order (clean against corrupted images of the "
+                "same names).",
             ),
         ),
     )

@@ -32,8 +32,8 @@ _LARGEST = 4096
 
 
 class Claims:
-    """The claims of one process on slabs of one store. about: what others are told of it, as
-    JSON."""
+    """The claims of one process on slabs of one store. about: the process' description that each
+    claim records, as JSON."""
 
     def __init__(self, files: Files, about: Mapping[str, Any]):
         self.files = files

@@ -91,7 +91,8 @@ class Files(ABC):
         """Whether all that `create` puts is there; where a store is made at once it is."""
         return True
 
-    def fill(self, files: Sequence[tuple[str, Pieces]]) -> None:  # noqa: B027
+    @abstractmethod
+    def fill(self, files: Sequence[tuple[str, Pieces]]) -> None:
         """Put what `create` puts, but the root, where `is_made` denies that it is there."""
 
     @abstractmethod
@@ -120,9 +121,8 @@ class Files(ABC):
         number. Where files are put at once there are none."""
         return 0
 
-    def sweep_beside(  # noqa: B027
-        self, chosen: Callable[[str], bool] = lambda path: True
-    ) -> None:
+    @abstractmethod
+    def sweep_beside(self, chosen: Callable[[str], bool] = lambda path: True) -> None:
         """Remove what unfinished creations and removals left beside the store."""
 
     # other readers ----------------------------------------------------------------------------

@@ -183,6 +183,9 @@ class Folder(Files):
             if name.endswith(PARTIAL) and chosen(path := os.path.join(self.place, folder, name))
         )
 
+    def fill(self, files: Sequence[tuple[str, Pieces]]) -> None:
+        """Nothing: `create` makes all of them at once."""
+
     def sweep_beside(self, chosen: Callable[[str], bool] = lambda path: True) -> None:
         """Hidden folders beside it, ending in .creating or .removing."""
         for leftover in filter(chosen, _beside(self.place.absolute())):

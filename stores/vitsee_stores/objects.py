@@ -191,6 +191,9 @@ class Objects(Files):
         self.each(lambda file: self.put(file[0], _joined(file[1])), rest)
         self.put(LAST_MADE, _joined(dict(files)[LAST_MADE]))
 
+    def sweep_beside(self, chosen: Callable[[str], bool] = lambda path: True) -> None:
+        """Nothing: what is put appears at once, under its own name."""
+
     def put(self, name: str, data: bytes) -> None:
         """Put an object; a large one in parts."""
         self._tried(lambda: obstore.put(self._client, name, data, chunk_size=PART_BYTES))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -268,16 +269,16 @@ def _of_examples(x: Float32, labels: Integers, among: Mask) -> Spectrum:
     return Spectrum.of_examples(x[among[labels]].astype(np.float64))
 
 
-class _Other:
+class _Other(ABC):
     """Metrics of one vector per image, of some blocks of images (blocks,)."""
 
+    @abstractmethod
     def values(self, among: Mask) -> Measured:
         """By name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remarks(self, where: str) -> list[str]:
         """About all images."""
-        raise NotImplementedError
 
 
 class _Neighbours(_Other):

@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,25 @@ from vitsee_stores.errors import VitseeError, reason
 
 EXPECTED = "a COCO file with 'images' and 'annotations'"
 MOST_PIXELS = 178_956_970  # of an image that Pillow opens
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """Images and categories of an annotation file. names: category id -> its name."""
+
+    name: str
+    images: list[dict[str, Any]]
+    names: dict[Any, str]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The file names of the images."""
+        return [str(image["file_name"]) for image in self.images]
+
+    @property
+    def categories(self) -> list[str]:
+        """The categories' names, in the file's order."""
+        return list(dict.fromkeys(self.names.values()))
 
 
 def read_annotations(path: Path) -> dict[str, Any]:

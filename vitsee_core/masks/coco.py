@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.masks.annotations import (
     EXPECTED,
+    Annotated,
     category_names,
     category_of,
     checked_images,
@@ -24,7 +24,7 @@ from vitsee_stores.errors import VitseeError
 
 
 @dataclass(frozen=True)
-class CocoMasks:
+class CocoMasks(Annotated):
     """Images of one file; see `MaskSource`. The objects of an image are its annotations of every
     category. Crowd regions are void, as COCO's own evaluation ignores them; an object
     in a crowd region stays foreground.
@@ -33,20 +33,7 @@ class CocoMasks:
     id -> its name.
     """
 
-    name: str
-    images: list[dict[str, Any]]
     objects: dict[Any, list[dict[str, Any]]]
-    names: dict[Any, str]
-
-    @cached_property
-    def keys(self) -> list[str]:
-        """The file names of the images."""
-        return [str(image["file_name"]) for image in self.images]
-
-    @property
-    def categories(self) -> list[str]:
-        """The categories' names, in the file's order."""
-        return list(dict.fromkeys(self.names.values()))
 
     @property
     def void(self) -> str:
@@ -126,4 +113,4 @@ def open_coco(path: Path, found: dict[str, Any]) -> CocoMasks:
                 objects.setdefault(annotation["image_id"], []).append(annotation)
     if not objects:
         raise VitseeError(f"{path} has no segmentation in any annotation; expected {EXPECTED}")
-    return CocoMasks(str(path), images, objects, names)
+    return CocoMasks(str(path), images, names, objects)

@@ -4,7 +4,6 @@ file that says what each of them is (Kirillov et al. 2019)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import FileOpener
-from vitsee_core.masks.annotations import category_names, category_of, checked_images, entries_of
+from vitsee_core.masks.annotations import (
+    Annotated,
+    category_names,
+    category_of,
+    checked_images,
+    entries_of,
+)
 from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, Labels, Segment
 from vitsee_stores.errors import VitseeError
 
 
 @dataclass(frozen=True)
-class PanopticMasks:
+class PanopticMasks(Annotated):
     """Images of one panoptic file; see `MaskSource`. For a mask of the foreground things are
     foreground, stuff is background; crowds and pixels without a segment are void.
 
@@ -26,22 +31,9 @@ class PanopticMasks:
     names: category id -> its name. things: the categories that are things.
     """
 
-    name: str
     folder: str
-    images: list[dict[str, Any]]
     annotations: list[dict[str, Any]]
-    names: dict[Any, str]
     things: frozenset[Any]
-
-    @cached_property
-    def keys(self) -> list[str]:
-        """The file names of the images."""
-        return [str(image["file_name"]) for image in self.images]
-
-    @property
-    def categories(self) -> list[str]:
-        """The categories' names, in the file's order."""
-        return list(dict.fromkeys(self.names.values()))
 
     @property
     def void(self) -> str:
@@ -139,7 +131,7 @@ def open_panoptic(path: Path, found: dict[str, Any], folder: Path | None) -> Pan
         names = category_names(categories)
         things = frozenset(one["id"] for one in categories if one.get("isthing"))
     images, annotations = [by_id[n] for n in known], [of_image[n] for n in known]
-    return PanopticMasks(str(path), str(folder), images, annotations, names, things)
+    return PanopticMasks(str(path), images, names, str(folder), annotations, things)
 
 
 def _check(annotation: dict[str, Any]) -> None:

@@ -146,11 +146,11 @@ def _hsic(a: NeighbourPairs, b: NeighbourPairs) -> float:
     keys, of_a, of_b = np.intersect1d(a.keys, b.keys, assume_unique=True, return_indices=True)
     n = a.n
     i, j = keys // n, keys % n
-    k, l = a.cosines[of_a], b.cosines[of_b]  # noqa: E741  L, as in the formula
+    of_k, of_l = a.cosines[of_a], b.cosines[of_b]
     # sum_ij K_ij L_ji: where (j, i) is a common neighbour too.
     mirrored = np.searchsorted(keys, j * n + i).clip(max=max(len(keys) - 1, 0))
     both = keys[mirrored] == j * n + i if len(keys) else np.zeros(0, bool)
-    crossed = float((k * l[mirrored])[both].sum()) if len(keys) else 0.0
-    through = float(np.bincount(j, k, n) @ np.bincount(i, l, n))
-    total = crossed + k.sum() * l.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * through
+    crossed = float((of_k * of_l[mirrored])[both].sum()) if len(keys) else 0.0
+    through = float(np.bincount(j, of_k, n) @ np.bincount(i, of_l, n))
+    total = crossed + of_k.sum() * of_l.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * through
     return float(total / (n * (n - 3)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -44,8 +45,9 @@ class _OfFactors(Measure):
             )
             return np.array(list(found))
 
+    @abstractmethod
     def _pair(self, a: Float, b: Float) -> float:
-        raise NotImplementedError
+        """The measure of two states."""
 
     def state_bytes(self, n: int) -> int:
         """See `Measure`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitsee_core.grams.shift import Shift, cosine, pearson, raw_gram
+from vitsee_core.grams.shift import Shift, cosine, pearson
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 # Rounding to float32 leaves this much of what cancels.
@@ -79,8 +79,3 @@ class SiteGram:
         spread = raw - self.shift.n_features * self.shift.means**2
         found: Mask = self.zero | (spread <= CANCELLED * raw)
         return found
-
-
-def raw_products(gram: SiteGram) -> Float:
-    """(n, n) X X^T of the features themselves."""
-    return raw_gram(gram.shifted, gram.shift)

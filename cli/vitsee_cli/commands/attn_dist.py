@@ -22,14 +22,11 @@ QUESTION = ATTENTION
 @options.defaults_of(attn_dist.run)
 @options.stores_argument
 @options.output_options
-@click.option(
-    "--metric",
-    "metrics",
-    multiple=True,
-    type=click.Choice(attn_dist.METRICS),
-    show_default="all",
-    help="distance_px in pixels; _raw without renormalising over patches; _unit on a unit square; "
-    "_relative to uniform attention. Repeatable.",
+@options.metric_option(
+    attn_dist.METRICS,
+    "all",
+    "distance_px in pixels; _raw without renormalising over patches; _unit on a unit "
+    "square; _relative to uniform attention.",
 )
 @options.blocks_option("every block with attention")
 @options.images_option

@@ -9,10 +9,8 @@ import click
 from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import SIMILARITY
-from vitsee_cli.similarity_options import estimator_options, gram_options
+from vitsee_cli.similarity_options import estimator_options, gram_options, pair_options
 from vitsee_core.analyses import cka
-from vitsee_core.similarity.pairing import PAIR_BY
-from vitsee_core.similarity.pairs import PAIRS
 from vitsee_core.similarity.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -27,22 +25,7 @@ QUESTION = SIMILARITY
 @options.stores_argument
 @options.output_options
 @options.replicates_option
-@options.sites_option(show_default="blocks")
-@options.side_option("a", "the rows")
-@options.side_option("b", "the columns")
-@options.tokens_option("all", options.FEATURE_TOKENS)
-@click.option(
-    "--pairs",
-    type=click.Choice(PAIRS),
-    help="same-depth: the first store's sites with each other store's, by name or else one by one; "
-    "branch: skip connections against the branches parallel to them, in one store.",
-)
-@click.option(
-    "--pair-by",
-    type=click.Choice(PAIR_BY),
-    help="image: the stores hold the same images in the same order; id: rows of the same id, "
-    "whatever their bytes and order (clean against corrupted images of the same names).",
-)
+@pair_options
 @estimator_options(*PRESETS)
 @options.images_option
 @options.seed_option

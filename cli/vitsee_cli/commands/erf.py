@@ -23,14 +23,11 @@ QUESTION = FLOW
 @options.stores_argument
 @options.output_options
 @options.replicates_option
-@click.option(
-    "--metric",
-    "metrics",
-    multiple=True,
-    type=click.Choice(erf.METRICS),
-    show_default="all",
-    help="radius50_px, radius90_px: circle with half and 90 % of the field's mass, in pixels; "
-    "offset_px: its centre from the image's; gradient: the field itself. Repeatable.",
+@options.metric_option(
+    erf.METRICS,
+    "all",
+    "radius50_px, radius90_px: circle with half and 90 % of the field's mass, in pixels; "
+    "offset_px: its centre from the image's; gradient: the field itself.",
 )
 @options.sites_option("all", show_default="every site with a receptive field")
 @options.images_option

@@ -44,7 +44,7 @@ QUESTION = STORES
     show_default=True,
     help="stored: float16 for tokens, float32 for pooled vectors, as in the store.",
 )
-@click.option("--force", is_flag=True, help="Overwrite existing output.  [default: refuse]")
+@options.force_option
 @options.images_option
 @options.seed_option
 @options.jobs_option

@@ -23,13 +23,10 @@ QUESTION = KNOWLEDGE
 @options.stores_argument
 @options.output_options
 @options.replicates_option
-@click.option(
-    "--metric",
-    "metrics",
-    multiple=True,
-    type=click.Choice(list(lens.METRICS)),
-    show_default="all that can be had",
-    help="Repeatable; lens_top1 and lens_rank need labels.",
+@options.metric_option(
+    lens.METRICS,
+    "all that can be had",
+    "lens_top1 and lens_rank need labels.",
 )
 @click.option("--patches", is_flag=True, help="Also classify every patch alone (needs all tokens).")
 @options.sites_option("blocks")

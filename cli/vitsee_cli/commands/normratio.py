@@ -24,15 +24,11 @@ QUESTION = FLOW
 @options.stores_argument
 @options.output_options
 @options.replicates_option
-@click.option(
-    "--metric",
-    "metrics",
-    multiple=True,
-    type=click.Choice(list(normratio.METRICS)),
-    show_default="all but the norms",
-    help="norm_ratio: |z| / |f(z)|, mean over images; _median and _geomean likewise; cos_branch: "
-    "cosine of z and f(z); cos_out: of z and z + f(z); skip_norm, branch_norm: |z|, |f(z)|. "
-    "Repeatable.",
+@options.metric_option(
+    normratio.METRICS,
+    "all but the norms",
+    "norm_ratio: |z| / |f(z)|, mean over images; _median and _geomean likewise; cos_branch: "
+    "cosine of z and f(z); cos_out: of z and z + f(z); skip_norm, branch_norm: |z|, |f(z)|.",
 )
 @click.option(
     "--sites",

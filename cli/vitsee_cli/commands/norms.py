@@ -24,14 +24,10 @@ QUESTION = FLOW
 @options.stores_argument
 @options.output_options
 @options.replicates_option
-@click.option(
-    "--metric",
-    "metrics",
-    multiple=True,
-    type=click.Choice(list(norms.METRICS)),
-    show_default="all that the store has",
-    help="Repeatable; those of activations (massive_*, neighbour_cos) need a store that keeps all "
-    "tokens.",
+@options.metric_option(
+    norms.METRICS,
+    "all that the store has",
+    "Those of activations (massive_*, neighbour_cos) need a store that keeps all tokens.",
 )
 @options.sites_option("blocks")
 @options.tokens_option(None, norms.TOKENS, multiple=True, show_default="all and each")

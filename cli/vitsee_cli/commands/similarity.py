@@ -9,13 +9,11 @@ import click
 from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import SIMILARITY
-from vitsee_cli.similarity_options import gram_options
+from vitsee_cli.similarity_options import gram_options, pair_options
 from vitsee_cli.values import FiniteRange
 from vitsee_core.analyses import similarity
 from vitsee_core.analyses.similarity import MEASURES, RDMS
 from vitsee_core.measures.calibration import LEAST
-from vitsee_core.similarity.pairing import PAIR_BY
-from vitsee_core.similarity.pairs import PAIRS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -65,21 +63,7 @@ QUESTION = SIMILARITY
     type=FiniteRange(min=0, min_open=True, max=1),
     help="What the principal components that svcca compares have of it.",
 )
-@options.sites_option(show_default="blocks")
-@options.side_option("a", "the rows")
-@options.side_option("b", "the columns")
-@options.tokens_option("all", options.FEATURE_TOKENS)
-@click.option(
-    "--pairs",
-    type=click.Choice(PAIRS),
-    help="same-depth: the first store's sites with each other store's, one by one; branch: skip "
-    "connections against the branches parallel to them, in one store.",
-)
-@click.option(
-    "--pair-by",
-    type=click.Choice(PAIR_BY),
-    help="image: the stores hold the same images in the same order; id: rows of the same id.",
-)
+@pair_options
 @options.images_option
 @options.seed_option
 @gram_options

@@ -25,14 +25,7 @@ QUESTION = FLOW
 @options.stores_argument
 @options.output_options
 @options.replicates_option
-@click.option(
-    "--metric",
-    "metrics",
-    multiple=True,
-    type=click.Choice(list(spatial.METRICS)),
-    show_default="all, srss with --masks",
-    help="Repeatable.",
-)
+@options.metric_option(spatial.METRICS, "all, srss with --masks")
 @click.option(
     "--masks",
     metavar="PATH",

@@ -24,13 +24,10 @@ TOKENS = ("cls", "mean", "mean-all", "first", "rest", "patches", "prefix", "all"
 @options.stores_argument
 @options.output_options
 @options.replicates_option
-@click.option(
-    "--metric",
-    "metrics",
-    multiple=True,
-    type=click.Choice(list(spectrum.METRICS)),
-    show_default="all that can be had",
-    help="Repeatable; twonn needs one vector per image, nc1 to nc4 and cdnv labels too.",
+@options.metric_option(
+    spectrum.METRICS,
+    "all that can be had",
+    "twonn needs one vector per image, nc1 to nc4 and cdnv labels too.",
 )
 @options.sites_option("blocks")
 @options.tokens_option(None, TOKENS, show_default="cls where there is one, else mean")
