@@ -1,14 +1,35 @@
-"""What the benchmarks share: the machine's line, interleaved timing, peak memory of a command."""
+"""What the benchmarks share: the machine's line, interleaved timing, peak memory of a command, and
+the results that docs/performance.md is made of.
+
+A benchmark ends with
+
+    if args.record:
+        record("knn", "Nearest neighbours, 4,000 images among 20,000", rows)
+
+with `add_record_option(parser)` before: results are kept only where they are meant to be.
+`python benchmarks/page.py` then writes the page.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 import os
 import platform
+import re
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
+
+RESULTS = Path(__file__).parent / "results"
+NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def machine() -> str:
@@ -51,3 +72,77 @@ def peak_rss(command: Sequence[str]) -> int:
     if status:
         raise RuntimeError(f"{' '.join(command)}: exit {status}: {said.decode()[-500:]}")
     return usage.ru_maxrss * 1024
+
+
+class Result(NamedTuple):
+    """One line of a benchmark's table.
+
+    what: what was measured, and against what ("a Gram pass, reading included, against the best
+    GEMM"). ours, other: medians in `unit`; other is None where there is nothing beside. ratio: how
+    much better ours is, 2 where it is twice as fast or takes half the memory; the median over
+    rounds, see `paired_ratio`. unit: "s", "ms", "MB", "G/s", ...
+    """
+
+    what: str
+    ours: float | None
+    other: float | None
+    ratio: float | None
+    unit: str
+
+
+def add_record_option(parser: argparse.ArgumentParser) -> None:
+    """--record, for `record`."""
+    parser.add_argument(
+        "--record", action="store_true", help="keep the results in benchmarks/results"
+    )
+
+
+def record(name: str, title: str, rows: Sequence[Result], folder: Path = RESULTS) -> Path:
+    """Keep a benchmark's results in `folder`/NAME.json: machine, date, load, command and rows.
+
+    Numbers are rounded to four digits. The command is this process's, without `--record` and
+    without the value of `--folder`, which is the reader's own.
+
+    Raises:
+        ValueError: a name that is no file's, no rows, or a number that is none.
+    """
+    if not NAME.fullmatch(name) or not rows:
+        raise ValueError(f"{name!r} with {len(rows)} rows cannot be recorded")
+    fields = {
+        "name": name,
+        "title": title,
+        "machine": machine(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "load": round(os.getloadavg()[0], 1),
+        "command": _command(sys.argv),
+        "rows": [
+            [row.what, *(_rounded(x) for x in (row.ours, row.other, row.ratio)), row.unit]
+            for row in rows
+        ],
+    }
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(fields, indent=1) + "\n")
+    print(f"recorded: {path.name} (now: python benchmarks/page.py)")
+    return path
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None:
+        return None
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no result")
+    return float(f"{value:.4g}")
+
+
+def _command(argv: Sequence[str]) -> str:
+    """As one types it in the project's folder."""
+    words = [f"benchmarks/{Path(argv[0]).name}"]
+    rest = iter(argv[1:])
+    for word in rest:
+        if word == "--folder":
+            next(rest, None)
+        elif word != "--record" and not word.startswith("--folder="):
+            words.append(word)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}python {shlex.join(words)}"
