@@ -136,6 +136,15 @@ def test_the_command(store: Store, tmp_path: Path) -> None:
     assert CliRunner().invoke(main, [*words, "--force"]).exit_code == 0
 
 
+def test_without_tokens_it_writes_the_class_token(store: Store, tmp_path: Path) -> None:
+    words = ["export", str(store.path), "blocks.-1.out", "-o"]
+    for path, more in ((tmp_path / "default.npy", []), (tmp_path / "cls.npy", ["--tokens", "cls"])):
+        result = CliRunner().invoke(main, [*words, str(path), *more])
+        assert result.exit_code == 0, result.output
+    default, cls = (np.load(tmp_path / f"{name}.npy") for name in ("default", "cls"))
+    np.testing.assert_array_equal(default, cls)
+
+
 # ---------------------------------------------------------------- a stream for training
 
 

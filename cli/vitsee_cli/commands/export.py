@@ -36,7 +36,9 @@ QUESTION = STORES
     help="Also write row, index, id, label and split of the exported images, in their order.  "
     "[default: no table]",
 )
-@options.tokens_option("cls where there is one, else mean", options.FEATURE_TOKENS)
+@options.tokens_option(
+    None, options.FEATURE_TOKENS, show_default="cls where there is one, else mean"
+)
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
