@@ -68,6 +68,23 @@ def aligned(a: Float, layout: TokenLayout) -> Float:
     return out / max(counted, 1)
 
 
+def qk_nmi(a: Float, layout: TokenLayout) -> float:
+    """One image and head: what queries and keys, both spatial, know of each other."""
+    body = a[layout.n_prefix :, layout.n_prefix :]
+    rows = [row / row.sum() for row in body if row.sum() > 0]
+    if len(rows) < 2:
+        return np.nan
+    joint = np.array(rows) / len(rows)
+    of_queries, of_keys = joint.sum(1), joint.sum(0)
+    information = 0.0
+    for q, k in np.ndindex(joint.shape):
+        if joint[q, k] > 0:
+            information += joint[q, k] * np.log(joint[q, k] / (of_queries[q] * of_keys[k]))
+    of_keys = of_keys[of_keys > 0]
+    spread = -(of_keys * np.log(of_keys)).sum() * np.log(len(rows))
+    return float(information / np.sqrt(spread)) if spread > 0 else np.nan
+
+
 def rollout(head_means: Sequence[Float], layout: TokenLayout, residual: bool) -> Float:
     """The whole product, matrix by matrix: (tokens,)."""
     eye = np.eye(layout.n_tokens)
@@ -113,7 +130,9 @@ def _images(group: Attention, level: str) -> dict[str, Array]:
     gh, gw = group.layout.grid
     t = group.layout.n_tokens
     heads = (n, len(group.a), widest)
-    per_head = {name: np.full(heads, np.nan) for name in ("entropy", "prefix_mass", "query_std")}
+    names = ("entropy", "prefix_mass", "query_std", "received_max", "qk_nmi")
+    per_head = {name: np.full(heads, np.nan) for name in names}
+    per_head["received_argmax"] = np.full(heads, -1)
     head_std = np.zeros(heads[:2])
     maps = np.zeros((*heads, 2 * gh - 1, 2 * gw - 1))
     received, cls = np.zeros((*heads, t)), np.zeros((*heads, t))
@@ -128,6 +147,11 @@ def _images(group: Attention, level: str) -> dict[str, Array]:
         per_head["query_std"][i, row, h] = spatial[:, first:].std(0, ddof=1).mean()
         maps[i, row, h] = aligned(a, group.layout)
         received[i, row, h] = spatial.mean(0)
+        per_head["received_max"][i, row, h] = max(received[i, row, h])
+        per_head["received_argmax"][i, row, h] = list(received[i, row, h]).index(
+            max(received[i, row, h])
+        )
+        per_head["qk_nmi"][i, row, h] = qk_nmi(a, group.layout)
         if group.layout.cls is not None:
             cls[i, row, h] = a[group.layout.cls]
     for i, row in np.ndindex(heads[:2]):
@@ -137,6 +161,8 @@ def _images(group: Attention, level: str) -> dict[str, Array]:
     out |= {folder + "head_std": head_std, folder + "aligned": maps, folder + "received": received}
     if group.layout.cls is not None:
         out[folder + "cls_map"] = cls
+    if level in ("rows", "full"):
+        out[folder + "received_rows"] = received
     if level == "full":
         for name, values in zip(group.blocks, group.a, strict=True):
             out[f"attention/full/{name}"] = values

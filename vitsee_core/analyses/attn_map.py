@@ -18,6 +18,8 @@ For A (queries by keys) of one image and one head, over spatial keys k; means go
   2021, Figs. 6, 13, mention no residual term: `residual=False` leaves I out.
 - `prefix-mass`: mean over spatial queries of the attention to class, register and distillation
   tokens. `entropy`: mean over spatial queries of -sum_k A ln A over all keys, in nats.
+- `sink`: keys that draw far more attention than their share, of which kind they are, and whether
+  all queries attend alike; see `vitsee_core.attention.sinks`.
 
 Single images: see `vitsee_core.attention.image_maps`.
 """
@@ -33,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.arguments import analysis
+from vitsee_core.attention import sinks
 from vitsee_core.attention.head_maps import (
     SUMS,
     blocks_of_each,
@@ -51,6 +54,7 @@ from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.head_numbers import draw_numbers
 from vitsee_core.figures.head_tiles import draw_grid
 from vitsee_core.figures.image_figure import draw_images
+from vitsee_core.figures.sink_figure import draw_sinks
 from vitsee_core.plotting import styled
 from vitsee_core.progress import counting
 from vitsee_core.provenance import Provenance
@@ -71,7 +75,7 @@ NEEDS = ("attention",)
 
 
 NUMBERS = {"prefix-mass": "prefix_mass", "entropy": "entropy"}
-KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy")
+KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy", "sink")
 SPREAD = ("value", "std", "low", "high", "n_images")
 MAP_COLUMNS = (*SITE, "row", "col", "head", "metric", "value", "n_images")
 ROLLOUT_COLUMNS = (*SITE, "row", "col", "head", "metric", *SPREAD)
@@ -101,10 +105,10 @@ def run(
 ) -> Table:
     """One row per cell of a head's map, or one per head; without `kind` those of single images.
 
-    Columns: `MAP_COLUMNS`, `ROLLOUT_COLUMNS` or `NUMBER_COLUMNS`; `image_maps.COLUMNS` for single
-    images. `row`, `col`: the key's cell, for `aligned` the signed offset; `metric`: the kind, with
-    `_coverage` or `_no_residual`. The `site` of a rollout is the block it starts from. NaN: no
-    image is left.
+    Columns: `MAP_COLUMNS`, `ROLLOUT_COLUMNS` or `NUMBER_COLUMNS`; `sinks.COLUMNS` for `sink`, which
+    has several metrics; `image_maps.COLUMNS` for single images. `row`, `col`: the key's cell, for
+    `aligned` the signed offset; `metric`: the kind, with `_coverage` or `_no_residual`. The `site`
+    of a rollout is the block it starts from. NaN: no image is left.
 
     Args:
         stores: with attention summaries; those without are left out where others have them.
@@ -192,14 +196,18 @@ def _of_store(
         notes["interval"] = INTERVAL_METHOD
         return Table(_rollout_columns(store, block, summary, metric), notes)
     picked = check_heads(store, blocks, heads)
+    if kind == "sink":
+        notes |= {"interval": INTERVAL_METHOD, "threshold": sinks.THRESHOLD}
+        found = sinks.sink_rows(store, blocks, picked, chosen, execution)
+        return Table.from_rows(found, sinks.COLUMNS, notes)
     if kind in NUMBERS:
         notes["interval"] = INTERVAL_METHOD
         return _numbers(store, blocks, picked, NUMBERS[kind], chosen, execution, notes)
     if kind == "mean-cls":
         check_class_token(store, blocks, "take --kind mean-spatial")
-    found = _means(store, blocks, picked, kind, coverage, chosen, execution)
+    maps = _means(store, blocks, picked, kind, coverage, chosen, execution)
     metric = kind.replace("-", "_") + ("_coverage" if coverage else "")
-    columns = [map_columns(store, *entry, metric) for entry in found]
+    columns = [map_columns(store, *entry, metric) for entry in maps]
     return Table({name: np.concatenate([c[name] for c in columns]) for name in MAP_COLUMNS}, notes)
 
 
@@ -298,8 +306,8 @@ def _numbers(
 @styled
 def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
     """A grid of maps, layers in rows and heads in columns, each token grid of a model separately;
-    for single images their pictures, maps and rollouts; for one number per head, the heads against
-    depth. From the table alone (a single image's picture is in its notes).
+    for single images their pictures, maps and rollouts; for one number per head, or sinks, the
+    heads against depth. From the table alone (a single image's picture is in its notes).
 
     Args:
         table: from `run`.
@@ -308,8 +316,10 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
         coverage: draw `aligned` corrected for coverage, whatever the table has: otherwise uniform
             attention shows a bright centre, the number of pairs of patches at each offset.
     """
-    if "token" in table.columns:
+    if "image" in table.columns:
         return draw_images(table, scale)
+    if "token" in table.columns:
+        return draw_sinks(table)
     if "row" not in table.columns:
         return draw_numbers(table)
     metric = str(table["metric"][0])

@@ -40,7 +40,7 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
     "--kind",
     type=click.Choice(attn_map.KINDS),
     help="What to map: means over images (aligned: by offset from the query), or one number per "
-    "head (prefix-mass, entropy).  [default: none, with --image]",
+    "head (prefix-mass, entropy), or attention sinks (several).  [default: none, with --image]",
 )
 @click.option(
     "--image",
@@ -106,18 +106,23 @@ def command(
     rollout (Dosovitskiy et al. 2021, Figs. 6, 13), or one number per head, in seconds, from the
     summaries that extract stores by default. With --image, single images: the picture, the heads'
     maps and the rollout over it, from a store of extract --attention full or recomputed with the
-    store's model.
+    store's model. --kind sink: how much the most attended token gets (1: its even share), in how
+    many images more than ten times that and at which kind of token, and the mutual information of
+    queries and keys (0: all attend alike).
 
     \b
       $ vitsee attn-map b16.zarr --kind mean-cls -o cls.csv --png cls.png
       $ vitsee attn-map b16.zarr --kind aligned --scale head --png aligned.png > aligned.csv
       $ vitsee attn-map b16.zarr --kind entropy --sites blocks.-1
+      $ vitsee attn-map b16.zarr --kind sink -o sink.csv --png sink.png
       $ vitsee attn-map b16.zarr --image 0 --image 7 --query 3,5 --png images.png > images.csv
 
     Columns: store, model, site and block (the block), depth, rel_depth, row and col (of the key;
     the signed offset key minus query for aligned), head, metric, value, n_images; std and the 95 %
-    interval low, high over images where there is one number per head, or a rollout. Single images
-    have columns image and token (the query: cls, mean or ROW,COL) in place of n_images.
+    interval low, high over images where there are numbers per head, or a rollout. Sinks have the
+    metrics sink_max, sink_median (with --attention rows), sink_share (token: all kinds where empty)
+    and qk_nmi. Single images have columns image and token (the query: cls, mean or ROW,COL) in
+    place of n_images.
     """
     if (parameters["kind"] is None) == (not parameters["image"]):
         raise click.UsageError("give either --kind or --image")
