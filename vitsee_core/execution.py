@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from vitsee_core.machine import memory_bytes
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.progress import SILENT, Progress, Tally
 from vitsee_core.streaming import A, Map, Rows, choose_rows, fold
 from vitsee_stores import Store
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +27,8 @@ class Execution:
     images: so many of each store, see `choose_rows`; all by default. seed: of everything random.
     jobs: slabs (or probes, masks) worked on at a time. memory: bytes to stay within, a quarter of
     the machine's by default. device: "auto" (a GPU if there is one), "cpu", "cuda", ... map:
-    spreads the work on slabs in place of `jobs` threads, see `fold`. progress: receives how far the
-    work is.
+    spreads the work over processes in place of `jobs` threads, see `dask_map`. progress: receives
+    how far the work is.
     """
 
     images: int | None = None
@@ -71,6 +75,53 @@ class Execution:
             map=self.map,
             progress=self.progress,
         )
+
+    def spread(
+        self, work: Callable[[Execution, T], R], items: Iterable[T], *, unit: str = ""
+    ) -> Iterator[R]:
+        """`work(execution, item)` of every item, in their order: here, one after the other, with
+        this execution; where there is a `map`, by its processes, with one of one thread there,
+        whose progress is passed on.
+
+        Args:
+            work: to be pickled with what it holds, and to return what is small.
+            items: what it takes.
+            unit: where `work` starts and stops progress itself, which another process cannot: of
+                what items are counted instead.
+        """
+        if self.map is None:
+            yield from (work(self, item) for item in items)
+            return
+        items = list(items)
+        alone = _Alone(work, replace(self, jobs=1, memory=self._share, map=None, progress=SILENT))
+        if unit:
+            self.progress.start(len(items), unit=unit)
+        try:
+            for result, tally in self.map(alone, items):
+                self.progress.advance(1 if unit else tally.count, tally.size_bytes)
+                yield result
+        finally:
+            if unit:
+                self.progress.stop()
+
+    @property
+    def _share(self) -> int:
+        """Bytes for each of the processes of `map`, which may be this machine's."""
+        return self.budget // int(getattr(self.map, "processes", 1))
+
+
+@dataclass(frozen=True)
+class _Alone(Generic[T, R]):
+    """`work` in another process, and how far it says it came."""
+
+    work: Callable[[Execution, T], R]
+    execution: Execution
+
+    def __call__(self, item: T) -> tuple[R, Tally]:
+        tally = Tally()
+        # Its machine may be smaller than the one where the budget was chosen.
+        budget = min(self.execution.budget, memory_bytes() // 2)
+        return self.work(replace(self.execution, memory=budget, progress=tally), item), tally
 
 
 DEFAULT = Execution()

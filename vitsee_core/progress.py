@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -35,6 +37,21 @@ class Silent:
 
 
 SILENT = Silent()
+_counting = threading.Lock()  # one for all: a Tally is pickled
+
+
+@dataclass
+class Tally(Silent):
+    """Adds up what is advanced, for whoever reports it elsewhere."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        """Count."""
+        with _counting:
+            self.count += count
+            self.size_bytes += size_bytes
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -24,9 +23,8 @@ from numpy.typing import NDArray
 
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.types import Mask
-from vitsee_stores import Slab, Store, open_store, require_paired
+from vitsee_stores import Slab, Store, require_paired
 from vitsee_stores.errors import StoreMismatch, VitseeError
-from vitsee_stores.url import Place
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -257,42 +255,16 @@ class _Fill(Generic[A]):
 
 
 @dataclass(frozen=True)
-class _Address:
-    place: Place
-    label: str
-    partial: bool
-    store_id: str
-
-
 class _SlabWork(Generic[R]):
-    """`work` on one slab. Pickled, it carries the stores' addresses in place of the stores."""
+    """`work` on one slab of the stores."""
 
-    def __init__(self, stores: tuple[Store, ...], work: Callable[..., R]) -> None:
-        self._stores: tuple[Store, ...] | None = stores
-        self._work = work
-        self._addresses = tuple(
-            # Absolute: a worker may have another working folder.
-            _Address(s.place.absolute(), s.label, not s.complete, s.manifest.store_id)
-            for s in stores
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stores": None}
+    stores: tuple[Store, ...]
+    work: Callable[..., R]
 
     def __call__(self, item: tuple[slice, Mask]) -> R:
         rows, counted = item
-        stores = self._stores or tuple(_reopen(address) for address in self._addresses)
-        pieces = (Piece(s, rows.start // s.plan.slab, rows, counted) for s in stores)
-        return self._work(*pieces)
-
-
-@lru_cache(maxsize=8)
-def _reopen(address: _Address) -> Store:
-    """A worker process opens each store once."""
-    store = open_store(address.place, allow_partial=address.partial, label=address.label)
-    if store.manifest.store_id != address.store_id:
-        raise StoreMismatch(f"{address.place} was replaced by another store during the work")
-    return store
+        pieces = (Piece(s, rows.start // s.plan.slab, rows, counted) for s in self.stores)
+        return self.work(*pieces)
 
 
 def thread_map(jobs: int) -> Map:

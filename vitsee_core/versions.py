@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 STORE_PACKAGES = ("vitsee", "torch", "timm", "zarr", "numpy", "pillow")
 RESULT_PACKAGES = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplotlib")
+# What processes that work together must share, and what decides their last digits.
+SAME, SIMILAR = ("python", "vitsee", "dask", "distributed"), ("numpy", "scipy", "torch")
 DECODERS = ("pillow", "libjpeg", "timm")
 
 
@@ -22,6 +24,12 @@ def store_versions() -> dict[str, str]:
 def result_versions() -> dict[str, str]:
     """Of Python and the packages that make a table or a figure; none of them is imported."""
     return _installed(RESULT_PACKAGES)
+
+
+def worker_versions() -> dict[str, str]:
+    """Of `SAME` and `SIMILAR`; of Python the minor version."""
+    found = _installed((*SAME[1:], *SIMILAR))
+    return found | {"python": found["python"].rpartition(".")[0]}
 
 
 def _installed(packages: Iterable[str]) -> dict[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,6 +21,22 @@ if TYPE_CHECKING:
     from vitsee_core.results import Table
 
 
+@contextmanager
+def spread_over(dask: str | None) -> Iterator[dict[str, Any]]:
+    """The keyword `map` of an analysis, where a cluster does the work.
+
+    Raises:
+        VitseeError: there is no such cluster.
+    """
+    if dask is None:
+        yield {}
+        return
+    from vitsee_core.dask_map import dask_map
+
+    with dask_map(dask) as over_workers:
+        yield {"map": over_workers}
+
+
 def run_analysis(
     run: Callable[..., Table],
     plot: Callable[[Table], Figure] | None,
@@ -28,6 +45,7 @@ def run_analysis(
     *,
     allow_partial: bool = False,
     resumes: str = "",
+    dask: str | None = None,
     **parameters: Any,
 ) -> None:
     """Open the stores, compute, write: `run(*stores, **parameters)` to `outputs`.
@@ -39,6 +57,7 @@ def run_analysis(
         outputs: from `options.output_options`; refused before the work if they exist.
         allow_partial: from `options.allow_partial_option`.
         resumes: what is kept where the command is stopped, so that repeating it goes on.
+        dask: from `options.dask_option`, the cluster that does the work.
         parameters: all that decides the result; they go into the sidecar.
 
     Raises:
@@ -56,7 +75,8 @@ def run_analysis(
         click.get_current_context().meta[console.RESUMES] = resumes
     opened = options.open_stores(stores, allow_partial=allow_partial)
     progress = console.Reporter(click.get_current_context().info_name or "vitsee")
-    table = run(*opened, **parameters, progress=progress)
+    with spread_over(dask) as own:
+        table = run(*opened, **parameters, **own, progress=progress)
     sidecar = describe_run(
         opened,
         command=console.command_line(),

@@ -8,7 +8,8 @@ An option of one command alone is declared in that command. The others:
                                         replicates_option
                         what to read    sites_option, blocks_option, side_option, tokens_option,
                                         images_option, metric_option
-                        how to work     seed_option, device_option, memory_option, jobs_option
+                        how to work     seed_option, device_option, memory_option, jobs_option,
+                                        dask_option
     model_options       a model         model_options, weight_options, recompute_options
     data_options        images          data_options, recompute_data_option
     extraction_options  what extract    store_output_option, keep_options, ablate_skip_option,
@@ -36,6 +37,7 @@ from vitsee_cli import console
 from vitsee_cli.values import (
     SEED,
     StorePath,
+    parse_dask,
     parse_device,
     parse_output,
     parse_path,
@@ -370,4 +372,12 @@ jobs_option = click.option(
     default=machine.n_cores,
     show_default="the cores of this process",
     help="Slabs to work on at a time; the result does not depend on it.",
+)
+
+dask_option = click.option(
+    "--dask",
+    metavar="ADDRESS|local:N",
+    type=parse_dask,
+    help="Spread the work over the workers of a Dask cluster, as tcp://HOST:8786, or over N "
+    "processes of this machine; the result does not depend on it.  [default: this process]",
 )

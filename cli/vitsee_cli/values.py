@@ -224,6 +224,17 @@ def parse_device(text: str) -> str:
     return text
 
 
+def parse_dask(text: str) -> str:
+    """`local:N`, or a scheduler's address; whether anyone answers there is seen later."""
+    from vitsee_core.dask_map import DaskError, parse_address
+
+    try:
+        parse_address(text)
+    except DaskError as error:
+        raise click.BadParameter(str(error)) from None
+    return text
+
+
 def parse_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
     """Comma-separated finite numbers: one for all channels, or one each of red, green, blue."""
     if isinstance(text, tuple):

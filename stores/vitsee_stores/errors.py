@@ -1,8 +1,23 @@
 """Errors that a user can cause or mend; each message is one line for the terminal."""
 
+from __future__ import annotations
+
+from typing import Any, Self
+
 
 class VitseeError(Exception):
-    """Root of all errors shown without a traceback: what was found, expected, and what to run."""
+    """Root of all errors shown without a traceback: what was found, expected, and what to run.
+    Another process' are raised here as they are, whatever their constructors take."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self)._again, (self.args, self.__dict__)
+
+    @classmethod
+    def _again(cls, arguments: tuple[Any, ...], state: dict[str, Any]) -> Self:
+        error = cls.__new__(cls, *arguments)
+        error.args = arguments
+        error.__dict__.update(state)
+        return error
 
 
 class StoreError(VitseeError):

@@ -19,19 +19,24 @@
     ...     sums += slab.acts("blocks.3.out", "patches")[slab.valid].sum(0, dtype="f8")
 
 Rows of unreadable images have `valid` False and hold NaN: leave them out.
+
+A store that is pickled is its address: whoever unpickles it opens it there again, once.
 """
 
 from __future__ import annotations
 
+import copyreg
 import os
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from vitsee_stores import metadata
-from vitsee_stores.errors import IncompleteStore
+from vitsee_stores.errors import IncompleteStore, StoreMismatch
 from vitsee_stores.places import files_at
 from vitsee_stores.store import Store
-from vitsee_stores.url import Url
+from vitsee_stores.url import Place, Url
 
 
 def open_store(
@@ -65,3 +70,28 @@ def open_store(
         if not committed.any():
             raise IncompleteStore(f"{done} (repeat the vitsee extract command to go on)")
     return Store(files, manifest, committed, complete, label)
+
+
+def _address(store: Store) -> tuple[Any, ...]:
+    """How a store is pickled. Absolute: another process may have another working folder."""
+    committed = None if store.complete else np.packbits(store.committed).tobytes()
+    return _at, (store.place.absolute(), store.label, store.manifest.store_id, committed)
+
+
+@lru_cache(maxsize=16)
+def _at(place: Place, label: str, store_id: str, committed: bytes | None) -> Store:
+    """The store that was pickled; of an unfinished one the slabs that were committed then.
+
+    Raises:
+        StoreMismatch: another one is there now.
+    """
+    store = open_store(place, allow_partial=committed is not None, label=label)
+    if store.manifest.store_id != store_id:
+        raise StoreMismatch(f"{place} was replaced by another store during the work")
+    if committed is None:
+        return store
+    then = np.unpackbits(np.frombuffer(committed, np.uint8), count=store.n_slabs).astype(bool)
+    return Store(store.files, store.manifest, then, False, label)
+
+
+copyreg.pickle(Store, _address)

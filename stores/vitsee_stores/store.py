@@ -30,7 +30,7 @@ from vitsee_stores.url import folder_of
 
 
 class Store(StoreSites):
-    """A store opened for reading; see `open_store`. It can be pickled.
+    """A store opened for reading; see `open_store`. Pickled, it is its address.
 
     committed: (slabs,) which slabs can be read. Rows of the others read as NaN, 0 and not valid,
     and `slabs()` leaves them out. place: its folder or URL.

@@ -87,6 +87,7 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
 @options.seed_option
 @recompute_options
 @options.jobs_option
+@options.dask_option
 @options.memory_option
 @options.allow_partial_option
 def command(

@@ -46,6 +46,7 @@ QUESTION = SIMILARITY
 @options.images_option
 @options.seed_option
 @gram_options
+@options.dask_option
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
     """Compare local and global heads with another model.

@@ -63,6 +63,7 @@ QUESTION = KNOWLEDGE
 @options.images_option
 @options.seed_option
 @options.jobs_option
+@options.dask_option
 @options.memory_option
 @options.allow_partial_option
 def command(

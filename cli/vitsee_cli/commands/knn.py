@@ -64,6 +64,7 @@ QUESTION = KNOWLEDGE
 @options.seed_option
 @options.device_option
 @options.jobs_option
+@options.dask_option
 @options.memory_option
 @options.allow_partial_option
 def command(

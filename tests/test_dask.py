@@ -1,0 +1,281 @@
+"""`--dask`: the work of every command on a cluster's workers, and what goes wrong with clusters."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.attention_maps import layout, random_attention
+from tests.attention_maps import write as write_heads
+from tests.tables import equal
+from vitsee_cli.main import CommandGroup, main
+from vitsee_core import dask_map as module
+from vitsee_core.analyses import attn_dist
+from vitsee_core.dask_map import DaskError, DaskMap, dask_map, parse_address
+from vitsee_core.execution import Execution
+from vitsee_core.machine import n_cores
+from vitsee_core.progress import Tally
+from vitsee_core.similarity.gram_file import DamagedGram
+from vitsee_core.versions import worker_versions
+from vitsee_stores.errors import MissingInput, VitseeError
+
+distributed = pytest.importorskip("distributed")
+
+# Commands that compute nothing from stores, or hand out what they hold.
+WITHOUT = {"best-layer", "demo", "export", "extract", "info", "models", "plot", "sites", "validate"}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[DaskMap]:
+    """Two worker processes."""
+    with dask_map("local:2") as made:
+        yield made
+
+
+def address(made: DaskMap) -> str:
+    return str(made.client.scheduler.address)
+
+
+def invoke(*arguments: Any) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def commands() -> list[str]:
+    assert isinstance(main, CommandGroup)
+    return main.list_commands(click.Context(main))
+
+
+# What workers run: named, as they are unpickled there.
+
+
+def squared(x: int) -> int:
+    time.sleep(0.01 * (x == 0))
+    return x * x
+
+
+def refused(path: Path, x: int) -> int:
+    if x == 2:
+        raise DamagedGram(path, 3, "cut short")
+    return x
+
+
+def counted(execution: Execution, n: int) -> tuple[int, int, int | None]:
+    import logging
+
+    execution.progress.advance(n, 2 * n)
+    logging.getLogger("vitsee_core.tests").info("seen %d", n)
+    return n, execution.jobs, execution.memory
+
+
+def killed_once(folder: Path, x: int) -> int:
+    if x == 3 and not (folder / "killed").exists():
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def always_killed(x: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing_twice(folder: Path, x: int) -> int:
+    """As what reads over a network may."""
+    tried = len(list(folder.glob("tried*")))
+    (folder / f"tried{tried}").touch()
+    if tried < 2:
+        raise ConnectionError("once more")
+    return x
+
+
+def long_bytes(data: bytes, x: int) -> tuple[int, int]:
+    return len(data), x
+
+
+def tasks(dask_scheduler: Any) -> list[str]:
+    return [key for key in dask_scheduler.tasks if key.startswith("vitsee")]
+
+
+# ------------------------------------------------------------------------------------- the map
+
+
+def test_results_come_in_order_and_a_bounded_number_ahead(two: DaskMap) -> None:
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for k in range(40):
+            taken.append(k)
+            yield k
+
+    results = two(squared, items())
+    first = [next(iter(results)) for _ in range(1)]
+    assert len(taken) <= 4 * 2 + 1
+    assert first + list(results) == [k * k for k in range(40)]
+
+
+def test_a_large_function_goes_once(two: DaskMap) -> None:
+    data = os.urandom(1 << 20)
+    sent = two.sent
+    assert list(two(partial(long_bytes, data), range(20))) == [(1 << 20, k) for k in range(20)]
+    assert two.sent - sent < 1.1 * (1 << 20)
+
+
+def test_a_users_mistake_is_the_very_error(two: DaskMap, tmp_path: Path) -> None:
+    with pytest.raises(DamagedGram, match=r"x.tiles is cut short \(tile 3\)$") as caught:
+        list(two(partial(refused, tmp_path / "x.tiles"), range(5)))
+    assert caught.value.path == tmp_path / "x.tiles"
+
+
+def test_errors_travel_whatever_their_constructors_take() -> None:
+    for error in (DamagedGram(Path("a"), 1, "gone"), MissingInput("no residuals"), VitseeError()):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and str(again) == str(error)
+        assert again.__dict__ == error.__dict__
+
+
+def test_what_is_nobodys_mistake_is_tried_again(two: DaskMap, tmp_path: Path) -> None:
+    assert list(two(partial(failing_twice, tmp_path), [7])) == [7]
+    assert len(list(tmp_path.glob("tried*"))) == 3
+
+
+def test_a_lost_workers_work_is_done_again(two: DaskMap, tmp_path: Path) -> None:
+    assert list(two(partial(killed_once, tmp_path), range(12))) == list(range(12))
+    assert (tmp_path / "killed").exists()
+
+
+def test_work_that_ends_every_worker(two: DaskMap) -> None:
+    with pytest.raises(DaskError, match="one piece of the work ended 4 workers"):
+        list(two(always_killed, [0]))
+
+
+def test_what_is_left_is_cancelled(two: DaskMap) -> None:
+    before = set(two.client.run_on_scheduler(tasks))
+    results = iter(two(squared, range(100)))
+    next(results)
+    results.close()  # type: ignore[attr-defined]
+    for _ in range(100):
+        if not (left := set(two.client.run_on_scheduler(tasks)) - before):
+            break
+        time.sleep(0.1)
+    assert not left
+
+
+def test_spread_passes_progress_and_remarks_on(
+    two: DaskMap, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = Tally()
+    execution = Execution(memory=1 << 20, jobs=5, map=two, progress=seen)
+    with caplog.at_level("INFO", "vitsee_core"):
+        found = list(execution.spread(counted, [3, 4]))
+    # One thread each, and half of the budget: the workers share this machine.
+    assert found == [(3, 1, 1 << 19), (4, 1, 1 << 19)]
+    assert (seen.count, seen.size_bytes) == (7, 14)
+    assert [record.getMessage() for record in caplog.records] == ["seen 3", "seen 4"]
+    alone = Execution(memory=1 << 20, jobs=5, progress=(here := Tally()))
+    assert list(alone.spread(counted, [3, 4])) == [(3, 5, 1 << 20), (4, 5, 1 << 20)]
+    assert here.count == 7
+
+
+def test_a_fold_is_equal_to_the_bit_and_moves_little(two: DaskMap, tmp_path: Path) -> None:
+    store = write_heads(tmp_path / "a.zarr", [random_attention(layout(), 48, (2, 2))], slab=8)
+    sent, received = two.sent, two.received
+    found, expected = attn_dist.run(store, map=two), attn_dist.run(store)
+    assert equal(found, expected)
+    assert two.sent - sent < 20_000 and two.received - received < 50_000
+
+
+# ---------------------------------------------------------------------------------- the cluster
+
+
+def test_addresses() -> None:
+    assert parse_address("local:3") == 3 and parse_address("local") == n_cores()
+    for text in ("tcp://10.0.0.7:8786", "tls://[::1]:1", "node7.cluster:8786", "localhost:1"):
+        assert parse_address(text) == text
+    for text in ("local:0", "local:x", "node7", "", "tcp://", "local:-1", "http//x:y"):
+        with pytest.raises(DaskError, match="expected local:N, or a scheduler's address"):
+            parse_address(text)
+
+
+def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.5)
+    write_heads(tmp_path / "a.zarr", [random_attention(layout(), 8, (2, 2))])
+    result = invoke("attn-dist", tmp_path / "a.zarr", "--dask", "tcp://127.0.0.1:1")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "attn-dist: no Dask scheduler answers at tcp://127.0.0.1:1" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_bad_address_is_a_bad_option(tmp_path: Path) -> None:
+    result = invoke("attn-dist", tmp_path / "a.zarr", "--dask", "local:none")
+    assert result.exit_code == 2 and "expected local:N" in result.stderr
+
+
+def test_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.5)
+    cluster = distributed.LocalCluster(n_workers=0, host="127.0.0.1", dashboard_address=":0")
+    with (
+        cluster,
+        pytest.raises(DaskError, match="has no workers; start some"),
+        dask_map(cluster.scheduler_address),
+    ):
+        pass
+
+
+def test_other_versions() -> None:
+    ours = worker_versions()
+    asked: list[Any] = []
+
+    class Client:
+        def run(self, function: Any, on_error: str) -> dict[str, Any]:
+            asked.append(on_error)
+            return answers
+
+    answers: dict[str, Any] = {"tcp://w:1": {**ours, "vitsee": "0.0.1", "numpy": "1.0"}}
+    with pytest.raises(DaskError, match=r"w:1 has vitsee 0\.0\.1, numpy 1\.0; here: vitsee"):
+        module._check_versions(Client(), "tcp://s:1")
+    answers = {"tcp://w:1": ModuleNotFoundError("No module named 'vitsee_core'")}
+    with pytest.raises(DaskError, match=r"cannot run vitsee .*No module named 'vitsee_core'"):
+        module._check_versions(Client(), "tcp://s:1")
+    answers = {"tcp://w:1": {**ours, "numpy": "1.0"}}
+    module._check_versions(Client(), "tcp://s:1")
+    assert asked == ["return"] * 3
+
+
+def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    line = r"run: pip install 'vitsee\[dask\]'"
+    with pytest.raises(DaskError, match=line), dask_map("local:1"):
+        pass
+
+
+# --------------------------------------------------------------------------------- the commands
+
+
+@pytest.mark.parametrize("name", sorted(set(commands()) - WITHOUT))
+def test_every_command_takes_it(name: str) -> None:
+    assert isinstance(main, CommandGroup)
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    assert "--dask" in {option for p in command.params for option in p.opts}
+
+
+def test_a_mistake_on_a_worker_is_one_line(two: DaskMap, tmp_path: Path) -> None:
+    """A chunk that is damaged is found by the worker that reads it."""
+    path = tmp_path / "a.zarr"
+    write_heads(path, [random_attention(layout(), 48, (2, 2))], slab=8)
+    chunk = next((path / "attention" / "distance_px").glob("c.3*"))
+    chunk.write_bytes(chunk.read_bytes()[:-9] + bytes(9))
+    result = invoke("attn-dist", path, "--dask", address(two))
+    assert result.exit_code == 1 and result.stdout == ""
+    last = result.stderr.rstrip("\n").splitlines()[-1]
+    assert last.startswith("vitsee attn-dist: ") and "damaged" in last

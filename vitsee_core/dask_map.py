@@ -1,0 +1,346 @@
+"""A `map` over the workers of a Dask cluster, for `Execution.map`: `--dask` of every command.
+
+    with dask_map("local:4") as map:
+        table = cka.run("a.zarr", "b.zarr", map=map)
+
+What is sent is a function, once per worker as far as it is large, and one small item per task; what
+comes back is small too: workers read stores and write Gram matrices and slabs themselves. Results
+come in the items' order, a bounded number of them before they are taken, so that what is added up
+is added in the same order as by one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import pickle
+import re
+import secrets
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+from vitsee_core.machine import counted, human_bytes, n_cores
+from vitsee_core.versions import SAME, worker_versions
+from vitsee_stores.errors import VitseeError
+
+R = TypeVar("R")
+
+PACKAGES = ("vitsee_core", "vitsee_stores")  # whose log lines come back from workers
+WAIT_SECONDS = 10.0  # for a scheduler's answer, and for its first worker
+RETRIES = 2  # of a task whose error is nobody's mistake
+LARGE = 1 << 16  # bytes of a function that goes to each worker once, not with every task
+AHEAD = 4  # tasks for each thread of the workers, running, waiting or not yet taken
+
+log = logging.getLogger(__name__)
+
+
+class DaskError(VitseeError):
+    """No cluster, or none that can do this work."""
+
+
+class DaskMap:
+    """As the builtin `map`, done by the workers of a cluster.
+
+    client: of the cluster. processes: how many of its workers share this machine's memory, 1 where
+    they are elsewhere. sent, received: bytes of functions with their items, and of results, so far.
+    """
+
+    def __init__(self, client: Any, processes: int = 1) -> None:
+        self.client, self.processes = client, processes
+        self.sent = self.received = 0
+        self._threads, self._asked = 0, 0.0
+
+    def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
+        """`function` of each item, in their order.
+
+        Raises:
+            VitseeError: a task raised it; or the cluster is gone.
+        """
+        import cloudpickle
+
+        work = cloudpickle.dumps(function)
+        name = f"vitsee-{hashlib.sha256(work).hexdigest()[:8]}-{secrets.token_hex(3)}"
+        self.sent += len(work)
+        given = self._held(work, name) if len(work) > LARGE else work
+        waiting: deque[Any] = deque()
+        try:
+            for k, item in enumerate(items):
+                data = pickle.dumps(item, protocol=5)
+                self.sent += len(data) + (len(work) if given is work else 0)
+                waiting.append(
+                    self.client.submit(_done, given, data, key=f"{name}-{k}", retries=RETRIES)
+                )
+                while len(waiting) >= AHEAD * self.n_threads():
+                    yield self._result(waiting.popleft())
+            while waiting:
+                yield self._result(waiting.popleft())
+        finally:
+            if waiting:
+                with contextlib.suppress(Exception):  # the first error is the one to be shown
+                    self.client.cancel(list(waiting), force=True)
+
+    def n_threads(self) -> int:
+        """Tasks that the cluster can do at a time, as of the last second; at least 1."""
+        if time.monotonic() - self._asked > 1.0:
+            with _one_line("the Dask cluster was lost"):
+                self._threads = sum(self.client.nthreads().values())
+            self._asked = time.monotonic()
+        return max(1, self._threads)
+
+    def n_workers(self) -> int:
+        """Workers that the cluster has now."""
+        return len(self.client.nthreads())
+
+    def _held(self, work: bytes, name: str) -> Any:
+        """A future of `work`, which the scheduler gives a worker again that lost it."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sending large graph", UserWarning)
+            return self.client.submit(bytes, work, key=f"{name}-work", retries=RETRIES)
+
+    def _result(self, future: Any) -> Any:
+        warned = False
+        with _one_line("the Dask cluster was lost"):
+            while True:
+                try:
+                    data = future.result(timeout=2.0)
+                    break
+                except TimeoutError:
+                    if future.status == "error":
+                        raise
+                    if not warned and not self.client.nthreads():
+                        log.warning("the Dask cluster has no workers left: waiting for new ones")
+                        warned = True
+        self.received += len(data)
+        done: _Done = pickle.loads(data)
+        for name, level, line in done.lines:
+            logging.getLogger(name).log(level, "%s", line)
+        if done.error is not None:
+            raise done.error
+        return done.result
+
+
+class _Done(NamedTuple):
+    """What comes back from a worker: a result or a user's mistake, and what was logged."""
+
+    result: Any
+    error: VitseeError | None
+    lines: list[tuple[str, int, str]]
+
+
+def _done(work: bytes, item: bytes) -> bytes:
+    """On a worker: the pickled `_Done` of a pickled function and item."""
+    result, error = None, None
+    with _lines() as lines:
+        try:
+            result = _function(work)(pickle.loads(item))
+        except VitseeError as mistake:  # no other worker will do better
+            error = mistake.with_traceback(None)
+    return pickle.dumps(_Done(result, error, lines), protocol=5)
+
+
+@lru_cache(maxsize=4)
+def _function(work: bytes) -> Callable[[Any], Any]:
+    found: Callable[[Any], Any] = pickle.loads(work)
+    return found
+
+
+class _Kept(logging.Handler):
+    """Keeps what the thread that made it logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[str, int, str]] = []
+        self._thread = threading.get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._thread:
+            self.lines.append((record.name, record.levelno, record.getMessage()))
+
+
+@contextmanager
+def _lines() -> Iterator[list[tuple[str, int, str]]]:
+    kept = _Kept()
+    loggers = [logging.getLogger(name) for name in PACKAGES]
+    for logger in loggers:
+        if logger.getEffectiveLevel() > logging.INFO:
+            logger.setLevel(logging.INFO)
+        logger.addHandler(kept)
+    try:
+        yield kept.lines
+    finally:
+        for logger in loggers:
+            logger.removeHandler(kept)
+
+
+# ---------------------------------------------------------------- the cluster
+
+
+def parse_address(text: str) -> str | int:
+    """The address of a scheduler, or the number of processes of `local:N`.
+
+    Raises:
+        DaskError: neither.
+    """
+    if text == "local":
+        return n_cores()
+    if match := re.fullmatch(r"local:([1-9]\d{0,3})", text):
+        return int(match[1])
+    if re.fullmatch(r"([a-z]+://)?[\w.\[\]:-]*[\w\]]:\d+", text) and not text.startswith("local:"):
+        return text
+    raise DaskError(f"{text!r}; expected local:N, or a scheduler's address as tcp://HOST:8786")
+
+
+@contextmanager
+def dask_map(address: str) -> Iterator[DaskMap]:
+    """A map over the workers of the cluster at `address`, or over N processes of this machine that
+    `local:N` starts and stops.
+
+    Raises:
+        DaskError: the package is missing, nobody answers there, or there are no workers, or other
+            versions of vitsee, Python or Dask.
+    """
+    where = parse_address(address)
+    try:
+        import distributed
+    except ImportError:
+        raise DaskError(
+            "--dask needs the package distributed; run: pip install 'vitsee[dask]'"
+        ) from None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", category=distributed.versions.VersionMismatchWarning)
+        stack.enter_context(_quiet())
+        if isinstance(where, int):
+            cluster = stack.enter_context(_local(where))
+            client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
+            made = DaskMap(client, where)
+        else:
+            with _one_line(f"no Dask scheduler answers at {where}"):
+                client = distributed.Client(where, timeout=WAIT_SECONDS, set_as_default=False)
+            stack.enter_context(client)
+            made = DaskMap(client)
+        _wait_for_workers(made, address)
+        _check_versions(client, address)
+        log.info(
+            "Dask at %s: %s of %s",
+            *(address, counted(made.n_workers(), "workers")),
+            counted(made.n_threads(), "threads"),
+        )
+        yield made
+        log.debug(
+            "to the workers went %s, from them came %s",
+            *(human_bytes(made.sent), human_bytes(made.received)),
+        )
+
+
+@contextmanager
+def _local(processes: int) -> Iterator[Any]:
+    """Processes of one thread each, which share this one's cores."""
+    import dask
+    import distributed
+
+    cores = str(max(1, n_cores() // processes))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    config = {
+        "distributed.worker.daemon": False,  # a task may start processes of its own
+        # Memory is bounded by what the work takes; nobody is to be killed for a page cache.
+        "distributed.worker.memory.terminate": False,
+        "distributed.worker.memory.pause": False,
+    }
+    with (
+        dask.config.set(config),
+        distributed.LocalCluster(
+            n_workers=processes,
+            threads_per_worker=1,
+            processes=True,
+            host="127.0.0.1",
+            dashboard_address=None,
+            memory_limit=0,
+            silence_logs=logging.CRITICAL,
+            env={name: os.environ.get(name, cores) for name in names},
+        ) as cluster,
+    ):
+        yield cluster
+
+
+def _wait_for_workers(made: DaskMap, address: str) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    with _one_line(f"the Dask scheduler at {address} does not answer"):
+        while not made.n_workers():
+            if time.monotonic() > until:
+                raise DaskError(
+                    f"the Dask scheduler at {address} has no workers; start some (cluster.scale, "
+                    "dask worker) and repeat the command"
+                )
+            time.sleep(0.1)
+
+
+def _check_versions(client: Any, address: str) -> None:
+    ours = worker_versions()
+    with _one_line(f"the Dask workers at {address} cannot be asked for their versions"):
+        answers: Mapping[str, Any] = client.run(worker_versions, on_error="return")
+    remedy = "start workers from the same environment"
+    for worker, theirs in answers.items():
+        if not isinstance(theirs, dict):
+            raise DaskError(
+                f"the Dask worker at {worker} cannot run vitsee ({_said(theirs)}); {remedy}"
+            )
+        other = [name for name in ours if theirs.get(name) != ours[name]]
+        if not other:
+            continue
+        there, here = (
+            ", ".join(f"{name} {of.get(name, 'missing')}" for name in other)
+            for of in (theirs, ours)
+        )
+        line = f"the Dask worker at {worker} has {there}; here: {here}"
+        if {*other} & {*SAME}:
+            raise DaskError(f"{line} ({remedy})")
+        log.warning("%s: results may differ in their last digits", line)
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Dask's own errors as one line.
+
+    Raises:
+        DaskError: `what`, and Dask's word for it.
+    """
+    from distributed import KilledWorker
+    from distributed.client import FutureCancelledError
+    from distributed.comm.core import CommClosedError
+
+    try:
+        yield
+    except KilledWorker as error:
+        raise DaskError(
+            f"one piece of the work ended {counted(error.allowed_failures + 1, 'workers')} (out of "
+            "memory? their logs say more); give workers more memory, or take a smaller --memory"
+        ) from None
+    except (FutureCancelledError, CommClosedError, TimeoutError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DaskError(f"{what} ({_said(error)})") from None
+
+
+def _said(error: object) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")[:200]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Dask's own log lines are for those who look for them."""
+    logger = logging.getLogger("distributed")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
