@@ -62,16 +62,16 @@ def estimator_options(*presets: str) -> Decorator:
     )
 
 
-def pair_options(command: Any) -> Any:
+def pair_options(default_tokens: str | None = "all", show_default: str | None = None) -> Decorator:
     """Which sites of which stores meet, and by which tokens: `sites`, `sites_a`, `sites_b`,
-    `tokens`, `pairs`, `pair_by`."""
-    return apply(
+    `tokens` (by default one word, or what `show_default` describes), `pairs`, `pair_by`."""
+    return lambda command: apply(
         command,
         (
             sites_option(show_default="blocks"),
             side_option("a", "the rows"),
             side_option("b", "the columns"),
-            tokens_option("all", FEATURE_TOKENS),
+            tokens_option(default_tokens, FEATURE_TOKENS, show_default=show_default),
             click.option(
                 "--pairs",
                 type=click.Choice(PAIRS),

@@ -40,6 +40,7 @@ from vitsee_core.measures import (
     Rsa,
     Svcca,
     calibration,
+    platonic,
 )
 from vitsee_core.measures.comparing import Compared, compare_all
 from vitsee_core.measures.grams import grams_of
@@ -63,6 +64,7 @@ NEEDS = ("sites",)
 MEASURES = ("mutual-knn", "cknna", "rsa", "procrustes", "svcca", "gulp", "ridge-r2", "cka")
 NEIGHBOURS = ("mutual_knn", "cknna")
 RDMS = ("pearson", "euclidean")
+PRESETS = (platonic.NAME,)
 COLUMNS = (*PAIR, "k", *VALUES, *NULL, "n_images")
 INTERVAL = (
     "delete-a-block jackknife over images: std its standard error, low and high value -+ t(0.975, "
@@ -93,9 +95,10 @@ def run(
     sites: Sequence[str] = (),
     sites_a: Sequence[str] = (),
     sites_b: Sequence[str] = (),
-    tokens: str = "all",
+    tokens: str | None = None,
     pairs: str = "all",
     pair_by: str = "image",
+    preset: str | None = None,
     cache: Path | None = None,
     no_cache: bool = False,
     execution: Execution = DEFAULT,
@@ -115,12 +118,14 @@ def run(
         ridge: of gulp, in units of the total variance.
         variance: share of it that svcca's components have.
         calibrate: permutations of the images; None: no calibration.
-        sites: selectors, by default `blocks`.
+        sites: selectors, by default `blocks`, or those of the preset.
         sites_a: of the rows, in place of `sites`.
         sites_b: of the columns, in place of `sites`.
-        tokens: the tokens whose channels are an image's features; see `Representation`.
+        tokens: the tokens whose channels are an image's features, see `Representation`; by default
+            "all", or those of the preset.
         pairs: "all", "same-depth" or "branch".
         pair_by: "image", or "id" for other pictures of the same ids.
+        preset: "platonic", see `measures.platonic`; what is given beside it wins.
         cache: folder for Gram matrices; by default beside each store.
         no_cache: keep none.
         execution: which images, and what the work may use; see `Execution`.
@@ -136,17 +141,22 @@ def run(
         raise VitseeError(
             f"{calibrate} permutations give no 5 % threshold; expected {calibration.LEAST} and more"
         )
+    if preset not in (None, *PRESETS):
+        raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+    if preset and not (sites_a and sites_b):
+        sites = sites or platonic.SITES
+    tokens = tokens or (platonic.TOKENS if preset else "all")
     chosen = choose_pairs(stores, sites, sites_a, sites_b, pairs)
     sides = [*chosen.rows, *(chosen.cols or ())]
-    rows, cols = (
-        None if side is None else [Representation(store, site, tokens) for store, site in side]
-        for side in (chosen.rows, chosen.cols)
-    )
+    compared = [Representation(store, site, tokens) for store, site in sides]
+    if preset:
+        compared = platonic.without_outliers(compared, execution, pair_by)
+    n_rows = len(chosen.rows)
     found: list[dict[str, Any]] = []
     remarks: list[str] = []
     with grams_of(
-        rows or [],
-        cols,
+        compared[:n_rows],
+        None if chosen.cols is None else compared[n_rows:],
         images=execution.images,
         seed=execution.seed,
         options=GramOptions(cache, not no_cache, execution.device, execution.memory),
@@ -155,9 +165,9 @@ def run(
     ) as grams:
         for one in measures:
             places = numbered_pairs(chosen, both=not one.symmetric)
-            compared = compare_all(grams, one, places, permutations=calibrate or 0)
-            remarks += compared.remarks
-            found += _rows(one, sides, places, compared)
+            result = compare_all(grams, one, places, permutations=calibrate or 0)
+            remarks += result.remarks
+            found += _rows(one, sides, places, result)
         notes = dict(grams.notes)
     for remark in remarks:
         log.warning("%s", remark)
@@ -167,6 +177,13 @@ def run(
         **({"calibration": f"{calibrate} {calibration.METHOD}"} if calibrate else {}),
         "remarks": [*notes.get("remarks", ()), *remarks],
     }
+    if not preset:
+        return Table.from_rows(found, COLUMNS, notes)
+    notes["preset"] = f"{preset}: {platonic.SOURCE}"
+    notes["outliers"] = {one.store.label: one.clamp for one in compared}
+    notes["alignment"] = platonic.alignments(Table.from_rows(found, COLUMNS))
+    for line in notes["alignment"]:
+        log.info("%s", line)
     return Table.from_rows(found, COLUMNS, notes)
 
 

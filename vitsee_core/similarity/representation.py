@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vitsee_core.features import FeatureMatrix, SiteFeatures
+from vitsee_core.features.clamped import clamped
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.token_selection import TokenSelection
 
@@ -26,6 +27,7 @@ class Representation:
         site: one of its sites, an alias too.
         tokens: "all", "patches", "cls", "prefix", "mean", "mean-all", "first", "rest", "ROW,COL".
         channels: of every token, these channels only.
+        clamp: values beyond -clamp and clamp are cut off; None: all are as they are.
 
     Raises:
         MissingInput: the store keeps neither these tokens nor within-slab Gram blocks of them.
@@ -36,6 +38,7 @@ class Representation:
     site: SiteSpec
     tokens: str = "all"
     channels: slice | None = None
+    clamp: float | None = None
 
     def __post_init__(self) -> None:
         if not self.has_blocks_only:
@@ -55,6 +58,7 @@ class Representation:
             and site.tokens != "all"
             and self.tokens == "all"
             and self.channels is None
+            and self.clamp is None
             and self.store.has(f"grams/{site.name}/all")
         )
 
@@ -63,6 +67,7 @@ class Representation:
         """The matrix, read when its strips are."""
         chosen = SiteFeatures(self.store, self.stored, TokenSelection.parse(self.tokens))
         try:
-            return chosen.matrix(self.channels)
+            matrix = chosen.matrix(self.channels)
         except MissingInput as error:
             raise MissingInput(f"{error}, or with --grams where all tokens are compared") from None
+        return matrix if self.clamp is None else clamped(matrix, self.clamp)

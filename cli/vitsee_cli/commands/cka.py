@@ -25,7 +25,7 @@ QUESTION = SIMILARITY
 @options.stores_argument
 @options.output_options
 @options.replicates_option
-@pair_options
+@pair_options()
 @estimator_options(*PRESETS)
 @options.images_option
 @options.seed_option

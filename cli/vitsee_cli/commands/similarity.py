@@ -12,7 +12,7 @@ from vitsee_cli.sections import SIMILARITY
 from vitsee_cli.similarity_options import gram_options, pair_options
 from vitsee_cli.values import FiniteRange
 from vitsee_core.analyses import similarity
-from vitsee_core.analyses.similarity import MEASURES, RDMS
+from vitsee_core.analyses.similarity import MEASURES, PRESETS, RDMS
 from vitsee_core.measures.calibration import LEAST
 
 if TYPE_CHECKING:
@@ -63,7 +63,13 @@ QUESTION = SIMILARITY
     type=FiniteRange(min=0, min_open=True, max=1),
     help="What the principal components that svcca compares have of it.",
 )
-@pair_options
+@pair_options(None, "all; cls with --preset platonic")
+@click.option(
+    "--preset",
+    type=click.Choice(PRESETS),
+    help="platonic: class tokens of all blocks without outliers, the largest value over pairs of "
+    "layers (Huh et al. 2024); options given beside it win.  [default: none]",
+)
 @options.images_option
 @options.seed_option
 @gram_options
@@ -84,6 +90,7 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
       $ vitsee similarity a.zarr b.zarr -o knn.csv --png knn.png
       $ vitsee similarity a.zarr --measure rsa --measure gulp --png two.png > two.csv
       $ vitsee similarity a.zarr b.zarr --pairs same-depth --calibrate 200 --png null.png > null.csv
+      $ vitsee similarity dino.zarr mae.zarr --preset platonic --calibrate 200 -o platonic.csv
 
     Columns: store_a, model_a, site_a, block_a, depth_a, rel_depth_a, the same with _b, k, metric
     (mutual_knn, ...), value, std, low, high, spread (what std is), null_mean, tau (5 % threshold),
