@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.every_command import write_everything
 from vitsee_cli import console
 from vitsee_stores import StoreWriter
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
@@ -148,6 +149,14 @@ def tiny_stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int
         return path
 
     return written
+
+
+@pytest.fixture(scope="session")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `every_command.write_everything`, to read from."""
+    folder = tmp_path_factory.mktemp("everything")
+    write_everything(folder)
+    return folder
 
 
 @pytest.fixture

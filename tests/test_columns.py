@@ -7,16 +7,13 @@ import importlib
 import io
 import pkgutil
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-from click.testing import CliRunner
-from PIL import Image
 
 import vitsee_core.analyses
-from vitsee_cli.main import main
+from tests.every_command import TABLES, vitsee
 from vitsee_core.columns import block_of_sublayer
 
 # Written out anew, as a reader of the documentation has them.
@@ -25,71 +22,6 @@ PAIR = [f"{name}_a" for name in SITE] + [f"{name}_b" for name in SITE]
 ABOUT = ["token", "row", "col", "head", "class", "query", "video", "object", "segment"]
 VALUES = ["metric", "value", "std", "low", "high", "spread"]
 NULL = ["null_mean", "tau", "p", "p_family", "calibrated"]
-VIT = ["vit.zarr"]
-TABLES = {
-    "attn-dist": [VIT],
-    "attn-map": [
-        [*VIT, "--kind", "mean-cls"],
-        [*VIT, "--kind", "rollout"],
-        [*VIT, "--kind", "entropy"],
-        [*VIT, "--image", "0", "--query", "0,1"],
-    ],
-    "best-layer": [["knn.csv"]],
-    "cka": [VIT, [*VIT, "cnn.zarr"]],
-    "cka-heads": [[*VIT, "cnn.zarr"]],
-    "cluster": [[*VIT, "--k", "2"]],
-    "erf": [VIT],
-    "head-types": [VIT],
-    "knn": [["train.zarr", *VIT, "--k", "3", "--per-class"]],
-    "localize": [VIT, [*VIT, "--summary", "token"], [*VIT, "--summary", "site"]],
-    "norms": [VIT, ["cnn.zarr"]],
-    "lens": [["cnn.zarr", "--patches"]],
-    "normratio": [VIT, ["cnn.zarr"]],
-    "probe": [["train.zarr", *VIT, "--tokens", "each", "--per-class"]],
-    "saliency": [[*VIT, "--masks", "masks"]],
-    "spatial": [[*VIT, "cnn.zarr"]],
-    "spectrum": [[*VIT, "cnn.zarr"], [*VIT, "--tokens", "all"]],
-    "weights": [VIT],
-}
-
-
-def vitsee(*args: object) -> str:
-    result = CliRunner().invoke(main, [*map(str, args)])
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Stores of two small models with everything that the commands read, and masks."""
-    path = tmp_path_factory.mktemp("columns")
-    rng = np.random.default_rng(0)
-    for i in range(8):
-        of_class = f"class{i % 2}/{i}.png"
-        for name, split in (("data", 0), ("other", 1)):
-            file = path / name / of_class
-            file.parent.mkdir(parents=True, exist_ok=True)
-            pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-            Image.fromarray(pixels // (1 + split)).save(file)
-        mask = path / "masks" / of_class
-        mask.parent.mkdir(parents=True, exist_ok=True)
-        square = np.zeros((32, 32), np.uint8)
-        square[:16, :20] = 1
-        Image.fromarray(square).save(mask)
-    vit = ["test_vit", "--random-init", "0", "--img-size", "32", "--model-arg", "patch_size=8"]
-    cnn = ["test_resnet", "--random-init", "0", "--img-size", "32"]
-    all_of_it = ["--sites", "all", "--inputs", "--erf", "4", "--slab", "4"]
-    runs = {
-        "vit.zarr": [*vit, *all_of_it, "--attention", "full", "--data", path / "data"],
-        "cnn.zarr": [*cnn, "--data", path / "data"],
-        "train.zarr": [*vit, "--data", path / "other"],
-    }
-    for name, args in runs.items():
-        vitsee("extract", *args, "-o", path / name)
-    vitsee("knn", path / "train.zarr", path / "vit.zarr", "--k", "3", "-o", path / "knn.csv")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        yield path
 
 
 def in_order(names: Sequence[str]) -> list[str]:
@@ -123,8 +55,8 @@ def test_every_analysis_names_its_columns_in_order(what: str, columns: tuple[str
 
 
 @pytest.mark.parametrize("command", TABLES)
-@pytest.mark.usefixtures("folder")
-def test_one_grammar(command: str) -> None:
+def test_one_grammar(command: str, everything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(everything)
     for args in TABLES[command]:
         rows = list(csv.DictReader(io.StringIO(vitsee(command, *args))))
         names = list(rows[0])
@@ -147,8 +79,8 @@ def check_blocks(row: dict[str, str]) -> None:
         assert row[f"model{side}"] in ("test_vit", "test_resnet")
 
 
-def test_tables_join_on_store_and_block(folder: Path) -> None:
-    assert folder.is_dir()
+def test_tables_join_on_store_and_block(everything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(everything)
     tables = [
         {
             (row["store"], row["block"])

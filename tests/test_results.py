@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -105,6 +106,7 @@ def test_files_and_nothing_on_stdout(tmp_path: Path) -> None:
     assert (tmp_path / "r.png").read_bytes()[1:4] == b"PNG"
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert {*sidecar.pop("columns")} == {*table().columns}
+    assert sidecar.pop("sha256") == hashlib.sha256((tmp_path / "r.csv").read_bytes()).hexdigest()
     assert sidecar == {"command": ["vitsee"], "rows": 3, "notes": {"seed": 7}}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.csv", "r.csv.json", "r.png"]
 
@@ -263,7 +265,8 @@ def test_the_sidecar_says_what_columns_hold(tmp_path: Path) -> None:
     assert found["k"].tolist() == [3, None]
     assert np.isnan(found["l2"][0]) and found["l2"][1] == 0.5
     kinds = json.loads((tmp_path / "r.csv.json").read_text())["columns"]
-    assert kinds["k"] == "integer" and kinds["l2"] == "number" and kinds["empty"] == "text"
+    assert kinds["k"] == "integer" and kinds["l2"] == "number" and kinds["empty"] == "empty"
+    assert found["empty"].tolist() == [None, None]
     (tmp_path / "r.csv.json").unlink()
     assert Table.read(out)["type"].tolist() == [7, 8]  # inferred
     assert Table.read(out)["store"].tolist() == ["5", "6"]

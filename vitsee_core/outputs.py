@@ -7,6 +7,7 @@ figure to `write_results`.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import io
 import json
 import logging
@@ -87,7 +88,8 @@ def write_results(
     """Write the table to stdout, or to its file with the sidecar beside it, and the picture.
 
     Everything is made before the first file appears, so a failure leaves none behind. The sidecar
-    is what the caller gives, the table's notes and the number of rows.
+    is what the caller gives, the table's notes, what its columns hold, the number of rows and the
+    SHA-256 of the table's file.
 
     Args:
         table: the result.
@@ -103,11 +105,10 @@ def write_results(
     """
     check_outputs(outputs)
     files: dict[Path, bytes] = dict(more or {})
-    if outputs.sidecar is not None:
-        kinds = {name: kind_of(values) for name, values in table.columns.items()}
-        record = {**sidecar, "rows": len(table), "columns": kinds, "notes": table.notes}
-        record = plain_json(record)
-        files[outputs.sidecar] = (json.dumps(record, indent=2) + "\n").encode()
+    written = b""
+    if outputs.csv is not None and outputs.sidecar is not None:
+        written = table_bytes(table.columns, table_ending(outputs.csv, "-o"))
+        files[outputs.sidecar] = _sidecar(table, sidecar, written)
     if outputs.png is not None:
         ending = ending_of(outputs.png, FIGURE_ENDINGS, "--png")
         files[outputs.png] = figure_bytes(figure(), ending)
@@ -118,7 +119,7 @@ def write_results(
             files[outputs.replicates] = table_bytes(columns, ending)
         elif outputs.replicates is not None:
             log.warning("%s is not written: %s", outputs.replicates.name, NO_REPLICATES)
-        files[outputs.csv] = table_bytes(table.columns, ending)
+        files[outputs.csv] = written
     text = io.StringIO()
     if outputs.csv is None:
         table.to_csv(text)
@@ -126,6 +127,17 @@ def write_results(
     if outputs.csv is None:
         stdout.write(text.getvalue())
         stdout.flush()
+
+
+def _sidecar(table: Table, given: Mapping[str, Any], written: bytes) -> bytes:
+    """The sidecar of a table that is `written` so."""
+    own = {
+        "rows": len(table),
+        "columns": {name: kind_of(values) for name, values in table.columns.items()},
+        "sha256": hashlib.sha256(written).hexdigest(),
+        "notes": table.notes,
+    }
+    return (json.dumps(plain_json({**given, **own}), indent=2) + "\n").encode()
 
 
 def describe_run(

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import is_dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -107,12 +108,26 @@ def _literal(value: Any) -> Any:
     return value
 
 
+_SIZE: ContextVar[tuple[float, float] | None] = ContextVar("size", default=None)
+
+
+@contextmanager
+def figures_of_size(size: tuple[float, float] | None) -> Iterator[None]:
+    """While it lasts every new figure has this width and height in inches; None changes nothing."""
+    before = _SIZE.set(size)
+    try:
+        yield
+    finally:
+        _SIZE.reset(before)
+
+
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches; to be called below `styled`."""
+    """An empty figure of this size in inches, or that of `figures_of_size`; to be called below
+    `styled`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height))
+    figure = Figure(figsize=_SIZE.get() or (width, height))
     FigureCanvasAgg(figure)
     return figure
 
@@ -167,8 +182,8 @@ def legend_above_data(axes: Axes, columns: int, *, from_zero: bool = True) -> No
     axes.set_ylim(low, low + (high - low) / (1 - strip) if high > low else low + 1)
 
 
-def figure_bytes(figure: Figure, ending: str = ".png") -> bytes:
-    """The figure in the format of `ending`: .png (200 dots per inch), .svg or .pdf (text
+def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> bytes:
+    """The figure in the format of `ending`: .png (so many dots per inch), .svg or .pdf (text
     stays text). The same figure gives the same bytes: no date, no random names."""
     import matplotlib
 
@@ -182,7 +197,7 @@ def figure_bytes(figure: Figure, ending: str = ".png") -> bytes:
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     buffer = io.BytesIO()
     with matplotlib.rc_context(settings), _missing_letters():
-        figure.savefig(buffer, format=kind, dpi=DPI, metadata=undated.get(kind))
+        figure.savefig(buffer, format=kind, dpi=dpi, metadata=undated.get(kind))
     return buffer.getvalue()
 
 

@@ -5,10 +5,11 @@ Every analysis is `run(*stores, ...) -> Table` and `plot(Table) -> Figure`; `out
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -203,12 +204,14 @@ def _mapped_notes(value: Any, change: Callable[[str], str]) -> Any:
 @dataclass(frozen=True)
 class ResultFile:
     """A table that a command wrote. command: the command's name and sidecar: the content of
-    `r.csv.json`; "" and empty without that file."""
+    `r.csv.json`; "" and empty without that file. changed: the table is not the one that the sidecar
+    describes (False where it does not say)."""
 
     path: Path
     table: Table
     command: str
     sidecar: dict[str, Any]
+    changed: bool = False
 
     def has(self, columns: Sequence[str]) -> bool:
         """Whether the table has all these columns."""
@@ -235,22 +238,27 @@ def read_result(path: str | Path) -> ResultFile:
     """
     path = Path(path)
     sidecar = _sidecar(path)
-    return _read(path, sidecar, kinds_in(sidecar))
+    found = _read(path, sidecar, kinds_in(sidecar))
+    written = sidecar.get("sha256")
+    now = hashlib.sha256(path.read_bytes()).hexdigest()
+    return replace(found, changed=written is not None and written != now)
 
 
 def kinds_in(sidecar: Mapping[str, Any]) -> dict[str, str]:
-    """Column -> "text", "integer" or "number", as the sidecar says; nothing where it does not."""
+    """Column -> what `kind_of` says of it, as the sidecar says; nothing where it does not."""
     kinds = sidecar.get("columns")
     given = kinds.items() if isinstance(kinds, dict) else ()
     return {str(name): str(kind) for name, kind in given}
 
 
 def kind_of(values: NDArray[Any]) -> str:
-    """What a column holds: "text", "integer" or "number" (with empty cells, if any)."""
+    """What a column holds: "text", "integer" or "number" (with empty cells, if any), or "empty"."""
     if values.dtype.kind not in "OU":
         return {"f": "number", "i": "integer", "u": "integer"}.get(values.dtype.kind, "text")
     present = [value for value in values.tolist() if value is not None]
-    if not present or not all(type(value) in (int, float) for value in present):
+    if not present:
+        return "empty"
+    if not all(type(value) in (int, float) for value in present):
         return "text"
     return "integer" if all(type(value) is int for value in present) else "number"
 
@@ -308,10 +316,13 @@ def read_replicates(file: ResultFile) -> NDArray[np.float64]:
 
 
 def _typed(path: Path, name: str, cells: list[str], holds: str) -> NDArray[Any]:
-    text = holds == "text" or (not holds and name in TEXT)
-    numbers = holds in ("number", "integer") or (not holds and name in NUMBERS)
+    unsaid = holds in ("", "empty")
+    text = holds == "text" or (unsaid and name in TEXT)
+    numbers = holds in ("number", "integer") or (unsaid and name in NUMBERS)
     if text:
         return np.array(cells, object)
+    if holds == "empty" and not numbers and not any(cells):
+        return np.full(len(cells), None, object)
     if not any(cells):
         return np.full(len(cells), np.nan) if numbers else np.array(cells)
     for kind in (int, float):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,14 @@ def spread_over(dask: str | None) -> Iterator[dict[str, Any]]:
 
 def run_analysis(
     run: Callable[..., Table],
-    plot: Callable[[Table], Figure] | None,
+    plot: Callable[..., Figure] | None,
     stores: tuple[StorePath, ...],
     outputs: Outputs,
     *,
     allow_partial: bool = False,
     resumes: str = "",
     dask: str | None = None,
+    drawing: Mapping[str, Any] | None = None,
     **parameters: Any,
 ) -> None:
     """Open the stores, compute, write: `run(*stores, **parameters)` to `outputs`.
@@ -58,6 +59,7 @@ def run_analysis(
         allow_partial: from `options.allow_partial_option`.
         resumes: what is kept where the command is stopped, so that repeating it goes on.
         dask: from `options.dask_option`, the cluster that does the work.
+        drawing: keywords of `plot`; the sidecar keeps them for `vitsee plot`.
         parameters: all that decides the result; they go into the sidecar.
 
     Raises:
@@ -82,9 +84,11 @@ def run_analysis(
         command=console.command_line(),
         parameters={**parameters, "allow_partial": allow_partial},
     )
+    if drawing:
+        sidecar["figure"] = dict(drawing)
 
     def figure() -> Figure:
         assert plot is not None
-        return plot(table)
+        return plot(table, **(drawing or {}))
 
     write_results(table, outputs, figure=figure, sidecar=sidecar, stdout=sys.stdout)

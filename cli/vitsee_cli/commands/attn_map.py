@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,9 +128,10 @@ def command(
         raise click.UsageError("give either --kind or --image")
     run_analysis(
         attn_map.run,
-        partial(attn_map.plot, scale=scale, coverage=coverage is not False),
+        attn_map.plot,
         stores,
         outputs,
+        drawing={"scale": scale, "coverage": coverage is not False},
         coverage=bool(coverage),
         origin=Provenance(data, checkpoint, trust_store),
         **parameters,

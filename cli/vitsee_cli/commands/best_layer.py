@@ -103,7 +103,8 @@ def command(
     parameters = {"metrics": metrics, "paired": paired}
     sidecar = describe_run([], command=console.command_line(), parameters=parameters)
     sidecar["results"] = [
-        {"path": str(file.path.absolute()), "made_by": file.sidecar} for file in files
+        {"path": str(file.path.absolute()), "label": given.label, "made_by": file.sidecar}
+        for file, given in zip(files, results, strict=True)
     ]
     write_results(
         table,

@@ -96,7 +96,6 @@ def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters
                                    at a pixel
     """
 
-    draw = partial(weights.plot, scale=scale)
     found = [(text, _store(text)) for text in sources]
     names = [text for text, store in found if store is None]
     _check(names, {name: parameters[name] for name in _OF_MODELS})
@@ -104,7 +103,10 @@ def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters
     order = ["model" if store is None else "store" for _, store in found]
     stores = tuple(store for _, store in found if store is not None)
     models = [vars(_model(name, **given)) for name in names]
-    run_analysis(partial(_run, order), draw, stores, outputs, models=models, **parameters)
+    run_analysis(
+        partial(_run, order), weights.plot, stores, outputs, models=models,
+        drawing={"scale": scale}, **parameters,
+    )  # fmt: skip
 
 
 _OF_MODELS = ("checkpoint", "checkpoint_key", "random_init", "img_size", "model_args")

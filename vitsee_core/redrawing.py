@@ -1,0 +1,145 @@
+"""The figure of a result, drawn again from its table and sidecar, and changed to taste."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitsee_core import analyses
+from vitsee_core.figures.looks import Look
+from vitsee_core.plotting import figures_of_size
+from vitsee_core.results import ResultFile, Table, read_result
+from vitsee_core.table_sites import rows_of_sites
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
+
+WRITTEN = "expected a table that a vitsee command wrote with -o"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result whose analysis is known. file: the table and its sidecar; analysis: the module that
+    defines it, with its `plot`."""
+
+    file: ResultFile
+    analysis: ModuleType
+
+    @property
+    def command(self) -> str:
+        """The command's name."""
+        return self.file.command
+
+    def figure(self, table: Table | None = None, size: tuple[float, float] | None = None) -> Figure:
+        """The figure that the command draws, of the whole table or of some of its rows.
+
+        Raises:
+            VitseeError: the table was changed, and is nothing that the command draws any more.
+        """
+        keywords = self.file.sidecar.get("figure")
+        more: dict[str, Any] = dict(keywords) if isinstance(keywords, dict) else {}
+        if "results" in self.file.sidecar:
+            more |= {"files": self._inputs(), "metrics": self._parameter("metrics")}
+        drawn = self.file.table if table is None else table
+        try:
+            with figures_of_size(size):
+                figure: Figure = self.analysis.plot(drawn, **more)
+        except VitseeError:
+            raise
+        except Exception as error:
+            # A command's own table is always drawn: of one that is not, this is our bug.
+            if not self.file.changed and drawn is self.file.table and self.file.sidecar["rows"]:
+                raise
+            changed = " and was changed since" if self.file.changed else ""
+            rows = "these rows of it make" if drawn is not self.file.table else "it makes"
+            raise VitseeError(
+                f"{self.file.path} was written by vitsee {self.command}{changed}: {rows} no figure "
+                f"of that command ({type(error).__name__}: {error})"
+            ) from error
+        return figure
+
+    def _parameter(self, name: str) -> tuple[Any, ...]:
+        found = self.file.sidecar.get("parameters", {}).get(name) or ()
+        return tuple(found)
+
+    def _inputs(self) -> list[ResultFile]:
+        """The results that this one was made of, where they are now: as recorded, or beside it."""
+        paths, labels = [], []
+        for entry in self.file.sidecar["results"]:
+            recorded = Path(str(entry.get("path", "")))
+            places = (recorded, self.file.path.with_name(recorded.name))
+            place = next((path for path in places if path.is_file()), None)
+            if place is None:
+                raise VitseeError(
+                    f"{recorded} is gone, whose curves this figure shows; expected it there, or "
+                    f"beside {self.file.path}"
+                )
+            paths.append(place)
+            labels.append(str(entry.get("label", "")))
+        found: list[ResultFile] = self.analysis.read(paths, labels)
+        return found
+
+
+def open_result(path: str | Path) -> Result:
+    """The table in a file and the analysis that made it.
+
+    Raises:
+        VitseeError: no table, no sidecar beside it, or not of an analysis that draws figures.
+        OSError: it cannot be opened.
+    """
+    file = read_result(path)
+    beside = f"{file.path.name}.json"
+    if not file.sidecar:
+        raise VitseeError(
+            f"{file.path} has no sidecar {beside} beside it, which says whose figure it is; "
+            f"{WRITTEN}, together with its sidecar"
+        )
+    names = {module.name for module in pkgutil.iter_modules(analyses.__path__)}
+    name = file.command.replace("-", "_")
+    if "notes" not in file.sidecar or name not in names:
+        made_by = f"of vitsee {file.command}" if file.command else "of another program"
+        raise VitseeError(f"{file.path} is {made_by}, which draws no figure; {WRITTEN}")
+    lacks = [name for name in file.sidecar.get("columns", ()) if name not in file.table.columns]
+    if lacks:
+        raise VitseeError(
+            f"{file.path} lost columns since vitsee {file.command} wrote it: {', '.join(lacks)}"
+        )
+    if file.changed:
+        log.warning("%s was changed since vitsee %s wrote it", file.path, file.command)
+    return Result(file, importlib.import_module(f"{analyses.__name__}.{name}"))
+
+
+def redraw(
+    path: str | Path,
+    *,
+    sites: Sequence[str] = (),
+    size: tuple[float, float] | None = None,
+    look: Look | None = None,
+) -> Figure:
+    """The figure of a result file, as its command draws it, and then as `look` wants it.
+
+    Args:
+        path: of the table; its sidecar lies beside it.
+        sites: only the rows about these, see `rows_of_sites`.
+        size: width and height in inches; by default the command's choice.
+        look: theme, colours, range, title, axes; by default the command's.
+
+    Raises:
+        VitseeError: see `open_result`, `rows_of_sites` and `Look.put_on`; or no rows are left.
+        OSError: it cannot be opened.
+    """
+    result = open_result(path)
+    table = rows_of_sites(result.file.table, sites) if sites else result.file.table
+    figure = result.figure(table, size)
+    (look or Look()).put_on(figure)
+    return figure
