@@ -59,6 +59,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("attention",)
+READING = (
+    "Left, each line is one block: its heads, sorted by how far they attend on average. Right, "
+    "every dot is a head, against its block. Heads near 0 look at their neighbours, heads near "
+    "the dashed line (attention spread evenly) at the whole image. A model that has learnt to "
+    "look locally has some low heads in its first blocks; bands are 95 % intervals over images."
+)
+SOURCE = (
+    "Dosovitskiy et al. 2021, Figs. 7 right, 10; Raghu et al. 2021, Figs. 3, 4; Walmer et al. "
+    "2023, Figs. 4, 15"
+)
 
 METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
 COLUMNS = (

@@ -1,4 +1,6 @@
-"""The best layer of each model for each task, from result files (Walmer et al. 2023, Tables 1, 5).
+"""Best layers: which layer of each model is best for which task, from result files.
+
+Walmer et al. 2023, Tables 1, 5.
 
 A task is a metric of the result files: the command that wrote it, the metric, and where the file
 has them k, shots, class and (where it compares several) the token that stands for an image and the
@@ -45,6 +47,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS: tuple[str, ...] | None = None  # works on tables
+READING = (
+    "One panel per task: its score against relative depth, the best layer of each model as a "
+    "star, baselines dashed. The best layer of many is chosen on the same images that are "
+    "reported, so that its score is a little too high; the number of layers whose intervals "
+    "overlap it says how far it stands out."
+)
+SOURCE = "Walmer et al. 2023, Tables 1, 5; Kornblith et al. 2019"
 
 RESULT = ("store", "site", "depth", "metric", "value")
 AMONG = ("layers", "models")

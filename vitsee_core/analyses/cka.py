@@ -48,6 +48,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("sites",)
+READING = (
+    "Each cell compares two layers over the same images: 1 is the same representation up to "
+    "rotation and scale, 0 is none of it shared. Off the diagonal, a uniform square means that "
+    "layers hardly change what they represent (typical of ViTs); blocks along the diagonal are "
+    "stages (typical of CNNs)."
+)
+SOURCE = (
+    "Kornblith et al. 2019; Raghu et al. 2021, Figs. 1, 2, 8, 12; Walmer et al. 2023, Figs. 6, 19 "
+    "to 23"
+)
 COLUMNS = (*PAIR, *VALUES, "n_images")
 NUMBERS = {"value": "cka", "std": "std", "low": "low", "high": "high"}
 

@@ -1,4 +1,4 @@
-"""Which attention heads of the first block see like a CNN: the local ones, or the global ones.
+"""Heads and CNNs: whether the local or the global heads of the first block see like a CNN.
 
 The heads of one block are ordered by mean attention distance. The outputs of some of them (before
 the projection, all tokens, concatenated) are one representation, compared by CKA with the lower
@@ -50,6 +50,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("attention", "heads")
+READING = (
+    "Each point is a group of heads of one block: how far they attend, and how similar their "
+    "output is to the lowest layers of the other model. If similarity falls with distance, the "
+    "local heads are the ones that see as a CNN does."
+)
+SOURCE = "Raghu et al. 2021, Fig. 5"
 COLUMNS = (*PAIR, "heads", "distance_px", *VALUES, "n_images")
 ARROW = "\N{RIGHTWARDS ARROW}"
 LEGEND_ENTRIES = 10

@@ -55,6 +55,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("grid",)
+READING = (
+    "Top, which pixels the middle of each feature map responds to: the circle holds half of the "
+    "mass, the cross is its centre. Below, that circle's radius against depth. A ViT's field is "
+    "wide from the first block on, a CNN's grows; sites after a residual sum keep a peak of their "
+    "own place, branches do not."
+)
+SOURCE = "Luo et al. 2016; Raghu et al. 2021, Figs. 6, C.1 to C.4"
 
 
 RADII = {"radius50_px": 0.5, "radius90_px": 0.9}

@@ -61,6 +61,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("grid",)
+READING = (
+    "The share of keypoints found in another image of the class, against depth. Grey lines: a "
+    "guess at random, the same place in the image, and the nearest place that the grid of tokens "
+    "allows, above which no model can be. Intervals are over images, of which pairs are no "
+    "independent sample."
+)
+SOURCE = "Min et al. 2019 (SPair-71k); Walmer et al. 2023, Figs. 10 right, 31, Table 5"
 
 __all__ = ["ALPHAS", "CANDIDATES", "GROUPS", "MATCHES", "PRESETS", "THRESHOLDS", "plot", "run"]
 

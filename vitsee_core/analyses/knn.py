@@ -60,6 +60,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("sites",)
+READING = (
+    "The share of test images whose class their nearest training images vote for, against depth. "
+    "It shows how far a layer has sorted images by class without any training; a late rise says "
+    "that the class is made in the last blocks."
+)
+SOURCE = "Walmer et al. 2023, Figs. 9 left, 28; Caron et al. 2021"
 
 Pieces = Callable[[], Iterator[Float32]]
 

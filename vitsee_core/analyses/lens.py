@@ -50,6 +50,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("sites",)
+READING = (
+    "The model's own classifier applied to each block's tokens, as if the model ended there. A "
+    "low value does not say that a block knows nothing of the class, only that it does not write "
+    "it in the classifier's terms; probes tell the one from the other."
+)
+SOURCE = "nostalgebraist 2020; Vilas et al. 2023"
 
 OF_LABELS = ("lens_top1", "lens_rank")
 METRICS = ("lens_top1", "lens_agreement", "lens_rank")

@@ -79,6 +79,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("grid",)
+READING = (
+    "How similar one token's representation is to each patch of the input, over images. A bright "
+    "cell at the token's own place (framed) says that it still represents its patch; where it "
+    "fades, place has been given up for content."
+)
+SOURCE = "Raghu et al. 2021, Figs. 9, 10, D.1 to D.3"
 
 SUMMARIES = ("site", "token")
 COLUMNS = (*SITE, "token", "row", "col", *VALUES, "n_images")

@@ -74,6 +74,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("sites",)
+READING = (
+    "The lengths of tokens against depth, and how they are distributed. A second peak far above "
+    "the others are outlier tokens, which hold global information in place of their patch; "
+    "massive activations are single channels thousands of times above the median."
+)
+SOURCE = "Darcet et al. 2024, Figs. 3 to 5; Sun et al. 2024"
 
 OF_NORMS = ("norm", "norm_median", "outlier_share", "outlier_share_mad", "bimodality")
 OF_ACTIVATIONS = (

@@ -62,6 +62,15 @@ __all__ = ["plot", "run"]
 log = logging.getLogger(__name__)
 
 NEEDS = ("sites",)
+READING = (
+    "The share of test images that a linear map of one layer's tokens classifies right, against "
+    "depth; bands are 95 % intervals over test images. It shows what a layer knows of the class, "
+    "whether or not the model uses it."
+)
+SOURCE = (
+    "Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3; Dosovitskiy et al. 2021; Walmer et al. "
+    "2023, Table 6"
+)
 
 BASELINES = ("random",)
 COLUMNS = (

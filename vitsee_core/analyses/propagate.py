@@ -53,6 +53,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("grid",)
+READING = (
+    "Masks of a video's first frame carried to the later ones by the similarity of tokens, scored "
+    "as DAVIS does, against depth. Grey lines: the first mask left where it is, random tokens, "
+    "and what the grid of tokens allows; models on other grids are compared with their own "
+    "ceiling."
+)
+SOURCE = "Jabri et al. 2020; Caron et al. 2021; Walmer et al. 2023, Figs. 10 left, 30, Table 4"
 
 BASELINES = ("still", "grid", "random")
 COLUMNS = (

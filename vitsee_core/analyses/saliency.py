@@ -56,6 +56,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("attention",)
+READING = (
+    "How well the most attended tokens of each block's best head cover the objects. The dashed "
+    "lines are maps that ignore the image, such as its centre: only what lies above them has to "
+    "do with the objects."
+)
+SOURCE = "Walmer et al. 2023, Figs. 5, 16; Caron et al. 2021"
 
 COLUMNS = (
     *(*SITE, "token", "head", "best"),

@@ -1,4 +1,4 @@
-"""Similarity of representations by measures beyond CKA, with intervals and a null.
+"""Similarity beyond CKA: how alike layers are by other measures, with intervals and a null.
 
 Two sites are compared over the same images; an image's features are all chosen tokens' channels,
 flattened. Every measure is made of the Gram matrices that `vitsee cka` keeps:
@@ -61,6 +61,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("sites",)
+READING = (
+    "Similarity of layers by other measures than CKA, which weigh neighbours, angles or "
+    "predictions. Where they disagree, the conclusion is about the measure. With calibration, a "
+    "panel beside each shows what is left beyond chance."
+)
+SOURCE = (
+    "Huh et al. 2024; Kriegeskorte et al. 2008; Williams et al. 2021; Raghu et al. 2017; "
+    "Kornblith et al. 2019; Boix-Adsera et al. 2022"
+)
 MEASURES = ("mutual-knn", "cknna", "rsa", "procrustes", "svcca", "gulp", "ridge-r2", "cka")
 NEIGHBOURS = ("mutual_knn", "cknna")
 RDMS = ("pearson", "euclidean")

@@ -54,6 +54,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("grid",)
+READING = (
+    "Whether patches resemble their neighbours more than distant ones, whether all become alike, "
+    "which spatial frequencies stay, and how much of the variance is the image's, the position's, "
+    "or both. All patches alike (a mean cosine near 1) is oversmoothing."
+)
+SOURCE = "Singh et al. 2025; Park et al. 2023"
 
 OF_MASKS = "srss"
 METRICS = (*COSINES, OF_MASKS, "fourier_high", "fourier_radial", *SHARES)

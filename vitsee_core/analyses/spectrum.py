@@ -56,6 +56,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("sites",)
+READING = (
+    "How many directions a layer's features use, how fast their spectrum falls, and how far the "
+    "classes have collapsed to points. No number can exceed its cap, and all depend on the number "
+    "of images: halves (in the table) far from the whole say that more images would move it."
+)
+SOURCE = "Garrido et al. 2023; Papyan et al. 2020; Facco et al. 2017"
 
 OF_CLASSES = (*collapse.METRICS, collapse.FOURTH)
 METRICS = (*spectra.METRICS, "twonn", *OF_CLASSES)

@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS: tuple[str, ...] = ()
+READING = (
+    "What the weights alone show: principal components of the first layer's filters, and how each "
+    "patch's position embedding resembles all others. Learnt embeddings show rows and columns; "
+    "plausible filters look like waves and colours."
+)
+SOURCE = "Dosovitskiy et al. 2021, Figs. 7 left and centre, 9"
 
 
 WHAT = ("components", "filters", "positions")

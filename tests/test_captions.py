@@ -1,0 +1,34 @@
+"""What is said of every figure, beside the analysis that draws it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.every_command import TABLES
+from vitsee_core.analyses import attn_map
+from vitsee_core.captions import caption, captions
+from vitsee_core.results import Table
+
+CAPTIONS = captions()
+
+
+def test_every_analysis_has_one() -> None:
+    assert {*CAPTIONS} == {*TABLES}
+
+
+@pytest.mark.parametrize("command", CAPTIONS)
+def test_captions_are_whole_sentences_with_a_source(command: str) -> None:
+    one = CAPTIONS[command]
+    assert one.title and not one.title.endswith(".") and len(one.title) < 60
+    assert re.search(r"\b(19|20)\d\d\b", one.source), "a source has a year"
+    assert one.reading.endswith(".") and 60 < len(one.reading) < 500
+    assert "  " not in one.reading + one.source and "`" not in one.source
+
+
+def test_figures_of_several_kinds() -> None:
+    assert {*attn_map.READINGS} == {kind.replace("-", "_") for kind in attn_map.KINDS}
+    table = Table.from_rows([{"metric": "mean_cls"}], notes={"kind": "mean-cls"})
+    assert caption(attn_map, table).reading == attn_map.READINGS["mean_cls"]
+    assert caption(attn_map, Table.from_rows([{"metric": "x"}])).reading == attn_map.READING

@@ -1,0 +1,49 @@
+"""How to read an analysis' figure and where it comes from, as each analysis says beside itself.
+
+An analysis has `READING`, a few sentences on what its figure shows and what misleads in it, and
+`SOURCE`, the papers and figures. One of several kinds of figures has `READINGS` too, by the `kind`
+in its table's notes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from types import ModuleType
+
+from vitsee_core import analyses
+from vitsee_core.results import Table
+
+
+@dataclass(frozen=True)
+class Caption:
+    """title: the analysis in a few words; question: what it answers; reading, source: see above."""
+
+    title: str
+    question: str
+    reading: str
+    source: str
+
+
+def caption(analysis: ModuleType, table: Table | None = None) -> Caption:
+    """The caption of an analysis' figure, of this table where it has several kinds."""
+    first_line = (inspect.getdoc(analysis) or "").partition("\n\n")[0].replace("\n", " ")
+    title, colon, question = first_line.partition(": ")
+    reading: str = analysis.READING
+    if table is not None:
+        kind = str(table.notes.get("kind", "")).replace("-", "_")
+        reading = getattr(analysis, "READINGS", {}).get(kind, reading)
+    if not colon:
+        title, question = first_line.rstrip("."), ""
+    return Caption(title, question.rstrip(".").strip(), reading, analysis.SOURCE)
+
+
+def captions() -> dict[str, Caption]:
+    """Command -> the caption of its figure, of every analysis."""
+    names = [module.name for module in pkgutil.iter_modules(analyses.__path__)]
+    return {
+        name.replace("_", "-"): caption(importlib.import_module(f"{analyses.__name__}.{name}"))
+        for name in names
+    }
