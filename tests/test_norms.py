@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,13 @@ from vitsee_cli.main import main
 from vitsee_core.analyses.norms import METRICS, OF_ACTIVATIONS, OF_NORMS, plot, run
 from vitsee_core.results import Table
 from vitsee_core.statistics.moments import t_quantile
-from vitsee_core.statistics.outliers import bimodality, histogram
+from vitsee_core.statistics.outliers import (
+    bimodality,
+    histogram,
+    mad_threshold,
+    pooled_median,
+    share_above_mad,
+)
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -328,3 +335,41 @@ def test_the_command(tmp_path: Path) -> None:
     bad = CliRunner().invoke(main, ["norms", str(tmp_path / "a.zarr"), "--sites", "head"])
     assert (bad.exit_code, bad.stdout) == (1, "")
     assert "no site matches 'head'" in bad.stderr
+
+
+# ---------------------------------------------------------------- medians without a block
+
+
+def threshold_of(norms: Array) -> float:
+    middle = np.median(norms)
+    return float(middle + 6 * 1.4826 * np.median(np.abs(norms - middle)))
+
+
+@pytest.mark.parametrize(("n", "tokens", "blocks"), [(1, 1, 1), (5, 1, 5), (7, 2, 3), (41, 3, 20)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_medians_in_order_are_those_of_numpy(n: int, tokens: int, blocks: int, ties: bool) -> None:
+    rng = np.random.default_rng(n)
+    norms = rng.standard_cauchy((n, tokens)) ** 2
+    norms = np.round(norms) if ties else norms
+    labels = rng.permutation(np.arange(n) * blocks // n)
+    kept = [norms[labels != b] for b in range(blocks)]
+    assert mad_threshold(norms) == threshold_of(norms)
+    for found, one in (
+        (share_above_mad(norms, labels), lambda x: (x > threshold_of(x)).mean()),
+        (pooled_median(norms, labels), np.median),
+    ):
+        assert found[0] == one(norms)
+        expected = [one(x) if x.size else np.nan for x in kept]
+        np.testing.assert_array_equal(found[1], expected)
+
+
+@pytest.mark.parametrize("measure", [share_above_mad, pooled_median, bimodality])
+def test_what_norms_take_beside_them_is_bounded(measure: Any) -> None:
+    norms = np.random.default_rng(0).random((50_000, 20))
+    labels = np.arange(len(norms)) * 20 // len(norms)
+    measure(norms[:100], labels[:100])
+    tracemalloc.start()
+    measure(norms, labels)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3.5 * norms.nbytes  # once as many copies as blocks

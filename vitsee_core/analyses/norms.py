@@ -96,7 +96,8 @@ COLUMNS = (
 THRESHOLD = 150.0
 MASSIVE, MASSIVE_RATIO = 100.0, 1000.0
 # A token of an image: its norm, a copy for the median, and what is left of it without a block.
-BYTES_A_TOKEN = 8 * 4
+BYTES_A_TOKEN = 8 * 5
+PIECE_BYTES = 16 << 20  # of tokens whose means are computed at a time
 
 
 @analysis
@@ -116,7 +117,7 @@ def run(
     Norms in the units of the activations, shares from 0 to 1. NaN: no value (`value`), or fewer
     than two images (the others). The stores may have different images.
 
-    Memory: the norms of all tokens of one site, four times in float64; refused where that is more
+    Memory: the norms of all tokens of one site, five times in float64; refused where that is more
     than the memory.
 
     Args:
@@ -256,7 +257,7 @@ class _Site:
         use = self.execution
         options: dict[str, Any] = {"jobs": use.jobs, "map": use.map, "progress": use.progress}
         parts = each_slab(self.store, work, rows=self.rows, **options)
-        return TokenStatistics.joined(list(parts))
+        return TokenStatistics.joined(parts, self.n)
 
     def _of_norms(self, norms: Float, layout: TokenLayout) -> list[Cells]:
         kinds = places_of(layout, [word for word in self.tokens if word in KINDS])
@@ -266,7 +267,7 @@ class _Site:
         above_mad = norms > mad_threshold(body)
         rows: list[Cells] = []
         for place in kinds:
-            own = norms[:, place.members]
+            own = _columns(norms, place.members)
             rows.append(_about(place, "norm") | mean_cells(own.mean(1), self.labels))
             if "norm_median" in self.metrics:
                 median = jackknife_cells(*pooled_median(own, self.labels), self.n)
@@ -324,18 +325,29 @@ def _cut(row: Cells) -> Cells:
     return row | {name: value if row[name] == row[name] else np.nan for name, value in ends.items()}
 
 
+def _columns(norms: Float, members: Sequence[int]) -> Float:
+    """These tokens' norms; a view where they are side by side."""
+    first, last = members[0], members[-1]
+    if tuple(members) == tuple(range(first, last + 1)):
+        return norms[:, first : last + 1]
+    return norms[:, members]
+
+
 def _about(place: Place, metric: str) -> Cells:
     return {"token": place.token, "row": place.row, "col": place.col, "metric": metric}
 
 
 def _of_tokens(places: Sequence[Place], metric: str, values: Any, labels: Integers) -> list[Cells]:
-    """Means over images of single tokens."""
-    if not places:
-        return []
-    columns = [place.members[0] for place in places]
-    x = np.ascontiguousarray(values[:, columns].T, dtype=np.float64)
-    found = statistic(x, "mean", labels).estimates()
-    return [_about(place, metric) | cells_of(found, i) for i, place in enumerate(places)]
+    """Means over images of single tokens; of a few at a time, which need little memory."""
+    rows: list[Cells] = []
+    at_once = max(1, PIECE_BYTES // (8 * len(values)))
+    for first in range(0, len(places), at_once):
+        some = places[first : first + at_once]
+        columns = [place.members[0] for place in some]
+        x = np.ascontiguousarray(values[:, columns].T, dtype=np.float64)
+        found = statistic(x, "mean", labels).estimates()
+        rows += [_about(place, metric) | cells_of(found, i) for i, place in enumerate(some)]
+    return rows
 
 
 def _commonest(of_images: Integers) -> int:

@@ -2,48 +2,90 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections import Counter
+from collections.abc import Iterator
 
-from vitsee_core.statistics.image_statistics import statistic
+import numpy as np
+from numpy.typing import NDArray
+
 from vitsee_core.types import Float, Integers, Mask
 
 N_MAD = 6.0
 MAD_SCALE = 1.4826  # makes the median absolute deviation of a normal sample its sigma
 BINS_PER_OCTAVE = 8
+PIECE = 1 << 18  # norms worked on at a time
 
 
 def mad_threshold(norms: Float) -> float:
     """median + 6 x 1.4826 median(|x - median|) of all norms."""
-    middle = float(np.median(norms))
-    return middle + N_MAD * MAD_SCALE * float(np.median(np.abs(norms - middle)))
+    return _threshold(np.sort(norms, axis=None))
 
 
-def blocks_out(labels: Integers) -> list[Mask]:
+def blocks_out(labels: NDArray[np.integer]) -> Iterator[Mask]:
     """For each block of the jackknife, the images (images,) that are not in it."""
-    return [labels != b for b in range(int(labels.max()) + 1)]
+    return (labels != b for b in range(int(labels.max()) + 1))
 
 
 def share_above_mad(norms: Float, labels: Integers) -> tuple[float, Float]:
     """The share of norms above `mad_threshold`, and the same without each block of images,
-    threshold and share anew.
+    threshold and share anew; NaN where nothing is left.
+
+    Norms are put in order once, and stay so without a block: neither medians nor counts cost more
+    than leaving it out. Memory: beside the norms, three times as much.
 
     Args:
         norms: (images, tokens).
         labels: (images,).
     """
-    kept = [norms[keep] for keep in blocks_out(labels)]
-    return _share(norms), np.array([_share(x) if x.size else np.nan for x in kept])
+    values, blocks = _in_order(norms, labels)
+    return _share(values), np.array([_share(values[keep]) for keep in blocks_out(blocks)])
 
 
-def _share(norms: Float) -> float:
-    return float((norms > mad_threshold(norms)).mean())
+def _share(ascending: Float) -> float:
+    n = len(ascending)
+    if not n:
+        return np.nan
+    return float(n - np.searchsorted(ascending, _threshold(ascending), "right")) / n
+
+
+def _threshold(ascending: Float) -> float:
+    """`mad_threshold` of norms in ascending order."""
+    n, middle = len(ascending), _median(ascending)
+    deviations = [_nearest(ascending, middle, k + 1) for k in ((n - 1) // 2, n // 2)]
+    return middle + N_MAD * MAD_SCALE * sum(deviations) / 2
+
+
+def _nearest(ascending: Float, middle: float, k: int) -> float:
+    """The k-th smallest |x - middle|: the k nearest values stand side by side, from where a
+    bisection finds."""
+    low, high = 0, len(ascending) - k
+    while low < high:
+        at = (low + high) // 2
+        if middle - ascending[at] > ascending[at + k] - middle:
+            low = at + 1
+        else:
+            high = at
+    return float(max(middle - ascending[low], ascending[low + k - 1] - middle))
 
 
 def pooled_median(norms: Float, labels: Integers) -> tuple[float, Float]:
-    """The median over all tokens of all images, and the same without each block of images."""
-    of_tokens = np.repeat(labels, norms.shape[1])
-    found = statistic(norms.reshape(1, -1), "median", of_tokens)
-    return float(found.value[0]), found.trace[0]
+    """The median over all tokens of all images, and the same without each block of images; NaN
+    where nothing is left. Memory as of `share_above_mad`."""
+    values, blocks = _in_order(norms, labels)
+    return _median(values), np.array([_median(values[keep]) for keep in blocks_out(blocks)])
+
+
+def _median(ascending: Float) -> float:
+    n = len(ascending)
+    return float(ascending[(n - 1) // 2] + ascending[n // 2]) / 2 if n else np.nan
+
+
+def _in_order(norms: Float, labels: Integers) -> tuple[Float, NDArray[np.int32]]:
+    """All norms, ascending, and the block of each."""
+    order = np.argsort(norms, axis=None)
+    values = norms.ravel()[order]
+    order //= norms.shape[1]  # images
+    return values, labels.astype(np.int32)[order]
 
 
 def bimodality(norms: Float, labels: Integers) -> tuple[float, Float]:
@@ -55,15 +97,28 @@ def bimodality(norms: Float, labels: Integers) -> tuple[float, Float]:
         norms: (images, tokens).
         labels: (images,).
     """
+    # About the mean of all: power sums of few digits lost, whatever the unit.
+    n, total = np.concatenate([_powers(piece, 0.0)[:, :2] for piece in _pieces(norms)]).sum(0)
+    centre = total / n if n else 0.0
+    powers = np.concatenate([_powers(piece, centre) for piece in _pieces(norms)])
+    without = [_coefficient(powers[keep].sum(0)) for keep in blocks_out(labels)]
+    return _coefficient(powers.sum(0)), np.array(without)
+
+
+def _powers(norms: Float, centre: float) -> Float:
+    """(images, 5) how many norms of an image are above 0, and the sums over these of the first four
+    powers of their logarithms less `centre`."""
     with np.errstate(divide="ignore"):
         logs = np.log(norms)
     there = np.isfinite(logs)
-    # About the mean of all: power sums of few digits lost, whatever the unit.
-    centre = logs[there].mean() if there.any() else 0.0
     x = np.where(there, logs - centre, 0.0)
-    powers = np.stack([there.sum(1), *((x**p).sum(1) for p in range(1, 5))], 1)
-    without = [_coefficient(powers[keep].sum(0)) for keep in blocks_out(labels)]
-    return _coefficient(powers.sum(0)), np.array(without)
+    return np.stack([there.sum(1), *((x**p).sum(1) for p in range(1, 5))], 1)
+
+
+def _pieces(norms: Float) -> Iterator[Float]:
+    """A few images' norms at a time, which need little memory beside them."""
+    step = max(1, PIECE // norms.shape[1])
+    return (norms[at : at + step] for at in range(0, len(norms), step))
 
 
 def _coefficient(powers: Float) -> float:
@@ -83,10 +138,12 @@ def _coefficient(powers: Float) -> float:
 def histogram(norms: Float) -> list[tuple[float, float, float]]:
     """(from, to, share of the norms) for each bin that has any; bins are eighths of a factor of 2,
     the same for every site and model. Norms of 0 are in none."""
-    values = norms[norms > 0]
-    bins = np.floor(BINS_PER_OCTAVE * np.log2(values)).astype(np.int64)
-    found, counts = np.unique(bins, return_counts=True)
+    counts = Counter[int]()
+    for piece in _pieces(norms):
+        bins = np.floor(BINS_PER_OCTAVE * np.log2(piece[piece > 0])).astype(np.int64)
+        found, of_each = np.unique(bins, return_counts=True)
+        counts.update(dict(zip(found.tolist(), of_each.tolist(), strict=True)))
     return [
-        (2.0 ** (k / BINS_PER_OCTAVE), 2.0 ** ((k + 1) / BINS_PER_OCTAVE), count / norms.size)
-        for k, count in zip(found.tolist(), counts.tolist(), strict=True)
+        (2.0 ** (k / BINS_PER_OCTAVE), 2.0 ** ((k + 1) / BINS_PER_OCTAVE), counts[k] / norms.size)
+        for k in sorted(counts)
     ]

@@ -10,10 +10,12 @@ activation function (ResNet v1) or a norm is no sum, and needs the activations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitsee_core.statistics.skip_branch import ROUNDING
 from vitsee_core.types import Float, Float32, Integers
@@ -100,10 +102,19 @@ class TokenStatistics:
     neighbour_cos: Float
 
     @classmethod
-    def joined(cls, parts: list[TokenStatistics]) -> TokenStatistics:
-        """Of the images of several slabs."""
-        names = ("norms", "largest", "median", "channel", "token", "neighbour_cos")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    def joined(cls, parts: Iterable[TokenStatistics], n: int) -> TokenStatistics:
+        """Of `n` images of several slabs, which are never all in memory twice."""
+        whole: dict[str, NDArray[Any]] = {}
+        done = 0
+        for part in parts:
+            for field in fields(cls):
+                of_part = getattr(part, field.name)
+                if field.name not in whole:
+                    shape = (n if len(of_part) else 0, *of_part.shape[1:])
+                    whole[field.name] = np.empty(shape, of_part.dtype)
+                whole[field.name][done : done + len(of_part)] = of_part
+            done += len(part.norms)
+        return cls(**whole)
 
 
 @dataclass(frozen=True)
