@@ -18,6 +18,7 @@ from tests.manifests import edited
 from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_stores import describe
+from vitsee_stores.folder import Folder
 
 MakeStore = Callable[..., Path]
 
@@ -227,3 +228,27 @@ def test_imports_no_models_and_no_pictures(make_store: MakeStore) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_reads_each_slab_s_marker_once(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a million images there are thousands of them."""
+    names: list[str] = []
+    read, read_chunk = Folder.read, Folder.read_chunk
+
+    def count(self: Folder, name: str, limit: int) -> bytes:
+        names.append(name)
+        return read(self, name, limit)
+
+    def count_chunk(self: Folder, name: str, check: Callable[[int], None]) -> memoryview[int]:
+        names.append(name)
+        return read_chunk(self, name, check)
+
+    store = make_store()
+    monkeypatch.setattr(Folder, "read", count)
+    monkeypatch.setattr(Folder, "read_chunk", count_chunk)
+    assert describe(store)["n_slabs"] == 3
+    of_slabs = [f"{array}/c.{k}" for array in ("commits", "checksums", "n_valid") for k in range(3)]
+    expected = sorted(name if "n_valid" in name else f"{name}.0" for name in of_slabs)
+    assert sorted(names) == sorted([*expected, "samples/label/c.0", "zarr.json"])

@@ -24,6 +24,7 @@ from vitsee_core.labelled.labelled_rows import (
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 from vitsee_stores.layout import TokenLayout
+from vitsee_stores.manifest import decode_ids
 
 Array = NDArray[Any]
 
@@ -63,6 +64,23 @@ def test_only_readable_rows_with_a_label(tmp_path: Path) -> None:
         "left_out": {"invalid": 2, "unlabelled": 1},
         "chosen": "all",
     }
+
+
+def test_labels_alone_make_no_strings_of_a_million_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = write_labelled(tmp_path / "a.zarr", {"norm": np.zeros((3, 4))}, [0, 1, 1])
+    decoded: list[int] = []
+
+    def count(encoded: NDArray[np.uint8]) -> list[str]:
+        decoded.append(len(encoded))
+        return decode_ids(encoded)
+
+    monkeypatch.setattr("vitsee_stores.samples.decode_ids", count)
+    assert labelled_rows(store).labels.tolist() == [0, 1, 1]
+    assert decoded == []
+    assert store.samples.id.tolist() == ["0-0", "0-1", "0-2"]
+    assert decoded == [3]
 
 
 def test_the_first_rows_of_a_shuffled_store_and_a_split(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from vitsee_stores import metadata
 from vitsee_stores.claims import claims_of
 from vitsee_stores.errors import StoreError, Unreachable
@@ -27,7 +29,7 @@ def describe(
 ) -> dict[str, Any]:
     """Everything about a store that is no array, as JSON holds it; incomplete stores too.
 
-    Reads zarr.json, the labels and four small files a slab. `missing`: runs (first, last) of slabs
+    Reads zarr.json, the labels and three small files a slab. `missing`: runs (first, last) of slabs
     that are not committed, counted from 0; `claimed`: who claims to be making some of them.
     `n_valid` counts the readable images of the committed slabs; `size_bytes` is without
     compression, of the store when it is complete. `report` is called with the number of slabs
@@ -38,8 +40,8 @@ def describe(
     """
     files = files_at(path)
     manifest, complete = metadata.read_root(files)
-    plan, chunks = manifest.plan, SealedChunks(files, manifest)
     markers = metadata.read_markers(files, manifest)
+    plan, chunks = manifest.plan, SealedChunks(files, manifest, markers)
     sizes = n_bytes(plan)
     text: dict[str, Any] = manifest.to_json()
     return {
@@ -174,7 +176,8 @@ def _labels(chunks: SealedChunks, names: list[str] | None) -> list[dict[str, Any
         raise
     except StoreError:
         return None
-    counts = Counter(labels.tolist())
+    numbers, images = np.unique(labels, return_counts=True)
+    counts = dict(zip(numbers.tolist(), images.tolist(), strict=True))
     known = [label for label in sorted(counts) if label >= 0]
     named = {label: names[label] for label in known if names and label < len(names)}
     listed = [{"label": n, "name": named.get(n), "n_images": counts[n]} for n in known]

@@ -297,8 +297,8 @@ def samples_arrays(samples: Samples, manifest: Manifest) -> dict[str, NDArray[An
     }
 
 
-def samples_from_arrays(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> Samples:
-    """The samples that `samples_arrays` wrote.
+def check_samples(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> None:
+    """Refuse arrays that `samples_arrays` cannot have written.
 
     Raises:
         ValueError: a code of no split, a label below -1, or a box that is none.
@@ -314,12 +314,25 @@ def samples_from_arrays(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str
         empty = ~(boxes[:, :2] < boxes[:, 2:]).all(1) | ~np.isfinite(boxes).all(1)
         if (empty & ~whole).any():
             raise ValueError(f"the box {boxes[empty & ~whole][0].tolist()}")
-    ids = np.ascontiguousarray(arrays["samples/id"])
-    names = ids.view(f"S{ids.shape[1]}").ravel()
+
+
+def decode_ids(encoded: NDArray[np.uint8]) -> list[str]:
+    """The ids of `samples/id`, (images, bytes)."""
+    names = np.ascontiguousarray(encoded).view(f"S{encoded.shape[1]}").ravel()
+    return [name.decode("utf-8", "surrogateescape") for name in names.tolist()]
+
+
+def samples_from_arrays(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> Samples:
+    """The samples that `samples_arrays` wrote.
+
+    Raises:
+        ValueError: see `check_samples`.
+    """
+    check_samples(arrays, splits)
     return Samples(
         index=arrays["samples/index"],
-        ids=[name.decode("utf-8", "surrogateescape") for name in names.tolist()],
-        labels=labels,
-        splits=[splits[code] for code in codes.tolist()],
-        boxes=boxes,
+        ids=decode_ids(arrays["samples/id"]),
+        labels=arrays["samples/label"],
+        splits=[splits[code] for code in arrays["samples/split"].tolist()],
+        boxes=arrays.get("samples/box"),
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_stores.manifest import decode_ids
 from vitsee_stores.notebook import to_frame
 
 
@@ -17,16 +19,23 @@ class StoreSamples:
     order, id, class (-1 for none), name of the split ("" for none), hash of the encoded bytes,
     whether it could be read; size (images, 2): height and width as decoded, EXIF orientation not
     applied, 0 where it could not be read; box (images, 4): x0, y0, x1, y1 of an image that is a
-    part of its file, in the file's pixels, NaN for a whole one, None where all are whole."""
+    part of its file, in the file's pixels, NaN for a whole one, None where all are whole.
+    encoded_id (images, bytes): the ids as they are stored; of a million images they are made
+    strings only where they are asked for."""
 
     index: NDArray[np.int64]
-    id: NDArray[np.str_]
     label: NDArray[np.int64]
     split: NDArray[np.str_]
     hash: NDArray[np.uint64]
     valid: NDArray[np.bool_]
     size: NDArray[np.int32]
-    box: NDArray[np.float32] | None = None
+    box: NDArray[np.float32] | None
+    encoded_id: NDArray[np.uint8]
+
+    @cached_property
+    def id(self) -> NDArray[np.str_]:
+        """(images,) the ids."""
+        return np.array(decode_ids(self.encoded_id), np.str_)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -47,7 +56,7 @@ class StoreSamples:
         Raises:
             VitseeError: pandas is not installed.
         """
-        names = [field.name for field in fields(self) if field.name not in ("size", "box")]
+        names = ("index", "id", "label", "split", "hash", "valid")
         sides = {"height": self.size[:, 0], "width": self.size[:, 1]}
         box = np.empty((len(self), 0)) if self.box is None else self.box
         edges = dict(zip(("x0", "y0", "x1", "y1"), box.T, strict=False))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,20 @@ from vitsee_stores.chunks import (
 from vitsee_stores.errors import StoreError, StoreMismatch, reason
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, places
-from vitsee_stores.manifest import Manifest, Samples, samples_from_arrays
+from vitsee_stores.manifest import Manifest, check_samples
 
 
 class SealedChunks:
-    """The chunks of one store. Rows of `checksums` are kept once read: four bytes a chunk."""
+    """The chunks of one store. Rows of `checksums` are kept once read: four bytes a chunk.
+    markers: what was read already of the slabs' markers, by slab."""
 
-    def __init__(self, files: Files, manifest: Manifest):
-        self.files, self.manifest = files, manifest
+    def __init__(
+        self,
+        files: Files,
+        manifest: Manifest,
+        markers: Mapping[int, Mapping[str, Any]] | None = None,
+    ):
+        self.files, self.manifest, self._markers = files, manifest, markers or {}
         self.specs = arrays(manifest.plan)
         self._places = places(self.specs)
         self._rows: dict[int, NDArray[np.uint32]] = {}
@@ -70,7 +76,7 @@ class SealedChunks:
             return self.manifest.checksums[spec.path]
         slab = index[0]
         if again or slab not in self._rows:
-            self._rows[slab] = self.read_row(slab)
+            self._rows[slab] = self.read_row(slab, None if again else self._markers.get(slab))
         return int(self._rows[slab][self.place(spec, index)])
 
     def place(self, spec: ArraySpec, index: Sequence[int]) -> int:
@@ -80,15 +86,17 @@ class SealedChunks:
             within = within * n + i
         return self._places[spec.path] + within
 
-    def read_row(self, slab: int) -> NDArray[np.uint32]:
-        """(chunks,) the checksums of a slab's chunks, as its marker sealed them.
+    def read_row(self, slab: int, marker: Mapping[str, Any] | None = None) -> NDArray[np.uint32]:
+        """(chunks,) the checksums of a slab's chunks, as its marker sealed them. marker: what it
+        holds, where that was read before.
 
         Raises:
             StoreError: the marker or the row is missing, damaged, or that of another slab or store.
             StoreMismatch: another store is there now.
         """
         spec, index = self.specs["checksums"], (slab, 0)
-        marker = metadata.read_marker(self.files, slab, self.specs["commits"], self.manifest)
+        if marker is None:
+            marker = metadata.read_marker(self.files, slab, self.specs["commits"], self.manifest)
         if marker is None:
             self._check_not_replaced()
             what = "is no sound marker of this slab"
@@ -116,8 +124,8 @@ class SealedChunks:
         if manifest.store_id != self.manifest.store_id:
             raise StoreMismatch(f"{self.files} was replaced by another store during the work")
 
-    def samples(self) -> Samples:
-        """The images in the store's order.
+    def samples(self) -> dict[str, NDArray[Any]]:
+        """The arrays below `samples/`, by path.
 
         Raises:
             StoreError: an array below `samples/` is missing, damaged, or not the manifest's.
@@ -125,9 +133,10 @@ class SealedChunks:
         paths = [path for path in self.specs if path.startswith("samples/")]
         parts = {path: self.read_all(self.specs[path]) for path in paths}
         try:
-            return samples_from_arrays(parts, self.manifest.splits)
+            check_samples(parts, self.manifest.splits)
         except ValueError as error:
             raise StoreError(f"{self.files} is damaged: samples: {error}") from None
+        return parts
 
     def read_box(
         self,

@@ -18,7 +18,7 @@ from vitsee_stores.errors import MissingInput, SiteError, StoreError
 from vitsee_stores.files import Files
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
-from vitsee_stores.manifest import Manifest, Samples
+from vitsee_stores.manifest import Manifest
 from vitsee_stores.notebook import site_table
 from vitsee_stores.plan import AttentionGroup, SiteSpec
 from vitsee_stores.samples import StoreSamples
@@ -116,10 +116,17 @@ class Store(StoreSites):
     @cached_property
     def samples(self) -> StoreSamples:
         """The images in the store's order."""
-        made = self._made_samples
-        hashes, sizes = self.array("hash")[:], self.array("size")[:]
+        made = self.chunks.samples()
+        names = np.array(self.manifest.splits, np.str_)
         return StoreSamples(
-            *(made.index, made.id, made.label, made.split, hashes, self.valid, sizes, made.boxes)
+            index=made["samples/index"],
+            label=made["samples/label"],
+            split=names[made["samples/split"]],
+            hash=self.array("hash")[:],
+            valid=self.valid,
+            size=self.array("size")[:],
+            box=made.get("samples/box"),
+            encoded_id=made["samples/id"],
         )
 
     @cached_property
@@ -147,10 +154,6 @@ class Store(StoreSites):
         """
         canvas = self.plan.canvas
         return np.ones(self.n_images, np.bool_) if canvas is None else canvas.filled(self.sizes)
-
-    @cached_property
-    def _made_samples(self) -> Samples:
-        return self.chunks.samples()
 
     # arrays -----------------------------------------------------------------------------------
 
