@@ -35,6 +35,7 @@ TABLES = {
     "localize": [VIT, [*VIT, "--summary", "token"], [*VIT, "--summary", "site"]],
     "normratio": [VIT, ["cnn.zarr"]],
     "norms": [VIT, ["cnn.zarr"]],
+    "pca": [[*VIT, "cnn.zarr"], [*VIT, "--foreground", "centre", "--image", "0"]],
     "probe": [["train.zarr", *VIT, "--tokens", "each", "--per-class"]],
     "propagate": [["videos.zarr", "--masks", "videos", "--only", "val.txt"]],
     "retrieve": [[*VIT, "cnn.zarr", "--truth", "labels"]],

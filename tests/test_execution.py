@@ -24,6 +24,7 @@ from vitsee_core.analyses import (
     knn,
     normratio,
     norms,
+    pca,
     probe,
     spatial,
     spectrum,
@@ -84,6 +85,10 @@ WORK = {
     "knn": (knn.run, lambda f: labelled(f, 2), {"sites": "embed", "ks": (3,)}),
     "norms": (norms.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "normratio": (normratio.run, residuals, {}),
+    "pca": (pca.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
+    "pca of a foreground": (
+        *(pca.run, lambda f: labelled(f)[:1], {"sites": "embed", "foreground": "positive"}),
+    ),
     "spatial": (spatial.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "spectrum": (spectrum.run, lambda f: labelled(f)[:1], {"sites": "embed"}),
     "spectrum of tokens": (

@@ -30,6 +30,7 @@ import numpy as np
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.covariance import spectra
+from vitsee_core.covariance.cost import say_cost
 from vitsee_core.covariance.spectra import Spectrum
 from vitsee_core.covariance.sums import Sums, block_sums, total
 from vitsee_core.execution import DEFAULT, Execution
@@ -118,6 +119,8 @@ def run(
         for features in read:
             work.check(features)
         plans.append((work, list(zip(chosen, read, strict=True))))
+    for work, own in plans:
+        say_cost([features for _, features in own if features.several], work.rows.n)
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
     counts = [2 * work.rows.n * len(own) for work, own in plans]

@@ -7,8 +7,6 @@ with the manifest's model.
 
 from __future__ import annotations
 
-import base64
-import io
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from vitsee_core.attention.head_maps import check_heads, spatial
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
 from vitsee_core.columns import SITE, site_columns
+from vitsee_core.embedded_pictures import encode
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.provenance import Pictures, Provenance
 from vitsee_core.results import Table
@@ -224,8 +223,6 @@ def _rollouts(
 
 def _pictures(store: Store, rows: NDArray[np.int64], origin: Provenance) -> dict[str, str]:
     """Image -> PNG in base64; without those that cannot be read any more, which are logged."""
-    from PIL import Image
-
     try:
         pixels = Pictures(store, origin.data)(rows)
     except VitseeError as error:
@@ -234,7 +231,5 @@ def _pictures(store: Store, rows: NDArray[np.int64], origin: Provenance) -> dict
     found = {}
     for row, picture in zip(rows.tolist(), pixels, strict=True):
         channels_last = picture[0] if len(picture) == 1 else picture.transpose(1, 2, 0)
-        buffer = io.BytesIO()
-        Image.fromarray(channels_last).save(buffer, "PNG")
-        found[str(store.samples.id[row])] = base64.b64encode(buffer.getvalue()).decode()
+        found[str(store.samples.id[row])] = encode(channels_last)
     return found

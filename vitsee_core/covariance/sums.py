@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from vitsee_core.execution import Execution
 from vitsee_core.streaming import Rows
-from vitsee_core.types import Float, Float32, Integers
+from vitsee_core.types import Float, Float32, Integers, Mask
 
 if TYPE_CHECKING:
     from vitsee_core.features import SiteFeatures
@@ -114,24 +114,51 @@ class Sums:
         )
 
 
+class Examples(Protocol):
+    """Which tokens are examples, and what is made of them; to travel between processes it must
+    pickle."""
+
+    def __call__(self, x: Float32, rows: Integers) -> tuple[Float32, Mask]:
+        """(images, tokens, dim) what is summed, and (images, tokens) which of it counts.
+
+        Args:
+            x: (images, tokens, dim) as stored.
+            rows: (images,) of the store.
+        """
+
+
 class BlockSums:
-    """Sums of each block of images, to be filled by `streaming.fold`: every token of `part` is an
-    example.
+    """Sums of each block of images, to be filled by `streaming.fold`: every token is an example,
+    or what `examples` makes of them.
 
     features: of one site. shift: (dim,). labels: (all images,) each one's block, below 0 for
     none.
     """
 
-    def __init__(self, features: SiteFeatures, shift: Float, labels: Integers) -> None:
+    def __init__(
+        self,
+        features: SiteFeatures,
+        shift: Float,
+        labels: Integers,
+        examples: Examples | None = None,
+    ) -> None:
         self.features, self.shift, self.labels = features, shift, labels
+        self.examples = examples
         self.blocks: dict[int, Sums] = {}
 
     def update(self, slab: Slab) -> None:
         """Count a slab's images."""
         labels = self.labels[slab.rows][slab.valid]
         x = self.features.of_slab(slab, slice(0, len(self.features.tokens)))
+        counts = None
+        if self.examples is not None:
+            rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
+            x, counts = self.examples(x, rows)
         for b in np.unique(labels[labels >= 0]).tolist():
-            self.blocks[b] = Sums.of(x[labels == b].reshape(-1, x.shape[-1]), self.shift)
+            own = x[labels == b].reshape(-1, x.shape[-1])
+            if counts is not None:
+                own = own[counts[labels == b].ravel()]
+            self.blocks[b] = Sums.of(own, self.shift)
 
     def merge(self, other: BlockSums) -> None:
         """Count what `other` counted."""
@@ -144,7 +171,11 @@ class BlockSums:
 
 
 def block_sums(
-    features: SiteFeatures, rows: Rows, labels: Integers, execution: Execution
+    features: SiteFeatures,
+    rows: Rows,
+    labels: Integers,
+    execution: Execution,
+    examples: Examples | None = None,
 ) -> list[Sums]:
     """Sums of each block of a site's images.
 
@@ -155,10 +186,15 @@ def block_sums(
         rows: which images.
         labels: (all images,) blocks, below 0 for none.
         execution: what the work may use.
+        examples: which tokens count, and what is made of them; all as they are by default.
     """
     first = int(np.flatnonzero((labels >= 0) & rows.mask)[0])
-    shift = features.load(slice(first, first + 1), slice(0, 1))[0, 0].astype(np.float64)
-    make = partial(BlockSums, features, shift, labels)
+    token: Float32 = features.load(slice(first, first + 1), slice(0, 1)).astype(np.float32)
+    if examples is not None:
+        whole = features.load(slice(first, first + 1), slice(0, len(features.tokens)))
+        token, _ = examples(whole.astype(np.float32), np.array([first]))
+    shift = token[0, 0].astype(np.float64)
+    make = partial(BlockSums, features, shift, labels, examples)
     size = features.slab_bytes + 8 * features.dim**2
     store: Store = features.store
     return execution.fold(store, make, rows, slab_bytes=size).result()

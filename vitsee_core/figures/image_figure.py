@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.embedded_pictures import decode
 from vitsee_core.figures.head_tiles import (
     Tiles,
     cut_maps,
@@ -105,13 +104,11 @@ def _tiles(maps: Table, wrapped: bool) -> list[Tiles]:
 
 
 def _picture(table: Table, store: str, image: str) -> NDArray[np.uint8] | None:
-    from PIL import Image
-
     own = table.notes.get("stores", {}).get(store, {})
     encoded = own.get("pictures", table.notes.get("pictures", {})).get(image)
     if encoded is None:
         return None
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB"))
+    return decode(encoded)
 
 
 def _plain(axes: Axes) -> None:

@@ -1,0 +1,326 @@
+"""Sheets of maps of patches beside photographs: images in lines, models below one another, layers
+across. From the columns of the tables of `vitsee pca` and `vitsee cosine-map` and their notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.embedded_pictures import decode
+from vitsee_core.patch_maps.colours import Colours
+from vitsee_core.plotting import GREY, new_figure, shorten, styled
+from vitsee_core.results import Table
+from vitsee_core.types import Float
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+MOST_ACROSS = 13
+TILE = 1.05  # inches of a map's width
+TALLEST = 1.5  # of a map's height over its width, before it gets narrower
+PHOTO = 1.35
+GAP, LINE_GAP, TITLE, LABEL = 0.06, 0.2, 0.17, 0.2
+MARK = "#FF3B30"
+WHOLE = (0.0, 0.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Map:
+    """One tile. values: (rows, cols) or (rows, cols, 4). edges: top, left, bottom, right of the
+    grid on the image. cell: (row, col) to frame."""
+
+    title: str
+    values: Float
+    edges: Sequence[float]
+    cell: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class SheetLine:
+    """One photograph and what is mapped of it. maps: a store's label and its tiles. mark: (y, x) on
+    the photograph."""
+
+    image: str
+    title: str
+    maps: Sequence[tuple[str, Sequence[Map]]]
+    mark: tuple[float, float] | None = None
+
+
+@dataclass
+class Sheet:
+    """Where everything lies, in inches from the upper left corner. about: image -> what the notes
+    say of it."""
+
+    lines: Sequence[SheetLine]
+    about: Mapping[str, Any]
+    caption: Sequence[str]
+    look: Mapping[str, Any] = field(default_factory=dict)
+    bar: str | None = None
+
+    def draw(self) -> Figure:
+        """The figure; call it inside a function decorated with `styled`."""
+        several = len({store for line in self.lines for store, _ in line.maps}) > 1
+        across = max(len(tiles) for line in self.lines for _, tiles in line.maps)
+        start = 0.1 + PHOTO + 0.12 + (LABEL if several else 0)
+        width = start + across * (TILE + GAP) + 0.1
+        beside = 0.75 if self.bar else 0.0
+        titles = self._titles()
+        heights = []
+        for k, line in enumerate(self.lines):
+            maps = len(line.maps) * (self._tile(line.image)[1] + GAP)
+            if not k:
+                maps += len(line.maps) * TITLE * titles
+            photo = self._photo(line.image)[1]
+            heights.append(max(maps, photo + TITLE) + LINE_GAP)
+        caption = 0.17 * len(self.caption) + 0.1
+        height = 0.08 + sum(heights) + caption
+        figure = new_figure(max(width + beside, 3.4), height)
+        figure.set_layout_engine("none")
+        box = _Box(figure)
+        image, top = None, 0.08
+        for k, (line, tall) in enumerate(zip(self.lines, heights, strict=True)):
+            image = self._draw_line(box, line, top, start, first=not k, named=several) or image
+            top += tall
+        if self.bar and image is not None:
+            self._draw_bar(box, image, width, sum(heights))
+        for k, text in enumerate(self.caption):
+            x, y = box.at(0.1, top + 0.12 + 0.17 * k)
+            figure.text(x, y, text, fontsize=7, color=GREY, va="center")
+        return figure
+
+    def _titles(self) -> int:
+        """Lines of text above the maps of the first image."""
+        texts = [tile.title for _, tiles in self.lines[0].maps for tile in tiles]
+        return max((text.count("\n") + 1 for text in texts), default=0)
+
+    def _tile(self, image: str) -> tuple[float, float]:
+        return _within(TILE, TILE * TALLEST, self._aspect(image))
+
+    def _photo(self, image: str) -> tuple[float, float]:
+        return _within(PHOTO, PHOTO * TALLEST, self._aspect(image))
+
+    def _aspect(self, image: str) -> float:
+        return float(self.about.get(image, {}).get("aspect", 1.0))
+
+    def _draw_line(
+        self, box: _Box, line: SheetLine, top: float, start: float, *, first: bool, named: bool
+    ) -> AxesImage | None:
+        titles = self._titles() * TITLE if first else 0.0
+        wide, tall = self._tile(line.image)
+        photo = self._photo(line.image)
+        # The photograph begins level with the first line of maps.
+        photo_top = top + (max(titles, TITLE) if first else TITLE)
+        axes = box.axes(0.1 + (PHOTO - photo[0]) / 2, photo_top, *photo)
+        self._draw_photo(axes, line)
+        at, last = top + (max(titles, TITLE) - titles if first else TITLE), None
+        for store, tiles in line.maps:
+            at += titles
+            if named:
+                x, y = box.at(start - 0.11, at + tall / 2)
+                box.figure.text(
+                    x, y, shorten(store, max(6, int(tall * 14))),
+                    rotation=90, ha="center", va="center", fontsize=7.5,
+                )  # fmt: skip
+            for k, tile in enumerate(tiles):
+                left = start + k * (TILE + GAP) + (TILE - wide) / 2
+                axes = box.axes(left, at, wide, tall)
+                last = self._draw_tile(axes, line.image, tile)
+                if first:
+                    axes.set_title(tile.title, fontsize=7, loc="center", pad=3, linespacing=1.15)
+            at += tall + GAP
+        return last
+
+    def _draw_photo(self, axes: Axes, line: SheetLine) -> None:
+        about = self.about.get(line.image, {})
+        axes.set_title(shorten(line.title, 26), fontsize=7, loc="center", pad=3)
+        _frame(axes, about.get("frame", WHOLE))
+        if "picture" not in about:
+            axes.text(
+                0.5, 0.5, "no picture", transform=axes.transAxes,
+                ha="center", va="center", color=GREY, fontsize=7,
+            )  # fmt: skip
+        else:
+            pixels = decode(about["picture"])
+            smooth = "nearest" if max(pixels.shape[:2]) < 64 else "antialiased"
+            axes.imshow(pixels, extent=_extent(about["edges"]), interpolation=smooth, **_FLAT)
+        if line.mark is not None:
+            y, x = line.mark
+            for colour, size in (("white", 2.6), (MARK, 1.3)):
+                axes.plot([x], [y], "+", color=colour, markersize=9, markeredgewidth=size)
+
+    def _draw_tile(self, axes: Axes, image: str, tile: Map) -> AxesImage:
+        from matplotlib.patches import Rectangle
+
+        _frame(axes, self.about.get(image, {}).get("frame", WHOLE))
+        drawn = axes.imshow(tile.values, extent=_extent(tile.edges), **_FLAT, **self.look)
+        if tile.cell is not None:
+            top, left, bottom, right = tile.edges
+            rows, cols = tile.values.shape[:2]
+            tall, wide = (bottom - top) / rows, (right - left) / cols
+            corner = left + tile.cell[1] * wide, top + tile.cell[0] * tall
+            look: dict[str, Any] = {"fill": False, "edgecolor": MARK, "linewidth": 1.1}
+            axes.add_patch(Rectangle(corner, wide, tall, **look))
+        return drawn
+
+    def _draw_bar(self, box: _Box, image: AxesImage, left: float, height: float) -> None:
+        tall = min(height - 0.5, 2.2)
+        bar = box.figure.colorbar(image, cax=box.axes(left + 0.08, 0.3, 0.12, tall))
+        bar.set_label(str(self.bar), fontsize=8)
+        bar.ax.tick_params(labelsize=7, length=2, width=0.5)
+        bar.outline.set_linewidth(0.5)  # type: ignore[operator]
+
+
+_FLAT: dict[str, Any] = {"origin": "upper", "aspect": "auto"}
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A figure in inches from its upper left corner."""
+
+    figure: Figure
+
+    def at(self, left: float, top: float) -> tuple[float, float]:
+        width, height = self.figure.get_size_inches()
+        return left / width, 1 - top / height
+
+    def axes(self, left: float, top: float, wide: float, tall: float) -> Axes:
+        width, height = self.figure.get_size_inches()
+        x, y = self.at(left, top + tall)
+        return self.figure.add_axes((x, y, wide / width, tall / height))
+
+
+def _within(width: float, height: float, aspect: float) -> tuple[float, float]:
+    """Width and height of the largest picture of this height over width within a box."""
+    return (width, width * aspect) if width * aspect <= height else (height / aspect, height)
+
+
+def _extent(edges: Sequence[float]) -> tuple[float, float, float, float]:
+    top, left, bottom, right = edges
+    return left, right, bottom, top
+
+
+def _frame(axes: Axes, edges: Sequence[float]) -> None:
+    top, left, bottom, right = edges
+    axes.set(xticks=[], yticks=[])
+    axes.set(xlim=(left, right), ylim=(bottom, top), autoscale_on=False)
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set(visible=True, linewidth=0.4, color=GREY)
+
+
+def shown_sites(rows: Table) -> list[str]:
+    """The sites that are drawn: all, or evenly spaced ones with the first and the last."""
+    every = rows.unique("site")
+    places = np.linspace(0, len(every) - 1, min(len(every), MOST_ACROSS)).round().astype(int)
+    return [every[k] for k in places]
+
+
+def grid_of(rows: Table, sheet: Mapping[str, Any], site: str, image: str) -> tuple[Any, Any]:
+    """(rows, cols) and edges of a site's grid on an image, from the notes; else as far as there are
+    cells, over the whole image."""
+    own = sheet.get("grids", {}).get(str(rows["store"][0]), {}).get(site, {})
+    largest = [int(max(map(int, rows[name].tolist()))) + 1 for name in ("row", "col")]
+    return own.get("shape", largest), own.get("edges", {}).get(image, WHOLE)
+
+
+def place_values(rows: Table, shape: Sequence[int]) -> Float:
+    """(rows, cols) values of the cells, NaN where there is no row."""
+    found = np.full(tuple(shape), np.nan)
+    at = tuple(np.array([int(v) for v in rows[name].tolist()], np.int64) for name in ("row", "col"))
+    found[at] = rows["value"].astype(np.float64)
+    return found
+
+
+def layer_name(site: str) -> str:
+    """A site as a short title."""
+    return shorten(site.removesuffix(".out"), 15)
+
+
+# ---------------------------------------------------------------- principal components
+
+
+@styled
+def draw_colours(table: Table) -> Figure:
+    """One line per image: the photograph, and each layer's patches in the colours of the first
+    three principal components, models below one another; above them the layer and how much of the
+    variance these three explain. Patches left out as background are black."""
+    scores = table.where(metric="score")
+    sheet = table.notes.get("sheet", {})
+    of_object = table.notes.get("foreground", "none") != "none"
+    explained = _explained(table)
+    sites = {store: shown_sites(rows) for store, rows in scores.groups("store")}
+    colours = {
+        (store, site): _colours(table, rows, store, site)
+        for store, of_store in scores.groups("store")
+        for site, rows in of_store.groups("site")
+        if site in sites[store]
+    }
+    lines = []
+    for image, of_image in scores.groups("image"):
+        maps = []
+        for store in sites:
+            of_store = of_image.where(store=store)
+            tiles = []
+            for site in sites[store]:
+                own = of_store.where(site=site)
+                title = layer_name(site)
+                share = explained.get((store, site), np.nan)
+                if np.isfinite(share):
+                    title += f"\n{100 * share:.0f} %"
+                # An image without a patch of the foreground has an empty tile.
+                of = own if len(own) else scores.where(store=store, site=site)
+                shape, edges = grid_of(of, sheet, site, image)
+                values = _rgb(own, shape, colours[store, site], of_object)
+                tiles.append(Map(title, values, edges))
+            maps.append((store, tiles))
+        lines.append(SheetLine(image, image, maps))
+    return Sheet(lines, sheet.get("images", {}), _caption(table, sites)).draw()
+
+
+def _colours(table: Table, rows: Table, store: str, site: str) -> Colours:
+    """Of a layer: from the notes, else from the scores in the table."""
+    notes = table.notes.get("colours", {}).get(store, {}).get(site)
+    if notes is not None:
+        return Colours.read(notes)
+    by_channel = [rows.where(component=c)["value"].astype(float) for c in (1, 2, 3)]
+    return Colours.of(np.stack(by_channel, 1))
+
+
+def _rgb(rows: Table, shape: Sequence[int], colours: Colours, of_object: bool) -> Float:
+    """(rows, cols, 4): what does not count is black, or nothing where all patches should."""
+    scores = np.stack([place_values(rows.where(component=c), shape) for c in (1, 2, 3)], -1)
+    there = ~np.isnan(scores[..., 0])
+    found = np.zeros((*shape, 4))
+    found[..., 3] = there | of_object
+    found[there, :3] = colours(scores[there])
+    return found
+
+
+def _explained(table: Table) -> dict[tuple[str, str], float]:
+    """(store, site) -> share of the variance of the first three axes."""
+    rows = table.where(metric="explained_variance")
+    first = rows.take(np.array([int(c) <= 3 for c in rows["component"].tolist()], bool))
+    found: dict[tuple[str, str], float] = {}
+    columns = (first[name].tolist() for name in ("store", "site", "value"))
+    for store, site, value in zip(*columns, strict=True):
+        found[store, site] = found.get((store, site), 0.0) + float(value)
+    return found
+
+
+def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
+    notes = table.notes
+    text = "red, green, blue: the first three principal components of each layer's patches"
+    if notes.get("normalise"):
+        text += ", normalised"
+    lines = [f"{text}; %: their share of the variance"]
+    if aligned := notes.get("aligned_to"):
+        of = f"{shorten(aligned['store'], 20)} {layer_name(aligned['site'])}"
+        lines.append(f"turned to be nearest to {of}")
+    if any(len(rows.unique("site")) > len(sites[of]) for of, rows in table.groups("store")):
+        lines.append("evenly spaced layers; the table has all")
+    return lines

@@ -1,0 +1,127 @@
+"""The photographs that maps are drawn beside: the originals, cut to what the models saw of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.embedded_pictures import encode
+from vitsee_core.images.transform import to_mode
+from vitsee_core.patch_maps.views import Edges, View, union
+from vitsee_core.provenance import Pictures, source_of
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from vitsee_stores import SiteSpec, Store
+
+log = logging.getLogger(__name__)
+
+MOST_PIXELS = 640  # along a photograph's longer side in a sidecar
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One store's part of a sheet of maps. rows: (images,) those shown, the same images in every
+    store. sites: those mapped."""
+
+    store: Store
+    view: View
+    rows: list[int]
+    sites: Sequence[SiteSpec]
+
+
+def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:
+    """What a sheet of maps needs beside its table, for the notes.
+
+    `images`: name -> `frame` (the part of the image that is drawn, what any of the models saw of
+    it), `aspect` (the frame's height over its width), `picture` and the `edges` it lies at;
+    `grids`: store -> site -> `shape` and, by image, the `edges` of the grid. All edges are top,
+    left, bottom, right as shares of an image.
+    """
+    first = parts[0]
+    names = [str(name) for name in first.store.samples.id[first.rows]]
+    frames = [
+        union([part.view.seen(part.rows[k]) for part in parts]) for k in range(len(first.rows))
+    ]
+    photos = _photos(first, frames, data)
+    images = {}
+    for name, row, frame in zip(names, first.rows, frames, strict=True):
+        height, width = first.view.size(row)
+        top, left, bottom, right = frame
+        aspect = (bottom - top) * height / ((right - left) * width)
+        images[name] = {"frame": list(frame), "aspect": aspect, **photos.get(row, {})}
+    grids: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        own = grids[part.store.label] = {}
+        for site in part.sites:
+            layout = part.store.site(site.name).layout
+            assert layout is not None and layout.grid is not None
+            edges = [list(part.view.grid_edges(layout, row)) for row in part.rows]
+            own[site.name] = {
+                "shape": list(layout.grid),
+                "edges": dict(zip(names, edges, strict=True)),
+            }
+    return {"images": images, "grids": grids}
+
+
+def _photos(part: Shown, frames: Sequence[Edges], data: str | None) -> Mapping[int, dict[str, Any]]:
+    """Row -> picture and where it lies; without those that cannot be read any more."""
+    store, view = part.store, part.view
+    try:
+        if view.sizes is None:
+            raise VitseeError("the originals have no known place on the model's input")
+        source = source_of(store, data)
+        places = {name: k for k, name in enumerate(source.ids)}
+        found = {}
+        for row, frame in zip(part.rows, frames, strict=True):
+            name = str(store.samples.id[row])
+            if name not in places:
+                raise VitseeError(f"{source.name} no longer has the image {name!r}")
+            image, value = source.read(places[name])
+            if value != store.samples.hash[row]:
+                raise VitseeError(f"{name!r} in {source.name} is another picture now")
+            found[row] = _cut(image, frame)
+        return found
+    except VitseeError as error:
+        log.debug("%s: %s", store.label, error)
+        return _inputs(part, data)
+
+
+def _cut(image: Image.Image, frame: Edges) -> dict[str, Any]:
+    """The part of an original within a frame, in whole pixels."""
+    height, width = image.height, image.width
+    top, bottom = math.floor(frame[0] * height), math.ceil(frame[2] * height)
+    left, right = math.floor(frame[1] * width), math.ceil(frame[3] * width)
+    part = to_mode(image, "RGB").crop((left, top, right, bottom))
+    part.thumbnail((MOST_PIXELS, MOST_PIXELS))
+    edges = [top / height, left / width, bottom / height, right / width]
+    return {"picture": encode(np.asarray(part)), "edges": edges}
+
+
+def _inputs(part: Shown, data: str | None) -> Mapping[int, dict[str, Any]]:
+    """The same of what the model saw, where the originals cannot be had."""
+    rows = np.array(part.rows, np.int64)
+    try:
+        pixels = Pictures(part.store, data)(rows)
+    except VitseeError as error:
+        log.warning("the figure will lack the pictures: %s", error)
+        return {}
+    found: dict[int, dict[str, Any]] = {}
+    for row, picture in zip(part.rows, pixels, strict=True):
+        found[row] = {
+            "picture": encode(_channels_last(picture)),
+            "edges": list(part.view.input_edges(row)),
+        }
+    return found
+
+
+def _channels_last(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return picture[0] if len(picture) == 1 else picture.transpose(1, 2, 0)

@@ -1,0 +1,183 @@
+"""Where a model's input lies on the original images, and with it the cells of its grids.
+
+Places are shares of an image: y and x from 0 at its upper and left edge to 1 at the lower and right
+one, so that models with other inputs, crops and grids name the same place alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.placement import Placement, place
+from vitsee_core.types import Float, Integers, Mask
+from vitsee_stores.errors import MissingInput, SiteError
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores.layout import TokenLayout
+
+log = logging.getLogger(__name__)
+
+Edges = tuple[float, float, float, float]  # top, left, bottom, right, as shares of an image
+
+
+@dataclass(frozen=True)
+class View:
+    """How a store's model saw its images.
+
+    transform: the store's. sizes: (images, 2) height and width of the originals; None where the
+    store does not say them or their transform is not known, so that the model's input is taken for
+    the image. input_size: (height, width) in pixels.
+    """
+
+    transform: dict[str, Any]
+    sizes: NDArray[np.int32] | None
+    input_size: tuple[int, int]
+
+    @classmethod
+    def of(cls, store: Store, sites: Sequence[SiteSpec]) -> View:
+        """Of a store; where it does not say how its images were resized, that is logged.
+
+        Args:
+            store: an open store.
+            sites: with a grid that says where it lies.
+        """
+        transform = store.manifest.transform
+        if "input_size" in transform:
+            _, height, width = transform["input_size"]
+        else:
+            ends = [_end(site.layout) for site in sites if site.layout is not None]
+            height, width = (max(end[axis] for end in ends) for axis in (0, 1))
+        try:
+            if "input_size" not in transform:
+                raise MissingInput("it has no transform")
+            sizes = store.sizes
+            known = sizes[store.valid]
+            place(transform, known[0].tolist())
+        except (MissingInput, DataError) as reason:
+            log.info(
+                "%s: maps are drawn on the model's input, not on the original images: %s",
+                *(store.label, reason),
+            )
+            return cls({}, None, (int(height), int(width)))
+        return cls(dict(transform), sizes, (int(height), int(width)))
+
+    def size(self, row: int) -> tuple[int, int]:
+        """Height and width of an image in pixels."""
+        if self.sizes is None:
+            return self.input_size
+        height, width = self.sizes[row].tolist()
+        return height, width
+
+    def placement(self, row: int) -> Placement:
+        """Of an image on the model's input."""
+        if self.sizes is None:
+            return Placement(0, 0, *map(float, self.input_size))
+        return place(self.transform, self.size(row))
+
+    def on_image(self, layout: TokenLayout, rows: Integers) -> Mask:
+        """(rows, cells) which cells of a grid have their middle on the image, not beside it."""
+        assert layout.grid is not None
+        found = np.ones((len(rows), layout.n_body), bool)
+        if self.sizes is None or not len(rows):
+            return found
+        _, first, which = np.unique(
+            self.sizes[rows], axis=0, return_index=True, return_inverse=True
+        )
+        for k, row in enumerate(rows[first].tolist()):
+            found[which.ravel() == k] = self.placement(row).on_image(layout).ravel()
+        return found
+
+    def centres(self, layout: TokenLayout, row: int) -> Float:
+        """(cells, 2) y and x of the middle of each cell."""
+        top, left, bottom, right = self.grid_edges(layout, row)
+        assert layout.grid is not None
+        rows, cols = layout.grid
+        y = top + (np.arange(rows) + 0.5) / rows * (bottom - top)
+        x = left + (np.arange(cols) + 0.5) / cols * (right - left)
+        return np.stack([np.repeat(y, cols), np.tile(x, rows)], 1)
+
+    def cells_at(self, layout: TokenLayout, row: int, places: Float) -> Integers:
+        """(places,) the cell that each place (y, x) lies in, counted row by row; -1 for none."""
+        top, left, bottom, right = self.grid_edges(layout, row)
+        assert layout.grid is not None
+        rows, cols = layout.grid
+        # A place on the edge between two cells, up to rounding, is the later one's.
+        y = np.floor((places[:, 0] - top) / (bottom - top) * rows + 1e-9).astype(np.int64)
+        x = np.floor((places[:, 1] - left) / (right - left) * cols + 1e-9).astype(np.int64)
+        inside = (y >= 0) & (y < rows) & (x >= 0) & (x < cols)
+        return np.where(inside, y * cols + x, -1)
+
+    def grid_edges(self, layout: TokenLayout, row: int) -> Edges:
+        """Where a site's grid begins and ends on an image; beyond 0 and 1 beside it."""
+        assert layout.grid is not None and layout.stride_px is not None
+        begin = layout.offset_px
+        end = _end(layout)
+        return self._shares(row, (begin[0], begin[1], end[0], end[1]))
+
+    def seen(self, row: int) -> Edges:
+        """The part of an image that lies on the model's input."""
+        top, left, bottom, right = self.input_edges(row)
+        return max(top, 0.0), max(left, 0.0), min(bottom, 1.0), min(right, 1.0)
+
+    def input_edges(self, row: int) -> Edges:
+        """Where the model's input begins and ends on an image."""
+        height, width = self.input_size
+        return self._shares(row, (0.0, 0.0, float(height), float(width)))
+
+    def _shares(self, row: int, edges: Edges) -> Edges:
+        """Edges in pixels of the input as shares of an image."""
+        at = self.placement(row)
+        height, width = at.bottom - at.top, at.right - at.left
+        top, left, bottom, right = edges
+        return (
+            *((top - at.top) / height, (left - at.left) / width),
+            *((bottom - at.top) / height, (right - at.left) / width),
+        )
+
+
+def _end(layout: TokenLayout) -> tuple[float, float]:
+    """The pixel (y, x) of the input at which a grid ends."""
+    assert layout.grid is not None and layout.stride_px is not None
+    y, x = (layout.offset_px[i] + layout.grid[i] * layout.stride_px[i] for i in (0, 1))
+    return y, x
+
+
+def union(edges: Sequence[Edges]) -> Edges:
+    """The smallest frame around several."""
+    tops, lefts, bottoms, rights = zip(*edges, strict=True)
+    return min(tops), min(lefts), max(bottoms), max(rights)
+
+
+def grid_sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+    """The sites that selectors choose, those with a grid of several cells that says where it lies;
+    others are left out, and said.
+
+    Raises:
+        SiteError: none has one.
+    """
+    chosen = store.select(list(patterns))
+    found = [site for site in chosen if _has_map(site.layout)]
+    if not found:
+        raise SiteError(
+            f"{chosen[0].name} of {store.label} has no grid of patches to map; expected e.g. blocks"
+        )
+    if left := [site.name for site in chosen if site not in found]:
+        log.info("%s: no grid of patches in %s", store.label, ", ".join(left[:5]))
+    return found
+
+
+def _has_map(layout: TokenLayout | None) -> bool:
+    return (
+        layout is not None
+        and layout.grid is not None
+        and layout.stride_px is not None
+        and layout.n_body > 1
+    )
