@@ -1,4 +1,4 @@
-"""Principal components of patch tokens as colours, over images x layers x models.
+"""Principal components of patches: which of them have like features, layer by layer?
 
 The axes of a layer are those of its patch tokens over all chosen images together (Pearson 1901): as
 they are, or normalised to length 1 each. One pass over the tokens makes their covariance, a second
@@ -69,6 +69,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS = ("grid",)
+READING = (
+    "The first three principal components of each layer's patches as red, green and blue beside "
+    "the photographs: like colours are like features, in a layer and, as layers are turned to one "
+    "reference, roughly across layers and models. The percentage is the variance that these three "
+    "explain: where it is low, patches of one colour may still differ."
+)
+SOURCE = "Oquab et al. 2024 (DINOv2), Fig. 1; Pearson 1901; Schönemann 1966"
 
 METRICS = ("explained_variance", "axis_agreement", "score")
 COLUMNS = (

@@ -79,9 +79,10 @@ class Sheet:
             heights.append(max(maps, photo + TITLE) + LINE_GAP)
         caption = 0.17 * len(self.caption) + 0.1
         height = 0.08 + sum(heights) + caption
-        figure = new_figure(max(width + beside, 3.4), height)
+        size = max(width + beside, 3.4), height
+        figure = new_figure(*size)
         figure.set_layout_engine("none")
-        box = _Box(figure)
+        box = _Box(figure, size)
         image, top = None, 0.08
         for k, (line, tall) in enumerate(zip(self.lines, heights, strict=True)):
             image = self._draw_line(box, line, top, start, first=not k, named=several) or image
@@ -180,16 +181,17 @@ _FLAT: dict[str, Any] = {"origin": "upper", "aspect": "auto"}
 
 @dataclass(frozen=True)
 class _Box:
-    """A figure in inches from its upper left corner."""
+    """A figure in inches from its upper left corner, were it of the `size` it was laid out for."""
 
     figure: Figure
+    size: tuple[float, float]
 
     def at(self, left: float, top: float) -> tuple[float, float]:
-        width, height = self.figure.get_size_inches()
+        width, height = self.size
         return left / width, 1 - top / height
 
     def axes(self, left: float, top: float, wide: float, tall: float) -> Axes:
-        width, height = self.figure.get_size_inches()
+        width, height = self.size
         x, y = self.at(left, top + tall)
         return self.figure.add_axes((x, y, wide / width, tall / height))
 

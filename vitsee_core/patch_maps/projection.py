@@ -89,7 +89,7 @@ def project(
     mask[rows] = True
     jobs = max(1, min(use.jobs, use.budget // features.slab_bytes))
     work = _Project(features, patches, axes)
-    parts = list(each_slab(features.store, work, rows=Rows(mask, 0, ""), jobs=jobs))
+    parts = list(each_slab(features.store, work, rows=Rows(mask, 0, ""), jobs=jobs, map=use.map))
     return Projected(np.flatnonzero(mask & features.store.valid), np.concatenate(parts))
 
 

@@ -67,6 +67,7 @@ QUESTION = KNOWLEDGE
 @options.seed_option
 @recompute_data_option
 @options.jobs_option
+@options.dask_option
 @options.memory_option
 @options.allow_partial_option
 def command(
