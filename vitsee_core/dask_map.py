@@ -49,12 +49,13 @@ class DaskError(VitseeError):
 class DaskMap:
     """As the builtin `map`, done by the workers of a cluster.
 
-    client: of the cluster. processes: how many of its workers share this machine's memory, 1 where
-    they are elsewhere. sent, received: bytes of functions with their items, and of results, so far.
+    client: of the cluster. local: how many of its processes are this machine's own, started for
+    this work; 0 where they are elsewhere. sent, received: bytes of functions with their items, and
+    of results, so far.
     """
 
-    def __init__(self, client: Any, processes: int = 1) -> None:
-        self.client, self.processes = client, processes
+    def __init__(self, client: Any, local: int = 0) -> None:
+        self.client, self.local = client, local
         self.sent = self.received = 0
         self._threads, self._asked = 0, 0.0
 

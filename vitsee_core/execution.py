@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from vitsee_core.machine import memory_bytes
 from vitsee_core.progress import SILENT, Progress, Tally
@@ -93,21 +93,24 @@ class Execution:
             yield from (work(self, item) for item in items)
             return
         items = list(items)
-        alone = _Alone(work, replace(self, jobs=1, memory=self._share, map=None, progress=SILENT))
         if unit:
             self.progress.start(len(items), unit=unit)
         try:
-            for result, tally in self.map(alone, items):
+            for result, tally in self.map(_Alone(work, self), items):
                 self.progress.advance(1 if unit else tally.count, tally.size_bytes)
                 yield result
         finally:
             if unit:
                 self.progress.stop()
 
-    @property
-    def _share(self) -> int:
-        """Bytes for each of the processes of `map`, which may be this machine's."""
-        return self.budget // int(getattr(self.map, "processes", 1))
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has neither the map nor the progress, and where the map's processes share
+        this machine, its part of the memory."""
+        if self.map is None:
+            jobs, memory = self.jobs, self.memory
+        else:
+            jobs, memory = 1, self.budget // max(1, getattr(self.map, "local", 0))
+        return Execution, (self.images, self.seed, jobs, memory, self.device)
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,8 @@ class _Alone(Generic[T, R]):
     def __call__(self, item: T) -> tuple[R, Tally]:
         tally = Tally()
         # Its machine may be smaller than the one where the budget was chosen.
-        budget = min(self.execution.budget, memory_bytes() // 2)
-        return self.work(replace(self.execution, memory=budget, progress=tally), item), tally
+        memory = min(self.execution.budget, memory_bytes() // 2)
+        return self.work(replace(self.execution, memory=memory, progress=tally), item), tally
 
 
 DEFAULT = Execution()

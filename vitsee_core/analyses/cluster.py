@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,12 +196,12 @@ def run(
         notes["interval"] = plans[0][0].INTERVAL
         notes[WORD] = {label: of_store.describe() for label, of_store in blocks.items()}
     tables = []
-    with counting(execution.progress, n_seeds * sum(counts), "rows") as progress:
+    with counting(execution.progress, n_seeds * sum(counts), "rows"):
         for data, chosen, n_clusters in plans:
             label = data.store.label
             own = None if choice is None else blocks[label]
-            work = _Clusters(data, n_clusters, notes["seeds"], progress, own)
-            tables += _store_rows(work, chosen, read[label], baselines, execution, notes)
+            work = _Clusters(data, n_clusters, notes["seeds"], read[label], baselines, own)
+            tables += _store_rows(work, chosen, execution, notes)
     return Table.from_rows(tables, COLUMNS if choice is None else SEGMENT_COLUMNS, notes)
 
 
@@ -246,37 +247,63 @@ def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | 
         )
 
 
+@dataclass(frozen=True)
 class _Clusters:
-    """k-means of one store's examples with each seed, and the clusters compared with labels.
-    blocks: of segments, for intervals."""
+    """k-means of one store's examples with each seed, and the clusters compared with labels. read:
+    what is clustered, by site; blocks: of segments, for intervals."""
 
-    def __init__(
-        self,
-        data: LabelledRows,
-        k: int,
-        seeds: Sequence[int],
-        progress: Progress,
-        blocks: Blocks | None = None,
-    ) -> None:
-        self.data, self.k, self.seeds, self.progress = data, k, seeds, progress
-        self.blocks = blocks
+    data: LabelledRows
+    k: int
+    seeds: Sequence[int]
+    read: Mapping[str, Any]
+    baselines: Sequence[str]
+    blocks: Blocks | None = None
+
+    def __call__(self, execution: Execution, item: str | int) -> tuple[dict[str, list[Score]], str]:
+        """The scores of a site and of its baselines, or those of random features of so many
+        channels; and what is to be said."""
+        data, progress = self.data, execution.progress
+        if isinstance(item, int):
+            return {"random": self.scores(self.of_noise(item, progress))}, ""
+        features = self.read[item]
+        jobs, memory = execution.jobs, execution.budget
+        vectors = np.concatenate(list(data.vectors(features, jobs=jobs, memory=memory)))
+        remark = ""
+        if (vectors == vectors[0]).all():
+            vector = self.blocks or features.site.layout is None
+            which = "" if vector else f"{features.selection} "
+            remark = (
+                f"{data.store.label} {item}: the {which}vector of every {data.NOUN} is the same, "
+                "so all are one cluster"
+            )
+        clusters = self.of(repeat(vectors), progress)
+        found = {"": self.scores(clusters)}
+        if "shuffled" in self.baselines:
+            found["shuffled"] = self.scores(clusters, shuffled=True)
+        if "image" in self.baselines:
+            scenes = choose_features(data.store, data.store.site(item), "mean")
+            of_images = np.concatenate(list(scenes.vectors(data.mask, jobs=jobs)))
+            image = np.searchsorted(np.flatnonzero(data.mask), data.rows)
+            found["image"] = self.scores(self.of(repeat(of_images[image]), progress))
+        return found, remark
 
     @property
     def metrics(self) -> list[str]:
         """The names that the rows have."""
         return [metric if self.blocks is None else f"{SEGMENT}{metric}" for metric in METRICS]
 
-    def of(self, features: Iterable[Float32]) -> list[Integers]:
+    def of(self, features: Iterable[Float32], progress: Progress) -> list[Integers]:
         """(n,) cluster of each image, one array per seed; features: the vectors of each seed."""
         found = []
         for seed, vectors in zip(self.seeds, features, strict=False):
             found.append(k_means(vectors, self.k, seed))
-            self.progress.advance(len(self.data))
+            progress.advance(len(self.data))
         return found
 
-    def of_noise(self, dim: int) -> list[Integers]:
+    def of_noise(self, dim: int, progress: Progress) -> list[Integers]:
         """The same of standard normal vectors, drawn anew for each seed."""
-        return self.of(random_features(len(self.data), dim, (seed, 2)) for seed in self.seeds)
+        noise = (random_features(len(self.data), dim, (seed, 2)) for seed in self.seeds)
+        return self.of(noise, progress)
 
     def scores(self, clusters: Sequence[Integers], shuffled: bool = False) -> list[Score]:
         """One entry per metric: mean and spread over seeds, and the interval of segments."""
@@ -303,56 +330,32 @@ class _Clusters:
 
 
 def _store_rows(
-    work: _Clusters,
-    sites: Sequence[SiteSpec],
-    read: Mapping[str, Any],
-    baselines: Sequence[str],
-    execution: Execution,
-    notes: dict[str, Any],
+    work: _Clusters, sites: Sequence[SiteSpec], execution: Execution, notes: dict[str, Any]
 ) -> list[Score]:
     """The rows of one store, the baselines' last."""
     data, store = work.data, work.data.store
     reason = why_meaningless(data.labels, work.k, data.NOUN)
+    found: dict[str | int, dict[str, list[Score]]] = {}
     if reason is not None:
         notes["remarks"].append(f"{store.label}: no value: {reason}")
         log.warning("%s", notes["remarks"][-1])
-    rows: dict[str, list[Score]] = {name: [] for name in ("", *dict.fromkeys(baselines))}
-    drawn: dict[int, list[Score]] = {}
-    for site in sites:
-        place = {**site_columns(store, site), "k": work.k, **data.counted()}
-        if reason is not None:
-            nothing = {"value": np.nan, "std": np.nan}
-            for name in rows:
-                about = place | nothing | {"baseline": name}
-                rows[name] += [about | {"metric": metric} for metric in work.metrics]
-            continue
-        features = read[site.name]
-        jobs, memory = execution.jobs, execution.budget
-        vectors = np.concatenate(list(data.vectors(features, jobs=jobs, memory=memory)))
-        if (vectors == vectors[0]).all():
-            which = "" if site.layout is None or work.blocks else f"{features.selection} "
-            remark = (
-                f"{store.label} {site.name}: the {which}vector of every {data.NOUN} is the same, "
-                "so all are one cluster"
-            )
-            notes["remarks"].append(remark)
-            log.info("%s", remark)
-        clusters = work.of(repeat(vectors))
-        found = {"": work.scores(clusters)}
-        if "shuffled" in rows:
-            found["shuffled"] = work.scores(clusters, shuffled=True)
-        if "random" in rows:
-            if site.dim not in drawn:
-                drawn[site.dim] = work.scores(work.of_noise(site.dim))
-            found["random"] = drawn[site.dim]
-        if "image" in rows:
-            scenes = choose_features(store, site, "mean").vectors(data.mask, jobs=jobs)
-            of_images = np.concatenate(list(scenes))
-            image = np.searchsorted(np.flatnonzero(data.mask), data.rows)
-            found["image"] = work.scores(work.of(repeat(of_images[image])))
-        for name, scores in found.items():
-            rows[name] += [place | score | {"baseline": name} for score in scores]
-    return [row for some in rows.values() for row in some]
+    else:
+        dims = dict.fromkeys(site.dim for site in sites if "random" in work.baselines)
+        items: list[str | int] = [*(site.name for site in sites), *dims]
+        for item, (scores, remark) in zip(items, execution.spread(work, items), strict=True):
+            found[item] = scores
+            if remark:
+                notes["remarks"].append(remark)
+                log.info("%s", remark)
+    nothing = [{"metric": metric, "value": np.nan, "std": np.nan} for metric in work.metrics]
+    rows: list[Score] = []
+    for name in ("", *dict.fromkeys(work.baselines)):
+        for site in sites:
+            place = {**site_columns(store, site), "k": work.k, **data.counted()}
+            of = site.dim if name == "random" else site.name
+            scores_of = nothing if reason is not None else found[of][name]
+            rows += [place | score | {"baseline": name} for score in scores_of]
+    return rows
 
 
 @styled

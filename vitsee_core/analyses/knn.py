@@ -20,7 +20,7 @@ the masks' categories, and intervals are over images.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,8 +66,6 @@ READING = (
     "that the class is made in the last blocks."
 )
 SOURCE = "Walmer et al. 2023, Figs. 9 left, 28; Caron et al. 2021"
-
-Pieces = Callable[[], Iterator[Float32]]
 
 VOTES = ("softmax", "majority")
 BASELINES = ("random",)
@@ -127,9 +125,6 @@ def run(
         VitseeError: k larger than the number of training images, an unknown choice, or masks that
             cannot be used (see `Segmentation.open`, `find_segments`).
     """
-    from vitsee_core.device import resolve_device
-    from vitsee_core.labelled.neighbours import nearest
-
     if not tests:
         raise VitseeError("no store to test on; expected one or more")
     seed = execution.seed
@@ -143,59 +138,27 @@ def run(
     n_top = [k for k in ks if k >= TOP and a.n_classes > TOP]
     if not n_top:
         log.info("top5 is left out: it needs k >= %d and more than %d classes", TOP, TOP)
-    budget = execution.budget
-    search = partial(
-        nearest,
-        k=max(ks),
-        device=resolve_device(execution.device),
-        memory=3 * budget // 4,
-        progress=execution.progress,
-    )
-    searches = [len(q.sites) + len(baselines) * len({s.dim for s in q.sites}) for q in queries]
+    work = _Search(a, tuple(queries), tuple(ks), vote, temperature, per_class)
+    items: list[_Item] = [(q, s.name) for q, query in enumerate(queries) for s in query.sites]
+    drawn = [(q, dim) for q, query in enumerate(queries) for dim in query.dims if baselines]
     rows: list[dict[str, Any]] = []
     random_rows: list[dict[str, Any]] = []
     remarks = [remark for query in queries for remark in query.remarks]
-
-    def stored(data: LabelledRows, features: SiteFeatures) -> Pieces:
-        return lambda: data.vectors(features, jobs=execution.jobs, memory=budget // 4)
-
-    def measure(query: _Query) -> None:
-        b, test, blocks = query.data, query.data.store, query.blocks
-        drawn: dict[int, list[dict[str, Any]]] = {}
-
-        def scored(found: Nearest) -> list[dict[str, Any]]:
-            return list(_scores(found, a, b, blocks, ks, vote, temperature, per_class))
-
+    found: dict[_Item, list[dict[str, Any]]] = {}
+    n_rows = len(a) * (len(items) + len(drawn))
+    with counting(execution.progress, n_rows, "rows"):
+        some = [*items, *drawn]
+        for item, (scores, remark) in zip(some, execution.spread(work, some), strict=True):
+            found[item] = scores
+            if remark and remark not in remarks:
+                remarks.append(remark)
+                log.info("%s", remark)
+    for q, query in enumerate(queries):
         for site in query.sites:
-            ours, theirs = query.read[site.name]
-            found = search(stored(a, ours), stored(b, theirs), len(b), site.dim)
-            if found.constant:
-                which = "" if site.layout is None or choice else f"{ours.selection} "
-                remark = (
-                    f"{site.name}: the {which}vector of every training {a.NOUN} is the same; its "
-                    "value is the vote of the first rows"
-                )
-                if remark not in remarks:
-                    remarks.append(remark)
-                    log.info("%s", remark)
-            rows.extend(
-                site_columns(test, site) | score | {"baseline": ""} for score in scored(found)
-            )
-            for name in baselines:
-                if site.dim not in drawn:
-                    noise = [
-                        partial(random_pieces, len(data), site.dim, (seed, i))
-                        for i, data in enumerate((a, b))
-                    ]
-                    drawn[site.dim] = scored(search(noise[0], noise[1], len(b), site.dim))
-                random_rows.extend(
-                    site_columns(test, site) | score | {"baseline": name}
-                    for score in drawn[site.dim]
-                )
-
-    with counting(execution.progress, len(a) * sum(searches), "rows"):
-        for query in queries:
-            measure(query)
+            place = site_columns(query.data.store, site)
+            rows += [place | score | {"baseline": ""} for score in found[q, site.name]]
+            for name in dict.fromkeys(baselines):
+                random_rows += [place | score | {"baseline": name} for score in found[q, site.dim]]
     notes = {
         "interval": a.INTERVAL,
         "train": {"store": train.label, **a.describe()},
@@ -212,6 +175,10 @@ def run(
     return Table.from_rows(rows + random_rows, names, notes)
 
 
+# Of a query's number: one of its sites, or as many channels of random features.
+_Item = tuple[int, str | int]
+
+
 @dataclass(frozen=True)
 class _Query:
     """What is classified: images of one store at some sites. read: site -> features of the training
@@ -224,10 +191,64 @@ class _Query:
     remarks: list[str]
     blocks: Blocks
 
+    @property
+    def dims(self) -> list[int]:
+        """Numbers of channels that its sites have."""
+        return list(dict.fromkeys(site.dim for site in self.sites))
+
     def describe(self) -> dict[str, Any]:
         """For a sidecar."""
         about = {"store": self.data.store.label, **self.data.describe()}
         return about | {"also_in_train": self.n_shared}
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The scores of a site, or of random features, and what is to be said of it."""
+
+    train: LabelledRows
+    queries: tuple[_Query, ...]
+    ks: tuple[int, ...]
+    vote: str
+    temperature: float
+    per_class: bool
+
+    def __call__(self, execution: Execution, item: _Item) -> tuple[list[dict[str, Any]], str]:
+        from vitsee_core.device import resolve_device
+        from vitsee_core.labelled.neighbours import nearest
+
+        a, query, site = self.train, self.queries[item[0]], item[1]
+        b, budget = query.data, execution.budget
+        if isinstance(site, int):
+            dim, selection = site, ""
+            pieces = [
+                partial(random_pieces, len(data), dim, (execution.seed, i))
+                for i, data in enumerate((a, b))
+            ]
+        else:
+            ours, theirs = query.read[site]
+            dim = ours.dim
+            selection = "" if ours.site.layout is None or b.NOUN != "image" else ours.selection
+            pieces = [
+                partial(data.vectors, features, jobs=execution.jobs, memory=budget // 4)
+                for data, features in ((a, ours), (b, theirs))
+            ]
+        found = nearest(
+            *(pieces[0], pieces[1], len(b), dim),
+            k=max(self.ks),
+            device=resolve_device(execution.device),
+            memory=3 * budget // 4,
+            progress=execution.progress,
+        )
+        remark = ""
+        if found.constant and isinstance(site, str):
+            which = f"{selection} " if selection else ""
+            remark = (
+                f"{site}: the {which}vector of every training {a.NOUN} is the same; its value is "
+                "the vote of the first rows"
+            )
+        how = self.ks, self.vote, self.temperature, self.per_class
+        return list(_scores(found, a, b, query.blocks, *how)), remark
 
 
 def _query(

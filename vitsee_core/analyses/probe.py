@@ -26,8 +26,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -40,19 +38,16 @@ from vitsee_core.labelled.labelled_rows import (
 from vitsee_core.probing.draws import check_classes, draw_images, split_rows
 from vitsee_core.probing.figure import plot
 from vitsee_core.probing.fit import Task
-from vitsee_core.probing.remarks import remarks_on
-from vitsee_core.probing.rows import INTERVAL, Scorer, tokens_of
+from vitsee_core.probing.rows import INTERVAL, Scorer
 from vitsee_core.probing.score import Prober
 from vitsee_core.probing.settings import Settings, choose_settings, choose_training
-from vitsee_core.probing.sources import Random, Stored
-from vitsee_core.probing.tally import Tally
-from vitsee_core.progress import Progress, counting
+from vitsee_core.probing.site_probes import Item, SiteProbes, shape_of_random
+from vitsee_core.progress import counting
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.segments import Examples, Segmentation, as_segmentation, examples_of
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.token_selection import Token
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -210,11 +205,11 @@ def run(
         works.append(
             _Work(
                 *(prober, examples, ours, theirs, blocks, settings),
-                *(per_class, tuple(baselines), seed, execution.progress),
+                *(per_class, tuple(baselines), seed),
             )
         )
     with counting(execution.progress, sum(work.n_probes for work in works), "probes"):
-        found = [work.rows() for work in works]
+        found = [work.rows(execution) for work in works]
     remarks = list(dict.fromkeys([*remarks, *(r for work in works for r in work.remarks)]))
     for remark in remarks:
         log.info("%s", remark)
@@ -256,18 +251,15 @@ class _Work:
         per_class: bool,
         baselines: Sequence[str],
         seed: int,
-        progress: Progress,
     ) -> None:
         self.prober, self.examples = prober, examples
         self.train, self.test, self.settings = train, test, settings
         self.blocks = blocks
         self.scorer = Scorer(prober.draws, test, train.classes if per_class else (), blocks)
         self.baselines, self.seed = baselines, seed
-        self.progress = progress
         self.words: dict[str, list[str]] = {}
         self.matched: dict[str, str] = {}
         self.remarks: list[str] = []
-        self._drawn: dict[tuple[int, int], Tally] = {}
         self._chosen = list(self._features())  # refuses what is not there
 
     @property
@@ -275,27 +267,24 @@ class _Work:
         """How many are fitted."""
         return len(self.prober.draws) * sum(_n_probes(features) for features, _ in self._chosen)
 
-    def rows(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def rows(self, execution: Execution) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The rows about the model, and those of the baselines."""
         rows: list[dict[str, Any]] = []
         random_rows: list[dict[str, Any]] = []
-        one_class = len(np.unique(self.train.labels)) == 1
-        for features, other in self._chosen:
-            tally = self._probe(features, other)
-            self.remarks += remarks_on(features, tally, self.prober.task, one_class)
+        shapes = dict.fromkeys(shape_of_random(ours) for ours, _ in self._chosen if self.baselines)
+        items: list[Item] = [*self._chosen, *shapes]
+        work = SiteProbes(self.prober, self.train, self.test, self.scorer, self.seed)
+        found = list(execution.spread(work, items))
+        drawn = dict(zip(shapes, found[len(self._chosen) :], strict=True))
+        for (features, _), (own, remarks) in zip(self._chosen, found, strict=False):
+            self.remarks += remarks
             place = site_columns(self.test.store, features.site)
-            tokens = tokens_of(features)
-            each = features.selection == "each"
-            rows += [
-                place | row | {"baseline": ""} for row in self.scorer.rows(tokens, tally, each)
-            ]
+            rows += [place | row | {"baseline": ""} for row in own]
+            mean = "" if features.site.layout is None else features.selection
             for name in self.baselines:
-                word = features.selection
-                mean = Token("" if features.site.layout is None else word)
-                random_rows += [
-                    place | row | {"baseline": name}
-                    for row in self.scorer.rows([mean], self._random(features), False)
-                ]
+                random, _ = drawn[shape_of_random(features)]
+                about = {"token": mean, "baseline": name}
+                random_rows += [place | row | about for row in random]
         return rows, random_rows
 
     def _features(self) -> Iterator[tuple[SiteFeatures, SiteFeatures]]:
@@ -324,27 +313,6 @@ class _Work:
                         f"flattened to {ours.dim} channels, averaged to {grid} cells"
                     )
                 yield ours, theirs
-
-    def _probe(self, features: SiteFeatures, other: SiteFeatures) -> Tally:
-        task, what = self.prober.task, f"{features.site.name} ({features.selection})"
-        ours = Stored(features, self.train, task.jobs, task.memory)
-        theirs = Stored(other, self.test, task.jobs, task.memory)
-        if features.site.layout is not None and features.selection == "all":
-            tally = self.prober.side_by_side(ours, theirs, what)
-            self.progress.advance(len(self.prober.draws))
-            return tally
-        first = features.n_prefix if features.selection == "each" else 0
-        return self.prober.each(ours, theirs, what, first, self.progress.advance)
-
-    def _random(self, features: SiteFeatures) -> Tally:
-        """The baseline's tally for features of this shape; of `each`, for one token."""
-        n = len(features.tokens) if features.selection == "all" else 1
-        key = (n, features.dim)
-        if key not in self._drawn:
-            ours = Random(len(self.train), n, features.dim, (self.seed, 0))
-            theirs = Random(len(self.test), n, features.dim, (self.seed, 1))
-            self._drawn[key] = self.prober.side_by_side(ours, theirs, "random features")
-        return self._drawn[key]
 
 
 def _n_probes(features: SiteFeatures) -> int:

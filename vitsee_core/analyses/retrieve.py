@@ -21,6 +21,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +141,9 @@ def run(
     total = sum(plan.search.n_images * len(plan.read) for plan in plans)
     with counting(execution.progress, total):
         for plan in plans:
-            for site, features in plan.read.values():
-                scores, remark = _scores(plan, features, execution)
+            read = list(plan.read.values())
+            found = execution.spread(partial(_scores, plan), [features for _, features in read])
+            for (site, _), (scores, remark) in zip(read, found, strict=True):
                 if remark:
                     remarks.append(remark)
                     log.info("%s", remark)
@@ -230,9 +232,9 @@ def _by_model(
 
 
 def _scores(
-    plan: Plan, features: Features, execution: Execution
+    plan: Plan, execution: Execution, features: Features
 ) -> tuple[dict[Setting, dict[str, Float]], str]:
-    """Setting -> metric -> (queries,), and what is to be remarked on."""
+    """Of a site, setting -> metric -> (queries,), and what is to be remarked on."""
     from vitsee_core.retrieval.search_passes import passes
 
     parts: dict[Setting, list[dict[str, Float]]] = {one: [] for one, _ in plan.scored}

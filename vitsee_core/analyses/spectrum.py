@@ -115,9 +115,9 @@ def run(
     plans = []
     for store, chosen in selected.members:
         read = [choose_features(store, site, tokens) for site in chosen]
-        work = _Store(store, execution.rows(store), execution, metrics)
+        work = _Store(store, execution.rows(store), execution.seed, metrics)
         for features in read:
-            work.check(features)
+            work.check(features, execution.budget)
         plans.append((work, list(zip(chosen, read, strict=True))))
     for work, own in plans:
         say_cost([features for _, features in own if features.several], work.rows.n)
@@ -126,9 +126,9 @@ def run(
     counts = [2 * work.rows.n * len(own) for work, own in plans]
     with counting(execution.progress, sum(counts), "rows"):
         for work, own in plans:
-            for site, features in own:
-                rows += work(site, features)
-            remarks += work.remarks
+            for of_site, said in execution.spread(work, own):
+                rows += of_site
+                remarks += said
     for remark in remarks:
         log.info("%s", remark)
     notes = {
@@ -153,17 +153,14 @@ def plot(table: Table) -> Figure:
 class _Store:
     """The rows of one store's sites."""
 
-    def __init__(
-        self, store: Store, rows: Rows, execution: Execution, metrics: Sequence[str]
-    ) -> None:
-        self.store, self.rows, self.execution = store, rows, execution
+    def __init__(self, store: Store, rows: Rows, seed: int, metrics: Sequence[str]) -> None:
+        self.store, self.rows, self.seed = store, rows, seed
         self.asked = frozenset(metrics)
         self.metrics = frozenset(metrics or METRICS)
         self.mask = rows.mask & store.valid
-        self.blocks = Blocks.of(store, self.mask, execution.seed)
+        self.blocks = Blocks.of(store, self.mask, seed)
         self.labels: Integers = store.samples.label[self.mask].astype(np.int64)
         self.predicted = self._predicted()
-        self.remarks: list[str] = []
 
     def _predicted(self) -> Integers | None:
         """(images,) class of the model's logits; None where they are not of the labels' classes."""
@@ -175,7 +172,7 @@ class _Store:
         features = choose_features(self.store, self.store.site("logits"))
         return np.concatenate([x.argmax(1) for x in features.vectors(self.mask)])
 
-    def check(self, features: SiteFeatures) -> None:
+    def check(self, features: SiteFeatures, budget: int) -> None:
         """Refuse, before any work, what was asked for and cannot be had."""
         label, n, dim = self.store.label, len(self.labels), features.dim
         of_images = {"twonn", *OF_CLASSES} & self.asked
@@ -191,10 +188,10 @@ class _Store:
         need = 8 * dim * min(dim, n * len(features.tokens)) * (self.blocks.n + 4)
         if not features.several:
             need += (4 + 16 * bool(self._of_classes())) * n * dim
-        if need > self.execution.budget:
+        if need > budget:
             raise VitseeError(
                 f"the spectrum of {features.site.name} of {label} ({dim} channels) takes "
-                f"{human_bytes(need)} of memory; --memory is {human_bytes(self.execution.budget)}"
+                f"{human_bytes(need)} of memory; --memory is {human_bytes(budget)}"
             )
 
     def _of_classes(self) -> list[str]:
@@ -204,18 +201,23 @@ class _Store:
         found = [metric for metric in collapse.METRICS if metric in self.metrics]
         return found + ([collapse.FOURTH] if self.predicted is not None else [])
 
-    def __call__(self, site: SiteSpec, features: SiteFeatures) -> list[dict[str, Any]]:
-        measure = self._of_tokens(features) if features.several else self._of_vectors(features)
+    def __call__(
+        self, execution: Execution, of: tuple[SiteSpec, SiteFeatures]
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """The rows of a site, and what is to be said of it."""
+        site, features = of
+        make = self._of_tokens if features.several else self._of_vectors
+        measure = make(features, execution)
         m = self.blocks.n
         every = np.ones(m, bool)
         even = np.arange(m) % 2 == 0
         left = [np.arange(m) != b for b in range(m)] if m > 1 else []
         # The whole comes first: it collects the remarks.
         whole, caps = measure.of(every)
-        found = thread_map(self.execution.jobs)(measure.values, [even, ~even, *left])
+        found = thread_map(execution.jobs)(measure.values, [even, ~even, *left])
         first, second, *without = found
-        self.remarks += measure.remarks(f"{self.store.label} {site.name}")
-        self.execution.progress.advance(self.rows.n)
+        remarks = measure.remarks(f"{self.store.label} {site.name}")
+        execution.progress.advance(self.rows.n)
         place = site_columns(self.store, site)
         place |= {"token": str(features.selection) if features.site.layout is not None else None}
         rows = []
@@ -233,16 +235,15 @@ class _Store:
                 limits = UNLIMITED
             cells = jackknife_cells(whole[metric], replicates, len(self.labels), limits)
             rows.append(place | about | cells)
-        return rows
+        return rows, remarks
 
-    def _of_tokens(self, features: SiteFeatures) -> _Measure:
+    def _of_tokens(self, features: SiteFeatures, use: Execution) -> _Measure:
         of_rows = self.blocks.of_rows
-        parts = block_sums(features, self.rows, of_rows, self.execution)
+        parts = block_sums(features, self.rows, of_rows, use)
         return _Measure(partial(_of_sums, parts, total(parts)), [])
 
-    def _of_vectors(self, features: SiteFeatures) -> _Measure:
+    def _of_vectors(self, features: SiteFeatures, use: Execution) -> _Measure:
         """Spectra from D x D, or from n x n where that is less."""
-        use = self.execution
         vectors = features.vectors(self.mask, jobs=use.jobs, memory=use.budget)
         x = np.concatenate(list(vectors))
         use.progress.advance(self.rows.n)
@@ -256,7 +257,7 @@ class _Store:
             spectrum = partial(_of_examples, x, labels)
         others: list[_Other] = []
         if "twonn" in self.metrics:
-            others.append(_Neighbours(x, labels, None if self.store.shuffled else use.seed))
+            others.append(_Neighbours(x, labels, None if self.store.shuffled else self.seed))
         if names := self._of_classes():
             others.append(_Classes(x, labels, self.labels, self.predicted, names))
         return _Measure(spectrum, others)
