@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vitsee_core import machine
-from vitsee_core.extraction import run
 from vitsee_core.extraction.run import default_workers
 from vitsee_core.machine import local_processes, memory_bytes
 
@@ -50,8 +49,8 @@ def test_they_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_by_cores(
     cores: int, all_cores: int, processes: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "n_cores", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)))
     monkeypatch.setattr(os, "cpu_count", lambda: all_cores)
-    monkeypatch.setattr(run, "local_processes", lambda _environ: processes)
+    monkeypatch.setattr(machine, "local_processes", lambda _environ: processes)
     assert default_workers(CUDA) == workers
     assert default_workers(CPU) == 0

@@ -266,7 +266,11 @@ def _local(processes: int) -> Iterator[Any]:
             dashboard_address=None,
             memory_limit=0,
             silence_logs=logging.CRITICAL,
-            env={name: os.environ.get(name, cores) for name in names},
+            # As torchrun says it, to `machine`: the machine is theirs in equal parts.
+            env={
+                **{name: os.environ.get(name, cores) for name in names},
+                "LOCAL_WORLD_SIZE": str(processes),
+            },
         ) as cluster,
     ):
         yield cluster

@@ -44,6 +44,12 @@ class Execution:
         """Bytes to stay within, the default among them."""
         return memory_bytes() // 4 if self.memory is None else self.memory
 
+    @property
+    def width(self) -> int:
+        """Pieces of work that are done at a time: by threads, or by the processes of `map`."""
+        n_threads = getattr(self.map, "n_threads", None)
+        return self.jobs if n_threads is None else int(n_threads())
+
     def rows(self, store: Store, *, whole_slabs: bool = False) -> Rows:
         """The images of a store, see `choose_rows`; remarks about them are logged.
 

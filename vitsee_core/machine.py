@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def n_cores() -> int:
-    """Cores this process may run on (its affinity, not the machine's count)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores this process may run on (its affinity, not the machine's count); where it is bound to
+    none, its part among the processes of its job on this machine."""
+    every = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    return cores if cores != every else max(1, cores // local_processes(os.environ))
 
 
 def memory_bytes() -> int:

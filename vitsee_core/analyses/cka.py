@@ -137,7 +137,9 @@ def run(
         estimator=how,
         images=execution.images,
         seed=execution.seed,
-        options=GramOptions(cache, not no_cache, execution.device, execution.memory),
+        options=GramOptions(
+            *(cache, not no_cache, execution.device, execution.memory, execution.map)
+        ),
         pair_by=pair_by,
         progress=execution.progress,
     )

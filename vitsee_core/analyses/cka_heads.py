@@ -131,7 +131,9 @@ def run(
         estimator=how,
         images=execution.images,
         seed=execution.seed,
-        options=GramOptions(cache, not no_cache, execution.device, execution.memory),
+        options=GramOptions(
+            *(cache, not no_cache, execution.device, execution.memory, execution.map)
+        ),
         progress=execution.progress,
     )
     members = np.zeros((len(groups), len(heads)))

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -166,16 +166,19 @@ def run(
         if how.kind == "minibatch":  # logged once, not for each grid
             of_store = Estimator("minibatch", *batch_sizes(how, len(counted)))
         work.say_cost(len(counted))
-        pixels = input_pixels(work.store, counted, data, execution.progress)
-        found = work.maps(
-            *(pixels, counted, of_store, execution.seed),
-            *(execution.device, execution.budget, execution.progress),
-        )
-        for maps in found:
-            tables.append(_table(maps, work.store, summary))
-            notes |= {"estimator": maps.notes["estimator"]}
-            about |= maps.notes
-            about.setdefault("patch_px", {})[maps.site.name] = list(maps.patch_px)
+        of_sites = _SiteTables(work, counted, of_store, execution.seed, data, summary)
+        together = work.together(of_store, len(counted), execution.budget)
+        if execution.map is not None:  # what is read once for several sites is read by each
+            together = [[k] for group in together for k in group]
+        found = [one for some in execution.spread(of_sites, together, unit="sites") for one in some]
+        order = [k for group in together for k in group]
+        for _, (table, site, maps_notes, patch_px) in sorted(
+            zip(order, found, strict=True), key=lambda one: one[0]
+        ):
+            tables.append(table)
+            notes |= {"estimator": maps_notes["estimator"]}
+            about |= maps_notes
+            about.setdefault("patch_px", {})[site] = list(patch_px)
         about["pixels"] = "as the model saw them, normalised" + (
             "" if work.store.has("input") else "; loaded again from the store's data"
         )
@@ -204,6 +207,35 @@ def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Rows, dic
             f"{store.label}: {len(counted)} readable images chosen; CKA needs at least 4"
         )
     return counted, {"chosen": chosen.describe()}
+
+
+@dataclass
+class _SiteTables:
+    """The tables of sites that are compared together, their names, notes and patches. pixels: read
+    by the first call, in every process."""
+
+    work: SiteMaps
+    images: Rows
+    how: Estimator
+    seed: int
+    data: str | None
+    summary: str | None
+    pixels: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "pixels": None}
+
+    def __call__(
+        self, execution: Execution, together: Sequence[int]
+    ) -> list[tuple[Table, str, dict[str, Any], tuple[int, ...]]]:
+        store = self.work.store
+        if self.pixels is None:
+            self.pixels = input_pixels(store, self.images, self.data, execution.progress)
+        found = self.work.maps(together, self.pixels, self.images, self.how, self.seed, execution)
+        return [
+            (_table(maps, store, self.summary), maps.site.name, maps.notes, maps.patch_px)
+            for maps in found
+        ]
 
 
 def _table(maps: Maps, store: Store, summary: str | None) -> Table:

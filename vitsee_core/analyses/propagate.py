@@ -25,6 +25,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.plotting import new_figure, styled
-from vitsee_core.progress import counting
+from vitsee_core.progress import SILENT, counting
 from vitsee_core.replicates import WORD
 from vitsee_core.results import Table
 from vitsee_core.store_selection import select_each
@@ -194,7 +195,7 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
     with counting(execution.progress, n_masks, "masks") as progress:
         check_masks(work.masks, videos, execution.jobs, progress)
     jobs = max(1, min(execution.jobs, execution.budget // group_bytes(work, videos)))
-    groups = group_videos(videos, work.stores[0].plan.slab, 2 * jobs)
+    groups = group_videos(videos, work.stores[0].plan.slab, 2 * max(jobs, execution.width))
     jobs = min(jobs, len(groups))
     with _one_core_each():
         cost = cost_of(work, videos)
@@ -203,9 +204,16 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
             if execution.map is None:
                 return work_on(work, groups, jobs)
             total = Found()
-            for part in execution.map(work, groups):
+            there = partial(_group, replace(work, progress=SILENT))
+            for part in execution.spread(there, groups):
                 total.merge(part)
             return total
+
+
+def _group(work: VideoWork, execution: Execution, group: Sequence[Video]) -> Found:
+    """Some videos, in another process."""
+    with _one_core_each():
+        return replace(work, progress=execution.progress)(group)
 
 
 @contextmanager

@@ -168,7 +168,9 @@ def run(
         None if chosen.cols is None else compared[n_rows:],
         images=execution.images,
         seed=execution.seed,
-        options=GramOptions(cache, not no_cache, execution.device, execution.memory),
+        options=GramOptions(
+            *(cache, not no_cache, execution.device, execution.memory, execution.map)
+        ),
         pair_by=pair_by,
         progress=execution.progress,
     ) as grams:

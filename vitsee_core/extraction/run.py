@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -39,7 +38,6 @@ from vitsee_core.machine import (
     counted,
     free_disk_bytes,
     human_bytes,
-    local_processes,
     n_cores,
     scratch_folder,
 )
@@ -354,10 +352,7 @@ def default_workers(device: torch.device) -> int:
     two, which feed the device and write."""
     if device.type == "cpu":
         return 0
-    cores = n_cores()
-    if cores == os.cpu_count():  # not this process's own share
-        cores //= local_processes(os.environ)
-    return min(MOST_WORKERS, max(1, cores - 2))
+    return min(MOST_WORKERS, max(1, n_cores() - 2))
 
 
 def _provenance(

@@ -182,8 +182,10 @@ def own_grams(comparison: Comparison, batches: Sequence[Rows]) -> list[OfBatch]:
         size = 4 * len(batches) * max(map(len, batches)) ** 2
         comparison.require_disk([(r, size) for r in missing.values()])
         comparison.progress.start(len(missing), unit="Gram matrices")
+    make = partial(_make, batches)
     try:
-        files = [made(r) or _make(comparison, r, batches) for r in comparison.representations]
+        comparison.make(make, missing.values())
+        files = [made(r) or make(comparison, r) for r in comparison.representations]
     finally:
         comparison.progress.stop()
         comparison.workspace.clear()
@@ -194,7 +196,7 @@ def _from_file(file: GramFile, batch: int) -> Matrix:
     return InMemory(file.header.batches[batch], partial(file.tile, batch))
 
 
-def _make(comparison: Comparison, of: Representation, batches: Sequence[Rows]) -> GramFile:
+def _make(batches: Sequence[Rows], comparison: Comparison, of: Representation) -> GramFile:
     lengths = tuple(map(len, batches))
 
     def make(origin: Origin) -> Tiles:

@@ -37,6 +37,7 @@ from vitsee_core.similarity.gram_file import (
     write_tiles,
 )
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
+from vitsee_core.streaming import Map
 from vitsee_stores.errors import VitseeError, reason
 
 if TYPE_CHECKING:
@@ -68,6 +69,17 @@ class GramCache:
         if store_id not in self._places:
             self._places[store_id] = self._find(store)
         return self._places[store_id]
+
+    def is_shared(self, store: Store, map: Map) -> bool:
+        """Whether processes of `map` may find a store's folder: not this machine's scratch folder,
+        unless they are of this machine too."""
+        return self.place(store) != self.scratch or bool(getattr(map, "local", 0))
+
+    def absolute(self) -> GramCache:
+        """The same for a process with another working folder."""
+        places = {store_id: place.absolute() for store_id, place in self._places.items()}
+        folder = self.folder and self.folder.absolute()
+        return GramCache(folder, self.persistent, self.scratch, places)
 
     def _find(self, store: Store) -> Path:
         if not self.persistent:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.execution import Execution
+from vitsee_core.grams.arithmetic import full_precision
+from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.grams.products import Workspace
 from vitsee_core.machine import free_disk_bytes, human_bytes
-from vitsee_core.progress import Progress
+from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.cache import GramCache
 from vitsee_core.similarity.gram_file import GramFile
 from vitsee_core.similarity.representation import Representation
+from vitsee_core.streaming import Map
 from vitsee_stores.errors import VitseeError
 
+FOUND_SECONDS = 60.0  # until a shared file system shows what another machine wrote
 Rows = NDArray[np.int64]
 T = TypeVar("T")
 
@@ -50,12 +56,14 @@ class Estimator:
 class GramOptions:
     """How the work is done; the result does not depend on it. cache: a folder for Gram matrices,
     None: `<store>.grams` beside each store. use_cache: off, nothing is kept. memory: bytes to stay
-    within, None: a quarter of the machine's."""
+    within, None: a quarter of the machine's. map: by whose processes Gram matrices are made; see
+    `Execution`."""
 
     cache: Path | None = None
     use_cache: bool = True
     device: str = "auto"
     memory: int | None = None
+    map: Map | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class Comparison:
     progress: Progress
     notes: dict[str, Any] = field(default_factory=dict)
     workspace: Workspace = field(default_factory=Workspace)
+    map: Map | None = None
 
     def split(self, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T] | None]:
         """What belongs to rows, and what to cols (None where they are the same)."""
@@ -110,6 +119,42 @@ class Comparison:
         ones once."""
         return {r.features.identity: r for r in self.representations if self.find(r) is None}
 
+    def make(
+        self,
+        how: Callable[[Comparison, Representation], GramFile],
+        missing: Iterable[Representation],
+    ) -> None:
+        """Gram matrices that are not there yet: one after the other, or each by a process of `map`,
+        which leaves it in the cache's folder for this one to find.
+
+        Raises:
+            VitseeError: it does not find one: the processes have another disk.
+        """
+        elsewhere: list[Representation] = []
+        for of in missing:
+            if self.map is not None and self.cache.is_shared(of.store, self.map):
+                elsewhere.append(of)
+            else:
+                how(self, of)
+        work = Execution(memory=self.memory, map=self.map, progress=self.progress)
+        alone = replace(
+            self,
+            representations=(),
+            cache=self.cache.absolute(),
+            progress=SILENT,
+            workspace=Workspace(),
+            map=None,
+        )
+        for of, path in zip(elsewhere, work.spread(_Made(alone, how), elsewhere), strict=True):
+            until = time.monotonic() + FOUND_SECONDS
+            while not path.exists() and time.monotonic() < until:
+                time.sleep(0.1)
+            if not path.exists():
+                raise VitseeError(
+                    f"the Gram matrix of {of.store.label} {of.site.name} is not at {path}, where "
+                    "another process put it: --dask needs a --cache DIR that all machines share"
+                )
+
     def require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
         """Refuse Gram matrices that the disk cannot hold, before any work; `sizes` in bytes.
 
@@ -130,3 +175,21 @@ class Comparison:
                 )
             kept = "" if self.cache.persistent and place != self.cache.scratch else "temporary "
             log.info("%sGram matrices to make: %s in %s", kept, human_bytes(need), place)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Where another process put the Gram matrix that it made."""
+
+    comparison: Comparison
+    how: Callable[[Comparison, Representation], GramFile]
+
+    def __call__(self, execution: Execution, of: Representation) -> Path:
+        here = replace(
+            self.comparison,
+            memory=execution.budget,
+            progress=execution.progress,
+            workspace=Workspace(),
+        )
+        with full_precision(here.device), one_blas_thread():
+            return self.how(here, of).path

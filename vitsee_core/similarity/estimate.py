@@ -128,6 +128,7 @@ def comparing(
             cache=cache,
             progress=progress,
             notes=notes,
+            map=options.map,
         )
         yield replace(comparison, device=choose_device(options.device, _work(comparison)))
 

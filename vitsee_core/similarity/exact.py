@@ -66,6 +66,7 @@ def full_grams(comparison: Comparison) -> list[GramView]:
         comparison.require_disk(sizes)
         comparison.progress.start(len(missing), unit="Gram matrices")
     try:
+        comparison.make(_make, missing.values())
         files = [comparison.find(r) or _make(comparison, r) for r in comparison.representations]
     finally:
         comparison.progress.stop()

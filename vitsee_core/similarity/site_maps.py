@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.execution import Execution
 from vitsee_core.features import choose_features
 from vitsee_core.machine import human_bytes
-from vitsee_core.progress import Progress
 from vitsee_core.similarity import Estimator, Hsic
 from vitsee_core.similarity.cost import say_cost
 from vitsee_core.similarity.localisation import Maps
@@ -79,45 +79,47 @@ class SiteMaps:
 
     def maps(
         self,
+        together: Sequence[int],
         pixels: Any,
         images: Rows,
         how: Estimator,
         seed: int,
-        device: str,
-        memory: int,
-        progress: Progress,
+        execution: Execution,
     ) -> list[Maps]:
-        """Of all sites, in their order; those with the same patches are compared together."""
-        found: dict[str, Maps] = {}
-        for sites in self._together(how, len(images), memory):
-            patches = PatchPixels(self.store, pixels, sites[0].layout)
-            h = hsic_on_the_fly(
-                [stack for site in sites for stack in site.stacks],
-                [patches],
-                images,
-                estimator=how,
-                shuffled=self.store.shuffled,
-                seed=seed,
-                device=device,
-                memory=memory - memory // 4,
-                progress=progress,
-            )
-            at = 0
-            for site in sites:
-                of_site = slice(at, at + len(site.names))
-                found[site.site.name] = Maps.of(
-                    _some_rows(h, of_site),
-                    *(site.site, site.names, site.cells, site.layout, patches.shape[1:]),
-                )
-                at = of_site.stop
-        return [found[site.site.name] for site in self.sites]
+        """Of some of the sites, which have the same patches."""
+        sites = [self.sites[k] for k in together]
+        patches = PatchPixels(self.store, pixels, sites[0].layout)
+        h = hsic_on_the_fly(
+            [stack for site in sites for stack in site.stacks],
+            [patches],
+            images,
+            estimator=how,
+            shuffled=self.store.shuffled,
+            seed=seed,
+            device=execution.device,
+            memory=execution.budget - execution.budget // 4,
+            progress=execution.progress,
+        )
+        found, at = [], 0
+        for site in sites:
+            of_site = slice(at, at + len(site.names))
+            about = site.site, site.names, site.cells, site.layout, patches.shape[1:]
+            found.append(Maps.of(_some_rows(h, of_site), *about))
+            at = of_site.stop
+        return found
 
-    def _together(self, how: Estimator, n: int, memory: int) -> list[list[_Tokens]]:
-        """Sites with the same patches, as many as have room for their maps and replicates.
+    def together(self, how: Estimator, n: int, memory: int) -> list[list[int]]:
+        """The places of sites with the same patches, as many as have room for their maps and
+        replicates.
 
         Raises:
             VitseeError: one site's maps are too large.
         """
+        place = {site.site.name: k for k, site in enumerate(self.sites)}
+        groups = self._together(how, n, memory)
+        return [[place[site.site.name] for site in group] for group in groups]
+
+    def _together(self, how: Estimator, n: int, memory: int) -> list[list[_Tokens]]:
         copies = 3 * 21 if how.kind != "minibatch" else 3 * ((how.repeats or 20) + 1)
         together: list[list[_Tokens]] = []
         for alike in self._alike():

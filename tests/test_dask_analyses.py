@@ -1,0 +1,150 @@
+"""Every analysis that spreads its work gives one process's numbers, and moves little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.stores import VIT, write_labelled
+from tests.tables import equal
+from vitsee_core.analyses import cka, cluster, knn, localize, probe, retrieve, similarity, spectrum
+from vitsee_core.dask_map import DaskMap, dask_map
+from vitsee_core.results import Table
+from vitsee_core.similarity import comparison
+from vitsee_stores import Store
+from vitsee_stores.errors import VitseeError
+
+pytest.importorskip("distributed")
+
+N, DIM = 96, 40
+# What one site's activations take: whatever went through the scheduler is far below it.
+SITE_BYTES = N * VIT.n_tokens * DIM * 4
+Run = Callable[..., Table]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[DaskMap]:
+    with dask_map("local:2") as made:
+        yield made
+
+
+def acts(seed: int, n: int = N, drift: float = 1.0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    base = rng.standard_normal((n, VIT.n_tokens, DIM)).astype(np.float32)
+    base[:, 0] += drift * np.eye(DIM, dtype=np.float32)[np.arange(n) % 3]
+    noise = rng.standard_normal((3, n, VIT.n_tokens, DIM)).astype(np.float32)
+    return {f"blocks.{k}.out": base + (k + 1) * part for k, part in enumerate(noise)}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    path = tmp_path_factory.mktemp("dask") / "train.zarr"
+    pixels = np.random.default_rng(3).standard_normal((N, 3, 32, 48)).astype(np.float32)
+    how = {"mean": [0.5] * 3, "std": [0.5] * 3}
+    labels = np.arange(N) % 3
+    return write_labelled(path, acts(0), labels, layout=VIT, pixels=pixels, transform=how)
+
+
+@pytest.fixture(scope="module")
+def test(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    path = tmp_path_factory.mktemp("dask") / "test.zarr"
+    return write_labelled(path, acts(1, 60), np.arange(60) % 3, layout=VIT, hash_offset=1000)
+
+
+def check(two: DaskMap, run: Callable[..., Table], to: float = 0.0) -> None:
+    """What `run` gives here, to the bit (or within `to`) what it gives by workers; and what moved
+    is little."""
+    here = run()
+    sent, received = two.sent, two.received
+    there = run(map=two)
+    if to:
+        numbers = [name for name in here.columns if here[name].dtype.kind == "f"]
+        assert equal(here, there, *numbers)
+        for name in numbers:
+            np.testing.assert_allclose(there[name], here[name], rtol=0, atol=to)
+    else:
+        assert equal(here, there)
+    assert two.sent > sent, "nothing was done by the workers"
+    assert two.sent + two.received - sent - received < SITE_BYTES
+
+
+def test_probe(two: DaskMap, store: Store, test: Store) -> None:
+    for options in ({}, {"tokens": ("each",)}, {"tokens": ("all",), "baselines": ("random",)}):
+        check(two, lambda o=options, **more: probe.run(store, test, shots=(5,), **o, **more))
+
+
+def test_knn(two: DaskMap, store: Store, test: Store) -> None:
+    check(two, lambda **more: knn.run(store, test, ks=(3,), baselines=("random",), **more))
+
+
+def test_cluster(two: DaskMap, store: Store) -> None:
+    check(two, lambda **more: cluster.run(store, **more))
+
+
+def test_spectrum(two: DaskMap, store: Store) -> None:
+    check(two, lambda **more: spectrum.run(store, **more))
+    check(two, lambda **more: spectrum.run(store, tokens="patches", **more))
+
+
+def test_retrieve(two: DaskMap, store: Store) -> None:
+    check(two, lambda **more: retrieve.run(store, **more))
+
+
+@pytest.mark.parametrize("summary", [None, "site"])
+def test_localize(two: DaskMap, store: Store, summary: str | None) -> None:
+    """Each site alone where one process multiplies several together: in other sums of float32."""
+    run = partial(localize.run, store, sites=("blocks",), summary=summary)
+    check(two, run, to=1e-5)
+
+
+@pytest.mark.parametrize("how", [{}, {"estimator": "minibatch", "batch": 16, "repeats": 2}])
+def test_gram_matrices(two: DaskMap, store: Store, tmp_path: Path, how: dict[str, Any]) -> None:
+    folders = iter((tmp_path / "here", tmp_path / "there"))
+    run = lambda **more: cka.run(store, cache=next(folders), **how, **more)  # noqa: E731 a closure
+    check(two, run)
+    here, there = (
+        sorted(p.name.split("-")[0] for p in tmp_path.glob(f"{w}/*.tiles"))
+        for w in ("here", "there")
+    )
+    assert here == there and len(there) == 3
+
+
+def test_gram_matrices_that_are_not_kept(two: DaskMap, store: Store) -> None:
+    check(two, lambda **more: cka.run(store, no_cache=True, **more))
+
+
+def test_similarity(two: DaskMap, store: Store, tmp_path: Path) -> None:
+    folders = iter((tmp_path / "here", tmp_path / "there"))
+    check(
+        two,
+        lambda **more: similarity.run(
+            store, measure=("mutual-knn", "rsa"), calibrate=19, cache=next(folders), **more
+        ),
+    )
+
+
+def test_workers_with_another_disk(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes a Gram matrix where this machine does not see it."""
+    monkeypatch.setattr(comparison, "FOUND_SECONDS", 0.0)
+
+    def elsewhere(function: Any, items: Any) -> Iterator[Any]:
+        for item in items:
+            path, tally = function(item)
+            path.rename(tmp_path / path.name)
+            yield path, tally
+
+    with pytest.raises(VitseeError, match="--dask needs a --cache DIR that all machines share"):
+        cka.run(store, cache=tmp_path / "cache", map=elsewhere)
+
+
+def test_a_pair_of_stores(two: DaskMap, store: Store, tmp_path: Path) -> None:
+    other = write_labelled(tmp_path / "b.zarr", acts(5), np.arange(N) % 3, layout=VIT)
+    folders = iter((tmp_path / "here", tmp_path / "there"))
+    check(two, lambda **more: cka.run(store, other, cache=next(folders), **more))
