@@ -98,7 +98,7 @@ def test_ties_go_to_the_lower_index_and_oneself_is_no_neighbour() -> None:
         [1, 1, 0, 0],
     ]
     with pytest.raises(VitseeError, match="--k 4 neighbours of 4 images; expected 1 to 3"):
-        nearest(np.ones((4, 4)), 4)
+        MutualKnn(4).prepare(gram_of(features(4, 3)))
 
 
 def test_rsa_by_hand() -> None:
@@ -176,6 +176,52 @@ def test_intervals_are_a_jackknifes_that_starts_anew(tmp_path: Path, name: str) 
     assert table["spread"].tolist() == ["jackknife"] * 4
     assert table["low"][1] < table["value"][1] < table["high"][1]
     assert table["high"][0] <= 1 + 1e-6 or measure.distance
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "measure", [MutualKnn(5), Cknna(5), Rsa("pearson"), Rsa("euclidean"), Cka()],
+    ids=lambda one: one.name,
+)  # fmt: skip
+def test_what_is_left_of_a_state_is_that_of_fewer_images(measure: Measure, seed: int) -> None:
+    x, y = (np.round(z, 1) for z in related(seed, n=40))  # with ties
+    places = np.setdiff1d(np.arange(40), [seed, 17 + seed])
+    of = [gram_of(z).of(places) for z in (x, y)]
+    anew = [measure.prepare(one) for one in of]
+    states = [measure.prepare(gram_of(z)) for z in (x, y)]
+    left = [measure.reduced(one, places) for one in states]
+    assert all(one is not None for one in left)
+    expected = measure.compare(anew, anew, PAIR)
+    assert measure.compare(left, left, PAIR) == pytest.approx(expected, abs=2e-6)
+    # In a state of neighbours there are as many more as a block of the jackknife may hold.
+    if isinstance(measure, MutualKnn):
+        assert measure.reduced(states[0], places[:20]) is None
+
+
+def test_gram_matrices_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from collections import Counter
+
+    from vitsee_core.similarity.gram_file import GramView
+
+    sites = {f"m{i}": features(40, 5, i) for i in range(3)}
+    store = write_model(tmp_path / "a.zarr", sites)
+    read: Counter[str] = Counter()
+    block = GramView.block
+
+    def counted(self: GramView, i: slice, j: slice) -> Any:
+        read[self.file.path.name] += 1
+        return block(self, i, j)
+
+    monkeypatch.setattr(GramView, "block", counted)
+    every = ["rsa", "gulp", "ridge-r2", "mutual-knn", "cknna", "cka"]
+    found = run(store, measure=every, sites=["*"])
+    assert [*read.values()] == [1, 1, 1]
+    read.clear()
+    # Without room they are read again, to the same end.
+    again = run(store, measure=every, sites=["*"], memory=4000)
+    assert min(read.values()) > 20
+    for column in ("value", "std"):
+        assert again[column] == pytest.approx(found[column], abs=1e-6)
 
 
 def test_the_ridge_of_replicates_is_that_of_all_images(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ class Measure(ABC):
     name: as in tables. distance: a lower value is nearer. symmetric: both orders of a pair have one
     value. limits: least and largest value. most_images: of more, a random sample is taken; None:
     all. slow: a pair takes seconds, so that intervals and calibration are made for few pairs only.
+    reduces: the state without some images follows from the state of all, see `reduced`.
     """
 
     name: ClassVar[str]
@@ -29,15 +30,21 @@ class Measure(ABC):
     limits: ClassVar[tuple[float, float]] = (0.0, 1.0)
     most_images: ClassVar[int | None] = None
     slow: ClassVar[bool] = False
+    reduces: ClassVar[bool] = False
 
     @abstractmethod
-    def prepare(self, gram: SiteGram, kept: Any = None) -> Any:
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Any:
         """What is needed of one representation, whatever it is compared with; None where it has no
         value. kept: of the state of all images, for one without some of them."""
 
-    def kept(self, state: Any) -> Any:
-        """What replicates without some of the images take over from the state of all, None for
-        nothing."""
+    def kept(self, state: Any) -> tuple[int, ...]:
+        """What replicates without some of the images take over from the state of all: choices by
+        number; none by default. Those of several states of the same images are put together."""
+        return ()
+
+    def reduced(self, state: Any, places: Integers) -> Any:
+        """The state of the images at these ascending places among those of `state`, as `prepare`
+        makes it of their Gram matrix; None where that matrix is needed."""
         return None
 
     def lacking(self, gram: SiteGram) -> Mask | None:

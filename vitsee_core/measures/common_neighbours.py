@@ -7,13 +7,15 @@ ties to the lower index. Both depend on the number of images: chance of mutual k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitsee_core.measures.base import Measure
 from vitsee_core.measures.site_gram import SiteGram
+from vitsee_core.similarity.exact import most_left_out
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import VitseeError
 
@@ -22,14 +24,9 @@ if TYPE_CHECKING:
 
 
 def nearest(cosines: Float, k: int) -> Mask:
-    """(n, n) which images are among the k nearest of each row's; the diagonal counts as none.
-
-    Raises:
-        VitseeError: fewer than k other images.
-    """
+    """(n, n) which images are among the k < n nearest of each row's; the diagonal, which is
+    overwritten, counts as none."""
     n = len(cosines)
-    if not 0 < k < n:
-        raise VitseeError(f"--k {k} neighbours of {n} images; expected 1 to {n - 1}")
     np.fill_diagonal(cosines, -np.inf)
     least = np.partition(cosines, n - k, axis=1)[:, n - k, np.newaxis]
     above = cosines > least
@@ -41,19 +38,30 @@ def nearest(cosines: Float, k: int) -> Mask:
 
 @dataclass(frozen=True)
 class NeighbourPairs:
-    """keys: (n k,) i n + j of each neighbour j of image i, ascending; cosines: theirs."""
+    """keys: (n k,) i n + j of each neighbour j of image i, ascending; cosines: theirs. order,
+    order_cosines: (n, k and more) the nearest of each image, the nearest first, from which follow
+    those among fewer images; None of what was made of them or permuted."""
 
     n: int
     keys: Integers
     cosines: Float
+    order: NDArray[np.int32] | None = None
+    order_cosines: Float | None = None
 
     def in_order(self, order: Integers) -> NeighbourPairs:
         """With image order[i] in place of image i."""
         place = np.empty(self.n, np.int64)
         place[order] = np.arange(self.n)
-        keys = place[self.keys // self.n] * self.n + place[self.keys % self.n]
-        by = np.argsort(keys)
-        return NeighbourPairs(self.n, keys[by], self.cosines[by])
+        return _of_lists(
+            self.n, place[self.keys // self.n], place[self.keys % self.n], self.cosines
+        )
+
+
+def _of_lists(n: int, i: Integers, j: Integers, cosines: Float) -> NeighbourPairs:
+    """Of neighbours j of images i, in any order."""
+    keys = i * n + j
+    by = np.argsort(keys)
+    return NeighbourPairs(n, keys[by], cosines[by])
 
 
 @dataclass(frozen=True)
@@ -61,17 +69,44 @@ class _OfNeighbours(Measure):
     """k: neighbours of each image."""
 
     k: int = 10
+    reduces: ClassVar[bool] = True
 
     def lacking(self, gram: SiteGram) -> Mask:
         """Images whose features are all 0 have no cosine."""
         return gram.zero
 
-    def prepare(self, gram: SiteGram, kept: object = None) -> NeighbourPairs:
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> NeighbourPairs:
         """See `NeighbourPairs`."""
-        cosines = gram.cosines()
-        chosen = nearest(cosines, self.k)
-        keys = np.flatnonzero(chosen)
-        return NeighbourPairs(gram.n, keys, cosines.ravel()[keys])
+        n, cosines = gram.n, gram.cosines()
+        if not 0 < self.k < n:
+            raise VitseeError(f"--k {self.k} neighbours of {n} images; expected 1 to {n - 1}")
+        # As many more as a block of the jackknife takes away.
+        listed = min(n - 1, self.k + most_left_out(n))
+        found_at = np.nonzero(nearest(cosines, listed))[1].reshape(n, listed)
+        near = np.take_along_axis(cosines, found_at, 1)
+        by = np.argsort(-near, axis=1, kind="stable")  # ties stay in the order of indices
+        rows = np.arange(n)[:, np.newaxis]
+        order, of_order = found_at[rows, by], near[rows, by]
+        i = np.repeat(np.arange(n), self.k)
+        found = _of_lists(n, i, order[:, : self.k].ravel(), of_order[:, : self.k].ravel())
+        return replace(found, order=order.astype(np.int32), order_cosines=of_order)
+
+    def reduced(self, state: NeighbourPairs, places: Integers) -> NeighbourPairs | None:
+        """See `Measure`: the cosines are as they were, the k nearest are those that are left of the
+        lists; None where the lists are too short."""
+        if state.order is None or state.order_cosines is None:
+            return None
+        there = np.zeros(state.n, bool)
+        there[places] = True
+        order, cosines = state.order[places], state.order_cosines[places]
+        left = there[order]
+        left &= np.cumsum(left, 1) <= self.k
+        if (left.sum(1) < self.k).any():
+            return None
+        n = len(places)
+        anew = np.cumsum(there) - 1
+        i = np.repeat(np.arange(n), self.k)
+        return _of_lists(n, i, anew[order[left]], cosines[left])
 
     def permuted(self, state: NeighbourPairs, order: Integers) -> NeighbourPairs:
         """See `Measure`."""
@@ -79,7 +114,7 @@ class _OfNeighbours(Measure):
 
     def state_bytes(self, n: int) -> int:
         """See `Measure`."""
-        return 16 * n * self.k
+        return 16 * n * self.k + 12 * n * (self.k + most_left_out(n))
 
 
 @dataclass(frozen=True)

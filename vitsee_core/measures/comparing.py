@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
 from typing import Any
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 LEAST_IMAGES = 4
 MOST_SLOW = 100  # pairs of a slow measure that have intervals and calibration
+STATES = 0.625  # of the memory; a quarter is for Gram matrices, the rest for what is being made
 _SAID = 10  # seconds above which a slow measure's cost is said first
 
 
@@ -78,13 +79,17 @@ def compare_all(
     orders = [rng.permutation(len(places)) for _ in range(permutations)]
     rounds = 1 + (len(blocks) if intervals else 0)
     with counting(grams.progress, rounds * work.steps(len(places)), f"matrices for {measure.name}"):
-        value, null, kept = work.whole(places, orders, remarks)
-        without = None
-        if intervals:
-            rows = (work.value(places[labels != block], kept) for block in blocks)
-            without = np.stack(list(rows))[:, back]
+        parts = [np.flatnonzero(labels != block) for block in blocks] if intervals else []
+        found = work.whole(places, orders, parts if measure.reduces else [], remarks)
+        without = found.without
+        if intervals and not measure.reduces:
+            without = np.stack([work.value(places[part], found.kept) for part in parts])
     return Compared(
-        value[back], without, null[:, back] if permutations else None, len(places), remarks
+        found.value[back],
+        without[:, back] if intervals else None,
+        found.null[:, back] if permutations else None,
+        len(places),
+        remarks,
     )
 
 
@@ -122,6 +127,17 @@ def _images(
 
 
 @dataclass(frozen=True)
+class _Found:
+    """Of distinct pairs. value: (pairs,). null: (permutations, pairs). without: (parts, pairs) of
+    some of the images. kept: what replicates take over, see `Measure.kept`."""
+
+    value: Float
+    null: Float
+    without: Float
+    kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class _Work:
     """Distinct pairs of representations, in groups whose states fit the memory together."""
 
@@ -135,13 +151,18 @@ class _Work:
         return sum(len(members) for _, members in self._groups(n))
 
     def whole(
-        self, places: Integers, orders: Sequence[Integers], remarks: list[str]
-    ) -> tuple[Float, Float, dict[int, Any]]:
-        """(pairs,) values, (permutations, pairs) of permuted images, and what replicates keep;
-        what is to be said goes into `remarks`."""
-        value = np.full(len(self.pairs), np.nan)
-        null = np.full((len(orders), len(self.pairs)), np.nan)
-        kept: dict[int, Any] = {}
+        self,
+        places: Integers,
+        orders: Sequence[Integers],
+        parts: Sequence[Integers],
+        remarks: list[str],
+    ) -> _Found:
+        """Values of all images, of permuted ones, and of the images at each of `parts` among
+        `places`, for measures that reduce; what is to be said goes into `remarks`."""
+        n = len(self.pairs)
+        rows = (1, len(orders), len(parts))
+        (value,), null, without = (np.full((k, n), np.nan) for k in rows)
+        found = _Found(value, null, without)
         for of, states in self._in_groups(places, {}):
             pairs = self.pairs[of]
             if self.measure.slow:
@@ -151,12 +172,35 @@ class _Work:
                 remarks.append(remark)
             if orders:
                 null[:, of] = self.measure.null(states, states, pairs, orders)
+            for row, part in zip(without, parts, strict=True):
+                row[of] = self._reduced(states, pairs, places, part)
             for k, state in enumerate(states):
-                if state is not None and (left := self.measure.kept(state)) is not None:
-                    kept[k] = left
-        return value, null, kept
+                if state is not None:
+                    left = {*found.kept.get(k, ()), *self.measure.kept(state)}
+                    found.kept[k] = tuple(sorted(left))
+        return found
 
-    def value(self, places: Integers, kept: dict[int, Any]) -> Float:
+    def _reduced(
+        self, states: Sequence[Any], pairs: Integers, places: Integers, part: Integers
+    ) -> Float:
+        """(pairs,) of the images at `part` among `places`, from the states of all of these."""
+
+        def reduce(k: int) -> Any:
+            if (made := self.measure.reduced(states[k], part)) is None:
+                made = self.measure.prepare(self.grams.read(k, places[part]))
+            self.grams.progress.advance(1)
+            return made
+
+        fewer: list[Any] = [None] * len(states)
+        for k, state in self._made(reduce, np.unique(pairs).tolist()):
+            fewer[k] = state
+        value = np.full(len(pairs), np.nan)
+        there = np.array([state is not None for state in fewer])[pairs].all(1)
+        if there.any():
+            value[there] = self.measure.compare(fewer, fewer, pairs[there])
+        return value
+
+    def value(self, places: Integers, kept: dict[int, tuple[int, ...]]) -> Float:
         """(pairs,) of some of the images."""
         value = np.full(len(self.pairs), np.nan)
         for of, states in self._in_groups(places, kept):
@@ -164,7 +208,7 @@ class _Work:
         return value
 
     def _in_groups(
-        self, places: Integers, kept: dict[int, Any]
+        self, places: Integers, kept: dict[int, tuple[int, ...]]
     ) -> Iterator[tuple[Integers, list[Any]]]:
         """Numbers of pairs, and the states that they need, at their representations' places; pairs
         of representations without a state are left out."""
@@ -172,26 +216,29 @@ class _Work:
         def prepare(k: int) -> Any:
             made = None
             if k not in self.constant:
-                made = self.measure.prepare(self.grams.read(k, places), kept.get(k))
+                made = self.measure.prepare(self.grams.read(k, places), kept.get(k, ()))
             self.grams.progress.advance(1)
             return made
 
         for of, members in self._groups(len(places)):
             states: list[Any] = [None] * len(self.grams)
-            with lane_pool(n_lanes()) as pool:
-                made = in_order(prepare, members, pool, n_lanes() + 1)
-                for k, state in zip(members, made, strict=True):
-                    states[k] = state
+            for k, state in self._made(prepare, members):
+                states[k] = state
             there = np.array([state is not None for state in states])
             of = of[there[self.pairs[of]].all(1)]
             if len(of):
                 yield of, states
 
+    def _made(self, make: Callable[[int], Any], members: list[int]) -> Iterator[tuple[int, Any]]:
+        """Each of these representations and what `make` makes of it, on all cores."""
+        with lane_pool(n_lanes()) as pool:
+            yield from zip(members, in_order(make, members, pool, n_lanes() + 1), strict=True)
+
     def _groups(self, n: int) -> list[tuple[Integers, list[int]]]:
         """Numbers of pairs, and the representations in them, whose states fit the memory."""
         used = np.unique(self.pairs)
-        each = 2 * self.measure.state_bytes(n)  # permuted ones too
-        most = max(2, int(self.grams.memory * 3 // 4 // each))
+        each = 2 * self.measure.state_bytes(n)  # permuted or reduced ones too
+        most = max(2, int(STATES * self.grams.memory // each))
         if len(used) <= most:
             return [(np.arange(len(self.pairs)), used.tolist())]
         group_of = {int(k): at // (most // 2) for at, k in enumerate(used)}

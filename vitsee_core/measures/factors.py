@@ -62,7 +62,7 @@ class Procrustes(_OfFactors):
 
     name: ClassVar[str] = "procrustes"
 
-    def prepare(self, gram: SiteGram, kept: object = None) -> Float | None:
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float | None:
         """(n, r) U S^(1/2), of norm 1."""
         vectors, values = factorised(gram)
         return vectors * np.sqrt(values / values.sum()) if len(values) else None
@@ -82,14 +82,14 @@ class Svcca(_OfFactors):
     variance: float = 0.99
     name: ClassVar[str] = "svcca"
 
-    def prepare(self, gram: SiteGram, kept: object = None) -> Float | None:
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float | None:
         """(n, a) leading eigenvectors."""
         vectors, values = factorised(gram)
         if not len(values):
             return None
         shares = np.cumsum(values) / values.sum()
-        kept = int(np.searchsorted(shares, self.variance * (1 - 1e-12))) + 1
-        return np.ascontiguousarray(vectors[:, :kept])
+        leading = int(np.searchsorted(shares, self.variance * (1 - 1e-12))) + 1
+        return np.ascontiguousarray(vectors[:, :leading])
 
     def remark(self, a: Sequence[Float], b: Sequence[Float], pairs: Integers) -> str | None:
         """See `Measure`: correlations that are 1 whatever the features are."""

@@ -36,6 +36,10 @@ def _part(matrices: Sequence[Float32], at: int, step: int) -> Float:
 
 @dataclass(frozen=True)
 class _Flattened(Measure):
+    """The state is a matrix. of_norms: values are made of the matrices' norms, too."""
+
+    of_norms: ClassVar[bool] = True
+
     def permuted(self, state: Float32, order: Integers) -> Float32:
         """See `Measure`."""
         return state[np.ix_(order, order)]
@@ -44,19 +48,19 @@ class _Flattened(Measure):
         """See `Measure`."""
         rows, i = np.unique(pairs[:, 0], return_inverse=True)
         cols, j = np.unique(pairs[:, 1], return_inverse=True)
-        of_a = [a[r] for r in rows]
-        same = len(rows) == len(cols) and all(x is b[c] for x, c in zip(of_a, cols, strict=True))
-        products = inner_products(of_a, of_a if same else [b[c] for c in cols])
-        return self._values(products[i, j], of_a, [b[c] for c in cols], i, j)
+        of_a, of_b = [a[r] for r in rows], [b[c] for c in cols]
+        same = len(of_a) == len(of_b) and all(x is y for x, y in zip(of_a, of_b, strict=True))
+        products = inner_products(of_a, of_a if same else of_b)
+        if not self.of_norms:
+            return products[i, j]
+        own_a = np.diagonal(products) if same else np.array([_squared(m) for m in of_a])
+        own_b = own_a if same else np.array([_squared(m) for m in of_b])
+        equal = np.array([of_a[r] is of_b[c] for r, c in zip(i, j, strict=True)])
+        return self._values(products[i, j], own_a[i], own_b[j], equal, len(of_a[0]))
 
-    def _values(
-        self,
-        products: Float,
-        a: Sequence[Float32],
-        b: Sequence[Float32],
-        i: Integers,
-        j: Integers,
-    ) -> Float:
+    def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
+        """(pairs,) of inner products, those of either side with itself, and which sides are one,
+        of n images."""
         return products
 
     def state_bytes(self, n: int) -> int:
@@ -72,16 +76,28 @@ class Cka(_Flattened):
     name: ClassVar[str] = "cka"
     limits: ClassVar[tuple[float, float]] = (-1.0, 1.0)
 
-    def prepare(self, gram: SiteGram, kept: object = None) -> Float32 | None:
+    reduces: ClassVar[bool] = True
+
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32 | None:
         """(n, n) U-centred, of norm 1; None where HSIC_1 with itself is not positive."""
-        k, n = gram.centred(), gram.n
-        np.fill_diagonal(k, 0)
-        sums = k.sum(0)
-        k -= sums / (n - 2)
-        k -= sums[:, np.newaxis] / (n - 2) - sums.sum() / ((n - 1) * (n - 2))
-        np.fill_diagonal(k, 0)
-        norm = np.linalg.norm(k)
-        return (k / norm).astype(np.float32) if norm > 0 else None
+        return _u_centred(gram.centred())
+
+    def reduced(self, state: Float32, places: Integers) -> Float32 | None:
+        """See `Measure`: U-centring takes off a number per row and per column, so that of a part of
+        the images it may begin where that of all ended."""
+        return _u_centred(state[np.ix_(places, places)].astype(np.float64))
+
+
+def _u_centred(k: Float) -> Float32 | None:
+    """(n, n) U-centred, of norm 1; None where nothing is left. `k` is overwritten."""
+    n = len(k)
+    np.fill_diagonal(k, 0)
+    sums = k.sum(0)
+    k -= sums / (n - 2)
+    k -= sums[:, np.newaxis] / (n - 2) - sums.sum() / ((n - 1) * (n - 2))
+    np.fill_diagonal(k, 0)
+    norm = np.linalg.norm(k)
+    return (k / norm).astype(np.float32) if norm > 0 else None
 
 
 @dataclass(frozen=True)
@@ -99,19 +115,44 @@ class Rsa(_Flattened):
         """Images whose features are all the same correlate with none."""
         return gram.flat if self.rdm == "pearson" else None
 
-    def prepare(self, gram: SiteGram, kept: object = None) -> Float32 | None:
-        """(n, n) ranks of dissimilarities less their mean, of norm 1, 0 on the diagonal; None where
-        all are the same."""
+    reduces: ClassVar[bool] = True
+
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32 | None:
+        """(n, n) ranks of dissimilarities from 1 on, exact in float32, 0 on the diagonal; None
+        where all are the same."""
         of = gram.distances() if self.rdm == "euclidean" else 1 - gram.correlations()
-        i, j = np.triu_indices(gram.n, 1)
-        ranks = _ranks(of[i, j])
-        ranks -= ranks.mean()
-        norm = np.linalg.norm(ranks) * np.sqrt(2)
-        if not norm > 0:
+        return _symmetric(_ranks(of[np.triu_indices(gram.n, 1)]), gram.n)
+
+    def reduced(self, state: Float32, places: Integers) -> Float32 | None:
+        """See `Measure`: dissimilarities keep their order, so their ranks are counted anew."""
+        doubled = (2 * state[np.ix_(places, places)]).astype(np.int64)  # ties have halves
+        counts = np.bincount(doubled.ravel()) // 2  # the matrix has each twice
+        counts[0] = 0
+        if np.count_nonzero(counts) < 2:
             return None
-        out = np.zeros((gram.n, gram.n), np.float32)
-        out[i, j] = ranks / norm
-        return out + out.T
+        anew = np.cumsum(counts)  # twice the mean rank of equal ones is 2 cumsum - count + 1
+        anew *= 2
+        anew -= counts
+        anew += 1
+        anew[0] = 0
+        ranks = anew.astype(np.float32)
+        ranks /= 2
+        found: Float32 = ranks[doubled]
+        return found
+
+    def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
+        pairs = n * (n - 1)  # each twice
+        common = pairs * ((pairs / 2 + 1) / 2) ** 2
+        return (products - common) / np.sqrt((own_a - common) * (own_b - common))
+
+
+def _symmetric(ranks: Float, n: int) -> Float32 | None:
+    """(n, n) of the upper triangle's; None where all are the same."""
+    if not np.ptp(ranks) > 0:
+        return None
+    out = np.zeros((n, n), np.float32)
+    out[np.triu_indices(n, 1)] = ranks
+    return out + out.T
 
 
 def _ranks(values: Float) -> Float:
@@ -133,7 +174,7 @@ class Gulp(_Flattened):
     limits: ClassVar[tuple[float, float]] = (0.0, np.inf)
     most_images: ClassVar[int | None] = MOST_DENSE
 
-    def prepare(self, gram: SiteGram, kept: object = None) -> Float32:
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32:
         """(n, n) A."""
         k = gram.centred()
         k /= np.trace(k)
@@ -142,17 +183,8 @@ class Gulp(_Flattened):
         np.fill_diagonal(smoother, np.diagonal(smoother) + 1)
         return smoother.astype(np.float32)
 
-    def _values(
-        self,
-        products: Float,
-        a: Sequence[Float32],
-        b: Sequence[Float32],
-        i: Integers,
-        j: Integers,
-    ) -> Float:
-        own_a, own_b = (np.array([_squared(m) for m in side]) for side in (a, b))
-        found: Float = np.maximum(own_a[i] + own_b[j] - 2 * products, 0)
-        equal = np.array([a[r] is b[c] for r, c in zip(i, j, strict=True)])
+    def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
+        found: Float = np.maximum(own_a + own_b - 2 * products, 0)
         found[equal] = 0
         return found
 

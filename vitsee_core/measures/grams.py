@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,13 +22,17 @@ from vitsee_core.similarity.gram_file import DamagedGram, GramView
 from vitsee_core.types import Integers
 from vitsee_stores.errors import MissingInput
 
+HELD = 0.25  # of the memory, for matrices that are read once
+
 
 @dataclass(frozen=True)
 class Grams:
-    """Of some representations, each read when asked for. notes: which images, for a sidecar."""
+    """Of some representations, each read when asked for, and then held where the memory allows it.
+    notes: which images, for a sidecar."""
 
     comparison: Comparison
     views: Sequence[GramView]
+    _held: dict[int, SiteGram] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.views)
@@ -84,8 +88,12 @@ class Grams:
         Raises:
             DamagedGram: its file is not what was written.
         """
-        view, n = self.views[k], self.n_images
-        whole = SiteGram(view.block(slice(0, n), slice(0, n)), view.shift)
+        whole, n = self._held.get(k), self.n_images
+        if whole is None:
+            view = self.views[k]
+            whole = SiteGram(view.block(slice(0, n), slice(0, n)), view.shift)
+            if (len(self._held) + 1) * whole.shifted.nbytes <= HELD * self.memory:
+                self._held[k] = whole
         return whole if len(places) == n else whole.of(places)
 
 

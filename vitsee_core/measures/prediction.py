@@ -59,7 +59,7 @@ class RidgeR2(Measure):
     symmetric: ClassVar[bool] = False
     most_images: ClassVar[int | None] = MOST_DENSE
 
-    def prepare(self, gram: SiteGram, kept: tuple[int, ...] | None = None) -> Predictor:
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Predictor:
         """See `Predictor`."""
         k = gram.centred()
         values, vectors = np.linalg.eigh(k)

@@ -119,9 +119,17 @@ def _along_blocks(pair: tuple[int, int]) -> int:
 def block_labels(n: int, seed: int | None) -> Rows:
     """The jackknife's blocks of images: at least 20 (each image one below 24), at most a tile
     long. Runs of a shuffled store are random samples; other orders are dealt out with `seed`."""
-    blocks = n if n < BLOCKS + 4 else max(BLOCKS, -(-n // LARGEST_TILE))
-    labels = np.arange(n) * blocks // n
+    labels = np.arange(n) * _n_blocks(n) // n
     return labels if seed is None else np.random.default_rng(seed).permutation(labels)
+
+
+def most_left_out(n: int) -> int:
+    """Images in the largest of these blocks."""
+    return -(-n // _n_blocks(n))
+
+
+def _n_blocks(n: int) -> int:
+    return n if n < BLOCKS + 4 else max(BLOCKS, -(-n // LARGEST_TILE))
 
 
 def leave_one_out(
