@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,3 +59,22 @@ def _sum_by_offset_fold(pairs: Tensor, grid: tuple[int, int]) -> Tensor:
     gh, gw = grid
     size = (2 * gh - 1, 2 * gw - 1)
     return torch.nn.functional.fold(pairs.flip(1), size, kernel_size=grid).squeeze(1)
+
+
+@dataclass(frozen=True)
+class GridDistances:
+    """Between the cells of a grid, (cells, cells) float64: px in pixels, unit on the unit square;
+    unit_per_px: their ratio, None where it is not one number (grids or cells that are no squares).
+    """
+
+    px: Tensor
+    unit: Tensor
+    unit_per_px: float | None
+
+
+def grid_distances(grid: tuple[int, int], stride_px: tuple[float, float]) -> GridDistances:
+    """Those of a grid whose cells are `stride_px` pixels (y, x) from each other."""
+    px, unit = distances(grid, stride_px), distances(grid, unit_step(grid))
+    ratio = float(unit.max() / px.max()) if px.max() > 0 else 1.0
+    equal = torch.allclose(unit, px * ratio, rtol=1e-12)
+    return GridDistances(px, unit, ratio if equal else None)

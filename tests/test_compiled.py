@@ -1,0 +1,37 @@
+"""Loops that are compiled when they are first called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from vitsee_core.reductions.compiled import compiled
+
+
+def add_up(x: Any) -> float:
+    total = 0.0
+    for value in x:
+        total += value
+    return total
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, asked = numba.njit, list[bool]()
+
+    def without_cache(function: Any, **options: Any) -> Any:
+        if function is not add_up:  # numba's own
+            return plain(function, **options)
+        asked.append(bool(options.get("cache")))
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return plain(function, **options)
+
+    monkeypatch.setattr(numba, "njit", without_cache)
+    found = compiled(add_up)
+    assert asked == []  # nothing is compiled before the first call
+    assert found(np.arange(5.0)) == 10.0
+    assert found(np.array([1.0, np.nan])) != found(np.array([1.0, 2.0]))
+    assert asked == [True, False]

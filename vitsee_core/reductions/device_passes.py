@@ -1,0 +1,181 @@
+"""The attention of some images on a GPU: few kernels, and nothing that the host waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from vitsee_core.reductions.cpu_kernels import COUNTS, NUMBERS
+from vitsee_core.reductions.grid_distances import GridDistances, sum_by_offset
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitsee_stores.layout import TokenLayout
+
+
+class DevicePasses:
+    """Fills the summaries of images from their A, pass by pass."""
+
+    # Scores of one block of images: they only bound the memory.
+    block_bytes = 256 << 20
+    pairs_dtype = torch.float32
+
+    def __init__(
+        self,
+        layout: TokenLayout,
+        grid: tuple[int, int],
+        apart: GridDistances,
+        device: torch.device,
+    ) -> None:
+        self._n, self._grid = layout.n_prefix, grid
+        self._unit_per_px = apart.unit_per_px
+        self._px, self._unit = (self._widened(x).to(device) for x in (apart.px, apart.unit))
+        self._sum_dtype = torch.float32 if device.type == "mps" else torch.float64
+
+    def _widened(self, distance: Tensor) -> Tensor:
+        """Distances by spatial query and any key, 0 for prefix keys: whole rows are contiguous."""
+        return torch.nn.functional.pad(distance, (self._n, 0)).float()
+
+    def pairs_shape(self, n_heads: int) -> tuple[int, ...]:
+        """Of what is summed over images for `aligned`."""
+        n_cells = self._grid[0] * self._grid[1]
+        return n_heads, n_cells, n_cells
+
+    def reduce(
+        self,
+        a: Tensor,
+        scores: Tensor,
+        start: int,
+        valid: Tensor | None,
+        out: Mapping[str, Tensor],
+        pairs: Tensor,
+        n_threads: int,
+    ) -> None:
+        """Fill the rows of some images, and add to the sums.
+
+        Args:
+            a: (images, heads, tokens, tokens), the softmax of `scores`.
+            scores: of the same shape, overwritten.
+            start: the place of the first image in `out`.
+            valid: (images,) which of them enter the sums; None: all.
+            out: numbers (`NUMBERS`, batch, heads), counts (`COUNTS`, batch, heads), head_std
+                (batch,), received_rows (batch, heads, tokens), head_mean (batch, tokens, tokens).
+            pairs: of `pairs_shape`, added to.
+            n_threads: how many may share the work, where that is up to the caller.
+        """
+        n, images = self._n, slice(start, start + len(a))
+        here = {name: out["numbers"][i, images] for i, name in enumerate(NUMBERS)}
+        here |= {name: out["counts"][i, images] for i, name in enumerate(COUNTS)}
+        here |= {name: out[name][images] for name in ("head_std", "received_rows", "head_mean")}
+        rows, scratch = a[:, :, n:], scores[:, :, n:]
+        mass = rows[..., n:].sum(-1)
+        # Below the smallest normal number it depends on the device whether a value is zero.
+        counted = mass >= torch.finfo(mass.dtype).tiny
+        n_queries = counted.sum(-1)
+        here["n_queries"].copy_(n_queries)
+        share = torch.where(counted, 1.0 / mass, 0.0) / n_queries.clamp(min=1).unsqueeze(-1)
+        entropy, spatial = row_entropies(rows, scratch, mass)
+        here["entropy"].copy_(entropy.mean(-1))
+        self._distances(rows, scratch, share, n_queries, here)
+        renormalised = self._received(rows, share, here)
+        spatial = torch.where(counted, spatial, 0.0).sum(-1) / n_queries
+        here["qk_nmi"].copy_(shared_information(renormalised, spatial, n_queries))
+        self._spreads(a, here)
+        self._add_pairs(pairs, a, scores, share, valid)
+
+    def finish(self, out: Mapping[str, Tensor], pairs: Tensor) -> Tensor:
+        """Complete `out` once all images are in it; returns `aligned`, (heads, 2 rows - 1,
+        2 columns - 1), from the sums of all."""
+        return sum_by_offset(pairs.to(self._sum_dtype), self._grid)
+
+    def _add_pairs(
+        self, pairs: Tensor, a: Tensor, scratch: Tensor, share: Tensor, valid: Tensor | None
+    ) -> None:
+        """Adds the renormalised rows of the valid images (None: of all) to `pairs`."""
+        n = self._n
+        weighted = torch.mul(a[:, :, n:], share.unsqueeze(-1), out=scratch[:, :, n:])
+        if valid is not None:
+            # Selected, not multiplied by 0: an invalid image may hold NaN.
+            weighted.masked_fill_(~valid[:, None, None, None], 0.0)
+        pairs += weighted[..., n:].sum(0)
+
+    def _distances(
+        self,
+        rows: Tensor,
+        scratch: Tensor,
+        share: Tensor,
+        n_queries: Tensor,
+        here: dict[str, Tensor],
+    ) -> None:
+        """Distances; `share` (b, H, N) is each query's weight in the renormalised mean."""
+        undefined = n_queries == 0
+        reach = torch.mul(rows, self._px, out=scratch).sum(-1)
+        here["distance_px_raw"].copy_(reach.mean(-1))
+        distance = (reach * share).sum(-1).masked_fill(undefined, torch.nan)
+        here["distance_px"].copy_(distance)
+        if self._unit_per_px is not None:
+            here["distance_unit"].copy_(distance * self._unit_per_px)
+        else:
+            reach = torch.mul(rows, self._unit, out=scratch).sum(-1)
+            here["distance_unit"].copy_((reach * share).sum(-1).masked_fill(undefined, torch.nan))
+
+    def _received(self, rows: Tensor, share: Tensor, here: dict[str, Tensor]) -> Tensor:
+        """The mass that keys receive, and its maximum; returns the mean of the renormalised rows
+        over spatial keys, (b, H, N), NaN where there is none."""
+        n, (n_images, n_heads, n_queries, n_keys) = self._n, rows.shape
+        received = torch.mean(rows, 2, out=here["received_rows"])
+        here["prefix_mass"].copy_(received[..., :n].sum(-1))
+        place = received.argmax(-1, keepdim=True)  # the first of equal ones
+        most = received.gather(-1, place).squeeze(-1)
+        here["received_max"].copy_(most)
+        here["received_argmax"].copy_(torch.where(most.isnan(), -1, place.squeeze(-1)))
+        # A product with one row of weights, made anew a distribution: its sum over hundreds of
+        # queries rounds by more than that of `mean`.
+        mean = rows.new_empty(n_images * n_heads, 1, n_keys)
+        torch.bmm(share.view(-1, 1, n_queries), rows.flatten(0, 1), out=mean)
+        mean = mean.view(n_images, n_heads, n_keys)[..., n:]
+        return mean / mean.sum(-1, keepdim=True)
+
+    def _spreads(self, a: Tensor, here: dict[str, Tensor]) -> None:
+        """Standard deviations over queries and over heads, and the head mean."""
+        n = self._n
+        std = spread(a[:, :, n:], 2)
+        here["query_std"].copy_(std[..., n:].mean(-1))
+        torch.mean(a, 1, out=here["head_mean"])
+        std = spread(a[:, :, n:], 1)
+        here["head_std"].copy_(std[..., n:].mean(-1).mean(-1))
+
+
+def row_entropies(p: Tensor, scratch: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """-sum p ln p of every row, over all keys and over the spatial ones alone.
+
+    `p`: (images, heads, queries, keys), prefix keys first; `scratch`: of that shape, overwritten.
+    `mass`: (images, heads, queries), the sum of p over spatial keys. Returns two (images, heads,
+    queries) in nats; the second of the row restricted to the spatial keys and divided by its mass,
+    and NaN where the mass is 0. Keys without mass contribute 0, and a row with NaN is NaN.
+    """
+    n_prefix = p.shape[-1] - p.shape[-2]
+    terms = torch.special.entr(p, out=scratch)
+    within = terms[..., n_prefix:].sum(-1)
+    total = within + terms[..., :n_prefix].sum(-1) if n_prefix else within
+    return total, (within / mass + mass.log()).clamp_(min=0.0)
+
+
+def spread(a: Tensor, dim: int) -> Tensor:
+    """Standard deviation over an axis with n - 1, 0 for one."""
+    return torch.std(a, dim, correction=min(1, a.shape[dim] - 1))
+
+
+def shared_information(mean: Tensor, entropy: Tensor, n_queries: Tensor) -> Tensor:
+    """[H(mean) - entropy] / sqrt(ln n_queries H(mean)): (images, heads).
+
+    `mean`: (images, heads, keys), the mean row; `entropy`: the rows' mean entropy; `n_queries`:
+    how many rows. NaN (0 / 0) for one query, and where all rows are the same single key.
+    """
+    of_keys = torch.special.entr(mean).sum(-1)
+    shared = (of_keys - entropy).clamp_(min=0.0)
+    found: Tensor = shared / (n_queries.log() * of_keys).sqrt()
+    return found
