@@ -421,9 +421,9 @@ def test_what_a_pass_plans_fits(store: Store, n: int, megabytes: int) -> None:
     edges = [slice(at, at + side) for at in range(0, n, side)]
     tiles_ = [products.GramTile(a, b) for k, a in enumerate(edges) for b in edges[k:]]
     features = Representation(store, store.select(["all"])[0]).features
-    plan = products.StripPlan.of(features, n, tiles_, memory, 4)
+    plan = products.StripPlan.of(features, n, tiles_, memory, 4, lambda rows: rows * rows)
     sums = plan.at_once * side * side * 8
-    a_lane = n * plan.columns * 4 + side * side * 4 + features.chunk_bytes
+    a_lane = n * plan.columns * 4 + side * side * 4 + features.chunk_bytes + side * side
     assert 0 < sums + plan.lanes * a_lane <= memory * 3 / 4
     assert plan.at_once == 1 or sums > memory / 4  # and uses it
 

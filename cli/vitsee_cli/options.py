@@ -14,7 +14,8 @@ An option of one command alone is declared in that command. The others:
     data_options        images          data_options, recompute_data_option
     extraction_options  what extract    store_output_option, keep_options, ablate_skip_option,
                         stores, how     precision_option, run_options
-    similarity_options  pairs of sites  estimator_options, gram_options, pair_options
+    similarity_options  pairs of sites  estimator_options, gram_options, pair_options,
+                                        precision_option
     accuracy_options    accuracies      tests_argument, random_baseline_option, per_class_option,
                                         allow_shared_option
     mask_options        masks           background_option, void_option, panoptic_option,

@@ -18,6 +18,7 @@ from vitsee_cli.options import (
     tokens_option,
 )
 from vitsee_cli.values import parse_folder
+from vitsee_core.grams.arithmetic import PRECISIONS
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS
 from vitsee_core.similarity.estimate import MOST_EXACT
 from vitsee_core.similarity.pairing import PAIR_BY
@@ -106,6 +107,15 @@ def gram_options(command: Any) -> Any:
     return apply(checked, _GRAM_OPTIONS)
 
 
+# Of products of features; that of `options` is of a model's forward pass.
+precision_option = click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    default="fp32",
+    show_default=True,
+    help="Of the products that Gram matrices are made of. bf16: several times as fast where the "
+    "processor multiplies bfloat16; moves CKA by 4e-6 at 512 images, less at more.",
+)
 _GRAM_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--cache",

@@ -78,6 +78,7 @@ def run(
     preset: str | None = None,
     cache: Path | None = None,
     no_cache: bool = False,
+    precision: str = "fp32",
     execution: Execution = DEFAULT,
 ) -> Table:
     """One row per pair of sites: their CKA and its spread.
@@ -105,6 +106,7 @@ def run(
         preset: "raghu", "walmer" or "vit_analysis".
         cache: folder for Gram matrices; by default beside each store.
         no_cache: keep none.
+        precision: of the products of features, "fp32" or "bf16"; see `grams.bfloat16`.
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
@@ -138,7 +140,7 @@ def run(
         images=execution.images,
         seed=execution.seed,
         options=GramOptions(
-            *(cache, not no_cache, execution.device, execution.memory, execution.map)
+            *(cache, not no_cache, execution.device, execution.memory, execution.map, precision)
         ),
         pair_by=pair_by,
         progress=execution.progress,

@@ -75,6 +75,7 @@ def run(
     preset: str | None = None,
     cache: Path | None = None,
     no_cache: bool = False,
+    precision: str = "fp32",
     execution: Execution = DEFAULT,
 ) -> Table:
     """One row per group of heads and site of the second store, from the most local group on.
@@ -96,6 +97,7 @@ def run(
         preset: "raghu".
         cache: folder for Gram matrices; by default beside each store.
         no_cache: keep none.
+        precision: of the products of features, "fp32" or "bf16"; see `grams.bfloat16`.
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
@@ -132,7 +134,7 @@ def run(
         images=execution.images,
         seed=execution.seed,
         options=GramOptions(
-            *(cache, not no_cache, execution.device, execution.memory, execution.map)
+            *(cache, not no_cache, execution.device, execution.memory, execution.map, precision)
         ),
         progress=execution.progress,
     )

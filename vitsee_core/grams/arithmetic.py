@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.grams.syrk import load_syrk, mirror
 from vitsee_stores.errors import VitseeError
 
@@ -24,6 +25,8 @@ MEDIUM = 1e10
 # Columns of a symmetric product that a GPU makes at a time: an eighth, of a size that fills it.
 GOOD_WIDTH, N_WIDTHS = 1024, 8
 TERMS = 16384  # products that `add_gram` sums in single precision on a GPU
+# Of the products that Gram matrices are made of; see `bfloat16`.
+PRECISIONS = ("fp32", "bf16")
 
 # Cast(to, values): into (rows, columns) from as many, of another type.
 Cast = Callable[[NDArray[Any], NDArray[Any]], None]
@@ -74,6 +77,12 @@ class Arithmetic(Protocol):
     def free_bytes(self) -> int | None:
         """What may be used of the device's own memory; None where it has none."""
 
+    def one_thread(self) -> AbstractContextManager[None]:
+        """Within it, products on the host are done by the thread that calls them."""
+
+    def scratch_bytes(self, rows: int) -> int:
+        """What `multiply` takes for factors of at most so many rows, beside them and its result."""
+
     def buffer(self, memory: NDArray[Any]) -> Any:
         """Room for a product of the size of `memory`."""
 
@@ -118,12 +127,20 @@ class Host:
         else:
             np.copyto(to, values)
 
+    def one_thread(self) -> AbstractContextManager[None]:
+        """For BLAS."""
+        return one_blas_thread()
+
     def staging(self, n: int, dtype: np.dtype[Any]) -> None:
         """None: memory is read once."""
 
     def free_bytes(self) -> int | None:
         """None."""
         return None
+
+    def scratch_bytes(self, rows: int) -> int:
+        """None."""
+        return 0
 
     def buffer(self, memory: NDArray[Any]) -> NDArray[Any]:
         """The memory, all finite: what lies above a diagonal is added up too."""
@@ -175,6 +192,10 @@ class Gpu:
         """On the host."""
         self._torch.from_numpy(to).copy_(self._torch.from_numpy(values))
 
+    def one_thread(self) -> AbstractContextManager[None]:
+        """For BLAS on the host."""
+        return one_blas_thread()
+
     def staging(self, n: int, dtype: np.dtype[Any]) -> Staging:
         """Half the bytes of float32 where float16 is stored, and no cast on the host."""
         return Staging(self._device, n, dtype)
@@ -182,6 +203,10 @@ class Gpu:
     def free_bytes(self) -> int | None:
         """Half of what is free."""
         return int(self._torch.cuda.mem_get_info(self._device)[0] // 2)
+
+    def scratch_bytes(self, rows: int) -> int:
+        """None."""
+        return 0
 
     def buffer(self, memory: NDArray[Any]) -> Tensor:
         """As much on the device."""

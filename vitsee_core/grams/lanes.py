@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from threadpoolctl import ThreadpoolController
@@ -21,26 +22,57 @@ from vitsee_core.streaming import submitted
 T = TypeVar("T")
 R = TypeVar("R")
 
-_lock = threading.Lock()
-_inside = 0
-_limits: Any = None
+
+class _SharedLimit:
+    """A limit of the whole process that may be wanted by several at once: the first sets it, the
+    last takes it back. limit: sets it, and returns what takes it back."""
+
+    def __init__(self, limit: Callable[[], Callable[[], object]]) -> None:
+        self._limit, self._lock, self._inside = limit, threading.Lock(), 0
+        self._restore: Callable[[], object] = bool
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it, the limit holds."""
+        with self._lock:
+            if self._inside == 0:
+                self._restore = self._limit()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    self._restore()
 
 
-@contextmanager
-def one_blas_thread() -> Iterator[None]:
-    """Within it, a product is done by the thread that calls it. May be nested and overlap."""
-    global _inside, _limits
-    with _lock:
-        _inside += 1
-        if _inside == 1:
-            _limits = ThreadpoolController().limit(limits=1, user_api="blas")
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0:
-                _limits.restore_original_limits()
+def _limit_blas() -> Callable[[], object]:
+    limits: Any = ThreadpoolController().limit(limits=1, user_api="blas")
+    restore: Callable[[], object] = limits.restore_original_limits
+    return restore
+
+
+def _limit_torch() -> Callable[[], object]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return partial(torch.set_num_threads, before)
+
+
+_blas, _torch = _SharedLimit(_limit_blas), _SharedLimit(_limit_torch)
+
+
+def one_blas_thread() -> AbstractContextManager[None]:
+    """Within it, a product of numpy is done by the thread that calls it. May be nested and
+    overlap."""
+    return _blas.held()
+
+
+def one_torch_thread() -> AbstractContextManager[None]:
+    """The same of torch on the CPU, which is imported."""
+    return _torch.held()
 
 
 def n_lanes(most: int | None = None) -> int:

@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vitsee_core.features.matrix import FeatureMatrix, Strip
-from vitsee_core.grams.arithmetic import Arithmetic, Cast, Staging, arithmetic
-from vitsee_core.grams.lanes import Turns, n_lanes, one_blas_thread, run_lanes
+from vitsee_core.grams.arithmetic import Arithmetic, Staging, arithmetic
+from vitsee_core.grams.bfloat16 import in_bfloat16
+from vitsee_core.grams.lanes import Turns, n_lanes, run_lanes
 from vitsee_core.grams.shift import Origin
+from vitsee_core.grams.strip_means import StripMeans
 from vitsee_core.machine import human_bytes
 from vitsee_stores.disk import in_this_thread
 from vitsee_stores.errors import VitseeError
@@ -31,9 +33,6 @@ Places = slice | Rows
 
 MOST_COLUMNS, GOOD_COLUMNS, FEWEST_COLUMNS = 32768, 8192, 256
 LANES = 2  # threads that the width of strips leaves room for; it does not depend on the cores
-MEAN_ROWS = 128
-SERIAL = 1 << 15  # elements up to which torch's cast uses no further thread
-PIECE = 1 << 18  # elements that are shifted and summed while they are in cache
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,13 @@ class StripPlan:
 
     @classmethod
     def of(
-        cls, features: FeatureMatrix, n: int, tiles: Sequence[GramTile], memory: int, item: int
+        cls,
+        features: FeatureMatrix,
+        n: int,
+        tiles: Sequence[GramTile],
+        memory: int,
+        item: int,
+        scratch_bytes: Callable[[int], int],
     ) -> StripPlan:
         """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
         for what the libraries take, and for a tile on its way to the disk.
@@ -88,11 +93,13 @@ class StripPlan:
         largest = max(_length(t.i) * _length(t.j) for t in tiles)
         share = memory * 3 // 8
         at_once = max(1, share // (largest * 8))
-        # Of a lane: its strip, a slab of it as it is stored, a stored chunk, and a product.
+        # Of a lane: its strip, a slab of it as it is stored, a stored chunk, a product and what
+        # that takes.
         slab = min(features.store.plan.slab, n)
         used = n if len(tiles) > at_once else _most_rows(tiles)
         a_column = used * item + slab * features.item_size
-        fixed = largest * item + features.chunk_bytes
+        longest = max(_length(part) for t in tiles for part in (t.i, t.j))
+        fixed = largest * item + features.chunk_bytes + scratch_bytes(longest)
         p, least = features.n_features, min(FEWEST_COLUMNS, features.n_features)
         good = min(p, MOST_COLUMNS, max(GOOD_COLUMNS, features.chunk_columns))
         columns = 0
@@ -117,6 +124,7 @@ def products(
     memory: int,
     centred: bool = True,
     dtype: DTypeLike = np.float32,
+    precision: str = "fp32",
     origin: Origin | None = None,
     workspace: Workspace | None = None,
     progress: Callable[[int], object] | None = None,
@@ -136,6 +144,7 @@ def products(
         memory: bytes to stay within, of the host; on a GPU also of the device.
         centred: subtract that vector.
         dtype: of the products; sums over strips are in float64.
+        precision: "bf16" rounds the factors of the products; see `bfloat16`.
         origin: records what was subtracted.
         workspace: where its buffers come from.
         progress: called with the bytes of each finished strip.
@@ -144,13 +153,13 @@ def products(
         VitseeError: not even one tile and narrow strips fit the memory.
     """
     mults = sum(_length(t.i) * _length(t.j) for t in tiles) * features.n_features
-    backend = arithmetic(device, mults)
+    backend = in_bfloat16(device) if precision == "bf16" else arithmetic(device, mults)
     memory = min(memory, backend.free_bytes() or memory)
     item = np.dtype(dtype)
-    plan = StripPlan.of(features, len(rows), tiles, memory, item.itemsize)
+    plan = StripPlan.of(features, len(rows), tiles, memory, item.itemsize, backend.scratch_bytes)
     lanes = n_lanes(plan.lanes)
     strips = _balanced(features.strips(plan.columns), plan.columns)
-    centres = _StripMeans(centred, origin, backend.cast)
+    centres = StripMeans(centred, origin, backend.cast)
     workspace = workspace or Workspace()
     counted = np.zeros(len(rows), bool)
     for first in range(0, len(tiles), plan.at_once):
@@ -217,7 +226,7 @@ class _Pass:
         strips: Sequence[Strip],
         rows: Rows,
         tiles: Sequence[GramTile],
-        centres: _StripMeans,
+        centres: StripMeans,
         backend: Arithmetic,
     ) -> None:
         self._strips, self._tiles, self._centres, self._backend = strips, tiles, centres, backend
@@ -268,7 +277,7 @@ class _Pass:
                     if progress is not None:
                         progress(read)
 
-        with one_blas_thread():
+        with backend.one_thread():
             run_lanes(lanes, work, len(self._strips), turns.stop)
         for tile, total in zip(self._tiles, sums, strict=True):
             yield backend.host(total, tile.i is tile.j)
@@ -303,78 +312,6 @@ class _Pass:
         x = staging.send(*shape, dtype)
         self._centres.shift(x, k, staging)
         return x, size
-
-
-class _StripMeans:
-    """What is subtracted of each strip: the mean of the rows that are read first of it."""
-
-    def __init__(self, centred: bool, origin: Origin | None, cast: Cast) -> None:
-        self._centred, self._origin, self._cast = centred, origin, cast
-        self._of: dict[int, NDArray[np.float32]] = {}
-        self._sums: dict[int, NDArray[np.float32]] = {}
-
-    def fill(self, x: NDArray[Any], raw: NDArray[Any], strip: int, target: slice) -> None:
-        """x[target] = raw - its strip's mean, in pieces that stay in cache."""
-        into = x[target]
-        if not self._centred:
-            self._convert(into, raw)
-            return
-        self.take_mean(raw, strip)
-        mean, sums = self._of[strip], None
-        if self._sums_up:
-            if strip not in self._sums:
-                self._sums[strip] = np.empty((len(x), 2), np.float32)
-            sums = self._sums[strip][target]
-            weights = _weights(mean)
-        step = max(1, PIECE // raw.shape[1])
-        for at in range(0, len(raw), step):
-            piece = into[at : at + step]
-            self._convert(piece, raw[at : at + step])
-            piece -= mean
-            if sums is not None:
-                np.matmul(piece, weights, out=sums[at : at + step])
-
-    @property
-    def _sums_up(self) -> bool:
-        return self._origin is not None and bool(self._origin.n_rows)
-
-    def take_mean(self, raw: NDArray[Any], strip: int) -> None:
-        """The rows that are read first of a strip, which have its mean; others change nothing."""
-        if self._centred and strip not in self._of:
-            self._of[strip] = self._mean(raw, strip)
-
-    def shift(self, x: Any, strip: int, staging: Staging) -> None:
-        """x -= its strip's mean, on the device."""
-        if self._centred:
-            mean = self._of[strip]
-            staging.shift(x, mean)
-            if self._sums_up:
-                self._sums[strip] = staging.times(x, _weights(mean))
-
-    def _convert(self, to: NDArray[Any], raw: NDArray[Any]) -> None:
-        step = max(1, SERIAL // raw.shape[1])
-        for at in range(0, len(raw), step):
-            self._cast(to[at : at + step], raw[at : at + step])
-
-    def done(self, strip: int, places: Rows, fresh: NDArray[np.bool_]) -> None:
-        """A strip is whole; called in the strips' order."""
-        if self._origin is not None and (sums := self._sums.pop(strip, None)) is not None:
-            self._origin.add(places, sums[fresh])
-
-    def _mean(self, raw: NDArray[Any], strip: int) -> NDArray[np.float32]:
-        chosen = raw[:: max(1, len(raw) // MEAN_ROWS)]
-        sample = np.empty(chosen.shape, np.float32)
-        self._cast(sample, chosen)
-        mean: NDArray[np.float32] = sample.mean(0)
-        if self._origin is not None:
-            sample -= mean
-            self._origin.centre(strip, mean, sample)
-        return mean
-
-
-def _weights(mean: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What rows are multiplied with for their product with the mean, and their sum."""
-    return np.stack([mean, np.ones_like(mean)], 1)
 
 
 def _by_slab(features: FeatureMatrix, rows: Rows) -> list[tuple[slice, Rows | None, slice]]:

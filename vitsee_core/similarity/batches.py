@@ -59,6 +59,11 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
             "the same --images, --seed and --order)"
         )
     if estimator.rescale:
+        if comparison.cache.precision != "fp32":
+            raise VitseeError(
+                f"Gram matrices that are scaled to [0, 1] are of features with their offset, which "
+                f"need float64; leave out --precision {comparison.cache.precision}"
+            )
         notes["hsic"] += "; Gram matrices scaled to [0, 1] batch by batch, images in order"
         grams = [_rescaled(comparison, r, drawn[0]) for r in comparison.representations]
         values = [weighted_sum(list(each_batch(comparison, grams, len(drawn[0]))))]
@@ -207,6 +212,7 @@ def _make(batches: Sequence[Rows], comparison: Comparison, of: Representation) -
                 [GramTile(places, places) for places in batches],
                 device=comparison.device,
                 memory=comparison.memory,
+                precision=comparison.cache.precision,
                 origin=origin,
                 workspace=comparison.workspace,
                 progress=lambda read: comparison.progress.advance(0, read),

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,11 +55,13 @@ log = logging.getLogger(__name__)
 @dataclass
 class GramCache:
     """Gram files of any number of stores. folder: one place for all of them; None: beside each
-    store. persistent: off, they are gone with `scratch`."""
+    store. persistent: off, they are gone with `scratch`. precision: of the products that they are
+    made of; those of another are not found."""
 
     folder: Path | None
     persistent: bool
     scratch: Path
+    precision: str = "fp32"
     _places: dict[str, Path] = field(default_factory=dict)
 
     def place(self, store: Store) -> Path:
@@ -79,7 +81,7 @@ class GramCache:
         """The same for a process with another working folder."""
         places = {store_id: place.absolute() for store_id, place in self._places.items()}
         folder = self.folder and self.folder.absolute()
-        return GramCache(folder, self.persistent, self.scratch, places)
+        return replace(self, folder=folder, _places=places)
 
     def _find(self, store: Store) -> Path:
         if not self.persistent:
@@ -103,10 +105,10 @@ class GramCache:
     ) -> GramFile | None:
         """A matrix that holds `rows`, or the matrices of these batches, if they were made."""
         store, folder = _revision(features.store), self.place(features.store)
-        stem = _stem(features)
+        stem, key = self._stem(features), self._key(features)
         for path in sorted(folder.glob(f"{stem}.*.json")) if folder.is_dir() else ():
             header = Header.load(read_regular(path))
-            if header is None or (header.store, header.key) != (store, features.key):
+            if header is None or (header.store, header.key) != (store, key):
                 continue
             if same_batches(header, batches) if batches else covers(header, rows):
                 tiles = path.with_suffix(".tiles")
@@ -167,10 +169,11 @@ class GramCache:
         make: Callable[[Origin], Tiles],
         batches: tuple[int, ...],
     ) -> GramFile:
-        digest = sha256(repr((_revision(features.store), features.key, batches)).encode())
+        key = self._key(features)
+        digest = sha256(repr((_revision(features.store), key, batches)).encode())
         digest.update(rows.astype("<i8").tobytes())
         # A run of its own, so that two processes that make the same one do not meet.
-        name = f"{_stem(features)}.{digest.hexdigest()[:12]}-{secrets.token_hex(3)}"
+        name = f"{self._stem(features)}.{digest.hexdigest()[:12]}-{secrets.token_hex(3)}"
         data, header_file = folder / f"{name}.tiles", folder / f"{name}.json"
         places = {path.with_name(path.name + PARTIAL): path for path in (data, header_file)}
         tiles, about = places
@@ -183,7 +186,7 @@ class GramCache:
                 checksums = write_tiles(owned, make(origin), tile)
                 header = Header(
                     _revision(features.store),
-                    features.key,
+                    key,
                     rows,
                     batches,
                     tile,
@@ -198,8 +201,17 @@ class GramCache:
         finally:
             if owned is not None:
                 os.close(owned)
-        _remove_older(folder, _stem(features))
+        _remove_older(folder, self._stem(features))
         return GramFile(data, header)
+
+    def _key(self, features: FeatureMatrix) -> tuple[str, ...]:
+        """What is kept of a store: of which features, and in which precision but for fp32."""
+        return features.key if self.precision == "fp32" else (*features.key, self.precision)
+
+    def _stem(self, features: FeatureMatrix) -> str:
+        """A file name that says what is in it."""
+        text = ".".join([*self._key(features), features.store.manifest.store_id[:8]])
+        return re.sub(r"[^A-Za-z0-9._-]", "_", text)
 
 
 def _own_folder(store: Store) -> Path:
@@ -212,7 +224,9 @@ def _own_folder(store: Store) -> Path:
 
 
 @contextmanager
-def gram_cache(folder: Path | None, persistent: bool) -> Iterator[GramCache]:
+def gram_cache(
+    folder: Path | None, persistent: bool, precision: str = "fp32"
+) -> Iterator[GramCache]:
     """A cache; what was put into its scratch folder is gone at the end."""
     for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
         if owned_by_none(left / OWNER):
@@ -220,15 +234,9 @@ def gram_cache(folder: Path | None, persistent: bool) -> Iterator[GramCache]:
     with tempfile.TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
         owner = create_owned(Path(scratch, OWNER))
         try:
-            yield GramCache(folder, persistent, Path(scratch))
+            yield GramCache(folder, persistent, Path(scratch), precision)
         finally:
             os.close(owner)
-
-
-def _stem(features: FeatureMatrix) -> str:
-    """A file name that says what is in it."""
-    text = ".".join([*features.key, features.store.manifest.store_id[:8]])
-    return re.sub(r"[^A-Za-z0-9._-]", "_", text)
 
 
 def _revision(store: Store) -> str:

@@ -54,16 +54,18 @@ class Estimator:
 
 @dataclass(frozen=True)
 class GramOptions:
-    """How the work is done; the result does not depend on it. cache: a folder for Gram matrices,
-    None: `<store>.grams` beside each store. use_cache: off, nothing is kept. memory: bytes to stay
-    within, None: a quarter of the machine's. map: by whose processes Gram matrices are made; see
-    `Execution`."""
+    """How the work is done; the result does not depend on it but by `precision`. cache: a folder
+    for Gram matrices, None: `<store>.grams` beside each store. use_cache: off, nothing is kept.
+    memory: bytes to stay within, None: a quarter of the machine's. map: by whose processes Gram
+    matrices are made; see `Execution`. precision: of the products, see
+    `grams.arithmetic.PRECISIONS`."""
 
     cache: Path | None = None
     use_cache: bool = True
     device: str = "auto"
     memory: int | None = None
     map: Map | None = None
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True)

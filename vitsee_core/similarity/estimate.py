@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.grams.arithmetic import choose_device, full_precision
+from vitsee_core.grams.arithmetic import PRECISIONS, choose_device, full_precision
 from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.progress import SILENT, Progress
@@ -112,9 +112,11 @@ def comparing(
     paired, own, shuffled, remarks = _images(representations, images, seed, by_slab, pair_by)
     counted = next(iter(paired.rows.values()))
     notes: dict[str, Any] = {"images": len(counted), "seed": seed, **paired.notes}
+    if options.precision != "fp32":
+        notes["precision"] = options.precision
     if remarks:
         notes["remarks"] = remarks
-    with gram_cache(options.cache, options.use_cache) as cache:
+    with gram_cache(options.cache, options.use_cache, options.precision) as cache:
         comparison = Comparison(
             representations=representations,
             n_rows=len(rows),
@@ -130,7 +132,28 @@ def comparing(
             notes=notes,
             map=options.map,
         )
-        yield replace(comparison, device=choose_device(options.device, _work(comparison)))
+        device = choose_device(options.device, _work(comparison))
+        _require(options.precision, device, representations)
+        yield replace(comparison, device=device)
+
+
+def _require(precision: str, device: str, of: Sequence[Representation]) -> None:
+    """Refuse a precision that does not exist, here or at all.
+
+    Raises:
+        VitseeError: says why.
+    """
+    if precision not in PRECISIONS:
+        raise VitseeError(f"no precision {precision!r}; expected {' or '.join(PRECISIONS)}")
+    if precision == "bf16":
+        if any(r.has_blocks_only for r in of):
+            raise VitseeError(
+                "--precision bf16 is of Gram matrices that are made now; what extract --grams kept "
+                "is there already"
+            )
+        from vitsee_core.grams.bfloat16 import require_bfloat16
+
+        require_bfloat16(device)
 
 
 def _images(

@@ -95,6 +95,7 @@ def _make(comparison: Comparison, of: Representation) -> GramFile:
             tiles,
             device=comparison.device,
             memory=comparison.memory,
+            precision=comparison.cache.precision,
             origin=origin,
             workspace=comparison.workspace,
             progress=lambda read: comparison.progress.advance(0, read),

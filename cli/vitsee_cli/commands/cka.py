@@ -9,7 +9,12 @@ import click
 from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import SIMILARITY
-from vitsee_cli.similarity_options import estimator_options, gram_options, pair_options
+from vitsee_cli.similarity_options import (
+    estimator_options,
+    gram_options,
+    pair_options,
+    precision_option,
+)
 from vitsee_core.analyses import cka
 from vitsee_core.similarity.presets import PRESETS
 
@@ -31,6 +36,7 @@ QUESTION = SIMILARITY
 @options.seed_option
 @gram_options
 @options.dask_option
+@precision_option
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
     """Compare representations by linear CKA.

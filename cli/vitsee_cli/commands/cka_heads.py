@@ -9,7 +9,7 @@ import click
 from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import SIMILARITY
-from vitsee_cli.similarity_options import estimator_options, gram_options
+from vitsee_cli.similarity_options import estimator_options, gram_options, precision_option
 from vitsee_core.analyses import cka_heads
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ QUESTION = SIMILARITY
 @options.seed_option
 @gram_options
 @options.dask_option
+@precision_option
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
     """Compare local and global heads with another model.

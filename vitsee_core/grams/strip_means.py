@@ -1,0 +1,87 @@
+"""What is subtracted of strips of features before they are multiplied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.grams.arithmetic import Cast, Staging
+from vitsee_core.grams.shift import Origin, Rows
+
+MEAN_ROWS = 128
+SERIAL = 1 << 15  # elements up to which torch's cast uses no further thread
+PIECE = 1 << 18  # elements that are shifted and summed while they are in cache
+
+
+class StripMeans:
+    """What is subtracted of each strip: the mean of the rows that are read first of it."""
+
+    def __init__(self, centred: bool, origin: Origin | None, cast: Cast) -> None:
+        self._centred, self._origin, self._cast = centred, origin, cast
+        self._of: dict[int, NDArray[np.float32]] = {}
+        self._sums: dict[int, NDArray[np.float32]] = {}
+
+    def fill(self, x: NDArray[Any], raw: NDArray[Any], strip: int, target: slice) -> None:
+        """x[target] = raw - its strip's mean, in pieces that stay in cache."""
+        into = x[target]
+        if not self._centred:
+            self._convert(into, raw)
+            return
+        self.take_mean(raw, strip)
+        mean, sums = self._of[strip], None
+        if self._sums_up:
+            if strip not in self._sums:
+                self._sums[strip] = np.empty((len(x), 2), np.float32)
+            sums = self._sums[strip][target]
+            weights = _weights(mean)
+        step = max(1, PIECE // raw.shape[1])
+        for at in range(0, len(raw), step):
+            piece = into[at : at + step]
+            self._convert(piece, raw[at : at + step])
+            piece -= mean
+            if sums is not None:
+                np.matmul(piece, weights, out=sums[at : at + step])
+
+    @property
+    def _sums_up(self) -> bool:
+        return self._origin is not None and bool(self._origin.n_rows)
+
+    def take_mean(self, raw: NDArray[Any], strip: int) -> None:
+        """The rows that are read first of a strip, which have its mean; others change nothing."""
+        if self._centred and strip not in self._of:
+            self._of[strip] = self._mean(raw, strip)
+
+    def shift(self, x: Any, strip: int, staging: Staging) -> None:
+        """x -= its strip's mean, on the device."""
+        if self._centred:
+            mean = self._of[strip]
+            staging.shift(x, mean)
+            if self._sums_up:
+                self._sums[strip] = staging.times(x, _weights(mean))
+
+    def _convert(self, to: NDArray[Any], raw: NDArray[Any]) -> None:
+        step = max(1, SERIAL // raw.shape[1])
+        for at in range(0, len(raw), step):
+            self._cast(to[at : at + step], raw[at : at + step])
+
+    def done(self, strip: int, places: Rows, fresh: NDArray[np.bool_]) -> None:
+        """A strip is whole; called in the strips' order."""
+        if self._origin is not None and (sums := self._sums.pop(strip, None)) is not None:
+            self._origin.add(places, sums[fresh])
+
+    def _mean(self, raw: NDArray[Any], strip: int) -> NDArray[np.float32]:
+        chosen = raw[:: max(1, len(raw) // MEAN_ROWS)]
+        sample = np.empty(chosen.shape, np.float32)
+        self._cast(sample, chosen)
+        mean: NDArray[np.float32] = sample.mean(0)
+        if self._origin is not None:
+            sample -= mean
+            self._origin.centre(strip, mean, sample)
+        return mean
+
+
+def _weights(mean: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What rows are multiplied with for their product with the mean, and their sum."""
+    return np.stack([mean, np.ones_like(mean)], 1)
