@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.images import ImageError, Selection, batches
 from vitsee_core.versions import DECODERS, store_versions
-from vitsee_stores import StoreWriter, open_store
+from vitsee_stores import Store, StoreWriter
 from vitsee_stores.errors import IdentityMismatch, StoreError, VitseeError
 from vitsee_stores.manifest import few
 
@@ -135,9 +135,11 @@ def _recorded(info: Mapping[str, Any]) -> tuple[int, NDArray[np.uint64]] | None:
 
 def _committed_hashes(writer: StoreWriter) -> dict[int, int]:
     """Row and hash of up to COMPARED committed images that could be read, drawn with a seed."""
-    if not writer.committed().any():
+    committed = writer.committed()
+    if not committed.any():
         return {}
-    store = open_store(writer.place, allow_partial=True)
+    # A slab of a store that was complete, whose marker is damaged by now, is one to make.
+    store = Store(writer.files, writer.manifest, committed, False, "")
     rows = np.flatnonzero(store.valid)
     if len(rows) > COMPARED:
         rows = np.random.default_rng(0).choice(rows, COMPARED, replace=False)
