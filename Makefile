@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python >= 3.11 with its venv module, and nothing else.
 # The environment is made once, in .venv; PYTHON=... chooses another interpreter for it.
 
-.PHONY: help demo test coverage slurm env clean
+.PHONY: help demo test coverage faults slurm env clean
 .DELETE_ON_ERROR:
 # What is given on the command line is for this make, not for one that its tests run.
 MAKEOVERRIDES :=
@@ -17,6 +17,7 @@ help:
 	@echo "make demo      extract the bundled models and draw their figures into demo-out/"
 	@echo "make test      ruff, mypy, lint-imports, pytest"
 	@echo "make coverage  the tests again, with the lines that none of them reaches"
+	@echo "make faults    processes killed, disks full, bits flipped, servers failing: many trials of each"
 	@echo "make slurm     a planned job array on a real SLURM of one node, to the validated store"
 	@echo "make env       only set up .venv"
 	@echo "make clean     remove .venv, demo-out/ and caches"
@@ -33,6 +34,11 @@ test: $(STAMP)
 
 coverage: $(STAMP)
 	$(BIN)/pytest --numprocesses=auto --maxprocesses=4 --cov=vitsee_cli --cov=vitsee_core --cov=vitsee_stores --cov-report=term-missing:skip-covered
+
+# Ten minutes: ten times the trials that the tests do; FAULTS=100 for an hour and a half.
+FAULTS ?= 10
+faults: $(STAMP)
+	VITSEE_TRIALS=$(FAULTS) $(BIN)/pytest tests/faults --numprocesses=auto --maxprocesses=4
 
 # Some minutes: tasks run into their time limit and wait for their turn again.
 slurm: $(STAMP)

@@ -1,10 +1,8 @@
-"""Claims on slabs, and `extract --shard claims` by processes that come, go and are killed."""
+"""Claims on slabs, and `extract --shard claims` by processes that come and go."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -192,23 +190,6 @@ def test_two_processes_share_what_is_there(
     assert array_bytes(path) == whole
     assert claim_files(path) == []
     assert {maker["shard"] for maker in describe(path)["made_by"]} == {"claims"}
-
-
-def test_what_a_killed_process_claimed_is_made(
-    data: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    path = tmp_path / "s.zarr"
-    process = start(*options(data, path), "--shard", "claims")
-    until = time.monotonic() + 120
-    while not claim_files(path) and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    left = claim_files(path)
-    extracted(*options(data, path), "--shard", "claims")
-    assert left and claim_files(path) == []
-    assert open_store(path).complete and array_bytes(path) == whole
 
 
 def test_a_claim_from_elsewhere_is_waited_for_then_taken(

@@ -1,8 +1,7 @@
-"""Several processes, killed processes, signals: the store's bytes must not depend on them."""
+"""Several processes, signals: the bytes must not depend on them (killed ones: tests/faults)."""
 
 from __future__ import annotations
 
-import random
 import signal
 import subprocess
 import time
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.extractions import VIT, array_bytes, extract, extracted, plant_images, start
-from vitsee_stores import IncompleteStore, StoreWriter, open_store
+from vitsee_stores import StoreWriter, open_store
 
 N, SLAB = 60, 4
 SHARDS = 3
@@ -54,24 +53,6 @@ def test_shards_started_together_fill_one_store(folder: Path, whole: Path, tmp_p
     assert open_store(path).complete
     assert array_bytes(path) == array_bytes(whole)
     assert not list(tmp_path.glob("*.creating*"))
-
-
-def test_killed_at_random_moments_and_resumed(folder: Path, whole: Path, tmp_path: Path) -> None:
-    path, rng = tmp_path / "store.zarr", random.Random(0)
-    for done in (0, 4, 9):
-        process = start(*options(folder, path))
-        wait_for_commits(process, path, done + 1)
-        time.sleep(rng.uniform(0, 0.15))
-        process.kill()
-        process.communicate()
-        if n_committed(path) < N // SLAB:
-            with pytest.raises(IncompleteStore):
-                open_store(path)
-    kept = n_committed(path)
-    said = extracted(*options(folder, path)).stderr
-    assert f"{N - kept * SLAB} images" in said or "is complete" in said  # nothing is done twice
-    assert array_bytes(path) == array_bytes(whole)
-    assert not list(path.rglob("*.partial"))
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fuzz_store
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -160,11 +159,3 @@ def test_the_best_length_is_found_without_trying_all(first: int, second: int, th
     high = max(low, (16 << 20) // one)
     tried = range(min(low, second), min(high, second) + 1)
     assert got[1] == min(tried, key=lambda c: (math.ceil(second / c) * c, c))
-
-
-def test_a_small_fuzz(tmp_path: Path) -> None:
-    """tools/fuzz_store.py does the same at length."""
-    ended = fuzz_store.Fuzzer(tmp_path, seed=7, readers={"info": fuzz_store.info}).run(120)
-    assert not [what for what in ended if "FAULT" in what]
-    assert ended["open: one line"] > 20
-    assert ended["describe: read"] > 20

@@ -31,6 +31,8 @@ from vitsee_stores import (
     objects as remote,
 )
 
+pytestmark = pytest.mark.fault("one request of an object store fails")
+
 MakeStore = Callable[..., Path]
 CHUNK = "/acts/embed/grid/c.1.0.0.0"
 

@@ -1,7 +1,7 @@
 """Changed manifests, markers, checksums and samples, as damage or malice could leave them: what
 reads a store must end with a result or one line, at once, in little memory, and within the store.
 
-    python tools/fuzz_store.py 100000 [--seed 0]
+    python -m tests.faults.fuzz 100000 [--seed 0]
 
 Digests and checksums are made anew after most changes, so that what lies behind them is met. Prints
 how the variants ended; exit code 1 where one ended in a traceback, took more than 20 seconds, or
@@ -343,7 +343,7 @@ def limited(store: Path) -> Iterator[list[str]]:
 
     _outside.clear()
     _allowed = [os.path.realpath(store), os.path.realpath(sys.prefix), sys.base_prefix]
-    _allowed += [*sysconfig.get_paths().values(), str(Path(__file__).parents[1]), "/proc", "/dev"]
+    _allowed += [*sysconfig.get_paths().values(), str(Path(__file__).parents[2]), "/proc", "/dev"]
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:

@@ -1,4 +1,4 @@
-"""Several processes on one store, and processes killed at random moments."""
+"""Processes that write one store together, or are killed: the writer alone, without a model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from numpy.testing import assert_array_equal
 
+from tests.faults.trials import seeds
 from tests.random_stores import PLANS, Array, expected, leftovers, write
 from vitsee_stores import IncompleteStore, StoreWriter, describe, open_store, remove_store, validate
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VIT = PLANS["vit"]
 
 
@@ -58,6 +59,7 @@ def chunk_files(store: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.fault("writers of one store")
 def test_processes_that_start_together_make_one_store(tmp_path: Path) -> None:
     one, many = tmp_path / "one.zarr", tmp_path / "many.zarr"
     write(one, VIT)
@@ -73,29 +75,31 @@ def test_processes_that_start_together_make_one_store(tmp_path: Path) -> None:
     assert chunk_files(many) == chunk_files(one)
 
 
-def test_two_owners_of_every_slab(tmp_path: Path) -> None:
+@pytest.mark.fault("two writers of every slab")
+@seeds(2)
+def test_two_owners_of_every_slab(tmp_path: Path, seed: int) -> None:
     """Neither ends with an error, and the bytes are right."""
-    one = tmp_path / "one.zarr"
+    one, both = tmp_path / "one.zarr", tmp_path / "both.zarr"
     write(one, PLANS["many-slabs"])
-    for trial in range(int(os.environ.get("VITSEE_RACES", "2"))):
-        both = tmp_path / f"{trial}.zarr"
-        processes = [start(both, "many-slabs") for _ in range(2)]
-        for process in processes:
-            go(process)
-            time.sleep(0.01 * trial)
-        said = [end(process) for process in processes]
-        assert "complete" in {state for _, state in said}
-        assert validate(both, deep=True) == []
-        assert leftovers(both) == []
-        assert chunk_files(both) == chunk_files(one)
+    processes = [start(both, "many-slabs") for _ in range(2)]
+    for process in processes:
+        go(process)
+        time.sleep(0.01 * (seed % 10))
+    said = [end(process) for process in processes]
+    assert "complete" in {state for _, state in said}
+    assert validate(both, deep=True) == []
+    assert leftovers(both) == []
+    assert chunk_files(both) == chunk_files(one)
 
 
-def test_a_process_killed_at_any_moment_loses_one_slab(tmp_path: Path) -> None:
+@pytest.mark.fault("a writer killed")
+@seeds(1)
+def test_a_process_killed_at_any_moment_loses_one_slab(tmp_path: Path, seed: int) -> None:
     one, killed = tmp_path / "one.zarr", tmp_path / "killed.zarr"
     plan = PLANS["many-slabs"]
     write(one, plan)
     whole = expected(plan)
-    rng = random.Random(0)
+    rng = random.Random(seed)
     attempts = caught_writing = 0
     while attempts < 6 or (not caught_writing and attempts < 30):
         attempts += 1

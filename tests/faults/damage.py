@@ -1,7 +1,7 @@
 """Damage done to small stores on purpose: is all of it found, and does a reader ever give other
 numbers without a word?
 
-    python tools/damage_trials.py 300 [--seed 0]
+    python -m tests.faults.damage 300 [--seed 0]
 
 Three kinds, so many of each: whole chunks, rows and markers put in another's place (swapped between
 slabs, copied, taken from a store of the same shapes), single bits flipped in chunks, and single
@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fuzz_store
 import numpy as np
 
+from tests.faults import fuzz
 from vitsee_stores import StoreWriter, open_store, validate
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import arrays
@@ -148,7 +148,7 @@ class Trials:
 
 def fill(path: Path, rng: np.random.Generator) -> None:
     """The fuzz test's small store with random numbers."""
-    fuzz_store.make_store(path, commit=False)
+    fuzz.make_store(path, commit=False)
     writer = StoreWriter.join(path, durable=False)
     assert writer is not None
     for k in range(writer.n_slabs):

@@ -1,0 +1,81 @@
+"""What trials share: forked processes, the undisturbed store, the table of how trials ended."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.extractions import array_bytes, plant_images
+from tests.faults.processes import Server, server
+from tests.faults.trials import N, extraction
+
+Ends = Callable[[str], None]
+
+
+@dataclass
+class Whole:
+    """A store that one process made: its place, its bytes, the seconds it took."""
+
+    path: Path
+    bytes: dict[str, bytes]
+    seconds: float
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Starts commands as processes."""
+    with server(tmp_path_factory.mktemp("processes")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plant_images(tmp_path_factory.mktemp("images"), N)
+
+
+@pytest.fixture(scope="session")
+def whole(run: Server, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """What an extraction gives that nothing disturbs."""
+    path, started = tmp_path_factory.mktemp("whole") / "whole.zarr", time.monotonic()
+    done = run.run(*extraction(images, path))
+    assert done.code == 0, done.stderr
+    return Whole(path, array_bytes(path), time.monotonic() - started)
+
+
+@pytest.fixture
+def ended(record_property: Callable[[str, object], None]) -> Ends:
+    """Note how a trial ended, for the table."""
+    return lambda how: record_property("ended", how)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Reports, which may come from another process, say which fault a test is about."""
+    for item in items:
+        if (mark := item.get_closest_marker("fault")) is not None:
+            item.user_properties.append(("fault", mark.args[0]))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Which faults were tried how often, and how that ended."""
+    found: dict[str, Counter[str]] = {}
+    for kind in ("passed", "failed", "skipped"):
+        for report in terminalreporter.stats.get(kind, []):
+            noted = list(getattr(report, "user_properties", []))
+            for name in [value for key, value in noted if key == "fault"]:
+                counts = found.setdefault(name, Counter())
+                ends = [str(value) for key, value in noted if key == "ended"]
+                counts.update(ends if ends and kind == "passed" else (kind,))
+    if found:
+        terminalreporter.section("faults")
+        width = max(map(len, found))
+        terminalreporter.write_line(f"{'fault':{width}}  trials  how they ended")
+        for name, counts in sorted(found.items()):
+            how = ", ".join(f"{end} {n}" for end, n in sorted(counts.items()))
+            terminalreporter.write_line(f"{name:{width}}  {sum(counts.values()):6}  {how}")

@@ -1,0 +1,57 @@
+"""What a started process does before its command (`Server.start(before=...)`)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+from vitsee_core.extraction import claimed
+from vitsee_stores import claims, owners
+
+
+def look_often() -> None:
+    """Ask for slabs that others have claimed several times a second."""
+    claimed.POLL_SECONDS = 0.2
+
+
+def lose_soon() -> None:
+    """Take a claim for lost that two seconds did not change; heartbeats are as much faster."""
+    look_often()
+    claims.LOST_SECONDS = 2.0
+    beating = claims.Claims.beating
+    claims.Claims.beating = lambda self, seconds=0.2: beating(self, seconds)  # type: ignore[method-assign]
+
+
+def another_machine() -> None:
+    """Nobody here can ask whether this process lives."""
+    owners._machine = lambda: "0123abcd"  # type: ignore[assignment]
+
+
+def clock_runs_backwards() -> None:
+    """The wall clock goes back by up to two hours whenever it is asked. What measures durations
+    (time.monotonic) never does: the system promises that."""
+    now, steps, gmtime = time.time, random.Random(0), time.gmtime
+    back = itertools.accumulate(steps.uniform(0, 7200) for _ in itertools.count())
+
+    def earlier() -> float:
+        return now() - next(back)
+
+    time.time, time.gmtime = earlier, lambda seconds=None: gmtime(seconds or earlier())
+
+
+def clock_jumps() -> None:
+    """The wall clock is a day ahead, or behind, each time it is asked."""
+    now, steps, gmtime = time.time, random.Random(0), time.gmtime
+
+    def another() -> float:
+        return now() + steps.choice((-86400, 86400))
+
+    time.time, time.gmtime = another, lambda seconds=None: gmtime(seconds or another())
+
+
+def clock_runs_backwards_elsewhere() -> None:
+    """Claims alone can tell whether this process lives."""
+    lose_soon()
+    another_machine()
+    clock_runs_backwards()

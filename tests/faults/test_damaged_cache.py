@@ -1,0 +1,104 @@
+"""Cached Gram matrices, claims and markers, damaged: made again, or of no account."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.extractions import array_bytes, extracted
+from tests.faults.conftest import Ends, Whole
+from tests.faults.test_damaged_files import DAMAGES, damaged, invoke
+from tests.faults.trials import check_finished, extraction, seeds
+from vitsee_core.extraction import claimed
+from vitsee_stores import StoreWriter, claims, open_store, validate
+from vitsee_stores.claims import Claims
+
+TRIALS_AT_ONCE = 8
+
+
+@pytest.fixture(scope="module")
+def cache(whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder of Gram matrices, and what commands print that use it."""
+    folder = tmp_path_factory.mktemp("cache")
+    printed = {}
+    for words in (
+        "cka S --cache C",
+        "cka S --cache C --estimator minibatch",
+        "similarity S --cache C",
+    ):
+        done = invoke(words, {"S": whole.path, "C": folder})
+        assert done.exit_code == 0, done.stderr
+        printed[words] = done.stdout
+    return folder, printed
+
+
+@pytest.mark.fault("a file of the Gram cache flipped, cut or emptied")
+@seeds(1)
+def test_damaged_matrices_are_made_again(
+    cache: tuple[Path, dict[str, str]], whole: Whole, seed: int, ended: Ends
+) -> None:
+    """Never read: tiles have checksums, and headers a digest."""
+    rng, (folder, printed) = random.Random(seed), cache
+    for _ in range(TRIALS_AT_ONCE):
+        path = rng.choice(sorted(folder.iterdir()))
+        path.write_bytes(damaged(path.read_bytes(), rng.choice(DAMAGES), rng))
+        for words, before in printed.items():
+            done = invoke(words, {"S": whole.path, "C": folder})
+            assert (done.exit_code, done.stdout) == (0, before), (path.name, words, done.stderr)
+            ended("same numbers")
+
+
+@pytest.mark.fault("a claim flipped, cut or emptied")
+@seeds(1)
+def test_damaged_claims_cost_time_alone(
+    whole: Whole,
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    ended: Ends,
+) -> None:
+    """By design nothing rests on them: the slab waits its time, and is made."""
+    rng, path = random.Random(seed), tmp_path / "s.zarr"
+    extracted(*extraction(images, path, "--shard", "0/2")[1:])
+    writer = StoreWriter.join(path)
+    assert writer is not None
+    Claims(writer.files, {"host": "here", "pid": 1}).take(
+        np.flatnonzero(~writer.committed()).tolist(), 99
+    )
+    for claim in sorted(path.glob("commits/.claim.*.json")):
+        claim.write_bytes(damaged(claim.read_bytes(), rng.choice(DAMAGES), rng))
+    monkeypatch.setattr(claims, "LOST_SECONDS", 0.3)
+    monkeypatch.setattr(claimed, "POLL_SECONDS", 0.1)
+    extracted(*extraction(images, path, "--shard", "claims")[1:])
+    check_finished(path, whole.bytes)
+    ended("same bytes")
+
+
+@pytest.mark.fault("a marker or chunk flipped, cut or emptied, extracted again")
+@seeds(2)
+def test_damaged_slabs_are_made_again(
+    whole: Whole, images: Path, tmp_path: Path, seed: int, ended: Ends
+) -> None:
+    """A marker that is damaged is none; a slab that `validate` names loses its marker by hand."""
+    rng, path = random.Random(seed), tmp_path / "s.zarr"
+    shutil.copytree(whole.path, path)
+    slab = rng.randrange(open_store(path).n_slabs)
+    marker = path / "commits" / f"c.{slab}.0"
+    if seed % 2:
+        chunks = [p for p in path.rglob(f"c.{slab}*") if p.name.split(".")[1] == str(slab)]
+        chunk = rng.choice([p for p in sorted(chunks) if not {"samples", "weights"} & {*p.parts}])
+        chunk.write_bytes(damaged(chunk.read_bytes(), rng.choice(DAMAGES), rng))
+        found = validate(path, deep=True)
+        assert found and all(f"slab {slab}" in line for line in found), found
+        marker.unlink(missing_ok=True)
+    else:
+        marker.write_bytes(damaged(marker.read_bytes(), rng.choice(DAMAGES), rng))
+    extracted(*extraction(images, path)[1:])
+    check_finished(path, whole.bytes)
+    assert array_bytes(path) == whole.bytes
+    ended("same bytes")

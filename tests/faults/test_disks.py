@@ -1,0 +1,199 @@
+"""Disks that get full, or are turned read-only, in the middle of the work."""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import Ends, Whole
+from tests.faults.processes import Server
+from tests.faults.test_killed import clean, many  # noqa: F401  (fixtures)
+from tests.faults.trials import (
+    check_finished,
+    check_unfinished,
+    extraction,
+    moment,
+    n_committed,
+    says_one_line,
+    seeds,
+)
+
+Disk = tuple[Path, Path]
+
+
+@pytest.fixture
+def disk(run: Server, tmp_path: Path) -> Iterator[Callable[[float], Disk]]:
+    """Makes a disk of so many MiB: its place for commands, and where this process sees it."""
+    place = tmp_path / "disk"
+
+    def make(megabytes: float) -> Disk:
+        if not run.mounts:
+            pytest.skip("this machine grants no mount namespace (unshare --mount)")
+        place.mkdir()
+        return place, run.mount(place, megabytes)
+
+    yield make
+    if place.exists():
+        run.unmount(place)
+
+
+def fill(folder: Path) -> Path:
+    """Take what is left of the disk."""
+    path = folder / "filler"
+    with open(path, "ab", buffering=0) as file:
+        for size in (1 << 16, 1):
+            try:
+                while file.write(b"\0" * size):
+                    pass
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    return path
+
+
+@pytest.mark.fault("disk full while extracting")
+@seeds(1)
+def test_an_extraction_on_a_disk_that_gets_full(
+    run: Server,
+    images: Path,
+    whole: Whole,
+    disk: Callable[[float], Disk],
+    seed: int,
+    ended: Ends,
+) -> None:
+    """One line, committed slabs kept; with room again the same command makes the rest."""
+    rng, (place, seen) = random.Random(seed), disk(16)
+    path, view = place / "s.zarr", seen / "s.zarr"
+    process = run.start(*extraction(images, path))
+    moment(rng, process, whole.seconds, lambda: n_committed(view) > 0)
+    filler = fill(seen)
+    done = process.end()
+    if done.code == 0:
+        ended("ended before the disk was full")
+    else:
+        line = says_one_line(done)
+        assert str(path) in line and any(
+            words in line for words in ("is full", "no space left", "the disk has")
+        ), line
+        ended("one line, resumed")
+    check_unfinished(view, whole.bytes)
+    assert not list(seen.rglob("*.partial")) and not list(seen.glob(".*"))
+    filler.unlink()
+    assert run.run(*extraction(images, path)).code == 0
+    check_finished(view, whole.bytes)
+
+
+@pytest.mark.fault("disk read-only while extracting")
+@seeds(1)
+def test_an_extraction_on_a_disk_that_turns_read_only(
+    run: Server,
+    images: Path,
+    whole: Whole,
+    disk: Callable[[float], Disk],
+    seed: int,
+    ended: Ends,
+) -> None:
+    rng, (place, seen) = random.Random(seed), disk(16)
+    path, view = place / "s.zarr", seen / "s.zarr"
+    shard = rng.choice(([], ["--shard", "claims"]))
+    process = run.start(*extraction(images, path, *shard))
+    moment(rng, process, whole.seconds, lambda: n_committed(view) > 0)
+    turn(run, place, "ro", process.running)
+    done = process.end()
+    if done.code == 0:
+        ended("ended before")
+    else:
+        line = says_one_line(done)
+        assert str(path) in line and "read-only file system" in line, line
+        ended("one line, resumed")
+    check_unfinished(view, whole.bytes)
+    turn(run, place, "rw", lambda: True)
+    again = run.run(*extraction(images, path, *shard))
+    assert again.code == 0, again.stderr
+    check_finished(view, whole.bytes)
+
+
+def turn(run: Server, place: Path, option: str, going_on: Callable[[], bool]) -> None:
+    """Remount, between two files that a process writes."""
+    while not run.remount(place, option) and going_on():
+        time.sleep(0.005)
+    run.remount(place, option)
+
+
+@pytest.mark.fault("disk of the Gram cache full")
+@seeds(1)
+def test_a_gram_cache_on_a_disk_that_gets_full(
+    run: Server,
+    many: Path,  # noqa: F811
+    clean: tuple[str, float],  # noqa: F811
+    disk: Callable[[float], Disk],
+    seed: int,
+    ended: Ends,
+) -> None:
+    """One line that names the cache; what it holds is whole, and used by the next."""
+    rng, (place, seen) = random.Random(seed), disk(100)
+    cache = seen / "cache"
+    words = ["cka", many, "--estimator", "exact", "--cache", place / "cache"]
+    process = run.start(*words)
+    moment(rng, process, clean[1], lambda: bool(list(cache.glob("*"))))
+    filler = fill(seen)
+    done = process.end()
+    if done.code == 0:
+        assert done.stdout == clean[0]
+        ended("ended before the disk was full")
+    else:
+        line = says_one_line(done)
+        assert str(place) in line and "--cache" in line, line
+        ended("one line")
+    assert {path.suffix for path in cache.glob("*")} <= {".tiles", ".json"}
+    filler.unlink()
+    again = run.run(*words)
+    assert (again.code, again.stdout) == (0, clean[0]), again.stderr
+
+
+@pytest.mark.fault("disk of the Gram cache read-only")
+@seeds(1)
+def test_a_gram_cache_on_a_disk_that_turns_read_only(
+    run: Server,
+    many: Path,  # noqa: F811
+    clean: tuple[str, float],  # noqa: F811
+    disk: Callable[[float], Disk],
+    seed: int,
+    ended: Ends,
+) -> None:
+    """The right numbers, from scratch files, or one line that names the cache."""
+    rng, (place, seen) = random.Random(seed), disk(200)
+    words = ["cka", many, "--estimator", "exact", "--cache", place / "cache"]
+    process = run.start(*words)
+    moment(rng, process, clean[1], lambda: bool(list((seen / "cache").glob("*"))))
+    turn(run, place, "ro", process.running)
+    done = process.end()
+    if done.code:
+        line = says_one_line(done)
+        assert str(place) in line and "read-only file system" in line, line
+        ended("one line")
+    else:
+        assert done.stdout == clean[0]
+        ended("same numbers")
+    again = run.run(*words)
+    assert (again.code, again.stdout) == (0, clean[0]), again.stderr
+    if "are not kept" in again.stderr:
+        assert str(place) in again.stderr
+
+
+@pytest.mark.fault("disk of the table full")
+def test_a_table_on_a_full_disk(
+    run: Server, whole: Whole, disk: Callable[[float], Disk], ended: Ends
+) -> None:
+    """Neither the table nor half of it, nor a sidecar or a picture alone."""
+    place, seen = disk(0.05)
+    filler = fill(seen)
+    words = ["attn-dist", whole.path, "-o", place / "r.csv", "--png", place / "r.png"]
+    line = says_one_line(run.run(*words))
+    assert "cannot write" in line and str(place) in line and "no space left" in line
+    assert list(seen.iterdir()) == [filler]
+    ended("one line, no file")

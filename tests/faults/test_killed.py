@@ -1,0 +1,119 @@
+"""Processes killed at random moments: what they leave is right, and the next one makes the rest."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import Ends, Whole
+from tests.faults.processes import Server
+from tests.faults.trials import (
+    check_finished,
+    check_unfinished,
+    extraction,
+    moment,
+    n_committed,
+    seeds,
+)
+from tests.random_stores import tokens_site, write
+from vitsee_stores.layout import StorePlan, TokenLayout
+
+QUICKLY = "tests.faults.hooks:look_often"
+
+
+@pytest.mark.fault("extraction killed")
+@seeds(1)
+def test_an_extraction_killed_again_and_again(
+    run: Server, images: Path, whole: Whole, tmp_path: Path, seed: int, ended: Ends
+) -> None:
+    rng, path = random.Random(seed), tmp_path / "s.zarr"
+    for _ in range(3):
+        before = n_committed(path)
+        process = run.start(*extraction(images, path))
+        moment(rng, process, whole.seconds, lambda: n_committed(path) > before)  # noqa: B023
+        killed = process.kill().code == -signal.SIGKILL
+        ended("resumed" if killed else "ended before the signal")
+        check_unfinished(path, whole.bytes)
+    done = run.run(*extraction(images, path))
+    assert done.code == 0, done.stderr
+    check_finished(path, whole.bytes)
+
+
+@pytest.mark.fault("one of two claiming processes killed")
+@seeds(1)
+def test_claiming_processes_are_killed_and_replaced(
+    run: Server, images: Path, whole: Whole, tmp_path: Path, seed: int, ended: Ends
+) -> None:
+    rng, path = random.Random(seed), tmp_path / "s.zarr"
+    words = extraction(images, path, "--shard", "claims")
+    both = [run.start(*words, before=QUICKLY) for _ in range(2)]
+    for _ in range(2):
+        before = n_committed(path)
+        one = both[rng.randrange(2)]
+        moment(rng, one, whole.seconds, lambda: n_committed(path) > before)  # noqa: B023
+        killed = one.kill().code == -signal.SIGKILL
+        ended("made by the others" if killed else "ended before the signal")
+        both[both.index(one)] = run.start(*words, before=QUICKLY)
+    for process in both:
+        done = process.end()
+        assert done.code == 0, done.stderr
+    check_finished(path, whole.bytes)
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose Gram matrices take a while."""
+    layout = TokenLayout(("cls",), (2, 2), stride_px=(16.0, 16.0))
+    sites = tuple(tokens_site(f"blocks.{i}.out", layout, dim=64, depth=i) for i in range(6))
+    path = tmp_path_factory.mktemp("many") / "many.zarr"
+    write(path, StorePlan(1500, 250, "none", sites))
+    return path
+
+
+@pytest.fixture(scope="session")
+def clean(run: Server, many: Path) -> tuple[str, float]:
+    """What cka prints of it, and the seconds that takes."""
+    started = time.monotonic()
+    done = run.run("cka", many, "--no-cache")
+    assert done.code == 0, done.stderr
+    return done.stdout, time.monotonic() - started
+
+
+@pytest.mark.fault("cka killed while it caches")
+@seeds(1)
+def test_a_gram_pass_killed_again_and_again(
+    run: Server, many: Path, clean: tuple[str, float], tmp_path: Path, seed: int, ended: Ends
+) -> None:
+    """The numbers of one that kept nothing, and no half file beside the whole ones."""
+    rng, cache, table = random.Random(seed), tmp_path / "cache", tmp_path / "r.csv"
+    words = ["cka", many, "--cache", cache]
+    for _ in range(3):
+        before = set(cache.glob("*"))
+        process = run.start(*words, "-o", table, "--force")
+        moment(rng, process, clean[1], lambda: set(cache.glob("*")) != before)  # noqa: B023
+        killed = process.kill().code == -signal.SIGKILL
+        half = "swept half a matrix" if list(cache.glob("*.partial")) else "same numbers"
+        ended(half if killed else "ended before the signal")
+        assert killed or table.read_text() == clean[0]
+        assert not table.exists() or table.read_text() == clean[0]
+    done = run.run(*words)
+    assert (done.code, done.stdout) == (0, clean[0]), done.stderr
+    assert {path.suffix for path in cache.iterdir()} == {".tiles", ".json"}
+
+
+@pytest.mark.fault("one of two cka on one cache killed")
+@seeds(1)
+def test_two_gram_passes_on_one_cache(
+    run: Server, many: Path, clean: tuple[str, float], tmp_path: Path, seed: int, ended: Ends
+) -> None:
+    rng, cache = random.Random(seed), tmp_path / "cache"
+    both = [run.start("cka", many, "--cache", cache) for _ in range(2)]
+    moment(rng, both[0], clean[1], lambda: bool(list(cache.glob("*"))))
+    both[0].kill()
+    done = both[1].end()
+    assert (done.code, done.stdout) == (0, clean[0]), done.stderr
+    ended("same numbers")
