@@ -19,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.features import activations
-from tests.stores import write_model, write_sites
+from tests.stores import VIT, write_model, write_sites
 from vitsee_core import machine
 from vitsee_core.grams import arithmetic, products
 from vitsee_core.grams import syrk as syrk_module
@@ -423,9 +423,23 @@ def test_what_a_pass_plans_fits(store: Store, n: int, megabytes: int) -> None:
     features = Representation(store, store.select(["all"])[0]).features
     plan = products.StripPlan.of(features, n, tiles_, memory, 4, lambda rows: rows * rows)
     sums = plan.at_once * side * side * 8
-    a_lane = n * plan.columns * 4 + side * side * 4 + features.chunk_bytes + side * side
+    groups = [tiles_[at : at + plan.at_once] for at in range(0, len(tiles_), plan.at_once)]
+    rows = max(side * len({t.i.start for t in g} | {t.j.start for t in g}) for g in groups)
+    a_lane = rows * plan.columns * 4 + side * side * 4 + features.chunk_bytes + side * side
     assert 0 < sums + plan.lanes * a_lane <= memory * 3 / 4
     assert plan.at_once == 1 or sums > memory / 4  # and uses it
+
+
+def test_strips_are_as_wide_as_the_rows_of_one_group_allow(tmp_path: Path) -> None:
+    """Not as those of all images: then a million of them are refused, or read chunks many times."""
+    x = np.zeros((4, VIT.n_tokens, 1024), np.float32)
+    store = write_sites(tmp_path / "wide.zarr", {"rows": x})
+    features = Representation(store, store.site("rows")).features
+    batches_ = [np.arange(at, at + 1024) for at in range(0, 1_000_000 - 1024, 1024)]
+    tiles_ = [products.GramTile(places, places) for places in batches_]
+    plan = products.StripPlan.of(features, 1_000_000, tiles_, 512 * 10**6, 4, lambda rows: 0)
+    assert plan.at_once == 22
+    assert plan.columns > 700  # 22 batches of 1024 rows, two lanes in 192 MB; of a million rows 23
 
 
 def test_a_jackknife_holds_one_block_less_at_a_time() -> None:

@@ -96,7 +96,8 @@ class StripPlan:
         # Of a lane: its strip, a slab of it as it is stored, a stored chunk, a product and what
         # that takes.
         slab = min(features.store.plan.slab, n)
-        used = n if len(tiles) > at_once else _most_rows(tiles)
+        groups = (tiles[first : first + at_once] for first in range(0, len(tiles), at_once))
+        used = max(map(_most_rows, groups))
         a_column = used * item + slab * features.item_size
         longest = max(_length(part) for t in tiles for part in (t.i, t.j))
         fixed = largest * item + features.chunk_bytes + scratch_bytes(longest)

@@ -35,6 +35,9 @@ from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
 BATCH, EXAMPLES, REPEATS = 1024, 10240, 20  # Raghu et al. 2021, appendix A
 
+# Images in random order beyond which batches are drawn by runs, and mixed within windows.
+MANY, RUN, WINDOW = 1 << 14, 1 << 10, 1 << 14
+
 # The Gram matrix of a batch, by the batch's number.
 OfBatch = Callable[[int], Matrix]
 
@@ -45,9 +48,8 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
     """The mean HSIC_1 over batches; replicates are the repeats."""
     n = comparison.n_images
     batch, examples, repeats = batch_sizes(estimator, n)
-    drawn = draw_batches(
-        n, batch, examples, repeats, None if estimator.rescale else comparison.seed
-    )
+    seed = None if estimator.rescale else comparison.seed
+    drawn = draw_batches(n, batch, examples, repeats, seed, comparison.shuffled)
     notes: dict[str, Any] = {
         "estimator": "minibatch",
         "hsic": "HSIC_1 (unbiased) in each batch; ratio of means over a repeat's batches",
@@ -111,15 +113,31 @@ def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
 
 
 def draw_batches(
-    n: int, batch: int, examples: int, repeats: int, seed: int | None
+    n: int, batch: int, examples: int, repeats: int, seed: int | None, shuffled: bool = False
 ) -> list[list[Rows]]:
     """Repeats of batches of places among the images, ascending within a batch; in the images'
-    order where there is no seed."""
+    order where there is no seed.
+
+    Of many images in random order, runs are drawn and mixed within windows of some batches: as
+    random, but a batch is read from a window's slabs. Drawn one by one, its images lie in as many
+    slabs, and all batches together would read the whole store once per group that fits the memory.
+    """
     rng = np.random.default_rng(seed)
-    orders = [np.arange(n) if seed is None else rng.permutation(n) for _ in range(repeats)]
-    return [
-        [np.sort(order[at : at + batch]) for at in range(0, examples, batch)] for order in orders
-    ]
+
+    def order() -> Rows:
+        if seed is None:
+            return np.arange(n)
+        if not shuffled or n <= MANY:
+            return rng.permutation(n)
+        starts = rng.permutation(np.arange(0, n, RUN))
+        runs = np.concatenate([np.arange(at, min(at + RUN, n)) for at in starts])
+        window = min(max(WINDOW - WINDOW % batch, batch), examples)
+        return np.concatenate(
+            [rng.permutation(runs[at : at + window]) for at in range(0, examples, window)]
+        )
+
+    orders = [order() for _ in range(repeats)]
+    return [[np.sort(of[at : at + batch]) for at in range(0, examples, batch)] for of in orders]
 
 
 def _prefer_whole(comparison: Comparison, batch_entries: int) -> bool:

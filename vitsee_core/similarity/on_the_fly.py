@@ -79,7 +79,7 @@ def hsic_on_the_fly(
     backend = arithmetic(device, mults)
     memory = min(memory, backend.free_bytes() or memory)
     if estimator.kind == "minibatch":
-        partitions, work, notes = _minibatch(n, estimator, seed, device)
+        partitions, work, notes = _minibatch(n, estimator, seed, shuffled, device)
         spread = "repeats" if len(partitions) > 1 else ""
     else:
         biased = estimator.kind == "biased"
@@ -122,12 +122,12 @@ def shapes(stacks: Sequence[Stack]) -> list[Shape]:
 
 
 def _minibatch(
-    n: int, estimator: Estimator, seed: int, device: str
+    n: int, estimator: Estimator, seed: int, shuffled: bool, device: str
 ) -> tuple[list[Partition], Work, dict[str, Any]]:
     """One partition a repeat; all of them come from the same sums over pairs."""
     batch, examples, repeats = batch_sizes(estimator, n)
     partitions = []
-    for cells in draw_batches(n, batch, examples, repeats, seed):
+    for cells in draw_batches(n, batch, examples, repeats, seed, shuffled):
         labels = np.full(n, -1)
         for g, places in enumerate(cells):
             labels[places] = g
