@@ -63,15 +63,35 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> float:
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
-def peak_rss(command: Sequence[str]) -> int:
-    """Peak resident bytes of the largest process of `command` (itself or one it waited for)."""
+class Usage(NamedTuple):
+    """What a process took: seconds of the clock and of the processor, and the peak of its resident
+    bytes (its own, or of one it waited for)."""
+
+    seconds: float
+    cpu: float
+    rss: int
+
+
+def usage_of(command: Sequence[str]) -> Usage:
+    """What `command` takes, imports included.
+
+    Raises:
+        RuntimeError: it fails.
+    """
+    began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
     said = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(f"{' '.join(command)}: exit {status}: {said.decode()[-500:]}")
-    return usage.ru_maxrss * 1024
+    seconds = time.perf_counter() - began
+    return Usage(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def peak_rss(command: Sequence[str]) -> int:
+    """Peak resident bytes of the largest process of `command` (itself or one it waited for)."""
+    return usage_of(command).rss
 
 
 class Result(NamedTuple):
@@ -111,10 +131,7 @@ def record(name: str, title: str, rows: Sequence[Result], folder: Path = RESULTS
     fields = {
         "name": name,
         "title": title,
-        "machine": machine(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "load": round(os.getloadavg()[0], 1),
-        "command": _command(sys.argv),
+        **about_this_run(),
         "rows": [
             [row.what, *(_rounded(x) for x in (row.ours, row.other, row.ratio)), row.unit]
             for row in rows
@@ -125,6 +142,16 @@ def record(name: str, title: str, rows: Sequence[Result], folder: Path = RESULTS
     path.write_text(json.dumps(fields, indent=1) + "\n")
     print(f"recorded: {path.name} (now: python benchmarks/page.py)")
     return path
+
+
+def about_this_run() -> dict[str, str | float]:
+    """Where, when, beside how much other work and by which command, for a file of results."""
+    return {
+        "machine": machine(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "load": round(os.getloadavg()[0], 1),
+        "command": _command(sys.argv),
+    }
 
 
 def _rounded(value: float | None) -> float | None:

@@ -423,8 +423,9 @@ def test_what_a_pass_plans_fits(store: Store, n: int, megabytes: int) -> None:
     features = Representation(store, store.select(["all"])[0]).features
     plan = products.StripPlan.of(features, n, tiles_, memory, 4, lambda rows: rows * rows)
     sums = plan.at_once * side * side * 8
-    groups = [tiles_[at : at + plan.at_once] for at in range(0, len(tiles_), plan.at_once)]
-    rows = max(side * len({t.i.start for t in g} | {t.j.start for t in g}) for g in groups)
+    pairs = [(a, b) for a in range(len(edges)) for b in range(a, len(edges))]
+    groups = [pairs[at : at + plan.at_once] for at in range(0, len(pairs), plan.at_once)]
+    rows = max(side * len({edge for pair in group for edge in pair}) for group in groups)
     a_lane = rows * plan.columns * 4 + side * side * 4 + features.chunk_bytes + side * side
     assert 0 < sums + plan.lanes * a_lane <= memory * 3 / 4
     assert plan.at_once == 1 or sums > memory / 4  # and uses it
