@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tests.extractions import extract, extracted, plant_images
 from tests.models_helpers import VIT, Keeper, images, small
+from vitsee_core.classifiers import of_model
 from vitsee_core.extraction import small_weights as keeping
 from vitsee_core.head_weights import HeadWeights, of_store
 from vitsee_core.models import Capture, LoadedModel, site_table
@@ -157,6 +158,79 @@ def test_other_classifiers_are_refused(case: str) -> None:
     name, size, args, phrase = REFUSED[case]
     model = small(name, size, **args)
     reason = find_classifier(model, site_table(model))
+    assert isinstance(reason, str) and phrase in reason
+
+
+@pytest.mark.parametrize("args", [{}, {"pool_include_prefix": True}, {"fc_norm": True}])
+def test_attention_pooling_is_the_models_modules(args: dict[str, Any]) -> None:
+    own = {**VIT, "num_classes": 5, "global_pool": "map", **args}
+    model = small("vit_tiny_patch16_224", (32, 48), **own)
+    head, table = of_model(model), site_table(model)
+    assert not isinstance(head, str), head
+    assert (head.site, head.pool, head.n_classes) == ("blocks.2.out", "attention", 5)
+    assert head.pooled_kind is None
+    assert head.width == table[head.site].dim
+    x, keeper = images(model), Keeper()
+    site = table[head.site]
+    with torch.inference_mode(), Capture(model, table, sites=[site]) as capture:
+        logits = capture.run(x, keeper).double().numpy()
+    tokens = keeper.tokens(head.site).double().numpy()
+    assert site.layout is not None
+    np.testing.assert_allclose(head.logits(tokens, site.layout), logits, rtol=0, atol=1e-5)
+    by_loops = attention_logits(model.module, tokens[0], site.layout, args)
+    np.testing.assert_allclose(head.logits(tokens, site.layout)[0], by_loops, rtol=0, atol=1e-5)
+    # A token by itself: attention over one token is that token's value, whatever the query.
+    alone = head.of_tokens(tokens[:, 3:5])
+    no_prefix = TokenLayout((), (1, 1))
+    for at in (0, 1):
+        expected = attention_logits(model.module, tokens[1, 3 + at][None], no_prefix, args)
+        np.testing.assert_allclose(alone[1, at], expected, rtol=0, atol=1e-5)
+
+
+def attention_logits(
+    module: Any, tokens: NDArray[Any], layout: TokenLayout, args: dict[str, Any]
+) -> NDArray[Any]:
+    """One image's, head by head in float64 (AttentionPoolLatent with one learned query)."""
+    pool = module.attn_pool
+
+    def linear(layer: Any, x: NDArray[Any]) -> NDArray[Any]:
+        weight, bias = layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+        found: NDArray[Any] = x @ weight.T + bias
+        return found
+
+    def norm(layer: Any, x: NDArray[Any]) -> NDArray[Any]:
+        if isinstance(layer, torch.nn.Identity):
+            return x
+        scale, shift = layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+        rest = x - x.mean(-1, keepdims=True)
+        found: NDArray[Any] = rest / np.sqrt(x.var(-1, keepdims=True) + layer.eps) * scale + shift
+        return found
+
+    x = norm(module.norm, tokens)
+    x = x if args.get("pool_include_prefix") else x[layout.n_prefix :]
+    query = linear(pool.q, pool.latent.detach().double().numpy()[0, 0])
+    both = linear(pool.kv, x)
+    keys, values = np.split(both, 2, axis=-1)
+    out = []
+    for q, k, v in zip(
+        np.split(query, pool.num_heads),
+        np.split(keys, pool.num_heads, axis=1),
+        np.split(values, pool.num_heads, axis=1),
+        strict=True,
+    ):
+        weights = np.exp(k @ q / math.sqrt(len(q)))
+        out.append(weights @ v / weights.sum())
+    pooled = linear(pool.proj, np.concatenate(out))
+    inner = linear(pool.mlp.fc1, norm(pool.norm, pooled))
+    gelu = inner * 0.5 * (1 + np.array([math.erf(t / math.sqrt(2)) for t in inner]))
+    pooled = pooled + linear(pool.mlp.fc2, gelu)
+    return linear(module.head, norm(module.fc_norm, pooled))
+
+
+@pytest.mark.parametrize("case", ["distilled", "headless", "zeros"])
+def test_what_no_model_can_give(case: str) -> None:
+    name, size, args, phrase = REFUSED[case]
+    reason = of_model(small(name, size, **args))
     assert isinstance(reason, str) and phrase in reason
 
 

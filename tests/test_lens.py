@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from tests.extractions import RESNET, VIT, extracted, plant_images
 from tests.stores import write_sites
 from vitsee_cli.main import main
+from vitsee_core import classifiers
 from vitsee_core.analyses.lens import METRICS, _scores, plot, run
 from vitsee_core.models import load_model
+from vitsee_core.provenance import model_of
 from vitsee_core.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -148,6 +150,71 @@ def test_other_classes_and_no_head(tmp_path: Path) -> None:
     bare = write_sites(tmp_path / "bare.zarr", {"embed": np.ones((3, 7, 4))})
     with pytest.raises(MissingInput, match="bare has no weights of the classifier"):
         run(bare)
+
+
+def test_a_head_that_the_store_lacks_is_the_models(
+    stores: dict[str, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "without").mkdir()
+    without = store_of(tmp_path / "without", {}, "--no-head-weights")
+    built = []
+
+    def counted(store: Store, *args: Any, **kwargs: Any) -> Any:
+        built.append(store.label)
+        return model_of(store, *args, **kwargs)
+
+    monkeypatch.setattr(classifiers, "model_of", counted)
+    table = run(without, sites=["blocks.0.out", "last"])
+    assert built == ["a"]  # once, for all sites
+    whole = run(stores["class token"], sites=["blocks.0.out", "last"])
+    assert np.array_equal(table["value"], whole["value"])
+    assert built == ["a"]
+
+
+def test_attention_pooling(tmp_path: Path) -> None:
+    args = {"global_pool": "map"}
+    store, module = store_of(tmp_path, args), module_of(args)
+    table = run(store, patches=True, jobs=2)
+    assert table.notes["head"]["a"]["pool"] == "attention"
+    labels = store.samples.label
+    for site, rows in table.groups("site"):
+        acts = torch.from_numpy(store.acts(site)[:])
+        with torch.inference_mode():
+            logits = np.asarray(module.forward_head(module.norm(acts)))
+            # each patch as if it were all that there is
+            body = module.norm(acts[:, 1:]).flatten(0, 1).unsqueeze(1)
+            alone = np.asarray(module.head(module.fc_norm(module.attn_pool(body))))
+        own = rows.where(metric="lens_top1")
+        assert own["value"][0] == pytest.approx((logits.argmax(1) == labels).mean()), site
+        right = alone.argmax(-1).reshape(N, -1) == labels[:, np.newaxis]
+        assert own.where(token="patches")["value"][0] == pytest.approx(right.mean())
+    last = table.where(metric="lens_agreement", site=table["site"][-1], row=[None])
+    assert last["value"][0] == 1
+
+
+def test_neither_store_nor_model_has_a_head(tmp_path: Path) -> None:
+    store = store_of(tmp_path, {}, n_classes=0)
+    with pytest.raises(MissingInput) as caught:
+        run(store)
+    said = "a has no weights of the classifier: the model has no classifier; nor has its model one"
+    assert said in str(caught.value)
+    # A model that is gone: both reasons, in one line.
+    (tmp_path / "b").mkdir()
+    options = ["--no-head-weights"]
+    checkpoint = tmp_path / "w.pth"
+    torch.save(module_of({}).state_dict(), checkpoint)
+    images = plant_images(tmp_path / "b" / "images", N)
+    words = ["test_vit", "--checkpoint", checkpoint, "--img-size", "32x48"]
+    words += ["--model-arg", "patch_size=8", "--model-arg", "num_classes=2"]
+    extracted(*words, *options, "--data", images, "-o", tmp_path / "b.zarr")
+    checkpoint.rename(tmp_path / "moved.pth")
+    moved = open_store(tmp_path / "b.zarr")
+    with pytest.raises(MissingInput, match=r"not asked for.*; the model of b cannot be loaded"):
+        run(moved)
+    found = CliRunner().invoke(
+        main, ["lens", str(moved.path), "--checkpoint", str(tmp_path / "moved.pth")]
+    )
+    assert found.exit_code == 0, found.output
 
 
 def test_the_command_leaves_narrow_stages_out(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ Where a model works like this it can be read on any tokens of the same width, wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,42 @@ if TYPE_CHECKING:
 ARRAYS = ("head_kernel", "head_bias", "head_norm_scale", "head_norm_bias")
 NORMS = ("none", "layer", "rms", "affine")
 POOLS = ("cls", "mean", "mean-all", "max")
+# Of the norms that may precede the mean: those that give the same of the mean itself.
+LINEAR_NORMS = ("none", "affine")
+
+
+class Classifier(Protocol):
+    """What turns the tokens of a block into logits, as if the model ended there."""
+
+    @property
+    def site(self) -> str:
+        """Whose tokens the model itself reads."""
+
+    @property
+    def pool(self) -> str:
+        """How tokens are pooled: one of `POOLS`, or "attention"."""
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+
+    @property
+    def n_classes(self) -> int:
+        """Number of logits."""
+
+    @property
+    def pooled_kind(self) -> str | None:
+        """What of a store's `pooled/` is enough, "cls" or "mean": its `of_tokens` are the logits;
+        None where every token is needed."""
+
+    def logits(self, tokens: NDArray[Any], layout: TokenLayout) -> Float:
+        """(images, classes) of tokens (images, tokens, dim), prefix tokens first."""
+
+    def of_tokens(self, tokens: NDArray[Any]) -> Float:
+        """(..., classes) of tokens (..., dim), each for itself."""
+
+    def record(self) -> dict[str, Any]:
+        """What it is, as JSON values."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +82,25 @@ class HeadWeights:
     eps: float
     norm_first: bool
     error: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return int(self.arrays["head_kernel"].shape[1])
+
+    @property
+    def n_classes(self) -> int:
+        """Number of logits."""
+        return len(self.arrays["head_kernel"])
+
+    @property
+    def pooled_kind(self) -> str | None:
+        """See `Classifier`."""
+        if self.pool == "cls":
+            return "cls"
+        if self.pool == "mean" and (not self.norm_first or self.norm in LINEAR_NORMS):
+            return "mean"
+        return None
 
     @property
     def n_bytes(self) -> int:

@@ -138,13 +138,18 @@ def recompute_options(command: Any) -> Any:
     return apply(command, _RECOMPUTE_OPTIONS)
 
 
-_RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
-    recompute_data_option,
+def rebuild_options(command: Any) -> Any:
+    """From where to build a store's model again: `checkpoint`, `trust_store`."""
+    return apply(command, _REBUILD_OPTIONS)
+
+
+_REBUILD_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--checkpoint",
         metavar="FILE",
         type=parse_path,
-        help="Where the weights are now, for the same.  [default: where extract read them]",
+        help="Where the weights are now, where the store's model is needed again.  "
+        "[default: where extract read them]",
     ),
     click.option(
         "--trust-store",
@@ -152,5 +157,9 @@ _RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
         help="For your own store: take its model from the folder or the hub that it names.  "
         "[default: only timm's models and files that this machine has, no network]",
     ),
+)
+_RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
+    recompute_data_option,
+    *_REBUILD_OPTIONS,
     device_option,
 )

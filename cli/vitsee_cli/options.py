@@ -10,7 +10,8 @@ An option of one command alone is declared in that command. The others:
                                         images_option, metric_option
                         how to work     seed_option, device_option, memory_option, jobs_option,
                                         dask_option
-    model_options       a model         model_options, weight_options, recompute_options
+    model_options       a model         model_options, weight_options, rebuild_options,
+                                        recompute_options
     data_options        images          data_options, recompute_data_option
     extraction_options  what extract    store_output_option, keep_options, ablate_skip_option,
                         stores, how     precision_option, run_options

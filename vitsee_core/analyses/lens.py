@@ -1,19 +1,20 @@
 """Lens: the model's own classifier on the tokens of every block.
 
-The head that turns the last block's tokens into logits (norm, pooling, linear layer, as stores keep
-it; see `head_weights`) is applied to the tokens of each block, as if the model ended there (the
-logit lens, nostalgebraist 2020; for ViTs Vilas et al. 2023). Nothing is trained; a low value says
-that a block does not write in the classifier's basis, not that it does not know the class, which
-is what probes measure.
+The head that turns the last block's tokens into logits (norm, pooling, linear layer: as stores
+keep it, see `head_weights`, else the model's own, built again) is applied to the tokens of each
+block, as if the model ended there (the logit lens, nostalgebraist 2020; for ViTs Vilas et al.
+2023). Nothing is trained; a low value says that a block does not write in the classifier's basis,
+not that it does not know the class, which is what probes measure.
 
 - `lens_top1`: images whose label has the largest logit;
 - `lens_agreement`: images whose largest logit is that of the model's output;
 - `lens_rank`: rank of the label among the logits, 1 the largest (of equal ones the best); mean over
   images, so that few images far off weigh most.
 
-The tokens are pooled as the model pools them: its class token, or the mean over patches before or
-after the norm. With `patches` the same of every patch alone: head(norm(x_t)); where the model
-normalises after pooling, maps of patches do not average to its logits.
+The tokens are pooled as the model pools them: its class token, the mean over patches before or
+after the norm, or attention of a learned query over them (SigLIP's "map" head). With
+`patches` the same of every patch alone: head(norm(x_t)), or head(pool(norm(x_t))) of the one token;
+where the model normalises after pooling, maps of patches do not average to its logits.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core import head_weights
 from vitsee_core.arguments import analysis
+from vitsee_core.classifiers import Classifiers
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.lens_figure import draw_lens
-from vitsee_core.head_weights import HeadWeights
+from vitsee_core.head_weights import Classifier
 from vitsee_core.progress import counting
+from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
 from vitsee_core.statistics.image_statistics import METHODS, block_labels, statistic
 from vitsee_core.statistics.value_columns import Cells, cells_of, mean_cells
@@ -64,8 +66,6 @@ COLUMNS = (
     *("metric", "value", "std", "low", "high", "n_images"),
 )
 IMAGES_AT_ONCE = 4  # whose patches have their logits in float64 at a time
-# Of the norms that may precede the mean: those that give the same of the mean itself.
-LINEAR_NORMS = ("none", "affine")
 
 
 @analysis
@@ -74,6 +74,7 @@ def run(
     metrics: Sequence[str] = (),
     sites: Sequence[str] = ("blocks",),
     patches: bool = False,
+    origin: Provenance | None = None,
     execution: Execution = DEFAULT,
 ) -> Table:
     """One row per store, site and metric; with `patches` also one per cell of the grid.
@@ -86,24 +87,27 @@ def run(
     Memory: a slab of one site, and the logits of a few images' patches.
 
     Args:
-        stores: that keep their model's classifier; others are left out where one has it.
+        stores: that keep their model's classifier, or whose model can be built again; others are
+            left out where one has it.
         metrics: some of `METRICS`; by default those that can be had.
         sites: of as many channels as the classifier reads; others are left out, and said.
         patches: also classify each patch alone.
+        origin: where the weights are now, of stores that keep no classifier.
         execution: which images, and what the work may use; see `Execution`.
 
     Raises:
-        MissingInput: no store keeps a classifier, or the tokens that it reads.
+        MissingInput: no store has a classifier, or the tokens that it reads.
         SiteError: no such site, or none of the classifier's width.
         VitseeError: unknown metric, or labels that are not the classifier's classes.
     """
     for metric in metrics:
         if metric not in METRICS:
             raise VitseeError(f"no metric {metric!r}; metrics of lens: {', '.join(METRICS)}")
-    selected = select_each(stores, sites, partial(_sites, patches=patches))
+    heads = Classifiers(origin or Provenance())
+    selected = select_each(stores, sites, partial(_sites, heads=heads, patches=patches))
     picked = [execution.rows(store) for store in selected.stores]
     works = [
-        _Store(store, rows, execution, metrics, patches)
+        _Store(store, heads(store), rows, execution, metrics, patches)
         for store, rows in zip(selected.stores, picked, strict=True)
     ]
     rows: list[dict[str, Any]] = []
@@ -129,15 +133,17 @@ def plot(table: Table) -> Figure:
     return draw_lens(table)
 
 
-def _sites(store: Store, patterns: Sequence[str], patches: bool) -> list[SiteSpec]:
+def _sites(
+    store: Store, patterns: Sequence[str], heads: Classifiers, patches: bool
+) -> list[SiteSpec]:
     """The sites that the store's classifier can read.
 
     Raises:
-        MissingInput: the store keeps no classifier, or not the tokens that it reads.
+        MissingInput: the store has no classifier, or not the tokens that it reads.
         SiteError: no site is as wide as it.
     """
-    head = head_weights.of_store(store)
-    width = head.arrays["head_kernel"].shape[1]
+    head = heads(store)
+    width = head.width
     chosen = sites_of(store, patterns)
     found = []
     for site in chosen:
@@ -148,7 +154,7 @@ def _sites(store: Store, patterns: Sequence[str], patches: bool) -> list[SiteSpe
             continue
         if patches and layout.grid is None:
             continue
-        if patches or _pooled_kind(head) is None:
+        if patches or head.pooled_kind is None:
             store.acts(site.name)
         found.append(site)
     if not found:
@@ -162,29 +168,20 @@ def _sites(store: Store, patterns: Sequence[str], patches: bool) -> list[SiteSpe
     return found
 
 
-def _pooled_kind(head: HeadWeights) -> str | None:
-    """What of `pooled/` is enough for the classifier; None where it needs every token."""
-    if head.pool == "cls":
-        return "cls"
-    if head.pool == "mean" and (not head.norm_first or head.norm in LINEAR_NORMS):
-        return "mean"
-    return None
-
-
 class _Store:
     """The rows of one store's sites."""
 
     def __init__(
         self,
         store: Store,
+        head: Classifier,
         rows: Rows,
         execution: Execution,
         metrics: Sequence[str],
         patches: bool,
     ) -> None:
         self.store, self.rows, self.execution, self.patches = store, rows, execution, patches
-        self.head = head_weights.of_store(store)
-        self.n_classes = len(self.head.arrays["head_kernel"])
+        self.head, self.n_classes = head, head.n_classes
         mask = rows.mask & store.valid
         self.labels = block_labels(int(mask.sum()), None if store.shuffled else execution.seed)
         self.remark = self._remark(mask)
@@ -250,13 +247,13 @@ class _ReadLogits:
     images without a label."""
 
     site: str
-    head: HeadWeights
+    head: Classifier
     patches: bool
     agreement: bool
 
     def __call__(self, slab: Slab) -> dict[str, Float]:
         """Of the images that count."""
-        kind = _pooled_kind(self.head)
+        kind = self.head.pooled_kind
         layout = slab.store.site(self.site).layout
         assert layout is not None
         valid = slab.valid
@@ -287,7 +284,7 @@ class _ReadLogits:
         if "logits" in slab.store.sites:
             found: Integers = slab.vectors("logits")[slab.valid].argmax(1)
             return found
-        kind, site = _pooled_kind(self.head), self.head.site
+        kind, site = self.head.pooled_kind, self.head.site
         layout = slab.store.site(site).layout
         assert layout is not None
         if kind is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,21 +44,24 @@ class _Keeper:
         """Nothing is asked for."""
 
 
-def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
-    """The classifier of a model on the CPU as a formula over the tokens of a late site, or why it
-    is none. Of all that are right, the one over the earliest site.
+@dataclass(frozen=True)
+class LateTokens:
+    """Tokens of late sites on two random images. sites: the last block's output first. tokens:
+    site -> (images, tokens, dim). logits: (images, classes) the model's own; scale: the largest of
+    these less its bias."""
 
-    Every combination of a site, a norm and a pooling is tried on two random images; one counts only
-    if it gives the model's own logits.
-    """
-    linear = _linear(model.module)
+    sites: list[SiteSpec]
+    tokens: dict[str, NDArray[np.float64]]
+    logits: NDArray[np.float64]
+    scale: float
+
+
+def late_tokens(model: LoadedModel, table: SiteTable, dim: int) -> LateTokens | str:
+    """Those of a model on the CPU that are as wide as its classifier, or why there are none."""
+    linear = linear_of(model.module)
     if isinstance(linear, str):
         return linear
-    kernel = linear.weight.detach().float().flatten(1).numpy()
-    arrays: dict[str, NDArray[np.float32]] = {"head_kernel": kernel.copy()}
-    if linear.bias is not None:
-        arrays["head_bias"] = linear.bias.detach().float().numpy().copy()
-    sites = _late_sites(table, kernel.shape[1])
+    sites = _late_sites(table, dim)
     if not sites:
         return "no site after the last block has tokens as wide as the classifier"
     keeper = _Keeper()
@@ -68,20 +71,41 @@ def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
             output = first_tensor(capture.run(probe_images(model.input_size, False), keeper))
     except CaptureError as error:
         return str(error)
-    if output is None or output.ndim != 2 or output.shape[1] != len(kernel):
+    if output is None or output.ndim != 2 or output.shape[1] != len(linear.weight):
         return "the model's output is no vector of the classifier's logits"
     logits = output.double().numpy()
     # What the bias alone gives proves nothing.
-    scale = float(np.abs(logits - arrays.get("head_bias", 0.0)).max())
+    bias = 0.0 if linear.bias is None else linear.bias.detach().double().numpy()
+    scale = float(np.abs(logits - bias).max())
     if not scale > 0:
         return "its logits are the same for every image: nothing shows how they come about"
+    return LateTokens(sites, keeper.tokens, logits, scale)
+
+
+def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
+    """The classifier of a model on the CPU as a formula over the tokens of a late site, or why it
+    is none. Of all that are right, the one over the earliest site.
+
+    Every combination of a site, a norm and a pooling is tried on two random images; one counts only
+    if it gives the model's own logits.
+    """
+    linear = linear_of(model.module)
+    if isinstance(linear, str):
+        return linear
+    kernel = linear.weight.detach().float().flatten(1).numpy()
+    arrays: dict[str, NDArray[np.float32]] = {"head_kernel": kernel.copy()}
+    if linear.bias is not None:
+        arrays["head_bias"] = linear.bias.detach().float().numpy().copy()
+    late = late_tokens(model, table, kernel.shape[1])
+    if isinstance(late, str):
+        return late
     closest = np.inf
-    for site in sites:
+    for site in late.sites:
         assert site.layout is not None
         best = None
         for head in _candidates(site, site.layout, arrays, _norms(model.module, kernel.shape[1])):
-            found = head.logits(keeper.tokens[site.name], site.layout)
-            gap = float(np.abs(found - logits).max()) / scale
+            found = head.logits(late.tokens[site.name], site.layout)
+            gap = float(np.abs(found - late.logits).max()) / late.scale
             closest = min(closest, gap)
             # Where tokens are much alike, a wrong order of norm and pooling comes close, too.
             if gap <= TOLERANCE and (best is None or gap < CLEARLY * best.error):
@@ -94,7 +118,7 @@ def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
     )
 
 
-def _linear(module: nn.Module) -> nn.Linear | nn.Conv2d | str:
+def linear_of(module: nn.Module) -> nn.Linear | nn.Conv2d | str:
     """The one linear layer that gives the logits."""
     found = [m for m in classifiers(module) if not isinstance(m, nn.Identity)]
     if not found:

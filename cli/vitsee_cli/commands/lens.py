@@ -8,10 +8,14 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
+from vitsee_cli.model_options import rebuild_options
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_core.analyses import lens
+from vitsee_core.provenance import Provenance
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vitsee_cli.values import StorePath
     from vitsee_core.outputs import Outputs
 
@@ -30,18 +34,26 @@ QUESTION = KNOWLEDGE
 )
 @click.option("--patches", is_flag=True, help="Also classify every patch alone (needs all tokens).")
 @options.sites_option("blocks")
+@rebuild_options
 @options.images_option
 @options.seed_option
 @options.jobs_option
 @options.dask_option
 @options.memory_option
 @options.allow_partial_option
-def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
+def command(
+    stores: tuple[StorePath, ...],
+    outputs: Outputs,
+    checkpoint: Path | None,
+    trust_store: bool,
+    **parameters: Any,
+) -> None:
     """Read every block through the model's own classifier.
 
     The final norm, pooling and linear layer that extract keeps are applied to each block's tokens
     (the logit lens; Vilas et al. 2023): how early the right class has the largest logit, how early
-    the model's answer is there, and the label's rank. Nothing is trained.
+    the model's answer is there, and the label's rank. Nothing is trained. A head that a store does
+    not keep (above 16 MB, or of attention pooling) is that of its model, built again.
 
     \b
       $ vitsee lens b16.zarr -o lens.csv --png lens.png
@@ -53,4 +65,5 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     patches: mean over patches), row, col, metric, value, std and the 95 % interval low, high over
     images, n_images.
     """
-    run_analysis(lens.run, lens.plot, stores, outputs, **parameters)
+    origin = Provenance(None, checkpoint, trust_store)
+    run_analysis(lens.run, lens.plot, stores, outputs, origin=origin, **parameters)
