@@ -33,7 +33,7 @@ from vitsee_stores.errors import MissingInput, VitseeError
 distributed = pytest.importorskip("distributed")
 
 # Commands that compute nothing from stores, or hand out what they hold.
-WITHOUT = {"best-layer", "demo", "export", "extract", "info", "models", "plot", "sites", "validate"}
+WITHOUT = {"best-layer", "demo", "export", "info", "models", "plot", "sites", "validate"}
 
 
 @pytest.fixture(scope="module")

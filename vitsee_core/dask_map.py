@@ -231,7 +231,7 @@ def dask_map(address: str) -> Iterator[DaskMap]:
         _wait_for_workers(made, address)
         _check_versions(client, address)
         log.info(
-            "Dask at %s: %s of %s",
+            "Dask at %s: %s, %s in all",
             *(address, counted(made.n_workers(), "workers")),
             counted(made.n_threads(), "threads"),
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from vitsee_cli.options import Decorator, apply, device_option
+from vitsee_cli.options import Decorator, apply, dask_option, device_option
 from vitsee_cli.values import parse_place
 from vitsee_core.extraction.options import (
     ATTENTION_LEVELS,
@@ -28,7 +28,7 @@ def keep_options(command: Any) -> Any:
 
 def run_options(command: Any) -> Any:
     """How this process works, as the fields of a RunOptions less `output`, and `shard`; nothing
-    here changes a number in the store; and `plan`."""
+    here changes a number in the store; `plan` and `dask`."""
     return apply(command, _RUN_OPTIONS)
 
 
@@ -157,6 +157,7 @@ _RUN_OPTIONS: tuple[Decorator, ...] = (
         "variables; claims: any number of processes that come and go, each of which claims a few "
         "slabs at a time.  [default: all]",
     ),
+    dask_option,
     click.option(
         "--on-error",
         type=click.Choice(ON_ERROR),

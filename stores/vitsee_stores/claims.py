@@ -33,7 +33,8 @@ _LARGEST = 4096
 
 class Claims:
     """The claims of one process on slabs of one store. about: the process' description that each
-    claim records, as JSON."""
+    claim records, as JSON. Processes that tell each other what to do say the same `run` there: the
+    claims of others of it are taken over at once."""
 
     def __init__(self, files: Files, about: Mapping[str, Any]):
         self.files = files
@@ -124,7 +125,8 @@ class Claims:
         except OSError:  # too large, not to be read: nobody renews it
             data = b""
         record = _parsed(data)
-        if has_ended(str(record.get("process", ""))):
+        run = self._about.get("run")
+        if has_ended(str(record.get("process", ""))) or (run and record.get("run") == run):
             return True
         now = time.monotonic()
         before, since = self._seen.get(slab, (None, now))

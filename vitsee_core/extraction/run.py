@@ -104,13 +104,28 @@ def extract(
         raise VitseeError("--force with --shard would delete other shards' work: delete it first")
     prepared = prepare(model, data, keep, run)
     with StopRequest() as stop:
-        try:
-            writer = open_writer(prepared, run)
-        except IdentityMismatch:
-            # Another process made the store since: take its defaults, compare what was given.
-            prepared = prepare(model, data, keep, dataclasses.replace(run, force=False))
-            writer = open_writer(prepared, run)
+        prepared, writer = made_or_joined(prepared, model, data, keep, run)
         return fill_all(prepared, writer, run, shard, progress, stop)
+
+
+def made_or_joined(
+    prepared: Prepared,
+    model: ModelOptions | LoadedModel,
+    data: DataOptions,
+    keep: KeepOptions,
+    run: RunOptions,
+) -> tuple[Prepared, StoreWriter]:
+    """The store's writer, and what it was prepared for.
+
+    Raises:
+        VitseeError: as `open_writer`.
+    """
+    try:
+        return prepared, open_writer(prepared, run)
+    except IdentityMismatch:
+        # Another process made the store since: take its defaults, compare what was given.
+        prepared = prepare(model, data, keep, dataclasses.replace(run, force=False))
+        return prepared, open_writer(prepared, run)
 
 
 def fill_all(
@@ -126,6 +141,21 @@ def fill_all(
     Raises:
         Interrupted: a signal; exit code 75.
     """
+    if announce(prepared, writer, run):
+        return Outcome(complete=True)
+    if shard.claims:
+        outcome = fill_claimed(prepared, writer, run, shard, progress, stop)
+    else:
+        mine = shard.slabs(writer.n_slabs)
+        outcome = fill(prepared, writer, run, shard, mine, progress, stop)
+    outcome.complete = writer.finish()
+    if shard.claims and stop and not outcome.complete:
+        raise stopped(stop, writer)
+    return outcome
+
+
+def announce(prepared: Prepared, writer: StoreWriter, run: RunOptions) -> bool:
+    """Log what is known before any work; whether there is none, as the store is complete."""
     for note in prepared.notes:
         log.warning("%s", note)
     for line in by_reason(prepared.manifest.left_out):
@@ -135,16 +165,8 @@ def fill_all(
     if writer.complete:
         images = counted(prepared.plan.n_images, "images")
         log.info("%s is complete (%s): nothing to do", run.output, images)
-        return Outcome(complete=True)
-    if shard.claims:
-        outcome = fill_claimed(prepared, writer, run, shard, progress, stop)
-    else:
-        mine = shard.slabs(writer.n_slabs)
-        outcome = fill(prepared, writer, run, shard, mine, progress, stop)
-    outcome.complete = writer.finish()
-    if shard.claims and stop and not outcome.complete:
-        raise _stopped(stop, writer)
-    return outcome
+        return True
+    return False
 
 
 def fill_claimed(
@@ -296,7 +318,7 @@ def fill(
     log.log(level, "the run was limited by %s", job.clock.limit())
     committed = writer.committed()
     if stop and not committed[todo].all():
-        raise _stopped(stop, writer)
+        raise stopped(stop, writer)
     if job.overtaken:
         log.info(
             "%s of %d had been committed by another process meanwhile (give each its own --shard)",
@@ -305,7 +327,8 @@ def fill(
     return Outcome(False, total, job.written, seconds, job.clock.seconds, job.unreadable)
 
 
-def _stopped(stop: StopRequest, writer: StoreWriter) -> Interrupted:
+def stopped(stop: StopRequest, writer: StoreWriter) -> Interrupted:
+    """What a run that a signal ended says."""
     return Interrupted(
         f"stopped by {stop.signal_name} with {int(writer.committed().sum())} of {writer.n_slabs} "
         "slabs committed; repeat the command to resume"

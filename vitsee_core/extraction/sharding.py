@@ -13,18 +13,22 @@ from vitsee_stores.errors import VitseeError
 @dataclass(frozen=True)
 class Shard:
     """One of `count` processes that fill a store together; `index` counts from 0. With `claims` it
-    is one of any number, which claim what is missing."""
+    is one of any number, which claim what is missing; with `dask` a worker, which is given its
+    slabs."""
 
     index: int = 0
     count: int = 1
     claims: bool = False
+    dask: bool = False
 
     def slabs(self, n_slabs: int) -> range:
         """Every count-th slab from `index` on, so that shards end at about the same time."""
         return range(self.index, n_slabs, self.count)
 
     def __str__(self) -> str:
-        return "claims" if self.claims else f"{self.index}/{self.count}"
+        if self.claims or self.dask:
+            return "claims" if self.claims else "dask"
+        return f"{self.index}/{self.count}"
 
 
 def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:

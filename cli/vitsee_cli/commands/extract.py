@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options, signals
+from vitsee_cli.analysis import spread_over
 from vitsee_cli.data_options import data_options
 from vitsee_cli.extraction_options import (
     ablate_skip_option,
@@ -50,6 +51,7 @@ def command(model: ModelOptions, **given: Any) -> None:
       vitsee extract demo:vit --data demo:test -o vit.zarr --dry-run
       vitsee extract resnet50 --data imagenet/val -o r50.zarr --plan slurm > r50.sh; bash r50.sh
     """
+    from vitsee_core.extraction.by_workers import extract_by_workers
     from vitsee_core.extraction.prepare import prepare
     from vitsee_core.extraction.run import extract
     from vitsee_core.extraction.sharding import parse_shard
@@ -59,9 +61,14 @@ def command(model: ModelOptions, **given: Any) -> None:
         return cls(**{n: given[n] if given[n] != () else None for n in names})
 
     model = dataclasses.replace(model, ablate_skip=given.pop("ablate_skip"))
+    dask = given.pop("dask")
     if given.pop("plan"):
+        if dask is not None:
+            raise click.UsageError("--plan is of jobs that need no cluster: leave out --dask")
         show_script(model, take(DataOptions), take(KeepOptions), take(RunOptions), given["shard"])
         return
+    if dask is not None and (given["shard"] is not None or given["dry_run"]):
+        raise click.UsageError("--dask gives the slabs out itself: leave out --shard and --dry-run")
     shard = parse_shard(given.pop("shard"), os.environ)
     given["command"] = shlex.join(console.command_line())
     data, keep, run = take(DataOptions), take(KeepOptions), take(RunOptions)
@@ -69,7 +76,13 @@ def command(model: ModelOptions, **given: Any) -> None:
         each = click.get_current_context().meta.get(options.VERBOSITY, 0) > 0
         show_plan(prepare(model, data, keep, run), run, each)
         return
-    report(extract(model, data, keep, run, shard, SlabReporter(run.output.name)), run.output)
+    progress = SlabReporter(run.output.name)
+    if dask is not None:
+        with spread_over(dask) as own:
+            outcome = extract_by_workers(model, data, keep, run, **own, progress=progress)
+    else:
+        outcome = extract(model, data, keep, run, shard, progress)
+    report(outcome, run.output)
 
 
 def show_script(

@@ -1,0 +1,210 @@
+"""`extract --dask`, and the whole way of an image on a cluster that loses a worker, on s3://."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import s3
+from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
+from tests.tables import equal
+from vitsee_core.analyses import attn_dist, cka, localize, probe
+from vitsee_core.dask_map import DaskMap, dask_map
+from vitsee_core.extraction.by_workers import by_absolute_paths, extract_by_workers
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.run import Outcome
+from vitsee_core.progress import Tally
+from vitsee_core.results import Table
+from vitsee_stores import Store, describe, open_store, validate
+from vitsee_stores.claims import Claims
+from vitsee_stores.folder import Folder
+from vitsee_stores.url import parse_place
+
+distributed = pytest.importorskip("distributed")
+
+N, SLAB = 24, 2
+MODEL = ModelOptions("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
+KEEP = KeepOptions(slab=SLAB, inputs=True)
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket that this process and its children reach."""
+    with s3.server() as port, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.environment(port).items():
+            patch.setenv(name, value)
+        s3.make_bucket(port, "runs")
+        yield "s3://runs"
+
+
+@pytest.fixture(scope="module")
+def two(bucket: str) -> Iterator[DaskMap]:
+    with dask_map("local:2") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plant_images(tmp_path_factory.mktemp("photos"), N)
+
+
+class Killing:
+    """A map that kills one of its workers between the second result and the third."""
+
+    def __init__(self, inner: DaskMap) -> None:
+        self.inner, self.killed = inner, 0
+
+    def n_threads(self) -> int:
+        return 2
+
+    def __call__(self, function: Callable[[Any], Any], items: Iterable[Any], /) -> Iterator[Any]:
+        for k, result in enumerate(self.inner(function, items)):
+            if k == 1:
+                pids = list(self.inner.client.run(os.getpid).values())
+                os.kill(pids[0], signal.SIGKILL)
+                self.killed += 1
+            yield result
+
+
+def run_by_workers(output: str | Path, photos: Path, map: Any, progress: Any = None) -> Outcome:
+    data, run = DataOptions(str(photos)), RunOptions(parse_place(output), device="cpu")
+    return extract_by_workers(MODEL, data, KEEP, run, map, progress or Tally())
+
+
+def plain(output: str | Path, photos: Path) -> None:
+    how = ["--slab", SLAB, "--inputs", "--device", "cpu"]
+    extracted(*VIT, "--data", photos, *how, "-o", output)
+
+
+def test_the_whole_way_with_a_worker_killed(
+    two: DaskMap, bucket: str, photos: Path, tmp_path: Path
+) -> None:
+    """extract, cka, attn-dist, probe and localize on s3:// give one process's numbers."""
+    killing = Killing(two)
+    progress = Tally()
+    outcome = run_by_workers(f"{bucket}/a.zarr", photos, killing, progress)
+    assert killing.killed == 1 and outcome.complete
+    plain(tmp_path / "here.zarr", photos)
+    s3.download(f"{bucket}/a.zarr", tmp_path / "there.zarr")
+    assert array_bytes(tmp_path / "there.zarr") == array_bytes(tmp_path / "here.zarr")
+    assert validate(f"{bucket}/a.zarr", deep=True) == []
+    assert not list((tmp_path / "there.zarr").rglob(".claim*"))
+    # Slabs of the worker that was killed may have been counted twice, or not at all.
+    assert N / 2 < progress.count <= N + 4 * SLAB
+
+    store = open_store(f"{bucket}/a.zarr")
+    caches = iter((tmp_path / "one", tmp_path / "two"))
+    runs: list[tuple[Callable[..., Table], bool]] = [
+        (lambda **more: attn_dist.run(store, **more), True),
+        (lambda **more: cka.run(store, cache=next(caches), **more), False),
+        (lambda **more: probe.run(store, holdout=0.25, **more), False),
+        (lambda **more: localize.run(store, summary="site", **more), False),
+    ]
+    for run, kill in runs:
+        killing = Killing(two)
+        here, there = run(), run(map=killing if kill else two)
+        assert killing.killed == kill
+        close(here, there)
+
+
+def close(here: Table, there: Table) -> None:
+    """To the bit; localize multiplies several sites together here, one by one there."""
+    if equal(here, there):
+        return
+    numbers = [name for name in here.columns if here[name].dtype.kind == "f"]
+    assert "own_cka" in here["metric"] and equal(here, there, *numbers)
+    for name in numbers:
+        assert there[name] == pytest.approx(here[name], abs=1e-5, nan_ok=True)
+
+
+def test_the_command(two: DaskMap, photos: Path, tmp_path: Path) -> None:
+    """A relative path of data, of a worker with another working folder; then a complete store."""
+    address = two.client.scheduler.address
+    how = ["--slab", SLAB, "--device", "cpu", "--tokens", "pooled", "--dask", address]
+    for _ in range(2):
+        result = extract(*VIT, "--data", photos, *how, "-o", tmp_path / "a.zarr")
+        assert result.exit_code == 0 and result.stdout == ""
+    assert f"is complete ({N} images): nothing to do" in result.stderr
+    assert describe(tmp_path / "a.zarr")["complete"]
+    markers = describe(tmp_path / "a.zarr")
+    assert markers["n_committed"] == N // SLAB
+
+
+def test_options_mean_the_same_elsewhere(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(photos.parent)
+    model = ModelOptions("local-dir:m", checkpoint=Path("c.pth"))
+    data, run = DataOptions(photos.name, only=Path("l")), RunOptions(Path("s.zarr"), force=True)
+    work = by_absolute_paths(model, data, KEEP, run)
+    assert work.model.name == f"local-dir:{photos.parent / 'm'}"
+    assert work.model.checkpoint == photos.parent / "c.pth"
+    assert work.data.data == str(photos) and work.data.only == photos.parent / "l"
+    assert work.run.output == photos.parent / "s.zarr"
+    demo = by_absolute_paths(ModelOptions("demo:vit"), DataOptions("demo:test"), KEEP, run)
+    assert (demo.model.name, demo.data.data) == ("demo:vit", "demo:test")
+
+
+@pytest.mark.parametrize("more", [["--shard", "0/2"], ["--dry-run"], ["--plan", "slurm"]])
+def test_options_that_exclude_it(photos: Path, tmp_path: Path, more: list[str]) -> None:
+    result = extract(*VIT, "--data", photos, "-o", tmp_path / "a", "--dask", "local:2", *more)
+    assert result.exit_code == 2 and "leave out" in result.stderr
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_users_mistake_in_a_worker(two: DaskMap, photos: Path, tmp_path: Path) -> None:
+    """An image that only a worker reads, with --on-error fail."""
+    data = plant_images(tmp_path / "data", 80, damaged="class0/070.png")
+    how = ["--slab", 8, "--device", "cpu", "--tokens", "pooled", "--order", "dataset"]
+    how += ["--on-error", "fail", "--dask", two.client.scheduler.address]
+    result = extract(*VIT, "--data", data, *how, "-o", tmp_path / "a.zarr")
+    assert result.exit_code == 1
+    assert "class0/070.png" in result.stderr.rstrip("\n").splitlines()[-1]
+
+
+def test_claims_of_the_same_run_are_taken_over_at_once(tmp_path: Path) -> None:
+    (tmp_path / "commits").mkdir()
+    files = Folder(tmp_path, durable=False)
+    lost, again, other = (Claims(files, about) for about in ({"run": "a"}, {"run": "a"}, {}))
+    assert lost.take([0, 1], 2) == [0, 1]
+    assert other.take([0, 1], 2) == []
+    assert again.take([0, 1], 2) == [0, 1]
+    assert Claims(files, {"run": "b"}).take([0, 1], 2) == []
+
+
+def test_ctrl_c(photos: Path, tmp_path: Path) -> None:
+    """The driver ends with 75, its workers with it; the same command resumes."""
+    out = tmp_path / "a.zarr"
+    command = [sys.executable, "-m", "vitsee_cli", "extract", *VIT, "--data", str(photos)]
+    command += ["--slab", "1", "--device", "cpu", "--dask", "local:1", "-o", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not list(out.glob("commits/c.*.0")) and time.monotonic() < until:
+        time.sleep(0.05)
+    children = subprocess.run(
+        ["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True
+    ).stdout.split()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "stopped by SIGINT with" in said and "repeat the command to resume" in said
+    assert "Traceback" not in said
+    for pid in children:
+        for _ in range(100):
+            if not Path(f"/proc/{pid}").exists():
+                break
+            time.sleep(0.1)
+        assert not Path(f"/proc/{pid}").exists(), "a worker outlived its cluster"
+    assert not open_partial(out).complete
+
+
+def open_partial(path: Path) -> Store:
+    return open_store(path, allow_partial=True)

@@ -1,0 +1,185 @@
+"""`extract --dask`: the missing slabs of one store, made and committed by the workers of a cluster.
+
+A worker loads the model with the first slabs that it is given and keeps it. What comes back says
+how many images there were, nothing of them. Claims show whose the slabs are, as with `--shard
+claims`; those of a worker that was lost are taken over by whoever is given its slabs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from vitsee_core.execution import Execution
+from vitsee_core.extraction import claimed
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.prepare import Prepared, prepare
+from vitsee_core.extraction.run import Outcome, announce, fill, made_or_joined, stopped
+from vitsee_core.extraction.sharding import Shard
+from vitsee_core.extraction.signals import StopRequest
+from vitsee_core.machine import counted
+from vitsee_core.progress import SILENT, Progress, counting
+from vitsee_core.streaming import Map
+from vitsee_stores import StoreWriter
+from vitsee_stores.claims import Claims
+
+log = logging.getLogger(__name__)
+
+PIECES = 4  # for each thread of the workers: so that all end at about the same time
+BY_DASK = Shard(dask=True)
+LOCAL = "local-dir:"
+
+
+@dataclasses.dataclass
+class SlabsByWorker:
+    """Makes slabs of a store that is there, and keeps what that takes. about: of this run's claims.
+
+    Pickled, it is the options alone; paths are absolute, as a worker has a working folder of its
+    own.
+    """
+
+    model: ModelOptions
+    data: DataOptions
+    keep: KeepOptions
+    run: RunOptions
+    about: dict[str, Any]
+    prepared: Prepared | None = None
+
+    def __post_init__(self) -> None:
+        self._one = threading.Lock()  # one model a process; it has the device to itself
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**own, "prepared": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
+    def __call__(self, execution: Execution, slabs: list[int]) -> Outcome:
+        """Make and commit those of the slabs that are missing and that nobody else has claimed."""
+        with self._one:
+            if self.prepared is None:
+                self.prepared = prepare(self.model, self.data, self.keep, self.run)
+            writer = self.prepared.writer
+            assert writer is not None, "the store was made before its slabs are given out"
+            own = {"host": socket.gethostname(), "pid": os.getpid()}
+            claims = Claims(writer.files, {**own, **self.about})
+            committed = writer.committed()
+            with claims.beating():
+                mine = claims.take([k for k in slabs if not committed[k]], len(slabs))
+                how = self.run, BY_DASK, mine, execution.progress, StopRequest()
+                return fill(self.prepared, writer, *how, remarks=False)
+
+
+def extract_by_workers(
+    model: ModelOptions,
+    data: DataOptions,
+    keep: KeepOptions,
+    run: RunOptions,
+    map: Map,
+    progress: Progress = SILENT,
+) -> Outcome:
+    """As `extract`, the slabs spread over the workers of `map`; this process makes the store, and
+    none of its slabs.
+
+    Raises:
+        VitseeError: as `extract`.
+        Interrupted: a signal; exit code 75.
+    """
+    work = by_absolute_paths(model, data, keep, run)
+    options = work.model, work.data, work.keep, work.run
+    prepared, writer = made_or_joined(prepare(*options), *options)
+    if announce(prepared, writer, run):
+        return Outcome(complete=True)
+    plan = prepared.plan
+    work.run = dataclasses.replace(work.run, force=False)  # it was deleted once
+    del prepared  # this process' model, which takes memory
+    execution = Execution(map=map, progress=progress)
+    started, outcome = time.perf_counter(), Outcome(False)
+    rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
+    done = sum(part.stop - part.start for part in rows)
+    try:
+        with raised(), counting(progress, plan.n_images, done=done):
+            for of_slabs in _until_done(writer, execution, work):
+                outcome.add(of_slabs)
+    except KeyboardInterrupt as signal_raised:
+        stop = StopRequest()
+        stop.signal_name = str(signal_raised)
+        raise stopped(stop, writer) from None
+    outcome.seconds = time.perf_counter() - started
+    outcome.complete = writer.finish()
+    return outcome
+
+
+def _until_done(
+    writer: StoreWriter, execution: Execution, work: SlabsByWorker
+) -> Iterator[Outcome]:
+    """What each piece came to; slabs that others have claimed are asked for again."""
+    before, waiting = -1, False
+    while len(missing := np.flatnonzero(~writer.committed()).tolist()):
+        if len(missing) == before:
+            if not waiting:
+                log.info("waiting for %s that others have claimed", counted(before, "slabs"))
+            waiting = True
+            time.sleep(claimed.POLL_SECONDS)
+        before = len(missing)
+        size = len(missing) // (PIECES * max(1, execution.width))
+        size = max(1, min(claimed.MOST_AT_ONCE, size))
+        pieces = [missing[at : at + size] for at in range(0, len(missing), size)]
+        yield from execution.spread(work, pieces)
+
+
+def by_absolute_paths(
+    model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
+) -> SlabsByWorker:
+    """The work by options that mean the same in any working folder."""
+    name = model.name
+    if name.startswith(LOCAL):
+        name = LOCAL + str(Path(name.removeprefix(LOCAL)).absolute())
+    folder = Path(data.data)
+    return SlabsByWorker(
+        dataclasses.replace(
+            model, name=name, checkpoint=model.checkpoint and model.checkpoint.absolute()
+        ),
+        dataclasses.replace(
+            data,
+            data=str(folder.absolute()) if data.data and folder.exists() else data.data,
+            only=data.only and data.only.absolute(),
+        ),
+        keep,
+        dataclasses.replace(run, output=run.output.absolute()),
+        {"run": secrets.token_hex(8)},
+    )
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Signals raise KeyboardInterrupt with their name here: nothing is in the making that has to
+    come to an end first."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {caught: signal.signal(caught, note) for caught in StopRequest.CAUGHT}
+    try:
+        yield
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
