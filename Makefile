@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python >= 3.11 with its venv module, and nothing else.
 # The environment is made once, in .venv; PYTHON=... chooses another interpreter for it.
 
-.PHONY: help demo test coverage faults slurm env clean
+.PHONY: help demo test coverage faults report-check slurm env clean
 .DELETE_ON_ERROR:
 # What is given on the command line is for this make, not for one that its tests run.
 MAKEOVERRIDES :=
@@ -18,6 +18,7 @@ help:
 	@echo "make test      ruff, mypy, lint-imports, pytest"
 	@echo "make coverage  the tests again, with the lines that none of them reaches"
 	@echo "make faults    processes killed, disks full, bits flipped, servers failing: many trials of each"
+	@echo "make report-check  the report in a headless Chromium, where there is one"
 	@echo "make slurm     a planned job array on a real SLURM of one node, to the validated store"
 	@echo "make env       only set up .venv"
 	@echo "make clean     remove .venv, demo-out/ and caches"
@@ -39,6 +40,9 @@ coverage: $(STAMP)
 FAULTS ?= 10
 faults: $(STAMP)
 	VITSEE_TRIALS=$(FAULTS) $(BIN)/pytest tests/faults --numprocesses=auto --maxprocesses=4
+
+report-check: $(STAMP)
+	$(BIN)/pytest -rs tests/test_report_browser.py
 
 # Some minutes: tasks run into their time limit and wait for their turn again.
 slurm: $(STAMP)

@@ -24,7 +24,7 @@ def test_captions_are_whole_sentences_with_a_source(command: str) -> None:
     assert one.title and not one.title.endswith(".") and len(one.title) < 60
     assert re.search(r"\b(19|20)\d\d\b", one.source), "a source has a year"
     assert one.reading.endswith(".") and 60 < len(one.reading) < 500
-    assert "  " not in one.reading + one.source and "`" not in one.source
+    assert "  " not in one.reading + one.source and "`" not in one.source + one.reading
 
 
 def test_figures_of_several_kinds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import pkgutil
 from collections.abc import Sequence
@@ -47,7 +48,9 @@ class Result:
             VitseeError: the table was changed, and is nothing that the command draws any more.
         """
         keywords = self.file.sidecar.get("figure")
-        more: dict[str, Any] = dict(keywords) if isinstance(keywords, dict) else {}
+        known = inspect.signature(self.analysis.plot).parameters
+        given = keywords if isinstance(keywords, dict) else {}
+        more: dict[str, Any] = {name: given[name] for name in given if name in known}
         if "results" in self.file.sidecar:
             more |= {"files": self._inputs(), "metrics": self._parameter("metrics")}
         drawn = self.file.table if table is None else table
@@ -58,7 +61,7 @@ class Result:
             raise
         except Exception as error:
             # A command's own table is always drawn: of one that is not, this is our bug.
-            if not self.file.changed and drawn is self.file.table and self.file.sidecar["rows"]:
+            if not self.file.changed and drawn is self.file.table and len(drawn):
                 raise
             changed = " and was changed since" if self.file.changed else ""
             rows = "these rows of it make" if drawn is not self.file.table else "it makes"

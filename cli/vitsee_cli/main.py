@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import errno
 import importlib
-import importlib.util
 import os
 import pkgutil
 import select
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -56,7 +53,7 @@ class CommandGroup(click.Group):
         """The command of that name, or None."""
         if cmd_name not in self.list_commands(ctx):
             return None
-        command: click.Command = importlib.import_module(_module(cmd_name)).command
+        command: click.Command = importlib.import_module(sections.module_of(cmd_name)).command
         command.name = cmd_name
         if not any(p.name == "verbose" for p in command.params):
             options.verbosity(command)
@@ -66,12 +63,11 @@ class CommandGroup(click.Group):
         """The commands below the questions that they answer, in one column."""
         names = self.list_commands(ctx)
         width = max(map(len, names), default=0)
-        found: dict[str, list[tuple[str, str]]] = {question: [] for question in sections.QUESTIONS}
-        for name in names:
-            described, question = _described(name)
-            summary = described.get_short_help_str(formatter.width - width - 6)
-            found.setdefault(question, []).append((name.ljust(width), summary))
-        for question, rows in found.items():
+        for question, some in sections.commands_by_question(names).items():
+            rows = [
+                (name.ljust(width), shown.get_short_help_str(formatter.width - width - 6))
+                for name, shown in some.items()
+            ]
             if rows:
                 with formatter.section(question):
                     formatter.write_dl(rows)
@@ -79,7 +75,9 @@ class CommandGroup(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The commands that begin so, and options, without importing any command."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        items = [CompletionItem(n, help=_described(n)[0].get_short_help_str()) for n in names]
+        items = [
+            CompletionItem(n, help=sections.described(n)[0].get_short_help_str()) for n in names
+        ]
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
@@ -134,26 +132,6 @@ class CommandGroup(click.Group):
                 _fail(ctx, f"interrupted; {resumes}", signals.EXIT_RESUMABLE)
             _fail(ctx, "interrupted", signals.exit_code(stop))
         return result
-
-
-def _module(name: str) -> str:
-    """The name of a command's module."""
-    return f"{commands.__name__}.{name.replace('-', '_')}"
-
-
-def _described(name: str) -> tuple[click.Command, str]:
-    """A command's name and help, and its question, read from its file: commands import their
-    analyses, whose constants are choices and defaults, and the list of all commands is to be quick.
-    """
-    help_text, question = "", sections.OTHER_COMMANDS
-    spec = importlib.util.find_spec(_module(name))
-    assert spec is not None and spec.origin is not None
-    for node in ast.parse(Path(spec.origin).read_bytes()).body:
-        if isinstance(node, ast.FunctionDef) and node.name == "command":
-            help_text = ast.get_docstring(node) or ""
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "QUESTION":
-            question = getattr(sections, ast.unparse(node.value))
-    return click.Command(name, help=help_text), question
 
 
 def _first_word(ctx: click.Context) -> str:

@@ -57,7 +57,7 @@ NEEDS = ("attention",)
 READING = (
     "How many heads of each block are local, axial, offset, global or otherwise, by stated "
     "thresholds on their mean maps, with an example of each kind. A head's class is about its "
-    "mean over images, and is worth what `same_type_thresholds` and `same_type_slabs` in the "
+    "mean over images, and is worth what same_type_thresholds and same_type_slabs in the "
     "table say."
 )
 SOURCE = "Walmer et al. 2023, sections 4.1, 4.2, Figs. 3, 14"

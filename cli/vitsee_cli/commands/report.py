@@ -1,0 +1,64 @@
+"""vitsee report: results and stores of a folder as one page for a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from vitsee_cli import console, options
+from vitsee_cli.sections import RESULTS, commands_by_question
+from vitsee_cli.values import parse_folder, parse_path
+
+QUESTION = RESULTS
+
+
+@click.command()
+@click.argument("folder", metavar="FOLDER", type=parse_folder)
+@click.option(
+    "-o",
+    "--output",
+    metavar="PAGE",
+    type=parse_path,
+    help="Where the page goes, a .html.  [default: report.html in FOLDER]",
+)
+@click.option("--title", metavar="TEXT", help="Of the page.  [default: the folder's name]")
+@options.force_option
+@click.pass_context
+def command(
+    ctx: click.Context, folder: Path, output: Path | None, title: str | None, force: bool
+) -> None:
+    """Write one page about all results and stores in a folder.
+
+    Every table with its sidecar that lies in FOLDER or below becomes a figure with how to read it,
+    charts whose marks show site, value and interval, a table to sort, and the command that made it;
+    every store its model, data, preprocessing and self-check. The page is one file and asks for
+    nothing from a network; it opens in any browser, on a phone and in the dark too.
+
+    \b
+      $ vitsee attn-dist b16.zarr -o results/dist.csv --png results/dist.png
+      $ vitsee cka b16.zarr -o results/cka.csv --png results/cka.png
+      $ vitsee report results -o report.html
+    """
+    from vitsee_core.formats import ending_of
+    from vitsee_core.machine import counted, human_bytes
+    from vitsee_core.report import write_report
+
+    group = ctx.find_root().command
+    assert isinstance(group, click.Group)
+    place = folder / "report.html" if output is None else output
+    ending_of(place, (".html", ".htm"), "-o")
+    shown = write_report(
+        folder,
+        place,
+        sections=commands_by_question(group.list_commands(ctx)),
+        title=title or "",
+        force=force,
+        progress=console.Reporter("report"),
+    )
+    for path, reason in shown.left_out.items():
+        console.say(f"left out: {path}: {reason}")
+    console.say(
+        f"{place}: {counted(len(shown.results), 'results')} and "
+        f"{counted(len(shown.stores), 'stores')}, {human_bytes(place.stat().st_size)}"
+    )

@@ -1,0 +1,130 @@
+"""A headless Chromium, spoken to through two pipes by the DevTools protocol: no driver, no port."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)
+NONE = "no Chromium here (Debian: apt install chromium)"
+
+
+class Browser:
+    """A page in a browser; its errors and its requests are noted."""
+
+    def __init__(self, profile: Path) -> None:
+        assert PROGRAM is not None
+        to_browser, ours_out = os.pipe()
+        ours_in, from_browser = os.pipe()
+        # The browser reads commands from descriptor 3 and writes answers to 4.
+        line = (
+            f"exec 3<&{to_browser} 4>&{from_browser}; exec {PROGRAM} --headless=new --no-sandbox "
+            f"--disable-gpu --disable-dev-shm-usage --remote-debugging-pipe --no-first-run "
+            f"--user-data-dir='{profile}' about:blank"
+        )
+        self._process = subprocess.Popen(
+            ["bash", "-c", line], pass_fds=(to_browser, from_browser), stderr=subprocess.DEVNULL
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self._out, self._in = os.fdopen(ours_out, "wb"), os.fdopen(ours_in, "rb")
+        self._number, self._session, self._rest = 0, "", b""
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.ask("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.ask(f"{domain}.enable")
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._out.close()
+        self._in.close()
+
+    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """The answer to a command."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        self._out.write(json.dumps(message).encode() + b"\0")
+        self._out.flush()
+        while True:
+            found = self._read()
+            if found.get("id") == self._number:
+                assert "error" not in found, found
+                result: dict[str, Any] = found["result"]
+                return result
+
+    def _read(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            piece = os.read(self._in.fileno(), 1 << 16)
+            assert piece, "the browser ended"
+            self._rest += piece
+        line, _, self._rest = self._rest.partition(b"\0")
+        found: dict[str, Any] = json.loads(line)
+        self._note(found)
+        return found
+
+    def _note(self, found: dict[str, Any]) -> None:
+        method, about = found.get("method"), found.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(about["exceptionDetails"])[:500])
+        elif method == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
+            self.errors.append(about["entry"]["text"])
+        elif method == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning"):
+            self.errors.append(json.dumps(about["args"])[:500])
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(about["request"]["url"])
+
+    def look(self, width: int, *, dark: bool = False, height: int = 900) -> None:
+        """The window's width in CSS pixels, and whether the reader likes it dark."""
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
+        )  # fmt: skip
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.ask("Emulation.setEmulatedMedia", features=[scheme])
+
+    def open(self, page: Path) -> None:
+        """Load a file, and wait until it is there."""
+        self.ask("Page.navigate", url=page.absolute().as_uri())
+        self.run("new Promise(r => document.readyState === 'complete' ? r() : onload = () => r())")
+
+    def run(self, script: str) -> Any:
+        """The value of an expression in the page; a promise is waited for."""
+        found = self.ask(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def press(self, key: str) -> None:
+        """A key, by its name in the DOM."""
+        codes = {"Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "ArrowUp": 38, "ArrowDown": 40,
+                 "Escape": 27, "Enter": 13}  # fmt: skip
+        for kind in ("rawKeyDown", "keyUp"):
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key,
+                     windowsVirtualKeyCode=codes[key])  # fmt: skip
+
+    def picture(self, path: Path) -> None:
+        """The whole page as a PNG."""
+        found = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(found["data"]))

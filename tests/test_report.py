@@ -1,0 +1,354 @@
+"""`vitsee report`: what stands on the page, and that nothing from a file becomes a part of it."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import html
+import io
+import itertools
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.every_command import TABLES, vitsee
+from tests.stores import write_sites
+from vitsee_cli.main import main
+from vitsee_core.captions import captions
+from vitsee_core.report.charts import MOST_MARKS, charts_of
+from vitsee_core.report.facts import best_of, cautions, n_images
+from vitsee_core.report.materials import find_materials
+from vitsee_core.report.page import CARRIED_BYTES, json_for_html
+from vitsee_core.results import Table
+from vitsee_stores.errors import VitseeError
+
+HOSTILE = "<script>pwned=1</script>\"'><img src=x onerror=pwned=1>\u202e&amp;"
+
+
+def report(*args: object) -> Result:
+    return CliRunner().invoke(main, ["report", *map(str, args)])
+
+
+@pytest.fixture(scope="module")
+def folder(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results with and without pictures, below each other, and a store."""
+    found = tmp_path_factory.mktemp("study")
+    (found / "deep" / "er").mkdir(parents=True)
+    shutil.copytree(everything / "vit.zarr", found / "vit.zarr")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(found)
+        vitsee("attn-dist", "vit.zarr", "-o", "dist.csv", "--png", "dist.png")
+        vitsee("cka", "vit.zarr", "-o", "deep/er/cka.csv", "--replicates")
+    return found
+
+
+def page_of(folder: Path, tmp_path: Path, *options: object) -> str:
+    done = report(folder, "-o", tmp_path / "page.html", *options)
+    assert done.exit_code == 0, done.output
+    return (tmp_path / "page.html").read_text("utf-8")
+
+
+class Outline(HTMLParser):
+    """What a page has: its tags with attributes, and text by tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.text: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {k: v or "" for k, v in attrs}))
+        if tag not in ("img", "meta", "br"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.text.setdefault(self._open[-1], []).append(data)
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def test_what_stands_on_the_page(folder: Path, tmp_path: Path) -> None:
+    text = page_of(folder, tmp_path, "--title", "My study")
+    page = Outline(text)
+    assert page.text["title"] == ["My study · vitsee"]
+    words = html.unescape(re.sub(r"<[^>]+>", " ", text))
+    record = vitsee("info", folder / "vit.zarr", "-f", "samples_fingerprint")
+    for expected in (
+        "test_vit", "32 × 32 px", record[:12], "Self-check",
+        "vitsee attn-dist vit.zarr -o dist.csv",
+        captions()["cka"].reading, captions()["attn-dist"].source, "n = 8", "distance_px",
+        "Before you read", "Some results are of few images (8)",
+        "How similar layers and models are",
+    ):  # fmt: skip
+        assert expected in words, expected
+    assert words.index("How similar layers") < words.index("Where attention looks")
+    pictures = page.all("img")
+    assert len(pictures) == 2 and all(len(one["alt"]) > 20 for one in pictures)
+    png = base64.b64decode(pictures[1]["src"].removeprefix("data:image/png;base64,"))
+    assert png == (folder / "dist.png").read_bytes(), "its own figure; the other one is drawn"
+    assert "cka.replicates" not in text
+
+
+def test_landmarks_headings_and_links(folder: Path, tmp_path: Path) -> None:
+    page = Outline(page_of(folder, tmp_path))
+    for landmark in ("main", "nav", "header", "footer"):
+        assert page.all(landmark), landmark
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(b <= a + 1 for a, b in itertools.pairwise(levels)), "none is skipped"
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len({*ids}) == len(ids)
+    for link in page.all("a"):
+        if link["href"].startswith("#"):
+            assert link["href"][1:] in ids
+    for tag in ("section", "article"):
+        assert all(one["aria-labelledby"] in ids for one in page.all(tag))
+    assert page.all("html")[0]["lang"] == "en"
+
+
+def test_the_page_needs_nothing_and_runs_only_its_script(folder: Path, tmp_path: Path) -> None:
+    text = page_of(folder, tmp_path)
+    page = Outline(text)
+    for _, attributes in page.tags:
+        for name in ("src", "href", "action", "srcset", "poster"):
+            if name in attributes:
+                assert attributes[name].startswith(("data:", "#")), attributes[name][:80]
+        assert not any(name.startswith("on") for name in attributes)
+        assert "style" not in attributes
+    policy = next(m["content"] for m in page.all("meta") if "Security" in m.get("http-equiv", ""))
+    assert policy.startswith("default-src 'none';") and "unsafe" not in policy
+    for tag, which in (("script", 1), ("style", 0)):
+        bodies = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(bodies[which].encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+def test_the_table_is_carried_or_linked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = [a for a in Outline(page_of(folder, tmp_path)).all("a") if "download" in a]
+    carried = {a["download"]: a["href"] for a in links}
+    data = base64.b64decode(carried["dist.csv"].removeprefix("data:text/csv;base64,"))
+    assert data == (folder / "dist.csv").read_bytes() and len(data) < CARRIED_BYTES
+    monkeypatch.setattr("vitsee_core.report.page.CARRIED_BYTES", 10)
+    (tmp_path / "b").mkdir()
+    linked = Outline(page_of(folder, tmp_path / "b")).all("a")
+    href = next(a["href"] for a in linked if a.get("download") == "cka.csv")
+    assert (tmp_path / "b" / href).resolve() == (folder / "deep" / "er" / "cka.csv").resolve()
+
+
+def test_where_the_page_goes(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    assert report(own).exit_code == 0 and (own / "report.html").is_file()
+    for args, expected in (
+        ([own], "report.html exists"),
+        ([own, "-o", tmp_path / "r.pdf"], "expected a name that ends in .html"),
+        ([tmp_path / "none"], "is no folder"),
+    ):
+        done = report(*args)
+        assert done.exit_code == 1 and expected in done.stderr and done.stderr.count("\n") == 1
+    (tmp_path / "empty").mkdir()
+    assert "has neither results" in report(tmp_path / "empty").stderr
+    (tmp_path / "empty" / "x.csv").write_text("a,b\n1,2\n")
+    done = report(tmp_path / "empty")
+    assert "has neither results" in done.stderr and "has no sidecar" in done.stderr
+    assert not (tmp_path / "empty" / "report.html").exists()
+
+
+def test_every_command_has_a_card(everything: Path, tmp_path: Path) -> None:
+    """Figures are drawn from the tables where no picture lies beside them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(everything)
+        for command, runs in TABLES.items():
+            vitsee(command, *runs[0], "-o", tmp_path / f"{command}.csv")
+    text = page_of(tmp_path, tmp_path)
+    page = Outline(text)
+    assert len(page.all("img")) == len(TABLES) and "no figure:" not in text
+    assert "Other results" not in text
+
+
+# ------------------------------------------------------------------------------------ hostile
+
+
+def hostile_folder(everything: Path, tmp_path: Path) -> Path:
+    """A folder whose store, results and sidecars have names that try to be a part of the page."""
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    label = HOSTILE.replace("/", "∕").replace("=", "≡")
+    x = np.random.default_rng(0).normal(size=(8, 7, 4))
+    write_sites(folder / f"{label}.zarr", {"blocks.0.out": x, "blocks.1.out": x + 1},
+                model=HOSTILE, class_names=[HOSTILE, "b"], command=HOSTILE)  # fmt: skip
+    vitsee("cka", folder / f"{label}.zarr", "-o", folder / "r.csv")
+    sidecar = json.loads((folder / "r.csv.json").read_text())
+    sidecar["command"] += [HOSTILE, "</script><script>pwned=1</script>"]
+    sidecar["notes"] |= {HOSTILE: HOSTILE, "left_out": {HOSTILE: HOSTILE}}
+    (folder / "r.csv.json").write_text(json.dumps(sidecar))
+    (folder / f"{HOSTILE.replace('/', '∕')}.csv").write_text(f"{HOSTILE}\n1\n")
+    return folder
+
+
+def test_nothing_from_a_file_becomes_markup(everything: Path, tmp_path: Path) -> None:
+    text = page_of(hostile_folder(everything, tmp_path), tmp_path, "--title", HOSTILE)
+    page = Outline(text)  # every tag closes what it should
+    assert len(page.all("script")) == 2 and len(page.all("style")) == 1
+    assert all(one["src"].startswith("data:") for one in page.all("img"))
+    assert not any("onerror" in attributes for _, attributes in page.tags)
+    assert "\u202e" not in text, "nothing turns the line around"
+    data = json.loads("".join(page.text["script"][0]))
+    assert "<script>" in json.dumps(data) and "<" not in page.text["script"][0]
+    assert HOSTILE.replace("\u202e", r"\u202e") in page.text["title"][0]
+
+
+def test_json_in_a_page() -> None:
+    value = ["</script><!--", "a&b", "\u2028", 'quote"', None, 1.5]
+    text = json_for_html(value)
+    assert not {*"<>&\u2028"} & {*text} and json.loads(text) == value
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_for_html(float("nan"))
+
+
+def test_a_strangers_sidecar_cannot_stop_the_page(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    sidecar = own / "dist.csv.json"
+    told = json.loads(sidecar.read_text())
+    (own / "dist.png").unlink()
+    for changed in (
+        {**told, "stores": 7, "notes": {"images": [1]}, "figure": {"x": 1}, "parameters": None},
+        {**told, "stores": [None, {"label": None}], "columns": {"value": "text"}},
+        {**told, "created": {"a": 1}, "sha256": 3},
+    ):
+        sidecar.write_text(json.dumps(changed))
+        text = page_of(own, tmp_path, "--force")
+        assert "cka" in text and "dist.csv" in text
+
+
+# ------------------------------------------------------------------------------------ charts
+
+
+def rows_of(**columns: list[Any]) -> Table:
+    names = list(columns)
+    return Table.from_rows(
+        [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    )
+
+
+def test_a_heatmap_has_each_value_where_it_belongs(folder: Path) -> None:
+    table = Table.read(folder / "deep" / "er" / "cka.csv")
+    (chart,) = charts_of(table)
+    assert chart["kind"] == "heat" and chart["rows"] == chart["cols"] == table.unique("site_a")
+    lines = csv.DictReader(io.StringIO((folder / "deep" / "er" / "cka.csv").read_text()))
+    for line in lines:
+        i, j = (chart["rows"].index(line[f"site_{side}"]) for side in "ab")
+        value, low, high, n = chart["cells"][i][j]
+        expected = [float(line[name] or "nan") for name in ("value", "low", "high")]
+        assert value == pytest.approx(expected[0], rel=1e-5) and n == 8
+        if line["low"]:
+            assert (low, high) == pytest.approx(expected[1:], rel=1e-5)
+
+
+def test_curves_in_order_of_depth_one_line_for_each_setting() -> None:
+    table = rows_of(
+        store=["a"] * 4 + ["b"] * 2, site=["y", "x", "y", "x", "p", "q"],
+        block=["y", "x"] * 2 + ["p", "q"], rel_depth=[1.0, 0.5, 1.0, 0.5, 0.0, 1.0],
+        metric=["m"] * 6, token=["cls"] * 2 + ["mean"] * 4,
+        value=[4.0, 3.0, 2.0, 1.0, 7.0, float("nan")], low=[3.0] * 6, n_images=[9] * 6,
+    )  # fmt: skip
+    (chart,) = charts_of(table)
+    assert [line["name"] for line in chart["lines"]] == ["a, cls", "a, mean", "b, mean"]
+    assert chart["lines"][0]["points"] == [
+        [0.5, 3.0, 3.0, None, 9.0, "x"], [1.0, 4.0, 3.0, None, 9.0, "y"]
+    ]  # fmt: skip
+    assert [point[1] for point in chart["lines"][2]["points"]] == [7.0], "no value, no mark"
+    assert chart["n_marks"] == 5 and not chart["heads"]
+
+
+def test_heads_are_dots_and_baselines_are_lines_of_their_own() -> None:
+    heads = rows_of(
+        store=["a"] * 4, site=["x", "x", "y", "y"], block=["x", "x", "y", "y"], head=[0, 1, 0, 1],
+        rel_depth=[0.0, 0.0, 1.0, 1.0], metric=["m"] * 4, value=[1.0, 2.0, 3.0, 4.0],
+    )  # fmt: skip
+    (chart,) = charts_of(heads)
+    assert chart["heads"] and chart["lines"][0]["points"][1][-2:] == ["x", "head 1"]
+    scored = rows_of(
+        store=["a"] * 4, site=["x", "y"] * 2, block=["x", "y"] * 2, rel_depth=[0.0, 1.0] * 2,
+        metric=["top1"] * 4, value=[0.1, 0.2, 0.3, 0.3], baseline=["", "", "random", "random"],
+    )  # fmt: skip
+    (chart,) = charts_of(scored)
+    assert [line["baseline"] for line in chart["lines"]] == [False, True]
+
+
+def test_tables_without_a_chart() -> None:
+    maps = rows_of(
+        store=["a"] * 4, site=["x"] * 4, block=["x"] * 4, rel_depth=[0.0] * 4, metric=["m"] * 4,
+        row=[0, 0, 1, 1], col=[0, 1, 0, 1], value=[1.0] * 4,
+    )  # fmt: skip
+    assert charts_of(maps) == []
+    assert charts_of(Table.from_rows([])) == [] and charts_of(rows_of(a=[1])) == []
+    n = MOST_MARKS + 2
+    many = rows_of(
+        store=["a"] * n, site=[f"s{i}" for i in range(n)], block=[""] * n,
+        rel_depth=[i / n for i in range(n)], metric=["m"] * n, value=[1.0] * n,
+    )  # fmt: skip
+    assert charts_of(many) == [] and len(charts_of(many.take(np.arange(n - 2)))) == 1
+
+
+# ------------------------------------------------------------------------------------ facts
+
+
+def test_the_best_layer_of_each_store(everything: Path) -> None:
+    from vitsee_core.redrawing import open_result
+
+    result = open_result(everything / "knn.csv")
+    ((store, text),) = best_of(result)
+    table = result.file.table.where(metric="top1")
+    values = table["value"].astype(float)
+    assert store == "vit" and text.startswith(
+        f"{table['site'][values.argmax()]}, top1 {values.max():.3f}"
+    )
+    assert n_images(result) == 8
+
+
+def test_what_a_reader_is_warned_of(folder: Path, tmp_path: Path, make_store: Any) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    make_store("half.zarr", slabs=[0, 2]).rename(own / "half.zarr")
+    vitsee("attn-dist", own / "half.zarr", "--allow-partial", "-o", own / "half.csv")
+    rows = (own / "dist.csv").read_text().splitlines(keepends=True)
+    (own / "dist.csv").write_text("".join(rows[:-1]))
+    lines = "\n".join(cautions(find_materials(own)))
+    assert "half is not complete: 2 of 3 slabs are committed." in lines
+    assert "half.csv: made from an unfinished store (half, --allow-partial)." in lines
+    assert "dist.csv: the table was changed after the command had written it." in lines
+    assert "half has no self-check" in lines
+    sidecar = json.loads((own / "half.csv.json").read_text())
+    sidecar["stores"][0]["store_id"] = "0" * 64
+    (own / "half.csv.json").write_text(json.dumps(sidecar))
+    lines = "\n".join(cautions(find_materials(own)))
+    assert "the store half was made anew since: these are older numbers." in lines
+
+
+def test_materials_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    found = find_materials(folder)
+    assert [r.command for r in found.results] == ["attn-dist", "cka"], (
+        "in the order of their making"
+    )
+    assert [s.name for s in found.stores] == ["vit"] and found.left_out == {}
+    with pytest.raises(VitseeError, match="is no folder"):
+        find_materials(tmp_path / "none")

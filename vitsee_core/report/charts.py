@@ -1,0 +1,192 @@
+"""Charts whose values a reader can point at: which ones a table gives, as JSON for the page.
+
+A chart is a heatmap (`heat`) of pairs of sites or `curves` over depth; a mark of either carries its
+site, value, 95 % interval and number of images. Tables of other kinds (maps of tokens, histograms)
+have their figure alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from vitsee_core.results import Table
+
+MOST_MARKS = 6000  # of one table: more than that no browser shows at once without delay
+MOST_LINES = 24  # of one panel
+# Columns that tell lines of one panel apart, beside the store.
+ABOUT_LINE = ("token", "class", "type", "shots", "k", "l2", "filter", "best", "baseline")
+# Columns of which each value would be a curve of its own: such tables are maps, not curves.
+ABOUT_MAP = ("row", "col", "image", "query", "video", "object", "segment", "class", "frequency")
+PART = "part of its block"
+SHOWN_STORES = 60  # characters of a name
+
+
+def charts_of(table: Table) -> list[dict[str, Any]]:
+    """The charts of a table, none where it has no such shape or more marks than `MOST_MARKS`."""
+    names = table.columns.keys()
+    if not len(table) or len(table) > 20 * MOST_MARKS or "value" not in names:
+        return []
+    if {"site_a", "site_b"} <= names:
+        found = _pairs(table)
+    elif {"site", "rel_depth", "store", "metric"} <= names:
+        found = _curves(table)
+    else:
+        return []
+    marks = sum(chart["n_marks"] for chart in found)
+    return found if 0 < marks <= MOST_MARKS else []
+
+
+# ------------------------------------------------------------------------------------ pairs
+
+
+def _pairs(table: Table) -> list[dict[str, Any]]:
+    found = []
+    for (store_a, store_b, metric), rows in _grouped(table, ("store_a", "store_b", "metric")):
+        axes = [list(dict.fromkeys(rows[f"site_{side}"].tolist())) for side in "ab"]
+        if min(map(len, axes)) < 2 or len(rows) > len(axes[0]) * len(axes[1]):
+            continue
+        if len(rows) < len(axes[0]) * len(axes[1]) / 2:  # sites in pairs, not all with all
+            continue
+        cells: list[list[Any]] = [[None] * len(axes[1]) for _ in axes[0]]
+        place = [{site: i for i, site in enumerate(sites)} for sites in axes]
+        marks = _marks(rows)
+        sides = zip(rows["site_a"].tolist(), rows["site_b"].tolist(), marks, strict=True)
+        for site_a, site_b, mark in sides:
+            cells[place[0][site_a]][place[1][site_b]] = mark
+        values = rows["value"].astype(float)
+        values = values[np.isfinite(values)]
+        if not len(values):
+            continue
+        low, high = min(0.0, float(values.min())), max(1.0, float(values.max()))
+        names = {"a": _short(store_a), "b": _short(store_b)}
+        found.append(
+            {"kind": "heat", "title": f"{names['a']} × {names['b']}", "metric": _text(metric),
+             "y": names["a"], "x": names["b"], "rows": _texts(axes[0]), "cols": _texts(axes[1]),
+             "cells": cells, "range": [low, high],
+             "n_marks": len(rows)}
+        )  # fmt: skip
+    return found
+
+
+# ------------------------------------------------------------------------------------ curves
+
+
+def _curves(table: Table) -> list[dict[str, Any]]:
+    """A panel per metric: a line per store (and token, k, ...) or, with heads, a dot per head."""
+    if any(_varies(table, name) for name in ABOUT_MAP):
+        kept = np.ones(len(table), bool)
+        for name in ABOUT_MAP:  # rows about the whole beside rows about parts
+            if name in table.columns:
+                kept &= np.array([_empty(value) for value in table[name].tolist()], bool)
+        table = table.take(kept)
+    table = Table({**table.columns, PART: np.array(_parts(table), object)})
+    found = []
+    for (metric,), rows in _grouped(table, ("metric",)):
+        by_head = _varies(rows, "head")
+        about = ["store", *(name for name in (PART, *ABOUT_LINE) if _varies(rows, name))]
+        lines: list[dict[str, Any]] = []
+        for key, own in _grouped(rows, about):
+            if not by_head and len({*own["site"].tolist()}) < len(own):
+                break  # something else tells these rows apart
+            order = np.argsort(own["rel_depth"].astype(float), kind="stable")
+            own = own.take(order)
+            depths = own["rel_depth"].astype(float).tolist()
+            points = [
+                [round(x, 5), *mark, _text(site), *(_head(own, i) if by_head else ())]
+                for i, (x, mark, site) in enumerate(
+                    zip(depths, _marks(own), own["site"].tolist(), strict=True)
+                )
+                if x == x and mark[0] is not None
+            ]
+            baseline = "baseline" in about and not _empty(key[about.index("baseline")])
+            if points:
+                name = ", ".join(_label(n, v) for n, v in zip(about, key, strict=True) if v != "")
+                lines.append({"name": name, "points": points, "baseline": baseline})
+        else:
+            depths = {point[0] for line in lines for point in line["points"]}
+            if 0 < len(lines) <= MOST_LINES and len(depths) > 1:
+                found.append(
+                    {"kind": "curves", "title": _text(metric), "metric": _text(metric),
+                     "heads": by_head, "lines": lines,
+                     "n_marks": sum(len(line["points"]) for line in lines)}
+                )  # fmt: skip
+    return found
+
+
+def _parts(table: Table) -> list[str]:
+    """What of its block each site is; what is in none counts with the outs, as depth does."""
+    blocks = table.columns.get("block", np.full(len(table), "", object)).tolist()
+    return [
+        str(site).removeprefix(str(block)).lstrip(".") if block else "out"
+        for site, block in zip(table["site"].tolist(), blocks, strict=True)
+    ]
+
+
+def _head(rows: Table, i: int) -> tuple[Any, ...]:
+    return (f"head {rows['head'][i]}",)
+
+
+def _label(name: str, value: Any) -> str:
+    if name in ("store", "token", "type", "class", PART):
+        return _short(value)
+    return f"{name} {_text(value)}"
+
+
+# ------------------------------------------------------------------------------------ cells
+
+
+def _marks(rows: Table) -> list[list[Any]]:
+    """[value, low, high, n_images] of each row, None where there is none."""
+    columns = []
+    for name in ("value", "low", "high"):
+        cells = rows.columns.get(name)
+        numbers = [None] * len(rows) if cells is None else [_number(v) for v in cells.tolist()]
+        columns.append(numbers)
+    counts = rows.columns.get("n_images")
+    columns.append([None] * len(rows) if counts is None else [_number(v) for v in counts.tolist()])
+    return [list(mark) for mark in zip(*columns, strict=True)]
+
+
+def _number(value: Any) -> float | None:
+    """To six digits, which the page shows fewer of."""
+    if value is None or isinstance(value, str) or not np.isfinite(value):
+        return None
+    return float(f"{float(value):.6g}")
+
+
+def _grouped(table: Table, names: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], Table]]:
+    """(values of these columns, the rows that have them), in order of appearance."""
+    columns = [["" if _empty(v) else v for v in table[name].tolist()] for name in names]
+    places: dict[tuple[Any, ...], list[int]] = {}
+    for i, key in enumerate(zip(*columns, strict=True)):
+        places.setdefault(key, []).append(i)
+    for key, rows in places.items():
+        yield key, table.take(np.array(rows))
+
+
+def _varies(table: Table, name: str) -> bool:
+    cells = table.columns.get(name)
+    return cells is not None and len({v for v in cells.tolist() if not _empty(v)}) > (
+        0 if name == "baseline" else 1
+    )
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value == "" or value != value
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _texts(values: Sequence[Any]) -> list[str]:
+    return [_text(value) for value in values]
+
+
+def _short(value: Any) -> str:
+    from vitsee_core.plotting import shorten
+
+    return shorten(_text(value), SHOWN_STORES)

@@ -1,0 +1,205 @@
+"""What a report says of stores and results in words: provenance, and what to be careful about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vitsee_core.machine import counted, human_bytes
+from vitsee_core.redrawing import Result
+from vitsee_core.report.materials import FoundStore, Materials
+from vitsee_stores.manifest import by_reason
+
+FEW_IMAGES = 1000
+SHORT = 12  # letters of a hash that are shown
+
+
+def store_facts(store: FoundStore) -> list[tuple[str, str]]:
+    """(what, how it is) of a store: model, weights, data, preprocessing, fingerprints."""
+    record = store.record
+    model, info, transform = record["model"], record["info"], record["transform"] or {}
+    weights = _mapping(model.get("weights"))
+    selection = _mapping(info.get("selection"))
+    images = counted(record["n_images"], "images")
+    if record["n_valid"] is not None and record["complete"]:
+        unread = record["n_images"] - record["n_valid"]
+        images += f", {unread} of them unreadable" if unread else ""
+    if record["class_names"]:
+        images += f" of {counted(len(record['class_names']), 'classes')}"
+    order = ", ".join(
+        f"{name} {selection[name]}" for name in ("order", "seed") if selection.get(name) is not None
+    )
+    facts = [
+        ("Model", _named(model)),
+        ("Weights", " ".join([_text(weights.get("source")), _hash(weights.get("sha256"))]).strip()),
+        ("Without skips", ", ".join(map(_text, model.get("ablate_skip") or ()))),
+        ("Data", _text(_mapping(info.get("data")).get("data"))),
+        ("Images", f"{images} ({order})" if order else images),
+        ("Preprocessing", _preprocessing(transform)),
+        ("Kept", _kept(record)),
+        ("Size", human_bytes(record["size_bytes"])),
+        ("Self-check", _selfcheck(_mapping(record["selfcheck"]))),
+        ("Left out", "; ".join(by_reason(record["left_out"]))),
+        ("Store", _hash(record["store_id"])),
+        ("Images' fingerprint", _hash(record["samples_fingerprint"])),
+        ("Versions", _versions(_mapping(info.get("versions")))),
+    ]
+    return [(name, text) for name, text in facts if text]
+
+
+def _named(model: Mapping[str, Any]) -> str:
+    name, architecture = _text(model.get("name")), _text(model.get("architecture"))
+    parts = [architecture] if architecture and architecture != name else []
+    if isinstance(model.get("n_params"), int):
+        parts.append(f"{model['n_params'] / 1e6:.3g} M parameters")
+    return f"{name} ({', '.join(parts)})" if parts else name
+
+
+def _preprocessing(transform: Mapping[str, Any]) -> str:
+    size = transform.get("input_size")
+    parts = [f"{size[1]} × {size[2]} px"] if isinstance(size, list) and len(size) == 3 else []
+    for name, label in (("interpolation", ""), ("crop_mode", "crop "), ("crop_pct", "crop share ")):
+        if transform.get(name) is not None:
+            parts.append(f"{label}{_text(transform[name])}")
+    for name in ("mean", "std"):
+        values = transform.get(name)
+        if isinstance(values, list):
+            alike = len({*map(_text, values)}) == 1
+            parts.append(f"{name} {', '.join(map(_text, values[:1] if alike else values))}")
+    return ", ".join(parts)
+
+
+def _kept(record: Mapping[str, Any]) -> str:
+    level = record["attention"]["level"] if record["attention"]["groups"] else "none"
+    parts = [counted(len(record["sites"]), "sites"), f"attention: {level}"]
+    if record["residual"]:
+        parts.append(f"{len(record['residual'])} residual branches")
+    if record["erf"]:
+        parts.append("receptive fields")
+    if record["inputs"]:
+        parts.append("pixels")
+    return ", ".join(parts)
+
+
+def _selfcheck(found: Mapping[str, Any]) -> str:
+    """The largest differences that the proofs met."""
+    parts = []
+    if isinstance(found.get("output_max_abs_difference"), (int, float)):
+        parts.append(f"output unchanged by the hooks to {found['output_max_abs_difference']:.1g}")
+    for name, what in (("sums", "branches add up to"), ("attention", "attention gives heads to")):
+        worst = _mapping(found.get(name)).get("max")
+        if isinstance(worst, (int, float)):
+            parts.append(f"{what} {worst:.1g}")
+    return ", ".join(parts)
+
+
+def _versions(versions: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_text(versions[name])}" for name in versions)
+
+
+def _hash(value: Any) -> str:
+    return _text(value)[:SHORT]
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+# ------------------------------------------------------------------------------------ cautions
+
+
+def cautions(materials: Materials) -> list[str]:
+    """What a reader of all these results should know first."""
+    found = []
+    for store in materials.stores:
+        record = store.record
+        if not record["complete"]:
+            done, of = record["n_committed"], record["n_slabs"]
+            found.append(f"{store.name} is not complete: {done} of {of} slabs are committed.")
+        if not record["selfcheck"]:
+            found.append(f"{store.name} has no self-check: its sites were not proven on pixels.")
+        if record["n_valid"] is not None and record["complete"]:
+            unread = record["n_images"] - record["n_valid"]
+            if unread:
+                of = record["n_images"]
+                found.append(f"{unread} of the {of} images of {store.name} could not be read.")
+    few = {n for result in materials.results if (n := n_images(result)) and n < FEW_IMAGES}
+    if few:
+        most = f"{min(few)} to {max(few)}" if len(few) > 1 else f"{min(few)}"
+        found.append(
+            f"Some results are of few images ({most}): look at the intervals before you believe "
+            "small differences."
+        )
+    known = {store.record["store_id"]: store for store in materials.stores}
+    for result in materials.results:
+        found += [f"{result.file.path.name}: {line}" for line in result_cautions(result, known)]
+    return found
+
+
+def result_cautions(result: Result, known: Mapping[str, FoundStore]) -> list[str]:
+    """What to know of one result. known: the report's stores, by their id."""
+    found = []
+    if result.file.changed:
+        found.append("the table was changed after the command had written it.")
+    for store in stores_of(result):
+        label = _text(store.get("label"))
+        if store.get("complete") is False:
+            found.append(f"made from an unfinished store ({label}, --allow-partial).")
+        if known and store.get("store_id") not in known:
+            same = [s for s in known.values() if s.name == label]
+            if same:
+                found.append(f"the store {label} was made anew since: these are older numbers.")
+    left_out = result.file.table.notes.get("left_out")
+    if isinstance(left_out, dict):
+        found += [f"left out {name}: {reason}." for name, reason in left_out.items()]
+    return [line.replace("..", ".") for line in found]
+
+
+def stores_of(result: Result) -> list[Mapping[str, Any]]:
+    """What the sidecar says of the stores that a result is of, as far as it does."""
+    stores = result.file.sidecar.get("stores")
+    return [one for one in stores if isinstance(one, dict)] if isinstance(stores, list) else []
+
+
+def n_images(result: Result) -> int | None:
+    """The fewest images behind a value of a result; None where it does not say."""
+    counts = result.file.table.columns.get("n_images")
+    if counts is None:
+        return None
+    numbers = [int(n) for n in counts.tolist() if isinstance(n, (int, float)) and np.isfinite(n)]
+    return min((n for n in numbers if n > 0), default=None)
+
+
+def best_of(result: Result) -> list[tuple[str, str]]:
+    """(store, its best layer in words) where a metric of the table has a better side."""
+    from vitsee_core.metrics import direction
+
+    table = result.file.table
+    wanted = {"store", "site", "metric", "value"}
+    single = {"class", "query", "video", "object", "head", "token"}
+    if not wanted <= table.columns.keys() or result.command == "best-layer":
+        return []
+    metric = next((m for m in table.unique("metric") if direction(str(m)) != "none"), None)
+    if metric is None:
+        return []
+    rows = table.where(metric=metric)
+    keep = np.ones(len(rows), bool)
+    for name in (*single - {"token"}, "baseline"):
+        if name in rows.columns:
+            keep &= np.array([v in (None, "") or v != v for v in rows[name].tolist()], bool)
+    rows = rows.take(keep & np.isfinite(rows["value"].astype(float)))
+    found = []
+    for store, own in rows.groups("store"):
+        values = own["value"].astype(float)
+        i = int(values.argmax() if direction(str(metric)) == "higher" else values.argmin())
+        text = f"{own['site'][i]}, {metric} {values[i]:.3f}"
+        if {"low", "high"} <= own.columns.keys() and np.isfinite(float(own["low"][i])):
+            text += f" (95 %: {float(own['low'][i]):.3f} to {float(own['high'][i]):.3f})"
+        found.append((str(store), text))
+    return found

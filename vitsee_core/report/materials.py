@@ -1,0 +1,100 @@
+"""What a report is made of: the results and the stores below a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitsee_core.formats import FIGURE_ENDINGS, TABLE_ENDINGS
+from vitsee_core.redrawing import Result, open_result
+from vitsee_core.replicates import WORD
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.info import describe
+
+STORE_FILE = "zarr.json"
+
+
+@dataclass(frozen=True)
+class FoundStore:
+    """A store. record: as `vitsee_stores.info.describe` gives it."""
+
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What commands call it by default."""
+        return self.path.stem
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What lies below a folder. left_out: path -> why it is no part of the report."""
+
+    folder: Path
+    results: tuple[Result, ...]
+    stores: tuple[FoundStore, ...]
+    left_out: dict[Path, str] = field(default_factory=dict)
+
+
+def find_materials(folder: Path) -> Materials:
+    """All results with sidecars, in the order in which they were made, and all stores below.
+
+    Nothing inside a store and no hidden folder is looked into, and no link to a folder followed.
+
+    Raises:
+        VitseeError: there is no such folder, or neither a result nor a store in it.
+    """
+    if not folder.is_dir():
+        raise VitseeError(f"{folder} is no folder; expected one with results of vitsee")
+    results: list[Result] = []
+    stores: list[FoundStore] = []
+    left_out: dict[Path, str] = {}
+    for path in _candidates(folder):
+        try:
+            if path.is_dir():
+                stores.append(FoundStore(path, describe(path)))
+            else:
+                results.append(open_result(path))
+        except (VitseeError, OSError) as error:
+            left_out[path] = " ".join(str(error).split())
+    if not results and not stores:
+        reasons = "".join(f"; {reason}" for reason in list(left_out.values())[:1])
+        raise VitseeError(
+            f"{folder} has neither results (tables that commands wrote with -o, with their "
+            f"sidecars) nor stores{reasons}"
+        )
+    results.sort(key=lambda one: (str(one.file.sidecar.get("created", "")), str(one.file.path)))
+    return Materials(folder, tuple(results), tuple(stores), left_out)
+
+
+def picture_of(result: Result) -> Path | None:
+    """The figure beside a table (`r.png`, else `r.svg`), if there is one."""
+    name = result.file.path.name
+    ending = next((e for e in TABLE_ENDINGS if name.lower().endswith(e)), "")
+    for kind in FIGURE_ENDINGS[:2]:
+        place = result.file.path.with_name(name[: len(name) - len(ending)] + kind)
+        if place.is_file():
+            return place
+    return None
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    """Stores, and files that may be tables of results."""
+    for here, folders, files in os.walk(folder):
+        place = Path(here)
+        if STORE_FILE in files:
+            folders.clear()
+            yield place
+            continue
+        # The Gram matrices beside a store are its own.
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and ".grams" not in f)
+        for name in sorted(files):
+            path = place / name
+            if name.lower().endswith(TABLE_ENDINGS) and not name.startswith("."):
+                of_sidecar = name.endswith(".json") and not Path(f"{path}.json").exists()
+                if f".{WORD}." not in name and not of_sidecar and path.is_file():
+                    yield path
