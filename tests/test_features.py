@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tests.stores import write_labelled
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
+from vitsee_core.features.matrix import Strip, _consecutive
 from vitsee_core.similarity.stacks import TokenStack
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch
@@ -85,9 +86,45 @@ def test_every_form_of_every_selection(tmp_path: Path, layout: TokenLayout, word
         assert max(strip.n_columns for strip in strips) <= columns
         whole = np.concatenate([strip.read(slice(0, N)) for strip in strips], axis=1)
         assert np.array_equal(whole[KEPT].astype(np.float32), got.reshape(len(KEPT), -1))
+        assert all(np.array_equal(in_pieces(strip), strip.read(FIRST)) for strip in strips)
     if truth.shape[1] == 1:
         vectors = np.concatenate(list(features.vectors(mask, jobs=3, memory=1)))
         assert np.array_equal(vectors, got[:, 0])
+
+
+FIRST = slice(0, 2)
+
+
+def in_pieces(strip: Strip) -> NDArray[np.float64]:
+    """Rows of the first slab, put together."""
+    out = np.full((2, strip.n_columns), np.nan)
+    for columns, values in strip.pieces(FIRST):
+        assert np.isnan(out[:, columns]).all()
+        out[:, columns] = values
+    return out
+
+
+def test_columns_that_follow_each_other_by_hand() -> None:
+    """Of axes of 2, 3 and 4, side by side: column 12 i + 4 j + k."""
+
+    def places(*target: tuple[int, int]) -> slice | None:
+        return _consecutive(tuple(slice(*part) for part in target), (2, 3, 4))
+
+    assert places((0, 2), (0, 3), (0, 4)) == slice(0, 24)
+    assert places((1, 2), (1, 3), (0, 4)) == slice(16, 24)
+    assert places((1, 2), (2, 3), (1, 3)) == slice(21, 23)
+    assert places((0, 2), (0, 2), (0, 4)) is None
+    assert places((0, 1), (0, 2), (1, 4)) is None
+
+
+def test_strips_of_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitsee_stores.layout.SMALL_CHUNK", 1)
+    monkeypatch.setattr("vitsee_stores.layout.LARGE_CHUNK", 4 * 3 * DIM * 4)  # a row of the grid
+    store = store_of(tmp_path / "a.zarr", VIT)
+    (strip,) = chosen(store, "patches").matrix().strips(1000)
+    pieces = [columns for columns, _ in strip.pieces(FIRST)]
+    assert pieces == [slice(0, 3 * DIM), slice(3 * DIM, 6 * DIM)]
+    assert np.array_equal(in_pieces(strip), values(VIT)[:2, 2:].reshape(2, -1))
 
 
 def test_a_vector_of_the_class_token_by_hand(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 from vitsee_stores.chunks import Box
 from vitsee_stores.indexing import Cut, Index, cut_out
 from vitsee_stores.layout import ArraySpec
-from vitsee_stores.sealed import SealedChunks
+from vitsee_stores.sealed import ChunkPart, SealedChunks, chunk_parts
 
 
 class LazyArray:
@@ -132,6 +132,18 @@ class StoredArray(LazyArray):
             self.spec, full, out, skip=lambda slab: not self.committed[slab]
         )
         return values if out is not None else values.reshape([p.stop - p.start for p in box])
+
+    def parts(self, box: Box) -> list[ChunkPart]:
+        """What `box` has of each chunk that it touches, for `read_part`."""
+        return chunk_parts(self.spec, box)
+
+    def read_part(self, part: ChunkPart) -> NDArray[Any]:
+        """The values of one part, of an array without fixed axes: of a chunk that is not compressed
+        they are no copy, and this thread's next reading takes their memory."""
+        if self.spec.per == "once" or self.committed[part.chunk[0]]:
+            return self.source.read(self.spec, part.chunk)[part.inside]
+        shape = [axis.stop - axis.start for axis in part.target]
+        return np.full(shape, self.spec.fill, self.dtype)
 
 
 class TokenArray(LazyArray):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,32 @@ from vitsee_stores.errors import StoreError, StoreMismatch, reason
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, places
 from vitsee_stores.manifest import Manifest, check_samples
+
+
+class ChunkPart(NamedTuple):
+    """What a box of an array has of one chunk: the chunk's index, where it lies within the chunk,
+    and where within the box."""
+
+    chunk: tuple[int, ...]
+    inside: Box
+    target: Box
+
+
+def chunk_parts(spec: ArraySpec, box: Box) -> list[ChunkPart]:
+    """Of each chunk that `box` (start, stop on every axis) touches."""
+    touched = [
+        range(part.start // size, math.ceil(part.stop / size))
+        for part, size in zip(box, spec.chunks, strict=True)
+    ]
+    found = []
+    for index in itertools.product(*touched):
+        inside, target = [], []
+        for i, part, size in zip(index, box, spec.chunks, strict=True):
+            start, stop = max(part.start, i * size), min(part.stop, (i + 1) * size)
+            inside.append(slice(start - i * size, stop - i * size))
+            target.append(slice(start - part.start, stop - part.start))
+        found.append(ChunkPart(index, tuple(inside), tuple(target)))
+    return found
 
 
 class SealedChunks:
@@ -163,22 +189,15 @@ class SealedChunks:
         if 0 in shape:
             return result
 
-        def read(index: tuple[int, ...]) -> None:
-            inside, target = [], []
-            for i, part, size in zip(index, box, spec.chunks, strict=True):
-                start, stop = max(part.start, i * size), min(part.stop, (i + 1) * size)
-                inside.append(slice(start - i * size, stop - i * size))
-                target.append(slice(start - part.start, stop - part.start))
-            skipped = spec.per != "once" and skip(index[0])
-            result[tuple(target)] = spec.fill if skipped else self.read(spec, index)[tuple(inside)]
+        def read(part: ChunkPart) -> None:
+            skipped = spec.per != "once" and skip(part.chunk[0])
+            result[part.target] = spec.fill if skipped else self.read(spec, part.chunk)[part.inside]
 
-        touched = [
-            range(part.start // size, math.ceil(part.stop / size))
-            for part, size in zip(box, spec.chunks, strict=True)
-        ]
+        parts = chunk_parts(spec, box)
         if spec.per in ("image", "slab"):
-            self._read_rows([slab for slab in touched[0] if not skip(slab)])
-        self.files.each(read, list(itertools.product(*touched)))
+            slabs = dict.fromkeys(part.chunk[0] for part in parts)
+            self._read_rows([slab for slab in slabs if not skip(slab)])
+        self.files.each(read, parts)
         return result
 
     def _read_rows(self, slabs: Iterable[int]) -> None:

@@ -43,6 +43,24 @@ class Strip:
         shape = (n, *(part.stop - part.start for part in self.box))
         return self.array.load((rows, *self.box), flat.reshape(shape)).reshape(n, -1)
 
+    def pieces(
+        self, rows: slice, memory: NDArray[np.uint8] | None = None
+    ) -> Iterator[tuple[slice, NDArray[Any]]]:
+        """What `read` gives of some rows of one slab, in pieces that are to be used before the next
+        one is asked for: which columns, and their values (rows, columns). They are parts of chunks,
+        not copied, where a chunk has columns that follow each other."""
+        array, shape = self.array, [part.stop - part.start for part in self.box]
+        if isinstance(array, StoredArray) and not array.fixed:
+            parts = array.parts((rows, *self.box))
+            places = [_consecutive(part.target[1:], shape) for part in parts]
+            if len({part.chunk[0] for part in parts}) == 1 and None not in places:
+                for part, columns in zip(parts, places, strict=True):
+                    assert columns is not None
+                    values = array.read_part(part)
+                    yield columns, values.reshape(len(values), -1)
+                return
+        yield slice(0, self.n_columns), self.read(rows, memory)
+
     def cut(self, columns: int) -> list[Strip]:
         """This one in strips of at most `columns` columns."""
         chunks = _chunk_lengths(self.array)
@@ -100,6 +118,21 @@ class FeatureMatrix:
         """All features in strips of at most `columns` columns, cut where chunks end if they can
         be, so that each byte is read once."""
         return [strip for array, box in self.parts for strip in Strip(array, box).cut(columns)]
+
+
+def _consecutive(target: Box, shape: Sequence[int]) -> slice | None:
+    """The columns that `target` cuts out of axes of these lengths, laid side by side; None where
+    they do not follow each other."""
+    lengths = [part.stop - part.start for part in target]
+    first = 0  # the first axis that is not cut to one place; those after it must be whole
+    while first < len(shape) and lengths[first] == 1:
+        first += 1
+    if lengths[first + 1 :] != list(shape[first + 1 :]):
+        return None
+    start = 0
+    for part, length in zip(target, shape, strict=True):
+        start = start * length + part.start
+    return slice(start, start + math.prod(lengths))
 
 
 def _chunk_lengths(array: LazyArray) -> tuple[int, ...]:

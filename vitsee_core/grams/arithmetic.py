@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.grams.lanes import one_blas_thread
+from vitsee_core.grams.lanes import one_blas_thread, one_torch_thread
 from vitsee_core.grams.syrk import load_syrk, mirror
 from vitsee_stores.errors import VitseeError
 
@@ -119,17 +119,19 @@ class Host:
 
     def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
         """Copy into another type: by torch, if it is imported anyway and the values are float16, 2
-        to 3 times as fast."""
-        if "torch" in sys.modules and values.dtype == np.float16:
+        to 5 times as fast."""
+        if "torch" in sys.modules and values.dtype == np.float16 and values.flags.writeable:
             import torch
 
             torch.from_numpy(to).copy_(torch.from_numpy(values))
         else:
             np.copyto(to, values)
 
-    def one_thread(self) -> AbstractContextManager[None]:
-        """For BLAS."""
-        return one_blas_thread()
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """For BLAS, and torch where it is imported."""
+        with one_blas_thread(), one_torch_thread() if "torch" in sys.modules else nullcontext():
+            yield
 
     def staging(self, n: int, dtype: np.dtype[Any]) -> None:
         """None: memory is read once."""

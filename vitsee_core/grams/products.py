@@ -11,7 +11,7 @@ product (numpy calls ssyrk, half the work of a product), on a GPU a whole one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -291,10 +291,16 @@ class _Pass:
         x = buffer[: self._n * strip.n_columns].reshape(self._n, strip.n_columns)
         with in_this_thread():
             for span, inside, target in self._slabs:
-                values = strip.read(span, slab)
-                size += values.nbytes
-                values = values if inside is None else values[inside]
-                self._centres.fill(x, values, k, target)
+                whole = slice(0, strip.n_columns)
+                pieces: Iterable[tuple[slice, NDArray[Any]]] = (
+                    strip.pieces(span, slab)
+                    if self._centres.has_mean(k)
+                    else [(whole, strip.read(span, slab))]
+                )
+                for columns, values in pieces:
+                    size += values.nbytes
+                    values = values if inside is None else values[inside]
+                    self._centres.fill(x, values, k, target, columns)
         return x, size
 
     def _send(

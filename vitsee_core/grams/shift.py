@@ -78,7 +78,7 @@ class Origin:
     def centre(self, strip: int, mean: NDArray[np.float32], sample: NDArray[np.float32]) -> None:
         """A strip's part of the vector, and the rows, less it, that it is the mean of."""
         c = mean.astype(np.float64)
-        spread = sum(float(row @ row) for row in sample.astype(np.float64))
+        spread = sum(float(row @ row) for row in sample)
         self._centres[strip] = (float(c @ c), float(c.sum()), len(c), spread, len(sample))
 
     def add(self, places: Rows, sums: NDArray[np.float32]) -> None:

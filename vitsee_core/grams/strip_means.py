@@ -11,7 +11,6 @@ from vitsee_core.grams.arithmetic import Cast, Staging
 from vitsee_core.grams.shift import Origin, Rows
 
 MEAN_ROWS = 128
-SERIAL = 1 << 15  # elements up to which torch's cast uses no further thread
 PIECE = 1 << 18  # elements that are shifted and summed while they are in cache
 
 
@@ -23,26 +22,33 @@ class StripMeans:
         self._of: dict[int, NDArray[np.float32]] = {}
         self._sums: dict[int, NDArray[np.float32]] = {}
 
-    def fill(self, x: NDArray[Any], raw: NDArray[Any], strip: int, target: slice) -> None:
-        """x[target] = raw - its strip's mean, in pieces that stay in cache."""
-        into = x[target]
+    def has_mean(self, strip: int) -> bool:
+        """Whether a strip's mean is there, or none is wanted."""
+        return not self._centred or strip in self._of
+
+    def fill(
+        self, x: NDArray[Any], raw: NDArray[Any], strip: int, rows: slice, columns: slice
+    ) -> None:
+        """x[rows, columns] = raw - its strip's mean, in pieces that stay in cache. All columns of
+        the first rows come first."""
+        into = x[rows, columns]
         if not self._centred:
-            self._convert(into, raw)
+            self._cast(into, raw)
             return
         self.take_mean(raw, strip)
-        mean, sums = self._of[strip], None
+        mean, sums = self._of[strip][columns], None
+        weights = _weights(mean)
         if self._sums_up:
             if strip not in self._sums:
-                self._sums[strip] = np.empty((len(x), 2), np.float32)
-            sums = self._sums[strip][target]
-            weights = _weights(mean)
+                self._sums[strip] = np.zeros((len(x), 2), np.float32)
+            sums = self._sums[strip][rows]
         step = max(1, PIECE // raw.shape[1])
         for at in range(0, len(raw), step):
             piece = into[at : at + step]
-            self._convert(piece, raw[at : at + step])
+            self._cast(piece, raw[at : at + step])
             piece -= mean
             if sums is not None:
-                np.matmul(piece, weights, out=sums[at : at + step])
+                sums[at : at + step] += piece @ weights
 
     @property
     def _sums_up(self) -> bool:
@@ -60,11 +66,6 @@ class StripMeans:
             staging.shift(x, mean)
             if self._sums_up:
                 self._sums[strip] = staging.times(x, _weights(mean))
-
-    def _convert(self, to: NDArray[Any], raw: NDArray[Any]) -> None:
-        step = max(1, SERIAL // raw.shape[1])
-        for at in range(0, len(raw), step):
-            self._cast(to[at : at + step], raw[at : at + step])
 
     def done(self, strip: int, places: Rows, fresh: NDArray[np.bool_]) -> None:
         """A strip is whole; called in the strips' order."""
