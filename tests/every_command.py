@@ -27,6 +27,7 @@ TABLES = {
     "cka": [VIT, [*VIT, "cnn.zarr"]],
     "cka-heads": [[*VIT, "cnn.zarr"]],
     "cluster": [[*VIT, "--k", "2"]],
+    "cosine-map": [[*VIT, "cnn.zarr"], [*VIT, "--at", "0,1", "--to", "3"], [*VIT, "--offsets"]],
     "erf": [VIT],
     "head-types": [VIT],
     "keypoints": [["pairs.zarr", "--pairs", "pairs"]],

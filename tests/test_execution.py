@@ -20,6 +20,7 @@ from vitsee_core.analyses import (
     attn_map,
     cka,
     cluster,
+    cosine_map,
     head_types,
     knn,
     normratio,
@@ -81,6 +82,10 @@ WORK = {
     "attn-map entropy": (attn_map.run, heads, {"kind": "entropy"}),
     "cka": (cka.run, labelled, {"sites": "embed", "no_cache": True}),
     "cluster": (cluster.run, labelled, {"sites": "embed", "n_seeds": 2}),
+    "cosine-map": (cosine_map.run, lambda f: labelled(f)[:1], {"sites": "embed", "to": ("1",)}),
+    "cosine-map by offset": (
+        *(cosine_map.run, lambda f: labelled(f)[:1], {"sites": "embed", "offsets": True}),
+    ),
     "head-types": (head_types.run, heads, {}),
     "knn": (knn.run, lambda f: labelled(f, 2), {"sites": "embed", "ks": (3,)}),
     "norms": (norms.run, lambda f: labelled(f)[:1], {"sites": "embed"}),

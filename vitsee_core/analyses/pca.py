@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.arguments import analysis
-from vitsee_core.attention.recompute import find_rows
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.covariance.axes import PrincipalAxes, principal_axes
 from vitsee_core.covariance.cost import say_cost
@@ -39,7 +38,7 @@ from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.patch_sheets import draw_colours
 from vitsee_core.machine import human_bytes
 from vitsee_core.patch_maps.colours import CHANNELS, FEWEST, Colours, matched, rotation_to
-from vitsee_core.patch_maps.photos import Shown, describe_sheet
+from vitsee_core.patch_maps.photos import Shown, describe_sheet, shown_rows
 from vitsee_core.patch_maps.projection import (
     FOREGROUND,
     SIDES,
@@ -82,7 +81,6 @@ COLUMNS = (
     *(*SITE, "row", "col", "image", "component", "half_a", "half_b"),
     *("metric", "value", "std", "low", "high", "n_images", "n_examples"),
 )
-SHOWN = 4  # images, where none is named
 SAMPLE = 256  # images whose scores decide ranges and rotations of colours
 
 
@@ -116,7 +114,7 @@ def run(
     Args:
         stores: with all tokens of sites with a grid; every one has the images that are shown.
         image: ids or row numbers (of the first store) of those that are shown; by default the
-            first `SHOWN`.
+            first `photos.SHOWN`.
         sites: with a grid; others are left out, and said.
         components: how many, at least the three that make the colours.
         normalise: every token to length 1 first.
@@ -147,7 +145,7 @@ def run(
     parts: list[_Store] = []
     for store, chosen in selected.members:
         first = parts[0] if parts else None
-        shown = _shown_rows(store, image, first, execution)
+        shown = shown_rows(store, image, None if first is None else first.shown, execution)
         parts.append(_Store(store, chosen, shown, choice, execution))
     first = parts[0]
     lead = _reference(first, reference)
@@ -190,20 +188,6 @@ def run(
 def plot(table: Table) -> Figure:
     """From the table alone; see `patch_sheets.draw_colours`."""
     return draw_colours(table)
-
-
-def _shown_rows(
-    store: Store, image: Sequence[str], first: _Store | None, execution: Execution
-) -> list[int]:
-    """The rows of the images to show: as asked for in the first store, the same ids in others."""
-    if first is not None:
-        names = [str(name) for name in first.store.samples.id[first.shown.rows]]
-    elif image:
-        names = list(dict.fromkeys(image))
-    else:
-        own = execution.rows(store).mask & store.valid
-        return [int(row) for row in np.flatnonzero(own)[:SHOWN]]
-    return [int(row) for row in dict.fromkeys(find_rows(store, names).tolist())]
 
 
 def _reference(first: _Store, name: str | None) -> SiteSpec:

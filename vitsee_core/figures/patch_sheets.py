@@ -53,20 +53,21 @@ class SheetLine:
 
 @dataclass
 class Sheet:
-    """Where everything lies, in inches from the upper left corner. about: image -> what the notes
-    say of it."""
+    """Lines of maps, laid out in inches from the upper left corner. about: image -> what the notes
+    say of it. look: colours of the maps; bar: what the colour bar says."""
 
     lines: Sequence[SheetLine]
     about: Mapping[str, Any]
     caption: Sequence[str]
     look: Mapping[str, Any] = field(default_factory=dict)
     bar: str | None = None
+    photos: bool = True
 
     def draw(self) -> Figure:
         """The figure; call it inside a function decorated with `styled`."""
         several = len({store for line in self.lines for store, _ in line.maps}) > 1
         across = max(len(tiles) for line in self.lines for _, tiles in line.maps)
-        start = 0.1 + PHOTO + 0.12 + (LABEL if several else 0)
+        start = 0.1 + (PHOTO + 0.12) * self.photos + LABEL * several
         width = start + across * (TILE + GAP) + 0.1
         beside = 0.75 if self.bar else 0.0
         titles = self._titles()
@@ -75,7 +76,7 @@ class Sheet:
             maps = len(line.maps) * (self._tile(line.image)[1] + GAP)
             if not k:
                 maps += len(line.maps) * TITLE * titles
-            photo = self._photo(line.image)[1]
+            photo = self._photo(line.image)[1] * self.photos
             heights.append(max(maps, photo + TITLE) + LINE_GAP)
         caption = 0.17 * len(self.caption) + 0.1
         height = 0.08 + sum(heights) + caption
@@ -116,8 +117,9 @@ class Sheet:
         photo = self._photo(line.image)
         # The photograph begins level with the first line of maps.
         photo_top = top + (max(titles, TITLE) if first else TITLE)
-        axes = box.axes(0.1 + (PHOTO - photo[0]) / 2, photo_top, *photo)
-        self._draw_photo(axes, line)
+        if self.photos:
+            axes = box.axes(0.1 + (PHOTO - photo[0]) / 2, photo_top, *photo)
+            self._draw_photo(axes, line)
         at, last = top + (max(titles, TITLE) - titles if first else TITLE), None
         for store, tiles in line.maps:
             at += titles

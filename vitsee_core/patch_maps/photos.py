@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.attention.recompute import find_rows
 from vitsee_core.embedded_pictures import encode
+from vitsee_core.execution import Execution
 from vitsee_core.images.transform import to_mode
 from vitsee_core.patch_maps.views import Edges, View, union
 from vitsee_core.provenance import Pictures, source_of
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SHOWN = 4  # images, where none is named
 MOST_PIXELS = 640  # along a photograph's longer side in a sidecar
 
 
@@ -36,6 +39,30 @@ class Shown:
     view: View
     rows: list[int]
     sites: Sequence[SiteSpec]
+
+
+def shown_rows(
+    store: Store, names: Sequence[str], first: Shown | None, execution: Execution
+) -> list[int]:
+    """The rows of the images to show.
+
+    Args:
+        store: where.
+        names: ids or row numbers; the first `SHOWN` of the chosen images by default.
+        first: what another store shows: the images of these ids, whatever `names` are.
+        execution: which images are chosen.
+
+    Raises:
+        VitseeError: the store has no such image.
+    """
+    if first is not None:
+        names = [str(name) for name in first.store.samples.id[first.rows]]
+    elif not names:
+        return [int(row) for row in np.flatnonzero(execution.rows(store).mask & store.valid)][
+            :SHOWN
+        ]
+    found = find_rows(store, list(dict.fromkeys(names)))
+    return [int(row) for row in dict.fromkeys(found.tolist())]
 
 
 def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
+from vitsee_core.statistics.autocorrelation import autocorrelation
 from vitsee_core.types import Float, Integers, Mask
 
 COSINES = ("lds", "cds", "lds_scaled", "cds_scaled", "rmsc", "mean_cos")
@@ -124,21 +125,11 @@ def sums_by_distance(units: Float, there: Mask) -> tuple[Float, Float]:
     rows, cols = there.shape
     distance = _distances(rows, cols)
     n = rows + cols - 1
-    pairs = _autocorrelation(there[..., np.newaxis].astype(np.float64))
+    pairs = autocorrelation(there[..., np.newaxis].astype(np.float64))
     found = np.zeros((2, n))
-    for row, values in zip(found, (_autocorrelation(units), np.rint(pairs)), strict=True):
+    for row, values in zip(found, (autocorrelation(units), np.rint(pairs)), strict=True):
         np.add.at(row, distance, values)
     return found[0], found[1]
-
-
-def _autocorrelation(x: Float) -> Float:
-    """(2 rows, 2 cols) sum over tokens of x_t . x_(t + offset), offsets beyond the middle being
-    negative ones, the middle itself none."""
-    shape = (2 * x.shape[0], 2 * x.shape[1])
-    spectrum = np.fft.rfft2(x, shape, axes=(0, 1))
-    power = np.einsum("yxd,yxd->yx", spectrum, spectrum.conj()).real
-    found: Float = np.fft.irfft2(power, shape)
-    return found
 
 
 @lru_cache(maxsize=16)

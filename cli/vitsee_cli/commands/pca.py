@@ -11,6 +11,7 @@ from vitsee_cli.analysis import run_analysis
 from vitsee_cli.data_options import recompute_data_option
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_core.analyses import pca
+from vitsee_core.patch_maps.photos import SHOWN
 from vitsee_core.patch_maps.projection import FOREGROUND
 from vitsee_core.provenance import Provenance
 
@@ -30,7 +31,7 @@ QUESTION = KNOWLEDGE
     "--image",
     metavar="ID",
     multiple=True,
-    show_default=f"the first {pca.SHOWN}",
+    show_default=f"the first {SHOWN}",
     help="Show this image, named by its id or its row in the first store. Repeatable.",
 )
 @options.sites_option("blocks")

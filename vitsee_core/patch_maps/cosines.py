@@ -1,0 +1,108 @@
+"""Cosines of patches: of one with all others of an image, and means by offset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.patch_maps.views import View
+from vitsee_core.statistics.autocorrelation import autocorrelation
+from vitsee_core.types import Float, Mask
+
+if TYPE_CHECKING:
+    from vitsee_core.features import SiteFeatures
+    from vitsee_stores import Slab
+
+STATISTICS = ("cosine_mean", "cosine_neighbours", "cosine_area")
+
+
+def unit_vectors(x: NDArray[np.floating], keep: Mask) -> Float:
+    """(cells, dim) of length 1 in float64; NaN where a patch has no length or does not count.
+
+    Args:
+        x: (cells, dim).
+        keep: (cells,) which count.
+    """
+    values = x.astype(np.float64)
+    length = np.linalg.norm(values, axis=1)
+    there = keep & (length > 0)
+    found: Float = np.where(
+        there[:, np.newaxis], values / np.where(length > 0, length, 1)[:, np.newaxis], np.nan
+    )
+    return found
+
+
+def map_statistics(cosines: Float, query: int, grid: tuple[int, int]) -> dict[str, float]:
+    """How far one patch's likeness reaches among the other patches of its image.
+
+    `cosine_mean`: mean over them. `cosine_neighbours`: mean over its up to eight neighbours.
+    `cosine_area`: share of them whose cosine is above the middle between that mean and 1. NaN where
+    there is none.
+
+    Args:
+        cosines: (cells,) with the query, NaN where a patch does not count.
+        query: its place.
+        grid: (rows, cols).
+    """
+    there = ~np.isnan(cosines)
+    there[query] = False
+    rows, cols = np.divmod(np.arange(len(cosines)), grid[1])
+    near = there & (np.maximum(abs(rows - query // grid[1]), abs(cols - query % grid[1])) == 1)
+    found = dict.fromkeys(STATISTICS, np.nan)
+    if there.any():
+        mean = float(cosines[there].mean())
+        found["cosine_mean"] = mean
+        found["cosine_area"] = float((cosines[there] > (mean + 1) / 2).mean())
+    if near.any():
+        found["cosine_neighbours"] = float(cosines[near].mean())
+    return found
+
+
+def offset_means(units: Float, grid: tuple[int, int]) -> Float:
+    """(2 rows - 1, 2 cols - 1) mean cosine of the pairs of patches at each offset (dy, dx), from
+    -(rows - 1), -(cols - 1) on; NaN where no pair is.
+
+    By the autocorrelation over the grid, T log T where all pairs take T^2.
+
+    Args:
+        units: (cells, dim), NaN where a patch does not count.
+        grid: (rows, cols).
+    """
+    rows, cols = grid
+    there = ~np.isnan(units[:, 0])
+    known = np.where(there[:, np.newaxis], units, 0).reshape(rows, cols, -1)
+    pairs = np.rint(autocorrelation(there.astype(np.float64).reshape(rows, cols, 1)))
+    sums = autocorrelation(known)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = np.where(pairs > 0, sums / pairs, np.nan)
+    at = [np.arange(-n + 1, n) for n in grid]
+    found: Float = means[np.ix_(*at)]
+    return found
+
+
+@dataclass(frozen=True)
+class ReadOffsets:
+    """Site -> (images, 2 rows - 1, 2 cols - 1) of a slab; see `offset_means`."""
+
+    features: tuple[SiteFeatures, ...]
+    view: View
+
+    def __call__(self, slab: Slab) -> dict[str, Float]:
+        """Of the images that count."""
+        rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
+        found = {}
+        for features in self.features:
+            layout = features.site.layout
+            assert layout is not None and layout.grid is not None
+            x = features.of_slab(slab, slice(0, len(features.tokens)))
+            keep = self.view.on_image(layout, rows)
+            found[features.site.name] = np.stack(
+                [
+                    offset_means(unit_vectors(one, on), layout.grid)
+                    for one, on in zip(x, keep, strict=True)
+                ]
+            )
+        return found
