@@ -14,11 +14,16 @@ from numpy.typing import NDArray
 from tests.stores import write_labelled, write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses.spectrum import METRICS, OF_CLASSES, plot, run
+from vitsee_core.covariance import sums
 from vitsee_core.covariance.spectra import Spectrum, entropy_rank, power_law
 from vitsee_core.covariance.sums import Sums, total
+from vitsee_core.execution import Execution
+from vitsee_core.features import choose_features
+from vitsee_core.grams import syrk
 from vitsee_core.labelled.collapse import collapse, halves, nearest_mean_disagrees
 from vitsee_core.results import Table
 from vitsee_core.statistics.intrinsic_dimension import TwoNearest
+from vitsee_stores import TokenLayout
 from vitsee_stores.errors import SiteError, VitseeError
 
 Array = NDArray[Any]
@@ -142,6 +147,47 @@ def test_spectra_of_sums_and_of_examples(shape: tuple[int, int]) -> None:
         for name, value in expected.items():
             # roots of eigenvalues that rounding leaves near 0 are off by 1e-8 of the largest
             assert found[name] == pytest.approx(value, rel=2e-6), name
+
+
+@pytest.mark.parametrize("with_scipy", [True, False])
+@pytest.mark.parametrize(("n", "dim"), [(1, 1), (7, 3), (600, 70)])
+def test_sums_are_the_loops(
+    n: int, dim: int, with_scipy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several pieces of `ROWS_AT_ONCE`, an example without a length among them."""
+    if not with_scipy:
+        monkeypatch.setattr(sums, "load_double_syrk", lambda: syrk._add_product)
+    x, shift = features(n, dim), np.full(dim, 0.5)
+    x[n // 2] = 0
+    found = Sums.of(x.astype(np.float32), shift)
+    second, units = np.zeros((dim, dim)), np.zeros(dim)
+    for row in x:
+        second += np.outer(row - shift, row - shift)
+        units += row / np.linalg.norm(row) if row.any() else 0
+    assert np.allclose(found.second, second, rtol=1e-12, atol=1e-12)
+    assert np.array_equal(found.second, found.second.T)
+    assert np.allclose(found.directions, units, rtol=1e-12, atol=1e-12)
+    assert (found.n, found.n_long) == (n, n - 1)
+
+
+def test_sums_of_a_store_do_not_depend_on_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.random.default_rng(0).normal(1, 2, size=(30, 6, 9)).astype(np.float16)
+    layout = TokenLayout((), (2, 3), stride_px=(16.0, 16.0))
+    store = write_sites(tmp_path / "a.zarr", {"x": x}, layout=layout, slab=8, dtype="float16")
+    chosen = choose_features(store, store.site("x"), "patches")
+    found = []
+    for cores in (1, 3):
+        monkeypatch.setattr("vitsee_core.machine.n_cores", lambda cores=cores: cores)
+        use = Execution()
+        labels = np.arange(30) * 4 // 30
+        found.append(sums.block_sums(chosen, use.rows(store), labels, use))
+    one, several = found
+    for a, b in zip(one, several, strict=True):
+        assert np.array_equal(a.second, b.second) and np.array_equal(a.third, b.third)
+    flat = x.reshape(-1, 9).astype(np.float64)
+    assert total(one).raw == pytest.approx(flat.T @ flat, rel=1e-12)
 
 
 def test_taking_a_block_out_again() -> None:

@@ -4,19 +4,24 @@ follow.
 Examples y are taken about a fixed `shift` (an example of the site), so that a large mean costs no
 digits; with S = sum y y^T the scatter about the mean is S - s s^T / n. The fourth powers are what
 unbiased estimates of tr(C^2) need. All in float64; one product of n x D by D x n costs n D^2
-multiply-adds, half of them where the BLAS knows it is symmetric.
+multiply-adds, half of them as it is symmetric.
+
+Each slab is summed by one thread with one BLAS thread, and there are as many as cores: the result
+does not depend on their number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from vitsee_core.execution import Execution
+from vitsee_core.grams.lanes import n_lanes, one_blas_thread
+from vitsee_core.grams.syrk import load_double_syrk, mirror
 from vitsee_core.streaming import Rows
 from vitsee_core.types import Float, Float32, Integers, Mask
 
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
     from vitsee_core.features import SiteFeatures
     from vitsee_stores import Slab, Store
 
-ROWS_AT_ONCE = 2048  # examples in float64 at a time, so few that they stay near the cache
+ROWS_AT_ONCE = 256  # examples in float64 at a time, so few that they stay in cache
 
 
 @dataclass
@@ -52,8 +57,12 @@ class Sums:
         """Of examples (n, dim)."""
         found = cls.empty(shift)
         found.second = np.zeros((len(shift),) * 2)
+        add_products = load_double_syrk()
+        buffer = np.empty((min(ROWS_AT_ONCE, len(x)), len(shift)))
         for start in range(0, len(x), ROWS_AT_ONCE):
-            y = x[start : start + ROWS_AT_ONCE].astype(np.float64)
+            some = x[start : start + ROWS_AT_ONCE]
+            y = buffer[: len(some)]
+            np.copyto(y, some)
             length = np.sqrt(np.einsum("nd,nd->n", y, y))
             long = length > 0
             # Products with vectors, which pass over the examples once and need no copy of them.
@@ -64,9 +73,10 @@ class Sums:
             found.n += len(y)
             found.n_long += int(long.sum())
             found.first = found.first + np.ones(len(y)) @ y
-            found.second += y.T @ y
+            add_products(y, found.second)
             found.third = found.third + size @ y
             found.fourth += float(size @ size)
+        mirror(found.second)
         return found
 
     def add(self, other: Sums, sign: int = 1) -> None:
@@ -197,7 +207,12 @@ def block_sums(
     make = partial(BlockSums, features, shift, labels, examples)
     size = features.slab_bytes + 8 * features.dim**2
     store: Store = features.store
-    return execution.fold(store, make, rows, slab_bytes=size).result()
+    load_double_syrk()  # before the threads of its library are limited
+    if execution.map is None:
+        lanes = n_lanes(execution.budget // (2 * size))
+        execution = replace(execution, jobs=max(execution.jobs, lanes))
+    with one_blas_thread():
+        return execution.fold(store, make, rows, slab_bytes=size).result()
 
 
 def total(parts: Sequence[Sums]) -> Sums:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.types import Float32
+from vitsee_core.types import Float, Float32
 
 _S = "__pyx_t_5scipy_6linalg_11cython_blas_s *"
 SIGNATURE = f"void (char *, char *, int *, int *, {_S}, {_S}, int *, {_S}, {_S}, int *)".encode()
+DOUBLE = SIGNATURE.replace(b"blas_s", b"blas_d")
 
 
 @cache
@@ -28,7 +29,7 @@ def load_syrk() -> Callable[[Float32, Float32], None] | None:
     try:
         from scipy.linalg import cython_blas
 
-        routine = _routine(cython_blas.__pyx_capi__["ssyrk"])
+        routine = _routine(cython_blas.__pyx_capi__["ssyrk"], SIGNATURE)
     except (ImportError, AttributeError, KeyError, ValueError):
         return None
 
@@ -45,6 +46,33 @@ def load_syrk() -> Callable[[Float32, Float32], None] | None:
     return syrk
 
 
+@cache
+def load_double_syrk() -> Callable[[Float, Float], None]:
+    """`add(x, total)`: x^T x of x (n, d) is added to the lower triangle of `total` (d, d), or to
+    all of it; both contiguous. To be called before BLAS threads are limited."""
+    try:
+        from scipy.linalg import cython_blas
+
+        routine = _routine(cython_blas.__pyx_capi__["dsyrk"], DOUBLE)
+    except (ImportError, AttributeError, KeyError, ValueError):
+        return _add_product
+
+    def add(x: Float, total: Float) -> None:
+        n, d = x.shape
+        one = ctypes.byref(ctypes.c_double(1))
+        rows, columns = (ctypes.byref(ctypes.c_int(size)) for size in (n, d))
+        routine(
+            *(b"U", b"N", columns, rows, one, x.ctypes.data, columns),
+            *(one, total.ctypes.data, columns),
+        )
+
+    return add
+
+
+def _add_product(x: Float, total: Float) -> None:
+    total += x.T @ x
+
+
 def mirror(square: NDArray[Any]) -> None:
     """The lower triangle into the upper one, block by block so that it stays in cache."""
     n, step = len(square), 64
@@ -57,7 +85,7 @@ def mirror(square: NDArray[Any]) -> None:
             square[rows, cols] = square[cols, rows].T
 
 
-def _routine(capsule: Any) -> Any:
+def _routine(capsule: Any, signature: bytes) -> Any:
     """The function in a capsule.
 
     Raises:
@@ -69,7 +97,7 @@ def _routine(capsule: Any) -> Any:
     api.PyCapsule_GetPointer.restype = ctypes.c_void_p
     api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
     name = api.PyCapsule_GetName(capsule)
-    if name != SIGNATURE:
+    if name != signature:
         raise ValueError(f"unexpected signature: {name!r}")
     text, number = ctypes.c_char_p, ctypes.c_void_p
     takes = [text, text, *[number] * 8]
