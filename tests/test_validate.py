@@ -63,6 +63,20 @@ def test_flipped_bit(make_store: MakeStore) -> None:
     assert len(result.stderr.splitlines()) == 1
     assert "is damaged" in result.stderr
     assert "acts/blocks.1.out/grid" in result.stderr
+    assert result.stderr.endswith(
+        " (delete commits/c.0.0, then repeat the vitsee extract command: it makes that slab "
+        "again)\n"
+    )
+
+
+def test_what_to_do_is_said_of_slabs_only(make_store: MakeStore) -> None:
+    store = make_store()
+    a_chunk(store, "pooled/embed/cls").unlink()
+    (store / "commits" / "c.2.0").write_bytes(b"")
+    said = validate(store).stderr
+    assert "(delete commits/c.0.0, commits/c.2.0, then repeat the vitsee extract command" in said
+    (store / "valid" / "zarr.json").unlink()
+    assert "delete" not in validate(store).stderr
 
 
 def test_lost_chunk(make_store: MakeStore) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,7 +18,7 @@ from vitsee_stores.disk import PARTIAL
 from vitsee_stores.errors import StoreError, Unreachable, reason
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import ArraySpec
-from vitsee_stores.manifest import ATTRIBUTE, Manifest, samples_from_arrays
+from vitsee_stores.manifest import ATTRIBUTE, Manifest, few, samples_from_arrays
 from vitsee_stores.places import files_at
 from vitsee_stores.sealed import SealedChunks
 from vitsee_stores.slab_checks import SlabChecks, listed, without_advice
@@ -53,6 +53,22 @@ def validate(
     files = files_at(path)
     manifest, complete = metadata.read_root(files)
     return list(dict.fromkeys(_problems(files, manifest, complete, deep, report)))
+
+
+def remedy(damage: Sequence[str]) -> str:
+    """How slabs are made again, where all damage that `validate` found is theirs; else ""."""
+    slabs = set()
+    for line in damage:
+        if (match := re.search(r"(?:, slab|no sound marker of slab) (\d+)(?:: |$)", line)) is None:
+            return ""
+        slabs.add(int(match[1]))
+    markers = [f"commits/c.{slab}.0" for slab in sorted(slabs)]
+    those = "that slab" if len(slabs) == 1 else "those slabs"
+    return (
+        f"delete {few(markers)}, then repeat the vitsee extract command: it makes {those} again"
+        if markers
+        else ""
+    )
 
 
 def _problems(

@@ -7,12 +7,17 @@ import random
 import time
 
 from vitsee_core.extraction import claimed
-from vitsee_stores import claims, owners
+from vitsee_stores import claims, objects, owners
 
 
 def look_often() -> None:
     """Ask for slabs that others have claimed several times a second."""
     claimed.POLL_SECONDS = 0.2
+
+
+def retry_soon() -> None:
+    """Do not wait long before an object store is asked again."""
+    objects.WAIT_SECONDS = 0.01
 
 
 def lose_soon() -> None:

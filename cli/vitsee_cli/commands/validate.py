@@ -27,13 +27,15 @@ def command(stores: tuple[Place, ...], deep: bool) -> None:
     Checks their layout, their commits against their arrays, and their checksums. Prints one line
     for each damage found and ends with exit code 1, or says `ok`. An unfinished store is reported
     as such, not as damage. Of several stores all are checked; a line of damage begins with its
-    store.
+    store. Of a store whose damage lies in slabs it says how they are made again.
 
     \b
       $ vitsee validate b16.zarr
       ok: b16.zarr: 196 of 196 slabs
       $ vitsee validate --deep *.zarr || echo damaged
     """
+    from vitsee_stores.validation import remedy
+
     found = {store: _check(store, deep, alone=len(stores) == 1) for store in dict.fromkeys(stores)}
     damaged = {store: damage for store, damage in found.items() if damage}
     if not damaged:
@@ -42,7 +44,8 @@ def command(stores: tuple[Place, ...], deep: bool) -> None:
     more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
     first = damage[0] if damage[0].startswith(str(store)) else f"{store} is damaged: {damage[0]}"
     others = f"; {len(damaged)} of {len(found)} stores are damaged" if len(found) > 1 else ""
-    raise StoreError(f"{first}{more}{others}")
+    help = remedy(damage) if len(found) == 1 else ""
+    raise StoreError(f"{first}{more}{others}{help and f' ({help})'}")
 
 
 def _check(store: Place, deep: bool, alone: bool) -> list[str]:
