@@ -39,7 +39,7 @@ coverage: $(STAMP)
 # Ten minutes: ten times the trials that the tests do; FAULTS=100 for an hour and a half.
 FAULTS ?= 10
 faults: $(STAMP)
-	VITSEE_TRIALS=$(FAULTS) $(BIN)/pytest tests/faults --numprocesses=auto --maxprocesses=4
+	VITSEE_TRIALS=$(FAULTS) $(BIN)/pytest tests/faults tests/test_dask.py tests/test_dask_extract.py -m fault --numprocesses=auto --maxprocesses=4
 
 report-check: $(STAMP)
 	$(BIN)/pytest -rs tests/test_report_browser.py

@@ -148,6 +148,7 @@ def test_what_is_nobodys_mistake_is_tried_again(two: DaskMap, tmp_path: Path) ->
     assert len(list(tmp_path.glob("tried*"))) == 3
 
 
+@pytest.mark.fault("a Dask worker killed at one task")
 def test_a_lost_workers_work_is_done_again(two: DaskMap, tmp_path: Path) -> None:
     assert list(two(partial(killed_once, tmp_path), range(12))) == list(range(12))
     assert (tmp_path / "killed").exists()
