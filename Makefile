@@ -19,7 +19,7 @@ help:
 	@echo "make coverage  the tests again, with the lines that none of them reaches"
 	@echo "make faults    processes killed, disks full, bits flipped, servers failing: many trials of each"
 	@echo "make report-check  the report in a headless Chromium, where there is one"
-	@echo "make slurm     a planned job array on a real SLURM of one node, to the validated store"
+	@echo "make slurm     a planned job array, and a Dask cluster, on a real SLURM of one node"
 	@echo "make env       only set up .venv"
 	@echo "make clean     remove .venv, demo-out/ and caches"
 
@@ -47,6 +47,7 @@ report-check: $(STAMP)
 # Some minutes: tasks run into their time limit and wait for their turn again.
 slurm: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/slurm_on_one_node.sh tools/slurm_trial.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/slurm_on_one_node.sh python tools/slurm_dask.py
 
 env: $(STAMP)
 

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from tests.attention_maps import layout, random_attention
 from tests.attention_maps import write as write_heads
+from tests.clusters import two_workers
 from tests.tables import equal
 from vitsee_cli.main import CommandGroup, main
 from vitsee_core import dask_map as module
@@ -39,7 +40,7 @@ WITHOUT = {"best-layer", "demo", "export", "info", "models", "plot", "sites", "v
 @pytest.fixture(scope="module")
 def two() -> Iterator[DaskMap]:
     """Two worker processes."""
-    with dask_map("local:2") as made:
+    with two_workers() as made:
         yield made
 
 
@@ -223,7 +224,9 @@ def test_a_bad_address_is_a_bad_option(tmp_path: Path) -> None:
 
 def test_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.5)
-    cluster = distributed.LocalCluster(n_workers=0, host="127.0.0.1", dashboard_address=":0")
+    cluster = distributed.LocalCluster(
+        n_workers=0, host="127.0.0.1", dashboard_address="127.0.0.1:0"
+    )
     with (
         cluster,
         pytest.raises(DaskError, match="has no workers; start some"),
@@ -260,6 +263,15 @@ def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --------------------------------------------------------------------------------- the commands
+
+
+def test_processes_of_this_machine(tmp_path: Path) -> None:
+    """Nobody else on the machine can reach them."""
+    store = write_heads(tmp_path / "a.zarr", [random_attention(layout(), 16, (2, 2))], slab=8)
+    with dask_map("local:1") as alone:
+        assert (alone.local, alone.n_threads(), alone.n_workers()) == (1, 1, 1)
+        assert address(alone).startswith("tls://127.0.0.1:")
+        assert equal(attn_dist.run(store, map=alone), attn_dist.run(store))
 
 
 @pytest.mark.parametrize("name", sorted(set(commands()) - WITHOUT))

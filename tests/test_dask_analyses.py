@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.clusters import two_workers
 from tests.stores import VIT, write_labelled
 from tests.tables import equal
 from vitsee_core.analyses import cka, cluster, knn, localize, probe, retrieve, similarity, spectrum
-from vitsee_core.dask_map import DaskMap, dask_map
+from vitsee_core.dask_map import DaskMap
 from vitsee_core.results import Table
 from vitsee_core.similarity import comparison
 from vitsee_stores import Store
@@ -29,7 +30,7 @@ Run = Callable[..., Table]
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[DaskMap]:
-    with dask_map("local:2") as made:
+    with two_workers() as made:
         yield made
 
 

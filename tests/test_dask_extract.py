@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from tests import s3
+from tests.clusters import two_workers
 from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
 from tests.tables import equal
 from vitsee_core.analyses import attn_dist, cka, localize, probe
-from vitsee_core.dask_map import DaskMap, dask_map
+from vitsee_core.dask_map import DaskMap
 from vitsee_core.extraction.by_workers import by_absolute_paths, extract_by_workers
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.run import Outcome
@@ -47,7 +48,7 @@ def bucket() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def two(bucket: str) -> Iterator[DaskMap]:
-    with dask_map("local:2") as made:
+    with two_workers() as made:
         yield made
 
 

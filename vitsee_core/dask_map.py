@@ -263,7 +263,8 @@ def _local(processes: int) -> Iterator[Any]:
             threads_per_worker=1,
             processes=True,
             host="127.0.0.1",
-            dashboard_address=None,
+            dashboard_address="127.0.0.1:0",
+            security=True,  # whoever else is on this machine shall not run code here
             memory_limit=0,
             silence_logs=logging.CRITICAL,
             # As torchrun says it, to `machine`: the machine is theirs in equal parts.

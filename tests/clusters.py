@@ -1,0 +1,29 @@
+"""A Dask cluster for tests: two worker processes, which any process of this machine can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vitsee_core.dask_map import DaskMap, dask_map
+
+
+@contextmanager
+def two_workers() -> Iterator[DaskMap]:
+    """The map over them, and under `client.scheduler.address` what --dask takes."""
+    from distributed import LocalCluster
+
+    with (
+        LocalCluster(  # type: ignore[no-untyped-call]
+            n_workers=2,
+            threads_per_worker=1,
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",
+            memory_limit=0,
+            silence_logs=50,
+            env={"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+        ) as cluster,
+        dask_map(cluster.scheduler_address) as made,
+    ):
+        made.local = 2
+        yield made
