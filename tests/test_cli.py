@@ -20,6 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vitsee_cli import commands, console, options
+from vitsee_cli.__main__ import share_cores
 from vitsee_cli.main import CommandGroup, main
 from vitsee_cli.sections import OTHER_COMMANDS, QUESTIONS, SectionedCommand, section
 from vitsee_core import analyses
@@ -405,6 +406,13 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "images/s" in result.stderr
     assert "a remark above the bar" in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
+def test_idle_threads_of_torch_sleep_unless_the_user_says_otherwise(own: dict[str, str]) -> None:
+    environ = {"HOME": "/home/x", **own}
+    share_cores(environ)
+    assert environ == {"HOME": "/home/x", **(own or {"GOMP_SPINCOUNT": "1000"})}
 
 
 def test_command_line_is_what_was_typed() -> None:

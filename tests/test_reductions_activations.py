@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests import reference
 from tests.attention_calls import DEVICES
-from vitsee_core.reductions import activations, pool_sites, residual_products
+from vitsee_core.reductions import pool_sites, residual_products, threads
 from vitsee_stores.layout import TokenLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -57,12 +57,14 @@ def test_a_branch_of_zeros_has_products_of_zero() -> None:
 
 def test_chunks_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     z, f = random(7, 5, 16), random(7, 5, 16, seed=1)
-    whole = residual_products(z, f)
-    parts = [residual_products(z[part], f[part]) for part in (slice(0, 3), slice(3, 7))]
-    assert torch.equal(whole, torch.cat(parts))
-    for n_images in (1, 2, 4):  # the first two with more than one thread
-        monkeypatch.setattr(activations, "CHUNK_BYTES", n_images * 4 * 5 * 16)
-        assert torch.equal(residual_products(z, f), whole)
+    for left in (z, z.transpose(1, 2).contiguous().transpose(1, 2)):  # two ways to the products
+        whole = residual_products(left, f)
+        parts = [residual_products(left[part], f[part]) for part in (slice(0, 3), slice(3, 7))]
+        assert torch.equal(whole, torch.cat(parts))
+        for n_images in (1, 2, 4):  # the first two with more than one thread
+            monkeypatch.setattr(threads, "CHUNK_BYTES", n_images * 4 * 5 * 16)
+            assert torch.equal(residual_products(left, f), whole)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("device", DEVICES)

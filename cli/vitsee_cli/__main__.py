@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import MutableMapping
 
 from vitsee_cli import signals
+
+# Turns of a loop, about 50 us: longer than the gaps within a forward pass.
+SPIN = "1000"
+
+
+def share_cores(environ: MutableMapping[str, str]) -> None:
+    """Let torch's threads sleep soon when they have nothing to do, unless the user says otherwise.
+
+    GNU OpenMP's own default lets them turn for milliseconds after every operation, on cores that
+    the threads of summaries, of the writer and of other processes want. Read when torch is loaded.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environ.keys():
+        environ["GOMP_SPINCOUNT"] = SPIN
 
 
 def main() -> None:
     """Run the command line."""
     signals.answer(sys.argv[1:])
+    share_cores(os.environ)
     from vitsee_cli.main import main as group
 
     try:

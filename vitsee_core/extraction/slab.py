@@ -7,6 +7,7 @@ host waits once a batch, for the results of the batch before last, and the write
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, feature_paths,
 from vitsee_core.extraction.slab_grams import SlabGrams
 from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.reductions import AttentionReducer, pool_sites, residual_products, rollout
+from vitsee_core.reductions.threads import by_chunks
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, arrays
 
@@ -54,6 +56,7 @@ class SlabObserver:
         self._plan, self._device, self._grams = plan, device, grams
         self._precision = precision
         self._copies = HostCopies(device)
+        self._lock = threading.Lock()
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._sum_shapes = {
             path: spec.shape[1:]
@@ -143,20 +146,27 @@ class SlabObserver:
 
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         stored = self._stored[site.name]
-        self._note_peak(site.name, prefix, body)
         if stored.kind == "vector":
+            self._note_peak(site.name, body)
             self._keep(f"vectors/{site.name}", body)
             return
         parts = [body] if prefix is None else [prefix, body]
         self._sums |= self._grams.of_batch(site.name, parts, self._valid)
-        if stored.kind != "raw" and stored.layout is not None:
-            cls, mean = pool_sites(prefix, body, stored.layout)
-            if cls is not None:
-                self._keep(f"pooled/{site.name}/cls", cls)
-            self._keep(f"pooled/{site.name}/mean", mean)
-        if site.name in self._grams.kept:
-            for path, value in zip(feature_paths(stored), parts, strict=True):
-                self._keep(path, value)
+        paths = feature_paths(stored) if site.name in self._grams.kept else []
+        layout = None if stored.kind == "raw" else stored.layout
+
+        def take(images: slice) -> None:
+            some = [part[images] for part in parts]
+            self._note_peak(site.name, *some)
+            if layout is not None:
+                cls, mean = pool_sites(None if prefix is None else some[0], some[-1], layout)
+                if cls is not None:
+                    self._keep(f"pooled/{site.name}/cls", cls, images)
+                self._keep(f"pooled/{site.name}/mean", mean, images)
+            for path, value in zip(paths, some, strict=bool(paths)):
+                self._keep(path, value, images)
+
+        by_chunks(take, len(body), sum(part[:1].numel() for part in parts) * 4, self._device)
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
         """Keep the dot products of a skip and its branch."""
@@ -204,15 +214,17 @@ class SlabObserver:
             self._staged[path] = torch.empty(out.shape, dtype=out.dtype, device=self._device)
         self._staged[path][(slice(None), *place)] = value
 
-    def _keep(self, path: str, value: Tensor) -> None:
-        self._copies.copy(self._buffers[path][self._rows], value)
+    def _keep(self, path: str, value: Tensor, images: slice = slice(None)) -> None:
+        """Put the values of some of the batch's images into their place."""
+        self._copies.copy(self._buffers[path][self._rows][images], value)
 
-    def _note_peak(self, name: str, prefix: Tensor | None, body: Tensor) -> None:
-        for part in (prefix, body):
-            if part is not None and part.numel():
+    def _note_peak(self, name: str, *parts: Tensor) -> None:
+        for part in parts:
+            if part.numel():
                 peak = largest_magnitude(part)
-                before = self._peaks.get(name)
-                self._peaks[name] = peak if before is None else torch.maximum(before, peak)
+                with self._lock:
+                    before = self._peaks.get(name)
+                    self._peaks[name] = peak if before is None else torch.maximum(before, peak)
 
 
 def largest_magnitude(x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class TiledObserver(SlabObserver):
 
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         stored = self._stored[site.name]
-        self._note_peak(site.name, None, body)
+        self._note_peak(site.name, body)
         step_y, step_x = _steps(stored.layout)
         grid = self._grids.get(site.name)
         if grid is None:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from vitsee_core.device import no_autocast
-from vitsee_core.reductions.threads import run_split
+from vitsee_core.reductions.cpu_kernels import dot_products
+from vitsee_core.reductions.threads import by_chunks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vitsee_stores.layout import TokenLayout
-
-CHUNK_BYTES = 1 << 20
 
 
 def residual_products(z: Tensor, f: Tensor) -> Tensor:
@@ -28,20 +27,19 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
     if z.device.type != "cpu":
         _multiply_at_once(z, f, out)
         return out
-    # The product is a temporary of the input's size: it stays in cache, and channels-first views
-    # stay in their order, a few images at a time.
-    image_bytes = max(1, 4 * z.shape[1] * z.shape[2])
-    step = max(1, CHUNK_BYTES // image_bytes)
+    plain = all(x.dtype == torch.float32 and x.is_contiguous() for x in (z, f))
 
-    def multiply(_: int, images: range) -> None:
-        for first in range(images.start, images.stop, step):
-            chunk = slice(first, min(first + step, images.stop))
-            left, right, here = z[chunk].float(), f[chunk].float(), out[chunk]
-            for column, (a, b) in enumerate(((left, left), (right, right), (left, right))):
-                torch.linalg.vecdot(a, b, out=here[..., column])
+    def multiply(images: slice) -> None:
+        if plain:
+            left, right, dots = (x.detach().numpy() for x in (z, f, out))
+            dot_products(left, right, dots, images.start, images.stop)
+            return
+        # Channels-first views stay in their order.
+        x, y, here = z[images].float(), f[images].float(), out[images]
+        for column, (a, b) in enumerate(((x, x), (y, y), (x, y))):
+            torch.linalg.vecdot(a, b, out=here[..., column])
 
-    n_chunks = max(1, len(z) * image_bytes // CHUNK_BYTES)
-    run_split(multiply, len(z), min(torch.get_num_threads(), n_chunks, max(1, len(z))))
+    by_chunks(multiply, len(z), 4 * z.shape[1] * z.shape[2], z.device)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Attention summaries on a CPU: two functions that go through A while it lies in the caches.
+"""Summaries on a CPU: functions that go through A, or activations, while they lie in the caches.
 
 Written as torch calls the same work is some twenty passes over A, and for small images mostly the
 calls themselves. Here a row of A is read three times in all, from the cache that is next to the
@@ -254,3 +254,28 @@ def reduce_queries(
             for k in range(n_prefix, n_tokens):
                 std += math.sqrt(apart[k] / max(1, n_heads - 1))
             spread[start + image, q] = std / (n_tokens - n_prefix)
+
+
+@compiled
+def dot_products(
+    z: NDArray[np.float32], f: NDArray[np.float32], out: NDArray[np.float32], start: int, stop: int
+) -> None:
+    """z.z, f.f and z.f of every token of the images from `start` to `stop` - 1, in one pass.
+
+    Args:
+        z: (images, tokens, dim).
+        f: of the same shape.
+        out: (images, tokens, 3), filled.
+        start: the first image.
+        stop: the one after the last.
+    """
+    for image in range(start, stop):
+        for token in range(z.shape[1]):
+            left, right, dots = z[image, token], f[image, token], out[image, token]
+            of_z = of_f = of_both = ZERO
+            for k in range(z.shape[2]):
+                x, y = left[k], right[k]
+                of_z += x * x
+                of_f += y * y
+                of_both += x * y
+            dots[0], dots[1], dots[2] = of_z, of_f, of_both

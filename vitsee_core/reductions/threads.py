@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
+CHUNK_BYTES = 1 << 20
+
 
 def run_split(function: Callable[[int, range], None], n_items: int, n_pieces: int) -> None:
     """Calls `function(piece, items)` for every piece of the items 0 to n_items - 1.
@@ -39,6 +41,24 @@ def run_split(function: Callable[[int, range], None], n_items: int, n_pieces: in
     wait(futures)
     for future in futures:
         future.result()
+
+
+def by_chunks(
+    function: Callable[[slice], None], n_images: int, image_bytes: int, device: torch.device
+) -> None:
+    """Calls `function(images)` for chunks of a batch that stay in a core's cache over several
+    passes, each thread with its own images; on a GPU once, for all."""
+    if device.type != "cpu":
+        function(slice(0, n_images))
+        return
+    step = max(1, CHUNK_BYTES // max(1, image_bytes))
+
+    def run(_: int, images: range) -> None:
+        for first in range(images.start, images.stop, step):
+            function(slice(first, min(first + step, images.stop)))
+
+    n_chunks = max(1, n_images * image_bytes // CHUNK_BYTES)
+    run_split(run, n_images, min(torch.get_num_threads(), n_chunks, max(1, n_images)))
 
 
 @functools.lru_cache(maxsize=1)
