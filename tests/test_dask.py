@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,8 @@ from tests.attention_maps import layout, random_attention
 from tests.attention_maps import write as write_heads
 from tests.clusters import two_workers
 from tests.tables import equal
+from vitsee_cli import console
+from vitsee_cli.analysis import spread_over
 from vitsee_cli.main import CommandGroup, main
 from vitsee_core import dask_map as module
 from vitsee_core.analyses import attn_dist
@@ -33,8 +36,19 @@ from vitsee_stores.errors import MissingInput, VitseeError
 
 distributed = pytest.importorskip("distributed")
 
-# Commands that compute nothing from stores, or hand out what they hold.
-WITHOUT = {"best-layer", "demo", "export", "info", "models", "plot", "sites", "validate"}
+# Commands that compute nothing from stores, a few numbers (weights), or hand out what they hold.
+WITHOUT = {
+    "best-layer",
+    "demo",
+    "export",
+    "info",
+    "models",
+    "plot",
+    "report",
+    "sites",
+    "validate",
+    "weights",
+}
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +277,20 @@ def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --------------------------------------------------------------------------------- the commands
+
+
+def test_progress_says_by_how_many_workers(
+    two: DaskMap, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console.setup(0)
+    two.client.wait_for_workers(2, timeout=60)  # other tests kill some
+    reporter = console.Reporter("vitsee x", after=0, every=0)
+    with spread_over(address(two), reporter) as own:
+        assert isinstance(own["map"], DaskMap)
+        reporter.start(4)
+        reporter.advance(1)
+        reporter.stop()
+    assert re.search(r"vitsee x: 1/4 images, .* left, 2 workers\n", capsys.readouterr().err)
 
 
 def test_processes_of_this_machine(tmp_path: Path) -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
 from tests.clusters import two_workers
+from tests.extractions import VIT as VIT_MODEL
+from tests.extractions import extracted, plant_images
 from tests.stores import VIT, write_labelled
 from tests.tables import equal
 from vitsee_core.analyses import cka, cluster, knn, localize, probe, retrieve, similarity, spectrum
 from vitsee_core.dask_map import DaskMap
+from vitsee_core.progress import Tally
 from vitsee_core.results import Table
 from vitsee_core.similarity import comparison
-from vitsee_stores import Store
+from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
 
 pytest.importorskip("distributed")
@@ -149,3 +156,71 @@ def test_a_pair_of_stores(two: DaskMap, store: Store, tmp_path: Path) -> None:
     other = write_labelled(tmp_path / "b.zarr", acts(5), np.arange(N) % 3, layout=VIT)
     folders = iter((tmp_path / "here", tmp_path / "there"))
     check(two, lambda **more: cka.run(store, other, cache=next(folders), **more))
+
+
+# ------------------------------------------------------------------------- every kind of analysis
+
+
+GRAMS = ("cka", "similarity")
+
+
+class Locked(Tally):
+    """Progress that cannot be pickled, as the terminal's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def pickled(function: Any, items: Any) -> Iterator[Any]:
+    """A map that sends everything as DaskMap does, and stays here."""
+    work = cloudpickle.dumps(function)
+    for item in items:
+        again = pickle.loads(work)(pickle.loads(pickle.dumps(item)))
+        yield pickle.loads(pickle.dumps(again))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store with everything that analyses read."""
+    folder = tmp_path_factory.mktemp("whole")
+    plant_images(folder / "photos", 12)
+    how = ["--slab", 4, "--device", "cpu", "--inputs", "--attention", "rows", "--head-weights"]
+    how += ["--sites", "all", "--erf", 4, "--model-arg", "num_classes=2"]
+    extracted(*VIT_MODEL, "--data", folder / "photos", *how, "-o", folder / "a.zarr")
+    return open_store(folder / "a.zarr")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("attn_dist", {}),
+        ("attn_map", {"kind": "aligned"}),
+        ("cka", {}),
+        ("cluster", {"n_seeds": 1}),
+        ("erf", {}),
+        ("head_types", {}),
+        ("lens", {}),
+        ("localize", {}),
+        ("normratio", {}),
+        ("norms", {}),
+        ("pca", {}),
+        ("probe", {"holdout": 0.5}),
+        ("retrieve", {}),
+        ("similarity", {}),
+        ("spatial", {}),
+        ("spectrum", {}),
+    ],
+)
+def test_work_and_results_travel(
+    whole: Store, tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    run = importlib.import_module(f"vitsee_core.analyses.{name}").run
+    seen, expected = Locked(), Locked()
+    caches = [{"cache": tmp_path / w} if name in GRAMS else {} for w in ("here", "there")]
+    here = run(whole, progress=expected, **caches[0], **options)
+    there = run(whole, map=pickled, progress=seen, **caches[1], **options)
+    numbers = [n for n in here.columns if here[n].dtype.kind == "f"]
+    assert equal(here, there, *(numbers if name == "localize" else ()))
+    if name != "localize":  # sites are counted there, and here tiles of images
+        assert seen.count == expected.count

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import pickle
 import re
@@ -57,7 +58,8 @@ class DaskMap:
     def __init__(self, client: Any, local: int = 0) -> None:
         self.client, self.local = client, local
         self.sent = self.received = 0
-        self._threads, self._asked = 0, 0.0
+        self._threads: dict[str, int] = {}  # of each worker
+        self._asked = -math.inf
 
     def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
         """`function` of each item, in their order.
@@ -90,15 +92,18 @@ class DaskMap:
 
     def n_threads(self) -> int:
         """Tasks that the cluster can do at a time, as of the last second; at least 1."""
-        if time.monotonic() - self._asked > 1.0:
-            with _one_line("the Dask cluster was lost"):
-                self._threads = sum(self.client.nthreads().values())
-            self._asked = time.monotonic()
-        return max(1, self._threads)
+        return max(1, sum(self._now().values()))
 
     def n_workers(self) -> int:
-        """Workers that the cluster has now."""
-        return len(self.client.nthreads())
+        """Workers that the cluster has, as of the last second."""
+        return len(self._now())
+
+    def _now(self) -> dict[str, int]:
+        if time.monotonic() - self._asked > 1.0:
+            with _one_line("the Dask cluster was lost"):
+                self._threads = self.client.nthreads()
+            self._asked = time.monotonic()
+        return self._threads
 
     def _held(self, work: bytes, name: str) -> Any:
         """A future of `work`, which the scheduler gives a worker again that lost it."""
@@ -286,7 +291,7 @@ def _wait_for_workers(made: DaskMap, address: str) -> None:
                     f"the Dask scheduler at {address} has no workers; start some (cluster.scale, "
                     "dask worker) and repeat the command"
                 )
-            time.sleep(0.1)
+            time.sleep(0.2)
 
 
 def _check_versions(client: Any, address: str) -> None:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def spread_over(dask: str | None) -> Iterator[dict[str, Any]]:
-    """The keyword `map` of an analysis, where a cluster does the work.
+def spread_over(dask: str | None, progress: console.Reporter) -> Iterator[dict[str, Any]]:
+    """The keyword `map` of an analysis, where a cluster does the work; `progress` then says by how
+    many workers.
 
     Raises:
         VitseeError: there is no such cluster.
@@ -32,8 +33,10 @@ def spread_over(dask: str | None) -> Iterator[dict[str, Any]]:
         yield {}
         return
     from vitsee_core.dask_map import dask_map
+    from vitsee_core.machine import counted
 
     with dask_map(dask) as over_workers:
+        progress.beside = lambda: counted(over_workers.n_workers(), "workers")
         yield {"map": over_workers}
 
 
@@ -77,7 +80,7 @@ def run_analysis(
         click.get_current_context().meta[console.RESUMES] = resumes
     opened = options.open_stores(stores, allow_partial=allow_partial)
     progress = console.Reporter(click.get_current_context().info_name or "vitsee")
-    with spread_over(dask) as own:
+    with spread_over(dask, progress) as own:
         table = run(*opened, **parameters, **own, progress=progress)
     sidecar = describe_run(
         opened,

@@ -172,7 +172,9 @@ class Reporter:
         self, what: str, *, after: float | None = None, every: float = LOG_SECONDS
     ) -> None:
         """Progress of `what`. Nothing is shown of a phase that takes less than `after` seconds
-        (`SHOW_AFTER`); `every` is the seconds between lines where there is no terminal."""
+        (`SHOW_AFTER`); `every` is the seconds between lines where there is no terminal.
+        `beside`, which may be set, says what stands behind the time left."""
+        self.beside: Callable[[], str] | None = None
         self._what, self._every = what, every
         self._after = SHOW_AFTER if after is None else after
         self._lock = threading.Lock()
@@ -182,7 +184,7 @@ class Reporter:
         """Begin with `done` of `total` (of `unit`) already done."""
         self.stop()
         if log.isEnabledFor(logging.INFO):
-            rate = _Rate(total, done, unit)
+            rate = _Rate(total, done, unit, self.beside)
             if stderr().is_terminal:
                 self._display = _Bar(self._what, rate, self._after)
             else:
@@ -220,8 +222,10 @@ def slabs_of(what: str) -> Iterator[Callable[[int, int], None]]:
 class _Rate:
     """Images (or other units) and bytes since the start, their rates, and the time left."""
 
-    def __init__(self, total: int, done: int, unit: str) -> None:
-        self.total, self.done, self.unit = total, done, unit
+    def __init__(
+        self, total: int, done: int, unit: str, beside: Callable[[], str] | None = None
+    ) -> None:
+        self.total, self.done, self.unit, self.beside = total, done, unit, beside
         self.images = self.size_bytes = 0
         self.start = time.monotonic()
 
@@ -244,6 +248,8 @@ class _Rate:
             parts.append(f"{human_time(left * seconds / self.images)} left")
         elif left <= 0:
             parts.append(f"{human_time(seconds)} in all")
+        if self.beside is not None:
+            parts.append(self.beside())
         return ", ".join(parts)
 
 

@@ -78,7 +78,7 @@ def command(model: ModelOptions, **given: Any) -> None:
         return
     progress = SlabReporter(run.output.name)
     if dask is not None:
-        with spread_over(dask) as own:
+        with spread_over(dask, progress) as own:
             outcome = extract_by_workers(model, data, keep, run, **own, progress=progress)
     else:
         outcome = extract(model, data, keep, run, shard, progress)

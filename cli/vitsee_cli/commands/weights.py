@@ -65,7 +65,6 @@ QUESTION = KNOWLEDGE
     help="Colours of the figure: one scale for all tiles, or each tile over its own range.",
 )
 @weight_options
-@options.dask_option
 @options.allow_partial_option
 def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters: Any) -> None:
     """Show models' first-layer filters and position embeddings.
