@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import pytest
 
-from vitsee_core.reductions.compiled import compiled
+from vitsee_core.compiled import compiled
 
 
 def add_up(x: Any) -> float:

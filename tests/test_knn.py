@@ -23,6 +23,7 @@ from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
 from vitsee_core.labelled import neighbours
+from vitsee_core.labelled.cpu_neighbours import CpuNeighbours
 from vitsee_core.labelled.neighbours import Neighbours, in_tiles, nearest
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
@@ -62,10 +63,28 @@ def loop_classes(
 
 
 def search(train: Array, test: Array, k: int, cut: int = 10_000, tile: int = 0) -> Any:
-    found = Neighbours(test, k, CPU, tile)
+    """As a CPU finds it, which is compared with what a GPU's passes find."""
+    ways = CpuNeighbours(test, k, tile), Neighbours(test, k, CPU, tile)
     for start in range(0, len(train), cut):
-        found.add(train[start : start + cut])
-    return found.result()
+        for found in ways:
+            found.add(train[start : start + cut])
+    (cosines, rows), (other, others) = (found.result() for found in ways)
+    assert np.array_equal(rows, others)
+    np.testing.assert_allclose(cosines, other, rtol=2e-7)
+    return cosines, rows
+
+
+def test_threads_of_the_search_do_not_matter() -> None:
+    train, test, found = gauss(700, 6, 1), gauss(600, 6, 2), []
+    before = torch.get_num_threads()
+    try:
+        for n_threads in (1, 2, 3):
+            torch.set_num_threads(n_threads)
+            found.append(search(train, test, 5, 300, 100))
+    finally:
+        torch.set_num_threads(before)
+    for cosines, rows in found[1:]:
+        assert np.array_equal(cosines, found[0][0]) and np.array_equal(rows, found[0][1])
 
 
 @pytest.mark.parametrize(("n", "cut", "tile"), [(60, 60, 0), (60, 7, 3), (200, 1, 0), (200, 90, 5)])

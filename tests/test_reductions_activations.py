@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tests import reference
 from tests.attention_calls import DEVICES
-from vitsee_core.reductions import pool_sites, residual_products, threads
+from vitsee_core import threads
+from vitsee_core.reductions import pool_sites, residual_products
 from vitsee_stores.layout import TokenLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

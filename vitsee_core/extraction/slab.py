@@ -21,7 +21,7 @@ from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, feature_paths,
 from vitsee_core.extraction.slab_grams import SlabGrams
 from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.reductions import AttentionReducer, pool_sites, residual_products, rollout
-from vitsee_core.reductions.threads import by_chunks
+from vitsee_core.threads import by_chunks
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, arrays
 

@@ -6,7 +6,8 @@ float32 are ties, and the lower row comes first. So the neighbours and their cos
 on how the rows were cut into tiles, up to a float64 rounding error across a float32 boundary
 (about one similarity in 10^8).
 
-Cost: 2 n m d operations in float32. Memory: 32 bytes per cell of a tile, 12 d bytes per query.
+Cost: 2 n m d operations in float32. Memory: 32 bytes per cell of a tile, 12 d bytes per query. On a
+CPU the same is done by compiled loops, whose cosines do not depend on tiles at all.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitsee_core.device import precision_context
+from vitsee_core.labelled.cpu_neighbours import ORTHOGONAL, CpuNeighbours
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.types import Float32
 
@@ -28,7 +30,6 @@ TILE_BYTES = 32
 # Beyond this share of a tile one product of all of it is cheaper than many single ones.
 FEW = 1 / 50
 PIECE = 512  # vectors multiplied at a time: they stay in cache
-ORTHOGONAL = 2.0**-40  # more than the rounding errors of a float64 product
 UNUSED = torch.iinfo(torch.int64).min
 
 
@@ -42,7 +43,7 @@ class Nearest:
 
 
 class Neighbours:
-    """The k nearest rows of each query, among all rows given so far."""
+    """The k nearest rows of each query, among all rows given so far; on a GPU, as few kernels."""
 
     def __init__(self, queries: Float32, k: int, device: torch.device, tile: int = 0) -> None:
         """Queries: (m, dim). tile: queries worked on at a time."""
@@ -138,7 +139,7 @@ def nearest(
     constant = True
     with precision_context(device, "fp32"):
         for some in in_tiles(queries(), at_once):
-            search, first = Neighbours(some, k, device, tile), None
+            search, first = neighbours(some, k, device, tile), None
             for piece in in_tiles(rows(), tile_rows):
                 first = piece[0].copy() if first is None else first
                 constant = constant and bool((piece == first).all())
@@ -147,6 +148,15 @@ def nearest(
             found.append(search.result())
     cosines, numbers = zip(*found, strict=True)
     return Nearest(np.concatenate(cosines), np.concatenate(numbers), constant)
+
+
+def neighbours(
+    queries: Float32, k: int, device: torch.device, tile: int = 0
+) -> Neighbours | CpuNeighbours:
+    """What finds the k nearest rows of each query on this device."""
+    if device.type == "cpu":
+        return CpuNeighbours(queries, k, tile)
+    return Neighbours(queries, k, device, tile)
 
 
 def in_tiles(pieces: Iterable[Float32], size: int = TILE_ROWS) -> Iterator[Float32]:

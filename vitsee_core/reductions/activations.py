@@ -8,7 +8,7 @@ import torch
 
 from vitsee_core.device import no_autocast
 from vitsee_core.reductions.cpu_kernels import dot_products
-from vitsee_core.reductions.threads import by_chunks
+from vitsee_core.threads import by_chunks
 
 if TYPE_CHECKING:
     from torch import Tensor

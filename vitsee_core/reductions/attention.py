@@ -12,7 +12,7 @@ from vitsee_core.reductions.cpu_passes import CpuPasses
 from vitsee_core.reductions.device_passes import DevicePasses
 from vitsee_core.reductions.grid_distances import grid_distances
 from vitsee_core.reductions.summary import AttentionScores, AttentionSummary
-from vitsee_core.reductions.threads import run_split
+from vitsee_core.threads import run_split
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.reductions.compiled import compiled
+from vitsee_core.compiled import compiled
 
 # The rows of `numbers` and `counts` by name.
 NUMBERS = (

@@ -9,7 +9,7 @@ import torch
 
 from vitsee_core.reductions.cpu_kernels import reduce_heads, reduce_queries
 from vitsee_core.reductions.grid_distances import GridDistances
-from vitsee_core.reductions.threads import run_split
+from vitsee_core.threads import run_split
 
 if TYPE_CHECKING:
     from torch import Tensor

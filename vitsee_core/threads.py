@@ -64,7 +64,7 @@ def by_chunks(
 @functools.lru_cache(maxsize=1)
 def _pool(n_threads: int, process: int) -> ThreadPoolExecutor:
     before = torch.get_num_threads()
-    pool = ThreadPoolExecutor(n_threads, "reductions", _use_one_core)
+    pool = ThreadPoolExecutor(n_threads, "one core", _use_one_core)
     started = threading.Barrier(n_threads + 1)
     for _ in range(n_threads):
         pool.submit(started.wait)
