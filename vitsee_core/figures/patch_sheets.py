@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,8 @@ MOST_ACROSS = 13
 TILE = 1.05  # inches of a map's width
 TALLEST = 1.5  # of a map's height over its width, before it gets narrower
 PHOTO = 1.35
-GAP, LINE_GAP, TITLE, LABEL = 0.06, 0.2, 0.17, 0.2
+MARGIN, GAP, LINE_GAP, TITLE, LABEL = 0.1, 0.06, 0.1, 0.17, 0.2
+LETTERS = 18.0  # of the caption, per inch
 MARK = "#FF3B30"
 WHOLE = (0.0, 0.0, 1.0, 1.0)
 
@@ -65,35 +67,43 @@ class Sheet:
 
     def draw(self) -> Figure:
         """The figure; call it inside a function decorated with `styled`."""
-        several = len({store for line in self.lines for store, _ in line.maps}) > 1
+        several = self._several()
         across = max(len(tiles) for line in self.lines for _, tiles in line.maps)
-        start = 0.1 + (PHOTO + 0.12) * self.photos + LABEL * several
-        width = start + across * (TILE + GAP) + 0.1
-        beside = 0.75 if self.bar else 0.0
-        titles = self._titles()
-        heights = []
-        for k, line in enumerate(self.lines):
-            maps = len(line.maps) * (self._tile(line.image)[1] + GAP)
-            if not k:
-                maps += len(line.maps) * TITLE * titles
-            photo = self._photo(line.image)[1] * self.photos
-            heights.append(max(maps, photo + TITLE) + LINE_GAP)
-        caption = 0.17 * len(self.caption) + 0.1
-        height = 0.08 + sum(heights) + caption
-        size = max(width + beside, 3.4), height
+        start = MARGIN + (self._photo_width() + 0.12) * self.photos + LABEL * several
+        width = start + across * (TILE + GAP) + MARGIN
+        total = max(width + (0.75 if self.bar else 0.0), 3.4)
+        caption = [part for text in self.caption for part in wrap(text, int(total * LETTERS))]
+        heights = [self._height(line, first=not k) for k, line in enumerate(self.lines)]
+        size = total, MARGIN + sum(heights) + 0.16 * len(caption) + MARGIN
         figure = new_figure(*size)
         figure.set_layout_engine("none")
         box = _Box(figure, size)
-        image, top = None, 0.08
+        image, top = None, MARGIN
         for k, (line, tall) in enumerate(zip(self.lines, heights, strict=True)):
             image = self._draw_line(box, line, top, start, first=not k, named=several) or image
             top += tall
         if self.bar and image is not None:
             self._draw_bar(box, image, width, sum(heights))
-        for k, text in enumerate(self.caption):
-            x, y = box.at(0.1, top + 0.12 + 0.17 * k)
+        for k, text in enumerate(caption):
+            x, y = box.at(MARGIN, top + 0.08 + 0.16 * k)
             figure.text(x, y, text, fontsize=7, color=GREY, va="center")
         return figure
+
+    def _several(self) -> bool:
+        """Whether there are several stores, which are then named."""
+        return len({store for line in self.lines for store, _ in line.maps}) > 1
+
+    def _head(self, first: bool) -> float:
+        """Inches of the text above a photograph and its first maps."""
+        return TITLE * max(self._titles(), 1) if first else TITLE * self.photos
+
+    def _height(self, line: SheetLine, first: bool) -> float:
+        """Inches of a line of images, with the text above it and the room below."""
+        maps = len(line.maps) * (self._tile(line.image)[1] + GAP) - GAP
+        if first:
+            maps += (len(line.maps) - 1) * TITLE * self._titles()
+        photo = self._photo(line.image)[1] * self.photos
+        return self._head(first) + max(maps, photo) + LINE_GAP
 
     def _titles(self) -> int:
         """Lines of text above the maps of the first image."""
@@ -104,7 +114,12 @@ class Sheet:
         return _within(TILE, TILE * TALLEST, self._aspect(image))
 
     def _photo(self, image: str) -> tuple[float, float]:
-        return _within(PHOTO, PHOTO * TALLEST, self._aspect(image))
+        width = self._photo_width()
+        return _within(width, width * TALLEST, self._aspect(image))
+
+    def _photo_width(self) -> float:
+        """As large as the maps of one store, larger beside those of several."""
+        return PHOTO if self._several() else TILE
 
     def _aspect(self, image: str) -> float:
         return float(self.about.get(image, {}).get("aspect", 1.0))
@@ -112,17 +127,14 @@ class Sheet:
     def _draw_line(
         self, box: _Box, line: SheetLine, top: float, start: float, *, first: bool, named: bool
     ) -> AxesImage | None:
-        titles = self._titles() * TITLE if first else 0.0
         wide, tall = self._tile(line.image)
-        photo = self._photo(line.image)
-        # The photograph begins level with the first line of maps.
-        photo_top = top + (max(titles, TITLE) if first else TITLE)
+        at, last = top + self._head(first), None
         if self.photos:
-            axes = box.axes(0.1 + (PHOTO - photo[0]) / 2, photo_top, *photo)
+            photo = self._photo(line.image)
+            axes = box.axes(MARGIN + (self._photo_width() - photo[0]) / 2, at, *photo)
             self._draw_photo(axes, line)
-        at, last = top + (max(titles, TITLE) - titles if first else TITLE), None
-        for store, tiles in line.maps:
-            at += titles
+        for i, (store, tiles) in enumerate(line.maps):
+            at += TITLE * self._titles() if first and i else 0.0
             if named:
                 x, y = box.at(start - 0.11, at + tall / 2)
                 box.figure.text(
@@ -140,7 +152,9 @@ class Sheet:
 
     def _draw_photo(self, axes: Axes, line: SheetLine) -> None:
         about = self.about.get(line.image, {})
-        axes.set_title(shorten(line.title, 26), fontsize=7, loc="center", pad=3)
+        axes.set_title(
+            shorten(line.title, 26 if self._several() else 20), fontsize=7, loc="center", pad=3
+        )
         _frame(axes, about.get("frame", WHOLE))
         if "picture" not in about:
             axes.text(
@@ -325,6 +339,8 @@ def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
     if aligned := notes.get("aligned_to"):
         of = f"{shorten(aligned['store'], 20)} {layer_name(aligned['site'])}"
         lines.append(f"turned to be nearest to {of}")
+    if notes.get("foreground", "none") != "none":
+        lines.append("black: background, on the other side of the first component of all patches")
     if any(len(rows.unique("site")) > len(sites[of]) for of, rows in table.groups("store")):
         lines.append("evenly spaced layers; the table has all")
     return lines
