@@ -1,11 +1,11 @@
 """How fast is `vitsee cka` and how right, beside packages and the published scheme?
 
 Claims, at the sizes that README gives:
-    batch    one batch of 1024 images, 40 x 40 sites: not slower than the published scheme (5 %),
-             80 times faster than torch_cka
-    repeats  20 repeats of minibatches of 1024 out of 4096 images: 5 times the published scheme
-    rate     0.8 of this process's GEMM rate in useful operations, n (n + 1) p a Gram matrix
+    batch    one batch of 1024 images, 40 x 40 sites, against the published scheme and packages
+    repeats  20 repeats of minibatches of 1024 out of 4096 images, against the published scheme
+    rate     useful operations of a Gram pass, n (n + 1) p, over this process's GEMM rate
     right    CKA within 1e-5 of float64, features with a large common offset included
+in float32, and in bfloat16 where the processor has it.
 Made-up activations in a store (float16); the peers get the same values as float32 in RAM, which
 favours them. The packages' cost is per pair: they run on a corner of the sites and are scaled,
 unless --full. Sides alternate in one process; medians, and medians of the rounds' ratios.
@@ -25,6 +25,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import activations
@@ -33,10 +35,12 @@ import numpy as np
 import torch
 from activations import Activations
 from cka_peers import Float64
-from common import interleaved, machine, paired_ratio
+from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 from threadpoolctl import threadpool_info
 
-from vitsee_core.grams.products import GramTile, products
+from vitsee_core.grams.arithmetic import PRECISIONS
+from vitsee_core.grams.bfloat16 import has_bfloat16
+from vitsee_core.grams.products import GramTile, Workspace, products
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
@@ -69,6 +73,7 @@ def main() -> None:
     parser.add_argument("--repeat-images", type=int, default=1024)
     parser.add_argument("--repeat-batch", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=20)
+    add_record_option(parser)
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; choose of {', '.join(PARTS)}")
@@ -78,14 +83,25 @@ def main() -> None:
         folder = Path(name)
         if "batch" in parts or "rate" in parts:
             made = make(folder, args.images, args.dim, args.sites, args.distinct)
+            what = f"{args.sites} x {args.sites} sites of {made.n_features:,} features"
             if "batch" in parts:
-                one_batch(made, args.rounds, args.sites if args.full else args.corner)
+                rows = one_batch(made, args.rounds, args.sites if args.full else args.corner)
+                if args.record:
+                    record("cka", f"`vitsee cka`, {what}, {args.images:,} images", rows)
             if "rate" in parts:
-                gram_rate(made, args.rounds)
+                rows = gram_rate(made, args.rounds)
+                if args.record:
+                    what = f"{args.images:,} images of {made.n_features:,} features"
+                    record("gram", f"A Gram pass, {what}", rows)
             del made
         if "repeats" in parts:
             sizes = (args.repeat_images, args.dim, args.repeat_sites, args.distinct)
-            many_repeats(make(folder, *sizes), args.repeat_batch, args.repeats, args.rounds)
+            made = make(folder, *sizes)
+            rows = many_repeats(made, args.repeat_batch, args.repeats, args.rounds)
+            if args.record:
+                title = f"{args.repeats} repeats of minibatches of {args.repeat_batch:,} out of "
+                title += f"{args.repeat_images:,} images, {args.repeat_sites} sites"
+                record("cka-repeats", f"{title} of {made.n_features:,} features", rows)
         if "right" in parts:
             offsets(folder)
 
@@ -112,13 +128,27 @@ def make(folder: Path, images: int, dim: int, sites: int, distinct: int) -> Acti
     return made
 
 
-def ours(made: Activations, estimator: Estimator) -> Hsic:
+def ours(made: Activations, estimator: Estimator, precision: str = "fp32") -> Hsic:
     """From the store to all pairs; no Gram matrix is there yet and none stays."""
     sites = [Representation(made.store, site) for site in made.store.plan.sites]
-    return hsic(sites, estimator=estimator, seed=SEED, options=UNCACHED)
+    options = replace(UNCACHED, precision=precision)
+    return hsic(sites, estimator=estimator, seed=SEED, options=options)
 
 
-def one_batch(made: Activations, rounds: int, corner: int) -> None:
+def precisions() -> list[str]:
+    """What this processor has; others are said."""
+    if has_bfloat16("cpu"):
+        return list(PRECISIONS)
+    print("bf16: this processor has none")
+    return ["fp32"]
+
+
+def name_of(precision: str) -> str:
+    """Of ours, in tables."""
+    return "vitsee" if precision == "fp32" else f"vitsee, {precision}"
+
+
+def one_batch(made: Activations, rounds: int, corner: int) -> list[Result]:
     """All images as one batch: ours, the published scheme, the packages."""
     n, n_sites = made.store.plan.n_images, made.n_sites
     batch = Estimator("minibatch", batch=n, examples=n, repeats=1)
@@ -130,19 +160,21 @@ def one_batch(made: Activations, rounds: int, corner: int) -> None:
 
         return side
 
-    def of_engine() -> Float64:
-        h = ours(made, batch)
+    def of_engine(precision: str) -> Float64:
+        h = ours(made, batch, precision)
         return centred_alignment(h.cross, h.rows, h.cols)
 
     sides: dict[str, Callable[[], float | None]] = {
-        "vitsee": keep("vitsee", of_engine),
+        **{name_of(p): keep(name_of(p), partial(of_engine, p)) for p in precisions()},
         "published scheme": keep(
             "published scheme", lambda: peers.alignment(peers.published_hsic(made.sites, [None]))
         ),
         "cast apart": lambda: cast_seconds(made),
-        "vitsee, exact + jackknife": discard(lambda: ours(made, Estimator("exact"))),
     }
-    table(f"one batch of {n}, {n_sites} x {n_sites} sites", interleaved(sides, rounds), "vitsee")
+    seconds = interleaved(sides, rounds)
+    table(f"one batch of {n}, {n_sites} x {n_sites} sites", seconds, "vitsee")
+    own = [name_of(p) for p in precisions()]
+    rows = results(seconds, own, ["published scheme"], ", given float32 in memory")
     print("(cast: the same bytes from float16 to float32 in RAM, of which the scheme is spared)")
 
     c = min(corner, n_sites)
@@ -157,11 +189,32 @@ def one_batch(made: Activations, rounds: int, corner: int) -> None:
 
         return side
 
-    alternate = {"vitsee": sides["vitsee"], **{name: package(name) for name in peers.PACKAGES}}
+    there = peers.installed()
     how = "run whole" if c == n_sites else f"scaled from {c} x {c} sites"
-    table(f"packages, {how}, once", interleaved(alternate, 1, warmup=0), "vitsee")
+    alternate = {"vitsee": sides["vitsee"], **{name: package(name) for name in there}}
+    seconds = interleaved(alternate, 1, warmup=0)
+    table(f"packages, {how}, once", seconds, "vitsee")
+    rows += results(seconds, ["vitsee"], there, f", {how}, given float32 in memory")
     few = made.sites[: max(c, min(n_sites, len(made.features)))]
     agreement(found, peers.alignment(peers.float64_hsic(few)))
+    return rows
+
+
+def results(
+    seconds: Mapping[str, Sequence[float]], own: Sequence[str], others: Sequence[str], more: str
+) -> list[Result]:
+    """Each of ours against each of the others."""
+    return [
+        Result(
+            f"{name}, against {other}{more}",
+            statistics.median(seconds[name]),
+            statistics.median(seconds[other]),
+            paired_ratio(seconds[other], seconds[name]),
+            "s",
+        )
+        for name in own
+        for other in others
+    ]
 
 
 def cast_seconds(made: Activations) -> float:
@@ -174,7 +227,7 @@ def cast_seconds(made: Activations) -> float:
     return time.perf_counter() - began
 
 
-def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> None:
+def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> list[Result]:
     """Minibatches, drawn anew each repeat: ours from one Gram matrix a site, theirs one a batch."""
     n = made.store.plan.n_images
     examples = n - n % batch
@@ -182,16 +235,20 @@ def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> No
     drawn = draw(n, batch, examples, repeats)
     found: dict[str, Float64] = {}
 
-    def of_engine() -> None:
-        found["vitsee"] = summarise(ours(made, estimator)).cka
+    def of_engine(precision: str) -> None:
+        found[name_of(precision)] = summarise(ours(made, estimator, precision)).cka
 
     def published() -> None:
         each = [peers.alignment(peers.published_hsic(made.sites, batches)) for batches in drawn]
         found["published scheme"] = np.mean(each, 0)
 
     title = f"{repeats} repeats, batches of {batch} out of {n}, {made.n_sites} sites"
-    sides = {"vitsee": of_engine, "published scheme": published}
-    table(title, interleaved(sides, max(1, rounds // 3), warmup=0), "vitsee")
+    sides: dict[str, Callable[[], None]] = {
+        **{name_of(p): partial(of_engine, p) for p in precisions()},
+        "published scheme": published,
+    }
+    seconds = interleaved(sides, max(1, rounds // 3), warmup=0)
+    table(title, seconds, "vitsee")
     # One repeat in float64, which takes its time.
     h = ours(made, Estimator("minibatch", batch=batch, examples=examples, repeats=1))
     one = {
@@ -200,9 +257,11 @@ def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> No
     }
     exact = np.sum([peers.float64_hsic(made.sites, rows) for rows in drawn[0]], 0)
     agreement(one, peers.alignment(exact))
-    print(
-        f"over all repeats, vitsee and the scheme differ by at most {largest(*found.values()):.1e}"
-    )
+    for name in found:
+        off = largest(found[name], found["published scheme"])
+        print(f"over all repeats, {name} and the scheme differ by at most {off:.1e}")
+    own = [name_of(p) for p in precisions()]
+    return results(seconds, own, ["published scheme"], ", given float32 in memory")
 
 
 def draw(n: int, batch: int, examples: int, repeats: int) -> list[list[peers.Rows]]:
@@ -212,17 +271,20 @@ def draw(n: int, batch: int, examples: int, repeats: int) -> list[list[peers.Row
     return [[order[at : at + batch] for at in range(0, examples, batch)] for order in orders]
 
 
-def gram_rate(made: Activations, rounds: int) -> None:
+def gram_rate(made: Activations, rounds: int) -> list[Result]:
     """Useful operations a second of a Gram pass, over the best GEMM's of this process."""
     n, p = made.store.plan.n_images, made.n_features
     site = Representation(made.store, made.store.plan.sites[0]).features
     images = np.arange(n)
     useful, bare = n * (n + 1) * p, made.features[0]
 
-    def gram() -> None:
+    workspace = Workspace()
+
+    def gram(precision: str) -> None:
         whole = slice(0, n)
         tile = [GramTile(whole, whole)]
-        list(products(site, images, tile, device="cpu", memory=1 << 32))
+        how = {"device": "cpu", "memory": 1 << 32, "precision": precision}
+        list(products(site, images, tile, workspace=workspace, **how))  # type: ignore[arg-type]
 
     def read() -> None:
         for strip in site.strips(16384):
@@ -232,7 +294,7 @@ def gram_rate(made: Activations, rounds: int) -> None:
     size, square = 2048, np.random.default_rng(0).normal(size=(2, 2048, 2048)).astype(np.float32)
     a, b = torch.from_numpy(square[0]), torch.from_numpy(square[1])
     sides: dict[str, Callable[[], float | None]] = {
-        "Gram pass": gram,
+        **{f"Gram pass, {p}": discard(partial(gram, p)) for p in precisions()},
         "reading alone": read,
         "numpy x @ x.T, in RAM": discard(lambda: np.matmul(bare, bare.T)),
         "numpy GEMM": discard(lambda: np.matmul(square[0], square[1])),
@@ -246,7 +308,20 @@ def gram_rate(made: Activations, rounds: int) -> None:
     for name, spent in seconds.items():
         rate = "" if "reading" in name else f"{statistics.median(rates[name]):7.0f} G/s"
         print(f"  {name:26} {1e3 * statistics.median(spent):9.1f} ms {rate}")
-    print(f"  Gram pass over the best GEMM: {paired_ratio(rates['Gram pass'], best):.2f}")
+    rows = []
+    for name in (side for side in sides if side.startswith("Gram pass")):
+        ratio = paired_ratio(rates[name], best)
+        print(f"  {name} over the best GEMM: {ratio:.2f}")
+        medians = statistics.median(rates[name]), statistics.median(best)
+        what = f"{name}, reading and casting included, against the best float32 GEMM"
+        rows.append(Result(what, *medians, ratio, "G/s"))
+        in_memory = "numpy x @ x.T, in RAM"
+        ratio = paired_ratio(seconds[in_memory], seconds[name])
+        medians = statistics.median(seconds[name]), statistics.median(seconds[in_memory])
+        rows.append(
+            Result(f"{name}, against numpy's x @ x.T of float32 in memory", *medians, ratio, "s")
+        )
+    return rows
 
 
 def offsets(folder: Path) -> None:

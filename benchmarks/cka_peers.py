@@ -11,6 +11,7 @@ import io
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,18 @@ PACKAGES: dict[str, Package] = {
     "torch_cka": (torch_cka, lambda n, c: (n + n**2) / (c + c**2)),
     "ckatorch": (ckatorch, lambda n, c: n**2 / c**2),
 }
+
+
+def installed() -> list[str]:
+    """The packages that are there; others are said, with how to have them."""
+    there = []
+    for name in PACKAGES:
+        try:
+            import_module(name)
+            there.append(name)
+        except ImportError as error:
+            print(f"{name} is left out: {error} (pip install vitsee[bench])")
+    return there
 
 
 def _one_batch(n: int) -> DataLoader[tuple[Tensor, ...]]:

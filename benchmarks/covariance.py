@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
+from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 
 from tests.stores import write_sites
 from vitsee_core.covariance.sums import block_sums
@@ -32,7 +32,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=5)
+    add_record_option(parser)
     args = parser.parse_args()
+    print(machine())
     rng = np.random.default_rng(0)
     x = rng.normal(size=(args.images, 196, args.dim)).astype(np.float16)
     layout = TokenLayout((), (14, 14), stride_px=(16.0, 16.0))
@@ -45,19 +47,25 @@ def main() -> None:
         blocks = Blocks.of(store, rows.mask, 0)
         whole = x.reshape(-1, args.dim).astype(np.float64)
         flops = len(whole) * args.dim**2  # a symmetric product: half of 2 n D^2
-        ours, blas = [], []
-        for _ in range(args.rounds):
-            start = time.perf_counter()
+
+        def ours() -> None:
             block_sums(features, rows, blocks.of_rows, execution)
-            ours.append(time.perf_counter() - start)
-            start = time.perf_counter()
-            whole.T @ whole
-            blas.append(time.perf_counter() - start)
-    a, b = statistics.median(ours), statistics.median(blas)
+
+        def blas() -> None:
+            np.matmul(whole.T, whole)
+
+        seconds = interleaved({"ours": ours, "blas": blas}, args.rounds)
+    a, b = (statistics.median(seconds[side]) for side in ("ours", "blas"))
+    ratio = paired_ratio(seconds["blas"], seconds["ours"])
     print(f"{len(whole)} tokens of {args.dim} channels")
     print(f"covariance pass  {a:6.2f} s  {flops / a / 1e9:6.1f} GFLOP/s")
     print(f"numpy x.T @ x    {b:6.2f} s  {flops / b / 1e9:6.1f} GFLOP/s")
-    print(f"ratio            {b / a:6.2f}")
+    print(f"ratio            {ratio:6.2f}")
+    if args.record:
+        what = f"covariances of {len(whole):,} tokens of {args.dim} channels from the store, "
+        what += "against numpy's x.T @ x of float64 in memory"
+        title = "The pass of `vitsee spectrum --tokens patches`"
+        record("covariance", title, [Result(what, a, b, ratio, "s")])
 
 
 if __name__ == "__main__":
