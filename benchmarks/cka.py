@@ -54,6 +54,7 @@ from vitsee_core.similarity import (
 PARTS = ("batch", "repeats", "rate", "right")
 UNCACHED = GramOptions(use_cache=False, device="cpu")
 SEED = 0
+THE = {"published scheme": "the published scheme"}
 
 
 def main() -> None:
@@ -206,7 +207,7 @@ def results(
     """Each of ours against each of the others."""
     return [
         Result(
-            f"{name}, against {other}{more}",
+            f"{name}, against {THE.get(other, other)}{more}",
             statistics.median(seconds[name]),
             statistics.median(seconds[other]),
             paired_ratio(seconds[other], seconds[name]),

@@ -14,8 +14,9 @@
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,9 +24,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import interleaved, machine, paired_ratio
+from common import (
+    Result,
+    add_record_option,
+    interleaved,
+    machine,
+    paired_ratio,
+    peak_rss,
+    record,
+)
 from numpy.typing import NDArray
 
+from vitsee_cli.values import parse_size
 from vitsee_core.analyses.localize import run
 from vitsee_stores import Samples, SiteSpec, Store, StorePlan, StoreWriter, TokenLayout, open_store
 from vitsee_stores.layout import arrays
@@ -107,14 +117,38 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory", default="2G", help="of the command whose peak is measured")
     parser.add_argument("--folder", type=Path)
+    add_record_option(parser)
     arguments = parser.parse_args()
     print(machine(), f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        compare(make(Path(folder), arguments.images, arguments.dim), arguments)
+        # Stores are made, and peaks measured, in processes of their own: a new process counts the
+        # peak of the one that started it as its own.
+        made = "import sys; from pathlib import Path; from localize import make; "
+        made += f"make(Path(sys.argv[1]), {arguments.images}, {arguments.dim})"
+        here = Path(__file__).parent
+        subprocess.run([sys.executable, "-c", made, folder], check=True, cwd=here)
+        memory = peak_of(Path(folder), arguments)
+        rows = compare(open_store(Path(folder) / "bench.zarr"), arguments)
+    if arguments.record:
+        title = f"`vitsee localize`, all tokens against all patches, {arguments.images:,} images"
+        record("localize", title, [*rows, memory])
 
 
-def compare(store: Store, arguments: argparse.Namespace) -> None:
+def peak_of(folder: Path, arguments: argparse.Namespace) -> Result:
+    """Of the command, above its imports, against the memory it was given."""
+    imports = peak_rss([sys.executable, "-c", "import torch, vitsee_core.analyses.localize"])
+    command = [sys.executable, "-m", "vitsee_cli", "-q", "localize", str(folder / "bench.zarr")]
+    command += ["--memory", arguments.memory, "--device", arguments.device]
+    above = (peak_rss(command) - imports) / 1e6
+    given = parse_size(arguments.memory) / 1e6
+    print(f"--memory {arguments.memory}: peak {above:.0f} MB above {imports / 1e6:.0f} of imports")
+    what = f"peak memory above the imports with --memory {arguments.memory}, against that"
+    return Result(what, above, given, given / above, "MB")
+
+
+def compare(store: Store, arguments: argparse.Namespace) -> list[Result]:
     """Print the claims."""
     n, dim, k = arguments.images, arguments.dim, GRID * GRID
     work = n * (n + 1) * (k * (dim + 3 * PATCH**2) + k * k)
@@ -158,7 +192,14 @@ def compare(store: Store, arguments: argparse.Namespace) -> None:
         abs(exact(tokens[:, t], patches[:, p]) - cka[t, p]) for t, p in ((0, 0), (90, 90), (90, 5))
     )
     print(f"float64, pair by pair: ours differs by up to {worst:.0e}")
-    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB")
+    what = "Gram matrices and pairs from the store, against the rate of a float32 product"
+    medians = statistics.median(rate), statistics.median(peak)
+    rows = [Result(what, *medians, paired_ratio(rate, peak), "G/s")]
+    if "reference" in found:
+        own, other = (statistics.median(seconds[side]) for side in ("ours", "reference"))
+        ratio = paired_ratio(seconds["reference"], seconds["ours"])
+        rows.append(Result("against the published scheme, given float32", own, other, ratio, "s"))
+    return rows
 
 
 def exact(x: NDArray[Any], y: NDArray[Any]) -> float:

@@ -184,9 +184,11 @@ def write_tiles(
     """
     checksums: dict[int, int] = {}
     for k, tile in tiles:
-        block = np.zeros((size, size), np.float32)
-        block[: tile.shape[0], : tile.shape[1]] = tile
-        data, at = memoryview(block.tobytes()), k * block.nbytes
+        block = tile.astype(np.float32, order="C")
+        if block.shape != (size, size):
+            block = np.zeros((size, size), np.float32)
+            block[: tile.shape[0], : tile.shape[1]] = tile
+        data, at = block.data.cast("B"), k * block.nbytes
         checksums[k] = int(google_crc32c.value(block))
         while data:
             done = os.pwrite(descriptor, data, at)
