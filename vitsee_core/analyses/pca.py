@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.patch_sheets import draw_colours
 from vitsee_core.machine import human_bytes
+from vitsee_core.patch_maps.axis_rows import OF_AXES, axis_rows
 from vitsee_core.patch_maps.colours import CHANNELS, FEWEST, Colours, matched, rotation_to
 from vitsee_core.patch_maps.photos import Shown, describe_sheet, shown_rows
 from vitsee_core.patch_maps.projection import (
@@ -52,10 +53,9 @@ from vitsee_core.progress import counting
 from vitsee_core.provenance import Provenance
 from vitsee_core.results import Table
 from vitsee_core.statistics.image_statistics import METHODS
-from vitsee_core.statistics.jackknife import SHARE, Blocks
-from vitsee_core.statistics.value_columns import jackknife_cells
+from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.store_selection import select_each
-from vitsee_core.streaming import Rows, thread_map
+from vitsee_core.streaming import Rows
 from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import SiteError, VitseeError
 
@@ -76,7 +76,7 @@ READING = (
 )
 SOURCE = "Oquab et al. 2024 (DINOv2), Fig. 1; Pearson 1901; Schönemann 1966"
 
-METRICS = ("explained_variance", "axis_agreement", "score")
+METRICS = (*OF_AXES, "score")
 COLUMNS = (
     *(*SITE, "row", "col", "image", "component", "half_a", "half_b"),
     *("metric", "value", "std", "low", "high", "n_images", "n_examples"),
@@ -310,7 +310,8 @@ class _Site:
         self.part, self.site, self.layout = part, site, layout
         self.axes, self.found, self.side = axes, found, side
         # Now, so that no site's second moments outlive it.
-        self.of_axes = self._of_axes(sums)
+        counted = part.rows.mask & part.store.valid
+        self.of_axes = axis_rows(sums, axes, int(counted.sum()), part.execution.jobs)
         self.colours = Colours.of(found.counted[:, :CHANNELS])
 
     @cached_property
@@ -355,7 +356,7 @@ class _Site:
         for row, name in names.items():
             scores = self.found.of(row)
             keep = ~np.isnan(scores[:, 0])
-            about = {**place, "image": name, "metric": METRICS[2]}
+            about = {**place, "image": name, "metric": METRICS[-1]}
             tables.append(self._of_patches(about, np.flatnonzero(keep), scores[keep]))
         return Table.concat(tables)
 
@@ -375,36 +376,3 @@ class _Site:
         columns["component"] = np.repeat(np.arange(1, k + 1), n)
         columns["value"] = values.T.ravel()
         return Table(columns)
-
-    def _of_axes(self, sums: Sequence[Sums]) -> list[dict[str, Any]]:
-        """Rows of the share of variance of each axis, and of its agreement between halves."""
-        m, k = len(sums), self.part.choice.components
-        even = np.arange(m) % 2 == 0
-        subsets = [even, ~even, *(np.arange(m) != b for b in range(m))]
-        fit = partial(_axes_of, sums, k)
-        first, second, *left = thread_map(self.part.execution.jobs)(fit, subsets)
-        n = int((self.part.rows.mask & self.part.store.valid).sum())
-        rows: list[dict[str, Any]] = []
-        for i in range(k):
-            without = np.array([np.nan if one is None else one.shares[i] for one in left])
-            halves = [np.nan if one is None else float(one.shares[i]) for one in (first, second)]
-            about = {"half_a": halves[0], "half_b": halves[1], "n_examples": self.axes.n}
-            cells = jackknife_cells(
-                float(self.axes.shares[i]), without if m > 1 else without[:0], n, SHARE
-            )
-            rows.append({"component": i + 1, "metric": METRICS[0], **about, **cells})
-        for i in range(k):
-            agreement = np.nan
-            if first is not None and second is not None and np.isfinite(self.axes.shares[i]):
-                agreement = abs(float(first.axes[i] @ second.axes[i]))
-            about = {"value": agreement, "n_images": n, "n_examples": self.axes.n}
-            rows.append({"component": i + 1, "metric": METRICS[1], **about})
-        return rows
-
-
-def _axes_of(sums: Sequence[Sums], k: int, among: Any) -> PrincipalAxes | None:
-    """Of the blocks in `among`; None where these have too few patches."""
-    chosen = [part for part, use in zip(sums, among, strict=True) if use]
-    if sum(part.n for part in chosen) < 2:
-        return None
-    return principal_axes(total(chosen), k)
