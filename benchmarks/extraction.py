@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import interleaved, machine, paired_ratio
+from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 from PIL import Image
 
 from vitsee_core.device import precision_context, resolve_device
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--workers", type=int)
+    add_record_option(parser)
     args = parser.parse_args()
     print(machine())
     with tempfile.TemporaryDirectory() as name:
@@ -112,6 +113,20 @@ def main() -> None:
             f"{args.images / statistics.median(values):8.1f} images/s, "
             f"speed against bare {paired_ratio(base, values):.3f}"
         )
+    if args.record:
+        rows = [
+            Result(
+                f"{args.model}, {args.images} images in batches of {args.batch}, {side}, written, "
+                "against a bare model(x)",
+                statistics.median(values),
+                statistics.median(base),
+                paired_ratio(base, values),
+                "s",
+            )
+            for side, values in seconds.items()
+            if values is not base
+        ]
+        record("extraction", "Extraction beside a bare loop over the model", rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import interleaved, machine, paired_ratio, peak_rss
+from common import (
+    Result,
+    add_record_option,
+    interleaved,
+    machine,
+    paired_ratio,
+    peak_rss,
+    record,
+)
 from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
@@ -42,6 +50,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--memory", type=int, default=1 << 30, help="bytes, of our side")
     parser.add_argument("--only", choices=[*SIDES, "nothing"], help="one side, printing nothing")
+    add_record_option(parser)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -66,6 +75,17 @@ def main() -> None:
             f"  same class {same_class:.4%}, same neighbours {same:.4%}"
             f"  {more[name] / 2**20:.0f} MiB above the data"
         )
+    if args.record:
+        ours = statistics.median(seconds["vitsee"])
+        rows = [
+            Result(
+                f"{args.test} among {args.train} of {args.dim} channels, k = {K}, against {name}",
+                *(ours, statistics.median(seconds[name])),
+                *(paired_ratio(seconds[name], seconds["vitsee"]), "s"),
+            )
+            for name in SIDES[1:]
+        ]
+        record("knn", "Nearest neighbours by cosine, beside scikit-learn", rows)
 
 
 def peaks() -> dict[str, int]:

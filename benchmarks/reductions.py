@@ -1,10 +1,11 @@
 """How much do all attention summaries cost beside the forward pass that they accompany?
 
 Claim: at batch 32 on a CPU, forward / (forward + scores, softmax, every summary of all blocks and
-the rollout) is above 0.75 for ViT-S/16 and ViT-B/16. Both sides alternate in one process; medians
-are printed, and how far the summaries are from plain float64 ones.
+the rollout) is above 0.88 for ViT-S/16 and ViT-B/16, and the summaries of 65 tokens (demo:vit) take
+less than half of the forward pass. Both sides alternate in one process; medians are printed, and
+how far the summaries are from plain float64 ones.
 
-    python benchmarks/reductions.py [MODEL ...] [--batch 32] [--rounds 5] [--threads N]
+    python benchmarks/reductions.py [MODEL ...] [--batch 32] [--rounds 5] [--threads N] [--record]
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import statistics
 import time
 from typing import Any
 
-import timm
 import torch
-from common import interleaved, machine, paired_ratio
+from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 
+from vitsee_core.models import load_model
 from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
 from vitsee_core.reductions import AttentionReducer, AttentionSummary, rollout
 from vitsee_core.reductions.grid_distances import distances
 from vitsee_stores.layout import TokenLayout
 
-MODELS = ["vit_small_patch16_224", "vit_base_patch16_224"]
+MODELS = ["demo:vit", "vit_small_patch16_224", "vit_base_patch16_224"]
 
 
 def main() -> None:
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
+    add_record_option(parser)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -44,16 +46,18 @@ def main() -> None:
     print(f"batch {args.batch}, medians of {args.rounds} rounds")
     columns = f"{'model':24} {'forward':>9} {'summaries':>9} {'ratio':>6}"
     print(f"{columns}  error of entropy, distance, query_std")
-    for name in args.models or MODELS:
-        measure(name, args.batch, args.rounds, args.device)
+    rows = [measure(name, args.batch, args.rounds, args.device) for name in args.models or MODELS]
     print(f"peak RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+    if args.record:
+        record("reductions", "Attention summaries beside the forward pass", rows)
 
 
 @torch.inference_mode()
-def measure(name: str, batch: int, rounds: int, device: str) -> None:
+def measure(name: str, batch: int, rounds: int, device: str) -> Result:
     """Prints one model's row."""
     torch.manual_seed(0)
-    model: Any = timm.create_model(name).eval().to(device)
+    seed = None if name.startswith("demo:") else 0
+    model: Any = load_model(name, random_init=seed).module.to(device)
     images = torch.randn(batch, 3, *model.patch_embed.img_size, device=device)
     calls: list[AttentionCall] = []
 
@@ -87,6 +91,9 @@ def measure(name: str, batch: int, rounds: int, device: str) -> None:
         f" {statistics.median(more) * 1e3:6.0f} ms {ratio:6.3f}"
         f"  {errors[0]:.1e} nats, {errors[1]:.1e} px, {errors[2]:.1e} of it"
     )
+    what = f"{name}, batch {batch}: all attention summaries, against the forward pass"
+    times = [1e3 * statistics.median(side) for side in (more, plain)]
+    return Result(what, times[0], times[1], paired_ratio(plain, more), "ms")
 
 
 def elapsed(began: float, device: str) -> float:
