@@ -49,6 +49,19 @@ def test_for_people(make_store: MakeStore) -> None:
         assert part in result.stdout, part
 
 
+@pytest.mark.parametrize(
+    ("file", "unread"), [("checksums/c.1.0", "n_valid"), ("samples/label/c.0", "labels")]
+)
+def test_what_cannot_be_read_is_said(make_store: MakeStore, file: str, unread: str) -> None:
+    store = make_store()
+    assert "damaged" not in info(store).stdout
+    (store / file).write_bytes((store / file).read_bytes()[:-9])
+    result = info(store)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert f"damaged {unread} (run: vitsee validate --deep {store})" in said
+
+
 def test_a_large_store_shows_how_far_it_is(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,41 @@ def test_two_gram_passes_on_one_cache(
     done = both[1].end()
     assert (done.code, done.stdout) == (0, clean[0]), done.stderr
     ended("same numbers")
+
+
+@pytest.mark.fault("extraction killed")
+def test_what_a_killed_extraction_started_ends(
+    run: Server, images: Path, tmp_path: Path, ended: Ends
+) -> None:
+    """Loading processes, and the memory that they share."""
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        pytest.skip("this system does not list a process' children")
+    before = set(Path("/dev/shm").glob("*"))
+    process = run.start(*extraction(images, tmp_path / "s.zarr"), "--workers", 2)
+    until = time.monotonic() + 60
+    while not (started := children(process.pid)) and process.running():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    assert process.kill().code == -signal.SIGKILL
+    while any(map(runs, started)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert set(Path("/dev/shm").glob("*")) <= before
+    ended("left nothing running")
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended, if perhaps nobody asked yet how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    """Of any of its threads."""
+    found = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += list(map(int, listed.read_text().split()))
+    return found

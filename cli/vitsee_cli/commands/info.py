@@ -167,9 +167,12 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     images = f"{record['n_images']} images"
     if record["n_valid"] is not None:
         images += f", {record['n_valid']} of them stored and readable"
+    unread = [name for name in ("n_valid", "labels") if record[name] is None]
+    damaged = f"{', '.join(unread)} (run: vitsee validate --deep {record['path']})"
     facts = [
         ("store", f"{record['path']} (format {record['format']}, id {record['store_id'][:12]})"),
         ("status", f"{'complete' if record['complete'] else 'unfinished'}: {slabs}"),
+        ("damaged", damaged if unread else ""),
         ("missing", _missing(record["missing"])),
         *(("claimed", _claim(claim)) for claim in record["claimed"]),
         ("resumed by", "" if record["complete"] else _resumed_by(record)),
