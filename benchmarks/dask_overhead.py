@@ -55,17 +55,23 @@ def main() -> None:
             list(workers[n](nothing, range(TASKS)))
             each = 1000 * (time.perf_counter() - began) / TASKS
             rows.append(Result(f"a task that does nothing, local:{n}", each, 0.0, None, "ms"))
+        shown(rows)
         train = make(Path(folder, "train.zarr"), args.images, 0)
         test = make(Path(folder, "test.zarr"), args.images // 2, args.images)
         for name, run in analyses(train, test).items():
             if args.only is None or name in args.only:
-                rows += compare(name, run, workers, args.rounds)
+                rows += shown(compare(name, run, workers, args.rounds))
+    if args.record:
+        record("dask", f"Workers of --dask local:N, {args.images:,} images, {SITES} sites", rows)
+
+
+def shown(rows: list[Result]) -> list[Result]:
+    """The rows, printed."""
     for row in rows:
         other = "" if row.other is None else f"  {row.other:8.2f} {row.unit}"
         ratio = "" if row.ratio is None else f"  x {row.ratio:.2f}"
-        print(f"{row.what:60} {row.ours:8.2f} {row.unit}{other}{ratio}")
-    if args.record:
-        record("dask", f"Workers of --dask local:N, {args.images:,} images, {SITES} sites", rows)
+        print(f"{row.what:60} {row.ours:8.2f} {row.unit}{other}{ratio}", flush=True)
+    return rows
 
 
 def nothing(x: int) -> int:
@@ -75,7 +81,7 @@ def nothing(x: int) -> int:
 def analyses(train: Store, test: Store) -> dict[str, Callable[..., Table]]:
     """Each spreads its sites."""
     return {
-        "probe": partial(probe.run, train, test, shots=(10,)),
+        "probe": partial(probe.run, train, test),
         "knn": partial(knn.run, train, test),
         "cluster": partial(cluster.run, train, n_seeds=1, baselines=()),
         "spectrum": partial(spectrum.run, train),

@@ -37,7 +37,7 @@ R = TypeVar("R")
 PACKAGES = ("vitsee_core", "vitsee_stores")  # whose log lines come back from workers
 WAIT_SECONDS = 10.0  # for a scheduler's answer, and for its first worker
 RETRIES = 2  # of a task whose error is nobody's mistake
-LARGE = 1 << 16  # bytes of a function that goes to each worker once, not with every task
+LARGE = 1 << 14  # bytes of a function that goes to each worker once, not with every task
 AHEAD = 4  # tasks for each thread of the workers, running, waiting or not yet taken
 
 log = logging.getLogger(__name__)
@@ -71,24 +71,44 @@ class DaskMap:
 
         work = cloudpickle.dumps(function)
         name = f"vitsee-{hashlib.sha256(work).hexdigest()[:8]}-{secrets.token_hex(3)}"
-        self.sent += len(work)
-        given = self._held(work, name) if len(work) > LARGE else work
-        waiting: deque[Any] = deque()
+        large = len(work) > LARGE
+        waiting: deque[tuple[Any, bytes]] = deque()
+
+        def submit(data: bytes) -> Any:
+            self.sent += len(data) + (0 if large else len(work))
+            key = f"{name}-{secrets.token_hex(4)}"
+            given = name if large else work
+            return self.client.submit(_done, given, data, key=key, retries=RETRIES)
+
+        def result() -> Any:
+            future, data = waiting.popleft()
+            while (done := self._result(future)) is None:  # a worker that came since
+                self._hand_out(name, work)
+                future = submit(data)
+            return done.result
+
+        if large:
+            self._hand_out(name, work)
         try:
-            for k, item in enumerate(items):
+            for item in items:
                 data = pickle.dumps(item, protocol=5)
-                self.sent += len(data) + (len(work) if given is work else 0)
-                waiting.append(
-                    self.client.submit(_done, given, data, key=f"{name}-{k}", retries=RETRIES)
-                )
+                waiting.append((submit(data), data))
                 while len(waiting) >= AHEAD * self.n_threads():
-                    yield self._result(waiting.popleft())
+                    yield result()
             while waiting:
-                yield self._result(waiting.popleft())
+                yield result()
         finally:
-            if waiting:
-                with contextlib.suppress(Exception):  # the first error is the one to be shown
-                    self.client.cancel(list(waiting), force=True)
+            with contextlib.suppress(Exception):  # the first error is the one to be shown
+                if waiting:
+                    self.client.cancel([future for future, _ in waiting], force=True)
+                if large:
+                    self.client.run(_forget, name, on_error="ignore")
+
+    def _hand_out(self, name: str, work: bytes) -> None:
+        """Give every worker `work`. Not as what tasks depend on: they would all go where it is."""
+        self.sent += len(work) * max(1, self.n_workers())
+        with _one_line("the Dask cluster was lost"):
+            self.client.run(_hold, name, work, on_error="ignore")
 
     def n_threads(self) -> int:
         """Tasks that the cluster can do at a time, as of the last second; at least 1."""
@@ -105,13 +125,12 @@ class DaskMap:
             self._asked = time.monotonic()
         return self._threads
 
-    def _held(self, work: bytes, name: str) -> Any:
-        """A future of `work`, which the scheduler gives a worker again that lost it."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Sending large graph", UserWarning)
-            return self.client.submit(bytes, work, key=f"{name}-work", retries=RETRIES)
+    def _result(self, future: Any) -> _Done | None:
+        """What a task came to, waited for; None where its worker was not given the work.
 
-    def _result(self, future: Any) -> Any:
+        Raises:
+            VitseeError: it is a user's mistake.
+        """
         warned = False
         with _one_line("the Dask cluster was lost"):
             while True:
@@ -125,12 +144,14 @@ class DaskMap:
                         log.warning("the Dask cluster has no workers left: waiting for new ones")
                         warned = True
         self.received += len(data)
-        done: _Done = pickle.loads(data)
+        done: _Done | None = pickle.loads(data)
+        if done is None:
+            return None
         for name, level, line in done.lines:
             logging.getLogger(name).log(level, "%s", line)
         if done.error is not None:
             raise done.error
-        return done.result
+        return done
 
 
 class _Done(NamedTuple):
@@ -141,12 +162,28 @@ class _Done(NamedTuple):
     lines: list[tuple[str, int, str]]
 
 
-def _done(work: bytes, item: bytes) -> bytes:
-    """On a worker: the pickled `_Done` of a pickled function and item."""
+# On a worker: the functions that it was given beforehand, pickled, by name.
+_held: dict[str, bytes] = {}
+
+
+def _hold(name: str, work: bytes) -> None:
+    _held[name] = work
+
+
+def _forget(name: str) -> None:
+    _held.pop(name, None)
+
+
+def _done(work: bytes | str, item: bytes) -> bytes:
+    """On a worker: the pickled `_Done` of a pickled function (or its name in `_held`) and item;
+    that of None where it holds none of this name."""
+    function = _held.get(work) if isinstance(work, str) else work
+    if function is None:
+        return pickle.dumps(None)
     result, error = None, None
     with _lines() as lines:
         try:
-            result = _function(work)(pickle.loads(item))
+            result = _function(function)(pickle.loads(item))
         except VitseeError as mistake:  # no other worker will do better
             error = mistake.with_traceback(None)
     return pickle.dumps(_Done(result, error, lines), protocol=5)
@@ -253,13 +290,15 @@ def _local(processes: int) -> Iterator[Any]:
     import dask
     import distributed
 
-    cores = str(max(1, n_cores() // processes))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, n_cores() // processes)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     config = {
         "distributed.worker.daemon": False,  # a task may start processes of its own
         # Memory is bounded by what the work takes; nobody is to be killed for a page cache.
         "distributed.worker.memory.terminate": False,
         "distributed.worker.memory.pause": False,
+        # Set, it makes every large array fresh memory from the system: twice the time of k-NN.
+        "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
     }
     with (
         dask.config.set(config),
@@ -274,7 +313,7 @@ def _local(processes: int) -> Iterator[Any]:
             silence_logs=logging.CRITICAL,
             # As torchrun says it, to `machine`: the machine is theirs in equal parts.
             env={
-                **{name: os.environ.get(name, cores) for name in names},
+                **{name: os.environ.get(name, threads) for name in names},
                 "LOCAL_WORLD_SIZE": str(processes),
             },
         ) as cluster,
