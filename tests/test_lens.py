@@ -211,10 +211,14 @@ def test_neither_store_nor_model_has_a_head(tmp_path: Path) -> None:
     moved = open_store(tmp_path / "b.zarr")
     with pytest.raises(MissingInput, match=r"not asked for.*; the model of b cannot be loaded"):
         run(moved)
-    found = CliRunner().invoke(
-        main, ["lens", str(moved.path), "--checkpoint", str(tmp_path / "moved.pth")]
-    )
+    given = ["--checkpoint", str(tmp_path / "moved.pth")]
+    found = CliRunner().invoke(main, ["lens", str(moved.path), *given])
     assert found.exit_code == 0, found.output
+    assert "b: the classifier is that of its model" in found.stderr
+    (tmp_path / "c").mkdir()
+    kept = store_of(tmp_path / "c", {})
+    found = CliRunner().invoke(main, ["lens", str(kept.path), *given])
+    assert "the checkpoint is not read: the stores keep their classifiers" in found.stderr
 
 
 def test_the_command_leaves_narrow_stages_out(tmp_path: Path) -> None:

@@ -180,5 +180,17 @@ def test_a_model_without_a_class_token(tmp_path: Path) -> None:
 
     x = np.random.default_rng(0).normal(size=(20, 4, 3))
     store = write_model(tmp_path / "r.zarr", {"layer1.0.out": x, "layer1.1.out": x + 1}, layout=CNN)
-    with pytest.raises(SiteError, match="class token"):
+    with pytest.raises(SiteError, match=r"no class token.*\(--preset platonic .* --tokens mean"):
         run(store, preset="platonic")
+    assert len(run(store, preset="platonic", tokens="mean", no_cache=True)) == 4
+    with pytest.raises(SiteError) as plain:
+        run(store, tokens="cls")
+    assert "preset" not in str(plain.value)
+
+
+def test_too_many_neighbours_are_refused_before_any_work(tmp_path: Path) -> None:
+    *_, stores = two(tmp_path)
+    for images, most in ((None, N - 1), (20, 19)):
+        with pytest.raises(VitseeError, match=f"expected at most {most}"):
+            run(*stores, k=60, images=images)
+    assert not (tmp_path / "a.zarr.grams").exists()

@@ -97,7 +97,7 @@ def test_ties_go_to_the_lower_index_and_oneself_is_no_neighbour() -> None:
         [1, 1, 0, 0],
         [1, 1, 0, 0],
     ]
-    with pytest.raises(VitseeError, match="--k 4 neighbours of 4 images; expected 1 to 3"):
+    with pytest.raises(VitseeError, match="--k 4 neighbours of 4 images; expected at most 3"):
         MutualKnn(4).prepare(gram_of(features(4, 3)))
 
 
@@ -403,8 +403,13 @@ def test_the_command(tmp_path: Path) -> None:
     words = ["similarity", *paths, "--measure", "rsa", "--measure", "gulp", "--calibrate", "19"]
     result = CliRunner().invoke(main, [*words, "-o", str(out), "--png", str(png), "--replicates"])
     assert result.exit_code == 0, result.output
-    assert len(table := Table.read(out)) == 2 * 9
-    assert len(plot(table).axes) == 4  # heatmaps, plain and calibrated, of two measures
+    table = Table.read(out)
+    assert len(table) == 2 * 9
+    figure = plot(table)
+    assert len(figure.axes) == 4  # heatmaps, plain and calibrated, of two measures
+    shown = {axes.get_ylabel() for one in figure.axes for axes in (one, *one.child_axes)}
+    # a calibrated distance is a similarity
+    assert {"GULP distance (0: alike)", "GULP, calibrated (0: chance)"} <= shown
     assert png.stat().st_size > 10_000
     notes = json.loads((tmp_path / "o.csv.json").read_text())
     assert "permutations of the images" in json.dumps(notes)

@@ -20,9 +20,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Classifiers:
-    """Each found once. origin: where the weights are now."""
+    """Each found once. origin: where the weights are now; rebuilt: labels of the stores whose model
+    was needed."""
 
     origin: Provenance
+    rebuilt: list[str] = field(default_factory=list)
     _found: dict[str, Classifier | MissingInput] = field(default_factory=dict)
 
     def __call__(self, store: Store) -> Classifier:
@@ -54,6 +56,7 @@ class Classifiers:
             raise MissingInput(f"{kept}; {error}") from None
         if isinstance(found, str):
             raise MissingInput(f"{kept}; nor has its model one that can be read: {found}")
+        self.rebuilt.append(store.label)
         log.info("%s: the classifier is that of its model, built again", store.label)
         return found
 

@@ -105,6 +105,8 @@ def run(
             raise VitseeError(f"no metric {metric!r}; metrics of lens: {', '.join(METRICS)}")
     heads = Classifiers(origin or Provenance())
     selected = select_each(stores, sites, partial(_sites, heads=heads, patches=patches))
+    if heads.origin.checkpoint and not heads.rebuilt:
+        log.info("the checkpoint is not read: the stores keep their classifiers")
     picked = [execution.rows(store) for store in selected.stores]
     works = [
         _Store(store, heads(store), rows, execution, metrics, patches)

@@ -50,7 +50,7 @@ from vitsee_core.results import Table
 from vitsee_core.similarity import GramOptions, Representation
 from vitsee_core.similarity.pairs import SitePairs, choose_pairs
 from vitsee_core.statistics.jackknife import interval
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,6 +90,7 @@ LABELS = {
     "ridge_r2": "ridge $R^2$ (a from b)",
     "cka": "CKA (debiased)",
 }
+NAMES = {"gulp": "GULP", "procrustes": "Procrustes", "rsa": "RSA"}  # where 1 is alike
 
 
 @analysis
@@ -157,7 +158,12 @@ def run(
     tokens = tokens or (platonic.TOKENS if preset else "all")
     chosen = choose_pairs(stores, sites, sites_a, sites_b, pairs)
     sides = [*chosen.rows, *(chosen.cols or ())]
-    compared = [Representation(store, site, tokens) for store, site in sides]
+    check_k(measures, [store for store, _ in sides], execution.images)
+    try:
+        compared = [Representation(store, site, tokens) for store, site in sides]
+    except SiteError as error:
+        hint = f" (--preset {preset} takes the class token; --tokens mean the rest)"
+        raise SiteError(f"{error}{hint if preset and tokens == platonic.TOKENS else ''}") from None
     if preset:
         compared = platonic.without_outliers(compared, execution, pair_by)
     n_rows = len(chosen.rows)
@@ -230,6 +236,19 @@ def choose_measures(
     if not wanted:
         raise VitseeError(f"no measure; expected some of {', '.join(MEASURES)}")
     return [makers[name]() for name in wanted]
+
+
+def check_k(measures: Sequence[Measure], stores: Sequence[Store], images: int | None) -> None:
+    """Refuse, before any work, more neighbours than there are other images.
+
+    Raises:
+        VitseeError: names both.
+    """
+    n = min(int(store.valid.sum()) for store in stores)
+    n = n if images is None else min(n, images)
+    for measure in measures:
+        if isinstance(measure, MutualKnn | Cknna):
+            measure.check(n)
 
 
 def numbered_pairs(chosen: SitePairs, *, both: bool) -> Integers:
@@ -309,8 +328,8 @@ def _panels(metric: str, rows: Table) -> list[Panel]:
     ]
     if np.isfinite(rows["calibrated"]).any():
         found += [
-            replace(panel, label=f"{LABELS[metric]}, calibrated")
-            for panel in panels_of(rows, "calibrated", f"{scope} (0: as by chance)")
+            replace(panel, label=f"{NAMES.get(metric, LABELS[metric])}, calibrated (0: chance)")
+            for panel in panels_of(rows, "calibrated", scope)
         ]
     return found
 

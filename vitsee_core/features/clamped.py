@@ -60,7 +60,7 @@ def quantile_of_sizes(matrices: Sequence[FeatureMatrix], mask: Mask, share: floa
         VitseeError: a number is not finite.
     """
     n = int(mask.sum())
-    place = int(share * n * sum(matrix.n_features for matrix in matrices))
+    place = int(share * (n * sum(matrix.n_features for matrix in matrices)))
     upper = _count(matrices, mask, None)
     high = int(np.searchsorted(np.cumsum(upper), place, "right"))
     place -= int(upper[:high].sum())

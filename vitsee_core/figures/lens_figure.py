@@ -29,7 +29,7 @@ def draw_lens(table: Table) -> Figure:
     """One panel per metric over depth, one curve per store with the 95 % interval as a band, and
     dashed what patches say alone; below, where the table has single patches, for each store the
     share of images in which a patch alone has the right class (or the output's), at up to seven
-    depths."""
+    depths, on one scale of colours."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     metrics = [metric for metric in LABELS if metric in table.unique("metric")]
@@ -55,8 +55,10 @@ def draw_lens(table: Table) -> Figure:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
     add_curve_legend(figure, panels)
+    shown = of_cells.take(np.isin(of_cells["store"], stores))
+    top = float(np.nanmax(shown["value"].astype(float), initial=0)) or 1.0
     for strip, store in zip(strips[1:], stores, strict=True):
-        _draw_maps(strip, of_cells.where(store=store), str(mapped))
+        _draw_maps(strip, of_cells.where(store=store), str(mapped), top)
     return figure
 
 
@@ -83,10 +85,9 @@ def _draw_patches(axes: Axes, rows: Table, among: Table) -> None:
         axes.plot([], [], color=GREY, **look, label="patches alone")
 
 
-def _draw_maps(strip: Any, rows: Table, metric: str) -> None:
+def _draw_maps(strip: Any, rows: Table, metric: str, top: float) -> None:
     shown = rows.unique("site")
     picks = np.unique(np.round(np.linspace(0, len(shown) - 1, TILES)).astype(int))
-    top = float(np.nanmax(rows["value"].astype(float), initial=0)) or 1.0
     panels = strip.subplots(1, len(picks), squeeze=False)[0]
     for axes, i in zip(panels, picks, strict=True):
         own = rows.where(site=shown[i])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.machine import counted
 from vitsee_core.measures.base import Measure
 from vitsee_core.measures.site_gram import SiteGram
 from vitsee_core.similarity.exact import most_left_out
@@ -71,6 +72,17 @@ class _OfNeighbours(Measure):
     k: int = 10
     reduces: ClassVar[bool] = True
 
+    def check(self, n: int) -> None:
+        """Refuse as many neighbours as there are images, or more.
+
+        Raises:
+            VitseeError: names both.
+        """
+        if not 0 < self.k < n:
+            raise VitseeError(
+                f"--k {self.k} neighbours of {counted(n, 'images')}; expected at most {n - 1}"
+            )
+
     def lacking(self, gram: SiteGram) -> Mask:
         """Images whose features are all 0 have no cosine."""
         return gram.zero
@@ -78,8 +90,7 @@ class _OfNeighbours(Measure):
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> NeighbourPairs:
         """See `NeighbourPairs`."""
         n, cosines = gram.n, gram.cosines()
-        if not 0 < self.k < n:
-            raise VitseeError(f"--k {self.k} neighbours of {n} images; expected 1 to {n - 1}")
+        self.check(n)
         # As many more as a block of the jackknife takes away.
         listed = min(n - 1, self.k + most_left_out(n))
         found_at = np.nonzero(nearest(cosines, listed))[1].reshape(n, listed)

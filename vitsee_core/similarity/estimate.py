@@ -12,7 +12,7 @@ import numpy as np
 
 from vitsee_core.grams.arithmetic import PRECISIONS, choose_device, full_precision
 from vitsee_core.grams.lanes import one_blas_thread
-from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes
+from vitsee_core.machine import counted, free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch
 from vitsee_core.similarity.cache import gram_cache
@@ -173,7 +173,7 @@ def _images(
     paired = paired_rows(list(stores.values()), chosen, pair_by)
     n = len(paired.rows[first.manifest.store_id])
     if n < 4:
-        raise VitseeError(f"{n} images are readable in all stores; CKA needs at least 4")
+        raise VitseeError(f"{counted(n, 'images')} readable in all stores; expected at least 4")
     own = {i: np.flatnonzero(chosen.mask & first.valid) for i in stores}
     for i, store in stores.items():
         if pair_by == "image":
