@@ -14,7 +14,7 @@ PYTHONS := python3.13 python3.12 python3.11 python3
 USABLE := import sys, venv, ensurepip; assert sys.version_info >= (3, 11)
 
 help:
-	@echo "make demo      extract the bundled models and draw their figures into demo-out/"
+	@echo "make demo      study the bundled models; ends with the path of the report"
 	@echo "make test      ruff, mypy, lint-imports, pytest"
 	@echo "make coverage  the tests again, with the lines that none of them reaches"
 	@echo "make faults    processes killed, disks full, bits flipped, servers failing: many trials of each"
@@ -24,7 +24,7 @@ help:
 	@echo "make clean     remove .venv, demo-out/ and caches"
 
 demo: $(STAMP)
-	$(BIN)/vitsee demo
+	$(BIN)/vitsee demo --quick
 
 test: $(STAMP)
 	$(BIN)/ruff check .

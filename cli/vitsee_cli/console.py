@@ -32,11 +32,18 @@ if TYPE_CHECKING:
 PACKAGES = ("vitsee_cli", "vitsee_core", "vitsee_stores")
 ARGUMENTS = "vitsee.arguments"  # where the group leaves them in the click context
 GRAMS_KEPT = "finished Gram matrices are kept; repeat the command to resume"
+REASON = "vitsee.reason"  # in the click context: why the last command failed
 RESUMES = "vitsee.resumes"  # in the click context: what is kept of a command that is stopped
 SHOW_AFTER = 1.0  # seconds: shorter work shows no progress
 LOG_SECONDS = 15.0  # between progress lines where stderr is no terminal
 
+PROGRESS_ONLY = -2
+
 log = logging.getLogger("vitsee_cli")
+
+
+def _is_progress(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.INFO or getattr(record, "progress", False)
 
 
 class _StderrHandler(logging.Handler):
@@ -91,13 +98,16 @@ def require_stdout() -> None:
 
 
 def setup(verbosity: int) -> None:
-    """Show warnings only (-1), remarks and progress (0), or everything (1)."""
-    level = {-1: logging.WARNING, 0: logging.INFO}.get(verbosity, logging.DEBUG)
+    """Show warnings only (-1), also progress (`PROGRESS_ONLY`), also remarks (0), or all (1)."""
+    levels = {-1: logging.WARNING, 0: logging.INFO, PROGRESS_ONLY: logging.INFO}
+    level = levels.get(verbosity, logging.DEBUG)
     stderr.cache_clear()
     for name in PACKAGES:
         logger = logging.getLogger(name)
         logger.setLevel(level)
         logger.handlers = [_StderrHandler()]
+        if verbosity == PROGRESS_ONLY:
+            logger.handlers[0].addFilter(_is_progress)
         logger.propagate = False
 
 
@@ -271,7 +281,8 @@ class _Lines:
 
     def _say(self) -> None:
         rate = self.rate
-        say(f"{self.what}: {rate.count}/{counted(rate.total, rate.unit)}, {rate.text()}")
+        line = f"{self.what}: {rate.count}/{counted(rate.total, rate.unit)}, {rate.text()}"
+        log.info("%s", line, extra={"progress": True})
 
 
 class _Bar:

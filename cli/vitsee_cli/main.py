@@ -140,10 +140,13 @@ def _first_word(ctx: click.Context) -> str:
 
 
 def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
-    """Print `vitsee COMMAND: line` on stderr and exit; with -v after the traceback."""
+    """Print `vitsee COMMAND: line` on stderr and exit; with -v after the traceback. A command that
+    another one runs (a study's step) leaves the line to that."""
     name = f"vitsee {ctx.invoked_subcommand}" if ctx.invoked_subcommand else "vitsee"
     console.debug_traceback()
-    console.fail(f"{name}: {line}")
+    ctx.meta[console.REASON] = line
+    if ctx.parent is None:
+        console.fail(f"{name}: {line}")
     ctx.exit(exit_code)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -103,9 +102,10 @@ def command(
     """
     run_analysis(
         cosine_map.run,
-        partial(cosine_map.plot, scale=scale),
+        cosine_map.plot,
         stores,
         outputs,
+        drawing={"scale": scale},
         origin=Provenance(data),
         **parameters,
     )

@@ -1,4 +1,4 @@
-"""`vitsee demo`: every command on the models and images that ship with vitsee, offline."""
+"""`vitsee demo`: the study of the models, images and miniature sets that ship with vitsee."""
 
 from __future__ import annotations
 
@@ -6,61 +6,11 @@ from pathlib import Path
 
 import click
 
-from vitsee_cli import console
 from vitsee_cli.sections import STORES
+from vitsee_cli.studies import run_study
 from vitsee_cli.values import parse_folder
-from vitsee_stores.errors import VitseeError, reason
 
 QUESTION = STORES
-
-
-def steps(folder: Path) -> list[list[str]]:
-    """The demo's commands, in order: what a user would type."""
-    models = ("vit", "resnet")
-    vit, resnet = (str(folder / f"{name}.zarr") for name in models)
-    layers = ["--sites", "blocks", "--sites", "norms"]
-    vit_layers = [*layers, "--sites", "hidden"]
-    kept = ["--sites", "head", "--inputs", "--erf", "256"]
-    pooled = ["--tokens", "pooled", "--attention", "none", "--no-residual"]
-    two_kinds = ["--tokens", "cls", "--tokens", "patches", "--metric", "norm_ratio"]
-    tokens = ["--sites", "blocks.0.out", "--sites", "blocks.5.out", "--tokens", "3,4"]
-    few = ["--shots", "10"]
-    probes = [f"{folder / f'probe-{name}'}.csv" for name in models]
-    return [
-        ["extract", "demo:vit", "--data", "demo:test", "-o", vit, *vit_layers, *kept],
-        ["extract", "demo:resnet", "--data", "demo:test", "-o", resnet, *layers, *kept],
-        *(
-            ["extract", f"demo:{name}", "--data", "demo:train", "-o", _train(folder, name), *pooled]
-            for name in models
-        ),
-        ["info", vit],
-        ["attn-dist", vit, *_results(folder, "attn-dist")],
-        ["attn-map", vit, "--kind", "mean-cls", *_results(folder, "attn-map-cls")],
-        ["attn-map", vit, "--kind", "aligned", *_results(folder, "attn-map-aligned")],
-        ["head-types", vit, *_results(folder, "head-types")],
-        ["cka", vit, *vit_layers, *_results(folder, "cka-vit")],
-        ["cka", resnet, *layers, *_results(folder, "cka-resnet")],
-        ["cka", vit, resnet, *vit_layers, *_results(folder, "cka-vit-resnet")],
-        ["normratio", vit, resnet, *two_kinds, *_results(folder, "normratio")],
-        ["localize", vit, *tokens, "--tokens", "6,2", *_results(folder, "localize")],
-        ["localize", vit, resnet, "--summary", "site", *_results(folder, "localize-depth")],
-        ["erf", vit, resnet, "--sites", "blocks", *_results(folder, "erf")],
-        *(
-            ["probe", _train(folder, name), store, *few, *_results(folder, f"probe-{name}")]
-            for name, store in zip(models, (vit, resnet), strict=True)
-        ),
-        ["best-layer", *probes, "--metric", "top1", *_results(folder, "probe")],
-        ["weights", "demo:vit", *_results(folder, "weights")],
-    ]
-
-
-def _train(folder: Path, name: str) -> str:
-    return str(folder / f"{name}-train.zarr")
-
-
-def _results(folder: Path, name: str) -> list[str]:
-    """Options that say where a step's table and picture go."""
-    return ["-o", f"{folder / name}.csv", "--png", f"{folder / name}.png", "--force"]
 
 
 @click.command()
@@ -71,28 +21,29 @@ def _results(folder: Path, name: str) -> list[str]:
     type=parse_folder,
     default="demo-out",
     show_default=True,
-    help="Where stores, tables and pictures go.",
+    help="Where stores, tables, pictures and the report go.",
 )
+@click.option(
+    "--quick", is_flag=True, help="Two models and fewer images.  [default: every command, once]"
+)
+@click.option("--dry-run", is_flag=True, help="Print the steps as commands, and what they take.")
 @click.pass_context
-def command(ctx: click.Context, output: Path) -> None:
+def command(ctx: click.Context, output: Path, quick: bool, dry_run: bool) -> None:
     """Run vitsee on its own models and images.
 
-    The two demo models, a ViT and a ResNet trained on Fashion-MNIST, are extracted over the demo's
-    2,000 test images, and each figure is drawn. Offline; a few minutes on two cores.
+    A study of the demo's models, trained on Fashion-MNIST, over its test images, and of miniature
+    sets of videos, keypoints, buildings and objects; at its end stands the path of the report, to
+    be opened in a browser. Offline; some minutes on two cores. Repeat the command to go on.
 
     \b
-      vitsee demo
+      vitsee demo --quick
       vitsee demo -o /tmp/demo
     """
-    import shlex
+    from vitsee_core.study.demo import demo_study, with_sets
 
-    vitsee = ctx.find_root().command
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise VitseeError(f"cannot make the folder {output}: {reason(error)}") from None
-    for step in steps(output):
-        console.say(f"$ vitsee {shlex.join(step)}")
-        if code := vitsee.main(step, prog_name="vitsee", standalone_mode=False, parent=ctx):
-            ctx.exit(code)
-    console.say(f"look at {output}/*.png")
+    run_study(
+        ctx,
+        demo_study(output, quick=quick),
+        dry_run=dry_run,
+        extend=lambda study, plan: with_sets(study, plan, quick=quick),
+    )

@@ -1,0 +1,180 @@
+"""A study on the command line: its plan shown or carried out, each step as its own command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from vitsee_cli import console, options, signals
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_core.study.running import Outcome
+    from vitsee_core.study.steps import Plan, Step, Study
+    from vitsee_core.study.surveyed import SurveyedModel
+
+KEPT = "finished steps are kept; repeat the command to go on"
+Extend = Callable[["Study", "Plan"], "Plan"]
+
+
+def run_study(
+    ctx: click.Context, study: Study, *, dry_run: bool, extend: Extend | None = None
+) -> None:
+    """Plan a study, say what it takes, and carry it out; ends with the path of its report.
+
+    Args:
+        ctx: of the command.
+        study: what is asked for.
+        dry_run: only print the steps as commands.
+        extend: adds steps to a plan.
+
+    Raises:
+        VitseeError: no model is known, or some steps failed (all others were done).
+    """
+    from vitsee_core.study import cost, planning, running
+
+    words = console.command_line()
+    planning.check_choice(study)
+    models, unknown = _survey(study)
+    labelled = _labelled(study)
+
+    def planned(of: Sequence[SurveyedModel]) -> tuple[Plan, Plan]:
+        found = planning.plan(study, of, labelled=labelled)
+        return found, found if extend is None else extend(study, found)
+
+    own, plan = planned(models)
+    plan.left_out |= unknown
+    needed = cost.cost(study, own, models, cost.measured_speed(study.device))
+    console.say(needed.describe(len(models), study.images))
+    for line in planning.reasons(plan.left_out):
+        console.say(f"left out: {line}")
+    if dry_run:
+        console.out("\n".join(step.line for step in (*plan.steps, report_step(study))))
+        return
+    ctx.meta[console.RESUMES] = KEPT
+    running.make_folders(study)
+    record = running.begin(study, words, plan.left_out)
+    perform = Performer(ctx)
+    total = len(plan.steps) + 1
+    try:
+        failed = running.carry_out(plan.extractions, record, perform, console.say, total=total)
+        made = [m for m in models if study.store(m.label) not in _outputs(failed)]
+        if not made:
+            raise VitseeError(f"no model was extracted; see {record.path}")
+        again = planned(made)[1] if len(made) < len(models) else plan
+        steps = [*again.analyses, report_step(study)]
+        record.steps.pop(report_step(study).name, None)
+        failed += running.carry_out(
+            steps, record, perform, console.say, first=len(plan.extractions) + 1, total=total
+        )
+    except running.Stopped as stopped:
+        console.fail(f"vitsee {ctx.info_name}: interrupted; {KEPT}")
+        ctx.exit(signals.EXIT_RESUMABLE if stopped.code else 1)
+    console.out(str(study.folder / "report.html"))
+    if failed or unknown:
+        bad = [f"{step.name} ({record.steps[step.name]['reason']})" for step in failed]
+        bad += [f"{what} ({why})" for what, why in unknown.items()]
+        raise VitseeError(f"{len(bad)} of {total} steps failed: {'; '.join(bad)}")
+
+
+def report_step(study: Study) -> Step:
+    """The last step: the page."""
+    from vitsee_core.study.steps import Step
+
+    page = study.folder / "report.html"
+    words = ("report", str(study.folder), "-o", str(page), "--force")
+    return Step("report", words, (), (page,))
+
+
+class Performer:
+    """Runs the command of a step as if it were typed. Its remarks are not shown, unless with -v."""
+
+    def __init__(self, ctx: click.Context) -> None:
+        """`ctx`: of the study's command."""
+        self.ctx = ctx
+        self.verbosity = ctx.meta.get(options.VERBOSITY, 0)
+
+    def __call__(self, step: Step) -> Outcome:
+        """How the command ended."""
+        from vitsee_core.study.running import Outcome
+
+        self.ctx.meta.pop(console.REASON, None)
+        # Bars vanish; in a log only what takes longest says how far it is.
+        shown = step.command == "extract" or console.stderr().is_terminal
+        quiet = console.PROGRESS_ONLY if shown else -1
+        self.ctx.meta[options.VERBOSITY] = self.verbosity or quiet
+        try:
+            if step.make is not None:
+                step.make()
+                return Outcome(0)
+            group = self.ctx.find_root().command
+            code = group.main(
+                list(step.words), prog_name="vitsee", standalone_mode=False, parent=self.ctx
+            )
+        except click.ClickException as error:
+            return Outcome(2, error.format_message())
+        except (VitseeError, OSError) as error:
+            return Outcome(1, " ".join(str(error).split()))
+        except Exception as error:  # a bug in one step: the others go on
+            console.debug_traceback()
+            return Outcome(1, f"{type(error).__name__}: {error}; run it by itself: {step.line}")
+        finally:
+            self.ctx.meta[options.VERBOSITY] = self.verbosity
+            self.ctx.meta[console.RESUMES] = KEPT
+            console.setup(self.verbosity)
+        return Outcome(code or 0, self.ctx.meta.get(console.REASON, ""))
+
+
+def _outputs(steps: Sequence[Step]) -> set[object]:
+    return {path for step in steps for path in step.outputs}
+
+
+def _survey(study: Study) -> tuple[list[SurveyedModel], dict[str, str]]:
+    """The models that are known, and why the others are not.
+
+    Raises:
+        VitseeError: none is.
+    """
+    from vitsee_core.study.surveyed import survey
+
+    found, unknown = [], {}
+    for label, name in study.models.items():
+        try:
+            found.append(survey(label, name))
+        except VitseeError as error:
+            if len(study.models) == 1:
+                raise
+            unknown[label] = str(error)
+    if not found:
+        raise VitseeError("; ".join(unknown.values()))
+    return found, unknown
+
+
+def _labelled(study: Study) -> bool:
+    """Whether the images have labels.
+
+    Raises:
+        VitseeError: there are no such images.
+    """
+    from vitsee_core.images import open_source
+
+    sources = [open_source(data) for data in (study.data, study.train) if data is not None]
+    return all(bool((source.labels >= 0).any()) for source in sources)
+
+
+def named(models: Sequence[str]) -> dict[str, str]:
+    """Label -> model, of `NAME=MODEL` or `MODEL`.
+
+    Raises:
+        VitseeError: see `check_labels`.
+    """
+    from vitsee_core.study.steps import check_labels, label_of
+
+    pairs = []
+    for text in models:
+        label, sign, name = text.partition("=")
+        given = sign and "/" not in label and ":" not in label
+        pairs.append((label, name) if given else (label_of(text), text))
+    return check_labels(pairs)

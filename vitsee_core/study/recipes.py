@@ -1,0 +1,183 @@
+"""How a study runs each analysis: on which models together, with which options, from what extract
+has to keep. An analysis without a recipe of its own runs with its defaults on all models together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from vitsee_core.study.steps import Step, Study
+from vitsee_core.study.surveyed import SurveyedModel
+
+Models = Sequence[SurveyedModel]
+# What extract keeps beyond pooled vectors: every token, the parts of the first block's heads,
+# receptive fields, pixels, attention summaries, products of skips and branches.
+TOKENS, HEADS, FIELDS, PIXELS, ATTENTION, RESIDUAL = (
+    "tokens", "heads", "fields", "pixels", "attention", "residual"
+)  # fmt: skip
+LABELS, TRAIN = "labels", "train"
+FEW = 4  # models that are all compared with each other; more are compared with the first
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """keeps: what extract has to keep; wants: what the data has to have (`LABELS`, `TRAIN`); steps:
+    of the models that offer what the analysis needs; refusal: why no study can run it."""
+
+    steps: Callable[[Study, Models], Iterator[Step]]
+    keeps: tuple[str, ...] = (TOKENS,)
+    wants: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+def step(
+    study: Study, command: str, variant: str, labels: Sequence[str], *options: str, train: str = ""
+) -> Step:
+    """A step on the stores of these models. train: the model whose training images come first."""
+    stores = [study.store(label) for label in labels]
+    stores = [study.store(train, "train"), *stores] if train else stores
+    name = f"{command}-{variant}" if variant else command
+    table = study.result(name)
+    picture = table.with_suffix(".png")
+    words = (command, *map(str, stores), *options, "-o", str(table), "--png", str(picture))
+    return Step(name, (*words, "--force"), tuple(stores), (table, picture))
+
+
+def together(command: str, *options: str, variant: str = "") -> Callable[..., Iterator[Step]]:
+    """One step on all models."""
+
+    def steps(study: Study, models: Models) -> Iterator[Step]:
+        yield step(study, command, variant, [model.label for model in models], *options)
+
+    return steps
+
+
+def each(command: str, *options: str, variant: str = "") -> Callable[..., Iterator[Step]]:
+    """A step for each model."""
+
+    def steps(study: Study, models: Models) -> Iterator[Step]:
+        for model in models:
+            name = f"{variant}-{model.label}" if variant else model.label
+            yield step(study, command, name, [model.label], *options)
+
+    return steps
+
+
+def _pairs(models: Models) -> list[tuple[SurveyedModel, SurveyedModel]]:
+    if len(models) <= FEW:
+        return list(combinations(models, 2))
+    return [(models[0], other) for other in models[1:]]
+
+
+def _cka(study: Study, models: Models) -> Iterator[Step]:
+    yield from each("cka", "--sites", "blocks")(study, models)
+    for a, b in _pairs(models):
+        labels = [a.label, b.label]
+        yield step(study, "cka", "-".join(labels), labels, "--sites", "blocks")
+    if len(models) > 2:
+        last = ("--sites", "last", "--tokens", "mean-all")
+        yield step(study, "cka", "last-layers", [model.label for model in models], *last)
+
+
+def _similarity(study: Study, models: Models) -> Iterator[Step]:
+    options = ("--sites", "blocks", "--tokens", "mean-all", "--measure", "mutual-knn")
+    for a, b in _pairs(models):
+        yield step(study, "similarity", f"{a.label}-{b.label}", [a.label, b.label], *options)
+    if len(models) == 1:
+        yield step(study, "similarity", models[0].label, [models[0].label], *options)
+
+
+def _attn_map(study: Study, models: Models) -> Iterator[Step]:
+    with_cls = [model for model in models if model.class_token]
+    yield from each("attn-map", "--kind", "mean-cls", variant="mean-cls")(study, with_cls)
+    yield from each("attn-map", "--kind", "aligned", variant="aligned")(study, models)
+    yield from together("attn-map", "--kind", "sink", variant="sink")(study, models)
+
+
+def _cka_heads(study: Study, models: Models) -> Iterator[Step]:
+    """Heads of each transformer against the first model without attention, as in the paper."""
+    others = [label for label, name in study.models.items() if label not in _labels(models)]
+    for model in models:
+        for other in others[:1]:
+            names = [model.label, other]
+            yield step(study, "cka-heads", "-".join(names), names)
+
+
+def _labels(models: Models) -> set[str]:
+    return {model.label for model in models}
+
+
+def _normratio(study: Study, models: Models) -> Iterator[Step]:
+    words = ["patches", *(["cls"] if any(model.class_token for model in models) else [])]
+    tokens = [option for word in words for option in ("--tokens", word)]
+    yield from together("normratio", *tokens)(study, models)
+
+
+def _localize(study: Study, models: Models) -> Iterator[Step]:
+    yield from together("localize", "--summary", "site")(study, models)
+    for model in models:
+        if model.grid is None or min(model.grid) < 2:
+            continue
+        centre = f"{model.grid[0] // 2},{model.grid[1] // 2}"
+        options = ("--sites", "first,depth:0.5,last", "--tokens", "0,0", "--tokens", centre)
+        if model.class_token:  # a CNN's last grid is too coarse for places of the first
+            yield step(study, "localize", f"tokens-{model.label}", [model.label], *options)
+
+
+def _trained(command: str, *options: str) -> Callable[..., Iterator[Step]]:
+    """A step for each model, from the store of its training images."""
+
+    def steps(study: Study, models: Models) -> Iterator[Step]:
+        for model in models:
+            more = (*options, "--replicates")
+            yield step(study, command, model.label, [model.label], *more, train=model.label)
+
+    return steps
+
+
+def _probe(study: Study, models: Models) -> Iterator[Step]:
+    if study.train is not None:
+        yield from _trained("probe")(study, models)
+    else:
+        yield from each("probe", "--holdout", "0.3")(study, models)
+
+
+_NOT_HERE = "it needs {} beside the images; run vitsee {} {} by itself"
+RECIPES: dict[str, Recipe] = {
+    "attn-dist": Recipe(together("attn-dist"), (ATTENTION,)),
+    "attn-map": Recipe(_attn_map, (ATTENTION,)),
+    "head-types": Recipe(each("head-types"), (ATTENTION,)),
+    "cka": Recipe(_cka),
+    "similarity": Recipe(_similarity),
+    "cka-heads": Recipe(_cka_heads, (ATTENTION, HEADS, TOKENS)),
+    "normratio": Recipe(_normratio, (RESIDUAL,)),
+    "localize": Recipe(_localize, (TOKENS, PIXELS)),
+    "erf": Recipe(together("erf", "--sites", "blocks"), (FIELDS,)),
+    "weights": Recipe(together("weights"), ()),
+    "spectrum": Recipe(together("spectrum"), ()),
+    "cluster": Recipe(together("cluster"), (), (LABELS,)),
+    "retrieve": Recipe(together("retrieve", "--truth", "labels"), (), (LABELS,)),
+    "knn": Recipe(_trained("knn"), (), (LABELS, TRAIN)),
+    "probe": Recipe(_probe, (), (LABELS,)),
+    "lens": Recipe(together("lens"), (TOKENS,), (LABELS,)),
+    "pca": Recipe(together("pca"), (TOKENS, PIXELS)),
+    "cosine-map": Recipe(together("cosine-map"), (TOKENS, PIXELS)),
+    "saliency": Recipe(
+        together("saliency"), refusal=_NOT_HERE.format("masks of objects", "saliency", "--masks")
+    ),
+    "propagate": Recipe(
+        together("propagate"), refusal=_NOT_HERE.format("videos", "propagate", "--masks")
+    ),
+    "keypoints": Recipe(
+        together("keypoints"), refusal=_NOT_HERE.format("keypoints", "keypoints", "--pairs")
+    ),
+}
+# What a model has to offer beyond an analysis' NEEDS for its recipe to make sense.
+MORE_NEEDS = {"lens": ("classifier",)}
+
+
+def recipe_of(command: str) -> Recipe:
+    """The recipe of an analysis."""
+    return RECIPES.get(command, Recipe(together(command)))

@@ -1,0 +1,196 @@
+"""A plan carried out: finished steps are skipped, failed ones named, the others go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitsee_core.files import write_files
+from vitsee_core.study.steps import RESULTS, SETS, STORES, Step, Study
+from vitsee_core.versions import result_versions
+from vitsee_stores.errors import VitseeError, reason
+
+FILE = "study.json"
+DONE, FAILED, LEFT_OUT = "done", "failed", "left out"
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended. reason: in one line, "" where it succeeded."""
+
+    code: int
+    reason: str = ""
+
+
+Perform = Callable[[Step], Outcome]
+
+
+@dataclass
+class Record:
+    """`study.json`: what was asked for, and of each step what it was made from and how it ended."""
+
+    path: Path
+    about: dict[str, Any] = field(default_factory=dict)
+    steps: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Record:
+        """The record in a folder; an empty one where there is none, or none of ours."""
+        path = folder / FILE
+        try:
+            found = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError):
+            return cls(path)
+        steps = found.get("steps") if isinstance(found, dict) else None
+        if not isinstance(steps, dict):
+            return cls(path)
+        return cls(path, {}, {k: v for k, v in steps.items() if isinstance(v, dict)})
+
+    def write(self) -> None:
+        """Write it, whole or not at all."""
+        text = json.dumps({**self.about, "steps": self.steps}, indent=2) + "\n"
+        write_files({self.path: text.encode()}, force=True)
+
+
+def make_folders(study: Study) -> None:
+    """The study's folders.
+
+    Raises:
+        VitseeError: they cannot be made.
+    """
+    try:
+        for name in (STORES, RESULTS):
+            (study.folder / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise VitseeError(f"cannot make the folder {study.folder}: {reason(error)}") from None
+
+
+def begin(study: Study, command: Sequence[str], left_out: Mapping[str, str]) -> Record:
+    """The record of a study that begins, or goes on."""
+    record = Record.read(study.folder)
+    record.about = {
+        "command": list(command),
+        "models": dict(study.models),
+        "data": study.data,
+        "train": study.train,
+        "images": study.images,
+        "seed": study.seed,
+        "left_out": dict(left_out),
+        "versions": result_versions(),
+    }
+    record.write()
+    return record
+
+
+def carry_out(
+    steps: Sequence[Step],
+    record: Record,
+    perform: Perform,
+    say: Report,
+    *,
+    first: int = 1,
+    total: int | None = None,
+) -> list[Step]:
+    """Perform the steps in order; returns those that failed, or whose input is missing.
+
+    Args:
+        steps: of one plan.
+        record: written after every step.
+        perform: runs a step's command.
+        say: receives a line for each step.
+        first, total: how the lines count.
+
+    Raises:
+        Stopped: a signal ended a step.
+    """
+    failed = []
+    total = len(steps) if total is None else total
+    for number, step in enumerate(steps, first):
+        head = f"[{number}/{total}] {step.name}"
+        missing = [path for path in step.inputs if not path.exists()]
+        before = record.steps.get(step.name, {})
+        if missing:
+            text = f"{', '.join(path.name for path in missing)} was not made"
+            record.steps[step.name] = _entry(step, LEFT_OUT, 0.0, text)
+            say(f"{head}: left out: {text}")
+            failed.append(step)
+        elif _is_finished(step, before):
+            say(f"{head}: done before")
+            continue
+        else:
+            start = time.monotonic()
+            outcome = perform(step)
+            seconds = time.monotonic() - start
+            if outcome.code > 1 and outcome.code != 2:
+                raise Stopped(outcome.code)
+            if outcome.code:
+                text = outcome.reason or f"exit code {outcome.code}"
+                record.steps[step.name] = _entry(step, FAILED, seconds, text)
+                say(f"{head}: failed: {text}")
+                failed.append(step)
+            else:
+                record.steps[step.name] = _entry(step, DONE, seconds)
+                say(f"{head}: {seconds:.1f} s")
+        record.write()
+    return failed
+
+
+class Stopped(Exception):
+    """A signal ended a step. code: the exit code that says so."""
+
+    def __init__(self, code: int):
+        super().__init__(f"stopped with exit code {code}")
+        self.code = code
+
+
+def _entry(step: Step, status: str, seconds: float, text: str = "") -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "status": status,
+        "command": step.line,
+        "seconds": round(seconds, 1),
+        "inputs": fingerprints(step.inputs),
+        "outputs": {str(path): _outcome(path) for path in step.outputs},
+    }
+    return entry | ({"reason": text} if text else {})
+
+
+def _is_finished(step: Step, before: Mapping[str, Any]) -> bool:
+    """Whether a step was done with the same words from the same inputs, and its files are those
+    that it made."""
+    return (
+        before.get("status") == DONE
+        and before.get("command") == step.line
+        and before.get("inputs") == fingerprints(step.inputs)
+        and before.get("outputs") == {str(path): _outcome(path) for path in step.outputs}
+        and all(path.exists() for path in step.outputs)
+    )
+
+
+def _outcome(path: Path) -> str:
+    """What stands for an output: a store's id where it is complete, of a file its digest."""
+    return next(iter(fingerprints((path,)).values()), "")
+
+
+def fingerprints(paths: Sequence[Path]) -> dict[str, str]:
+    """Path -> what it holds: a store's id (and whether it is complete), a file's digest."""
+    found = {}
+    for path in paths:
+        if path.suffix == ".zarr":
+            from vitsee_stores import open_store
+
+            try:
+                store = open_store(path, allow_partial=True)
+                found[str(path)] = store.manifest.store_id + ("" if store.complete else ", partial")
+            except (VitseeError, OSError):
+                found[str(path)] = ""
+        elif path.is_file():
+            found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+        else:
+            found[str(path)] = SETS if path.is_dir() else ""
+    return found

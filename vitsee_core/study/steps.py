@@ -1,0 +1,109 @@
+"""What a study is asked for, and the steps that it consists of."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vitsee_stores.errors import VitseeError
+
+STORES, RESULTS, SETS = "stores", "results", "sets"
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is asked for. models: label -> name, as for extract; data, train: as for --data, the
+    images of the analyses and those that classifiers learn from; images: so many of each;
+    analyses: only these commands, all where there are none; skip: not these."""
+
+    folder: Path
+    models: Mapping[str, str]
+    data: str
+    train: str | None = None
+    images: int = 2000
+    seed: int = 0
+    device: str = "auto"
+    analyses: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+
+    def store(self, label: str, images: str = "") -> Path:
+        """Where a model's store is; images: "train", or the set, where not the study's own."""
+        return self.folder / STORES / f"{label}{f'-{images}' if images else ''}.zarr"
+
+    def result(self, name: str) -> Path:
+        """Where a table is."""
+        return self.folder / RESULTS / f"{name}.csv"
+
+    def takes(self, command: str) -> bool:
+        """Whether a command is one of those asked for."""
+        return command not in self.skip and (not self.analyses or command in self.analyses)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command line of the study. name: unique, and the stem of its result; words: without
+    `vitsee`; inputs: what must be there before; outputs: what is there after. make: does what the
+    words say where they are no command of vitsee."""
+
+    name: str
+    words: tuple[str, ...]
+    inputs: tuple[Path, ...] = ()
+    outputs: tuple[Path, ...] = ()
+    make: Callable[[], None] | None = None
+
+    @property
+    def command(self) -> str:
+        """The command's name."""
+        return self.words[0]
+
+    @property
+    def line(self) -> str:
+        """What a user would type."""
+        return shlex.join(self.words if self.make else ("vitsee", *self.words))
+
+
+@dataclass
+class Plan:
+    """The steps in order; left_out: command, or command and model -> why it is no step."""
+
+    extractions: list[Step] = field(default_factory=list)
+    analyses: list[Step] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[Step]:
+        """All of them."""
+        return [*self.extractions, *self.analyses]
+
+
+def label_of(name: str) -> str:
+    """What a study calls a model by default: `vit_base_patch16_224` of a name with a tag, `vit` of
+    `demo:vit`, the folder of `local-dir:models/mine`."""
+    last = re.split(r"[/:]", name.rstrip("/"))[-1]
+    plain = last if name.startswith("local-dir:") else last.partition(".")[0]
+    return re.sub(r"[^\w.+-]", "_", plain).lstrip(".-") or "model"
+
+
+def check_labels(models: Mapping[str, str] | list[tuple[str, str]]) -> dict[str, str]:
+    """Label -> model.
+
+    Raises:
+        VitseeError: two models have one label, or a label cannot name a store.
+    """
+    found: dict[str, str] = {}
+    for label, name in models.items() if isinstance(models, Mapping) else models:
+        if label in found:
+            raise VitseeError(
+                f"two models are called {label!r}: {found[label]} and {name}; "
+                f"name them: first={found[label]} second={name}"
+            )
+        if not re.fullmatch(r"[\w+][\w.+-]*", label) or label.endswith(("-train", ".zarr")):
+            raise VitseeError(
+                f"{label!r} cannot name a store: expected letters, digits, _, +, . and -, and no "
+                "-train at its end"
+            )
+        found[label] = name
+    return found
