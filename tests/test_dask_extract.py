@@ -31,7 +31,7 @@ from vitsee_stores.url import parse_place
 
 distributed = pytest.importorskip("distributed")
 
-N, SLAB = 24, 2
+N, SLAB = 12, 2
 MODEL = ModelOptions("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
 KEEP = KeepOptions(slab=SLAB, inputs=True)
 
@@ -182,9 +182,9 @@ def test_claims_of_the_same_run_are_taken_over_at_once(tmp_path: Path) -> None:
     assert Claims(files, {"run": "b"}).take([0, 1], 2) == []
 
 
-def test_ctrl_c(photos: Path, tmp_path: Path) -> None:
+def test_ctrl_c(tmp_path: Path) -> None:
     """The driver ends with 75, its workers with it; the same command resumes."""
-    out = tmp_path / "a.zarr"
+    out, photos = tmp_path / "a.zarr", plant_images(tmp_path / "data", 80)
     command = [sys.executable, "-m", "vitsee_cli", "extract", *VIT, "--data", str(photos)]
     command += ["--slab", "1", "--device", "cpu", "--dask", "local:1", "-o", str(out)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

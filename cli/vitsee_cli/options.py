@@ -373,7 +373,8 @@ jobs_option = click.option(
     type=click.IntRange(min=1),
     default=machine.n_cores,
     show_default="the cores of this process",
-    help="Slabs to work on at a time; the result does not depend on it.",
+    help="Slabs to work on at a time, by threads (--dask local:N: by processes); the result does "
+    "not depend on it.",
 )
 
 dask_option = click.option(
