@@ -302,14 +302,16 @@ def test_weights_and_pixels_that_are_not_used_are_named(folder: Path, tmp_path: 
     model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
     state = {k: v for k, v in model.module.state_dict().items() if not k.startswith("head.")}
     torch.save({**state, "extra.weight": torch.zeros(3)}, tmp_path / "headless.pt")
-    data = ["--data", folder, "-o", tmp_path / "a.zarr", "--dry-run"]
-    said = extracted(VIT[0], "--checkpoint", tmp_path / "headless.pt", *VIT[3:], *data).stderr
+    data = ["--data", folder, "--images", 2, "--sites", "embed", "-o"]
+    headless = [VIT[0], "--checkpoint", tmp_path / "headless.pt", *VIT[3:]]
+    said = extracted(*headless, *data, tmp_path / "a.zarr").stderr
     assert "not in these weights, so random: head.weight, head.bias" in said
     assert "left over: extra.weight" in said
     assert "never seen" not in said
     uneven = ["vit_tiny_patch16_224", "--random-init", "0", "--img-size", "34x48"]
     uneven += ["--model-arg", "patch_size=8", "--model-arg", "depth=1"]
-    assert "patches cover 32x48 of 34x48 input pixels" in extracted(*uneven, *data).stderr
+    said = extracted(*uneven, *data, tmp_path / "b.zarr").stderr
+    assert "patches cover 32x48 of 34x48 input pixels" in said
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares CUDA with the CPU")

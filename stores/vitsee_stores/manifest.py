@@ -188,13 +188,7 @@ def new_manifest(
     Raises:
         StoreError: a sample's id cannot be stored.
     """
-    if len(samples) != plan.n_images:
-        raise ValueError(f"{len(samples)} samples for a plan of {plan.n_images} images")
-    for name in samples.ids:
-        if "\0" in name:
-            raise StoreError(f"the sample id {name!r} holds a NUL character; rename that image")
-    width = max(len(encode_id(name)) for name in samples.ids)
-    plan = dataclasses.replace(plan, id_bytes=max(1, width), boxes=samples.boxes is not None)
+    plan = with_samples(plan, samples)
     same = jsonable(dict(identity))
     text = json.dumps([same, secrets.token_hex(16)], sort_keys=True)
     return Manifest(
@@ -212,6 +206,21 @@ def new_manifest(
         splits=tuple(dict.fromkeys(samples.splits)),
         features=plan.features,
     )
+
+
+def with_samples(plan: StorePlan, samples: Samples) -> StorePlan:
+    """The plan with arrays as wide as what is recorded of these samples.
+
+    Raises:
+        StoreError: a sample's id cannot be stored.
+    """
+    if len(samples) != plan.n_images:
+        raise ValueError(f"{len(samples)} samples for a plan of {plan.n_images} images")
+    for name in samples.ids:
+        if "\0" in name:
+            raise StoreError(f"the sample id {name!r} holds a NUL character; rename that image")
+    width = max(len(encode_id(name)) for name in samples.ids)
+    return dataclasses.replace(plan, id_bytes=max(1, width), boxes=samples.boxes is not None)
 
 
 def by_reason(left_out: Mapping[str, str], shown: int = 3) -> list[str]:

@@ -132,16 +132,8 @@ def plan_store(
     """
     device, selection = resolve_device(run.device), chosen_images(data, {})
     layout = lay_out(options, data, keep, selection)
-    model, table, kept = layout.model, layout.table, layout.kept
-    choices = choose_of(layout, keep, {})
-    n_images = len(selection.samples)
-    slab, slab_note = fit_slab(keep.slab, choices, kept, n_images)
-    weights = small_weights(model, table, keep.head_weights)
-    plan = build_plan(choices, kept, n_images, slab, layout.canvas)
-    plan = replace(plan, weights=weights.shapes)
-    notes = [*layout.notes, *([slab_note] if slab_note else []), *gram_notes(plan), *weights.notes]
-    if keep.erf is not None and keep.erf > n_images:
-        notes.append(f"--erf {keep.erf}: there are {n_images} images, all are used")
+    model, table = layout.model, layout.table
+    choices, plan, weights, notes = plan_contents(layout, keep, len(selection.samples))
     notes += [*model.notes(), *cut_sides(options, model), *unseen_pixels(model, table)]
     model.module.to(device)
     first = first_images(selection, model.transform, {})
@@ -179,6 +171,25 @@ def plan_store(
         erf=erf,
         weights=weights,
     )
+
+
+def plan_contents(
+    layout: ImageLayout, keep: KeepOptions, n_images: int
+) -> tuple[Choices, StorePlan, SmallWeights, list[str]]:
+    """What a new store of so many images will hold, and what to say about it.
+
+    Raises:
+        VitseeError: as `choose`, `fit_slab` and `small_weights`.
+    """
+    choices = choose_of(layout, keep, {})
+    slab, slab_note = fit_slab(keep.slab, choices, layout.kept, n_images)
+    weights = small_weights(layout.model, layout.table, keep.head_weights)
+    plan = build_plan(choices, layout.kept, n_images, slab, layout.canvas)
+    plan = replace(plan, weights=weights.shapes)
+    notes = [*layout.notes, *([slab_note] if slab_note else []), *gram_notes(plan), *weights.notes]
+    if keep.erf is not None and keep.erf > n_images:
+        notes.append(f"--erf {keep.erf}: there are {n_images} images, all are used")
+    return choices, plan, weights, notes
 
 
 def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any]) -> Choices:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from vitsee_core.models.create import resolve, skips_left_out, without_weights
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import check_model_options, load_model, model_arguments
@@ -46,24 +44,24 @@ def list_sites(name: str, *, prove: bool = False, **options: Any) -> Listing:
     checkpoint, seed = options.get("checkpoint"), options.get("random_init")
     own = bool(skips_left_out(resolve(name), name))  # proven as they are taken out
     if not prove and checkpoint is None and not own:
-        module, size = _on_meta(name, options)
-        table = _sketched(module, size)
-        if table is not None:
-            return Listing(table, size, proven=False)
+        if (listing := from_shapes(name, options)) is not None:
+            return listing
         options = {**options, "random_init": 0 if seed is None else seed}
     model = load_model(name, **options)
     return Listing(site_table(model), model.input_size, proven=True, notes=tuple(model.notes()))
 
 
-def _on_meta(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, int, int]]:
+def from_shapes(name: str, options: Mapping[str, Any]) -> Listing | None:
+    """The sites as shapes show them, on torch's meta device; None where these do not suffice, or
+    values are needed for them.
+
+    Raises:
+        ModelError: unknown model, or arguments that it does not take.
+    """
     given = {key.removeprefix("img_"): options.get(key) for key in INPUT}
     wanted = model_arguments(options.get("model_args"), options.get("img_size"))
-    return without_weights(name, wanted, given)
-
-
-def _sketched(module: nn.Module, size: tuple[int, int, int]) -> SiteTable | None:
-    """The table from shapes; None where these do not suffice, or values are needed for them."""
+    module, size = without_weights(name, wanted, given)
     try:
-        return sketch(module, size, doubtful=False)
+        return Listing(sketch(module, size, doubtful=False), size, proven=False)
     except (ModelError, NotImplementedError, RuntimeError):
         return None  # whatever is wrong shows again, in one line, once there are values

@@ -25,7 +25,7 @@ from vitsee_cli.sections import STORES, SectionedCommand, section
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 
 if TYPE_CHECKING:
-    from vitsee_core.extraction.prepare import Prepared
+    from vitsee_core.extraction.dry_run import DryRun
     from vitsee_core.extraction.run import Outcome
     from vitsee_stores.url import Place
 
@@ -52,7 +52,7 @@ def command(model: ModelOptions, **given: Any) -> None:
       vitsee extract resnet50 --data imagenet/val -o r50.zarr --plan slurm > r50.sh; bash r50.sh
     """
     from vitsee_core.extraction.by_workers import extract_by_workers
-    from vitsee_core.extraction.prepare import prepare
+    from vitsee_core.extraction.dry_run import dry_run
     from vitsee_core.extraction.run import extract
     from vitsee_core.extraction.sharding import parse_shard
 
@@ -74,7 +74,7 @@ def command(model: ModelOptions, **given: Any) -> None:
     data, keep, run = take(DataOptions), take(KeepOptions), take(RunOptions)
     if run.dry_run:
         each = click.get_current_context().meta.get(options.VERBOSITY, 0) > 0
-        show_plan(prepare(model, data, keep, run), run, each)
+        show_plan(dry_run(model, data, keep, run), run, each)
         return
     progress = SlabReporter(run.output.name)
     if dask is not None:
@@ -107,25 +107,23 @@ class SlabReporter(console.Reporter):
         super().start(total, done, unit)
 
 
-def show_plan(prepared: Prepared, run: RunOptions, each: bool) -> None:
+def show_plan(planned: DryRun, run: RunOptions, each: bool) -> None:
     """Sizes as CSV on stdout, the sum first, then folders or `each` array; remarks on stderr."""
     from vitsee_core.extraction.image_layout import describe
-    from vitsee_core.extraction.run import erf_cost, strategy_of
     from vitsee_core.extraction.sizes import HEADER, array_sizes, folder_sizes, total_size
     from vitsee_core.machine import counted, free_disk_bytes, human_bytes, scratch_folder
     from vitsee_stores.manifest import by_reason
 
-    plan = prepared.plan
+    plan = planned.plan
     total = total_size(plan)
     console.out(HEADER)
     for size in (total, *(array_sizes if each else folder_sizes)(plan)):
         console.out(size.row(plan.n_images))
-    for note in prepared.notes:
+    for note in planned.notes:
         console.warn(note)
-    batch_size = strategy_of(prepared, run).batch_size
-    if cost := erf_cost(prepared, batch_size, [slice(0, plan.n_images)]):
-        console.say(cost)
-    for line in by_reason(prepared.manifest.left_out):
+    if planned.cost:
+        console.say(planned.cost)
+    for line in by_reason(planned.left_out):
         console.say(f"left out: {line}")
     if canvas := describe(plan.canvas):
         console.say(canvas)

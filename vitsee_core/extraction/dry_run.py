@@ -1,0 +1,97 @@
+"""`extract --dry-run`: what a store would hold, from the shapes of a model where these suffice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vitsee_core.device import resolve_device
+from vitsee_core.extraction.gram_strategy import choose_strategy
+from vitsee_core.extraction.image_layout import ImageLayout
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.prepare import chosen_images, cut_sides, plan_contents, prepare
+from vitsee_core.extraction.run import default_batch, erf_cost, strategy_of
+from vitsee_core.extraction.same_images import first_images
+from vitsee_core.models import ModelError
+from vitsee_core.models.create import resolve, skips_left_out
+from vitsee_core.models.listing import from_shapes
+from vitsee_core.models.load import check_model_options
+from vitsee_core.models.stand_ins import stand_in
+from vitsee_stores import StoreWriter
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import StorePlan
+from vitsee_stores.manifest import with_samples
+
+UNCHECKED = (
+    "from the model's shapes: no weights were read, so whether they are to be had and fit, the "
+    "self-check, and values beyond float16 are left to the extraction"
+)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The contents of a store that is not made. left_out: what it will not have, and why. notes:
+    for the user. cost: that of receptive fields in words, "" without any."""
+
+    plan: StorePlan
+    left_out: dict[str, str]
+    notes: tuple[str, ...]
+    cost: str = ""
+
+
+def dry_run(model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions) -> DryRun:
+    """What `extract` with these options would store. Nothing is written.
+
+    Weights are read where shapes do not say it all (order of tokens, skips taken out, cells on a
+    canvas), where a store is joined, which is compared with the model, and for the measured cost
+    of --erf.
+
+    Raises:
+        VitseeError: anything the user can mend, in one line.
+    """
+    check_model_options(vars(model))
+    found = None
+    if not needs_weights(model, data, keep, run):
+        found = _from_shapes(model, data, keep, run)
+    if found is not None:
+        return found
+    prepared = prepare(model, data, keep, run)
+    batch_size = strategy_of(prepared, run).batch_size
+    cost = erf_cost(prepared, batch_size, [slice(0, prepared.plan.n_images)])
+    return DryRun(prepared.plan, dict(prepared.manifest.left_out), prepared.notes, cost)
+
+
+def needs_weights(
+    model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
+) -> bool:
+    """Whether what was asked for is decided on weights, whatever the architecture."""
+    canvas = data.short_side is not None or data.tiles or data.multiple is not None
+    ablated = model.ablate_skip or skips_left_out(resolve(model.name), model.name)
+    if canvas or ablated or keep.erf:
+        return True
+    return not run.force and StoreWriter.join(run.output) is not None
+
+
+def _from_shapes(
+    options: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
+) -> DryRun | None:
+    """The plan without weights; None where shapes do not suffice."""
+    device, selection = resolve_device(run.device), chosen_images(data, {})
+    listing = from_shapes(options.name, vars(options))
+    if listing is None:
+        return None
+    table = listing.table
+    model = stand_in(options.name, vars(options), table)
+    layout = ImageLayout(model, table, table)
+    try:
+        choices, contents, _, notes = plan_contents(layout, keep, len(selection.samples))
+    except (ModelError, NotImplementedError, RuntimeError):
+        return None  # whatever is wrong shows again, in one line, once there are values
+    except VitseeError:
+        if keep.head_weights:  # whether there is such a classifier is for the weights to say
+            return None
+        raise
+    first_images(selection, model.transform, {})
+    choose_strategy(contents, table, device, run.batch_size, default_batch(device))
+    left_out = {**choices.left_out, **table.left_out}
+    notes = [*notes, *cut_sides(options, model), *selection.notes, UNCHECKED]
+    return DryRun(with_samples(contents, selection.samples), left_out, tuple(notes))
