@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python >= 3.11 with its venv module, and nothing else.
 # The environment is made once, in .venv; PYTHON=... chooses another interpreter for it.
 
-.PHONY: help demo test coverage faults report-check slurm env clean
+.PHONY: help demo test coverage faults report-check findings slurm env clean
 .DELETE_ON_ERROR:
 # What is given on the command line is for this make, not for one that its tests run.
 MAKEOVERRIDES :=
@@ -19,6 +19,7 @@ help:
 	@echo "make coverage  the tests again, with the lines that none of them reaches"
 	@echo "make faults    processes killed, disks full, bits flipped, servers failing: many trials of each"
 	@echo "make report-check  the report in a headless Chromium, where there is one"
+	@echo "make findings  docs/findings.md: what the papers found, on the demo's models"
 	@echo "make slurm     a planned job array, and a Dask cluster, on a real SLURM of one node"
 	@echo "make env       only set up .venv"
 	@echo "make clean     remove .venv, demo-out/ and caches"
@@ -43,6 +44,11 @@ faults: $(STAMP)
 
 report-check: $(STAMP)
 	$(BIN)/pytest -rs tests/test_report_browser.py
+
+# A quarter of an hour.
+findings: $(STAMP)
+	$(BIN)/python tools/findings_measure.py findings-out
+	$(BIN)/python tools/findings.py
 
 # Some minutes: tasks run into their time limit and wait for their turn again.
 slurm: $(STAMP)
@@ -69,4 +75,4 @@ $(STAMP): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv demo-out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv demo-out findings-out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

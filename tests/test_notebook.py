@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import vitsee_core.analyses
 from vitsee_core.analyses import attn_dist
@@ -158,3 +161,38 @@ def test_without_pandas(monkeypatch: pytest.MonkeyPatch, make_store: MakeStore) 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(VitseeError, match=r"vitsee\[notebook\]"):
         store.samples.to_pandas()
+
+
+# ---------------------------------------------------------------- the one that ships
+
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "first_look.ipynb"
+
+
+def run_cell(source: str, names: dict[str, Any]) -> Any:
+    """What a notebook shows under a cell: its last expression."""
+    tree = ast.parse(source)
+    last = tree.body[-1]
+    shown = isinstance(last, ast.Expr)
+    exec(compile(ast.Module(tree.body[: -1 if shown else None], []), "cell", "exec"), names)
+    if not isinstance(last, ast.Expr):
+        return None
+    return eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell in order, over fewer images; it ships without outputs."""
+    monkeypatch.chdir(tmp_path)
+    page = json.loads(NOTEBOOK.read_text())
+    cells = [cell for cell in page["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        shown.append(run_cell(source.replace("images = 200", "images = 40"), names))
+    assert names["images"] == 40
+    figures = [one for one in shown if isinstance(one, Figure)]
+    assert len(figures) == 4 and all(figure.axes for figure in figures)
+    frame = shown[-3]
+    assert {*frame["site"]} == {*names["stores"]["resnet"].sites} - {"pooled", "logits"}
+    assert shown[-1] == ["distances.csv", "similarity.csv"]

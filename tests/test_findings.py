@@ -1,0 +1,300 @@
+"""docs/findings.md: its statistics on tables of known answer, its verdicts, and the page."""
+
+from __future__ import annotations
+
+import csv
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import findings_statistics as of
+import numpy as np
+import pytest
+from findings import TABLE, VERDICTS, page
+from findings_list import FINDINGS, Finding, verdict
+
+from vitsee_core import demo
+from vitsee_core.results import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def table(
+    rows: Sequence[Mapping[str, Any]], without: Sequence[Sequence[float]] | None = None
+) -> Table:
+    """Rows with two replicates: by default value + 1 and value - 1."""
+    pairs = [[row["value"] + 1, row["value"] - 1] for row in rows] if without is None else without
+    return Table.from_rows(
+        [{**row, "replicates": np.array(own, float)} for row, own in zip(rows, pairs, strict=True)],
+        list(rows[0]),
+    )
+
+
+def blocks_table(values: Sequence[float]) -> Table:
+    """Two heads a block, depths 0 to 1."""
+    n = len(values) // 2
+    return table(
+        [
+            {"block": f"blocks.{i // 2}", "rel_depth": (i // 2) / (n - 1), "value": value}
+            for i, value in enumerate(values)
+        ]
+    )
+
+
+def similarity(values: Mapping[tuple[str, str], float]) -> Table:
+    """CKA of sites named by block and relative depth in thirds: `b0.out` at 0 and so on."""
+    rows = []
+    for (a, b), value in values.items():
+        row: dict[str, Any] = {}
+        for side, site in (("a", a), ("b", b)):
+            block, _, part = site.partition(".")
+            depth = int(block[1:]) + (part == "out")
+            row |= {f"site_{side}": site, f"block_{side}": block, f"depth_{side}": depth}
+            row[f"rel_depth_{side}"] = depth / 4
+        rows.append(row | {"value": value})
+    return table(rows)
+
+
+def values(estimate: of.Estimate) -> list[float]:
+    return [round(float(x), 9) for x in (estimate.value, *estimate.without)]
+
+
+# ------------------------------------------------------------ estimates
+
+
+def test_a_paired_difference_by_hand() -> None:
+    """Replicates 2, 4 less 1, 1: 1, 3; error sqrt(1/2 (1 + 1)) = 1; t(0.975, 1) = 12.706."""
+    found = of.Estimate(3.0, np.array([2.0, 4.0])) - of.Estimate(1.0, np.array([1.0, 1.0]))
+    assert values(found) == [2, 1, 3]
+    std, low, high = found.interval()
+    assert std == pytest.approx(1)
+    assert (low, high) == pytest.approx((2 - 12.7062, 2 + 12.7062), abs=1e-4)
+
+
+def test_what_two_estimates_share_cancels() -> None:
+    """Equal replicates less a constant: no error is left."""
+    noise = np.array([0.1, 0.5, -0.3])
+    found = of.Estimate(1.0, 1 + noise) - of.Estimate(0.25, 0.25 + noise)
+    std, low, high = found.interval()
+    assert std == pytest.approx(0, abs=1e-12)
+    assert low == pytest.approx(0.75) and high == pytest.approx(0.75)
+
+
+def test_other_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 and 3 blocks"):
+        of.Estimate(0.0, np.zeros(2)) - of.Estimate(0.0, np.zeros(3))
+
+
+def test_ratio_limits_and_sign() -> None:
+    a, b = of.Estimate(6.0, np.array([4.0, 8.0])), of.Estimate(2.0, np.array([1.0, 4.0]))
+    assert values(a / b) == [3, 4, 2]
+    assert values(of.above(1, b)) == [1, 0, 3]
+    assert values(of.below(1, b)) == [-1, 0, -3]
+    assert values(of.negative(b)) == [-2, -1, -4]
+
+
+def test_rows_without_value_or_replicates_are_refused() -> None:
+    rows = [{"value": 1.0}, {"value": math.nan}]
+    with pytest.raises(ValueError, match="without a value"):
+        of.mean(table(rows), np.array([True, True]))
+    assert values(of.mean(table(rows), np.array([True, False]))) == [1, 2, 0]
+    with pytest.raises(ValueError, match="no rows"):
+        of.mean(table(rows), np.array([False, False]))
+    with pytest.raises(ValueError, match="no rows"):
+        of.mean(Table({"value": np.ones(2)}), np.array([True, True]))
+
+
+def test_blocks_that_no_chosen_row_has_are_left_out() -> None:
+    found = table([{"value": 1.0}, {"value": 5.0}], [[2, 3, math.nan], [3, 4, 5]])
+    assert values(of.mean(found, np.array([True, False]))) == [1, 2, 3]
+    with pytest.raises(ValueError, match="without a value, or without one"):
+        of.mean(found, np.array([True, True]))
+
+
+# ------------------------------------------------------------ statistics
+
+
+def test_cka_between_the_ends() -> None:
+    found = similarity(
+        {
+            ("b0.in", "b0.in"): 1.0,  # depths 0, 0: not between the ends
+            ("b0.in", "b3.out"): 0.2,  # 0, 1
+            ("b0.out", "b2.out"): 0.4,  # 1/4, 3/4
+            ("b0.out", "b1.out"): 0.9,  # 1/4, 1/2: no end
+            ("b3.out", "b0.in"): 0.7,  # the mirrored pair is not taken twice
+        }
+    )
+    assert values(of.ends(found)) == [0.3, 1.3, -0.7]
+
+
+def test_second_quarter_and_final_third() -> None:
+    found = similarity(
+        {
+            ("b0.out", "b1.out"): 0.9,  # ViT 1/4, CNN 1/2
+            ("b1.out", "b1.out"): 0.5,  # ViT 1/2
+            ("b0.out", "b0.out"): 0.1,  # CNN 1/4: the first quarter
+            ("b3.out", "b1.out"): 0.3,  # ViT 1
+        }
+    )
+    assert values(of.second_quarter(found)) == [0.4, 0.4, 0.4]
+    assert values(of.final_third(found)) == [0.2, 0.2, 0.2]
+
+
+def test_both_sides_of_a_block() -> None:
+    found = similarity(
+        {
+            ("b0.out", "b0.norm"): 0.8,  # both before b1
+            ("b0.out", "b0.out"): 1.0,  # itself
+            ("b0.out", "b1.norm"): 0.0,  # inside of b1
+            ("b0.out", "b1.out"): 0.3,  # before, behind
+            ("b0.norm", "b2.norm"): 0.1,  # before, behind
+            ("b1.out", "b2.out"): 0.6,  # both behind
+        }
+    )
+    assert values(of.across(found, "b1")) == [0.2, 1.2, -0.8]
+    assert values(of.within(found, "b1"))[0] == 0.7
+
+
+def test_lower_less_upper() -> None:
+    found = similarity(
+        {("b0.out", "b0.out"): 0.9, ("b1.out", "b1.out"): 0.7, ("b3.out", "b3.out"): 0.5}
+    )
+    assert values(of.lower_less_upper(found)) == pytest.approx([0.3, 0.3, 0.3])
+
+
+def test_the_own_patch_against_the_others() -> None:
+    rows = [
+        {"token": token, "row": row, "col": 0, "value": value}
+        for token, row, value in (
+            ("0,0", 0, 0.9),
+            ("0,0", 1, 0.2),
+            ("0,0", 2, math.nan),  # the same in all images
+            ("1,0", 0, 0.4),
+            ("1,0", 1, 0.7),
+        )
+    ]
+    assert values(of.own_contrast(table(rows))) == pytest.approx([0.5, 0.5, 0.5])
+
+
+def test_heads_by_distance() -> None:
+    rows = [
+        {"distance_px": 3.0, "value": 0.9},
+        {"distance_px": 3.0, "value": 0.7},
+        {"distance_px": 8.0, "value": 0.6},
+        {"distance_px": 9.0, "value": 0.1},
+    ]
+    assert values(of.local_less_global(table(rows))) == pytest.approx([0.7, 0.7, 0.7])
+
+
+def test_heads_of_low_and_high_blocks() -> None:
+    """Blocks 0 to 4, two heads each."""
+    heads = blocks_table([0.2, 1.0, 0.4, 0.9, 0.1, 2.0, 0.8, 0.9, 0.7, 0.95])
+    assert values(of.nearest_head(heads)) == pytest.approx([0.2, 1.2, -0.8])
+    assert values(of.nearest_head(heads, 3))[0] == pytest.approx(0.1)
+    assert values(of.head_range(heads))[0] == pytest.approx(0.8 - 0.25)
+    assert values(of.upper_is_global(heads))[0] == pytest.approx(0.5)
+    # The middle block of five is in the lower half.
+    assert values(of.rise(heads))[0] == pytest.approx(3.35 / 4 - 4.6 / 6)
+
+
+def test_the_least_head_may_change_with_the_images() -> None:
+    """The minimum is taken within each replicate, not of the row that is the least in all."""
+    heads = Table(
+        {"block": np.array(["b", "b"]), "value": np.array([1.0, 2.0])},
+        replicates=np.array([[1.0, 5.0], [2.0, 3.0]]),
+    )
+    assert values(of.nearest_head(heads)) == [1, 1, 3]
+
+
+def test_focus_beside_the_query() -> None:
+    rows = [
+        {"metric": metric, "value": value}
+        for metric, of_heads in (("focus_mass", (0.9, 0.4, 0.6)), ("offset_cells", (0.1, 1.0, 2.0)))
+        for value in of_heads
+    ]
+    assert values(of.offset_focus(table(rows)))[0] == pytest.approx(0.6)
+    with pytest.raises(ValueError, match="no rows"):
+        of.offset_focus(table(rows), offset=3)
+
+
+def test_ratios_in_logs() -> None:
+    rows: list[dict[str, Any]] = [
+        {"block": f"b{i}", "value": math.exp(x)} for i, x in enumerate((4.0, 2.0, 1.0, 0.0))
+    ]
+    found = table(rows, [[row["value"]] * 2 for row in rows])
+    assert values(of.log_fall(found)) == pytest.approx([2.5, 2.5, 2.5])
+
+
+def test_depths() -> None:
+    rows = [
+        {"rel_depth": d, "value": v} for d, v in ((0.0, 1.0), (0.4, 2.0), (0.6, 3.0), (1.0, 8.0))
+    ]
+    assert values(of.at_depth(table(rows), 0.5))[0] == 2
+    assert values(of.at_depth(table(rows), 1))[0] == 8
+    assert values(of.share_by_middle(table(rows)))[0] == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="4 rows"):
+        of.first(table(rows))
+    assert values(of.first(table(rows[:1])))[0] == 1
+
+
+# ------------------------------------------------------------ findings and their page
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.1, 0.3, "holds"),
+        (-0.3, -0.1, "does not hold"),
+        (-0.1, 0.2, "undecided"),
+        (0.0, 0.2, "undecided"),
+        (math.nan, math.nan, "undecided"),
+    ],
+)
+def test_verdicts(low: float, high: float, expected: str) -> None:
+    assert verdict(low, high) == expected
+
+
+def rows_of_table() -> list[dict[str, str]]:
+    with TABLE.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.name)
+def test_every_finding_is_in_the_table(finding: Finding) -> None:
+    """As it is described now, with the verdict that its interval gives."""
+    (row,) = (row for row in rows_of_table() if row["name"] == finding.name)
+    expected = finding.row(None)
+    for name in ("section", "claim", "source", "statistic", "unit", "models"):
+        assert row[name] == expected[name]
+    if row["verdict"] == "not trained":
+        assert not row["value"]
+    else:
+        assert {*finding.models} <= {*demo.models()}
+        assert float(row["low"]) < float(row["value"]) < float(row["high"])
+        assert row["verdict"] == verdict(float(row["low"]), float(row["high"]))
+
+
+def test_the_table_has_no_other_findings() -> None:
+    assert [row["name"] for row in rows_of_table()] == [finding.name for finding in FINDINGS]
+    assert {row["verdict"] for row in rows_of_table()} <= {*VERDICTS}
+
+
+def test_the_committed_page_is_what_the_script_prints() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "findings.py"), "--print"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (ROOT / "docs" / "findings.md").read_text() == done.stdout
+
+
+def test_a_row_on_the_page() -> None:
+    """sqrt(2/3 (0.01 + 0.01)) = 0.1155, times t(0.975, 2) = 4.303: 0.497."""
+    row = FINDINGS[0].row(of.Estimate(0.5, np.array([0.4, 0.5, 0.6])))
+    text = page([{name: str(value) for name, value in row.items()}])
+    assert "| +0.500 CKA | +0.003 to +0.997 | **holds** |" in text
+    assert "| holds | 1 |" in text and "| not trained | 0 |" in text
+    missing = FINDINGS[0].row(None)
+    cells = dict.fromkeys(("value", "low", "high"), "") | {k: str(v) for k, v in missing.items()}
+    assert "|  |  | **not trained** |" in page([cells])

@@ -1,0 +1,114 @@
+"""Writes docs/findings.md from docs/findings.csv, which tools/findings_measure.py writes.
+
+python tools/findings.py            # writes the page
+python tools/findings.py --print    # to stdout, which a test compares with the page
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TABLE = DOCS / "findings.csv"
+PAGE = DOCS / "findings.md"
+Row = Mapping[str, str]
+VERDICTS = {
+    "holds": "the interval lies above 0",
+    "does not hold": "it lies below 0: the opposite was found",
+    "undecided": "it contains 0",
+    "not trained": "a model that it needs does not ship with vitsee yet",
+}
+HEAD = """\
+# What the papers found, and what the demo's models show
+
+Written by `python tools/findings.py` from [findings.csv](findings.csv), which `python
+tools/findings_measure.py FOLDER` writes; do not edit it.
+"""
+ABOUT = """\
+Each finding of Raghu et al. 2021, Walmer et al. 2023 and Dosovitskiy et al. 2021 that vitsee's
+analyses can measure is one number that is above 0 where the finding holds. The papers' ViTs have
+22 to 632 million parameters and saw ImageNet or more. These have 0.46 (ViT) and 0.89 (ResNet)
+million, inputs of 32 x 32 pixels, 64 patches, six blocks of four heads, and saw Fashion-MNIST:
+**what does not hold here is no evidence against a paper**, and what holds here was not tested at
+the papers' size. A verdict is about the sign alone: whether an effect is as large as in the
+papers' figures, its number says.
+
+The images are 1,000 of the 2,000 bundled test images of Fashion-MNIST, which no model was trained
+on, the same in the same order for every model; receptive fields are over 320 of them. Nearest
+neighbours and probes are trained on 1,000 bundled images of the training set. Keypoints are those
+of the miniature of SPair-71k that ships with vitsee.
+
+Intervals are 95 % intervals over images (delete-a-block jackknife; differences are paired, over
+the same blocks). They say what other images of the same kind would change. They do **not**
+contain what another training of the same model would change, which only another seed shows, and
+they are not corrected for the number of findings: of thirty that are truly 0, one or two miss it
+by chance.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--print", action="store_true", help="to stdout")
+    parser.add_argument("--table", type=Path, default=TABLE)
+    args = parser.parse_args()
+    with args.table.open(newline="") as file:
+        text = page(list(csv.DictReader(file)))
+    if args.print:
+        sys.stdout.write(text)
+    else:
+        PAGE.write_text(text)
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The page."""
+    parts = [HEAD, ABOUT, counts(rows)]
+    for title in dict.fromkeys(row["section"] for row in rows):
+        parts.append(section(title, [row for row in rows if row["section"] == title]))
+    return "\n".join(parts)
+
+
+def counts(rows: Sequence[Row]) -> str:
+    """How many findings have which verdict."""
+    lines = ["| verdict | findings | |", "|---|---|---|"]
+    for name, meaning in VERDICTS.items():
+        n = sum(row["verdict"] == name for row in rows)
+        lines.append(f"| {name} | {n} | {meaning} |")
+    return "\n".join([*lines, ""])
+
+
+def section(title: str, rows: Sequence[Row]) -> str:
+    """A heading, a table of numbers, and what was computed."""
+    lines = [f"## {title}", "", "| | finding | here | 95 % interval | verdict |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        value, interval = "", ""
+        if row["value"]:
+            value = f"{number(row['value'])} {row['unit']}"
+            interval = f"{number(row['low'])} to {number(row['high'])}"
+        lines.append(
+            f"| `{row['name']}` | {row['claim']} | {value} | {interval} | **{row['verdict']}** |"
+        )
+    lines += ["", "What is computed:", ""]
+    for row in rows:
+        text = f"- `{row['name']}` ({models(row)}): {row['statistic']}. {row['source']}."
+        lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join([*lines, ""])
+
+
+def models(row: Row) -> str:
+    """`demo:vit`, `demo:resnet`."""
+    return ", ".join(f"demo:{name}" for name in row["models"].split())
+
+
+def number(text: str) -> str:
+    """With its sign, three digits after the point."""
+    return f"{float(text):+.3f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,437 @@
+"""The findings of the papers that docs/findings.md looks for, each as a number above 0 if it holds.
+
+Which third, half or quarter of the layers is meant, and which models are compared, is said here and
+was chosen from the papers' text and not from the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import findings_statistics as of
+
+if TYPE_CHECKING:
+    from findings_measure import Family
+
+RAGHU = "Similarity of layers and models (Raghu et al. 2021)"
+ATTENTION = "Attention (Raghu et al. 2021; Dosovitskiy et al. 2021; Walmer et al. 2023)"
+SKIPS = "Skip connections, fields and place (Raghu et al. 2021)"
+DATA = "Training data, tasks and supervision (Raghu et al. 2021; Walmer et al. 2023)"
+REMOVED = "blocks.3"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """section, name, claim: of the page; source: paper and place; statistic: what is computed, in
+    `unit`; models: whose stores it takes; measure: that number, above 0 where the claim holds."""
+
+    section: str
+    name: str
+    claim: str
+    source: str
+    statistic: str
+    unit: str
+    models: tuple[str, ...]
+    measure: Callable[[Family], of.Estimate]
+
+    def row(self, found: of.Estimate | None) -> dict[str, Any]:
+        """Its row of docs/findings.csv; None: a model is missing."""
+        text = ("section", "name", "claim", "source", "statistic", "unit")
+        row: dict[str, Any] = {name: getattr(self, name) for name in text}
+        row["models"] = " ".join(self.models)
+        if found is None:
+            return row | {"verdict": "not trained"}
+        std, low, high = found.interval()
+        numbers = {"value": found.value, "std": std, "low": low, "high": high}
+        return row | numbers | {"n_blocks": len(found.without), "verdict": verdict(low, high)}
+
+
+def verdict(low: float, high: float) -> str:
+    """What an interval of a number that should be above 0 says."""
+    if low > 0:
+        return "holds"
+    return "does not hold" if high < 0 else "undecided"
+
+
+def _seeds(f: Family) -> of.Estimate:
+    pairs = "same-depth"
+    fewer = of.lower_less_upper(f.cka("vit", "vit-10pct", pairs))
+    return fewer - of.lower_less_upper(f.cka("vit", "vit-seed1", pairs))
+
+
+def _partition(f: Family) -> of.Estimate:
+    without, whole = f.cka("vit-noskip"), f.cka("vit")
+    gap = of.within(without, REMOVED) - of.across(without, REMOVED)
+    return gap - (of.within(whole, REMOVED) - of.across(whole, REMOVED))
+
+
+def _mixer(f: Family) -> of.Estimate:
+    to_vit, to_cnn = f.cka("mixer", "vit"), f.cka("mixer", "resnet")
+    return of.mean(to_vit, to_vit["value"] == to_vit["value"]) - of.mean(
+        to_cnn, to_cnn["value"] == to_cnn["value"]
+    )
+
+
+def _fields_rise(f: Family) -> of.Estimate:
+    vit = of.share_by_middle(f.radii("vit", "blocks"))
+    return vit - of.share_by_middle(f.radii("resnet", "blocks"))
+
+
+def _branches(f: Family) -> of.Estimate:
+    branch, after = f.radii("vit", "*.attn.branch"), f.radii("vit", "*.mid")
+    return of.mean(branch, branch["value"] > 0) - of.mean(after, after["value"] > 0)
+
+
+def _place(f: Family, model: str, site: str = "blocks.-1.out") -> of.Estimate:
+    return of.own_contrast(f.localised(model, site))
+
+
+def _last(table: Any) -> of.Estimate:
+    return of.at_depth(table, 1)
+
+
+def _middle(table: Any) -> of.Estimate:
+    return of.at_depth(table, 0.5)
+
+
+def _repetition(f: Family, model: str) -> of.Estimate:
+    return of.rise(f.heads(model).where(metric="query_repetition"))
+
+
+def _all_ratios(f: Family) -> of.Estimate:
+    vit, cnn = f.ratios("vit", "patches"), f.ratios("resnet", "patches")
+    return of.mean_log(vit, vit["value"] > 0) - of.mean_log(cnn, cnn["value"] > 0)
+
+
+FINDINGS = (
+    Finding(
+        RAGHU,
+        "uniform",
+        "A ViT's lower and higher layers are more alike than a ResNet's.",
+        "Raghu et al. 2021, Sec. 4, Fig. 1",
+        "mean CKA between layers of the lowest and of the highest third of the depth (block "
+        "outputs, norms, hidden layers), ViT less ResNet",
+        "CKA",
+        ("vit", "resnet"),
+        lambda f: of.ends(f.cka("vit")) - of.ends(f.cka("resnet")),
+    ),
+    Finding(
+        RAGHU,
+        "uniform-gap",
+        "The same of a ViT trained with global average pooling.",
+        "Raghu et al. 2021, Sec. 4, Fig. 1 (there: with a class token)",
+        "as `uniform`, of vit-gap less ResNet",
+        "CKA",
+        ("vit-gap", "resnet"),
+        lambda f: of.ends(f.cka("vit-gap")) - of.ends(f.cka("resnet")),
+    ),
+    Finding(
+        RAGHU,
+        "lower-half",
+        "The ResNet's lower half resembles about the lowest quarter of the ViT.",
+        "Raghu et al. 2021, Sec. 4, Figs. 2, B.1",
+        "ResNet layers in the second quarter of the depth: mean CKA with the ViT's first quarter "
+        "less that with its second",
+        "CKA",
+        ("vit", "resnet"),
+        lambda f: of.second_quarter(f.cka("vit", "resnet")),
+    ),
+    Finding(
+        RAGHU,
+        "final-third",
+        "The ViT's final third is less similar to all ResNet layers than its other layers are.",
+        "Raghu et al. 2021, Sec. 4, Fig. 2",
+        "mean CKA of all ResNet layers with the ViT's lower two thirds less that with its last",
+        "CKA",
+        ("vit", "resnet"),
+        lambda f: of.final_third(f.cka("vit", "resnet")),
+    ),
+    Finding(
+        RAGHU,
+        "mixer",
+        "An MLP-Mixer resembles a ViT more than a ResNet.",
+        "Raghu et al. 2021, App. H, Fig. H.2",
+        "mean CKA of all layers of the mixer with all of the ViT less that with all of the ResNet",
+        "CKA",
+        ("mixer", "vit", "resnet"),
+        _mixer,
+    ),
+    Finding(
+        ATTENTION,
+        "local-heads",
+        "The lowest layers have local heads.",
+        "Raghu et al. 2021, Sec. 5, Fig. 3; Dosovitskiy et al. 2021, Fig. 7 right",
+        "half of uniform attention's distance less the distance of the most local head of the two "
+        "lowest blocks",
+        "of uniform attention's distance",
+        ("vit",),
+        lambda f: of.below(0.5, of.nearest_head(f.distances("vit"))),
+    ),
+    Finding(
+        ATTENTION,
+        "local-and-global",
+        "The lowest layers mix nearer and farther heads more than the highest do.",
+        "Raghu et al. 2021, Sec. 5, Fig. 3",
+        "farthest less nearest head of the two lowest blocks, less the same of the two highest",
+        "of uniform attention's distance",
+        ("vit",),
+        lambda f: of.head_range(f.distances("vit")),
+    ),
+    Finding(
+        ATTENTION,
+        "upper-global",
+        "The most local heads are in the lowest layers, not in the highest.",
+        "Raghu et al. 2021, Sec. 5, Fig. 3",
+        "the most local head of the two highest blocks less that of the two lowest",
+        "of uniform attention's distance",
+        ("vit",),
+        lambda f: of.upper_is_global(f.distances("vit")),
+    ),
+    Finding(
+        ATTENTION,
+        "distance-rises",
+        "Attention distance increases with depth.",
+        "Dosovitskiy et al. 2021, Sec. 4.5, App. D.6, Figs. 7 right, 10",
+        "mean distance of all heads of the upper half of the blocks less the lower half's",
+        "of uniform attention's distance",
+        ("vit",),
+        lambda f: of.rise(f.distances("vit")),
+    ),
+    Finding(
+        ATTENTION,
+        "little-data",
+        "With less training data the lower layers do not learn to attend locally.",
+        "Raghu et al. 2021, Sec. 5, Fig. 4",
+        "the most local head of the two lowest blocks, trained on a tenth less trained on all",
+        "of uniform attention's distance",
+        ("vit-10pct", "vit"),
+        lambda f: of.nearest_head(f.distances("vit-10pct")) - of.nearest_head(f.distances("vit")),
+    ),
+    Finding(
+        ATTENTION,
+        "local-heads-cnn",
+        "The lower ResNet layers resemble the local heads of the first block most.",
+        "Raghu et al. 2021, Sec. 5, Fig. 5",
+        "mean CKA with the ResNet's lower blocks, of the most local group of heads less the most "
+        "global",
+        "CKA",
+        ("vit", "resnet"),
+        lambda f: of.local_less_global(f.cnn_like("vit", "resnet")),
+    ),
+    Finding(
+        ATTENTION,
+        "offset-heads",
+        "There are heads that attend locally, to a place beside the query (offset local heads).",
+        "Walmer et al. 2023, Sec. 4.2, Figs. 3, 14",
+        "the largest share of a head's attention in 5 x 5 cells around a focus at least half a "
+        "cell off the query, less a half",
+        "share of attention",
+        ("vit",),
+        lambda f: of.above(0.5, of.offset_focus(f.heads("vit"))),
+    ),
+    Finding(
+        ATTENTION,
+        "repeating",
+        "With labels, attention in the later layers becomes patterns that all queries share.",
+        "Walmer et al. 2023, Sec. 4.1, Fig. 2",
+        "query_repetition (1: all queries attend to the same keys, 0: independently), mean of the "
+        "heads of the upper half of the blocks less the lower half's",
+        "query_repetition",
+        ("vit",),
+        lambda f: _repetition(f, "vit"),
+    ),
+    Finding(
+        ATTENTION,
+        "repeating-masked",
+        "They do so more with labels than by reconstruction.",
+        "Walmer et al. 2023, Sec. 4.1, Fig. 2",
+        "as `repeating`, of vit less vit-masked",
+        "query_repetition",
+        ("vit", "vit-masked"),
+        lambda f: _repetition(f, "vit") - _repetition(f, "vit-masked"),
+    ),
+    Finding(
+        ATTENTION,
+        "order-masked",
+        "With labels the last layers attend farther than by reconstruction.",
+        "Walmer et al. 2023, Sec. 4.3, Fig. 4 right",
+        "mean distance of the heads of the upper half of the blocks less the lower half's, of vit "
+        "less vit-masked",
+        "of uniform attention's distance",
+        ("vit", "vit-masked"),
+        lambda f: of.rise(f.distances("vit")) - of.rise(f.distances("vit-masked")),
+    ),
+    Finding(
+        SKIPS,
+        "skip-cls",
+        "In the first half the class token passes through the skips, later it is rewritten.",
+        "Raghu et al. 2021, Sec. 6, Figs. 7, E.1",
+        "mean log of the class token's norm ratio |z| / |f(z)|, lower less upper half of the "
+        "sublayers",
+        "log ratio",
+        ("vit",),
+        lambda f: of.log_fall(f.ratios("vit", "cls")),
+    ),
+    Finding(
+        SKIPS,
+        "skip-patches",
+        "Patches are rewritten in the first half and pass through the skips later.",
+        "Raghu et al. 2021, Sec. 6, Figs. 7, E.1",
+        "mean log of the patches' norm ratio, upper less lower half of the sublayers",
+        "log ratio",
+        ("vit",),
+        lambda f: of.negative(of.log_fall(f.ratios("vit", "patches"))),
+    ),
+    Finding(
+        SKIPS,
+        "skip-vit-cnn",
+        "Skips carry more in a ViT than in a ResNet.",
+        "Raghu et al. 2021, Sec. 6, Fig. 7 right",
+        "mean log norm ratio of the patches over the sublayers of the ViT, less that of the "
+        "locations over the blocks of the ResNet",
+        "log ratio",
+        ("vit", "resnet"),
+        _all_ratios,
+    ),
+    Finding(
+        SKIPS,
+        "skip-removed",
+        "Trained without the skips of one block, the layers before and after it are less alike.",
+        "Raghu et al. 2021, Sec. 6, Fig. 8",
+        f"mean CKA between layers before and behind {REMOVED}, of the whole ViT less the one "
+        "trained without that block's skips",
+        "CKA",
+        ("vit", "vit-noskip"),
+        lambda f: of.across(f.cka("vit"), REMOVED) - of.across(f.cka("vit-noskip"), REMOVED),
+    ),
+    Finding(
+        SKIPS,
+        "skip-partition",
+        "The layers on each side of it stay alike: the similarity partitions.",
+        "Raghu et al. 2021, Sec. 6, Fig. 8",
+        f"mean CKA of layers on the same side of {REMOVED} less that across it, trained without "
+        "its skips less with them",
+        "CKA",
+        ("vit", "vit-noskip"),
+        _partition,
+    ),
+    Finding(
+        SKIPS,
+        "fields-low",
+        "The lowest layers of a ViT see farther than those of a ResNet.",
+        "Raghu et al. 2021, Sec. 5, Fig. 6",
+        "radius of half of the effective receptive field of the first block, ViT less ResNet "
+        "(whose stem alone makes 8 x 8 locations of 32 x 32 pixels)",
+        "pixels",
+        ("vit", "resnet"),
+        lambda f: (
+            of.first(f.radii("vit", "blocks.0.out")) - of.first(f.radii("resnet", "layer1.0.out"))
+        ),
+    ),
+    Finding(
+        SKIPS,
+        "fields-grow",
+        "A ResNet's fields grow gradually, a ViT's are global midway.",
+        "Raghu et al. 2021, Sec. 5, Figs. 6, C.1, C.2",
+        "radius at the middle of the depth over that at the end, ViT less ResNet",
+        "ratio of radii",
+        ("vit", "resnet"),
+        _fields_rise,
+    ),
+    Finding(
+        SKIPS,
+        "fields-branch",
+        "Before the skip is added, attention depends less on the own patch.",
+        "Raghu et al. 2021, Sec. 5, App. C, Fig. C.4",
+        "radius of half of the effective receptive field, mean over the blocks: attention's "
+        "branch less the stream behind it",
+        "pixels",
+        ("vit",),
+        _branches,
+    ),
+    Finding(
+        SKIPS,
+        "place-gap",
+        "With a class token, the last patches represent their own place better than with GAP.",
+        "Raghu et al. 2021, Sec. 7, Figs. 9, 10",
+        "last block: CKA of a patch's token with the pixels in its own place less the mean CKA "
+        "with the pixels of other places, mean over tokens, vit less vit-gap",
+        "CKA",
+        ("vit", "vit-gap"),
+        lambda f: _place(f, "vit") - _place(f, "vit-gap"),
+    ),
+    Finding(
+        SKIPS,
+        "place-resnet",
+        "The last patches of a ViT represent their own place better than a ResNet's locations.",
+        "Raghu et al. 2021, Sec. 7, Fig. 9",
+        "as `place-gap`, vit less ResNet; of the ResNet the last block with more than one "
+        "location, 2 x 2 (layer3.1), whose places are squares of 16 pixels, not of 4",
+        "CKA",
+        ("vit", "resnet"),
+        lambda f: _place(f, "vit") - _place(f, "resnet", "layer3.1.out"),
+    ),
+    Finding(
+        SKIPS,
+        "single-tokens",
+        "Single patches of the last block tell the class worse with a class token than with GAP.",
+        "Raghu et al. 2021, Sec. 7, Fig. 11 left",
+        "last block: mean top-1 of 10-shot probes of single patches, vit-gap less vit",
+        "accuracy",
+        ("vit-gap", "vit"),
+        lambda f: _last(f.single_tokens("vit-gap")) - _last(f.single_tokens("vit")),
+    ),
+    Finding(
+        DATA,
+        "more-data",
+        "A tenth of the data gives the same lower layers, but other upper ones.",
+        "Raghu et al. 2021, Sec. 8, Fig. 12",
+        "CKA of the same blocks of vit and vit-10pct, mean of the lower less the upper half",
+        "CKA",
+        ("vit", "vit-10pct"),
+        lambda f: of.lower_less_upper(f.cka("vit", "vit-10pct", "same-depth")),
+    ),
+    Finding(
+        DATA,
+        "more-data-seed",
+        "More so than another seed on the same data does.",
+        "A control of Raghu et al. 2021, Fig. 12, not in the paper",
+        "as `more-data`, less the same of vit and vit-seed1",
+        "CKA",
+        ("vit", "vit-10pct", "vit-seed1"),
+        _seeds,
+    ),
+    Finding(
+        DATA,
+        "best-classes",
+        "For classes the last layer is best.",
+        "Walmer et al. 2023, Sec. 6.3, Table 1 (FS)",
+        "k-NN top-1 of the last block less that of the middle one",
+        "accuracy",
+        ("vit",),
+        lambda f: _last(f.neighbours("vit")) - _middle(f.neighbours("vit")),
+    ),
+    Finding(
+        DATA,
+        "best-keypoints",
+        "For keypoints a layer before the last is best.",
+        "Walmer et al. 2023, Sec. 6.2, 6.3, Table 1 (FS)",
+        "PCK at 0.1 of the middle block less that of the last, on the bundled miniature of "
+        "SPair-71k",
+        "share of keypoints",
+        ("vit",),
+        lambda f: _middle(f.keypoints("vit")) - _last(f.keypoints("vit")),
+    ),
+    Finding(
+        DATA,
+        "best-supervision",
+        "By reconstruction the last layer is worse for classes than with labels.",
+        "Walmer et al. 2023, Sec. 6.3, Table 1 (FS, MAE)",
+        "k-NN top-1 of the last block, vit less vit-masked",
+        "accuracy",
+        ("vit", "vit-masked"),
+        lambda f: _last(f.neighbours("vit")) - _last(f.neighbours("vit-masked")),
+    ),
+)
