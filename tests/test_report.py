@@ -300,6 +300,9 @@ def test_tables_without_a_chart() -> None:
         row=[0, 0, 1, 1], col=[0, 1, 0, 1], value=[1.0] * 4,
     )  # fmt: skip
     assert charts_of(maps) == []
+    best = {"store": "a", "metric": "top1", "value": 0.5, "task": "knn"}
+    places = [{"site": s, "rel_depth": d} for s, d in (("x", 0.5), ("y", 1.0))]
+    assert charts_of(Table.from_rows([best | place for place in places])) == []
     assert charts_of(Table.from_rows([])) == [] and charts_of(rows_of(a=[1])) == []
     n = MOST_MARKS + 2
     many = rows_of(

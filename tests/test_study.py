@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vitsee_cli.main import main
+from vitsee_core.analyses import attn_dist
 from vitsee_core.catalogue import needs_of_analyses
 from vitsee_core.study import demo as demo_module
 from vitsee_core.study.cost import EFFICIENCY, Cost, cost
@@ -89,11 +90,11 @@ def test_extraction_keeps_what_the_analyses_need() -> None:
     found = plan(study(), [model("vit"), cnn("cnn")], labelled=True)
     assert lines(found.extractions) == [
         "vitsee extract demo:vit --data photos --images 2000 -o out/stores/vit.zarr "
-        "--sites blocks --sites head --sites blocks.0.attn.heads --inputs --erf 256",
+        "--sites blocks --sites head --sites blocks.0.attn.heads --inputs --erf 64",
         "vitsee extract demo:vit --data others --images 2000 -o out/stores/vit-train.zarr "
         "--tokens pooled --attention none --no-residual",
         "vitsee extract demo:cnn --data photos --images 2000 -o out/stores/cnn.zarr "
-        "--inputs --erf 256",
+        "--inputs --erf 64",
         "vitsee extract demo:cnn --data others --images 2000 -o out/stores/cnn-train.zarr "
         "--tokens pooled --attention none --no-residual",
     ]
@@ -172,10 +173,11 @@ def test_what_it_takes() -> None:
     models = [model("vit")]
     found = plan(study(images=100), models, labelled=True)
     needed = cost(study(images=100), found, models, speed=1e6)
-    assert needed.size_bytes == 100 * (1000 + 3 * 8 * 12) + 100 * 10
-    # forward passes of both stores, and the backward ones of 100 images for each of two blocks
-    assert needed.seconds == pytest.approx((100 + 3 * 100 * 2 + 100) / EFFICIENCY)
-    assert "2 models over 5 images: stores of about 1.0 kB" in Cost(1000, 5).describe(2, 5)
+    grams = 2 * (2 + 1) * 4 * 100**2  # of cka and similarity, of two blocks and the embedding
+    assert needed.size_bytes == 100 * (1000 + 3 * 8 * 12) + 100 * 10 + grams
+    # forward passes of both stores, and the backward ones of 64 images for each of two blocks
+    assert needed.seconds == pytest.approx((100 + 64 * 2 + 100) / EFFICIENCY)
+    assert "2 models over 5 images: about 1.0 kB on disk" in Cost(1000, 5).describe(2, 5)
     assert "about 3 minutes" in Cost(1, 170).describe(1, 1)
     assert "about 2.0 hours" in Cost(1, 7200).describe(1, 1)
 
@@ -318,12 +320,13 @@ def test_from_models_to_the_report(tmp_path: Path) -> None:
     done = vitsee(*small(folder, *SOME))
     assert done.exit_code == 0, done.output
     assert done.stdout == f"{folder}/report.html\n"
-    assert "2 models over 24 images: stores of about" in done.stderr
+    assert "2 models over 24 images: about" in done.stderr
     assert f"left out: attn-dist of resnet: {NO_ATTENTION}" in done.stderr
     steps = [line for line in done.stderr.splitlines() if line.startswith("[")]
     assert len(steps) == 12 and steps[0].startswith("[1/12] extract-vit: ")
     assert steps[-1].startswith("[12/12] report: ")
-    assert len(done.stderr.splitlines()) == 14, "one line a step and two before"
+    others = [line for line in done.stderr.splitlines() if not line.startswith("[")]
+    assert len([line for line in others if "images/s" not in line]) == 2, "no command's remarks"
     for name in ("attn-dist", "cka-vit", "cka-resnet", "cka-vit-resnet", "knn-vit", "best-layer"):
         for ending in ("csv", "csv.json", "png"):
             assert (folder / "results" / f"{name}.{ending}").is_file()
@@ -353,6 +356,31 @@ def test_a_model_that_cannot_be_extracted_is_named_and_left_out(tmp_path: Path) 
     assert last.startswith("vitsee study: 1 of 7 steps failed: extract-resnet (")
     assert (folder / "results" / "cka-vit.csv").is_file()
     assert not (folder / "results" / "cka-vit-resnet.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt("SIGTERM"), 75, "vitsee study: interrupted; finished steps are kept"),
+        (ValueError("boom"), 1, "attn-dist (ValueError: boom; run it by itself: vitsee attn-dist "),
+    ],
+)
+def test_a_signal_or_a_bug_in_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+) -> None:
+    """The one ends the study, resumable; the other only the step."""
+
+    def fail(*stores: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(attn_dist, "run", fail)
+    words = ["study", "demo:vit", "--data", "demo:test", "--images", "8", "-o", tmp_path / "out",
+             "--analyses", "attn-dist", "--analyses", "weights"]  # fmt: skip
+    done = vitsee(*words)
+    assert done.exit_code == code and said in done.stderr, done.output
+    steps = json.loads((tmp_path / "out" / "study.json").read_text())["steps"]
+    assert steps["extract-vit"]["status"] == DONE
+    assert ("weights" in steps) == (tmp_path / "out" / "report.html").exists() == (code == 1)
 
 
 def test_the_plan_as_commands(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ MOST_LINES = 24  # of one panel
 ABOUT_LINE = ("token", "class", "type", "shots", "k", "l2", "filter", "best", "baseline")
 # Columns of which each value would be a curve of its own: such tables are maps, not curves.
 ABOUT_MAP = ("row", "col", "image", "query", "video", "object", "segment", "class", "frequency")
+TASK = "task"  # of best-layer, whose rows are no curve
 PART = "part of its block"
 SHOWN_STORES = 60  # characters of a name
 
@@ -27,7 +28,7 @@ SHOWN_STORES = 60  # characters of a name
 def charts_of(table: Table) -> list[dict[str, Any]]:
     """The charts of a table, none where it has no such shape or more marks than `MOST_MARKS`."""
     names = table.columns.keys()
-    if not len(table) or len(table) > 20 * MOST_MARKS or "value" not in names:
+    if not len(table) or len(table) > 20 * MOST_MARKS or "value" not in names or TASK in names:
         return []
     if {"site_a", "site_b"} <= names:
         found = _pairs(table)

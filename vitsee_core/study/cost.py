@@ -12,13 +12,16 @@ from vitsee_core.study.surveyed import SurveyedModel
 
 # Of what a large matrix product reaches, a network's forward pass with all that is kept of it.
 EFFICIENCY = 0.4
-BACKWARD = 3  # forward passes that a field's gradient costs
+BACKWARD = 1  # forward passes that a field costs: two, through half of the model on average
+# Analyses that each cache a Gram matrix of the images for every block, about 4 bytes a pair.
+GRAMS = frozenset(("cka", "similarity"))
 SPEED_SIDE = 1024  # of the matrix product that is timed
 
 
 @dataclass(frozen=True)
 class Cost:
-    """size_bytes: of all stores. seconds: of all forward and backward passes, about."""
+    """size_bytes: of all stores, and of what is cached beside them. seconds: of all passes through
+    models. Both are about right, no more."""
 
     size_bytes: int
     seconds: float
@@ -33,9 +36,9 @@ class Cost:
         else:
             took = f"about {minutes / 60:.1f} hours"
         return (
-            f"{counted(n_models, 'models')} over {counted(n_images, 'images')}: stores of about "
-            f"{human_bytes(self.size_bytes)}, {took} of extraction on this machine; analyses come "
-            "on top"
+            f"{counted(n_models, 'models')} over {counted(n_images, 'images')}: about "
+            f"{human_bytes(self.size_bytes)} on disk, {took} of extraction on this machine; "
+            "analyses come on top"
         )
 
 
@@ -49,6 +52,7 @@ def cost(study: Study, plan: Plan, models: Sequence[SurveyedModel], speed: float
         speed: floating point operations a second, see `measured_speed`.
     """
     known = {model.name: model for model in models}
+    cached = GRAMS & {step.command for step in plan.analyses}
     size = seconds = 0.0
     for step in plan.extractions:
         model = known[step.words[1]]
@@ -56,6 +60,8 @@ def cost(study: Study, plan: Plan, models: Sequence[SurveyedModel], speed: float
         pixels = 3 * model.size[1] * model.size[2] if "--inputs" in step.words else 0
         one = (model.bytes_pooled if pooled else model.bytes_of_tokens) + pixels
         size += one * study.images
+        if step.outputs[0] == study.store(model.label):
+            size += len(cached) * (model.n_blocks + 1) * 4 * study.images**2
         passes = float(study.images)
         if "--erf" in step.words:
             n_fields = int(step.words[step.words.index("--erf") + 1])
