@@ -279,6 +279,19 @@ def test_curves_in_order_of_depth_one_line_for_each_setting() -> None:
     assert chart["n_marks"] == 5 and not chart["heads"]
 
 
+def test_what_was_chosen_for_each_site_makes_no_line_of_its_own() -> None:
+    rows: dict[str, list[Any]] = {
+        "store": ["a", "a", "b", "b"], "site": ["x", "y", "p", "q"], "block": ["x", "y", "p", "q"],
+        "rel_depth": [0.0, 1.0, 0.0, 1.0], "metric": ["top1"] * 4, "value": [0.1, 0.2, 0.3, 0.4],
+        "l2": [1.0, 2.0, 4.0, 8.0], "token": ["cls", "cls", "mean", "mean"],
+    }  # fmt: skip
+    (chart,) = charts_of(rows_of(**rows))
+    assert [line["name"] for line in chart["lines"]] == ["a", "b"]
+    twice = {name: values * 2 for name, values in rows.items()} | {"l2": [1.0] * 4 + [2.0] * 4}
+    (chart,) = charts_of(rows_of(**twice))
+    assert [line["name"] for line in chart["lines"]] == ["a, l2 1", "b, l2 1", "a, l2 2", "b, l2 2"]
+
+
 def test_heads_are_dots_and_baselines_are_lines_of_their_own() -> None:
     heads = rows_of(
         store=["a"] * 4, site=["x", "x", "y", "y"], block=["x", "x", "y", "y"], head=[0, 1, 0, 1],

@@ -16,8 +16,8 @@ from vitsee_core.results import Table
 
 MOST_MARKS = 6000  # of one table: more than that no browser shows at once without delay
 MOST_LINES = 24  # of one panel
-# Columns that tell lines of one panel apart, beside the store.
-ABOUT_LINE = ("token", "class", "type", "shots", "k", "l2", "filter", "best", "baseline")
+# Columns that tell lines of one panel apart, beside the store, where they have to.
+ABOUT_LINE = ("baseline", "token", "class", "type", "shots", "k", "l2", "filter", "best")
 # Columns of which each value would be a curve of its own: such tables are maps, not curves.
 ABOUT_MAP = ("row", "col", "image", "query", "video", "object", "segment", "class", "frequency")
 TASK = "task"  # of best-layer, whose rows are no curve
@@ -87,7 +87,7 @@ def _curves(table: Table) -> list[dict[str, Any]]:
     found = []
     for (metric,), rows in _grouped(table, ("metric",)):
         by_head = _varies(rows, "head")
-        about = ["store", *(name for name in (PART, *ABOUT_LINE) if _varies(rows, name))]
+        about = _keys(rows, by_head)
         lines: list[dict[str, Any]] = []
         for key, own in _grouped(rows, about):
             if not by_head and len({*own["site"].tolist()}) < len(own):
@@ -124,6 +124,23 @@ def _parts(table: Table) -> list[str]:
         str(site).removeprefix(str(block)).lstrip(".") if block else "out"
         for site, block in zip(table["site"].tolist(), blocks, strict=True)
     ]
+
+
+def _keys(rows: Table, by_head: bool) -> list[str]:
+    """The columns that tell lines apart: as few as leave no site twice on a line."""
+    own = ["site", "head"] if by_head else ["site"]
+    keys = ["store", *([PART] if _varies(rows, PART) else [])]
+    for name in ABOUT_LINE:
+        if not _varies(rows, name):
+            continue
+        apart = _distinct(rows, [*keys, *own])
+        if name == "baseline" or apart < _distinct(rows, [*keys, name, *own]):
+            keys.append(name)
+    return keys
+
+
+def _distinct(rows: Table, names: Sequence[str]) -> int:
+    return sum(1 for _ in _grouped(rows, names))
 
 
 def _head(rows: Table, i: int) -> tuple[Any, ...]:

@@ -168,12 +168,13 @@ def stores_of(result: Result) -> list[Mapping[str, Any]]:
 
 
 def n_images(result: Result) -> int | None:
-    """The fewest images behind a value of a result; None where it does not say."""
+    """The images behind a result, as most of them as are behind any value (some have none that
+    counts for them); None where it does not say."""
     counts = result.file.table.columns.get("n_images")
     if counts is None:
         return None
     numbers = [int(n) for n in counts.tolist() if isinstance(n, (int, float)) and np.isfinite(n)]
-    return min((n for n in numbers if n > 0), default=None)
+    return max((n for n in numbers if n > 0), default=None)
 
 
 def best_of(result: Result) -> list[tuple[str, str]]:

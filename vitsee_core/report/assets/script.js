@@ -158,7 +158,7 @@
     el("text", { x: (L + W - R) / 2, y: H - 4, "text-anchor": "middle" }, svg).textContent = "relative depth (first 0, last 1)";
     const marks = [], of = [];
     chart.lines.forEach((line, k) => {
-      const group = el("g", { class: "c" + k % 7 }, svg), ps = line.points;
+      const group = el("g", { class: line.baseline ? "cb" : "c" + k % 7 }, svg), ps = line.points;
       const dash = line.baseline ? "5 4" : k >= 7 ? "2 3" : "none";
       if (!chart.heads) {
         const banded = ps.filter((p) => p[2] !== null && p[3] !== null);
@@ -176,7 +176,7 @@
     if (chart.lines.length > 1 || chart.lines[0].name) {
       const key = html("ul", "", figure, "key");
       chart.lines.forEach((line, k) => {
-        const item = html("li", "", key, "c" + k % 7), icon = el("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" }, item);
+        const item = html("li", "", key, line.baseline ? "cb" : "c" + k % 7), icon = el("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" }, item);
         if (!chart.heads) el("path", { class: "line", "stroke-dasharray": line.baseline ? "5 4" : k >= 7 ? "2 3" : "none", d: "M0,5H22" }, icon);
         el("path", { class: "dot", d: SHAPES[k % SHAPES.length](3.6), transform: "translate(11,5)" }, icon);
         html("bdi", line.name, item);
