@@ -212,6 +212,24 @@ def test_tables_without_a_figure(curves: Path, tmp_path: Path) -> None:
     assert "is a folder" in plot(tmp_path).stderr
 
 
+def test_a_sidecar_of_a_stranger_is_no_traceback(curves: Path, tmp_path: Path) -> None:
+    result = copied(curves, tmp_path)
+    sidecar = result.with_name("r.csv.json")
+    told = json.loads(sidecar.read_text())
+    old = {name: value for name, value in told.items() if name != "sha256"}
+    for changed, code in (
+        (old, 0),
+        ({**told, "figure": {"nothing": 1}}, 0),
+        ({**old, "command": ["vitsee", "cka"]}, 1),
+        ({**old, "command": ["vitsee", "best-layer"], "results": 7, "parameters": 3}, 1),
+        ({**old, "command": ["vitsee", "best-layer"], "results": [1, {"path": 2}]}, 1),
+    ):
+        sidecar.write_text(json.dumps(changed))
+        done = plot(result, "--force")
+        assert done.exit_code == code, done.output
+        assert code == 0 or done.stderr.count("\n") == 1
+
+
 def test_a_figure_of_other_results_without_them(
     everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,8 +60,9 @@ class Result:
         except VitseeError:
             raise
         except Exception as error:
-            # A command's own table is always drawn: of one that is not, this is our bug.
-            if not self.file.changed and drawn is self.file.table and len(drawn):
+            # A table as its command wrote it is always drawn: if not, this is our bug.
+            as_written = "sha256" in self.file.sidecar and not self.file.changed
+            if as_written and drawn is self.file.table and len(drawn):
                 raise
             changed = " and was changed since" if self.file.changed else ""
             rows = "these rows of it make" if drawn is not self.file.table else "it makes"
@@ -72,13 +73,17 @@ class Result:
         return figure
 
     def _parameter(self, name: str) -> tuple[Any, ...]:
-        found = self.file.sidecar.get("parameters", {}).get(name) or ()
-        return tuple(found)
+        parameters = self.file.sidecar.get("parameters")
+        found = parameters.get(name) if isinstance(parameters, dict) else None
+        return tuple(found) if isinstance(found, list) else ()
 
     def _inputs(self) -> list[ResultFile]:
         """The results that this one was made of, where they are now: as recorded, or beside it."""
         paths, labels = [], []
-        for entry in self.file.sidecar["results"]:
+        entries = self.file.sidecar["results"]
+        for entry in entries if isinstance(entries, list) else ():
+            if not isinstance(entry, dict):
+                continue
             recorded = Path(str(entry.get("path", "")))
             places = (recorded, self.file.path.with_name(recorded.name))
             place = next((path for path in places if path.is_file()), None)
