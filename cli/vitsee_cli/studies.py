@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from vitsee_core.study.surveyed import SurveyedModel
 
 KEPT = "finished steps are kept; repeat the command to go on"
+dry_run_option = click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the steps as commands, and what they take.  [default: run them]",
+)
 Extend = Callable[["Study", "Plan"], "Plan"]
 
 
@@ -46,6 +51,8 @@ def run_study(
 
     own, plan = planned(models)
     plan.left_out |= unknown
+    if not dry_run:
+        running.make_folders(study)
     needed = cost.cost(study, own, models, cost.measured_speed(study.device))
     console.say(needed.describe(len(models), study.images))
     for line in planning.reasons(plan.left_out):
@@ -54,7 +61,6 @@ def run_study(
         console.out("\n".join(step.line for step in (*plan.steps, report_step(study))))
         return
     ctx.meta[console.RESUMES] = KEPT
-    running.make_folders(study)
     record = running.begin(study, words, plan.left_out)
     perform = Performer(ctx)
     total = len(plan.steps) + 1

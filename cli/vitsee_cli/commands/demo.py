@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from vitsee_cli.sections import STORES
-from vitsee_cli.studies import run_study
+from vitsee_cli.studies import dry_run_option, run_study
 from vitsee_cli.values import parse_folder
 
 QUESTION = STORES
@@ -26,7 +26,7 @@ QUESTION = STORES
 @click.option(
     "--quick", is_flag=True, help="Two models and fewer images.  [default: every command, once]"
 )
-@click.option("--dry-run", is_flag=True, help="Print the steps as commands, and what they take.")
+@dry_run_option
 @click.pass_context
 def command(ctx: click.Context, output: Path, quick: bool, dry_run: bool) -> None:
     """Run vitsee on its own models and images.

@@ -8,7 +8,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.sections import STORES
-from vitsee_cli.studies import named, run_study
+from vitsee_cli.studies import dry_run_option, named, run_study
 from vitsee_cli.values import parse_folder, parse_words
 
 QUESTION = STORES
@@ -57,7 +57,7 @@ QUESTION = STORES
 )
 @options.seed_option
 @options.device_option
-@click.option("--dry-run", is_flag=True, help="Print the steps as commands, and what they take.")
+@dry_run_option
 @click.pass_context
 def command(
     ctx: click.Context,
