@@ -36,16 +36,19 @@ from vitsee_stores.errors import MissingInput, VitseeError
 
 distributed = pytest.importorskip("distributed")
 
-# Commands that compute nothing from stores, a few numbers (weights), or hand out what they hold.
+# Commands that compute nothing from stores, a few numbers (erf, weights), hand out what they hold,
+# or run other commands.
 WITHOUT = {
     "best-layer",
     "demo",
+    "erf",
     "export",
     "info",
     "models",
     "plot",
     "report",
     "sites",
+    "study",
     "validate",
     "weights",
 }

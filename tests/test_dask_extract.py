@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import vitsee
 from tests import s3
 from tests.clusters import two_workers
 from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
@@ -20,7 +22,13 @@ from tests.tables import equal
 from vitsee_core.analyses import attn_dist, cka, localize, probe
 from vitsee_core.dask_map import DaskMap
 from vitsee_core.extraction.by_workers import by_absolute_paths, extract_by_workers
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.options import (
+    DataOptions,
+    KeepOptions,
+    ModelOptions,
+    OptionError,
+    RunOptions,
+)
 from vitsee_core.extraction.run import Outcome
 from vitsee_core.progress import Tally
 from vitsee_core.results import Table
@@ -138,6 +146,23 @@ def test_the_command(two: DaskMap, photos: Path, tmp_path: Path) -> None:
     assert describe(tmp_path / "a.zarr")["complete"]
     markers = describe(tmp_path / "a.zarr")
     assert markers["n_committed"] == N // SLAB
+
+
+def test_in_python(two: DaskMap, photos: Path, tmp_path: Path) -> None:
+    """As by one process; a torch module and a shard are refused."""
+    own = {"random_init": 0, "img_size": (32, 48), "model_args": {"patch_size": 8}}
+    own |= {"slab": SLAB, "device": "cpu", "tokens": "pooled"}
+    stores = [
+        vitsee.extract("test_vit", photos, tmp_path / f"{name}.zarr", map=map, **own)
+        for name, map in (("here", None), ("there", two))
+    ]
+    assert stores[1].complete
+    assert array_bytes(tmp_path / "there.zarr") == array_bytes(tmp_path / "here.zarr")
+    with pytest.raises(OptionError, match="no torch module"):
+        vitsee.extract(torch.nn.Identity(), photos, tmp_path / "m.zarr", map=two, name="m")
+    with pytest.raises(OptionError, match="leave out shard"):
+        vitsee.extract("test_vit", photos, tmp_path / "s.zarr", map=two, shard="0/2")
+    assert not list(tmp_path.glob("[ms].zarr"))
 
 
 def test_options_mean_the_same_elsewhere(

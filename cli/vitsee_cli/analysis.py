@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,6 +40,19 @@ def spread_over(dask: str | None, progress: console.Reporter) -> Iterator[dict[s
     with dask_map(dask) as over_workers:
         progress.beside = lambda: counted(over_workers.n_workers(), "workers")
         yield {"map": over_workers}
+
+
+def absolute(value: Any) -> Any:
+    """`value` with the paths in it absolute: a worker has a working folder of its own."""
+    if isinstance(value, Path):
+        return value.absolute()
+    if isinstance(value, dict):
+        return {key: absolute(own) for key, own in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(absolute, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: absolute(getattr(value, f.name)) for f in fields(value)})
+    return value
 
 
 def run_analysis(
@@ -80,8 +95,9 @@ def run_analysis(
         click.get_current_context().meta[console.RESUMES] = resumes
     opened = options.open_stores(stores, allow_partial=allow_partial)
     progress = console.Reporter(click.get_current_context().info_name or "vitsee")
+    given = parameters if dask is None else absolute(parameters)
     with spread_over(dask, progress) as own:
-        table = run(*opened, **parameters, **own, progress=progress)
+        table = run(*opened, **given, **own, progress=progress)
     sidecar = describe_run(
         opened,
         command=console.command_line(),

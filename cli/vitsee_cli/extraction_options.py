@@ -157,7 +157,7 @@ _RUN_OPTIONS: tuple[Decorator, ...] = (
         "variables; claims: any number of processes that come and go, each of which claims a few "
         "slabs at a time.  [default: all]",
     ),
-    dask_option,
+    dask_option("slabs"),
     click.option(
         "--on-error",
         type=click.Choice(ON_ERROR),

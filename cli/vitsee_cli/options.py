@@ -377,10 +377,13 @@ jobs_option = click.option(
     "not depend on it.",
 )
 
-dask_option = click.option(
-    "--dask",
-    metavar="ADDRESS|local:N",
-    type=parse_dask,
-    help="Spread the work over the workers of a Dask cluster, as tcp://HOST:8786, or over N "
-    "processes of this machine; the result does not depend on it.  [default: this process]",
-)
+
+def dask_option(what: str) -> Decorator:
+    """--dask of a command that spreads `what`."""
+    return click.option(
+        "--dask",
+        metavar="ADDRESS|local:N",
+        type=parse_dask,
+        help=f"Spread {what} over the workers of a Dask cluster, as tcp://HOST:8786, or over N "
+        "processes of this machine; the result does not depend on it.  [default: this process]",
+    )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from vitsee_core.extraction.by_workers import extract_by_workers
 from vitsee_core.extraction.options import (
     ATTENTION_LEVELS,
     PRECISIONS,
@@ -27,6 +28,7 @@ from vitsee_core.images.loading import ON_ERROR
 from vitsee_core.images.transform import CROP_MODES, FILLS
 from vitsee_core.models import LoadedModel, own_model
 from vitsee_core.progress import SILENT, Progress
+from vitsee_core.streaming import Map
 from vitsee_stores import Store, open_store
 from vitsee_stores.layout import CODECS
 from vitsee_stores.url import parse_place
@@ -55,6 +57,7 @@ def extract(
     *,
     transform: Any = None,
     name: str | None = None,
+    map: Map | None = None,
     progress: Progress = SILENT,
     **options: Any,
 ) -> Store:
@@ -70,6 +73,7 @@ def extract(
         output: the store to fill, a folder or a URL.
         transform: of a torch module, see `transform_config`; a module of timm's needs none.
         name: of a torch module, what tables call it.
+        map: of `dask_map`, whose workers make the slabs of a model that they can load by its name.
         progress: advanced by the images done, e.g. a bar.
         options: those of `vitsee extract`, with `_`: images, per_class, only, split, seed, order,
             short_side, multiple, tiles, sites, tokens, attention, residual, inputs, grams, erf,
@@ -85,6 +89,10 @@ def extract(
         VitseeError: as the command's line on stderr; committed slabs are kept.
     """
     values = {key: _checked(key, value) for key, value in _known(options).items()}
+    if map is not None and not isinstance(model, str):
+        raise OptionError("the workers of a map load models by their names; give no torch module")
+    if map is not None and "shard" in values:
+        raise OptionError("a map's workers are given their slabs; leave out shard")
     if isinstance(model, str):
         if transform is not None or name is not None:
             raise OptionError("transform and name belong to a torch module, not to a model's name")
@@ -95,14 +103,12 @@ def extract(
     run = RunOptions(
         output=parse_place(output), command="vitsee.extract", **_taken(RunOptions, values)
     )
-    outcome = fill_store(
-        source,
-        DataOptions(os.fspath(data), **_taken(DataOptions, values)),
-        KeepOptions(**_taken(KeepOptions, values)),
-        run,
-        shard,
-        progress,
-    )
+    what = DataOptions(os.fspath(data), **_taken(DataOptions, values))
+    keep = KeepOptions(**_taken(KeepOptions, values))
+    if map is not None and isinstance(source, ModelOptions):
+        outcome = extract_by_workers(source, what, keep, run, map, progress)
+    else:
+        outcome = fill_store(source, what, keep, run, shard, progress)
     if line := outcome.unreadable_line():
         log.warning("%s", line)
     return open_store(run.output, allow_partial=not outcome.complete)

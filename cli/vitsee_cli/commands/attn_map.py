@@ -86,7 +86,7 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
 @options.seed_option
 @recompute_options
 @options.jobs_option
-@options.dask_option
+@options.dask_option("slabs (of a --kind but rollout)")
 @options.memory_option
 @options.allow_partial_option
 def command(

@@ -35,7 +35,7 @@ QUESTION = SIMILARITY
 @options.images_option
 @options.seed_option
 @gram_options
-@options.dask_option
+@options.dask_option("Gram matrices")
 @precision_option
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:

@@ -63,7 +63,7 @@ QUESTION = KNOWLEDGE
 @options.images_option
 @options.seed_option
 @options.jobs_option
-@options.dask_option
+@options.dask_option("sites, and the masks of --masks,")
 @options.memory_option
 @options.allow_partial_option
 def command(

@@ -74,7 +74,7 @@ def parse_spot(text: str) -> str:
 @options.seed_option
 @recompute_data_option
 @options.jobs_option
-@options.dask_option
+@options.dask_option("slabs (of --offsets)")
 @options.memory_option
 @options.allow_partial_option
 def command(

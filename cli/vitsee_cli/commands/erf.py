@@ -32,7 +32,6 @@ QUESTION = FLOW
 @options.sites_option("all", show_default="every site with a receptive field")
 @options.images_option
 @options.seed_option
-@options.dask_option
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
     """Measure effective receptive fields.

@@ -90,7 +90,7 @@ QUESTION = KNOWLEDGE
 @options.sites_option("blocks")
 @options.seed_option
 @options.device_option
-@options.dask_option
+@options.dask_option("sites and images")
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
     """Find keypoints again in other images of a class.

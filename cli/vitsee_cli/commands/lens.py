@@ -38,7 +38,7 @@ QUESTION = KNOWLEDGE
 @options.images_option
 @options.seed_option
 @options.jobs_option
-@options.dask_option
+@options.dask_option("slabs")
 @options.memory_option
 @options.allow_partial_option
 def command(

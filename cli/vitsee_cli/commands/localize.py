@@ -38,7 +38,7 @@ QUESTION = FLOW
 @recompute_data_option
 @options.device_option
 @options.memory_option
-@options.dask_option
+@options.dask_option("sites")
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
     """Map how similar each token is to each input patch.

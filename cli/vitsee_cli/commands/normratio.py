@@ -43,7 +43,7 @@ QUESTION = FLOW
 @options.images_option
 @options.seed_option
 @options.jobs_option
-@options.dask_option
+@options.dask_option("slabs")
 @options.memory_option
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:

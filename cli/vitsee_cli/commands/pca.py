@@ -68,7 +68,7 @@ QUESTION = KNOWLEDGE
 @options.seed_option
 @recompute_data_option
 @options.jobs_option
-@options.dask_option
+@options.dask_option("slabs")
 @options.memory_option
 @options.allow_partial_option
 def command(

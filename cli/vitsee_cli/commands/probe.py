@@ -184,7 +184,7 @@ def _sgd_options(command: Any) -> Any:
 @options.images_option
 @options.seed_option
 @options.jobs_option
-@options.dask_option
+@options.dask_option("sites and tokens, and the masks of --masks,")
 @options.memory_option
 @options.allow_partial_option
 def command(

@@ -138,7 +138,7 @@ def parse_radius(text: str) -> dict[str, float]:
 @options.seed_option
 @options.device_option
 @options.jobs_option
-@options.dask_option
+@options.dask_option("videos")
 @options.memory_option
 @options.allow_partial_option
 def command(

@@ -91,7 +91,7 @@ def _stores_argument(command: Any) -> Any:
 @options.seed_option
 @options.device_option
 @options.jobs_option
-@options.dask_option
+@options.dask_option("sites")
 @options.memory_option
 @options.allow_partial_option
 def command(

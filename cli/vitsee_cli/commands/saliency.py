@@ -70,7 +70,7 @@ QUESTION = ATTENTION
 @options.seed_option
 @recompute_options
 @options.jobs_option
-@options.dask_option
+@options.dask_option("masks and slabs")
 @options.memory_option
 @options.allow_partial_option
 def command(

@@ -73,7 +73,7 @@ QUESTION = SIMILARITY
 @options.images_option
 @options.seed_option
 @gram_options
-@options.dask_option
+@options.dask_option("Gram matrices and permutations")
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
     """Compare representations by measures beyond CKA.

@@ -34,7 +34,7 @@ TOKENS = ("cls", "mean", "mean-all", "first", "rest", "patches", "prefix", "all"
 @options.images_option
 @options.seed_option
 @options.jobs_option
-@options.dask_option
+@options.dask_option("sites")
 @options.memory_option
 @options.allow_partial_option
 def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) -> None:
