@@ -352,6 +352,16 @@ def test_stores_travel_to_other_processes(some_store: Store) -> None:
     assert_array_equal(slab.acts("embed"), some_store.acts("embed")[:4])
 
 
+def test_arrays_travel_to_other_working_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, whole = opened(tmp_path, "vit")
+    monkeypatch.chdir(store.path.parent)
+    acts = pickle.dumps(open_store(store.path.name).acts("embed", "patches"))
+    monkeypatch.chdir("/")
+    assert_array_equal(pickle.loads(acts)[:], whole["acts/embed/grid"])
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_can_read(tmp_path: Path) -> None:

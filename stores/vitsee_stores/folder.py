@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,10 @@ class Folder(Files):
         self.place: Path = place
         self.durable = durable
         self._prefix = os.path.join(place, "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Absolute: another process may have another working folder."""
+        return partial(Folder, durable=self.durable), (self.place.absolute(),)
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """By a thread a core."""
