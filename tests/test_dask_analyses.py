@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -13,16 +14,32 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from PIL import Image
 
 from tests.clusters import two_workers
 from tests.extractions import VIT as VIT_MODEL
 from tests.extractions import extracted, plant_images
 from tests.stores import VIT, write_labelled
 from tests.tables import equal
-from vitsee_core.analyses import cka, cluster, knn, localize, probe, retrieve, similarity, spectrum
+from tests.test_segments import by_kind
+from vitsee_cli.main import main
+from vitsee_core.analyses import (
+    cka,
+    cluster,
+    knn,
+    localize,
+    probe,
+    retrieve,
+    saliency,
+    similarity,
+    spatial,
+    spectrum,
+)
 from vitsee_core.dask_map import DaskMap
 from vitsee_core.progress import Tally
 from vitsee_core.results import Table
+from vitsee_core.segments import Segmentation
 from vitsee_core.similarity import comparison
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
@@ -134,6 +151,39 @@ def test_similarity(two: DaskMap, store: Store, tmp_path: Path) -> None:
             store, measure=("mutual-knn", "rsa"), calibrate=19, cache=next(folders), **more
         ),
     )
+
+
+@pytest.mark.parametrize("choice", [{}, {"segments": 7}])
+def test_segments(two: DaskMap, tmp_path: Path, choice: dict[str, Any]) -> None:
+    store, path = by_kind(tmp_path, n=40)
+    masks = Segmentation(path, **choice)
+    check(two, lambda **more: cluster.run(store, masks=masks, n_seeds=1, **more))
+    assert len(pickle.dumps(masks.open())) < 500 < path.stat().st_size, "workers read it themselves"
+
+
+def test_masks(two: DaskMap, whole: Store, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in whole.samples.file[whole.valid]:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray((rng.random((50, 60)) < 0.6).astype(np.uint8)).save(path)
+    for run in (saliency.run, spatial.run):
+        sent = two.sent
+        assert equal(run(whole, masks=tmp_path), run(whole, masks=tmp_path, map=two))
+        assert two.sent > sent
+
+
+def test_relative_paths_of_masks(
+    two: DaskMap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers have another working folder; the sidecar has the path as it was given."""
+    by_kind(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = ["cluster", "a.zarr", "--masks", "a.json", "--seeds", "1", "-o", "a.csv", "--dask"]
+    result = CliRunner().invoke(main, [*command, two.client.scheduler.address])
+    assert result.exit_code == 0, result.stderr
+    sidecar = json.loads(Path("a.csv.json").read_text())
+    assert sidecar["parameters"]["masks"]["masks"] == ["a.json"]
 
 
 def test_workers_with_another_disk(

@@ -150,7 +150,7 @@ def test_the_command(two: DaskMap, photos: Path, tmp_path: Path) -> None:
 
 def test_in_python(two: DaskMap, photos: Path, tmp_path: Path) -> None:
     """As by one process; a torch module and a shard are refused."""
-    own = {"random_init": 0, "img_size": (32, 48), "model_args": {"patch_size": 8}}
+    own: dict[str, Any] = {"random_init": 0, "img_size": (32, 48), "model_args": {"patch_size": 8}}
     own |= {"slab": SLAB, "device": "cpu", "tokens": "pooled"}
     stores = [
         vitsee.extract("test_vit", photos, tmp_path / f"{name}.zarr", map=map, **own)

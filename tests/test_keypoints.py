@@ -4,6 +4,7 @@ and what a user sees."""
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.spair_sets import (
     write_store,
 )
 from tests.stores import write_sites
+from tests.tables import equal
 from vitsee_core.analyses.keypoints import COLUMNS, run
 from vitsee_core.images.placement import place
 from vitsee_core.keypoints.candidates import Cells, candidates, cells_of
@@ -37,6 +39,7 @@ from vitsee_core.keypoints.protocol import choose_protocol
 from vitsee_core.keypoints.scoring import KeypointScorer
 from vitsee_core.keypoints.search import search
 from vitsee_core.keypoints.spair import draw_pairs, read_pairs
+from vitsee_core.progress import Tally
 from vitsee_core.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
@@ -482,3 +485,36 @@ def test_what_a_gpu_works_on_stays_there(match: str, monkeypatch: pytest.MonkeyP
         with pytest.raises(StopIteration):
             find(sources, tokens, rows, cols, match)
         assert left == [device]  # the places alone, once
+
+
+class Three:
+    """A map of three processes, which stays here and sends everything as they would get it."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def n_threads(self) -> int:
+        return 3
+
+    def __call__(self, function: Any, items: Any) -> Any:
+        work = pickle.dumps(function)
+        for item in items:
+            self.sent.append(pickle.dumps(item))
+            yield pickle.loads(work)(pickle.loads(self.sent[-1]))
+
+
+@pytest.mark.parametrize("n_sites", [1, 2, 3])
+def test_parts_of_the_images_by_other_processes(tmp_path: Path, n_sites: int) -> None:
+    """To the bit: 3 parts of one site, 2 of two, 1 of three."""
+    pairs, ids, sizes = all_pairs()
+    rng = np.random.default_rng(0)
+    grids = {f"blocks.{k}.out": rng.standard_normal((len(ids), GRID, GRID, 6)) for k in range(3)}
+    store = write_store(tmp_path / "a.zarr", grids, ids, sizes, slab=2)
+    folder = write_pairs(tmp_path / "SPair-71k", pairs)
+    sites = list(grids)[:n_sites]
+    seen, expected, three = Tally(), Tally(), Three()
+    here = run(store, pairs=folder, sites=sites, progress=expected)
+    there = run(store, pairs=folder, sites=sites, progress=seen, map=three)
+    assert equal(here, there)
+    assert len(three.sent) == {1: 3, 2: 4, 3: 3}[n_sites]
+    assert seen.count >= expected.count > 0  # sources are read for each part

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from vitsee_core.machine import memory_bytes
 from vitsee_core.progress import SILENT, Progress, Tally
-from vitsee_core.streaming import A, Map, Rows, choose_rows, fold
+from vitsee_core.streaming import A, Map, Rows, choose_rows, fold, thread_map
 from vitsee_stores import Store
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+PIECES, LONGEST = 4, 64  # of `each`: for each process, and items in one
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +111,22 @@ class Execution:
             if unit:
                 self.progress.stop()
 
+    def each(self, work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+        """`work(item)` of every item, in their order, for many that take milliseconds: by `jobs`
+        threads, or some at a time by the processes of `map`. Progress is the caller's.
+
+        Args:
+            work: to be pickled with what it holds, and to return what is small.
+            items: what it takes.
+        """
+        if self.map is None:
+            yield from thread_map(self.jobs)(work, items)
+            return
+        size = max(1, min(LONGEST, len(items) // (PIECES * self.width)))
+        pieces = [items[at : at + size] for at in range(0, len(items), size)]
+        for results in self.map(_Piece(work), pieces):
+            yield from results
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process has neither the map nor the progress, and where the map's processes share
         this machine, its part of the memory."""
@@ -131,6 +149,16 @@ class _Alone(Generic[T, R]):
         # Its machine may be smaller than the one where the budget was chosen.
         memory = min(self.execution.budget, memory_bytes() // 2)
         return self.work(replace(self.execution, memory=memory, progress=tally), item), tally
+
+
+@dataclass(frozen=True)
+class _Piece(Generic[T, R]):
+    """`work` of some items."""
+
+    work: Callable[[T], R]
+
+    def __call__(self, items: Sequence[T]) -> list[R]:
+        return [self.work(item) for item in items]
 
 
 DEFAULT = Execution()

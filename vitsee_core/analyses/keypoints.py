@@ -123,7 +123,7 @@ def run(
         VitseeError: see `spair.read_pairs`, `protocol.choose_protocol`, `located.locate`.
     """
     from vitsee_core.device import resolve_device
-    from vitsee_core.keypoints.search import n_images, search
+    from vitsee_core.keypoints.search import n_images, parts_of, search_all
 
     if not stores:
         raise VitseeError("no store was given; expected one or more")
@@ -131,7 +131,7 @@ def run(
         preset, match=match, candidates=candidates, threshold=threshold, alphas=alphas,
         pairs_per_class=pairs_per_class, by=by,
     )  # fmt: skip
-    device = resolve_device(execution.device)
+    resolve_device(execution.device)  # refused before any work
     selected = select_each(stores, sites, _with_grid)
     drawn = draw_pairs(read_pairs(pairs, split), protocol.pairs_per_class, execution.seed)
     for word in protocol.by:
@@ -140,21 +140,22 @@ def run(
                 f"the pair {lost[0].name} has no {VARIATIONS[word]}; leave out --by {word}"
             )
     located = [locate(store, drawn, protocol) for store in selected.stores]
+    parts = [parts_of(store, len(own), execution) for store, own in selected.members]
     total = sum(
-        len(own) * n_images(where) for own, where in zip(selected.chosen, located, strict=True)
+        len(own) * n_images(where, part)
+        for own, where, some in zip(selected.chosen, located, parts, strict=True)
+        for part in some
     )
     rows: list[dict[str, Any]] = []
     blind: list[dict[str, Any]] = []
     scorers = {s.label: KeypointScorer.of(w) for s, w in zip(selected.stores, located, strict=True)}
     with counting(execution.progress, total):
-        for (store, own), where in zip(selected.members, located, strict=True):
+        for (store, own), where, some in zip(selected.members, located, parts, strict=True):
             known: dict[Any, dict[str, Float]] = {}
             scorer = scorers[store.label]
-            for site in own:
+            at_all = search_all(store, own, where, protocol.match, some, execution)
+            for site, found in zip(own, at_all, strict=True):
                 place = site_columns(store, site)
-                found = search(
-                    store, site, where, protocol.match, device=device, progress=execution.progress
-                )
                 hits = within(where, found, protocol.alphas)
                 rows += _rows(place, "", hits, scorer, where, protocol)
                 if site.layout not in known:

@@ -131,8 +131,7 @@ def run(
         layouts = {block.group: block.layout for block, _ in wanted}
         truth = ground_truth(
             store, source, chosen, layouts,
-            foreground=foreground, jobs=execution.jobs,
-            progress=execution.progress,
+            foreground=foreground, execution=execution,
         )  # fmt: skip
         counts[store.label] = {**chosen.describe(), **truth.counts}
         used = Rows(truth.mask, chosen.n_invalid, chosen.how)

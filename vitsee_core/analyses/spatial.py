@@ -183,7 +183,7 @@ def _foreground(
     named = {str(i): layout for i, layout in enumerate(layouts) if layout is not None}
     truth = ground_truth(
         store, source, rows, named,
-        foreground="any", jobs=execution.jobs, progress=execution.progress,
+        foreground="any", execution=execution,
     )  # fmt: skip
     return {layout: truth.labels[name] for name, layout in named.items()}
 

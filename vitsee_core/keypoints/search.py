@@ -3,29 +3,37 @@
 The first takes the feature of each source keypoint, the second looks for them in the target images.
 Memory: one slab of the site as it is stored, one image in float32, the features of the distinct
 source keypoints (6,000 of SPair-71k's test split), and a piece of similarities.
+
+With a `map`, its processes search at one site each, or, where these are fewer than the processes,
+for one part of the target images; the sources of a part are read for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitsee_core.device import precision_context, to_device
+from vitsee_core.device import precision_context, resolve_device, to_device
+from vitsee_core.execution import Execution
 from vitsee_core.keypoints.candidates import candidates, cells_of
 from vitsee_core.keypoints.matching import find, sample, unit
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.streaming import Rows, each_slab
-from vitsee_core.types import Float, Integers
+from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.keypoints.located import Located
     from vitsee_stores import SiteSpec, Slab, Store
+
+WHOLE = slice(0, None)
 
 
 def search(
@@ -35,6 +43,7 @@ def search(
     match: str,
     *,
     device: torch.device,
+    part: slice = WHOLE,
     progress: Progress = SILENT,
 ) -> Float:
     """(points, 2) x, y on the input where each keypoint is found.
@@ -45,7 +54,8 @@ def search(
         located: the keypoints.
         match: one of `protocol.MATCHES`.
         device: makes the products.
-        progress: advanced by `n_images(located)`.
+        part: rows of the store: looked for is only in these images, elsewhere NaN is found.
+        progress: advanced by `n_images(located, part)`.
 
     Raises:
         VitseeError: a number of the store is not finite.
@@ -57,26 +67,85 @@ def search(
     keys = np.concatenate([rows[:, None], located.source], 1)
     each, which = np.unique(keys, axis=0, return_inverse=True)
     bank = torch.zeros(len(each), site.dim, device=device)
-    found = np.empty_like(located.target)
+    found = np.full_like(located.target, np.nan)
+    among = _among(located, part)
     with precision_context(device, "fp32"):
-        for row, tokens in _images(store, site, each[:, 0].astype(np.int64), device, progress):
+        sources = located.source_row[among]
+        for row, tokens in _images(store, site, sources, device, progress):
+            # All of the image's, whatever the part: products of fewer have other last digits.
             own = np.flatnonzero(each[:, 0] == row)
             features = sample(tokens, cells, each[own, 1:], match, located.size)
             bank[torch.from_numpy(own).to(device)] = features
         groups = located.groups()
         targets = np.array([group.row for group in groups], np.int64)
-        for row, tokens in _images(store, site, targets, device, progress):
+        for row, tokens in _images(store, site, located.target_row[among], device, progress):
             for i in np.flatnonzero(targets == row):
                 points = groups[i].points
                 down, across = candidates(layout, located.size, groups[i].window, match)
-                sources = bank[torch.from_numpy(which[points]).to(device)]
-                found[points] = find(sources, tokens, down, across, match)
+                own_sources = bank[torch.from_numpy(which[points]).to(device)]
+                found[points] = find(own_sources, tokens, down, across, match)
     return found
 
 
-def n_images(located: Located) -> int:
+def n_images(located: Located, part: slice = WHOLE) -> int:
     """How many images a search reads: sources, then targets."""
-    return sum(len(np.unique(rows)) for rows in (located.source_row, located.target_row))
+    among = _among(located, part)
+    both = located.source_row[among], located.target_row[among]
+    return sum(len(np.unique(rows)) for rows in both)
+
+
+def _among(located: Located, part: slice) -> Mask:
+    """(pairs,) whose target is in these rows."""
+    rows = located.target_row
+    found: Mask = (rows >= (part.start or 0)) & (rows < (part.stop or np.inf))
+    return found
+
+
+def parts_of(store: Store, n_sites: int, execution: Execution) -> list[slice]:
+    """Rows of whole slabs, in order: so many parts that with the sites all processes are busy."""
+    if execution.map is None:
+        return [WHOLE]
+    n = min(store.n_slabs, -(-execution.width // n_sites))
+    edges = [int(k) * store.plan.slab for k in np.linspace(0, store.n_slabs, n + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+def search_all(
+    store: Store,
+    sites: Sequence[SiteSpec],
+    located: Located,
+    match: str,
+    parts: Sequence[slice],
+    execution: Execution,
+) -> Iterator[Float]:
+    """`search` at each site, of whole images put together from these parts of them."""
+    work = _Search(store, replace(located, pairs=[]), match)
+    items = [(site, part) for site in sites for part in parts]
+    results = execution.spread(work, items)
+    for _ in sites:
+        found = np.full_like(located.target, np.nan)
+        for part in parts:
+            found[_among(located, part)[located.pair]] = next(results)
+        yield found
+
+
+@dataclass(frozen=True)
+class _Search:
+    """(points, 2) of those keypoints whose target is in a part, at one site."""
+
+    store: Store
+    located: Located
+    match: str
+
+    def __call__(self, execution: Execution, item: tuple[SiteSpec, slice]) -> Float:
+        site, part = item
+        device = resolve_device(execution.device)
+        found = search(
+            self.store, site, self.located, self.match,
+            device=device, part=part, progress=execution.progress,
+        )  # fmt: skip
+        own: Float = found[_among(self.located, part)[self.located.pair]]
+        return own
 
 
 def _images(

@@ -16,6 +16,7 @@ from vitsee_core.masks.annotations import (
     category_of,
     checked_images,
     entries_of,
+    read_annotations,
     size_of,
 )
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, Segment
@@ -34,6 +35,10 @@ class CocoMasks(Annotated):
     """
 
     objects: dict[Any, list[dict[str, Any]]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process reads the file, which may be of hundreds of MB, itself."""
+        return _at, (self.name,)
 
     @property
     def void(self) -> str:
@@ -90,6 +95,10 @@ class CocoMasks(Annotated):
             raise VitseeError(
                 f"cannot read the annotation {annotation.get('id')} of {self.where(i)}: {why}"
             ) from None
+
+
+def _at(name: str) -> CocoMasks:
+    return open_coco(Path(name), read_annotations(Path(name)))
 
 
 def open_coco(path: Path, found: dict[str, Any]) -> CocoMasks:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.images import DataError
 from vitsee_core.images.boxes import box_pixels
 from vitsee_core.images.folders import EXTENSIONS
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource
 from vitsee_core.masks.token_labels import as_seen, mask_recipe, token_labels
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.progress import counting
 from vitsee_core.types import Mask
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
+    from vitsee_core.images.transform import Recipe
     from vitsee_core.streaming import Rows
     from vitsee_stores import Store
     from vitsee_stores.layout import TokenLayout
@@ -51,8 +52,7 @@ def ground_truth(
     layouts: Mapping[str, TokenLayout],
     *,
     foreground: str = "half",
-    jobs: int = 1,
-    progress: Progress = SILENT,
+    execution: Execution = DEFAULT,
 ) -> MaskTruth:
     """The labels of the tokens of the images in `rows`.
 
@@ -65,8 +65,7 @@ def ground_truth(
         rows: the images to look at.
         layouts: group -> layout with a grid.
         foreground: one of `RULES`, see `token_labels`.
-        jobs: threads.
-        progress: advanced by the masks read.
+        execution: reads the masks; its progress is advanced by each.
 
     Raises:
         VitseeError: no image has a mask or a foreground token, or a mask is damaged or not of its
@@ -74,7 +73,6 @@ def ground_truth(
     """
     if not store.manifest.transform:
         raise MissingInput(f"{store.label} does not say how its images were resized; extract anew")
-    recipe = mask_recipe(store.manifest.transform)
     ids = store.samples.file.tolist()
     wanted = int((rows.mask & store.valid).sum())
     matched, numbers = match_rows(store, masks, rows)
@@ -84,27 +82,18 @@ def ground_truth(
         for group, layout in layouts.items()
     }
 
-    def load(row: int, i: int) -> tuple[bool, bool]:
-        """Fill in one image's labels; whether its mask has foreground and void pixels."""
-        pixels = masks.read(i)
-        if boxes is not None and np.isfinite(boxes[row]).all():
-            pixels = cut(masks.where(i), pixels, boxes[row])
-        check_size(masks.where(i), pixels.shape, ids[row], tuple(sizes[row]))
-        seen = as_seen(pixels, recipe, masks.where(i))
-        for group, layout in layouts.items():
-            labels[group][row] = token_labels(seen, layout, foreground)
-        return bool((pixels == FOREGROUND).any()), bool((pixels == VOID).any())
-
-    pool = ThreadPoolExecutor(jobs)
-    progress.start(len(matched), unit="masks")
+    read = _TokenLabels(masks, mask_recipe(store.manifest.transform), dict(layouts), foreground)
+    items = [
+        _Image(number, ids[row], tuple(sizes[row]), None if boxes is None else boxes[row])
+        for row, number in zip(matched.tolist(), numbers.tolist(), strict=True)
+    ]
     some_on = some_void = False
-    try:
-        for on, void in pool.map(load, matched.tolist(), numbers.tolist()):
+    with counting(execution.progress, len(items), "masks") as progress:
+        for row, (own, on, void) in zip(matched, execution.each(read, items), strict=True):
+            for group, values in own.items():
+                labels[group][row] = values
             some_on, some_void = some_on or on, some_void or void
             progress.advance(1)
-    finally:
-        pool.shutdown(cancel_futures=True)
-        progress.stop()
     mask = np.zeros(store.n_images, bool)
     for values in labels.values():
         mask |= (values == FOREGROUND).any(1)
@@ -121,6 +110,37 @@ def ground_truth(
     }
     _tell(store, wanted, counts)
     return MaskTruth(labels, mask, counts)
+
+
+class _Image(NamedTuple):
+    """The number of an image's mask; the image's name, (height, width), and part of the file."""
+
+    number: int
+    image: str
+    size: tuple[int, int]
+    box: NDArray[np.float32] | None
+
+
+@dataclass(frozen=True)
+class _TokenLabels:
+    """Of one image: group -> (tokens,); whether its mask has foreground and void pixels."""
+
+    masks: MaskSource
+    recipe: Recipe
+    layouts: dict[str, TokenLayout]
+    foreground: str
+
+    def __call__(self, of: _Image) -> tuple[dict[str, Labels], bool, bool]:
+        where, pixels = self.masks.where(of.number), self.masks.read(of.number)
+        if of.box is not None and np.isfinite(of.box).all():
+            pixels = cut(where, pixels, of.box)
+        check_size(where, pixels.shape, of.image, of.size)
+        seen = as_seen(pixels, self.recipe, where)
+        labels = {
+            group: token_labels(seen, layout, self.foreground)
+            for group, layout in self.layouts.items()
+        }
+        return labels, bool((pixels == FOREGROUND).any()), bool((pixels == VOID).any())
 
 
 def _tell(store: Store, n: int, counts: Mapping[str, int]) -> None:

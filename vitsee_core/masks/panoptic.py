@@ -17,6 +17,7 @@ from vitsee_core.masks.annotations import (
     category_of,
     checked_images,
     entries_of,
+    read_annotations,
 )
 from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, Labels, Segment
 from vitsee_stores.errors import VitseeError
@@ -34,6 +35,10 @@ class PanopticMasks(Annotated):
     folder: str
     annotations: list[dict[str, Any]]
     things: frozenset[Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process reads the file itself."""
+        return _at, (self.name, self.folder)
 
     @property
     def void(self) -> str:
@@ -101,6 +106,10 @@ def is_panoptic(found: dict[str, Any]) -> bool:
     annotations = found["annotations"]
     first = annotations[0] if isinstance(annotations, list) and annotations else None
     return isinstance(first, dict) and "segments_info" in first
+
+
+def _at(name: str, folder: str) -> PanopticMasks:
+    return open_panoptic(Path(name), read_annotations(Path(name)), Path(folder))
 
 
 def open_panoptic(path: Path, found: dict[str, Any], folder: Path | None) -> PanopticMasks:

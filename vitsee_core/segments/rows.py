@@ -21,7 +21,7 @@ from vitsee_core.segments.choice import Segmentation
 from vitsee_core.segments.token_weights import Sparse, Weigher
 from vitsee_core.segments.vectors import SegmentFeatures, Weights
 from vitsee_core.statistics.jackknife import METHOD, SHARE, Blocks, interval
-from vitsee_core.streaming import Rows, choose_rows, thread_map
+from vitsee_core.streaming import Rows, choose_rows
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import MissingInput, VitseeError
 
@@ -167,9 +167,7 @@ def find_segments(
     n = 0
     pairs = [(int(matched[k]), int(numbers[k])) for k in order]
     with counting(execution.progress, len(pairs), "masks") as progress:
-        for (row, _), (some, left) in zip(
-            pairs, thread_map(execution.jobs)(found, pairs), strict=False
-        ):
+        for (row, _), (some, left) in zip(pairs, execution.each(found, pairs), strict=False):
             of_image[row] = some if limit is None else some[: limit - n]
             n += len(of_image[row])
             tally += left
