@@ -2,6 +2,7 @@
 with exact leave-one-out; every layer of a model, and every token of one layer.
 
     python benchmarks/probe.py                   # 4 layers and 8 tokens of 384 channels
+    python benchmarks/probe.py --record          # kept for docs/performance.md
     python benchmarks/probe.py --layers 12 --tokens 196 --dim 768 --train 10000 --classes 1000
 
 Everybody gets features in memory and computes in float64. A claim: `loop` reports test accuracy at
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from common import interleaved, machine, paired_ratio
+from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 
@@ -123,10 +124,11 @@ def _accuracy(scores: NDArray[np.float64], data: Data) -> float:
     return float((scores.argmax(axis=1) == data.test_labels).mean())
 
 
-def compare(name: str, data: Data, per_call: int, rounds: int) -> None:
+def compare(name: str, data: Data, per_call: int, rounds: int) -> list[Result]:
     """Two lines: against the loop, and against RidgeCV."""
+    rows = []
     claims: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        f"loop over {len(L2S)} l2": (lambda: loop(data), lambda: ours(data, L2S, "", per_call)),
+        f"Ridge over {len(L2S)} l2": (lambda: loop(data), lambda: ours(data, L2S, "", per_call)),
         "RidgeCV": (lambda: cross_validated(data), lambda: ours(data, (), "loo", per_call)),
     }
     for claim, (theirs, own) in claims.items():
@@ -147,6 +149,8 @@ def compare(name: str, data: Data, per_call: int, rounds: int) -> None:
         gap = float(abs(kept["theirs"] - kept["ours"]).max())
         accuracy = float(kept["ours"].max())
         print(f"{name:28} {claim:18} {a:9.2f} {b:9.2f} {ratio:7.1f}   {gap:.4f}  {accuracy:.3f}")
+        rows.append(Result(f"probes of {name}, against scikit-learn's {claim}", b, a, ratio, "s"))
+    return rows
 
 
 def main() -> None:
@@ -157,6 +161,7 @@ def main() -> None:
         ("classes", 100), ("rounds", 3),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    add_record_option(parser)
     args = parser.parse_args()
     print(machine())
     print(
@@ -165,9 +170,12 @@ def main() -> None:
     )
     head = ("scikit-learn", "vitsee", "ratio")
     print(f"{'':28} {'':18} {head[0]:>9} {head[1]:>7} {head[2]:>7}   largest difference, best")
-    compare(f"{args.layers} layers", make(args.layers, args), 1, args.rounds)
-    compare(f"{args.tokens} tokens of a layer", make(args.tokens, args), args.tokens, args.rounds)
+    rows = compare(f"{args.layers} layers", make(args.layers, args), 1, args.rounds)
+    tokens = make(args.tokens, args)
+    rows += compare(f"{args.tokens} tokens of a layer", tokens, args.tokens, args.rounds)
     print(f"peak RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+    if args.record:
+        record("probe", f"Ridge probes, {args.train:,} images of {args.dim} channels", rows)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from tests import stores
 from tests.features import balanced, class_features
@@ -25,6 +26,7 @@ from vitsee_core.labelled.labelled_rows import accuracy_interval, labelled_rows
 from vitsee_core.probing.draws import draw_images, split_rows
 from vitsee_core.probing.rows import _mean_l2
 from vitsee_core.results import Table
+from vitsee_core.ridge import Linear
 from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
@@ -266,6 +268,22 @@ def test_the_mean_of_several_l2_is_a_round_number() -> None:
 
 
 # ---------------------------------------------------------------- each, all
+
+
+def test_products_of_numpy_use_one_thread_each(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    scores = Linear.scores
+
+    def looked(self: Linear, x: Any) -> Any:
+        seen.extend(lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas")
+        return scores(self, x)
+
+    monkeypatch.setattr(Linear, "scores", looked)
+    with threadpool_limits(2, "blas"):
+        before = threadpool_info()
+        run(pair.train, pair.test, l2=[1.0])
+        assert threadpool_info() == before
+    assert set(seen) == {1}
 
 
 def test_each_token_alone(pair: Pair) -> None:

@@ -221,3 +221,27 @@ def test_targets() -> None:
         pytest.approx([-2 / 3, 2 / 3]),
         pytest.approx([-2 / 3, 2 / 3]),
     ]
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def test_sums_made_ahead_are_those_made_at_once() -> None:
+    rng = np.random.default_rng(0)
+    x, labels = rng.standard_normal((50, 6)).astype(np.float32) + 100, rng.integers(0, 3, 50)
+    once, ahead = Gathered(6, 3), Gathered(6, 3)
+    due = []
+    for start in range(0, 50, 4):
+        some = slice(start, start + 4)
+        once.add(x[some], labels[some])
+        if (piece := ahead.wait(x[some], labels[some])) is not None:
+            due.append(piece)
+    assert [sum(len(x) for x, _ in piece) for piece in due] == [8] * 6
+    # The last piece first: summing changes nothing, counting is in order.
+    for sums in [ahead.sums_of(piece) for piece in due[::-1]][::-1]:
+        ahead.count(sums)
+    for a, b in zip(once.moments(), ahead.moments(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(axis=0)
+    np.testing.assert_allclose(ahead.moments()[0], centred.T @ centred, rtol=1e-10, atol=1e-10)

@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.sources import Block, Source
 from vitsee_core.ridge import GRID, Algebra, Factors, Gathered, HeldOut, LeaveOneOut, Linear, solve
-from vitsee_core.ridge.gathered import n_bytes
+from vitsee_core.ridge.gathered import Piece, Sums, n_bytes
+from vitsee_core.ridge.l2_choice import Judged
 from vitsee_core.streaming import thread_map
 from vitsee_core.types import Float, Integers
 
 T = TypeVar("T")
 
 ROWS = 4096
+JUDGED = 1024  # images that one thread looks at
 
 
 @dataclass(frozen=True)
@@ -109,16 +111,27 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
     wanted = np.zeros(n, bool)
     wanted[again] = keep
     done = 0
-    for places, x in source.blocks(part, _union(draws)):
-        for d in range(len(draws)):
-            for mask, sums in ((fit_to[d], fitted[d]), (judged_by[d], held_out[d])):
-                rows = np.flatnonzero(mask[places])
-                labels = task.labels[places[rows]]
-                for t in range(tokens if len(rows) else 0):
-                    sums[t].add(x[rows, t], labels)
-        rows = np.flatnonzero(wanted[places])
-        kept[done : done + len(rows)] = x[rows]
-        done += len(rows)
+
+    def pieces() -> Iterator[tuple[Gathered, Piece]]:
+        """Images whose sums are due, as they are read."""
+        nonlocal done
+        for places, x in source.blocks(part, _union(draws)):
+            for d in range(len(draws)):
+                for mask, sums in ((fit_to[d], fitted[d]), (judged_by[d], held_out[d])):
+                    rows = np.flatnonzero(mask[places])
+                    labels = task.labels[places[rows]]
+                    for t in range(tokens if len(rows) else 0):
+                        if (piece := sums[t].wait(x[rows, t], labels)) is not None:
+                            yield sums[t], piece
+            rows = np.flatnonzero(wanted[places])
+            kept[done : done + len(rows)] = x[rows]
+            done += len(rows)
+
+    def summed(due: tuple[Gathered, Piece]) -> tuple[Gathered, Sums]:
+        return due[0], due[0].sums_of(due[1])
+
+    for sums, found in thread_map(task.jobs)(summed, pieces()):
+        sums.count(found)
     pairs = [(d, t) for d in range(len(draws)) for t in range(tokens)]
     blocks = _in_memory(again, kept) if keep else source.blocks(part, again)
     judges = _judge(pairs, methods, fitted, task, blocks, draws)
@@ -160,16 +173,25 @@ def _judge(
     masks = np.zeros((len(draws), len(task.labels)), bool)
     for mask, draw, method in zip(masks, draws, methods, strict=True):
         mask[draw.places if method == "loo" else draw.places[draw.held_out]] = True
-    for places, x in blocks:
-        chosen = [np.flatnonzero(mask[places]) for mask in masks]
 
-        def look(pair: tuple[int, int], x: NDArray[np.float32] = x) -> None:
-            d, t = pair
-            rows = chosen[d]  # noqa: B023
-            if len(rows):
-                judges[pair].add(x[rows, t], task.labels[places[rows]])  # noqa: B023
+    def pieces() -> Iterator[tuple[tuple[int, int], NDArray[np.float32], Integers]]:
+        """Of as many images whatever the number of threads, as the order of sums decides the last
+        digits."""
+        for places, x in blocks:
+            chosen = [np.flatnonzero(mask[places]) for mask in masks]
+            for d, t in pairs:
+                for start in range(0, len(chosen[d]), JUDGED):
+                    rows = chosen[d][start : start + JUDGED]
+                    yield (d, t), x[rows, t], task.labels[places[rows]]
 
-        list(thread_map(task.jobs)(look, pairs))
+    def look(
+        piece: tuple[tuple[int, int], NDArray[np.float32], Integers],
+    ) -> tuple[tuple[int, int], Judged]:
+        pair, x, labels = piece
+        return pair, judges[pair].judged(x, labels)
+
+    for pair, found in thread_map(task.jobs)(look, pieces()):
+        judges[pair].count(found)
     return judges
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.machine import human_bytes
 from vitsee_core.probing.concatenated import probe_concatenated
 from vitsee_core.probing.draws import Draw
@@ -52,6 +53,14 @@ class Prober:
         Raises:
             VitseeError: not even one token fits the memory.
         """
+        if self.training is None:
+            with one_blas_thread():
+                return self._each(train, test, what, first, done)
+        return self._each(train, test, what, first, done)
+
+    def _each(
+        self, train: Source, test: Source, what: str, first: int, done: Callable[[int], object]
+    ) -> Tally:
         tally = self._tally(train.n_tokens, first)
         size = self._token_bytes(train.dim)
         if size > self.task.memory:
@@ -97,18 +106,20 @@ class Prober:
             tally.failed[where] = probe is None
             tally.blind[where] = probe is not None and probe.blind
             tally.l2s[where] = np.nan if probe is None else probe.l2s
-        for places, x in test.blocks(part, np.arange(len(self.test_labels))):
 
-            def score(pair: tuple[int, int]) -> list[NDArray[np.float64]]:
-                d, t = pair
-                probe = fitted[d][t]
-                wide = x[:, t].astype(np.float64)  # noqa: B023
-                return [] if probe is None else list(probe.scores(wide))
+        def pieces() -> Iterator[tuple[tuple[int, int], NDArray[np.int64], NDArray[np.float32]]]:
+            for places, x in test.blocks(part, np.arange(len(self.test_labels))):
+                for d, t in pairs:
+                    yield (d, t), places, x[:, t]
 
-            score_map = thread_map(self.task.jobs)
-            # A few at a time: the scores of one take (images, classes).
-            for start in range(0, len(pairs), 4 * self.task.jobs):
-                some = pairs[start : start + 4 * self.task.jobs]
-                for (d, t), found in zip(some, score_map(score, some), strict=True):
-                    for i, scores in enumerate(found):
-                        tally.add((d, i, part.start + t), places, scores)
+        def score(
+            piece: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.float32]],
+        ) -> tuple[tuple[int, int], NDArray[np.int64], list[NDArray[np.bool_]]]:
+            (d, t), places, x = piece
+            probe = fitted[d][t]
+            each = () if probe is None else probe.scores(x.astype(np.float64))
+            return (d, t), places, [tally.judged(places, scores) for scores in each]
+
+        for (d, t), places, found in thread_map(self.task.jobs)(score, pieces()):
+            for i, right in enumerate(found):
+                tally.count((d, i, part.start + t), places, right)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vitsee_core.types import Float, Integers
+from vitsee_core.types import Float, Integers, Mask
 
 TOP = 5
 METRICS = ("top1", "top5")
@@ -51,13 +51,21 @@ class Tally:
             places: (m,) which of the test images.
             scores: (m, classes); of equal scores the lower class comes first.
         """
-        draw, l2, token = where
+        self.count(where, places, self.judged(places, scores))
+
+    def judged(self, places: Integers, scores: Float) -> Mask:
+        """(metrics, m) whether each image is right; changes nothing."""
         labels = self.labels[places]
         if len(self.metrics) == 1:
-            right = (scores.argmax(axis=1) == labels)[np.newaxis]
-        else:
-            rank = ranks(scores, labels)
-            right = np.stack([rank == 0, rank < TOP])
+            first: Mask = scores.argmax(axis=1) == labels
+            return first[np.newaxis]
+        rank = ranks(scores, labels)
+        return np.stack([rank == 0, rank < TOP])
+
+    def count(self, where: tuple[int, int, int], places: Integers, right: Mask) -> None:
+        """Add what `judged` found; the other arguments as `add`."""
+        draw, l2, token = where
+        labels = self.labels[places]
         for m, one in enumerate(right):
             counts = np.bincount(labels[one], minlength=self.n_classes)
             self.right[draw, l2, token, m] += counts

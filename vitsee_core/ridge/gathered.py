@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.types import Float, Integers
+
+Piece = list[tuple[NDArray[np.float32], Integers]]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of one piece of training images minus the shift. scatter: (dim, dim). total: (dim,).
+    present: (k,) classes of these images. of_class: (k, dim) sums over each."""
+
+    scatter: Float
+    total: Float
+    present: Integers
+    of_class: Float
 
 
 class Gathered:
@@ -28,19 +42,24 @@ class Gathered:
         self._sums = np.zeros(0)
         self._class_sums = np.zeros((0, 0))
         # Small pieces wait until they are worth an update of the whole scatter matrix.
-        self._waiting: list[tuple[NDArray[np.float32], Integers]] = []
+        self._waiting: Piece = []
         self._n_waiting = 0
 
     def add(self, x: NDArray[np.float32], labels: Integers) -> None:
         """Count these images; `x`, (m, dim), is kept and must not change."""
+        if (piece := self.wait(x, labels)) is not None:
+            self.count(self.sums_of(piece))
+
+    def wait(self, x: NDArray[np.float32], labels: Integers) -> Piece | None:
+        """Take these images, and give those that wait once their sums are worth it; `count` has to
+        be given these sums, in the pieces' order."""
         if len(x) == 0:
-            return
+            return None
         self.n += len(x)
         self.counts += np.bincount(labels, minlength=self.n_classes)
         self._waiting.append((x, labels))
         self._n_waiting += len(x)
-        if self._n_waiting >= self.dim:
-            self._flush()
+        return self._ready() if self._n_waiting >= self.dim else None
 
     def joined(self, other: Gathered) -> Gathered:
         """The images of both."""
@@ -84,20 +103,33 @@ class Gathered:
         class_sums = self._class_sums - self.counts[:, np.newaxis] * offset
         return scatter, 2 * class_sums.T, offset + self._shift
 
-    def _flush(self) -> None:
-        x = np.concatenate([x for x, _ in self._waiting]).astype(np.float64)
-        labels = np.concatenate([labels for _, labels in self._waiting])
-        self._waiting, self._n_waiting = [], 0
-        if self._shift is None:
-            self._shift = x[0].copy()
-        self._start()
+    def sums_of(self, piece: Piece) -> Sums:
+        """What these images add; changes nothing, so that several threads may call it."""
+        x = np.concatenate([x for x, _ in piece]).astype(np.float64)
+        labels = np.concatenate([labels for _, labels in piece])
+        assert self._shift is not None
         x -= self._shift
-        assert self._scatter is not None
-        self._scatter += x.T @ x
-        self._sums += x.sum(axis=0)
         order = np.argsort(labels, kind="stable")
         present, starts = np.unique(labels[order], return_index=True)
-        self._class_sums[present] += np.add.reduceat(x[order], starts, axis=0)
+        class_sums = np.add.reduceat(x[order], starts, axis=0)
+        return Sums(x.T @ x, x.sum(axis=0), present, class_sums)
+
+    def count(self, sums: Sums) -> None:
+        """Add the sums of a piece."""
+        self._start()
+        assert self._scatter is not None
+        self._scatter += sums.scatter
+        self._sums += sums.total
+        self._class_sums[sums.present] += sums.of_class
+
+    def _ready(self) -> Piece:
+        piece, self._waiting, self._n_waiting = self._waiting, [], 0
+        if self._shift is None:
+            self._shift = piece[0][0][0].astype(np.float64)
+        return piece
+
+    def _flush(self) -> None:
+        self.count(self.sums_of(self._ready()))
 
     def _start(self) -> None:
         if self._scatter is None:

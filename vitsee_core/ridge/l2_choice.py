@@ -15,6 +15,9 @@ from vitsee_core.types import Float, Integers
 
 GRID = tuple(2.0**e for e in range(-10, 20))  # of Google's few-shot evaluations
 
+# Of each l2: images that are right, and the squared error.
+Judged = tuple[Integers, Float]
+
 
 class HeldOut:
     """Counts how well a probe does, at every l2, on images that it was not fitted to.
@@ -32,12 +35,24 @@ class HeldOut:
 
     def add(self, x: NDArray[np.float32] | Float, labels: Integers) -> None:
         """Count images (m, dim) of these classes."""
+        self.count(self.judged(x, labels))
+
+    def judged(self, x: NDArray[np.float32] | Float, labels: Integers) -> Judged:
+        """What these images add; changes nothing, so that several threads may call it."""
         z = self.factors.coordinates(x.astype(np.float64, copy=False))
         own = np.arange(len(labels)), labels
+        right, errors = np.zeros(len(self.l2s), np.int64), np.zeros(len(self.l2s))
         for i, l2 in enumerate(self.l2s):
             scores = self.factors.scores(z, l2)
-            self.right[i] += np.count_nonzero(scores.argmax(axis=1) == labels)
-            self.squared_error[i] += _squared_error(scores, own)
+            right[i] = np.count_nonzero(scores.argmax(axis=1) == labels)
+            errors[i] = _squared_error(scores, own)
+        return right, errors
+
+    def count(self, found: Judged) -> None:
+        """Add what `judged` found."""
+        right, errors = found
+        self.right += right
+        self.squared_error += errors
 
     def best(self) -> float:
         """The chosen l2."""
@@ -61,13 +76,24 @@ class LeaveOneOut:
 
     def add(self, x: NDArray[np.float32] | Float, labels: Integers) -> None:
         """Count training images (m, dim) of these classes."""
+        self.count(self.judged(x, labels))
+
+    def judged(self, x: NDArray[np.float32] | Float, labels: Integers) -> Judged:
+        """What these images add; changes nothing, so that several threads may call it."""
         z = self.factors.coordinates(x.astype(np.float64, copy=False))
         own = np.arange(len(labels)), labels
         left = 1 - self.factors.leverages(z, self.l2s)
         # An image that alone decides its score (1 - leverage is rounding) has no other probe.
         left = np.where(left > 1e-12, left, np.nan)
-        for i, l2 in enumerate(self.l2s):
-            self.squared_error[i] += _squared_error(self.factors.scores(z, l2), own, left[:, i])
+        errors = [
+            _squared_error(self.factors.scores(z, l2), own, left[:, i])
+            for i, l2 in enumerate(self.l2s)
+        ]
+        return np.zeros(len(self.l2s), np.int64), np.array(errors)
+
+    def count(self, found: Judged) -> None:
+        """Add what `judged` found."""
+        self.squared_error += found[1]
 
     def best(self) -> float:
         """The chosen l2; the largest where no error could be computed."""
