@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python >= 3.11 with its venv module, and nothing else.
 # The environment is made once, in .venv; PYTHON=... chooses another interpreter for it.
 
-.PHONY: help demo test coverage faults report-check findings slurm env clean
+.PHONY: help demo test coverage faults report-check findings docs slurm env clean
 .DELETE_ON_ERROR:
 # What is given on the command line is for this make, not for one that its tests run.
 MAKEOVERRIDES :=
@@ -20,6 +20,7 @@ help:
 	@echo "make faults    processes killed, disks full, bits flipped, servers failing: many trials of each"
 	@echo "make report-check  the report in a headless Chromium, where there is one"
 	@echo "make findings  docs/findings.md: what the papers found, on the demo's models"
+	@echo "make docs      the site, offline: docs-out/html/index.html"
 	@echo "make slurm     a planned job array, and a Dask cluster, on a real SLURM of one node"
 	@echo "make env       only set up .venv"
 	@echo "make clean     remove .venv, demo-out/ and caches"
@@ -50,6 +51,11 @@ findings: $(STAMP)
 	$(BIN)/python tools/findings_measure.py findings-out
 	$(BIN)/python tools/findings.py
 
+docs: $(STAMP)
+	$(BIN)/python tools/docs_source.py docs-out/source
+	$(BIN)/sphinx-build -q -W --keep-going docs-out/source docs-out/html
+	@echo "docs-out/html/index.html"
+
 # Some minutes: tasks run into their time limit and wait for their turn again.
 slurm: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/slurm_on_one_node.sh tools/slurm_trial.sh
@@ -75,4 +81,4 @@ $(STAMP): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv demo-out findings-out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv demo-out docs-out findings-out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
