@@ -308,7 +308,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(VitseeError, match="threshold is nan; expected"):
         run(whole, threshold=math.nan)
     with pytest.raises(VitseeError, match=r"take .* of memory; --memory .*images, 2 fit"):
-        run(whole, memory=2 * 7 * 8 * 4 + 5)
+        run(whole, memory=2 * 7 * 8 * 5 + 5)
     x = tokens_of(n=4)
     x[2, 3, 1] = np.inf
     with pytest.raises(VitseeError, match="embed that are not finite, in rows 0 to 3"):
@@ -326,7 +326,11 @@ def test_the_command(tmp_path: Path) -> None:
     table = Table.read(tmp_path / "n.csv")
     assert set(METRICS) == set(table.unique("metric"))
     assert (tmp_path / "n.replicates.csv").exists()
-    plot(table)
+    figure = plot(table)
+    figure.canvas.draw()
+    ticks = figure.axes[0].yaxis.get_ticklabels(which="both")
+    assert {t.get_text() for t in ticks} & {"1", "2", "5", "10"}, "plain numbers"
+    assert not any("times" in t.get_text() for t in ticks)
     few = ["--metric", "norm", "--tokens", "cls", "--sites", "first"]
     few += ["--png", str(tmp_path / "cls.png")]
     result = CliRunner().invoke(main, ["norms", str(tmp_path / "a.zarr"), *few])

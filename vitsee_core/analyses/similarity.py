@@ -322,8 +322,9 @@ def _panels(metric: str, rows: Table) -> list[Panel]:
     scope = describe_scope(rows)
     finite = rows["value"][np.isfinite(rows["value"])]
     top = float(finite.max(initial=0)) if metric == "gulp" else 1.0
+    label = _label(metric, rows).replace("a from b", "rows from columns")
     found = [
-        replace(panel, limits=(0.0, top or 1.0), label=_label(metric, rows))
+        replace(panel, limits=(0.0, top or 1.0), label=label)
         for panel in panels_of(rows, about=scope)
     ]
     if np.isfinite(rows["calibrated"]).any():

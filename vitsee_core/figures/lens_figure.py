@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.figures.log_ticks import plain_log_ticks
 from vitsee_core.plotting import GREY, new_figure, shorten, styled
 from vitsee_core.results import Table
 
@@ -30,8 +31,6 @@ def draw_lens(table: Table) -> Figure:
     dashed what patches say alone; below, where the table has single patches, for each store the
     share of images in which a patch alone has the right class (or the output's), at up to seven
     depths, on one scale of colours."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
     metrics = [metric for metric in LABELS if metric in table.unique("metric")]
     mapped = next((m for m in LABELS if len(_cells(table, m)) and m != "lens_rank"), None)
     of_cells = _cells(table, str(mapped)) if mapped else table.take(np.zeros(len(table), bool))
@@ -51,9 +50,7 @@ def draw_lens(table: Table) -> Figure:
         if metric == "lens_rank":
             axes.set_yscale("log")
             axes.set_ylim(0.9, 1.2 * max(2.0, axes.dataLim.y1))
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+            plain_log_ticks(axes.yaxis)
     add_curve_legend(figure, panels)
     shown = of_cells.take(np.isin(of_cells["store"], stores))
     top = float(np.nanmax(shown["value"].astype(float), initial=0)) or 1.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
 from vitsee_core.figures.site_axes import SiteAxis
 from vitsee_core.plotting import COLOURS, GREY, new_figure, shorten, styled
 from vitsee_core.results import Table
@@ -151,6 +152,7 @@ def _draw_histogram(axes: Axes, table: Table, scale: Any) -> Any:
             at, medians["value"].astype(float), color="black", linewidth=1.1, label="median patch"
         )
     axes.set_yscale("log")
+    plain_log_ticks(axes.yaxis)
     axes.grid(False)
     ticks = SiteAxis.of([(str(table["store"][0]), site) for site in sites], _blocks(table))
     ticks.ticks(16).put_on(axes.xaxis, 3.2 / len(sites))
@@ -189,7 +191,8 @@ def _draw_maps(figure: SubFigure, table: Table) -> None:
             image = _draw_tile(axes, rows.where(site=shown[i]), scale)
             axes.set_title(shorten(shown[i].removesuffix(".out"), 14), fontsize=8)
         bar = strip.colorbar(image, ax=list(panels), pad=0.02, shrink=0.8)
-        bar.set_label(f"share of images\n{'fixed' if metric == MAPS[0] else 'MAD'} threshold")
+        threshold = "fixed" if metric == MAPS[0] else "MAD"
+        bar.set_label(f"share of images\n> {threshold} threshold")
         bar.ax.tick_params(labelsize=7)
 
 
@@ -230,6 +233,7 @@ def _draw_curves(figure: Figure, strip: SubFigure, table: Table, metrics: Sequen
             if 0 < 10 * low < high:
                 axes.set_yscale("log")
                 axes.set_ylim(0.8 * low, 1.3 * high)
+                plain_log_ticks(axes.yaxis, FINE if high < 100 * low else DECADES)
     for axes in panels[len(metrics) :]:
         axes.set_visible(False)
     add_curve_legend(figure, panels[: len(metrics)])

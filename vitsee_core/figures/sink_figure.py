@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.figures.log_ticks import plain_log_ticks
 from vitsee_core.plotting import (
     COLOURS,
     GREY,
@@ -81,7 +82,7 @@ def _spread_out(rows: Table) -> Any:
 def _draw_scores(axes: Axes, rows: Table, colours: dict[str, str]) -> None:
     of_heads = rows.where(metric="sink_max")
     axes.set_yscale("log")
-    _plain_ticks(axes)
+    plain_log_ticks(axes.yaxis)
     reference_line(axes, TIMES, "ten times its share")
     tints = _tints(rows, of_heads, colours)
     x, y = _spread_out(of_heads), of_heads["value"].astype(float)
@@ -94,14 +95,6 @@ def _draw_scores(axes: Axes, rows: Table, colours: dict[str, str]) -> None:
             alpha=0.85,
         )  # fmt: skip
     axes.set_ylabel("most attended token (even: 1)")
-
-
-def _plain_ticks(axes: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 
 
 def _tints(rows: Table, of_heads: Table, colours: dict[str, str]) -> list[str]:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LABELS = {
-    "lds": "LDS: neighbours less distant",
+    "lds": "LDS: near minus far cosine",
     "lds_scaled": "LDS, distances of this grid",
     "cds": "CDS: decline with distance",
     "cds_scaled": "CDS, distances of this grid",
-    "srss": "SRSS: object less background",
+    "srss": "SRSS: object minus background",
     "rmsc": "RMSC (0: all patches alike)",
     "mean_cos": "mean cosine of patches",
-    "fourier_high": "log amplitude, high less zero",
+    "fourier_high": "log amplitude, high minus zero",
     "share_image": "variance share of the image",
     "share_position": "variance share of the position",
     "share_rest": "variance share of neither",
@@ -96,6 +96,6 @@ def _draw_profiles(axes: Axes, rows: Table) -> None:
                   label=label)  # fmt: skip
     axes.set_title(shorten(str(rows["store"][0]), 28))
     axes.set_xlabel("frequency (pi per cell)")
-    axes.set_ylabel("log amplitude, less zero's")
+    axes.set_ylabel("log amplitude minus zero's")
     axes.set_xlim(0, 1)
     axes.legend(loc="best", fontsize=7)

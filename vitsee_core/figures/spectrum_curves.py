@@ -8,6 +8,7 @@ import numpy as np
 
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.depth_marks import DOTS, DOTTED, draw_marks
+from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
 from vitsee_core.plotting import new_figure, shorten, styled
 from vitsee_core.results import Table
 
@@ -70,8 +71,6 @@ def draw_spectrum(table: Table) -> Figure:
 
 
 def _logarithmic(axes: Axes, rows: Table, *, caps: bool) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
     names = ["value", "half_a", "half_b", *(["cap"] if caps else [])]
     values = np.concatenate([rows[name].astype(float) for name in names])
     values = values[values > 0]
@@ -79,6 +78,4 @@ def _logarithmic(axes: Axes, rows: Table, *, caps: bool) -> None:
     axes.set_ylim(0.8 * values.min(), 1.3 * values.max())
     # Every decade where there are several, else what lies within it.
     few = values.max() < 40 * values.min()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=12))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+    plain_log_ticks(axes.yaxis, FINE if few else DECADES)

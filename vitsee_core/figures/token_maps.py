@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
 from vitsee_core.figures.site_axes import SiteAxis, Ticks
 from vitsee_core.plotting import GREY
 from vitsee_core.types import Float
@@ -103,19 +104,11 @@ def value_ticks(axis: Axis, scale: Normalize) -> None:
     """Plain numbers (0.5, 2, 10; powers of 10 beyond) on an axis with a logarithmic scale; others
     stay as they are."""
     from matplotlib.colors import LogNorm
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     if not isinstance(scale, LogNorm):
         return
     decades = np.log10(float(scale.vmax or 1) / float(scale.vmin or 1))
-    subs = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
-    axis.set_major_locator(LogLocator(subs=subs, numticks=20))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def _plain(value: float) -> str:
-    return f"{value:g}" if 1e-3 <= value < 1e5 else f"$10^{{{np.log10(value):.3g}}}$"
+    plain_log_ticks(axis, FINE if decades < 2.5 else DECADES)
 
 
 def draw_map(
