@@ -4,6 +4,7 @@ store has."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.stores import attention_group, write_attention, write_labelled, write
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist, cluster, normratio
 from vitsee_core.store_selection import select_each, sites_of
-from vitsee_stores import Store, open_store
+from vitsee_stores import SiteSpec, Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError
 
 LABELS = np.arange(12) % 2
@@ -143,3 +144,20 @@ def test_places_on_two_families_from_extract_to_cka(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     (row,) = result.stdout.splitlines()[1:]
     assert row.startswith("vit,test_vit,blocks.5.out,blocks.5,6,1.0,cnn,test_resnet,layer4.0.out,")
+
+
+def test_one_selector_is_asked_once(two: list[Store]) -> None:
+    """What choosing logs, it logs once."""
+    asked: list[str] = []
+
+    def select(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+        asked.append(store.label)
+        return sites_of(store, patterns)
+
+    found = select_each(two, ["last"], select)
+    assert asked == ["a", "b"]
+    assert [[s.name for s in sites] for sites in found.chosen] == chosen(two, "last", "last")
+    assert [[s.name for s in sites] for sites in found.chosen] == [
+        ["blocks.1.out"],
+        ["layer1.1.out"],
+    ]

@@ -69,17 +69,20 @@ def select_each(
         SiteError: a pattern matches nothing in any store.
     """
     parts = split_patterns(patterns)
+    single = len(parts) == 1 and not parts[0].startswith(NOT)
     able: list[Store] = []
+    chosen: list[list[T]] = []  # by the last selector
     left_out: dict[str, MissingInput] = {}
     matching: list[list[str]] = []
     errors: list[dict[str, SiteError]] = []
     for store in stores:
         found: list[str] = []
         failed: dict[str, SiteError] = {}
+        picked: list[T] = []
         try:
             for part in parts:
                 try:
-                    select(store, [part.removeprefix(NOT)])
+                    picked = select(store, [part.removeprefix(NOT)])
                     found.append(part)
                 except SiteError as unmatched:
                     failed[part] = unmatched
@@ -87,6 +90,7 @@ def select_each(
             left_out[store.label] = lacking
             continue
         able.append(store)
+        chosen.append(picked)
         matching.append(found)
         errors.append(failed)
     if not able:
@@ -100,7 +104,9 @@ def select_each(
             log.info("%s: no site matches %s", store.label, ", ".join(failed))
     for reason in left_out.values():
         log.warning("left out: %s", reason)
+    if not single:
+        chosen = [select(store, found) for store, found in zip(able, matching, strict=True)]
     return StoreSelection(
-        [(store, select(store, found)) for store, found in zip(able, matching, strict=True)],
+        list(zip(able, chosen, strict=True)),
         {label: str(reason) for label, reason in left_out.items()},
     )
