@@ -16,6 +16,7 @@ import vitsee_stores
 from tests.extractions import extracted
 from tests.manifests import edited
 from vitsee_cli import console
+from vitsee_cli.commands.info import SHOWN_LABELS, _labels
 from vitsee_cli.main import main
 from vitsee_stores import describe
 from vitsee_stores.folder import Folder
@@ -92,6 +93,14 @@ def test_labels_and_their_counts(make_store: MakeStore) -> None:
     ]
     assert json.loads(info(store, "-f", "labels").stdout) == counted
     assert "labels     even 5, odd 5\n" in info(store).stdout
+
+
+@pytest.mark.parametrize(("each", "said"), [((3, 3), "3 images"), ((1, 4), "1 to 4 images")])
+def test_many_labels_are_counted(each: tuple[int, int], said: str) -> None:
+    labels = [
+        {"label": i, "name": str(i), "n_images": each[i % 2]} for i in range(SHOWN_LABELS + 1)
+    ]
+    assert _labels(labels) == f"{SHOWN_LABELS + 1} labels, {said} each (-f labels)"
 
 
 def test_a_long_field_has_lines(make_store: MakeStore) -> None:

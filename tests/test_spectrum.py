@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tests.stores import write_labelled, write_sites
 from vitsee_cli.main import main
-from vitsee_core.analyses.spectrum import METRICS, OF_CLASSES, plot, run
+from vitsee_core.analyses.spectrum import METRICS, OF_CLASSES, _Classes, plot, run
 from vitsee_core.covariance import sums
 from vitsee_core.covariance.spectra import Spectrum, entropy_rank, power_law
 from vitsee_core.covariance.sums import Sums, total
@@ -260,6 +260,14 @@ def test_collapse_of_a_simplex_and_of_noise() -> None:
     differs = nearest_mean_disagrees(x, labels, labels, halves(labels))
     assert differs.mean() == pytest.approx(0.95, abs=0.045)  # 4 standard errors
     assert collapse(x, labels)[1] > 0
+
+
+@pytest.mark.parametrize(("n", "said"), [(0, ""), (1, "1 pair of"), (3, "3 pairs of")])
+def test_pairs_of_classes_that_are_left_out_are_counted(n: int, said: str) -> None:
+    x, labels = np.zeros((4, 2), np.float32), np.arange(4)
+    remarks = _Classes(x, labels, labels, None, ["cdnv"], left_out=n).remarks("a pooled")
+    assert len(remarks) == bool(n)
+    assert all(f"a pooled: cdnv is without {said} classes that" in line for line in remarks)
 
 
 # ---------------------------------------------------------------- the analysis

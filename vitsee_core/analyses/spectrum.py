@@ -37,7 +37,7 @@ from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.spectrum_curves import draw_spectrum
 from vitsee_core.labelled import collapse
-from vitsee_core.machine import human_bytes
+from vitsee_core.machine import counted, human_bytes
 from vitsee_core.progress import counting
 from vitsee_core.results import Table
 from vitsee_core.statistics.image_statistics import METHODS
@@ -333,9 +333,9 @@ class _Classes(_Other):
         return found
 
     def remarks(self, where: str) -> list[str]:
-        return [
-            f"{where}: {self.left_out} pairs of classes are nearer than their noise: not in cdnv"
-        ] * bool(self.left_out)
+        pairs = counted(self.left_out, "pairs")
+        said = f"{where}: cdnv is without {pairs} of classes that are nearer than their noise"
+        return [said] * bool(self.left_out)
 
 
 @dataclass

@@ -274,7 +274,9 @@ def _labels(labels: Sequence[Mapping[str, Any]]) -> str:
     if len(named) <= SHOWN_LABELS:
         return ", ".join(named)
     counts = [one["n_images"] for one in labels]
-    return f"{len(named)} labels, {min(counts)} to {max(counts)} images each (-f labels)"
+    low, high = min(counts), max(counts)
+    each = f"{low} image{'s' * (low != 1)}" if low == high else f"{low} to {high} images"
+    return f"{len(named)} labels, {each} each (-f labels)"
 
 
 def _grams(record: Mapping[str, Any]) -> str:
