@@ -37,6 +37,7 @@ from vitsee_core.analyses import (
     spectrum,
 )
 from vitsee_core.dask_map import DaskMap
+from vitsee_core.measures import comparing
 from vitsee_core.progress import Tally
 from vitsee_core.results import Table
 from vitsee_core.segments import Segmentation
@@ -184,6 +185,56 @@ def test_relative_paths_of_masks(
     assert result.exit_code == 0, result.stderr
     sidecar = json.loads(Path("a.csv.json").read_text())
     assert sidecar["parameters"]["masks"]["masks"] == ["a.json"]
+
+
+class Three:
+    """`pickled` by three processes of this machine, or of others; keeps what it was given."""
+
+    def __init__(self, local: int) -> None:
+        self.local, self.items = local, list[Any]()
+
+    def n_threads(self) -> int:
+        return 3
+
+    def __call__(self, function: Any, items: Any) -> Iterator[Any]:
+        items = list(items)
+        self.items += items
+        yield from pickled(function, items)
+
+
+@pytest.mark.parametrize("local", [3, 0])
+@pytest.mark.parametrize("fit", [True, False])
+def test_permutations(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: int, fit: bool
+) -> None:
+    """Of every measure, to the bit, from Gram matrices at a relative path; not where states do not
+    fit the memory."""
+    monkeypatch.chdir(tmp_path)
+    how = {"measure": similarity.MEASURES, "images": 40, "calibrate": 19}
+    if not fit:
+        monkeypatch.setattr(comparing, "STATES", 1e-9)
+    here = similarity.run(store, cache=Path("grams"), **how)
+    three = Three(local)
+    there = similarity.run(store, cache=Path("grams"), map=three, **how)
+    assert equal(here, there) and np.isfinite(here["p"]).all()
+    ranges = [(one.start, one.stop) for one in three.items]
+    assert ranges == fit * len(similarity.MEASURES) * [(0, 6), (6, 12), (12, 19)]
+
+
+def test_permutations_where_workers_have_no_files(store: Store, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"measure": ("rsa",), "images": 40, "calibrate": 19}
+    far = Three(0)
+    here = similarity.run(store, no_cache=True, **how)
+    assert equal(here, similarity.run(store, no_cache=True, map=far, **how)) and not far.items
+    similarity.run(store, cache=tmp_path / "a", **how)
+
+    def elsewhere(function: Any, items: Any) -> Iterator[Any]:
+        if items := list(items):
+            (tmp_path / "a").rename(tmp_path / "b")
+        yield from pickled(function, items)
+
+    with pytest.raises(VitseeError, match="not on a worker's disk: --dask needs a --cache DIR"):
+        similarity.run(store, cache=tmp_path / "a", map=elsewhere, **how)
 
 
 def test_workers_with_another_disk(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations_with_replacement
+from dataclasses import dataclass, field, replace
+from itertools import combinations_with_replacement, pairwise
 from typing import Any
 
 import numpy as np
 
+from vitsee_core.execution import Execution
 from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.measures.base import Measure
 from vitsee_core.measures.grams import Grams
@@ -75,8 +76,7 @@ def compare_all(
     labels = grams.labels[places]
     blocks = np.unique(labels)
     intervals = intervals and len(blocks) > 1 and len(places) > LEAST_IMAGES
-    rng = np.random.default_rng(grams.seed)
-    orders = [rng.permutation(len(places)) for _ in range(permutations)]
+    orders = draw_orders(len(places), permutations, grams.seed)
     rounds = 1 + (len(blocks) if intervals else 0)
     with counting(grams.progress, rounds * work.steps(len(places)), f"matrices for {measure.name}"):
         parts = [np.flatnonzero(labels != block) for block in blocks] if intervals else []
@@ -91,6 +91,12 @@ def compare_all(
         len(places),
         remarks,
     )
+
+
+def draw_orders(n: int, permutations: int, seed: int) -> list[Integers]:
+    """So many random orders of n images."""
+    rng = np.random.default_rng(seed)
+    return [rng.permutation(n) for _ in range(permutations)]
 
 
 def _images(
@@ -171,7 +177,7 @@ class _Work:
             if (remark := self.measure.remark(states, states, pairs)) is not None:
                 remarks.append(remark)
             if orders:
-                null[:, of] = self.measure.null(states, states, pairs, orders)
+                null[:, of] = self._null(states, pairs, places, orders)
             for row, part in zip(without, parts, strict=True):
                 row[of] = self._reduced(states, pairs, places, part)
             for k, state in enumerate(states):
@@ -179,6 +185,23 @@ class _Work:
                     left = {*found.kept.get(k, ()), *self.measure.kept(state)}
                     found.kept[k] = tuple(sorted(left))
         return found
+
+    def _null(
+        self, states: Sequence[Any], pairs: Integers, places: Integers, orders: Sequence[Integers]
+    ) -> Float:
+        """(permutations, pairs), by this process; or a range of permutations by each of a map's
+        processes, which make the states again, where their memory holds these."""
+        used = np.unique(pairs).tolist()
+        execution = self.grams.comparison.execution
+        there = self.grams.elsewhere(used)
+        memory = execution.budget // max(1, getattr(execution.map, "local", 0))
+        need = 2 * self.measure.state_bytes(len(places)) * len(used)
+        if there is None or need > STATES * memory:
+            return self.measure.null(states, states, pairs, orders)
+        work = _Null(there, self.measure, pairs, places, self.grams.seed)
+        edges = np.linspace(0, len(orders), min(len(orders), execution.width) + 1).astype(int)
+        ranges = [range(start, stop) for start, stop in pairwise(edges.tolist())]
+        return np.concatenate(list(execution.spread(work, ranges)))
 
     def _reduced(
         self, states: Sequence[Any], pairs: Integers, places: Integers, part: Integers
@@ -192,7 +215,7 @@ class _Work:
             return made
 
         fewer: list[Any] = [None] * len(states)
-        for k, state in self._made(reduce, np.unique(pairs).tolist()):
+        for k, state in self.made(reduce, np.unique(pairs).tolist()):
             fewer[k] = state
         value = np.full(len(pairs), np.nan)
         there = np.array([state is not None for state in fewer])[pairs].all(1)
@@ -222,14 +245,14 @@ class _Work:
 
         for of, members in self._groups(len(places)):
             states: list[Any] = [None] * len(self.grams)
-            for k, state in self._made(prepare, members):
+            for k, state in self.made(prepare, members):
                 states[k] = state
             there = np.array([state is not None for state in states])
             of = of[there[self.pairs[of]].all(1)]
             if len(of):
                 yield of, states
 
-    def _made(self, make: Callable[[int], Any], members: list[int]) -> Iterator[tuple[int, Any]]:
+    def made(self, make: Callable[[int], Any], members: list[int]) -> Iterator[tuple[int, Any]]:
         """Each of these representations and what `make` makes of it, on all cores."""
         with lane_pool(n_lanes()) as pool:
             yield from zip(members, in_order(make, members, pool, n_lanes() + 1), strict=True)
@@ -263,3 +286,28 @@ class _Work:
                 times,
                 seconds,
             )
+
+
+@dataclass(frozen=True)
+class _Null:
+    """(permutations, pairs) of a range of the permutations, in another process."""
+
+    grams: Grams
+    measure: Measure
+    pairs: Integers
+    places: Integers
+    seed: int
+
+    def __call__(self, execution: Execution, of: range) -> Float:
+        used = np.unique(self.pairs).tolist()
+        self.grams.require(used)
+        grams = replace(
+            self.grams, comparison=replace(self.grams.comparison, memory=execution.budget)
+        )
+        states: list[Any] = [None] * len(grams)
+        work = _Work(grams, self.measure, self.pairs, set())
+        made = work.made(lambda k: self.measure.prepare(grams.read(k, self.places)), used)
+        for k, state in made:
+            states[k] = state
+        orders = draw_orders(len(self.places), of.stop, self.seed)[of.start :]
+        return self.measure.null(states, states, self.pairs, orders)

@@ -15,12 +15,12 @@ from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.measures.site_gram import SiteGram
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity import GramOptions, Representation
-from vitsee_core.similarity.comparison import Comparison
+from vitsee_core.similarity.comparison import SHARE, Comparison
 from vitsee_core.similarity.estimate import comparing
 from vitsee_core.similarity.exact import block_labels, full_grams
 from vitsee_core.similarity.gram_file import DamagedGram, GramView
 from vitsee_core.types import Integers
-from vitsee_stores.errors import MissingInput
+from vitsee_stores.errors import MissingInput, VitseeError
 
 HELD = 0.25  # of the memory, for matrices that are read once
 
@@ -76,6 +76,23 @@ class Grams:
         if self.comparison.shuffled:
             return np.arange(most)
         return np.sort(np.random.default_rng(self.seed).choice(n, most, replace=False))
+
+    def elsewhere(self, used: Sequence[int]) -> Grams | None:
+        """What another process reads these of them with; None where it finds no files."""
+        own, among = self.comparison, [self.comparison.representations[k] for k in used]
+        if own.map is None or not all(own.cache.is_shared(of.store, own.map) for of in among):
+            return None
+        return Grams(own.alone, self.views)
+
+    def require(self, used: Sequence[int]) -> None:
+        """Refuse files that this process does not find.
+
+        Raises:
+            VitseeError: names one.
+        """
+        for path in (self.views[k].file.path for k in used):
+            if not path.exists():
+                raise VitseeError(f"the Gram matrix {path} is not on a worker's disk: {SHARE}")
 
     def name(self, k: int) -> str:
         """Of the k-th, for messages."""

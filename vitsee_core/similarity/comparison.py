@@ -25,6 +25,7 @@ from vitsee_core.streaming import Map
 from vitsee_stores.errors import VitseeError
 
 FOUND_SECONDS = 60.0  # until a shared file system shows what another machine wrote
+SHARE = "--dask needs a --cache DIR that all machines share"
 Rows = NDArray[np.int64]
 T = TypeVar("T")
 
@@ -138,8 +139,24 @@ class Comparison:
                 elsewhere.append(of)
             else:
                 how(self, of)
-        work = Execution(memory=self.memory, map=self.map, progress=self.progress)
-        alone = replace(
+        made = self.execution.spread(_Made(self.alone, how), elsewhere)
+        for of, path in zip(elsewhere, made, strict=True):
+            until = time.monotonic() + FOUND_SECONDS
+            while not path.exists() and time.monotonic() < until:
+                time.sleep(0.1)
+            if not path.exists():
+                what = f"the Gram matrix of {of.store.label} {of.site.name}"
+                raise VitseeError(f"{what} is not at {path}, where another process put it: {SHARE}")
+
+    @property
+    def execution(self) -> Execution:
+        """What the work may use."""
+        return Execution(memory=self.memory, map=self.map, progress=self.progress)
+
+    @property
+    def alone(self) -> Comparison:
+        """What another process needs of it."""
+        return replace(
             self,
             representations=(),
             cache=self.cache.absolute(),
@@ -147,15 +164,6 @@ class Comparison:
             workspace=Workspace(),
             map=None,
         )
-        for of, path in zip(elsewhere, work.spread(_Made(alone, how), elsewhere), strict=True):
-            until = time.monotonic() + FOUND_SECONDS
-            while not path.exists() and time.monotonic() < until:
-                time.sleep(0.1)
-            if not path.exists():
-                raise VitseeError(
-                    f"the Gram matrix of {of.store.label} {of.site.name} is not at {path}, where "
-                    "another process put it: --dask needs a --cache DIR that all machines share"
-                )
 
     def require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
         """Refuse Gram matrices that the disk cannot hold, before any work; `sizes` in bytes.

@@ -203,6 +203,10 @@ class GramFile:
         self.path, self.header = path, header
         self._checked: set[int] = set()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Absolute: another process may have another working folder."""
+        return GramFile, (self.path.absolute(), self.header)
+
     def tile(self, k: int) -> Float32:
         """(t, t) the k-th tile.
 
