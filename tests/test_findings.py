@@ -6,18 +6,21 @@ import csv
 import math
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import findings_statistics as of
 import numpy as np
 import pytest
-from findings import TABLE, VERDICTS, page
+from findings import ABOUT, TABLE, VERDICTS, page
 from findings_list import FINDINGS, Finding, verdict
+from findings_measure import FIELD_IMAGES, IMAGES, TRAIN_IMAGES, Family
 
 from vitsee_core import demo
+from vitsee_core.analyses import attn_dist
 from vitsee_core.results import Table
+from vitsee_stores import open_store
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -240,6 +243,27 @@ def test_depths() -> None:
     assert values(of.first(table(rows[:1])))[0] == 1
 
 
+def test_distances_without_each_block_of_images(
+    make_store: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten images are ten blocks: each replicate is the mean over the other nine."""
+    store = open_store(make_store())
+    family = Family(tmp_path)
+    monkeypatch.setattr(family, "store", lambda model: store)
+    found = family.distances("any")
+    whole = attn_dist.run(store, metrics="distance_relative")
+    assert found.replicates is not None and found.replicates.shape == (len(whole), 10)
+    np.testing.assert_array_equal(found["value"], whole["value"])
+    distance = np.asarray(store.attention("distance_px")[:], np.float64)
+    for i in range(len(whole)):
+        block = int(str(whole["block"][i]).rpartition(".")[2])
+        of_head = distance[:, block, int(whole["head"][i])]
+        uniform = of_head.mean() / whole["value"][i]
+        for b in range(10):
+            without = np.delete(of_head, b).mean() / uniform
+            assert found.replicates[i, b] == pytest.approx(without, rel=1e-9)
+
+
 # ------------------------------------------------------------ findings and their page
 
 
@@ -287,6 +311,13 @@ def test_the_committed_page_is_what_the_script_prints() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (ROOT / "docs" / "findings.md").read_text() == done.stdout
+
+
+def test_the_page_says_over_how_many_images() -> None:
+    said = " ".join(ABOUT.split())
+    assert f"The images are {IMAGES:,} of" in said
+    assert f"receptive fields are over {FIELD_IMAGES} of them" in said
+    assert f"trained on {TRAIN_IMAGES:,} bundled images" in said
 
 
 def test_a_row_on_the_page() -> None:
