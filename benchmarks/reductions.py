@@ -1,9 +1,9 @@
 """How much do all attention summaries cost beside the forward pass that they accompany?
 
-Claim: at batch 32 on a CPU, forward / (forward + scores, softmax, every summary of all blocks and
-the rollout) is above 0.88 for ViT-S/16 and ViT-B/16, and the summaries of 65 tokens (demo:vit) take
-less than half of the forward pass. Both sides alternate in one process; medians are printed, and
-how far the summaries are from plain float64 ones.
+Measured: the forward pass of a batch, and the same with scores, softmax, every summary of all
+blocks and the rollout; forward / (forward + summaries), 1 where the summaries cost nothing. Both
+sides alternate in one process; medians are printed, and how far the summaries are from plain
+float64 ones.
 
     python benchmarks/reductions.py [MODEL ...] [--batch 32] [--rounds 5] [--threads N] [--record]
 """

@@ -29,7 +29,7 @@ from vitsee_core.extraction.options import (
     OptionError,
     RunOptions,
 )
-from vitsee_core.extraction.run import Outcome
+from vitsee_core.extraction.outcome import Outcome
 from vitsee_core.progress import Tally
 from vitsee_core.results import Table
 from vitsee_stores import Store, describe, open_store, validate

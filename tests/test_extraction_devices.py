@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.extractions import plant_images
 from tests.models_helpers import images, small
+from vitsee_core.extraction import timing
 from vitsee_core.extraction.erf import ErfPasses
 from vitsee_core.extraction.loop import _batch_fits
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.outcome import Outcome
+from vitsee_core.extraction.run import extract
+from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.slab import Overflow, check_peaks
 from vitsee_core.extraction.timing import Clock
 from vitsee_core.machine import is_out_of_memory
@@ -97,6 +107,59 @@ def test_what_a_run_waits_for() -> None:
     assert clock.limit().startswith("loading images")
     clock.add("waiting for the writer", 6.0)
     assert clock.limit().startswith("writing")
+
+
+def test_each_moment_is_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: a clock that shows 0, 1, 3, 6, 10, 15, ... when it is looked at."""
+    looks = itertools.accumulate(itertools.count())
+    own = SimpleNamespace(perf_counter=lambda: float(next(looks)))
+    monkeypatch.setattr(timing, "time", own)
+    clock = Clock()
+    with clock("the rest"):  # 0
+        with clock("model"):  # 1
+            with clock("reductions"), clock("grams"):  # 3, 6
+                pass  # 10, 15
+            with pytest.raises(ValueError), clock("reductions"):  # 21
+                raise ValueError  # 28
+        # 36
+        thread = threading.Thread(target=_timed, args=(clock, "writing"))
+        thread.start()  # 45, 55
+        thread.join()
+    # 66
+    assert clock.seconds == {
+        "the rest": (1 - 0) + (66 - 36),
+        "model": (3 - 1) + (21 - 15) + (36 - 28),
+        "reductions": (6 - 3) + (15 - 10) + (28 - 21),
+        "grams": 10 - 6,
+    }
+    assert sum(clock.seconds.values()) == 66
+    assert clock.beside == {"writing": 55 - 45}
+
+
+def _timed(clock: Clock, stage: str) -> None:
+    with clock(stage):
+        pass
+
+
+def test_stages_of_an_extraction_add_up(tmp_path: Path) -> None:
+    data = DataOptions(str(plant_images(tmp_path / "images", 4)))
+    model, run = ModelOptions("test_vit", random_init=0), RunOptions(tmp_path / "s.zarr")
+    outcome = extract(model, data, KeepOptions(slab=2), run, Shard())
+    stages = {"loading", "model", "reductions", "waiting for the writer", "the rest"}
+    assert set(outcome.clock) == stages and set(outcome.beside) == {"writing"}
+    # What is outside is the end of the progress bar.
+    assert 0.5 * outcome.seconds < sum(outcome.clock.values()) <= outcome.seconds
+    assert outcome.stages().partition("; beside these ")[2].startswith("writing ")
+
+
+def test_stages_in_words() -> None:
+    one = Outcome(True, 4, 0, 3.0, {"model": 2.0, "the rest": 1.0}, {"writing": 0.5})
+    assert one.stages() == "model 2.0 s, the rest 1.0 s; beside these writing 0.5 s"
+    one.add(Outcome(True, 4, 0, 3.0, {"model": 3.0}, {"writing": 1.0}))
+    one.seconds = 3.5  # of two workers at once
+    assert one.stages() == (
+        "all workers together: model 5.0 s, the rest 1.0 s; beside these writing 1.5 s"
+    )
 
 
 def test_too_large_a_batch_is_said_with_one_to_try() -> None:

@@ -19,6 +19,7 @@ from tests.test_readme import TESTED
 from vitsee_cli import values
 from vitsee_cli.main import main
 from vitsee_core.extraction import run as extraction
+from vitsee_core.extraction.outcome import Outcome
 from vitsee_stores import open_store, validate
 
 MakeStore = Callable[..., Path]
@@ -138,7 +139,7 @@ def test_a_half_made_store_is_finished_by_the_command(monkeypatch: pytest.Monkey
     place = f"{URL}/half.zarr"
     words = f"{EXTRACT} --images 8 -o {place}".split()
     with monkeypatch.context() as patch:
-        patch.setattr(extraction, "fill", lambda *args: extraction.Outcome(False))
+        patch.setattr(extraction, "fill", lambda *args: Outcome(False))
         call(*words)
     client = from_url(place)
     obstore.delete(client, ["commits/zarr.json", "samples/id/c.0.0", "weights/filters/zarr.json"])

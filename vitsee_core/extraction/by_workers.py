@@ -26,8 +26,9 @@ import numpy as np
 from vitsee_core.execution import Execution
 from vitsee_core.extraction import claimed
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.outcome import Outcome
 from vitsee_core.extraction.prepare import Prepared, prepare
-from vitsee_core.extraction.run import Outcome, announce, fill, made_or_joined, stopped
+from vitsee_core.extraction.run import announce, fill, made_or_joined, stopped
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.machine import counted

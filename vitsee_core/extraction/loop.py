@@ -8,9 +8,8 @@ Two sets of slab buffers go round: while one is written, the forward pass fills 
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -91,9 +90,12 @@ class SlabLoop:
                     grams.reserve(buffers, self._take)
                 if not self._forward(k, buffers, observer, capture, feed, stop):
                     break
-                observer.finish()
+                with self.clock("reductions"):
+                    observer.finish()
                 fields = self._finish_erf(k)
                 self._pending.append(pool.submit(self._write, k, buffers, grams, fields))
+            with self.clock("waiting for the writer"):
+                wait(self._pending)
         for future in self._pending:
             future.result()
 
@@ -189,7 +191,8 @@ class SlabLoop:
     def _finish_erf(self, k: int) -> dict[str, NDArray[Any]]:
         if self.erf is None or k >= self.prepared.plan.n_erf_slabs:
             return {}
-        return self.erf.finish(f"slab {k}")
+        with self.clock("erf"):
+            return self.erf.finish(f"slab {k}")
 
     def _write(
         self,
@@ -203,15 +206,14 @@ class SlabLoop:
         n, where = rows.stop - rows.start, f"images {rows.start} to {rows.stop - 1}"
         buffers.wait()
         precision = self.prepared.precision
-        check_peaks(buffers.peaks, self.prepared.captured, where, grams.kept, precision)
-        sums = {**buffers.sums, **grams.on_host(buffers, n)}
-        began = time.perf_counter()
-        slab = to_store(buffers, sums, n, plan) | fields
-        with only_writer(self.writer.place, k):
-            size = self.writer.write_slab(k, slab, self.provenance)
+        with self.clock("writing"):
+            check_peaks(buffers.peaks, self.prepared.captured, where, grams.kept, precision)
+            sums = {**buffers.sums, **grams.on_host(buffers, n)}
+            slab = to_store(buffers, sums, n, plan) | fields
+            with only_writer(self.writer.place, k):
+                size = self.writer.write_slab(k, slab, self.provenance)
         if not size:
             self.overtaken.append(k)
-        self.clock.add("writing", time.perf_counter() - began)
         self.written += size
         self.progress.advance(0, size)
         self._free.put(buffers)

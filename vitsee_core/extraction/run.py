@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
 from vitsee_core.extraction.image_layout import describe
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.outcome import Outcome
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.prepare import Prepared, prepare
 from vitsee_core.extraction.same_images import check_same_images
@@ -33,6 +33,7 @@ from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
 from vitsee_core.extraction.slab_locks import without_writer
 from vitsee_core.extraction.tiles import n_tiles
+from vitsee_core.extraction.timing import REST
 from vitsee_core.images import batches
 from vitsee_core.machine import (
     counted,
@@ -52,38 +53,6 @@ from vitsee_stores.manifest import by_reason
 log = logging.getLogger(__name__)
 
 MOST_WORKERS = 32
-
-
-@dataclass
-class Outcome:
-    """What one call of `extract` did; `complete` speaks of the whole store."""
-
-    complete: bool
-    n_images: int = 0
-    size_bytes: int = 0
-    seconds: float = 0.0
-    clock: dict[str, float] = field(default_factory=dict)
-    unreadable: list[tuple[int, str, str]] = field(default_factory=list)
-
-    def add(self, other: Outcome) -> None:
-        """Take what another round did into this one."""
-        self.n_images += other.n_images
-        self.size_bytes += other.size_bytes
-        self.seconds += other.seconds
-        for stage, seconds in other.clock.items():
-            self.clock[stage] = self.clock.get(stage, 0.0) + seconds
-        self.unreadable += other.unreadable
-
-    def unreadable_line(self) -> str:
-        """Which images could not be read, and why; "" where all could."""
-        if not self.unreadable:
-            return ""
-        named = "; ".join(f"{name} ({reason})" for _, name, reason in self.unreadable[:10])
-        more = f"; and {len(self.unreadable) - 10} more" if len(self.unreadable) > 10 else ""
-        return (
-            f"{len(self.unreadable)} of {counted(self.n_images, 'images')} could not be read: "
-            f"{named}{more}; their rows are NaN with valid = 0"
-        )
 
 
 def extract(
@@ -310,7 +279,7 @@ def fill(
     started = time.perf_counter()
     progress.start(total)
     try:
-        with closing(loading):
+        with job.clock(REST), closing(loading):
             job.run(todo, loading, stop, progress)
     finally:
         progress.stop()
@@ -324,7 +293,9 @@ def fill(
             "%s of %d had been committed by another process meanwhile (give each its own --shard)",
             *(counted(len(job.overtaken), "slabs"), len(todo)),
         )
-    return Outcome(False, total, job.written, seconds, job.clock.seconds, job.unreadable)
+    return Outcome(
+        False, total, job.written, seconds, job.clock.seconds, job.clock.beside, job.unreadable
+    )
 
 
 def stopped(stop: StopRequest, writer: StoreWriter) -> Interrupted:

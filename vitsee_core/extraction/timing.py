@@ -18,17 +18,29 @@ if TYPE_CHECKING:
     from vitsee_core.models.sites import AttentionBlock, Sublayer
 
 
+REST = "the rest"
+
+
 class Clock:
-    """Seconds by stage; `with clock("loading"): ...`. Safe from several threads."""
+    """Seconds by stage; `with clock("loading"): ...`. Safe from several threads.
+
+    seconds: of the thread that makes the clock, each moment in the innermost stage that is running
+    there, so that they add up to the time of its outermost. beside: of other threads, which work
+    at the same time. On a CPU a stage has all that is computed in it; an asynchronous device works
+    on after the call, and its time is in the stage that waits for it.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self.beside: dict[str, float] = {}
+        self._owner, self._lock = threading.get_ident(), threading.Lock()
+        self._running = _Running()
 
     def add(self, stage: str, seconds: float) -> None:
         """Add seconds to a stage."""
         with self._lock:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+            of = self.seconds if threading.get_ident() == self._owner else self.beside
+            of[stage] = of.get(stage, 0.0) + seconds
 
     def limit(self) -> str:
         """What the run was waiting for most, in words: images, the disk, or the model."""
@@ -46,23 +58,30 @@ class Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Add the time spent inside to a stage."""
-        began = time.perf_counter()
+        """Add the time spent inside to a stage, and not to one around it."""
+        running = self._running
+        self._change()
+        running.stages.append(stage)
         try:
             yield
         finally:
-            self.add(stage, time.perf_counter() - began)
+            self._change()
+            running.stages.pop()
 
-    @contextmanager
-    def within(self, stage: str, outer: str) -> Iterator[None]:
-        """Add the time spent inside to a stage, and subtract it from the one that is running."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - began
-            self.add(stage, spent)
-            self.add(outer, -spent)
+    def _change(self) -> None:
+        """Count what passed since the last change to the stage that is running."""
+        now, running = time.perf_counter(), self._running
+        if running.stages:
+            self.add(running.stages[-1], now - running.since)
+        running.since = now
+
+
+class _Running(threading.local):
+    """What runs in each thread: stages from the outermost on, and since when the last one does."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.since = 0.0
 
 
 class TimedObserver:
@@ -76,15 +95,15 @@ class TimedObserver:
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         """As the observer's `site`, timed."""
-        with self._clock.within("reductions", "model"):
+        with self._clock("reductions"):
             self._observer.site(site, prefix, body)
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
         """As the observer's `branch`, timed."""
-        with self._clock.within("reductions", "model"):
+        with self._clock("reductions"):
             self._observer.branch(sublayer, z, f)
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
         """As the observer's `attention`, timed."""
-        with self._clock.within("reductions", "model"):
+        with self._clock("reductions"):
             self._observer.attention(block, call)

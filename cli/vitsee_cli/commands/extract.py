@@ -26,7 +26,7 @@ from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOption
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.dry_run import DryRun
-    from vitsee_core.extraction.run import Outcome
+    from vitsee_core.extraction.outcome import Outcome
     from vitsee_stores.url import Place
 
 QUESTION = STORES
@@ -144,14 +144,10 @@ def report(outcome: Outcome, output: Place) -> None:
     if line := outcome.unreadable_line():
         console.warn(line)
     if outcome.n_images:
-        stages = ", ".join(
-            f"{stage} {seconds:.1f} s"
-            for stage, seconds in sorted(outcome.clock.items(), key=lambda item: -item[1])
-        )
         console.say(
             f"{counted(outcome.n_images, 'images')} in {outcome.seconds:.1f} s "
             f"({outcome.n_images / outcome.seconds:.1f} images/s), "
-            f"{human_bytes(outcome.size_bytes)} written; {stages}"
+            f"{human_bytes(outcome.size_bytes)} written; {outcome.stages()}"
         )
     if not outcome.complete:
         console.say(f"{output} is not complete yet: other shards have slabs to do")
