@@ -46,7 +46,7 @@ faults: $(STAMP)
 report-check: $(STAMP)
 	$(BIN)/pytest -rs tests/test_report_browser.py
 
-# A quarter of an hour.
+# Some ten minutes.
 findings: $(STAMP)
 	$(BIN)/python tools/findings_measure.py findings-out
 	$(BIN)/python tools/findings.py

@@ -3,8 +3,8 @@
     python tools/findings_measure.py FOLDER    # for its stores; what is there is not made again
     python tools/findings.py                   # the page
 
-A quarter of an hour on two cores and 1 GB. A model that the demo does not have gives rows without
-numbers.
+Some ten minutes on two cores and 3 GB of disk. A model that the demo does not
+have gives rows without numbers.
 """
 
 from __future__ import annotations
