@@ -25,13 +25,16 @@ from vitsee_cli import console
 from vitsee_cli.analysis import spread_over
 from vitsee_cli.main import CommandGroup, main
 from vitsee_core import dask_map as module
+from vitsee_core import dask_worker
 from vitsee_core.analyses import attn_dist
-from vitsee_core.dask_map import DaskError, DaskMap, dask_map, parse_address
+from vitsee_core.dask_map import DaskMap, dask_map, parse_address
+from vitsee_core.dask_worker import DaskError
 from vitsee_core.execution import Execution
 from vitsee_core.machine import n_cores
 from vitsee_core.progress import Tally
 from vitsee_core.similarity.gram_file import DamagedGram
 from vitsee_core.versions import worker_versions
+from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, VitseeError
 
 distributed = pytest.importorskip("distributed")
@@ -88,6 +91,10 @@ def refused(path: Path, x: int) -> int:
     return x
 
 
+def unseen(path: Path, x: int) -> None:
+    open_store(path)
+
+
 def counted(execution: Execution, n: int) -> tuple[int, int, int | None]:
     import logging
 
@@ -108,11 +115,11 @@ def killed_once_with(data: bytes, folder: Path, x: int) -> int:
 
 
 def forgotten() -> None:
-    module._held.clear()
+    dask_worker.held.clear()
 
 
 def held() -> int:
-    return len(module._held)
+    return len(dask_worker.held)
 
 
 def always_killed(x: int) -> None:
@@ -173,6 +180,13 @@ def test_a_users_mistake_is_the_very_error(two: DaskMap, tmp_path: Path) -> None
     with pytest.raises(DamagedGram, match=r"x.tiles is cut short \(tile 3\)$") as caught:
         list(two(partial(refused, tmp_path / "x.tiles"), range(5)))
     assert caught.value.path == tmp_path / "x.tiles"
+
+
+def test_a_store_that_only_this_machine_has(two: DaskMap, tmp_path: Path) -> None:
+    """Workers that see other files say so."""
+    line = rf"^on the Dask worker at .*: no store at {tmp_path}/a.zarr: nothing is there \(workers"
+    with pytest.raises(DaskError, match=line):
+        list(two(partial(unseen, tmp_path / "a.zarr"), range(3)))
 
 
 def test_errors_travel_whatever_their_constructors_take() -> None:

@@ -21,6 +21,8 @@ from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
 from tests.tables import equal
 from vitsee_core.analyses import attn_dist, cka, localize, probe
 from vitsee_core.dask_map import DaskMap
+from vitsee_core.dask_worker import DaskError
+from vitsee_core.execution import Execution
 from vitsee_core.extraction.by_workers import by_absolute_paths, extract_by_workers
 from vitsee_core.extraction.options import (
     DataOptions,
@@ -195,6 +197,17 @@ def test_a_users_mistake_in_a_worker(two: DaskMap, photos: Path, tmp_path: Path)
     result = extract(*VIT, "--data", data, *how, "-o", tmp_path / "a.zarr")
     assert result.exit_code == 1
     assert "class0/070.png" in result.stderr.rstrip("\n").splitlines()[-1]
+
+
+@pytest.mark.parametrize("lost", ["store", "images"])
+def test_a_worker_without_the_files(photos: Path, tmp_path: Path, lost: str) -> None:
+    out, data = tmp_path / "a.zarr", tmp_path / "data"
+    if lost == "images":
+        plain(out, photos)
+    work = by_absolute_paths(MODEL, DataOptions(str(data)), KEEP, RunOptions(out))
+    line = rf"^on the Dask worker at .*: .*{out if lost == 'store' else data}.* \(workers need"
+    with pytest.raises(DaskError, match=line):
+        work(Execution(), [0])
 
 
 def test_claims_of_the_same_run_are_taken_over_at_once(tmp_path: Path) -> None:

@@ -19,32 +19,25 @@ import os
 import pickle
 import re
 import secrets
-import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from vitsee_core.dask_worker import DaskError, Done, done, forget, hold
 from vitsee_core.machine import counted, human_bytes, n_cores
 from vitsee_core.versions import SAME, worker_versions
-from vitsee_stores.errors import VitseeError
 
 R = TypeVar("R")
 
-PACKAGES = ("vitsee_core", "vitsee_stores")  # whose log lines come back from workers
 WAIT_SECONDS = 10.0  # for a scheduler's answer, and for its first worker
 RETRIES = 2  # of a task whose error is nobody's mistake
 LARGE = 1 << 14  # bytes of a function that goes to each worker once, not with every task
 AHEAD = 4  # tasks for each thread of the workers, running, waiting or not yet taken
 
 log = logging.getLogger(__name__)
-
-
-class DaskError(VitseeError):
-    """No cluster, or none that can do this work."""
 
 
 class DaskMap:
@@ -78,14 +71,14 @@ class DaskMap:
             self.sent += len(data) + (0 if large else len(work))
             key = f"{name}-{secrets.token_hex(4)}"
             given = name if large else work
-            return self.client.submit(_done, given, data, key=key, retries=RETRIES)
+            return self.client.submit(done, given, data, key=key, retries=RETRIES)
 
         def result() -> Any:
             future, data = waiting.popleft()
-            while (done := self._result(future)) is None:  # a worker that came since
+            while (found := self._result(future)) is None:  # a worker that came since
                 self._hand_out(name, work)
                 future = submit(data)
-            return done.result
+            return found.result
 
         if large:
             self._hand_out(name, work)
@@ -102,13 +95,13 @@ class DaskMap:
                 if waiting:
                     self.client.cancel([future for future, _ in waiting], force=True)
                 if large:
-                    self.client.run(_forget, name, on_error="ignore")
+                    self.client.run(forget, name, on_error="ignore")
 
     def _hand_out(self, name: str, work: bytes) -> None:
         """Give every worker `work`. Not as what tasks depend on: they would all go where it is."""
         self.sent += len(work) * max(1, self.n_workers())
         with _one_line("the Dask cluster was lost"):
-            self.client.run(_hold, name, work, on_error="ignore")
+            self.client.run(hold, name, work, on_error="ignore")
 
     def n_threads(self) -> int:
         """Tasks that the cluster can do at a time, as of the last second; at least 1."""
@@ -125,7 +118,7 @@ class DaskMap:
             self._asked = time.monotonic()
         return self._threads
 
-    def _result(self, future: Any) -> _Done | None:
+    def _result(self, future: Any) -> Done | None:
         """What a task came to, waited for; None where its worker was not given the work.
 
         Raises:
@@ -144,83 +137,14 @@ class DaskMap:
                         log.warning("the Dask cluster has no workers left: waiting for new ones")
                         warned = True
         self.received += len(data)
-        done: _Done | None = pickle.loads(data)
-        if done is None:
+        found: Done | None = pickle.loads(data)
+        if found is None:
             return None
-        for name, level, line in done.lines:
+        for name, level, line in found.lines:
             logging.getLogger(name).log(level, "%s", line)
-        if done.error is not None:
-            raise done.error
-        return done
-
-
-class _Done(NamedTuple):
-    """What comes back from a worker: a result or a user's mistake, and what was logged."""
-
-    result: Any
-    error: VitseeError | None
-    lines: list[tuple[str, int, str]]
-
-
-# On a worker: the functions that it was given beforehand, pickled, by name.
-_held: dict[str, bytes] = {}
-
-
-def _hold(name: str, work: bytes) -> None:
-    _held[name] = work
-
-
-def _forget(name: str) -> None:
-    _held.pop(name, None)
-
-
-def _done(work: bytes | str, item: bytes) -> bytes:
-    """On a worker: the pickled `_Done` of a pickled function (or its name in `_held`) and item;
-    that of None where it holds none of this name."""
-    function = _held.get(work) if isinstance(work, str) else work
-    if function is None:
-        return pickle.dumps(None)
-    result, error = None, None
-    with _lines() as lines:
-        try:
-            result = _function(function)(pickle.loads(item))
-        except VitseeError as mistake:  # no other worker will do better
-            error = mistake.with_traceback(None)
-    return pickle.dumps(_Done(result, error, lines), protocol=5)
-
-
-@lru_cache(maxsize=4)
-def _function(work: bytes) -> Callable[[Any], Any]:
-    found: Callable[[Any], Any] = pickle.loads(work)
-    return found
-
-
-class _Kept(logging.Handler):
-    """Keeps what the thread that made it logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[tuple[str, int, str]] = []
-        self._thread = threading.get_ident()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.thread == self._thread:
-            self.lines.append((record.name, record.levelno, record.getMessage()))
-
-
-@contextmanager
-def _lines() -> Iterator[list[tuple[str, int, str]]]:
-    kept = _Kept()
-    loggers = [logging.getLogger(name) for name in PACKAGES]
-    for logger in loggers:
-        if logger.getEffectiveLevel() > logging.INFO:
-            logger.setLevel(logging.INFO)
-        logger.addHandler(kept)
-    try:
-        yield kept.lines
-    finally:
-        for logger in loggers:
-            logger.removeHandler(kept)
+        if found.error is not None:
+            raise found.error
+        return found
 
 
 # ---------------------------------------------------------------- the cluster

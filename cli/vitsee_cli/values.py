@@ -226,7 +226,8 @@ def parse_device(text: str) -> str:
 
 def parse_dask(text: str) -> str:
     """`local:N`, or a scheduler's address; whether anyone answers there is seen later."""
-    from vitsee_core.dask_map import DaskError, parse_address
+    from vitsee_core.dask_map import parse_address
+    from vitsee_core.dask_worker import DaskError
 
     try:
         parse_address(text)

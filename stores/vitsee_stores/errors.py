@@ -28,6 +28,10 @@ class Unreachable(StoreError):
     """Whoever has the store gave no answer; that says nothing about the store."""
 
 
+class NoStore(StoreError):
+    """Nothing is where a store should be, as far as this process sees."""
+
+
 class IncompleteStore(StoreError):
     """An extraction into this store has not finished."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_stores.chunks import chunk_name, decode, encode, no_answer
-from vitsee_stores.errors import StoreError, reason
+from vitsee_stores.errors import NoStore, StoreError, reason
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, COMMIT_BYTES, ArraySpec, arrays
 from vitsee_stores.manifest import ATTRIBUTE, Manifest
@@ -115,13 +115,14 @@ def check_ours(files: Files) -> dict[str, Any]:
     """The vitsee attribute of the Zarr group there, of any format version.
 
     Raises:
-        StoreError: missing, no store, or damaged.
+        NoStore: nothing is there.
+        StoreError: no store, or damaged.
     """
     try:
         document = parse(files.read(ZARR_JSON, MOST_BYTES))
     except FileNotFoundError:
         if not _is_there(files):
-            raise StoreError(
+            raise NoStore(
                 f"no store at {files}: nothing is there (run: vitsee extract MODEL --data DATA "
                 f"-o {files})"
             ) from None

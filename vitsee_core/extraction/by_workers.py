@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from vitsee_core.dask_worker import on_this_worker
 from vitsee_core.execution import Execution
 from vitsee_core.extraction import claimed
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
@@ -36,6 +37,7 @@ from vitsee_core.progress import SILENT, Progress, counting
 from vitsee_core.streaming import Map
 from vitsee_stores import StoreWriter
 from vitsee_stores.claims import Claims
+from vitsee_stores.errors import NoStore, VitseeError
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +76,9 @@ class SlabsByWorker:
         """Make and commit those of the slabs that are missing and that nobody else has claimed."""
         with self._one:
             if self.prepared is None:
-                self.prepared = prepare(self.model, self.data, self.keep, self.run)
+                self.prepared = self._prepare()
             writer = self.prepared.writer
-            assert writer is not None, "the store was made before its slabs are given out"
+            assert writer is not None, "joined"
             own = {"host": socket.gethostname(), "pid": os.getpid()}
             claims = Claims(writer.files, {**own, **self.about})
             committed = writer.committed()
@@ -84,6 +86,19 @@ class SlabsByWorker:
                 mine = claims.take([k for k in slabs if not committed[k]], len(slabs))
                 how = self.run, BY_DASK, mine, execution.progress, StopRequest()
                 return fill(self.prepared, writer, *how, remarks=False)
+
+    def _prepare(self) -> Prepared:
+        """What the command's own process has prepared without an error.
+
+        Raises:
+            DaskError: the worker does not see the store, the images or the model.
+        """
+        try:
+            if StoreWriter.join(self.run.output) is None:
+                raise NoStore(f"no store at {self.run.output}: nothing is there")
+            return prepare(self.model, self.data, self.keep, self.run)
+        except VitseeError as error:
+            raise on_this_worker(error) from None
 
 
 def extract_by_workers(
