@@ -63,7 +63,9 @@ def train(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("store")
     parser.add_argument("site")
     parser.add_argument("--features", type=int, default=4096)
