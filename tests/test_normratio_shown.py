@@ -158,3 +158,15 @@ def test_a_freshly_initialised_resnet(tmp_path: Path) -> None:
     assert "fresh: the branch is 0 in every image and token of layer1.0" in result.stderr
     rows = result.stdout.splitlines()[1:]
     assert rows and all(",,,,0" in row for row in rows)
+
+
+def test_the_legend_shows_dashes_beside_the_marker(tmp_path: Path) -> None:
+    """Attention and MLP of one token differ by them alone."""
+    figure = plot(run(vit(tmp_path / "vit.zarr"), tokens=["cls", "patches"]))
+    (legend,) = figure.legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    dashed = legend.get_lines()[texts.index("CLS, MLP")]
+    assert dashed.get_linestyle() == "--"
+    on, off = 3.7 * dashed.get_linewidth(), 1.6 * dashed.get_linewidth()  # matplotlib's pattern
+    length = float(np.ptp(dashed.get_xdata()))
+    assert (length - dashed.get_markersize()) / 2 >= on + off

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vitsee_core.results import Table
 
 
+HANDLE = 3.2  # font sizes: dashes are seen beside the marker
 LABELS = {
     "norm_ratio": "|z| / |f(z)|, mean",
     "norm_ratio_median": "|z| / |f(z)|, median",
@@ -301,4 +302,7 @@ def _legend(figure: Figure, panels: Sequence[Axes], absent: bool = False) -> Non
         widest = max(map(len, found))
         columns = max(1, min(len(found), int(figure.get_figwidth() * 13 / (widest + 6))))
         columns = -(-len(found) // -(-len(found) // columns))  # lines of about one length
-        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)
+        figure.legend(
+            found.values(), found.keys(), loc="outside lower center", ncols=columns,
+            handlelength=HANDLE,
+        )  # fmt: skip

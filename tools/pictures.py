@@ -1,0 +1,166 @@
+"""Draws the pictures of README from the results of the demo: docs/*.png.
+
+    vitsee demo --quick -o FOLDER
+    python tools/pictures.py FOLDER             # more commands on its stores, then all pictures
+    python tools/pictures.py FOLDER --only erf  # one of them
+
+A minute on two cores. Two pictures are made elsewhere: docs/pca.png needs weights and photographs
+that are not bundled, docs/similarity-chance.png is drawn by tools/similarity_by_chance.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from vitsee_core.files import write_files
+from vitsee_core.plotting import figure_bytes
+from vitsee_core.redrawing import redraw
+
+DOCS = Path(__file__).parents[1] / "docs"
+ELSEWHERE = ("pca", "similarity-chance")
+DPI = 130  # what README shows: a page is about 900 pixels wide
+COLOURS, METHOD = 256, Image.Quantize.MAXCOVERAGE  # rare colours too, as of a line
+MOST_BYTES = 150_000
+VIT, RESNET = "vit=stores/vit.zarr", "resnet=stores/resnet.zarr"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """docs/NAME.png. result: the table in the folder that it is drawn from, or a picture that a
+    command wrote as it is; commands: make the result, where the demo does not."""
+
+    name: str
+    result: str
+    commands: tuple[str, ...] = ()
+    size: tuple[float, float] | None = None
+    dpi: int = DPI
+
+
+def _shots(label: str) -> str:
+    stores = f"stores/{label}-train.zarr {label}=stores/{label}.zarr"
+    return f"probe {stores} --shots 10 -o more/shots-{label}.csv --force"
+
+
+PICTURES = (
+    Picture("cka-vit", "results/cka-vit.csv"),
+    Picture("cka-vit-resnet", "results/cka-vit-resnet.csv"),
+    Picture("attn-dist", "results/attn-dist.csv"),
+    Picture(
+        "similarity",
+        "more/similarity.csv",
+        (
+            f"similarity {VIT} {RESNET} --pairs same-depth --sites-a !embed,blocks --sites-b "
+            "layer[123].*.out --measure mutual-knn --measure procrustes --measure cka "
+            "--calibrate 99 -o more/similarity.csv --force",
+        ),
+    ),
+    Picture("attn-map-aligned", "results/attn-map-aligned-vit.csv"),
+    Picture(
+        "attn-sinks",
+        "more/sinks.csv",
+        (
+            "extract demo:vit --random-init 0 --data demo:test --images 500 --tokens pooled "
+            "-o stores/untrained.zarr",
+            "attn-map trained=stores/vit.zarr untrained=stores/untrained.zarr --kind sink "
+            "-o more/sinks.csv --force",
+        ),
+    ),
+    Picture(
+        "normratio",
+        "more/normratio.csv",
+        (
+            f"normratio {VIT} {RESNET} --tokens patches --tokens cls --metric norm_ratio "
+            "-o more/normratio.csv --force",
+        ),
+    ),
+    Picture("localize-depth", "results/localize.csv"),
+    Picture("erf", "results/erf.csv"),
+    Picture("norms", "results/norms.csv"),
+    Picture("spatial", "results/spatial.csv"),
+    Picture("spectrum", "results/spectrum.csv"),
+    Picture(
+        "lens",
+        "more/lens.csv",
+        (f"lens {VIT} {RESNET} --patches -o more/lens.csv --force",),
+    ),
+    Picture(
+        "cosine-map",
+        "more/cosine-map.csv",
+        (
+            f"cosine-map {VIT} {RESNET} --image 1 --image 2 --at 12,14px -o more/cosine-map.csv "
+            "--force",
+        ),
+    ),
+    Picture("propagate", "results/propagate.csv"),
+    Picture("retrieve", "results/retrieve-buildings.csv"),
+    Picture("keypoints", "results/keypoints.csv"),
+    Picture(
+        "best-table",
+        "more/best-table.png",
+        (
+            "best-layer results/retrieve-buildings.csv results/keypoints.csv --metric map_easy "
+            "--metric map_medium --metric map_hard --metric pck@0.1 --metric pck@0.05 "
+            "--metric pck@0.01 --table more/best-table.png -o more/best-table.csv --force",
+        ),
+    ),
+    Picture("objects", "results/cluster-objects.csv"),
+    Picture(
+        "probe",
+        "more/shots.csv",
+        (
+            _shots("vit"),
+            _shots("resnet"),
+            "best-layer more/shots-vit.csv more/shots-resnet.csv --metric top1 -o more/shots.csv "
+            "--force",
+        ),
+    ),
+)
+
+
+def drawn(picture: Picture, folder: Path) -> bytes:
+    """The picture's file, of results that are there."""
+    result = folder / picture.result
+    if result.suffix == ".png":
+        return result.read_bytes()
+    full = figure_bytes(redraw(result, size=picture.size), ".png", picture.dpi)
+    few, out = Image.open(io.BytesIO(full)).convert("RGB").quantize(COLOURS, METHOD), io.BytesIO()
+    few.save(out, "png", optimize=True)
+    return out.getvalue()
+
+
+def main() -> None:
+    """Draw them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="what vitsee demo --quick -o made")
+    parser.add_argument("--only", nargs="+", choices=[p.name for p in PICTURES], metavar="NAME")
+    parser.add_argument("--to", type=Path, default=DOCS, help="where they go [docs/]")
+    parser.add_argument(
+        "--draw", action="store_true", help="of results that are there, without commands"
+    )
+    args = parser.parse_args()
+    (args.folder / "more").mkdir(exist_ok=True)
+    large = []
+    for picture in PICTURES:
+        if args.only and picture.name not in args.only:
+            continue
+        for line in () if args.draw else picture.commands:
+            words = [sys.executable, "-m", "vitsee_cli", "-q", *line.split()]
+            subprocess.run(words, cwd=args.folder, check=True)
+        data = drawn(picture, args.folder)
+        write_files({args.to / f"{picture.name}.png": data}, force=True)
+        print(f"{picture.name}.png: {len(data) / 1000:.0f} kB", flush=True)
+        if len(data) > MOST_BYTES:
+            large.append(picture.name)
+    if large:
+        sys.exit(f"larger than {MOST_BYTES // 1000} kB, take a lower dpi: {', '.join(large)}")
+
+
+if __name__ == "__main__":
+    main()
