@@ -131,7 +131,10 @@ def test_localize(two: DaskMap, store: Store, summary: str | None) -> None:
 @pytest.mark.parametrize("how", [{}, {"estimator": "minibatch", "batch": 16, "repeats": 2}])
 def test_gram_matrices(two: DaskMap, store: Store, tmp_path: Path, how: dict[str, Any]) -> None:
     folders = iter((tmp_path / "here", tmp_path / "there"))
-    run = lambda **more: cka.run(store, cache=next(folders), **how, **more)  # noqa: E731 a closure
+
+    def run(**more: Any) -> Table:
+        return cka.run(store, cache=next(folders), **how, **more)
+
     check(two, run)
     here, there = (
         sorted(p.name.split("-")[0] for p in tmp_path.glob(f"{w}/*.tiles"))

@@ -7,7 +7,7 @@ An option of one command alone is declared in that command. The others:
                         results         output_options, table_options, force_option,
                                         replicates_option
                         what to read    sites_option, blocks_option, side_option, tokens_option,
-                                        images_option, metric_option
+                                        images_option, image_option, metric_option
                         how to work     seed_option, device_option, memory_option, jobs_option,
                                         dask_option
     model_options       a model         model_options, weight_options, rebuild_options,
@@ -313,6 +313,17 @@ def side_option(side: str, which: str, show_default: str = "as --sites") -> Deco
         metavar="GLOB",
         multiple=True,
         help=f"Sites of {which}. Repeatable.  [default: {show_default}]",
+    )
+
+
+def image_option(what: str, show_default: str, store: str, about: str = "") -> Decorator:
+    """--image, repeatable: what to do with an image of `store`; about: what else is to say."""
+    return click.option(
+        "--image",
+        metavar="ID",
+        multiple=True,
+        show_default=show_default,
+        help=f"{what} this image, named by its id or its row in {store}{about}. Repeatable.",
     )
 
 

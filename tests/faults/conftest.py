@@ -14,6 +14,8 @@ import pytest
 from tests.extractions import array_bytes, plant_images
 from tests.faults.processes import Server, server
 from tests.faults.trials import N, extraction
+from tests.random_stores import tokens_site, write
+from vitsee_stores.layout import StorePlan, TokenLayout
 
 Ends = Callable[[str], None]
 
@@ -79,3 +81,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for name, counts in sorted(found.items()):
             how = ", ".join(f"{end} {n}" for end, n in sorted(counts.items()))
             terminalreporter.write_line(f"{name:{width}}  {sum(counts.values()):6}  {how}")
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose Gram matrices take a while."""
+    layout = TokenLayout(("cls",), (2, 2), stride_px=(16.0, 16.0))
+    sites = tuple(tokens_site(f"blocks.{i}.out", layout, dim=64, depth=i) for i in range(6))
+    path = tmp_path_factory.mktemp("many") / "many.zarr"
+    write(path, StorePlan(1500, 250, "none", sites))
+    return path
+
+
+@pytest.fixture(scope="session")
+def clean(run: Server, many: Path) -> tuple[str, float]:
+    """What cka prints of it, and the seconds that takes."""
+    started = time.monotonic()
+    done = run.run("cka", many, "--no-cache")
+    assert done.code == 0, done.stderr
+    return done.stdout, time.monotonic() - started

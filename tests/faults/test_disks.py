@@ -12,7 +12,6 @@ import pytest
 
 from tests.faults.conftest import Ends, Whole
 from tests.faults.processes import Server
-from tests.faults.test_killed import clean, many  # noqa: F401  (fixtures)
 from tests.faults.trials import (
     check_finished,
     check_unfinished,
@@ -128,8 +127,8 @@ def turn(run: Server, place: Path, option: str, going_on: Callable[[], bool]) ->
 @seeds(1)
 def test_a_gram_cache_on_a_disk_that_gets_full(
     run: Server,
-    many: Path,  # noqa: F811
-    clean: tuple[str, float],  # noqa: F811
+    many: Path,
+    clean: tuple[str, float],
     disk: Callable[[float], Disk],
     seed: int,
     ended: Ends,
@@ -159,8 +158,8 @@ def test_a_gram_cache_on_a_disk_that_gets_full(
 @seeds(1)
 def test_a_gram_cache_on_a_disk_that_turns_read_only(
     run: Server,
-    many: Path,  # noqa: F811
-    clean: tuple[str, float],  # noqa: F811
+    many: Path,
+    clean: tuple[str, float],
     disk: Callable[[float], Disk],
     seed: int,
     ended: Ends,

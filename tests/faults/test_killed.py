@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.faults.conftest import Ends, Whole
 from tests.faults.processes import Server
 from tests.faults.trials import (
+    changed,
     check_finished,
     check_unfinished,
     extraction,
@@ -21,8 +23,6 @@ from tests.faults.trials import (
     n_committed,
     seeds,
 )
-from tests.random_stores import tokens_site, write
-from vitsee_stores.layout import StorePlan, TokenLayout
 
 QUICKLY = "tests.faults.hooks:look_often"
 
@@ -34,9 +34,9 @@ def test_an_extraction_killed_again_and_again(
 ) -> None:
     rng, path = random.Random(seed), tmp_path / "s.zarr"
     for _ in range(3):
-        before = n_committed(path)
+        begun = changed(partial(n_committed, path))
         process = run.start(*extraction(images, path))
-        moment(rng, process, whole.seconds, lambda: n_committed(path) > before)  # noqa: B023
+        moment(rng, process, whole.seconds, begun)
         killed = process.kill().code == -signal.SIGKILL
         ended("resumed" if killed else "ended before the signal")
         check_unfinished(path, whole.bytes)
@@ -54,9 +54,8 @@ def test_claiming_processes_are_killed_and_replaced(
     words = extraction(images, path, "--shard", "claims")
     both = [run.start(*words, before=QUICKLY) for _ in range(2)]
     for _ in range(2):
-        before = n_committed(path)
         one = both[rng.randrange(2)]
-        moment(rng, one, whole.seconds, lambda: n_committed(path) > before)  # noqa: B023
+        moment(rng, one, whole.seconds, changed(partial(n_committed, path)))
         killed = one.kill().code == -signal.SIGKILL
         ended("made by the others" if killed else "ended before the signal")
         both[both.index(one)] = run.start(*words, before=QUICKLY)
@@ -64,25 +63,6 @@ def test_claiming_processes_are_killed_and_replaced(
         done = process.end()
         assert done.code == 0, done.stderr
     check_finished(path, whole.bytes)
-
-
-@pytest.fixture(scope="session")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store whose Gram matrices take a while."""
-    layout = TokenLayout(("cls",), (2, 2), stride_px=(16.0, 16.0))
-    sites = tuple(tokens_site(f"blocks.{i}.out", layout, dim=64, depth=i) for i in range(6))
-    path = tmp_path_factory.mktemp("many") / "many.zarr"
-    write(path, StorePlan(1500, 250, "none", sites))
-    return path
-
-
-@pytest.fixture(scope="session")
-def clean(run: Server, many: Path) -> tuple[str, float]:
-    """What cka prints of it, and the seconds that takes."""
-    started = time.monotonic()
-    done = run.run("cka", many, "--no-cache")
-    assert done.code == 0, done.stderr
-    return done.stdout, time.monotonic() - started
 
 
 @pytest.mark.fault("cka killed while it caches")
@@ -94,9 +74,9 @@ def test_a_gram_pass_killed_again_and_again(
     rng, cache, table = random.Random(seed), tmp_path / "cache", tmp_path / "r.csv"
     words = ["cka", many, "--cache", cache]
     for _ in range(3):
-        before = set(cache.glob("*"))
+        begun = changed(lambda: set(cache.glob("*")))
         process = run.start(*words, "-o", table, "--force")
-        moment(rng, process, clean[1], lambda: set(cache.glob("*")) != before)  # noqa: B023
+        moment(rng, process, clean[1], begun)
         killed = process.kill().code == -signal.SIGKILL
         half = "swept half a matrix" if list(cache.glob("*.partial")) else "same numbers"
         ended(half if killed else "ended before the signal")

@@ -46,6 +46,12 @@ def n_committed(store: Path) -> int:
     return len(list(folder.glob("c.*.0"))) if folder.is_dir() else 0
 
 
+def changed(look: Callable[[], object]) -> Callable[[], bool]:
+    """Whether what `look` sees is no longer what it sees now."""
+    before = look()
+    return lambda: look() != before
+
+
 def moment(rng: random.Random, process: Process, seconds: float, begun: Callable[[], bool]) -> None:
     """Wait for a random moment of a process that takes so many seconds: half the time any, half the
     time soon after `begun`."""

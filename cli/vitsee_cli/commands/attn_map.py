@@ -41,13 +41,7 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
     help="What to map: means over images (aligned: by offset from the query), or one number per "
     "head (prefix-mass, entropy), or attention sinks (several).  [default: none, with --image]",
 )
-@click.option(
-    "--image",
-    metavar="ID",
-    multiple=True,
-    show_default="none",
-    help="Map this image, named by its id or its row in the store, in place of a mean. Repeatable.",
-)
+@options.image_option("Map", "none", "the store", ", in place of a mean")
 @click.option(
     "--query",
     metavar="ROW,COL",

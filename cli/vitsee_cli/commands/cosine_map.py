@@ -36,13 +36,7 @@ def parse_spot(text: str) -> str:
 @options.defaults_of(cosine_map.run, cosine_map.plot)
 @options.stores_argument
 @options.output_options
-@click.option(
-    "--image",
-    metavar="ID",
-    multiple=True,
-    show_default=f"the first {SHOWN}",
-    help="Choose patches of this image, named by its id or its row in the first store. Repeatable.",
-)
+@options.image_option("Choose patches of", f"the first {SHOWN}", "the first store")
 @click.option(
     "--at",
     metavar="PATCH",

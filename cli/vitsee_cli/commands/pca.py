@@ -27,13 +27,7 @@ QUESTION = KNOWLEDGE
 @options.stores_argument
 @options.output_options
 @options.replicates_option
-@click.option(
-    "--image",
-    metavar="ID",
-    multiple=True,
-    show_default=f"the first {SHOWN}",
-    help="Show this image, named by its id or its row in the first store. Repeatable.",
-)
+@options.image_option("Show", f"the first {SHOWN}", "the first store")
 @options.sites_option("blocks")
 @click.option(
     "--components",
