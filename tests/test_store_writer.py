@@ -28,6 +28,7 @@ from vitsee_stores import (
 )
 from vitsee_stores.folder import Folder
 from vitsee_stores.layout import arrays
+from vitsee_stores.owners import is_left, tag
 
 VIT = PLANS["vit"]
 
@@ -364,3 +365,15 @@ def test_long_provenance_is_shortened_and_said(tmp_path: Path) -> None:
     assert marker["slab"] == 0
     assert marker["dropped"] == ["command"]
     assert made.committed()[0]
+
+
+def test_what_a_living_process_makes_is_not_left_over_whatever_the_clock_says(
+    tmp_path: Path,
+) -> None:
+    """Its age counts where its maker cannot be asked: on another machine."""
+    mine, theirs = tmp_path / f".s.{tag()}.0a.creating", tmp_path / ".s.00000000-1.0a.creating"
+    for made in (mine, theirs):
+        made.mkdir()
+        assert not is_left(made)
+        os.utime(made, (0, 0))
+    assert is_left(theirs) and not is_left(mine)

@@ -36,11 +36,11 @@ def has_ended(maker: str) -> bool:
 
 
 def is_left(path: str | Path) -> bool:
-    """Whether a temporary file or folder is left over: its maker ended on this machine, or it is
-    an hour old. False for one that is gone."""
-    match = re.search(r"\.([0-9a-f]{8}-\d{1,9})\.[0-9a-f]+\.[a-z]+$", os.fspath(path))
-    if match and has_ended(match[1]):
-        return True
+    """Whether a temporary file or folder is left over: its maker ended on this machine, whatever
+    the clock says, or it is of another machine and an hour old. False for one that is gone."""
+    match = re.search(r"\.(([0-9a-f]{8})-\d{1,9})\.[0-9a-f]+\.[a-z]+$", os.fspath(path))
+    if match and match[2] == _machine():
+        return has_ended(match[1]) and os.path.lexists(path)
     try:
         return time.time() - os.stat(path).st_mtime > OLD_SECONDS
     except OSError:
