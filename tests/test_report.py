@@ -9,6 +9,7 @@ import html
 import io
 import itertools
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -358,6 +359,21 @@ def test_what_a_reader_is_warned_of(folder: Path, tmp_path: Path, make_store: An
     (own / "half.csv.json").write_text(json.dumps(sidecar))
     lines = "\n".join(cautions(find_materials(own)))
     assert "the store half was made anew since: these are older numbers." in lines
+
+
+def test_results_of_one_second_are_in_the_order_of_their_making(
+    folder: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    for sidecar in own.rglob("*.csv.json"):
+        said = json.loads(sidecar.read_text()) | {"created": "2026-01-01T00:00:00+00:00"}
+        sidecar.write_text(json.dumps(said))
+    for order in (["cka", "attn-dist"], ["attn-dist", "cka"]):
+        for at, command in enumerate(order):
+            (made,) = (r.file.path for r in find_materials(own).results if r.command == command)
+            os.utime(made, (at, at))
+        assert [r.command for r in find_materials(own).results] == order
 
 
 def test_materials_of_a_folder(folder: Path, tmp_path: Path) -> None:

@@ -67,8 +67,14 @@ def find_materials(folder: Path) -> Materials:
             f"{folder} has neither results (tables that commands wrote with -o, with their "
             f"sidecars) nor stores{reasons}"
         )
-    results.sort(key=lambda one: (str(one.file.sidecar.get("created", "")), str(one.file.path)))
+    results.sort(key=_made)
     return Materials(folder, tuple(results), tuple(stores), left_out)
+
+
+def _made(result: Result) -> tuple[str, int, str]:
+    """When: sidecars say the second, files the rest."""
+    path = result.file.path
+    return str(result.file.sidecar.get("created", "")), path.stat().st_mtime_ns, str(path)
 
 
 def picture_of(result: Result) -> Path | None:
