@@ -1,7 +1,8 @@
-"""Writes docs/performance.md from benchmarks/results/*.json.
+"""Writes docs/performance.md, and the table of README, from benchmarks/results/*.json.
 
-python benchmarks/page.py            # writes the page
+python benchmarks/page.py            # writes both
 python benchmarks/page.py --print    # to stdout, which a test compares with the page
+python benchmarks/page.py --readme   # the same of README
 """
 
 from __future__ import annotations
@@ -15,7 +16,25 @@ from typing import Any
 
 from common import RESULTS, Result
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
+EARLIER = RESULTS / "earlier.md"  # what was measured before results were kept, as text
+# README's table: which line of which result, and what README calls it.
+SHORT = (
+    ("cka", "vitsee, against torch_cka", "CKA of 40 x 40 layers, 1,024 images, against torch_cka"),
+    ("cka", "vitsee, against the published", "the same, against the published scheme in memory"),
+    ("gram", "Gram pass, fp32, reading", "one of its Gram matrices, against the best float32 GEMM"),
+    ("knn", "4000 among 20000", "k-NN of 4,000 among 20,000 images, against scikit-learn's cosine"),
+    ("probe", "probes of 2 layers, against scikit-learn's Ridge ", "ridge probes, against `Ridge`"),
+    ("probe", "probes of 2 layers, against scikit-learn's RidgeCV", "the same, against `RidgeCV`"),
+    (
+        "similarity-peers",
+        "mutual_knn of 28",
+        "mutual k-NN of 28 pairs of layers, against platonic-rep",
+    ),
+    ("similarity-peers", "procrustes of 28", "Procrustes of the same, against netrep"),
+)
+START, END = "<!-- table: written by benchmarks/page.py -->\n", "<!-- end -->\n"
 FIELDS = ("name", "title", "machine", "date", "load", "command", "rows")
 HEAD = """\
 # Performance, as measured
@@ -33,13 +52,17 @@ What a GPU should do is in [gpu.md](gpu.md); none was measured.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--print", action="store_true", help="to stdout")
+    parser.add_argument("--readme", action="store_true", help="README, to stdout")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    text = page([load(path) for path in sorted(args.results.glob("*.json"))])
+    results = [load(path) for path in sorted(args.results.glob("*.json"))]
     if args.print:
-        sys.stdout.write(text)
+        sys.stdout.write(page(results))
+    elif args.readme:
+        sys.stdout.write(readme(README.read_text(), results))
     else:
-        PAGE.write_text(text)
+        PAGE.write_text(page(results))
+        README.write_text(readme(README.read_text(), results))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -59,7 +82,27 @@ def load(path: Path) -> dict[str, Any]:
 
 def page(results: Sequence[dict[str, Any]]) -> str:
     """The page."""
-    return "\n".join([HEAD, *map(section, results)])
+    return "\n".join([HEAD, *map(section, results), EARLIER.read_text()])
+
+
+def readme(text: str, results: Sequence[dict[str, Any]]) -> str:
+    """README with its table made anew.
+
+    Raises:
+        SystemExit: a line that README shows is in no result, or README has no place for them.
+    """
+    lines = ["| | vitsee | other side | vitsee is better by |", "|---|---|---|---|"]
+    found = {fields["name"]: fields["rows"] for fields in results}
+    for name, start, words in SHORT:
+        rows = [row for row in found.get(name, ()) if row.what.startswith(start)]
+        if not rows:
+            sys.exit(f"no line {start!r} in {name}.json: mend SHORT in {__file__}")
+        lines.append(cells(words, rows[0]))
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        sys.exit(f"README has no {START.strip()} with {END.strip()} behind it")
+    return "\n".join([before + start, *lines, "", end + after])
 
 
 def section(fields: dict[str, Any]) -> str:
@@ -74,11 +117,15 @@ def section(fields: dict[str, Any]) -> str:
         "| | ours | other side | ours is better by |",
         "|---|---|---|---|",
     ]
-    for row in fields["rows"]:
-        ours, other = (number(x, row.unit) for x in (row.ours, row.other))
-        ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
-        lines.append(f"| {row.what} | {ours} | {other} | {ratio} |")
+    lines += [cells(row.what, row) for row in fields["rows"]]
     return "\n".join([*lines, ""])
+
+
+def cells(what: str, row: Result) -> str:
+    """A line of a table."""
+    ours, other = (number(x, row.unit) for x in (row.ours, row.other))
+    ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
+    return f"| {what} | {ours} | {other} | {ratio} |"
 
 
 def number(value: float | None, unit: str) -> str:

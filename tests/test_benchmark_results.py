@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,8 @@ ROWS = """[
 ]"""
 
 
-def page(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "page.py"), "--print", *arguments]
+def page(kind: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "page.py"), kind, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -37,9 +38,23 @@ def recorded(folder: Path, rows: str = ROWS) -> subprocess.CompletedProcess[str]
 
 
 def test_the_committed_page_is_what_the_script_prints() -> None:
-    done = page()
+    done = page("--print")
     assert done.returncode == 0, done.stderr
     assert (ROOT / "docs" / "performance.md").read_text() == done.stdout
+
+
+def test_the_table_of_readme_is_what_the_script_prints() -> None:
+    done = page("--readme")
+    assert done.returncode == 0, done.stderr
+    text = (ROOT / "README.md").read_text()
+    assert done.stdout == text
+    assert re.search(r"against torch_cka \| [\d.]+ s \| [\d,]+ s \| [\d.]+ \|\n", text)
+
+
+def test_a_line_that_readme_shows_and_nobody_measured(tmp_path: Path) -> None:
+    done = page("--readme", "--results", str(tmp_path))
+    assert done.returncode == 1 and done.stdout == ""
+    assert "no line 'vitsee, against torch_cka' in cka.json" in done.stderr
 
 
 def test_a_result_goes_from_the_run_to_the_page(tmp_path: Path) -> None:
@@ -51,7 +66,7 @@ def test_a_result_goes_from_the_run_to_the_page(tmp_path: Path) -> None:
         ["peak memory", 1234.0, None, None, "MB"],
     ]
     assert fields["command"] == "OMP_NUM_THREADS=1 python benchmarks/knn.py --rounds 3"
-    text = page("--results", str(tmp_path)).stdout
+    text = page("--print", "--results", str(tmp_path)).stdout
     assert f"## Of two things\n\n`{fields['command']}`\n\n{fields['date']}, " in text
     assert "| finding, against a loop | 0.123 s | 1.5 s | 12.2 |\n" in text
     assert "| peak memory | 1,234 MB |  |  |\n" in text
@@ -67,6 +82,6 @@ def test_what_is_no_result_is_not_recorded(tmp_path: Path, rows: str) -> None:
 @pytest.mark.parametrize("text", ["{}", "[", '{"rows": [[1]]}'])
 def test_another_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
-    done = page("--results", str(tmp_path))
+    done = page("--print", "--results", str(tmp_path))
     assert done.returncode == 1 and "x.json was not written by common.record" in done.stderr
     assert done.stdout == "" and "Traceback" not in done.stderr
