@@ -77,12 +77,7 @@ def measured(found: dict[str, Any]) -> str:
     at = {(row["what"], row["images"]): row for row in rows}
     stores = [at["store", n] for n in sizes]
     lines = [
-        "## Up to a million images, measured",
-        "",
-        f"`{found['command']}`",
-        "",
-        about(found),
-        "",
+        *head("Up to a million images, measured", found),
         prose(
             "Each command in a process of its own, imports included, with `--memory 512M` where it "
             "takes that: seconds of the processor, then the peak of resident memory. Seconds of "
@@ -118,12 +113,7 @@ def listed(stores: Sequence[dict[str, Any]]) -> str:
 def exact(found: dict[str, Any]) -> str:
     """Exact CKA of many images."""
     lines = [
-        "## Exact CKA, out of core, measured",
-        "",
-        f"`{found['command']}`",
-        "",
-        about(found),
-        "",
+        *head("Exact CKA, out of core, measured", found),
         prose(
             "Two sites of each of two stores of 160 features: all four pairs, with the jackknife. "
             "Work and Gram matrices, on disk, grow with the square of the images; memory stays "
@@ -172,12 +162,7 @@ def projected(found: dict[str, Any], rate: float, disk: float | None) -> str:
     own_disk = written["bytes"] / written["seconds"]
     their_disk = own_disk if disk is None else disk * 1e6
     lines = [
-        "## ImageNet-1k's training set, computed",
-        "",
-        f"`{found['command']}`",
-        "",
-        about(found),
-        "",
+        *head("ImageNet-1k's training set, computed", found),
         prose(
             f"{IMAGES:,} images, slabs of {DEFAULT_SLAB}; bytes and files are those that `extract "
             "--dry-run` counts. Hours are the larger of computing and of writing, which go on "
@@ -223,9 +208,10 @@ def prose(text: str) -> str:
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
-def about(found: dict[str, Any]) -> str:
-    """Where and when it was measured."""
-    return f"{found['date']}, {found['machine']}, load {found['load']:g}"
+def head(title: str, found: dict[str, Any]) -> list[str]:
+    """A section's first lines: the command, where and when it ran."""
+    about = f"{found['date']}, {found['machine']}, load {found['load']:g}"
+    return [f"## {title}", "", f"`{found['command']}`", "", about, ""]
 
 
 def megabytes(size: float) -> str:

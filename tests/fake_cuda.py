@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 class FakeStream:
     """Work in a queue; `n_waits` counts how often the host waited for it."""
 
-    made: list[FakeStream] = []  # noqa: RUF012 - one list for a test, emptied by `install`
+    made: ClassVar[list[FakeStream]] = []  # of one test: `install` empties it
 
     def __init__(self, device: Any = None) -> None:
         self.queue: list[Callable[[], object]] = []

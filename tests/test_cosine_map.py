@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics.pairwise import cosine_similarity
 
+from tests.command_line import said
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
-from vitsee_cli.main import main
 from vitsee_core.analyses.cosine_map import plot, run
 from vitsee_core.patch_maps.cosines import map_statistics, offset_means, unit_vectors
 from vitsee_core.patch_maps.spots import Spot
@@ -222,7 +221,7 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
             tmp_path / f"{name}.zarr", {"embed": tokens(), "next": 2 * tokens()}, layout=GRID
         )
     words = ["a.zarr", "b.zarr", "--sites", "*", "--image", "1", "--at", "1,2", "--to", "0"]
-    run_cli(tmp_path, *words, "-o", "t.csv", "--png", "t.png")
+    said(tmp_path, "cosine-map", *words, "-o", "t.csv", "--png", "t.png")
     table = Table.read(tmp_path / "t.csv")
     figure = plot(table)
     assert figure_bytes(figure) == (tmp_path / "t.png").read_bytes()
@@ -246,14 +245,6 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     assert others.min() == 0 and others.max() == 1 and stretched[1, 2] == 1
 
 
-def run_cli(folder: Path, *args: str, code: int = 0) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        found = CliRunner().invoke(main, ["cosine-map", *args])
-    assert found.exit_code == code, found.output
-    return found.stdout if code == 0 else found.stderr
-
-
 def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     x = tokens()
     write_sites(tmp_path / "a.zarr", {"embed": x, "pooled": x[:, 0]}, layout=GRID)
@@ -269,11 +260,11 @@ def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
         ("a.zarr", "--offsets", "--to", "1"): "offsets are means over all images",
     }
     for args, line in cases.items():
-        stderr = run_cli(tmp_path, *args, "--png", "x.png", code=1)
+        stderr = said(tmp_path, "cosine-map", *args, "--png", "x.png", code=1)
         assert line in stderr and "Traceback" not in stderr, stderr
         assert not (tmp_path / "x.png").exists()
-    assert "expected ROW,COL of the token grid" in run_cli(
-        tmp_path, "a.zarr", "--at", "here", code=2
+    assert "expected ROW,COL of the token grid" in said(
+        tmp_path, "cosine-map", "a.zarr", "--at", "here", code=2
     )
     with pytest.raises(MissingInput):
         run(open_store(tmp_path / "pooled.zarr"))

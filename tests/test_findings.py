@@ -14,8 +14,8 @@ import findings_statistics as of
 import numpy as np
 import pytest
 from findings import ABOUT, TABLE, VERDICTS, page
-from findings_list import FINDINGS, Finding, verdict
 from findings_measure import FIELD_IMAGES, IMAGES, TRAIN_IMAGES, Family
+from papers import FINDINGS, Finding, verdict
 
 from vitsee_core import demo
 from vitsee_core.analyses import attn_dist

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from numpy.typing import NDArray
 from PIL import Image
 from sklearn.decomposition import PCA
 
+from tests.command_line import said
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
-from vitsee_cli.main import main
 from vitsee_core.analyses.pca import plot, run
 from vitsee_core.covariance.axes import principal_axes
 from vitsee_core.covariance.sums import Sums
@@ -250,7 +249,7 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
         for name, factor in (("a", 1), ("$b^$", -2))
     ]
     names = ["a.zarr", "$b^$.zarr"]
-    run_cli(tmp_path, *names, "--sites", "*", "-o", "t.csv", "--png", "t.png")
+    said(tmp_path, "pca", *names, "--sites", "*", "-o", "t.csv", "--png", "t.png")
     sidecar = json.loads((tmp_path / "t.csv.json").read_text())
     assert sidecar["notes"]["sheet"]["grids"]["a"]["embed"]["shape"] == [3, 4]
     figure = plot(Table.read(tmp_path / "t.csv"))
@@ -268,14 +267,6 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     assert figure.axes[1].images[0].origin == "upper"
     # Without the notes too: over the whole image, colours from the scores in the table.
     assert len(plot(Table(table.columns)).axes) == 20
-
-
-def run_cli(folder: Path, *args: str, code: int = 0) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        found = CliRunner().invoke(main, ["pca", *args])
-    assert found.exit_code == code, found.output
-    return found.stdout if code == 0 else found.stderr
 
 
 def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
@@ -299,10 +290,10 @@ def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
         ("a.zarr", "--no-align", "--reference", "embed"): "a reference is for aligned colours",
     }
     for args, line in cases.items():
-        stderr = run_cli(tmp_path, *args, "--png", "x.png", code=1)
+        stderr = said(tmp_path, "pca", *args, "--png", "x.png", code=1)
         assert line in stderr and "Traceback" not in stderr, stderr
         assert not (tmp_path / "x.png").exists()
-    assert "--components" in run_cli(tmp_path, "a.zarr", "--components", "2", code=2)
+    assert "--components" in said(tmp_path, "pca", "a.zarr", "--components", "2", code=2)
     store = open_store(tmp_path / "a.zarr")
     for wrong, kind in (
         ({"components": 2}, VitseeError),
@@ -328,7 +319,7 @@ def test_patches_that_are_all_alike(tmp_path: Path) -> None:
 
 def test_the_table_in_the_terminal(tmp_path: Path) -> None:
     write_sites(tmp_path / "a.zarr", {"embed": tokens()}, layout=GRID)
-    rows = list(csv.DictReader(io.StringIO(run_cli(tmp_path, "a.zarr", "--image", "2"))))
+    rows = list(csv.DictReader(io.StringIO(said(tmp_path, "pca", "a.zarr", "--image", "2"))))
     metrics = [row["metric"] for row in rows]
     assert metrics == ["explained_variance"] * 3 + ["axis_agreement"] * 3 + ["score"] * 36
     last = rows[-1]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from findings import TABLE
-from findings_list import FINDINGS
+from papers import FINDINGS
 
 from vitsee_core import demo
 from vitsee_core.analyses import (

@@ -13,7 +13,7 @@ import pytest
 from tests.faults import hooks
 from tests.faults.conftest import Ends, Whole
 from tests.faults.processes import Server
-from tests.faults.trials import check_finished, extraction, n_committed
+from tests.faults.trials import check_all_finish, check_finished, extraction, n_committed
 
 
 @pytest.mark.fault("clock going backwards or jumping")
@@ -25,10 +25,7 @@ def test_two_extractions_beside_each_other(
     path, before = tmp_path / "s.zarr", f"{hooks.__name__}:{clock}"
     words = extraction(images, path, "--shard", "claims")
     both = [run.start(*words, before=before) for _ in range(2)]
-    for process in both:
-        done = process.end()
-        assert done.code == 0, done.stderr
-    check_finished(path, whole.bytes)
+    check_all_finish(both, path, whole.bytes)
     ended("same bytes")
 
 

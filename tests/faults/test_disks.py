@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Ends, Whole
-from tests.faults.processes import Server
+from tests.faults.processes import Process, Server
 from tests.faults.trials import (
     check_finished,
     check_unfinished,
@@ -123,6 +123,16 @@ def turn(run: Server, place: Path, option: str, going_on: Callable[[], bool]) ->
     run.remount(place, option)
 
 
+def caching(
+    run: Server, store: Path, place: Path, seen: Path, seconds: float, seed: int
+) -> tuple[list[object], Process]:
+    """`cka` with its cache on that disk, and its process, somewhere in the middle of it."""
+    words: list[object] = ["cka", store, "--estimator", "exact", "--cache", place / "cache"]
+    process = run.start(*words)
+    moment(random.Random(seed), process, seconds, lambda: any((seen / "cache").glob("*")))
+    return words, process
+
+
 @pytest.mark.fault("disk of the Gram cache full")
 @seeds(1)
 def test_a_gram_cache_on_a_disk_that_gets_full(
@@ -134,11 +144,8 @@ def test_a_gram_cache_on_a_disk_that_gets_full(
     ended: Ends,
 ) -> None:
     """One line that names the cache; what it holds is whole, and used by the next."""
-    rng, (place, seen) = random.Random(seed), disk(100)
-    cache = seen / "cache"
-    words = ["cka", many, "--estimator", "exact", "--cache", place / "cache"]
-    process = run.start(*words)
-    moment(rng, process, clean[1], lambda: bool(list(cache.glob("*"))))
+    place, seen = disk(100)
+    words, process = caching(run, many, place, seen, clean[1], seed)
     filler = fill(seen)
     done = process.end()
     if done.code == 0:
@@ -148,7 +155,7 @@ def test_a_gram_cache_on_a_disk_that_gets_full(
         line = says_one_line(done)
         assert str(place) in line and "--cache" in line, line
         ended("one line")
-    assert {path.suffix for path in cache.glob("*")} <= {".tiles", ".json"}
+    assert {path.suffix for path in (seen / "cache").glob("*")} <= {".tiles", ".json"}
     filler.unlink()
     again = run.run(*words)
     assert (again.code, again.stdout) == (0, clean[0]), again.stderr
@@ -165,10 +172,8 @@ def test_a_gram_cache_on_a_disk_that_turns_read_only(
     ended: Ends,
 ) -> None:
     """The right numbers, from scratch files, or one line that names the cache."""
-    rng, (place, seen) = random.Random(seed), disk(200)
-    words = ["cka", many, "--estimator", "exact", "--cache", place / "cache"]
-    process = run.start(*words)
-    moment(rng, process, clean[1], lambda: bool(list((seen / "cache").glob("*"))))
+    place, seen = disk(200)
+    words, process = caching(run, many, place, seen, clean[1], seed)
     turn(run, place, "ro", process.running)
     done = process.end()
     if done.code:

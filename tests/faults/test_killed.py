@@ -16,6 +16,7 @@ from tests.faults.conftest import Ends, Whole
 from tests.faults.processes import Server
 from tests.faults.trials import (
     changed,
+    check_all_finish,
     check_finished,
     check_unfinished,
     extraction,
@@ -59,10 +60,7 @@ def test_claiming_processes_are_killed_and_replaced(
         killed = one.kill().code == -signal.SIGKILL
         ended("made by the others" if killed else "ended before the signal")
         both[both.index(one)] = run.start(*words, before=QUICKLY)
-    for process in both:
-        done = process.end()
-        assert done.code == 0, done.stderr
-    check_finished(path, whole.bytes)
+    check_all_finish(both, path, whole.bytes)
 
 
 @pytest.mark.fault("cka killed while it caches")

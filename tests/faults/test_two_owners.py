@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.conftest import Ends, Whole
 from tests.faults.processes import Server
-from tests.faults.trials import check_finished, extraction, seeds
+from tests.faults.trials import check_all_finish, check_finished, extraction, seeds
 
 
 @pytest.mark.fault("two owners of every slab")
@@ -23,10 +23,7 @@ def test_two_extractions_of_one_store(
     for _ in range(2):
         both.append(run.start(*extraction(images, path)))
         time.sleep(rng.uniform(0, 0.5))
-    for process in both:
-        done = process.end()
-        assert done.code == 0, done.stderr
-    check_finished(path, whole.bytes)
+    check_all_finish(both, path, whole.bytes)
     ended("same bytes")
 
 

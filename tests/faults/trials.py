@@ -11,7 +11,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -92,6 +92,14 @@ def check_unfinished(path: Path, whole: dict[str, bytes]) -> None:
         folder, _, chunk = name.rpartition("/")
         if folder.startswith(("samples", "weights")) or chunk.split(".")[1] in committed:
             assert found[name] == data, name
+
+
+def check_all_finish(processes: Sequence[Process], path: Path, whole: dict[str, bytes]) -> None:
+    """All end well, and their store is as `check_finished` asks."""
+    for process in processes:
+        done = process.end()
+        assert done.code == 0, done.stderr
+    check_finished(path, whole)
 
 
 def check_finished(path: Path, whole: dict[str, bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class Runner:
         seen: list[tuple[int, Tensor]] = []
         calls = 0
 
-        def enter(last: bool, args: Any, kwargs: Any) -> None:
+        def enter(last: bool, _module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal calls
             x = input_tensor(args, kwargs)
             if x is not None and stop(calls, x):
@@ -124,7 +125,7 @@ class Runner:
         hooks = []
         for path, child in self.module.named_modules():
             last = path.split(".")[0] in CONTAINERS
-            see = lambda _m, args, kwargs, last=last: enter(last, args, kwargs)  # noqa: E731
+            see = partial(enter, last)
             hooks.append(child.register_forward_pre_hook(see, with_kwargs=True))
         try:
             with torch.no_grad():

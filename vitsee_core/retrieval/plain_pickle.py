@@ -14,7 +14,7 @@ import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -184,7 +184,7 @@ _INTERPRETER: Any = pickle._Unpickler  # type: ignore[attr-defined]
 class _Unpickler(_INTERPRETER):  # type: ignore[misc]
     """The standard interpreter with the instructions of plain data only."""
 
-    dispatch = {  # noqa: RUF012 - the name and the type are the interpreter's
+    dispatch: ClassVar[dict[int, Any]] = {
         getattr(pickle, name)[0]: _INTERPRETER.dispatch[getattr(pickle, name)[0]]
         for name in _INSTRUCTIONS
     }
