@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from vitsee_core.device import precision_context
 from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy
+from vitsee_core.extraction.kept_memory import freed_memory_kept
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabObserver, check_peaks
@@ -77,6 +78,7 @@ class SlabLoop:
         )
         feed = PixelFeed(loading, device)
         with (
+            freed_memory_kept() if device.type == "cpu" else nullcontext(),
             self._memory(plan, sets=min(2, len(todo))) as (grams, observer),
             # The writer's products have a context of the same switches inside this one.
             precision_context(device, prepared.precision),
