@@ -22,6 +22,7 @@ from vitsee_core.ridge import (
     from_kernel,
     solve,
 )
+from vitsee_core.ridge.at_l2 import AtL2s
 from vitsee_core.ridge.solver import targets
 
 Array = NDArray[Any]
@@ -203,7 +204,7 @@ def test_held_out_images_choose() -> None:
         right.append(int((scores.argmax(1) == own).sum()))
         errors.append(float(((scores - (2.0 * np.eye(4)[own] - 1)) ** 2).sum()))
     assert judge.right.tolist() == right
-    assert judge.squared_error == pytest.approx(errors, rel=1e-7)
+    assert [judge.squared_error(l2) for l2 in GRID] == pytest.approx(errors, rel=1e-7)
     best = max(range(30), key=lambda i: (right[i], -errors[i]))
     assert judge.best() == GRID[best]
 
@@ -223,6 +224,83 @@ def test_targets() -> None:
     ]
 
 
+# ---------------------------------------------------------------- several l2 at a time
+
+
+def counted_ranks(scores: Array, labels: Array) -> list[int]:
+    """Classes before each image's own, one by one."""
+    return [
+        sum(s > row[own] or (s == row[own] and c < own) for c, s in enumerate(row))
+        for row, own in zip(scores.tolist(), labels.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("n", "dim"), SHAPES)
+@pytest.mark.parametrize("algebra", [PLAIN, BIG_VISION])
+def test_ranks_at_every_l2(n: int, dim: int, algebra: Algebra) -> None:
+    x, labels = data(n, dim)
+    factors = Factors.of(gathered(x, labels, classes=9), algebra)  # of five there is no image
+    others, own = data(200, dim, classes=9, seed=4)
+    z = factors.coordinates(others.astype(float))
+    found = AtL2s(factors, GRID).ranks(z, own)
+    for l2, ranks in zip(GRID, found, strict=True):
+        assert ranks.tolist() == counted_ranks(factors.scores(z, l2), own)
+
+
+def test_scores_that_float32_cannot_tell_apart() -> None:
+    # Of class c the score of z is z (1 + c 2^-40): float32 has 24 digits.
+    rhs = np.array([[1 + c * 2.0**-40 for c in range(6)]])
+    one = np.ones((1, 1))
+    factors = Factors(one, np.zeros(1), one[0], rhs, np.zeros(6), 8, PLAIN)
+    z, labels = np.array([[3.0], [-3.0], [0.0]]), np.array([1, 1, 1])
+    assert AtL2s(factors, (0.5, 4.0)).ranks(z, labels).tolist() == [[4, 1, 1]] * 2
+    # beside a weight that makes float32 lose them, in a direction that an image may not have
+    wide = np.concatenate([rhs, np.full((1, 6), 1e6)])
+    factors = Factors(np.eye(2), np.zeros(2), np.ones(2), wide, np.zeros(6), 8, PLAIN)
+    z = np.array([[3.0, 1e4], [-3.0, 0.0]])
+    expected = [counted_ranks(factors.scores(z, 1.0), labels[:2])]
+    assert AtL2s(factors, (1.0,)).ranks(z, labels[:2]).tolist() == expected
+
+
+def test_probes_that_know_nothing_give_the_lower_class() -> None:
+    x = np.ones((12, 3), np.float32)
+    factors = Factors.of(gathered(x, np.arange(12) % 3, 3), PLAIN)
+    z, labels = factors.coordinates(x.astype(float)), np.arange(12) % 3
+    assert AtL2s(factors, GRID).ranks(z, labels).tolist() == [labels.tolist()] * len(GRID)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(SHAPES), st.floats(1e-7, 1))
+def test_left_out_errors_in_float32_choose_what_exact_ones_do(
+    seed: int, shape: tuple[int, int], step: float
+) -> None:
+    x, labels = data(*shape, seed=seed)
+    factors = Factors.of(gathered(x, labels), PLAIN)
+    l2s = [2.0 * (1 + step) ** k for k in range(12)]  # apart or not
+    fast, exact = (LeaveOneOut(factors, l2s, exact=one) for one in (False, True))
+    for judge in (fast, exact):
+        judge.add(x, labels)
+    z = factors.coordinates(x.astype(float))
+    errors, doubts = AtL2s(factors, l2s).squared_errors(z, labels, exact=False)
+    true, none = AtL2s(factors, l2s).squared_errors(z, labels, exact=True)
+    assert (abs(errors - true) <= doubts).all() and not none.any()
+    if (again := fast.undecided()) is not None:
+        again.add(x, labels)
+    assert (again or fast).best() == exact.best()
+    assert exact.undecided() is None
+
+
+def test_l2_too_near_to_tell_are_looked_at_again() -> None:
+    x, labels = data(40, 7)
+    l2s = (8.0, 8.0 + 1e-9, 8.0 - 1e-9, 2.0**18)
+    judge = LeaveOneOut(Factors.of(gathered(x, labels), PLAIN), l2s, exact=False)
+    judge.add(x, labels)
+    assert (again := judge.undecided()) is not None and again.l2s == l2s[:3]
+    apart = LeaveOneOut(judge.factors, (2.0**18, 8.0), exact=False)
+    apart.add(x, labels)
+    assert apart.undecided() is None and apart.best() == 8.0
+
+
 # ---------------------------------------------------------------- pieces
 
 
@@ -236,7 +314,7 @@ def test_sums_made_ahead_are_those_made_at_once() -> None:
         once.add(x[some], labels[some])
         if (piece := ahead.wait(x[some], labels[some])) is not None:
             due.append(piece)
-    assert [sum(len(x) for x, _ in piece) for piece in due] == [8] * 6
+    assert [sum(len(x) for x, _ in piece) for piece in due] == [12] * 4
     # The last piece first: summing changes nothing, counting is in order.
     for sums in [ahead.sums_of(piece) for piece in due[::-1]][::-1]:
         ahead.count(sums)

@@ -127,9 +127,9 @@ def _probe(
         else:
             l2s = (_choose(p, labels, last, first, method, task),)
         fitted = _fitted(last, labels[p.whole], l2s, task)
-        for i, scores in enumerate(fitted.scores(last.cross)):
+        for i, ranks in enumerate(fitted.ranks(last.cross, tally.labels)):
             tally.l2s[d, i, 0], tally.blind[d, i, 0] = l2s[i], fitted.blind
-            tally.add((d, i, 0), np.arange(n_test), scores)
+            tally.count((d, i, 0), np.arange(n_test), tally.judged(ranks))
 
 
 def _choose(

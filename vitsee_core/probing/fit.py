@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.sources import Block, Source
+from vitsee_core.probing.tally import ranks
 from vitsee_core.ridge import GRID, Algebra, Factors, Gathered, HeldOut, LeaveOneOut, Linear, solve
+from vitsee_core.ridge.at_l2 import AtL2s
 from vitsee_core.ridge.gathered import Piece, Sums, n_bytes
-from vitsee_core.ridge.l2_choice import Judged
 from vitsee_core.streaming import thread_map
-from vitsee_core.types import Float, Integers
+from vitsee_core.types import Float, Integers, Mask
 
 T = TypeVar("T")
+Judges = Mapping[tuple[int, int], HeldOut | LeaveOneOut]  # of draws and tokens
 
 ROWS = 4096
 JUDGED = 1024  # images that one thread looks at
@@ -64,14 +67,21 @@ class Fitted:
         weights = self.model.weights if isinstance(self.model, Linear) else self.model.rhs
         return not weights.any()
 
-    def scores(self, x: Float) -> Iterator[Float]:
-        """(m, classes) at each l2, of features (m, dim)."""
+    def ranks(self, x: Float, labels: Integers) -> Integers:
+        """(l2s, m) how many classes come before each image's own, of equal scores the lower class.
+
+        Args:
+            x: (m, dim) features.
+            labels: (m,) classes.
+        """
         if isinstance(self.model, Linear):
-            yield self.model.scores(x)
-            return
-        z = self.model.coordinates(x)
-        for l2 in self.l2s:
-            yield self.model.scores(z, l2)
+            return ranks(self.model.scores(x), labels)[np.newaxis]
+        return self._at_l2s.ranks(self.model.coordinates(x), labels)
+
+    @cached_property
+    def _at_l2s(self) -> AtL2s:
+        assert isinstance(self.model, Factors)
+        return AtL2s(self.model, self.l2s)
 
 
 def token_bytes(task: Task, draws: Sequence[Draw], dim: int) -> int:
@@ -118,14 +128,14 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
         for places, x in source.blocks(part, _union(draws)):
             for d in range(len(draws)):
                 for mask, sums in ((fit_to[d], fitted[d]), (judged_by[d], held_out[d])):
-                    rows = np.flatnonzero(mask[places])
+                    rows, some = _chosen(mask[places], x)
                     labels = task.labels[places[rows]]
-                    for t in range(tokens if len(rows) else 0):
-                        if (piece := sums[t].wait(x[rows, t], labels)) is not None:
+                    for t in range(tokens if len(labels) else 0):
+                        if (piece := sums[t].wait(some[:, t], labels)) is not None:
                             yield sums[t], piece
-            rows = np.flatnonzero(wanted[places])
-            kept[done : done + len(rows)] = x[rows]
-            done += len(rows)
+            _, some = _chosen(wanted[places], x)
+            kept[done : done + len(some)] = some
+            done += len(some)
 
     def summed(due: tuple[Gathered, Piece]) -> tuple[Gathered, Sums]:
         return due[0], due[0].sums_of(due[1])
@@ -133,8 +143,11 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
     for sums, found in thread_map(task.jobs)(summed, pieces()):
         sums.count(found)
     pairs = [(d, t) for d in range(len(draws)) for t in range(tokens)]
-    blocks = _in_memory(again, kept) if keep else source.blocks(part, again)
-    judges = _judge(pairs, methods, fitted, task, blocks, draws)
+
+    def read_again() -> Iterable[Block]:
+        return _in_memory(again, kept) if keep else source.blocks(part, again)
+
+    judges = _judge(pairs, methods, fitted, task, read_again, draws)
 
     def finish(pair: tuple[int, int]) -> Fitted:
         d, t = pair
@@ -156,10 +169,11 @@ def _judge(
     methods: Sequence[str],
     fitted: Sequence[Sequence[Gathered]],
     task: Task,
-    blocks: Iterable[Block],
+    read: Callable[[], Iterable[Block]],
     draws: Sequence[Draw],
-) -> dict[tuple[int, int], HeldOut | LeaveOneOut]:
-    """How each probe's l2 does, on held-out images or by leaving out one."""
+) -> Judges:
+    """How each probe's l2 does, on held-out images or by leaving out one; the images that `read`
+    gives are looked at once more where float32 does not decide."""
     pairs = [pair for pair in pairs if methods[pair[0]] != "given"]
     if not pairs:
         return {}
@@ -167,32 +181,54 @@ def _judge(
     def decompose(pair: tuple[int, int]) -> HeldOut | LeaveOneOut:
         d, t = pair
         factors = Factors.of(fitted[d][t], task.algebra)
-        return (LeaveOneOut if methods[d] == "loo" else HeldOut)(factors, GRID)
+        if methods[d] == "loo":
+            return LeaveOneOut(factors, GRID, exact=False)
+        return HeldOut(factors, GRID)
 
     judges = dict(zip(pairs, list(thread_map(task.jobs)(decompose, pairs)), strict=True))
     masks = np.zeros((len(draws), len(task.labels)), bool)
     for mask, draw, method in zip(masks, draws, methods, strict=True):
         mask[draw.places if method == "loo" else draw.places[draw.held_out]] = True
+    _look(judges, read(), masks, task)
+    open_ = {
+        pair: again
+        for pair, judge in judges.items()
+        if isinstance(judge, LeaveOneOut) and (again := judge.undecided()) is not None
+    }
+    if open_:
+        _look(open_, read(), masks, task)
+    return judges | open_
+
+
+def _look(judges: Judges, blocks: Iterable[Block], masks: Mask, task: Task) -> None:
+    """Show the judges the images in (draws, images) `masks`."""
 
     def pieces() -> Iterator[tuple[tuple[int, int], NDArray[np.float32], Integers]]:
         """Of as many images whatever the number of threads, as the order of sums decides the last
         digits."""
         for places, x in blocks:
             chosen = [np.flatnonzero(mask[places]) for mask in masks]
-            for d, t in pairs:
+            for d, t in judges:
                 for start in range(0, len(chosen[d]), JUDGED):
                     rows = chosen[d][start : start + JUDGED]
                     yield (d, t), x[rows, t], task.labels[places[rows]]
 
     def look(
         piece: tuple[tuple[int, int], NDArray[np.float32], Integers],
-    ) -> tuple[tuple[int, int], Judged]:
+    ) -> tuple[tuple[int, int], tuple[Any, ...]]:
         pair, x, labels = piece
         return pair, judges[pair].judged(x, labels)
 
     for pair, found in thread_map(task.jobs)(look, pieces()):
         judges[pair].count(found)
-    return judges
+
+
+def _chosen(mask: Mask, x: NDArray[np.float32]) -> tuple[slice | Integers, NDArray[np.float32]]:
+    """Which images of a block, and their features; no copy of all of them."""
+    if mask.all():
+        return slice(None), x
+    rows = np.flatnonzero(mask)
+    return rows, x[rows]
 
 
 def _in_memory(places: Integers, x: NDArray[np.float32]) -> Iterator[Block]:

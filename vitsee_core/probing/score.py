@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.grams.lanes import one_blas_thread
+from vitsee_core.grams.syrk import load_double_syrk
 from vitsee_core.machine import human_bytes
 from vitsee_core.probing.concatenated import probe_concatenated
 from vitsee_core.probing.draws import Draw
@@ -54,6 +55,7 @@ class Prober:
             VitseeError: not even one token fits the memory.
         """
         if self.training is None:
+            load_double_syrk()  # before the threads of its library are limited
             with one_blas_thread():
                 return self._each(train, test, what, first, done)
         return self._each(train, test, what, first, done)
@@ -116,9 +118,10 @@ class Prober:
             piece: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.float32]],
         ) -> tuple[tuple[int, int], NDArray[np.int64], list[NDArray[np.bool_]]]:
             (d, t), places, x = piece
-            probe = fitted[d][t]
-            each = () if probe is None else probe.scores(x.astype(np.float64))
-            return (d, t), places, [tally.judged(places, scores) for scores in each]
+            if (probe := fitted[d][t]) is None:
+                return (d, t), places, []
+            ranks = probe.ranks(x.astype(np.float64), self.test_labels[places])
+            return (d, t), places, [tally.judged(of_l2) for of_l2 in ranks]
 
         for (d, t), places, found in thread_map(self.task.jobs)(score, pieces()):
             for i, right in enumerate(found):

@@ -43,27 +43,18 @@ class Tally:
         self.blind = np.zeros((draws, l2s, tokens), bool)  # that give all images the same scores
         self.share = np.zeros((draws, l2s, n, len(labels)), np.float32)
 
-    def add(self, where: tuple[int, int, int], places: Integers, scores: Float) -> None:
+    def judged(self, ranks: Integers) -> Mask:
+        """(metrics, m) whether each image is right, of how many classes come before its own."""
+        return np.stack([ranks < most for most in (1, TOP)[: len(self.metrics)]])
+
+    def count(self, where: tuple[int, int, int], places: Integers, right: Mask) -> None:
         """Count images.
 
         Args:
             where: draw, l2 and token.
             places: (m,) which of the test images.
-            scores: (m, classes); of equal scores the lower class comes first.
+            right: (metrics, m), see `judged`.
         """
-        self.count(where, places, self.judged(places, scores))
-
-    def judged(self, places: Integers, scores: Float) -> Mask:
-        """(metrics, m) whether each image is right; changes nothing."""
-        labels = self.labels[places]
-        if len(self.metrics) == 1:
-            first: Mask = scores.argmax(axis=1) == labels
-            return first[np.newaxis]
-        rank = ranks(scores, labels)
-        return np.stack([rank == 0, rank < TOP])
-
-    def count(self, where: tuple[int, int, int], places: Integers, right: Mask) -> None:
-        """Add what `judged` found; the other arguments as `add`."""
         draw, l2, token = where
         labels = self.labels[places]
         for m, one in enumerate(right):

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.compiled import compiled
+from vitsee_core.grams.syrk import load_double_syrk, mirror
 from vitsee_core.types import Float, Integers
 
+WORTH = 2  # times as many images as channels are worth an update of the whole scatter matrix
 Piece = list[tuple[NDArray[np.float32], Integers]]
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Of one piece of training images minus the shift. scatter: (dim, dim). total: (dim,).
-    present: (k,) classes of these images. of_class: (k, dim) sums over each."""
+    """Of one piece of training images minus the shift. scatter: (dim, dim), what lies on and below
+    its diagonal. present: (k,) classes of these images. of_class: (k, dim) sums over each."""
 
     scatter: Float
-    total: Float
     present: Integers
     of_class: Float
 
@@ -41,7 +43,6 @@ class Gathered:
         self._scatter: Float | None = None
         self._sums = np.zeros(0)
         self._class_sums = np.zeros((0, 0))
-        # Small pieces wait until they are worth an update of the whole scatter matrix.
         self._waiting: Piece = []
         self._n_waiting = 0
 
@@ -51,15 +52,15 @@ class Gathered:
             self.count(self.sums_of(piece))
 
     def wait(self, x: NDArray[np.float32], labels: Integers) -> Piece | None:
-        """Take these images, and give those that wait once their sums are worth it; `count` has to
-        be given these sums, in the pieces' order."""
+        """Take these images, and give those that wait once they are worth it; `count` has to be
+        given their sums, in the pieces' order."""
         if len(x) == 0:
             return None
         self.n += len(x)
         self.counts += np.bincount(labels, minlength=self.n_classes)
         self._waiting.append((x, labels))
         self._n_waiting += len(x)
-        return self._ready() if self._n_waiting >= self.dim else None
+        return self._ready() if self._n_waiting >= WORTH * self.dim else None
 
     def joined(self, other: Gathered) -> Gathered:
         """The images of both."""
@@ -72,14 +73,14 @@ class Gathered:
                 out._waiting.append((x, labels))
                 out._n_waiting += len(x)
         out.n, out.counts = self.n + other.n, self.counts + other.counts
-        if out._n_waiting >= out.dim or (out._scatter is not None and out._waiting):
+        if out._scatter is not None and out._waiting:
             out._flush()
         return out
 
     @property
     def by_rows(self) -> bool:
         """Whether the images are kept as rows: fewer than channels."""
-        return self._scatter is None
+        return self.n < self.dim
 
     def rows(self) -> tuple[Float, Float, Integers]:
         """Centred features (n, dim), their mean (dim,) and labels (n,), where `by_rows`."""
@@ -94,32 +95,36 @@ class Gathered:
     def moments(self) -> tuple[Float, Float, Float]:
         """Scatter matrix of the centred features (dim, dim), X'Y (dim, classes) and the mean
         (dim,), where not `by_rows`."""
+        if self.by_rows:
+            raise ValueError("these images are kept as rows")
         if self._waiting:
             self._flush()
-        if self._scatter is None or self._shift is None:
-            raise ValueError("these images are kept as rows")
+        assert self._scatter is not None and self._shift is not None
         offset = self._sums / self.n
         scatter = self._scatter - self.n * np.outer(offset, offset)
+        mirror(scatter)
         class_sums = self._class_sums - self.counts[:, np.newaxis] * offset
         return scatter, 2 * class_sums.T, offset + self._shift
 
     def sums_of(self, piece: Piece) -> Sums:
         """What these images add; changes nothing, so that several threads may call it."""
-        x = np.concatenate([x for x, _ in piece]).astype(np.float64)
-        labels = np.concatenate([labels for _, labels in piece])
         assert self._shift is not None
-        x -= self._shift
-        order = np.argsort(labels, kind="stable")
-        present, starts = np.unique(labels[order], return_index=True)
-        class_sums = np.add.reduceat(x[order], starts, axis=0)
-        return Sums(x.T @ x, x.sum(axis=0), present, class_sums)
+        present, labels = np.unique(np.concatenate([y for _, y in piece]), return_inverse=True)
+        x, start = np.empty((len(labels), self.dim)), 0
+        for some, _ in piece:
+            np.subtract(some, self._shift, out=x[start : start + len(some)])
+            start += len(some)
+        of_class, scatter = np.zeros((len(present), self.dim)), np.zeros((self.dim, self.dim))
+        add_to_classes(x, labels, of_class)
+        load_double_syrk()(x, scatter)
+        return Sums(scatter, present, of_class)
 
     def count(self, sums: Sums) -> None:
         """Add the sums of a piece."""
         self._start()
         assert self._scatter is not None
         self._scatter += sums.scatter
-        self._sums += sums.total
+        self._sums += sums.of_class.sum(axis=0)
         self._class_sums[sums.present] += sums.of_class
 
     def _ready(self) -> Piece:
@@ -152,6 +157,14 @@ class Gathered:
         self._scatter += part._scatter + cross + cross.T + n * np.outer(delta, delta)
         self._sums += part._sums + n * delta
         self._class_sums += part._class_sums + counts[:, np.newaxis] * delta
+
+
+@compiled
+def add_to_classes(x: Float, labels: Integers, sums: Float) -> None:
+    """Add each row of x, (m, dim), to the row of its class in `sums`, which is changed."""
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            sums[labels[i], j] += x[i, j]
 
 
 def n_bytes(n: int, dim: int, n_classes: int) -> int:

@@ -82,7 +82,9 @@ class Factors:
 
     def coordinates(self, x: Float) -> Float:
         """(m, r) of features (m, dim): rotated once, for every l2."""
-        return x @ self.basis - self.origin
+        found: Float = x @ self.basis
+        found -= self.origin
+        return found
 
     def scores(self, coordinates: Float, l2: float) -> Float:
         """(m, classes) from coordinates (m, r)."""
