@@ -17,7 +17,6 @@ from vitsee_cli.main import main
 from vitsee_core.captions import captions
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +67,20 @@ def text_of(path: Path) -> str:
 
 
 def test_the_first_page_leads_everywhere(site: Path) -> None:
-    """Each page is in a table of contents (Sphinx warns else), each README section is a page."""
-    titles = re.findall(r"^## (.*)", README, re.MULTILINE)
-    start = text_of(site / "index.html")
-    assert len(titles) > 10
-    for title in titles:
-        assert title.replace("`", "") in start
-    for name in (*docs_source.PAGES.values(), "gallery", "python"):
-        assert (site / f"{name}.html").exists()
+    """Each page is in a table of contents (Sphinx warns else)."""
+    start = (site / "index.html").read_text()
+    pages = ["gallery", "python", *docs_source.PAGES.values()]
+    pages += [f"guide/{name}" for name in docs_source.GUIDES]
+    for name in {*pages} - {"index"}:
+        assert (site / f"{name}.html").exists() and f'href="{name}.html"' in start, name
+
+
+def test_recipes_and_traps_stand_between_reading_and_definition(site: Path) -> None:
+    for name in captions():
+        html = (site / "analyses" / f"{name}.html").read_text()
+        found = re.findall(r"<h2>(.*?)<", html)
+        assert found[:2] == ["How to read its figure", "Recipes"]
+        assert found[-3:] == ["Traps", "Definition", "In Python"], name
 
 
 def test_all_pictures_are_shown(site: Path) -> None:
@@ -91,27 +96,25 @@ def test_all_pictures_are_shown(site: Path) -> None:
 def test_links_point_into_the_site_or_become_text() -> None:
     text = (
         "[a](docs/gpu.md#x) [b](https://e.org) ![c](docs/cka-vit.png) [d](tests/faults) "
-        "[e](#here) [f](docs/findings.csv)"
+        "[e](#here) [f](docs/findings.csv) [g](docs/guide/dask.md) [h](docs/analyses/cka.md)"
     )
     assert docs_source.relinked(text, ROOT) == (
         "[a](/gpu.md#x) [b](https://e.org) ![c](/pictures/cka-vit.png) `tests/faults` "
-        "[e](#here) [f](/findings.csv)"
+        "[e](#here) [f](/findings.csv) [g](/guide/dask.md) [h](/analyses/cka.md)"
     )
-    inside = docs_source.relinked("[f](../stores/vitsee_stores/FORMAT.md)", ROOT / "docs")
-    assert inside == "[f](/format.md)"
+    inside = "[f](../../stores/vitsee_stores/FORMAT.md) [r](../../README.md#a) [c](cka.md) "
+    inside += "[d](../../vitsee_core/analyses/attn_map.py)"
+    assert docs_source.relinked(inside, ROOT / "docs" / "analyses") == (
+        "[f](/format.md) [r](/index.md#a) [c](/analyses/cka.md) "
+        "[d](/analyses/attn-map.md#definition)"
+    )
 
 
-def test_readme_in_sections() -> None:
-    start, found = docs_source.sections("# v\n\nhello\n\n## On a `laptop`, now\n\nx\n\n## B\ny\n")
-    assert start == "# v\n\nhello\n\n"
-    assert found == {"on-a-laptop-now": "# On a `laptop`, now\n\nx\n\n", "b": "# B\ny\n"}
-
-
-def test_by_which_analysis_a_picture_was_drawn() -> None:
-    drawn = {"cka-vit-resnet": "cka", "cka-heads-x": "cka-heads", "attn-sinks": "attn-map"}
-    assert {name: docs_source.drawn_by(name) for name in drawn} == drawn
-    with pytest.raises(ValueError, match="by which analysis"):
-        docs_source.drawn_by("holiday")
+def test_the_gallery_says_how_each_picture_was_made() -> None:
+    made = docs_source.drawn_with()
+    assert {*made} == {path.stem for path in (ROOT / "docs").glob("*.png")}
+    assert made["erf"].startswith("vitsee erf stores/vit.zarr stores/resnet.zarr")
+    assert made["attn-sinks"].count("\nvitsee attn-map ") == 1 and "--force" not in made["erf"]
 
 
 def test_a_function_as_the_code_writes_it() -> None:

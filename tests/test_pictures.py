@@ -1,4 +1,4 @@
-"""The pictures of README: each is made by tools/pictures.py, of what the demo leaves."""
+"""The pictures of README and docs/: each is made by tools/pictures.py, of what the demo leaves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from pictures import ELSEWHERE, MOST_BYTES, PICTURES
 from vitsee_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
-SHOWN = re.findall(r"\]\(docs/([\w-]+)\.png\)", (ROOT / "README.md").read_text())
+ANALYSES = [path.read_text() for path in (ROOT / "docs" / "analyses").glob("*.md")]
+SHOWN = re.findall(r"\]\(\.\./([\w-]+)\.png\)", "\n".join(ANALYSES))
+IN_README = re.findall(r"\]\(docs/([\w-]+)\.png\)", (ROOT / "README.md").read_text())
 
 
-def test_each_picture_of_readme_is_made_by_the_script() -> None:
+def test_each_picture_is_made_by_the_script_and_shown_by_its_analysis() -> None:
     made = [picture.name for picture in PICTURES]
     assert sorted(SHOWN) == sorted([*made, *ELSEWHERE])
     assert sorted(path.stem for path in (ROOT / "docs").glob("*.png")) == sorted(SHOWN)
+    assert 8 <= len(IN_README) == len({*IN_README}) and {*IN_README} <= {*SHOWN}
     for name in made:
         assert (ROOT / "docs" / f"{name}.png").stat().st_size <= MOST_BYTES
 

@@ -1,38 +1,58 @@
-"""README's commands: what it marks as tested is run, everything else at least parses."""
+"""README's commands and those of docs/: what is marked as tested is run, and all at least parse."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import click
+import docs_source
 import pytest
 from click.testing import CliRunner
 
 from vitsee_cli.main import main
+from vitsee_core.captions import captions
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-TESTED = re.findall(r"<!-- tested -->\n```(\w+)\n(.*?)```", README, re.DOTALL)
-SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = {
+    path.relative_to(ROOT / "docs").as_posix(): path.read_text()
+    for folder in ("guide", "analyses")
+    for path in sorted((ROOT / "docs" / folder).glob("*.md"))
+}
+TEXTS = {"README.md": README, **PAGES}
 
 
-def vitsee_lines() -> list[str]:
-    text = "\n".join(SHELL).replace("\\\n", " ")
-    lines = [line.strip() for line in text.splitlines()]
-    return [line for line in lines if line.startswith("vitsee ")]
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    """(language, text) of the blocks of a page that are marked."""
+    return re.findall(r"<!-- tested -->\n```(\w+)\n(.*?)```", page, re.DOTALL)
 
 
-@pytest.mark.parametrize("line", vitsee_lines())
-def test_every_vitsee_line_parses(line: str) -> None:
-    words = shlex.split(line, comments=True)[1:]
-    words = words[: min((words.index(w) for w in ("|", ">") if w in words), default=len(words))]
-    command = main.get_command(click.Context(main), words[0])
-    assert command is not None
-    command.make_context(words[0], words[1:], parent=click.Context(main))
+def lines_of(text: str) -> list[str]:
+    """The command lines of a block, each in one line."""
+    return [line.strip() for line in text.replace("\\\n", " ").strip().splitlines()]
+
+
+def vitsee_lines(page: str) -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    return [line for text in blocks for line in lines_of(text) if line.startswith("vitsee ")]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_vitsee_line_parses(name: str) -> None:
+    for line in vitsee_lines(TEXTS[name]):
+        words = shlex.split(line, comments=True)[1:]
+        ends = (words.index(w) for w in ("|", ">") if w in words)
+        words = words[: min(ends, default=len(words))]
+        command = main.get_command(click.Context(main), words[0])
+        assert command is not None, line
+        command.make_context(words[0], words[1:], parent=click.Context(main))
 
 
 def run_in_shell(command: list[str], folder: Path) -> None:
@@ -44,9 +64,8 @@ def run_in_shell(command: list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def run_here(line: str) -> None:
+def run_here(words: list[str], line: str) -> None:
     """`vitsee ... > FILE` in this process, which has imported torch already."""
-    words = shlex.split(line, comments=True)
     words, target = (words[:-2], words[-1]) if ">" in words else (words, os.devnull)
     assert words[0] == "vitsee" and not {"|", ">", "&&", ";"} & {*words}
     done = CliRunner().invoke(main, words[1:])
@@ -54,26 +73,120 @@ def run_here(line: str) -> None:
     Path(target).write_text(done.stdout)
 
 
-def test_what_is_marked_as_tested_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pipes and other programs in a shell, our commands in this process."""
-    assert {language for language, _ in TESTED} == {"sh", "python"}
-    monkeypatch.chdir(tmp_path)
-    for language, text in TESTED:
-        if language == "python":
-            run_in_shell([sys.executable, "-c", text], tmp_path)
-            continue
-        for line in text.replace("\\\n", " ").strip().splitlines():
-            words = shlex.split(line, comments=True)
-            if "|" in words or words[0] != "vitsee":
-                run_in_shell(["bash", "-euo", "pipefail", "-c", line], tmp_path)
-            else:
-                run_here(line)
-    for picture in ("dist.png", "cka.png", "branch.png", "models.png", "heads.png", "all.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-    header = (tmp_path / "dist.csv").read_text().splitlines()[0]
+def run_blocks(page: str, folder: Path) -> None:
+    """Pipes and other programs in a shell, our commands and Python in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for language, text in blocks_of(page):
+            if language == "python":
+                exec(text, {})
+                continue
+            assert language == "sh"
+            for line in lines_of(text):
+                words = shlex.split(line, comments=True)
+                if words[0] == "vitsee" and "|" not in words:
+                    run_here(words, line)
+                elif words[:2] == ["python", "-c"]:
+                    exec(words[2], {})
+                else:
+                    run_in_shell(["bash", "-euo", "pipefail", "-c", line], folder)
+
+
+@pytest.fixture(scope="session")
+def first_look(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What README's own blocks leave, made by one of the processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, made = base / "first-look", base / "first-look-made"
+    with open(base / "first-look.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            run_blocks(README, folder)
+            made.touch()
+    return folder
+
+
+def test_readme_runs(first_look: Path) -> None:
+    for picture in ("dist.png", "cka.png", "probe.png"):
+        assert (first_look / picture).read_bytes().startswith(b"\x89PNG")
+    header = (first_look / "dist.csv").read_text().splitlines()[0]
     assert header.startswith("store,model,site,block,depth,rel_depth,head,metric,value")
+    assert (first_look / "report.html").read_text().count("<figure") >= 3
+
+
+@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if blocks_of(text)])
+def test_a_page_runs_on_the_stores_of_readme(name: str, first_look: Path, tmp_path: Path) -> None:
+    for path in first_look.iterdir():
+        if path.suffix == ".zarr":
+            (tmp_path / path.name).symlink_to(path)
+        elif ".csv" in path.name:
+            shutil.copy(path, tmp_path)
+    run_blocks(PAGES[name], tmp_path)
+    for line in vitsee_lines("".join(f"```{a}\n{b}```" for a, b in blocks_of(PAGES[name]))):
+        for picture in re.findall(r"--png (\S+\.png)", line):
+            assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG"), line
+
+
+def test_every_command_is_run_by_a_page() -> None:
+    """The demo goes through them all in its own tests."""
+    blocks = [text for page in TEXTS.values() for language, text in blocks_of(page)]
+    run = {line.split()[1] for text in blocks for line in lines_of(text) if "vitsee " in line[:7]}
+    assert {*main.list_commands(click.Context(main))} - run == {"demo"}
+
+
+def test_every_command_has_a_page_in_readme() -> None:
+    """One row of the table at the start names it and leads to where it is explained."""
+    rows = re.findall(r"^\| [A-Z][^|]*\? \| (.*) \|$", README, re.MULTILINE)
+    linked = [
+        (name, target)
+        for row in rows
+        for names, target in re.findall(r"\[([^\]]*)\]\(docs/([^)]*)\)", row)
+        for name in names.split(", ")
+    ]
+    assert sorted(name for name, _ in linked) == main.list_commands(click.Context(main))
+    for name, target in linked:
+        expected = f"analyses/{name}.md" if name in captions() else target
+        assert target == expected
+        assert f"vitsee {name}" in PAGES[target]
+
+
+def test_pages_of_analyses_begin_alike() -> None:
+    """With links to what is said in the code, which docs_source leaves out of the site."""
+    assert {*PAGES} == {
+        *(f"guide/{name}.md" for name in docs_source.GUIDES),
+        *(f"analyses/{name}.md" for name in captions()),
+    }
+    for name in captions():
+        file = f"{name.replace('-', '_')}.py"
+        assert PAGES[f"analyses/{name}.md"].startswith(
+            f"# {name}\n\n[Definition and how to read the figure]"
+            f"(../../vitsee_core/analyses/{file}), [all options]"
+            f"(../../cli/vitsee_cli/commands/{file})\n\n"
+        )
+        headings = re.findall(r"^## (.*)", PAGES[f"analyses/{name}.md"], re.MULTILINE)
+        assert headings[0] == "Recipes" and headings[-1] == "Traps"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_somewhere(name: str) -> None:
+    folder = ROOT if name == "README.md" else (ROOT / "docs" / name).parent
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[name]):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        assert (folder / path).exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)", (folder / path).read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w ]", "", t.lower()).replace(" ", "-") for t in titles]
 
 
 def test_the_two_commands_stand_in_readme() -> None:
     assert "make demo" in README
     assert "make test" in README
+
+
+def test_readme_is_for_newcomers() -> None:
+    """What grows belongs on the pages it links to."""
+    assert len(README.splitlines()) < 350

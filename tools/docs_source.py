@@ -1,8 +1,9 @@
 """Assembles the site's source for Sphinx: `python tools/docs_source.py FOLDER`, then `make docs`.
 
-Nothing is written twice: guides are README's sections, pages of analyses their docstrings and
-captions, the reference the commands' own help and the docstrings of what `import vitsee` gives;
-everything else lies in docs/. Links are made to point into the site, or become plain text.
+Nothing is written twice: the first page is README, guides and the recipes of each analysis are the
+pages of docs/, what surrounds the recipes are docstrings and captions, the reference is the
+commands' own help and the docstrings of what `import vitsee` gives, and the gallery's commands are
+those that drew the pictures. Links are made to point into the site, or become plain text.
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ from types import ModuleType
 from typing import Any
 
 import click
+from click.testing import CliRunner
+from pictures import ELSEWHERE, PICTURES
 
 import vitsee
+from vitsee_cli import sections
 from vitsee_cli.main import main as vitsee_command
 from vitsee_core.captions import caption, captions
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
-# Files of the repository that are pages of the site, and how they are called there.
+GUIDES = (
+    "study", "extraction", "tables", "notebook", "export", "cluster", "dask", "bucket", "faults",
+    "papers",
+)  # fmt: skip
+# Other files of the repository that are pages of the site, and how they are called there.
 PAGES = {
+    "README.md": "index",
     "docs/findings.md": "findings",
     "docs/studies.md": "studies",
     "docs/scale.md": "scale",
@@ -39,8 +48,12 @@ PAGES = {
     "CHANGES.md": "changes",
 }
 ABOUT = ("docs/findings.md", "docs/studies.md", "docs/scale.md", "docs/performance.md")
-# Pictures whose names do not begin with their analysis' own.
-DRAWN_BY = {"attn-sinks": "attn-map", "best-table": "best-layer", "objects": "cluster"}
+# Code that a page of the site says in words: of a module, and where on the page.
+SPOKEN = {
+    "vitsee_core/analyses": "/analyses/{}.md#definition",
+    "cli/vitsee_cli/commands": "/commands/{}.md",
+}
+FOLDERS = ("docs/guide", "docs/analyses")
 PYTHON = ("open_store", "extract", "Store", "Table", "Segmentation")
 
 
@@ -57,33 +70,25 @@ def build(folder: Path) -> None:
     for picture in sorted((ROOT / "docs").glob("*.png")):
         _copy(picture, folder / "pictures" / picture.name)
     _copy(ROOT / "docs" / "findings.csv", folder / "findings.csv")
-    readme = (ROOT / "README.md").read_text()
-    start, guides = sections(readme)
-    for slug, text in guides.items():
-        _write(folder / "guide" / f"{slug}.md", relinked(text, ROOT))
+    for name in GUIDES:
+        _write(folder / "guide" / f"{name}.md", page_of(f"docs/guide/{name}.md"))
     for file, name in PAGES.items():
-        _write(folder / f"{name}.md", relinked((ROOT / file).read_text(), (ROOT / file).parent))
-    shown = pictures(readme)
+        _write(folder / f"{name}.md", page_of(file))
     for command in captions():
-        _write(folder / "analyses" / f"{command}.md", analysis_page(command, shown))
+        _write(folder / "analyses" / f"{command}.md", analysis_page(command))
     for command, text in commands():
         _write(folder / "commands" / f"{command}.md", f"# vitsee {command}\n\n{literal(text)}")
     _write(folder / "python.md", python_page())
-    _write(folder / "gallery.md", gallery(shown))
-    _write(folder / "index.md", index(relinked(start, ROOT), [*guides]))
+    _write(folder / "gallery.md", gallery())
+    _write(folder / "index.md", "\n".join([page_of("README.md"), *trees()]))
 
 
 # ------------------------------------------------------------ README and the pages in docs/
 
 
-def sections(readme: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first heading, and slug -> each section as a page of its own."""
-    start, *rest = re.split(r"^## ", readme, flags=re.MULTILINE)
-    found = {}
-    for text in rest:
-        title = text.partition("\n")[0]
-        found[re.sub(r"\W+", "-", title.lower()).strip("-")] = f"# {text}"
-    return start, found
+def page_of(file: str) -> str:
+    """A page of the repository, with links of the site."""
+    return relinked((ROOT / file).read_text(), (ROOT / file).parent)
 
 
 def relinked(text: str, folder: Path) -> str:
@@ -94,56 +99,52 @@ def relinked(text: str, folder: Path) -> str:
         if target.startswith(("http://", "https://", "#")):
             return match[0]
         path, _, anchor = target.partition("#")
-        place = (folder / path).resolve().relative_to(ROOT).as_posix()
-        if place in PAGES:
-            return f"[{words}](/{PAGES[place]}.md{'#' + anchor if anchor else ''})"
+        place = (folder / path).resolve().relative_to(ROOT)
         if mark:
-            return f"![{words}](/pictures/{Path(place).name})"
-        if place == "docs/findings.csv":
-            return f"[{words}](/findings.csv)"
-        return f"`{place}`"
+            return f"![{words}](/pictures/{place.name})"
+        found = place_in_site(place)
+        return f"[{words}]({found}{'#' + anchor if anchor else ''})" if found else f"`{place}`"
 
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, text)
 
 
-def pictures(readme: str) -> dict[str, str]:
-    """Name of a picture -> what it shows, as README says it."""
-    found = re.findall(r"!\[([^\]]*)\]\(docs/([\w-]+)\.png\)", readme)
-    return {name: " ".join(words.split()) for words, name in found}
+def place_in_site(place: Path) -> str | None:
+    """The page of the site that shows a file of the repository, if one does."""
+    name, folder = place.as_posix(), place.parent.as_posix()
+    if name in PAGES:
+        return f"/{PAGES[name]}.md"
+    if folder in FOLDERS:
+        return f"/{place.parent.name}/{place.name}"
+    if folder in SPOKEN:
+        return SPOKEN[folder].format(place.stem.replace("_", "-"))
+    return "/findings.csv" if name == "docs/findings.csv" else None
 
 
-def drawn_by(picture: str) -> str:
-    """The command that a picture was drawn by.
-
-    Raises:
-        ValueError: no analysis is called like it.
-    """
-    if picture in DRAWN_BY:
-        return DRAWN_BY[picture]
-    names = [n for n in captions() if picture == n or picture.startswith(f"{n}-")]
-    if not names:
-        raise ValueError(f"{picture}.png: by which analysis? say it in DRAWN_BY")
-    return max(names, key=len)
+def written(command: str) -> tuple[str, str]:
+    """What docs/analyses/ has of an analysis: its pictures, and recipes and traps under headings.
+    Before both stand its title and links to the code, for readers of the repository."""
+    _, _, text = page_of(f"docs/analyses/{command}.md").split("\n\n", 2)
+    pictures, mark, rest = text.partition("## ")
+    return pictures.strip(), mark + rest
 
 
 # ------------------------------------------------------------ pages of their own
 
 
-def analysis_page(command: str, shown: dict[str, str]) -> str:
-    """An analysis: what it computes, its figure and how to read it, its source, how to call it."""
+def analysis_page(command: str) -> str:
+    """An analysis: what it computes, its figure and how to read it, recipes, its definition."""
     module = importlib.import_module(f"vitsee_core.analyses.{command.replace('-', '_')}")
-    said = caption(module)
     doc = (inspect.getdoc(module) or "").partition("\n\n")
+    shown, recipes = written(command)
     parts = [f"# {command}", f"**{doc[0].replace(chr(10), ' ')}**"]
-    parts += [f"[`vitsee {command}`](/commands/{command}.md) on the command line"]
-    drawn = [name for name in shown if drawn_by(name) == command]
-    parts += [f"![{shown[name]}](/pictures/{name}.png)" for name in drawn]
-    parts += ["## How to read its figure", *readings(module), f"Source: {said.source}."]
+    parts += [f"[All options of `vitsee {command}`](/commands/{command}.md)", shown]
+    parts += ["## How to read its figure", *readings(module)]
+    parts += [f"Source: {caption(module).source}.", recipes.strip()]
     if doc[2]:
         parts += ["## Definition", doc[2]]
     parts += ["## In Python", f"`vitsee.{command.replace('-', '_')}`; `plot` draws its table."]
     parts += [documented(module.run, "run"), documented(module.plot, "plot")]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def readings(module: ModuleType) -> list[str]:
@@ -215,31 +216,51 @@ def signature(thing: Any) -> str:
     return re.sub(r"<(?:\w+\.)*(\w+) object at 0x\w+>", r"\1()", str(found))
 
 
-def gallery(shown: dict[str, str]) -> str:
-    """All pictures, each with how to read it."""
-    found = captions()
-    parts = ["# Gallery", "How each was made stands with its analysis and in its guide."]
-    for name, words in shown.items():
-        command = drawn_by(name)
-        parts += [f"## {words}", f"![{words}](/pictures/{name}.png)"]
-        parts += [f"[{command}](/analyses/{command}.md): {found[command].reading}"]
+def gallery() -> str:
+    """All pictures, each with how to read it and the command that made it."""
+    found, made = captions(), drawn_with()
+    parts = [
+        "# Gallery",
+        "Commands are those of the folder that `make demo` leaves (`cd demo-out`).",
+    ]
+    for command in captions():
+        for words, name in re.findall(
+            r"!\[([^\]]*)\]\(/pictures/([\w-]+)\.png\)", written(command)[0]
+        ):
+            words = " ".join(words.split())
+            parts += [f"## {words}", f"![{words}](/pictures/{name}.png)"]
+            parts += [f"[{command}](/analyses/{command}.md): {found[command].reading}"]
+            parts += [f"```sh\n{made[name]}\n```"]
     return "\n\n".join(parts)
 
 
-def index(start: str, guides: list[str]) -> str:
-    """The first page."""
-    about = [PAGES[file] for file in ABOUT]
-    trees = {
-        "Guide": [f"guide/{slug}" for slug in guides],
-        "What it found": ["gallery", *about],
-        "Analyses": [f"analyses/{command}" for command in captions()],
-        "Commands": [f"commands/{name}" for name, _ in commands()],
-        "Reference": ["python", *(n for n in PAGES.values() if n not in about)],
+def drawn_with() -> dict[str, str]:
+    """Picture -> the commands that it was drawn with, by the demo or by tools/pictures.py."""
+    words = ["-q", "demo", "--quick", "-o", "demo-out", "--dry-run"]
+    plan = CliRunner().invoke(vitsee_command, words).stdout.replace("demo-out/", "")
+    lines = {
+        line.partition(" -o ")[2].split()[0]: line for line in plan.splitlines() if " -o " in line
     }
-    lines = [start]
-    for title, pages in trees.items():
-        lines += ["```{toctree}", f":caption: {title}", ":hidden:", "", *pages, "```", ""]
-    return "\n".join(lines)
+    found = dict(ELSEWHERE)
+    for picture in PICTURES:
+        made = [f"vitsee {line}" for line in picture.commands] or [lines[picture.result]]
+        found[picture.name] = "\n".join(line.removesuffix(" --force") for line in made)
+    return found
+
+
+def trees() -> Iterator[str]:
+    """The tables of contents of the first page."""
+    about = [PAGES[file] for file in ABOUT]
+    answers = sections.commands_by_question(captions())
+    contents = {
+        "Guide": [f"guide/{name}" for name in GUIDES],
+        "What it found": ["gallery", *about],
+        **{question: [f"analyses/{name}" for name in some] for question, some in answers.items()},
+        "Commands": [f"commands/{name}" for name, _ in commands()],
+        "Reference": ["python", *(n for n in PAGES.values() if n not in (*about, "index"))],
+    }
+    for title, pages in contents.items():
+        yield "\n".join(["```{toctree}", f":caption: {title}", ":hidden:", "", *pages, "```", ""])
 
 
 def literal(text: str) -> str:

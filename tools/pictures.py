@@ -1,4 +1,4 @@
-"""Draws the pictures of README from the results of the demo: docs/*.png.
+"""Draws the pictures of README and docs/ from the results of the demo: docs/*.png.
 
     vitsee demo --quick -o FOLDER
     python tools/pictures.py FOLDER             # more commands on its stores, then all pictures
@@ -24,7 +24,10 @@ from vitsee_core.plotting import figure_bytes
 from vitsee_core.redrawing import redraw
 
 DOCS = Path(__file__).parents[1] / "docs"
-ELSEWHERE = ("pca", "similarity-chance")
+ELSEWHERE = {
+    "pca": "# not bundled: weights, photographs\nvitsee pca lite0.zarr -o pca.csv --png pca.png",
+    "similarity-chance": "python tools/similarity_by_chance.py docs/similarity-chance.png",
+}
 DPI = 130  # what README shows: a page is about 900 pixels wide
 COLOURS, METHOD = 256, Image.Quantize.MAXCOVERAGE  # rare colours too, as of a line
 MOST_BYTES = 150_000

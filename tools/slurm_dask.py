@@ -1,5 +1,5 @@
-"""A Dask cluster of two SLURM jobs, made as README shows it, does an extraction and a comparison;
-fails unless both equal one process's. `make slurm` runs it beside a SLURM of its own.
+"""A Dask cluster of two SLURM jobs, made as docs/guide/dask.md shows it, does an extraction and a
+comparison; fails unless both equal one process's. `make slurm` runs it beside a SLURM of its own.
 """
 
 from __future__ import annotations

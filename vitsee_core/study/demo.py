@@ -12,7 +12,7 @@ from vitsee_core.study.steps import RESULTS, SETS, Plan, Step, Study
 IMAGES, QUICK_IMAGES = 1000, 500
 FINE = "videos-fine"  # the frames on a finer grid of tokens
 QUICK_MODELS = ("vit", "resnet")
-# The analyses of README's pictures.
+# The analyses of the pictures in docs/.
 QUICK = (
     "attn-dist", "attn-map", "cka", "similarity", "normratio", "norms", "localize", "erf",
     "spatial", "spectrum", "lens", "knn", "probe", "weights", "best-layer",
@@ -22,7 +22,7 @@ FULL_MODELS = ("vit", "resnet", "vit-gap")
 
 
 def demo_study(folder: Path, *, quick: bool = False) -> Study:
-    """What the demo asks for: all analyses, or those of README's pictures."""
+    """What the demo asks for: all analyses, or those of the pictures in docs/."""
     names = [name for name in (QUICK_MODELS if quick else FULL_MODELS) if name in demo.models()]
     return Study(
         folder=folder,
