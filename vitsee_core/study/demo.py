@@ -17,8 +17,8 @@ QUICK = (
     "attn-dist", "attn-map", "cka", "similarity", "normratio", "norms", "localize", "erf",
     "spatial", "spectrum", "lens", "knn", "probe", "weights", "best-layer",
 )  # fmt: skip
-# Of the bundled models: how they pool, what they were not given.
-FULL_MODELS = ("vit", "resnet", "vit-gap")
+# Of the bundled models: how they pool, what they were taught by.
+FULL_MODELS = ("vit", "resnet", "vit-gap", "vit-masked")
 
 
 def demo_study(folder: Path, *, quick: bool = False) -> Study:
