@@ -243,6 +243,8 @@ def test_columns_of_numbers(tmp_path: Path) -> None:
     table = run(read([empty]))
     assert table["site"].tolist() == [""] and table["n_layers"].tolist() == [0]
     plot(table, read([empty]))
+    with pytest.raises(VitseeError, match=r"give them too, as plot\(table, files="):
+        plot(table)
     placeless = scores([0.2, 0.4], depth=math.nan, rel_depth=math.nan)
     plot(run(read([path := write(tmp_path / "placeless.csv", placeless)])), read([path]))
     for name in ("value", "depth"):

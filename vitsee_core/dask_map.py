@@ -32,7 +32,8 @@ from vitsee_core.versions import SAME, worker_versions
 
 R = TypeVar("R")
 
-WAIT_SECONDS = 10.0  # for a scheduler's answer, and for its first worker
+WAIT_SECONDS = 10.0  # for a scheduler's answer
+WORKER_SECONDS = 600.0  # for its first worker, which a cluster's queue may still have to start
 RETRIES = 2  # of a task whose error is nobody's mistake
 LARGE = 1 << 14  # bytes of a function that goes to each worker once, not with every task
 AHEAD = 4  # tasks for each thread of the workers, running, waiting or not yet taken
@@ -162,7 +163,10 @@ def parse_address(text: str) -> str | int:
         return int(match[1])
     if re.fullmatch(r"([a-z]+://)?[\w.\[\]:-]*[\w\]]:\d+", text) and not text.startswith("local:"):
         return text
-    raise DaskError(f"{text!r}; expected local:N, or a scheduler's address as tcp://HOST:8786")
+    raise DaskError(
+        f"{text!r}; expected local:N with N processes from 1 on, or a scheduler's address as "
+        "tcp://HOST:8786"
+    )
 
 
 @contextmanager
@@ -246,14 +250,22 @@ def _local(processes: int) -> Iterator[Any]:
 
 
 def _wait_for_workers(made: DaskMap, address: str) -> None:
-    until = time.monotonic() + WAIT_SECONDS
+    begun, warned = time.monotonic(), False
     with _one_line(f"the Dask scheduler at {address} does not answer"):
         while not made.n_workers():
-            if time.monotonic() > until:
+            waited = time.monotonic() - begun
+            if waited > WORKER_SECONDS:
                 raise DaskError(
-                    f"the Dask scheduler at {address} has no workers; start some (cluster.scale, "
-                    "dask worker) and repeat the command"
+                    f"the Dask scheduler at {address} had no workers for {waited:.0f} s; start "
+                    "some (cluster.scale, dask worker) and repeat the command"
                 )
+            if waited > min(2.0, WORKER_SECONDS / 2) and not warned:
+                log.warning(
+                    "the Dask scheduler at %s has no workers yet (cluster.scale, dask worker): "
+                    "waiting %.0f minutes at most",
+                    *(address, WORKER_SECONDS / 60),
+                )
+                warned = True
             time.sleep(0.2)
 
 

@@ -293,10 +293,18 @@ def plot(table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] 
 
     Args:
         table: from `run` or `compare`.
-        files: from `read`, what it was made of.
+        files: from `read`, what it was made of; not asked for by `compare`'s figure.
         metrics: as for `run`.
+
+    Raises:
+        VitseeError: the files are missing.
     """
     if "store_a" in table.columns:
         return draw_differences(table)
+    if not files:
+        raise VitseeError(
+            "best-layer draws the curves of the results that it compared: give them too, as "
+            "plot(table, files=read(paths))"
+        )
     redundancy = [part for file in files if file.has(PAIRS) for part in to_last(file.table)]
     return draw_best_layers(table, tasks(files, metrics), redundancy)
