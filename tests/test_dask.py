@@ -275,6 +275,7 @@ def test_a_bad_address_is_a_bad_option(tmp_path: Path) -> None:
 
 
 def test_no_workers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.5)
     monkeypatch.setattr(module, "WORKER_SECONDS", 1.5)
     cluster = distributed.LocalCluster(
         n_workers=0, host="127.0.0.1", dashboard_address="127.0.0.1:0"

@@ -32,8 +32,8 @@ from vitsee_core.versions import SAME, worker_versions
 
 R = TypeVar("R")
 
-WAIT_SECONDS = 10.0  # for a scheduler's answer
-WORKER_SECONDS = 600.0  # for its first worker, which a cluster's queue may still have to start
+WAIT_SECONDS = 10.0  # for a scheduler's answer, and in silence for a first worker
+WORKER_SECONDS = 600.0  # for that worker, which a cluster's queue may still have to start
 RETRIES = 2  # of a task whose error is nobody's mistake
 LARGE = 1 << 14  # bytes of a function that goes to each worker once, not with every task
 AHEAD = 4  # tasks for each thread of the workers, running, waiting or not yet taken
@@ -259,7 +259,7 @@ def _wait_for_workers(made: DaskMap, address: str) -> None:
                     f"the Dask scheduler at {address} had no workers for {waited:.0f} s; start "
                     "some (cluster.scale, dask worker) and repeat the command"
                 )
-            if waited > min(2.0, WORKER_SECONDS / 2) and not warned:
+            if waited > WAIT_SECONDS and not warned:
                 log.warning(
                     "the Dask scheduler at %s has no workers yet (cluster.scale, dask worker): "
                     "waiting %.0f minutes at most",
