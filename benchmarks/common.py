@@ -44,12 +44,18 @@ def machine() -> str:
 
 
 def interleaved(
-    sides: Mapping[str, Callable[[], float | None]], repeats: int, warmup: int = 1
+    sides: Mapping[str, Callable[[], float | None]],
+    repeats: int,
+    warmup: int = 1,
+    pause: float = 0.0,
 ) -> dict[str, list[float]]:
-    """Seconds of each side over `repeats` rounds A B A B ...; a side may return its own seconds."""
+    """Seconds of each side over `repeats` rounds A B A B ...; a side may return its own seconds.
+    pause: seconds before each, in which the threads of the one before fall asleep: OpenBLAS's keep
+    a core busy for a tenth of a second after their last product."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(warmup + repeats):
         for name, run in sides.items():
+            time.sleep(pause)
             began = time.perf_counter()
             own = run()
             spent = time.perf_counter() - began if own is None else own

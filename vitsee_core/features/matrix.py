@@ -61,6 +61,15 @@ class Strip:
                 return
         yield slice(0, self.n_columns), self.read(rows, memory)
 
+    def in_one_chunk(self, rows: slice) -> bool:
+        """Whether `pieces` of some rows of one slab is a single one, of all columns."""
+        array = self.array
+        return (
+            isinstance(array, StoredArray)
+            and not array.fixed
+            and len(array.parts((rows, *self.box))) == 1
+        )
+
     def cut(self, columns: int) -> list[Strip]:
         """This one in strips of at most `columns` columns."""
         chunks = _chunk_lengths(self.array)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 LARGE = 1e11
 # The same for the routine of `syrk`, with which scipy comes.
 MEDIUM = 1e10
+# The same for compiled code, which takes a second to be loaded.
+HUGE = 2e12
 # Columns of a symmetric product that a GPU makes at a time: an eighth, of a size that fills it.
 GOOD_WIDTH, N_WIDTHS = 1024, 8
 TERMS = 16384  # products that `add_gram` sums in single precision on a GPU

@@ -8,17 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.grams.arithmetic import Cast, Staging
+from vitsee_core.grams.fused import shift_half
 from vitsee_core.grams.shift import Origin, Rows
 
 MEAN_ROWS = 128
 PIECE = 1 << 18  # elements that are shifted and summed while they are in cache
+NO_SUMS = np.zeros((0, 2), np.float32)
 
 
 class StripMeans:
     """What is subtracted of each strip: the mean of the rows that are read first of it."""
 
-    def __init__(self, centred: bool, origin: Origin | None, cast: Cast) -> None:
-        self._centred, self._origin, self._cast = centred, origin, cast
+    def __init__(
+        self, centred: bool, origin: Origin | None, cast: Cast, fused: bool = False
+    ) -> None:
+        """fused: features in half precision are shifted by compiled code."""
+        self._centred, self._origin, self._cast, self._fused = centred, origin, cast, fused
         self._of: dict[int, NDArray[np.float32]] = {}
         self._sums: dict[int, NDArray[np.float32]] = {}
 
@@ -31,23 +36,25 @@ class StripMeans:
     ) -> None:
         """x[rows, columns] = raw - its strip's mean, in pieces that stay in cache. All columns of
         the first rows come first."""
-        into = x[rows, columns]
         if not self._centred:
-            self._cast(into, raw)
+            self._cast(x[rows, columns], raw)
             return
         self.take_mean(raw, strip)
-        mean, sums = self._of[strip][columns], None
-        weights = _weights(mean)
+        mean, sums = self._of[strip][columns], NO_SUMS
         if self._sums_up:
             if strip not in self._sums:
                 self._sums[strip] = np.zeros((len(x), 2), np.float32)
             sums = self._sums[strip][rows]
-        step = max(1, PIECE // raw.shape[1])
+        if self._fused and raw.dtype == np.float16 and x.dtype == np.float32:
+            bits = np.ascontiguousarray(raw).view(np.uint16)
+            shift_half(bits, mean, x[rows], columns.start, sums)
+            return
+        weights, step = _weights(mean), max(1, PIECE // raw.shape[1])
         for at in range(0, len(raw), step):
-            piece = into[at : at + step]
+            piece = x[rows, columns][at : at + step]
             self._cast(piece, raw[at : at + step])
             piece -= mean
-            if sums is not None:
+            if len(sums):
                 sums[at : at + step] += piece @ weights
 
     @property

@@ -231,6 +231,7 @@ def _make(batches: Sequence[Rows], comparison: Comparison, of: Representation) -
                 device=comparison.device,
                 memory=comparison.memory,
                 precision=comparison.cache.precision,
+                fused=comparison.fused,
                 origin=origin,
                 workspace=comparison.workspace,
                 progress=lambda read: comparison.progress.advance(0, read),

@@ -73,7 +73,8 @@ class GramOptions:
 class Comparison:
     """A comparison. rows: store_id -> the rows that hold its images, in the first store's order;
     own: the rows that each store counts by itself: Gram matrices are made of these, so that they
-    can be used by other comparisons too. notes: which images, for a sidecar."""
+    can be used by other comparisons too. notes: which images, for a sidecar. fused: see
+    `grams.products`."""
 
     representations: tuple[Representation, ...]
     n_rows: int
@@ -89,6 +90,7 @@ class Comparison:
     notes: dict[str, Any] = field(default_factory=dict)
     workspace: Workspace = field(default_factory=Workspace)
     map: Map | None = None
+    fused: bool = False
 
     def split(self, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T] | None]:
         """What belongs to rows, and what to cols (None where they are the same)."""

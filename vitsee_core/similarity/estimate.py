@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.grams.arithmetic import PRECISIONS, choose_device, full_precision
+from vitsee_core.grams.arithmetic import HUGE, PRECISIONS, choose_device, full_precision
 from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.machine import counted, free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.progress import SILENT, Progress
@@ -132,9 +132,10 @@ def comparing(
             notes=notes,
             map=options.map,
         )
-        device = choose_device(options.device, _work(comparison))
+        work = _work(comparison)
+        device = choose_device(options.device, work)
         _require(options.precision, device, representations)
-        yield replace(comparison, device=device)
+        yield replace(comparison, device=device, fused=work > HUGE)
 
 
 def _require(precision: str, device: str, of: Sequence[Representation]) -> None:

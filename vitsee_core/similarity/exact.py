@@ -96,6 +96,7 @@ def _make(comparison: Comparison, of: Representation) -> GramFile:
             device=comparison.device,
             memory=comparison.memory,
             precision=comparison.cache.precision,
+            fused=comparison.fused,
             origin=origin,
             workspace=comparison.workspace,
             progress=lambda read: comparison.progress.advance(0, read),
