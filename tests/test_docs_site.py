@@ -13,8 +13,11 @@ import docs_source
 import pytest
 import studies_page
 
+from tests.browser import NONE, PROGRAM, Browser
 from vitsee_cli.main import main
+from vitsee_core.analyses import attn_map
 from vitsee_core.captions import captions
+from vitsee_core.execution import DEFAULT, Execution
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,6 +49,23 @@ def test_nothing_is_loaded_from_a_network(site: Path) -> None:
     assert len(files) > 60
     for path in files:
         assert not loads.search(path.read_text()), path.relative_to(site)
+
+
+@pytest.mark.skipif(PROGRAM is None, reason=NONE)
+def test_pages_fit_a_phone_and_a_desk(site: Path, tmp_path: Path) -> None:
+    """Tables and commands that are wider scroll in themselves."""
+    with Browser(tmp_path / "profile") as browser:
+        for width in (360, 1400):
+            browser.look(width)
+            for name in ("index", "gallery", "guide/extraction", "analyses/cka", "performance"):
+                browser.open(site / f"{name}.html")
+                assert browser.run("document.documentElement.scrollWidth <= innerWidth"), name
+                wide = (
+                    "[...document.images].filter(i => i.getBoundingClientRect().right > innerWidth)"
+                )
+                assert browser.run(f"{wide}.length") == 0
+        assert browser.errors == []
+        assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data"}
 
 
 def test_every_analysis_and_command_has_a_page(site: Path) -> None:
@@ -112,7 +132,11 @@ def test_links_point_into_the_site_or_become_text() -> None:
 
 def test_the_gallery_says_how_each_picture_was_made() -> None:
     made = docs_source.drawn_with()
+    for name, kind in (("attn-map-aligned", "aligned"), ("attn-sinks", "sink")):
+        assert docs_source.reading_of("attn-map", made[name]) == attn_map.READINGS[kind]
     assert {*made} == {path.stem for path in (ROOT / "docs").glob("*.png")}
+    long = f"vitsee cka {'a' * 60}.zarr b.zarr --sites c"
+    assert docs_source.folded(long) == f"vitsee cka {'a' * 60}.zarr b.zarr \\\n    --sites c"
     assert made["erf"].startswith("vitsee erf stores/vit.zarr stores/resnet.zarr")
     assert made["attn-sinks"].count("\nvitsee attn-map ") == 1 and "--force" not in made["erf"]
 
@@ -128,6 +152,10 @@ def test_a_function_as_the_code_writes_it() -> None:
     shown = docs_source.documented(function, "function")
     expected = "function(a: int, b: object = object(), *, c: str = 'x') -> int"
     assert shown == f"````text\n{expected}\n\nAdds.\n````\n"
+
+    def analysis(execution: Execution = DEFAULT) -> None: ...
+
+    assert docs_source.signature(analysis) == "(execution: Execution = Execution()) -> None"
     name = "a_function_with_quite_a_long_name_and_more_of_it_for_the_line"
     assert docs_source.documented(function, name).splitlines()[1:7] == [
         f"{name}(",

@@ -13,7 +13,9 @@ import importlib
 import inspect
 import re
 import shutil
+import textwrap
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +28,7 @@ import vitsee
 from vitsee_cli import sections
 from vitsee_cli.main import main as vitsee_command
 from vitsee_core.captions import caption, captions
+from vitsee_core.results import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
@@ -204,21 +207,24 @@ def documented(thing: Any, name: str, as_property: bool = False) -> str:
 def signature(thing: Any) -> str:
     """Of a function or class; objects that are defaults by the name of their class."""
     found = inspect.signature(thing)
-    plain = [
-        one.replace(annotation=_Verbatim(one.annotation))
-        if one.annotation is not one.empty
-        else one
-        for one in found.parameters.values()
-    ]
-    found = found.replace(parameters=plain)
+    found = found.replace(parameters=[_plain(one) for one in found.parameters.values()])
     if found.return_annotation is not found.empty:
         found = found.replace(return_annotation=_Verbatim(found.return_annotation))
     return re.sub(r"<(?:\w+\.)*(\w+) object at 0x\w+>", r"\1()", str(found))
 
 
+def _plain(one: inspect.Parameter) -> inspect.Parameter:
+    """As the code writes it."""
+    if is_dataclass(one.default):
+        one = one.replace(default=_Verbatim(f"{type(one.default).__name__}()"))
+    if one.annotation is not one.empty:
+        one = one.replace(annotation=_Verbatim(one.annotation))
+    return one
+
+
 def gallery() -> str:
     """All pictures, each with how to read it and the command that made it."""
-    found, made = captions(), drawn_with()
+    made = drawn_with()
     parts = [
         "# Gallery",
         "Commands are those of the folder that `make demo` leaves (`cd demo-out`).",
@@ -229,9 +235,17 @@ def gallery() -> str:
         ):
             words = " ".join(words.split())
             parts += [f"## {words}", f"![{words}](/pictures/{name}.png)"]
-            parts += [f"[{command}](/analyses/{command}.md): {found[command].reading}"]
+            parts += [f"[{command}](/analyses/{command}.md): {reading_of(command, made[name])}"]
             parts += [f"```sh\n{made[name]}\n```"]
     return "\n\n".join(parts)
+
+
+def reading_of(command: str, made: str) -> str:
+    """How to read a figure that these commands made, of its kind where there are several."""
+    kind = re.search(rf"vitsee {command} .*--kind (\S+)", made)
+    notes = {"kind": kind[1]} if kind else {}
+    module = importlib.import_module(f"vitsee_core.analyses.{command.replace('-', '_')}")
+    return caption(module, Table.from_rows([{"metric": command}], notes=notes)).reading
 
 
 def drawn_with() -> dict[str, str]:
@@ -244,8 +258,14 @@ def drawn_with() -> dict[str, str]:
     found = dict(ELSEWHERE)
     for picture in PICTURES:
         made = [f"vitsee {line}" for line in picture.commands] or [lines[picture.result]]
-        found[picture.name] = "\n".join(line.removesuffix(" --force") for line in made)
+        found[picture.name] = "\n".join(folded(line.removesuffix(" --force")) for line in made)
     return found
+
+
+def folded(line: str) -> str:
+    """A command in lines that a page has room for."""
+    lines = textwrap.wrap(line, 84, break_long_words=False, break_on_hyphens=False)
+    return " \\\n    ".join(lines)
 
 
 def trees() -> Iterator[str]:

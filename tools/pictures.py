@@ -64,6 +64,22 @@ PICTURES = (
             "--calibrate 99 -o more/similarity.csv --force",
         ),
     ),
+    Picture(
+        "cka-heads",
+        "more/cka-heads.csv",
+        (
+            "extract demo:vit --data demo:test --images 500 --sites blocks.0.attn.heads "
+            "-o stores/heads.zarr",
+            f"cka-heads vit=stores/heads.zarr {RESNET} --window 1 -o more/cka-heads.csv --force",
+        ),
+    ),
+    Picture(
+        "head-types",
+        "more/head-types.csv",
+        ("head-types stores/vit.zarr -o more/head-types.csv --force",),
+    ),
+    Picture("saliency", "results/saliency.csv"),
+    Picture("weights", "results/weights.csv"),
     Picture("attn-map-aligned", "results/attn-map-aligned-vit.csv"),
     Picture(
         "attn-sinks",
@@ -114,6 +130,14 @@ PICTURES = (
         ),
     ),
     Picture("objects", "results/cluster-objects.csv"),
+    Picture(
+        "knn",
+        "more/knn.csv",
+        (
+            "best-layer results/knn-vit.csv results/knn-resnet.csv --metric top1 -o more/knn.csv "
+            "--force",
+        ),
+    ),
     Picture(
         "probe",
         "more/shots.csv",
