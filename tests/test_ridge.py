@@ -262,8 +262,9 @@ def test_scores_that_float32_cannot_tell_apart() -> None:
     assert AtL2s(factors, (1.0,)).ranks(z, labels[:2]).tolist() == expected
 
 
-def test_probes_that_know_nothing_give_the_lower_class() -> None:
-    x = np.ones((12, 3), np.float32)
+@pytest.mark.parametrize("dim", [3, 40])  # with more channels than images no direction is left
+def test_probes_that_know_nothing_give_the_lower_class(dim: int) -> None:
+    x = np.ones((12, dim), np.float32)
     factors = Factors.of(gathered(x, np.arange(12) % 3, 3), PLAIN)
     z, labels = factors.coordinates(x.astype(float)), np.arange(12) % 3
     assert AtL2s(factors, GRID).ranks(z, labels).tolist() == [labels.tolist()] * len(GRID)

@@ -88,7 +88,8 @@ class AtL2s:
         for start in range(0, n_l2, step):
             of = slice(start, start + step)
             weights = rhs[:, np.newaxis] * inverses[:, of, np.newaxis]
-            yield of, (z @ weights.reshape(r, -1)).reshape(len(z), -1, n_classes)
+            scores = z @ weights.reshape(r, weights.shape[1] * n_classes)  # r may be 0
+            yield of, scores.reshape(len(z), weights.shape[1], n_classes)
 
 
 @compiled
