@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from vitsee_core.compiled import compiled
 from vitsee_core.execution import Execution
 from vitsee_core.grams.lanes import n_lanes, one_blas_thread
 from vitsee_core.grams.syrk import load_double_syrk, mirror
@@ -34,13 +36,14 @@ ROWS_AT_ONCE = 256  # examples in float64 at a time, so few that they stay in ca
 
 @dataclass
 class Sums:
-    """Of examples y (dim) about `shift`: n; first: sum y; second: sum y y^T; fourth: sum |y|^4;
-    third: sum |y|^2 y; of those with a length, about 0: directions: sum of unit vectors, n_long."""
+    """Of examples y (dim) about `shift`: n; first: sum y; below: what lies on and below the
+    diagonal of sum y y^T; fourth: sum |y|^4; third: sum |y|^2 y; of those with a length, about 0:
+    directions: sum of unit vectors, n_long."""
 
     shift: Float
     n: int
     first: Float
-    second: Float
+    below: Float
     third: Float
     fourth: float
     directions: Float
@@ -49,34 +52,24 @@ class Sums:
     @classmethod
     def empty(cls, shift: Float) -> Sums:
         """Of no example."""
-        none = np.zeros_like(shift)
-        return cls(shift, 0, none, np.zeros((len(shift),) * 2), none, 0.0, none, 0)
+        dim = len(shift)
+        first, third, directions = np.zeros((3, dim))
+        return cls(shift, 0, first, np.zeros((dim, dim)), third, 0.0, directions, 0)
 
     @classmethod
     def of(cls, x: Float | Float32, shift: Float) -> Sums:
         """Of examples (n, dim)."""
         found = cls.empty(shift)
-        found.second = np.zeros((len(shift),) * 2)
+        found.n = len(x)
         add_products = load_double_syrk()
         buffer = np.empty((min(ROWS_AT_ONCE, len(x)), len(shift)))
         for start in range(0, len(x), ROWS_AT_ONCE):
             some = x[start : start + ROWS_AT_ONCE]
             y = buffer[: len(some)]
-            np.copyto(y, some)
-            length = np.sqrt(np.einsum("nd,nd->n", y, y))
-            long = length > 0
-            # Products with vectors, which pass over the examples once and need no copy of them.
-            weight = np.where(long, 1 / np.where(long, length, 1), 0)
-            found.directions = found.directions + weight @ y
-            y -= shift
-            size = np.einsum("nd,nd->n", y, y)
-            found.n += len(y)
-            found.n_long += int(long.sum())
-            found.first = found.first + np.ones(len(y)) @ y
-            add_products(y, found.second)
-            found.third = found.third + size @ y
-            found.fourth += float(size @ size)
-        mirror(found.second)
+            n_long, fourth = add_vectors(some, shift, y, found.first, found.third, found.directions)
+            found.n_long += n_long
+            found.fourth += fourth
+            add_products(y, found.below)
         return found
 
     def add(self, other: Sums, sign: int = 1) -> None:
@@ -84,11 +77,17 @@ class Sums:
         self.n += sign * other.n
         self.n_long += sign * other.n_long
         self.fourth += sign * other.fourth
-        # Not in place: an empty one shares its zeros.
-        self.first = self.first + sign * other.first
-        self.third = self.third + sign * other.third
-        self.directions = self.directions + sign * other.directions
-        self.second = self.second + sign * other.second
+        self.first += sign * other.first
+        self.third += sign * other.third
+        self.directions += sign * other.directions
+        add_below(self.below, other.below, sign)
+
+    @property
+    def second(self) -> Float:
+        """(dim, dim) sum of y y^T."""
+        whole = self.below.copy()
+        mirror(whole)
+        return whole
 
     @property
     def mean(self) -> Float:
@@ -112,7 +111,7 @@ class Sums:
         """Sum of |x - mean|^4."""
         d = -self.first / self.n
         delta = float(d @ d)
-        trace = float(np.trace(self.second))
+        trace = float(np.trace(self.below))
         with_first = float(d @ self.first)
         return float(
             self.fourth
@@ -173,11 +172,47 @@ class BlockSums:
     def merge(self, other: BlockSums) -> None:
         """Count what `other` counted."""
         for b, sums in other.blocks.items():
-            self.blocks.setdefault(b, Sums.empty(self.shift)).add(sums)
+            if b not in self.blocks:
+                self.blocks[b] = Sums.empty(self.shift)
+            self.blocks[b].add(sums)
 
     def result(self) -> list[Sums]:
         """Of every block, in order."""
         return [self.blocks[b] for b in sorted(self.blocks)]
+
+
+@compiled
+def add_below(total: Float, other: Float, sign: int) -> None:
+    """total += sign * other on and below the diagonal."""
+    for i in range(total.shape[0]):
+        to, part = total[i, : i + 1], other[i, : i + 1]
+        for j in range(i + 1):
+            to[j] += sign * part[j]
+
+
+@compiled
+def add_vectors(
+    x: NDArray[Any], shift: Float, y: Float, first: Float, third: Float, directions: Float
+) -> tuple[int, float]:
+    """Put x - shift, (n, dim), into y, and add to the sums that are vectors, see `Sums`; each
+    example is read twice while it is in cache. Returns n_long and `fourth`."""
+    n_long, fourth = 0, 0.0
+    for i in range(x.shape[0]):
+        length, size = 0.0, 0.0
+        for j in range(x.shape[1]):
+            value = np.float64(x[i, j])
+            apart = value - shift[j]
+            y[i, j] = apart
+            length += value * value
+            size += apart * apart
+        n_long += length > 0
+        fourth += size * size
+        weight = 1 / np.sqrt(length) if length > 0 else 0.0
+        for j in range(x.shape[1]):
+            first[j] += y[i, j]
+            third[j] += size * y[i, j]
+            directions[j] += weight * x[i, j]
+    return n_long, fourth
 
 
 def block_sums(

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from vitsee_core.features.last_stage import Matching
 from vitsee_core.features.last_stage import match_last_stage as match
 from vitsee_core.features.matrix import FeatureMatrix
+from vitsee_core.features.widened import widened
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_core.types import Float32, Mask
 from vitsee_stores.errors import SiteError, StoreMismatch, VitseeError
@@ -178,13 +179,14 @@ class SiteFeatures:
         Raises:
             VitseeError: a number is not finite.
         """
-        values = self.load(slab.rows, part)[slab.valid]
-        if not np.isfinite(values).all():
+        values = self.load(slab.rows, part)
+        found, finite = widened(values if slab.valid.all() else values[slab.valid])
+        if not finite:
             raise VitseeError(
                 f"{slab.store.label} holds numbers in {self.site.name} that are not finite, in "
                 f"rows {slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
             )
-        return values.astype(np.float32, copy=False)
+        return found
 
     def blocks(
         self, mask: Mask, part: slice | None = None, *, jobs: int = 1, memory: int | None = None
