@@ -54,7 +54,6 @@ from vitsee_core.similarity import (
 PARTS = ("batch", "repeats", "rate", "right")
 UNCACHED = GramOptions(use_cache=False, device="cpu")
 SEED = 0
-PAUSE = 0.2  # seconds between sides that take less than one
 THE = {"published scheme": "the published scheme"}
 
 
@@ -304,7 +303,7 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
         "torch GEMM": discard(lambda: torch.mm(a, b)),
     }
     work = dict.fromkeys(sides, useful) | dict.fromkeys(("numpy GEMM", "torch GEMM"), 2 * size**3)
-    seconds = interleaved(sides, 2 * rounds, pause=PAUSE)
+    seconds = interleaved(sides, 2 * rounds)
     rates = {k: [work[k] / s / 1e9 for s in spent] for k, spent in seconds.items()}
     best = [max(pair) for pair in zip(rates["numpy GEMM"], rates["torch GEMM"], strict=True)]
     print(f"\na Gram matrix of {n} images, p = {p}: {useful / 1e9:.1f} G useful operations")

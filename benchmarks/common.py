@@ -28,6 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+PAUSE = 0.2  # seconds
 RESULTS = Path(__file__).parent / "results"
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -47,7 +48,7 @@ def interleaved(
     sides: Mapping[str, Callable[[], float | None]],
     repeats: int,
     warmup: int = 1,
-    pause: float = 0.0,
+    pause: float = PAUSE,
 ) -> dict[str, list[float]]:
     """Seconds of each side over `repeats` rounds A B A B ...; a side may return its own seconds.
     pause: seconds before each, in which the threads of the one before fall asleep: OpenBLAS's keep

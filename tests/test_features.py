@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tests.stores import write_labelled
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.features.matrix import Strip, _consecutive
+from vitsee_core.features.widened import LARGE, widened
 from vitsee_core.similarity.stacks import TokenStack
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch
@@ -199,3 +200,23 @@ def test_a_site_without_tokens_is_read_as_it_is(tmp_path: Path) -> None:
     assert (features.selection, features.several, features.dim) == ("all", False, 2)
     assert np.array_equal(np.concatenate(list(features.vectors(store.valid))), x)
     assert math.prod(features.matrix().parts[0][0].shape) == 10
+
+
+def test_float16_is_widened_bit_by_bit() -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    finite = np.resize(every[np.isfinite(every)], (LARGE // 512 + 1, 512))
+    found, all_finite = widened(finite)
+    assert all_finite and found.shape == finite.shape
+    np.testing.assert_array_equal(found.view(np.uint32), finite.astype(np.float32).view(np.uint32))
+    few, all_finite = widened(finite[:3, ::2])
+    np.testing.assert_array_equal(few, finite[:3, ::2].astype(np.float32))
+    assert all_finite
+    for value in (np.inf, -np.inf, np.nan):
+        for place in (0, finite.size - 1):
+            bad = finite.copy()
+            bad.flat[place] = value
+            found, all_finite = widened(bad)
+            assert not all_finite
+            np.testing.assert_array_equal(found, bad.astype(np.float32))
+    same, all_finite = widened(few)
+    assert same is few and all_finite

@@ -24,6 +24,7 @@ from vitsee_core.compiled import compiled
 from vitsee_core.execution import Execution
 from vitsee_core.grams.lanes import n_lanes, one_blas_thread
 from vitsee_core.grams.syrk import load_double_syrk, mirror
+from vitsee_core.kept_memory import freed_memory_kept
 from vitsee_core.streaming import Rows
 from vitsee_core.types import Float, Float32, Integers, Mask
 
@@ -246,7 +247,7 @@ def block_sums(
     if execution.map is None:
         lanes = n_lanes(execution.budget // (2 * size))
         execution = replace(execution, jobs=max(execution.jobs, lanes))
-    with one_blas_thread():
+    with one_blas_thread(), freed_memory_kept():
         return execution.fold(store, make, rows, slab_bytes=size).result()
 
 

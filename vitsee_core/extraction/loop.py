@@ -20,7 +20,6 @@ from vitsee_core.device import precision_context
 from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy
-from vitsee_core.extraction.kept_memory import freed_memory_kept
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabObserver, check_peaks
@@ -30,6 +29,7 @@ from vitsee_core.extraction.tiles import TiledObserver
 from vitsee_core.extraction.timing import Clock, TimedObserver
 from vitsee_core.extraction.transfer import PixelFeed
 from vitsee_core.images import Batch, normalise
+from vitsee_core.kept_memory import freed_memory_kept
 from vitsee_core.machine import counted, is_out_of_memory
 from vitsee_core.models.capture import Capture
 from vitsee_core.progress import Progress

@@ -1,4 +1,4 @@
-"""Freed memory that stays with the process while a model runs on the CPU."""
+"""Freed memory that stays with the process during work that asks for the same again and again."""
 
 from __future__ import annotations
 
