@@ -205,8 +205,8 @@ def test_columns_of_the_dense_tasks_are_known() -> None:
     """A column that makes rows about a part of the images, and that best-layer does not know, would
     make such a row the best layer."""
     from vitsee_core.analyses import cluster, keypoints, knn, propagate, retrieve
-    from vitsee_core.columns import SITE
-    from vitsee_core.layer_tasks import PARTS, SETTINGS
+    from vitsee_core.columns import PARTS, SITE
+    from vitsee_core.layer_tasks import SETTINGS
 
     for module in (cluster, keypoints, knn, propagate, retrieve):
         about = module.COLUMNS[len(SITE) : module.COLUMNS.index("metric")]

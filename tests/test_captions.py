@@ -21,6 +21,7 @@ def test_every_analysis_has_one() -> None:
 @pytest.mark.parametrize("command", CAPTIONS)
 def test_captions_are_whole_sentences_with_a_source(command: str) -> None:
     one = CAPTIONS[command]
+    assert one.question[0].isupper() and one.question.endswith("?") and len(one.question) < 75
     assert one.title and not one.title.endswith(".") and len(one.title) < 60
     assert re.search(r"\b(19|20)\d\d\b", one.source), "a source has a year"
     assert one.reading.endswith(".") and 60 < len(one.reading) < 500

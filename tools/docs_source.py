@@ -138,11 +138,12 @@ def analysis_page(command: str) -> str:
     """An analysis: what it computes, its figure and how to read it, recipes, its definition."""
     module = importlib.import_module(f"vitsee_core.analyses.{command.replace('-', '_')}")
     doc = (inspect.getdoc(module) or "").partition("\n\n")
+    said = caption(module)
     shown, recipes = written(command)
-    parts = [f"# {command}", f"**{doc[0].replace(chr(10), ' ')}**"]
+    parts = [f"# {command}: {said.question}", f"**{said.title}**"]
     parts += [f"[All options of `vitsee {command}`](/commands/{command}.md)", shown]
     parts += ["## How to read its figure", *readings(module)]
-    parts += [f"Source: {caption(module).source}.", recipes.strip()]
+    parts += [f"Source: {said.source}.", recipes.strip()]
     if doc[2]:
         parts += ["## Definition", doc[2]]
     parts += ["## In Python", f"`vitsee.{command.replace('-', '_')}`; `plot` draws its table."]

@@ -1,8 +1,9 @@
 """How to read an analysis' figure and where it comes from, as each analysis says beside itself.
 
-An analysis has `READING`, a few sentences on what its figure shows and what misleads in it, and
-`SOURCE`, the papers and figures. One of several kinds of figures has `READINGS` too, by the `kind`
-in its table's notes.
+The first line of an analysis' docstring is its title and the question that it answers. `READING`
+is a few sentences on what its figure shows and what misleads in it, `SOURCE` the papers and
+figures; one of several kinds of figures has `READINGS` too, by the `kind` in its table's notes.
+`in_short(table)`, where there is one, gives the answer in a line per store.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from vitsee_core import analyses
+from vitsee_core.answers import Answer
 from vitsee_core.results import Table
 
 
 @dataclass(frozen=True)
 class Caption:
-    """title: the analysis in a few words; question: what it answers; reading, source: see above."""
+    """title: the analysis in a few words; question: what it answers, with a question mark; reading,
+    source: see above."""
 
     title: str
     question: str
@@ -37,7 +40,14 @@ def caption(analysis: ModuleType, table: Table | None = None) -> Caption:
         reading = getattr(analysis, "READINGS", {}).get(kind, reading)
     if not colon:
         title, question = first_line.rstrip("."), ""
-    return Caption(title, question.rstrip(".").strip(), reading, analysis.SOURCE)
+    question = question.strip()
+    return Caption(title, question[:1].upper() + question[1:], reading, analysis.SOURCE)
+
+
+def in_short(analysis: ModuleType, table: Table) -> list[Answer]:
+    """What the table answers in one line per store; none where the analysis has no such line."""
+    of_table = getattr(analysis, "in_short", None)
+    return list(of_table(table)) if of_table and len(table) else []
 
 
 def captions() -> dict[str, Caption]:

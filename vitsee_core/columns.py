@@ -25,6 +25,8 @@ PAIR = tuple(f"{name}_{side}" for side in "ab" for name in SITE)
 ABOUT = ("token", "row", "col", "head", "class", "query", "video", "object", "segment")
 VALUES = ("metric", "value", "std", "low", "high", "spread")
 NULL = ("null_mean", "tau", "p", "p_family", "calibrated")
+# Columns whose rows are about a part of the images.
+PARTS = ("group", "query", "video", "object", "segment")
 BASELINE = "baseline"
 # What columns hold, for tables without a sidecar that says it: never numbers, whatever they look
 # like (a store may be called 5), and always numbers, even where all of a column are empty.
@@ -105,3 +107,8 @@ def block_of_sublayer(name: str) -> str:
     """`blocks.3` of the sublayer `blocks.3.attn`; a sublayer that is a whole block is its own."""
     block, _, part = name.rpartition(".")
     return block if part in SUBLAYERS else name
+
+
+def is_given(value: Any) -> bool:
+    """Whether a cell is not empty."""
+    return value is not None and value != "" and value == value

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from vitsee_core.columns import SITE
+from vitsee_core.columns import PARTS, SITE, is_given
 from vitsee_core.figures.redundancy import PAIRS
 from vitsee_core.metrics import direction
 from vitsee_core.results import ResultFile, Table
@@ -26,8 +25,6 @@ OPTIONAL = frozenset(
     )
 )
 MADE = frozenset(("task", "ties", "n_layers", "n_overlap"))
-# Columns whose rows are about a part of the images.
-PARTS = ("group", "query", "video", "object", "segment")
 
 
 def known_metrics(files: Sequence[ResultFile]) -> list[str]:
@@ -132,8 +129,3 @@ def _l2s(table: Table) -> list[str]:
     repeated = len({*zip(*cells, strict=True)}) < len(table)
     l2s = table["l2"].tolist()
     return [str(value) if repeated and is_given(value) else "" for value in l2s]
-
-
-def is_given(value: Any) -> bool:
-    """Whether a cell is not empty."""
-    return value is not None and value != "" and value == value

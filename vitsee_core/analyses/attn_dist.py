@@ -1,4 +1,4 @@
-"""Attention distance: how far a token attends from its own place, per head.
+"""Attention distance: how far do heads look?
 
 Per image, block and head, over spatial queries q and keys k (the class token and other prefix
 tokens are neither queries nor keys):
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.answers import Answer, by_store, extremes, margin, number, picked
 from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import blocks_of_each
 from vitsee_core.attention.heads import StoredAttention, read_heads, uniform_distance
@@ -280,3 +281,19 @@ def _same_scale(pairs: Sequence[tuple[Axes, Axes]]) -> None:
     for pair, top in zip(pairs, tops, strict=True):
         for axes in pair:
             axes.set_ylim(0, max(tops) if alike else top)
+
+
+def in_short(table: Table) -> list[Answer]:
+    """The nearest and the farthest head of the lowest and of the highest block, relative to uniform
+    attention where the table has that."""
+    units = {"distance_relative": "times as far as uniform attention", "distance_px": "px"}
+    metric = next((m for m in units if m in table.unique("metric")), None)
+    found = []
+    for store, rows in by_store(table, metric=metric) if metric else []:
+        ends = picked(rows, site=(str(rows["site"][0]), str(rows["site"][-1])))
+        said = []
+        for site, own in ends.groups("site"):
+            low, high = (number(float(own["value"][i])) for i in extremes(own))
+            said.append(f"heads of {site} {low} to {high}")
+        found.append((store, f"{', '.join(said)} {units[str(metric)]}{margin(ends)}"))
+    return found

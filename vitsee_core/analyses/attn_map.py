@@ -1,4 +1,4 @@
-"""Attention maps: where the class token, the patches and the whole model attend, per head.
+"""Attention maps: where does attention end up?
 
 For A (queries by keys) of one image and one head, over spatial keys k; means go over images:
 
@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.arguments import analysis
 from vitsee_core.attention import sinks
+from vitsee_core.attention.answers import in_short as in_short
 from vitsee_core.attention.head_maps import (
     SUMS,
     blocks_of_each,

@@ -1,4 +1,4 @@
-"""Best layers: which layer of each model is best for which task, from result files.
+"""Best layers: which layer of each model is best for which task?
 
 Walmer et al. 2023, Tables 1, 5.
 
@@ -21,6 +21,7 @@ the last one may be redundant (Kornblith et al. 2019, their figure of redundant 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +30,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.answers import Answer, picked
+from vitsee_core.columns import is_given
 from vitsee_core.figures.best_layers import draw_best_layers
 from vitsee_core.figures.best_table import CONTROLS
 from vitsee_core.figures.paired_differences import draw_differences
 from vitsee_core.figures.redundancy import PAIRS, to_last
-from vitsee_core.layer_tasks import COLUMNS, OPTIONAL, is_given, known_metrics, tasks
+from vitsee_core.layer_tasks import COLUMNS, OPTIONAL, known_metrics, tasks
+from vitsee_core.machine import counted
 from vitsee_core.metrics import direction
 from vitsee_core.paired import COLUMNS as PAIRED
 from vitsee_core.paired import METHOD, difference, with_replicates
@@ -308,3 +312,14 @@ def plot(table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] 
         )
     redundancy = [part for file in files if file.has(PAIRS) for part in to_last(file.table)]
     return draw_best_layers(table, tasks(files, metrics), redundancy)
+
+
+def in_short(table: Table) -> list[Answer]:
+    """The layers that are best at most tasks."""
+    found = []
+    for store, rows in picked(table, baseline=None).groups("store"):
+        sites = Counter(map(str, rows["site"].tolist())).most_common()
+        first, *others = [f"{site} {n}" for site, n in sites[:3]]
+        text = f"best at {counted(len(rows), 'tasks')}: {first} times"
+        found.append((str(store), ", ".join([text, *others])))
+    return found

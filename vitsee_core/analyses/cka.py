@@ -1,4 +1,4 @@
-"""Similarity of representations: linear CKA between sites of one model, two, or many.
+"""Linear CKA: how alike are the layers?
 
 Two sites are compared over the same images. An image is an example, its features are all chosen
 tokens' channels, flattened; tokens are never examples:
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import Answer, alike
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import PAIR, VALUES, pair_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -208,3 +209,8 @@ def plot(table: Table) -> Figure:
     axes.set_ylim(min(0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
     put_legend_below(figure, handles)
     return figure
+
+
+def in_short(table: Table) -> list[Answer]:
+    """Lowest and highest layers among themselves, first with last; the most similar of two."""
+    return alike(table, "cka")

@@ -1,4 +1,4 @@
-"""Heads and CNNs: whether the local or the global heads of the first block see like a CNN.
+"""Heads and CNNs: do local heads see like a CNN, or global ones?
 
 The heads of one block are ordered by mean attention distance. The outputs of some of them (before
 the projection, all tokens, concatenated) are one representation, compared by CKA with the lower
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.answers import Answer, measured, number, picked
 from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import chosen_blocks
 from vitsee_core.attention.heads import StoredAttention, read_heads
@@ -320,3 +321,19 @@ def _describe_spread(table: Table) -> str:
     if np.isfinite(table["std"]).any():
         return "; bars: std over minibatch repeats"
     return ""
+
+
+def in_short(table: Table) -> list[Answer]:
+    """The most local and the most global group of heads, with the other model's lowest site."""
+    found = []
+    for store_a, of_a in picked(table, metric="cka").groups("store_a"):
+        for store_b, own in of_a.groups("store_b"):
+            rows = own.where(site_b=str(own["site_b"][0]))
+            rows = rows.take(np.argsort(rows["distance_px"].astype(float), kind="stable"))
+            near, far = (
+                f"{measured(rows, i)} for heads at {number(float(rows['distance_px'][i]))} px"
+                for i in (0, -1)
+            )
+            text = f"CKA with {rows['site_b'][0]} {near}, {far}"
+            found.append((f"{store_a} and {store_b}", text))
+    return found

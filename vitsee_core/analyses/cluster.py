@@ -1,4 +1,4 @@
-"""Clusters: whether images of a class cluster together without the use of labels.
+"""Clusters: do images of a class lie together, without labels?
 
 k-means on one vector per image; the clusters are compared with the labels (Walmer et al. 2023,
 Figs. 7, 24, 25, with k = 50 on 5000 images):
@@ -26,12 +26,14 @@ import logging
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import best_layers
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -80,6 +82,7 @@ READING = (
     "clusters with shuffled labels, and clusters of noise."
 )
 SOURCE = "Walmer et al. 2023, Figs. 7, 8, 24 to 27"
+in_short = partial(best_layers, units={"purity": "purity", "segment_purity": "purity of segments"})
 
 Score = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Effective receptive fields: which part of the image the centre of a feature map responds to.
+"""Effective receptive fields: how much of the image does a layer respond to?
 
 Per site, as `vitsee extract --erf N` stores it: the gradient of the sum over channels at the centre
 of the grid (even grids: of the mean of the middle cells) with respect to the normalised input, its
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.answers import Answer, by_store, first_and_last
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -288,3 +289,11 @@ def _row(store: Store, site: SiteSpec, metric: str, field: Field, **values: Any)
         **values,
         "n_images": int(field.counts.sum()),
     }
+
+
+def in_short(table: Table) -> list[Answer]:
+    """The radius of half the response at the first and at the last site."""
+    return [
+        (store, f"half of the response within {first_and_last(rows, 'px')}")
+        for store, rows in by_store(table, metric="radius50_px")
+    ]

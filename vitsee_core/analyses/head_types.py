@@ -1,4 +1,4 @@
-"""Head types: each attention head classified by its aligned map and its spread.
+"""Head types: which heads are local, axial, offset or global?
 
 Walmer et al. 2023 name strict, soft, axial and offset local heads (section 4.2, Figs. 3, 14) and
 sparse repeating patterns (section 4.1) from looking at maps, and list heads by hand. Here stated
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.answers import Answer, by_store
 from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_geometry import (
     SHAPE_SCORES,
@@ -283,3 +285,15 @@ def plot(table: Table) -> Figure:
     """Heads of each type by block, and the clearest example of each, one line of panels per
     store; from the table alone. See `vitsee_core.figures.head_types_figure`."""
     return draw_types(table)
+
+
+def in_short(table: Table) -> list[Answer]:
+    """How many heads are of which type, and how many stay so whatever the threshold."""
+    found = []
+    for store, rows in by_store(table, metric="same_type_thresholds"):
+        types = Counter(map(str, rows["type"].tolist())).most_common()
+        firm = int((rows["value"].astype(float) >= 1).sum())
+        said = ", ".join(f"{n} {kind}" for kind, n in types)
+        text = f"of {len(rows)} heads {said}"
+        found.append((store, f"{text}; {firm} keep their type at every threshold tried"))
+    return found

@@ -1,4 +1,4 @@
-"""Semantic keypoints: whether the same part of another object has the most similar feature.
+"""Semantic keypoints: is the same part of another object the most similar one?
 
 A keypoint of a source image is looked for in a target image by the cosine of dense features; it is
 found where the best position is nearer to the keypoint than alpha times the longer side of the
@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import best_layers
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -68,6 +70,7 @@ READING = (
     "independent sample."
 )
 SOURCE = "Min et al. 2019 (SPair-71k); Walmer et al. 2023, Figs. 10 right, 31, Table 5"
+in_short = partial(best_layers, units={"pck@0.1": "PCK at 0.1"})
 
 __all__ = ["ALPHAS", "CANDIDATES", "GROUPS", "MATCHES", "PRESETS", "THRESHOLDS", "plot", "run"]
 

@@ -1,4 +1,4 @@
-"""k-nearest-neighbour classification: whether images of a class are neighbours.
+"""k-nearest-neighbour classification: are images of a class neighbours?
 
 A test image is given the class that its k nearest training images vote for, nearest by the cosine
 of one vector per image (Walmer et al. 2023, Figs. 9 left, 28, with k = 20 and the class token;
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.answers import best_layers
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -66,6 +67,7 @@ READING = (
     "that the class is made in the last blocks."
 )
 SOURCE = "Walmer et al. 2023, Figs. 9 left, 28; Caron et al. 2021"
+in_short = partial(best_layers, units={"top1": "of the images right", "top5": "with it among five"})
 
 VOTES = ("softmax", "majority")
 BASELINES = ("random",)

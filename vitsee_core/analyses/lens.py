@@ -1,4 +1,4 @@
-"""Lens: the model's own classifier on the tokens of every block.
+"""Lens: from which block on does the model's own classifier know the class?
 
 The head that turns the last block's tokens into logits (norm, pooling, linear layer: as stores
 keep it, see `head_weights`, else the model's own, built again) is applied to the tokens of each
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import Answer, by_store, first_and_last
 from vitsee_core.arguments import analysis
 from vitsee_core.classifiers import Classifiers
 from vitsee_core.columns import SITE, site_columns
@@ -60,6 +61,7 @@ READING = (
 SOURCE = "nostalgebraist 2020; Vilas et al. 2023"
 
 OF_LABELS = ("lens_top1", "lens_rank")
+NEARLY = 0.9
 METRICS = ("lens_top1", "lens_agreement", "lens_rank")
 COLUMNS = (
     *(*SITE, "token", "row", "col"),
@@ -315,3 +317,17 @@ def _scores(logits: Float, labels: Integers, output: Integers) -> dict[str, Floa
         "lens_agreement": (first == output[:, np.newaxis]).astype(np.float64),
         "lens_rank": np.where(known, rank, np.nan),
     }
+
+
+def in_short(table: Table) -> list[Answer]:
+    """How often the classifier is right on the first and the last block, and from where on nearly
+    as often as on the last; without labels, how often it agrees with the model's output."""
+    shares = {"lens_top1": "right", "lens_agreement": "as the model's output"}
+    metric = next((m for m in shares if m in table.unique("metric")), None)
+    found = []
+    for store, rows in by_store(table, metric=metric, token=None, row=None) if metric else []:
+        values = rows["value"].astype(float)
+        i = int((values >= NEARLY * values[-1]).argmax())
+        text = f"share of images {shares[str(metric)]}: {first_and_last(rows)}"
+        found.append((store, f"{text}; {rows['site'][i]} is the first with {NEARLY:g} of the last"))
+    return found

@@ -1,4 +1,4 @@
-"""Localisation: which input patches one token still represents.
+"""Localisation: which patches of the image does one token still represent?
 
 For a token t of a site and a patch p of the input, over images,
 
@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.answers import Answer, by_store, measured, number, picked
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, VALUES, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -295,3 +296,20 @@ def plot(table: Table) -> Figure:
     if "cka" in table["metric"]:
         return draw_maps(table)
     return draw_token_summary(table) if "token" in table.columns else draw_curves(table)
+
+
+def in_short(table: Table) -> list[Answer]:
+    """How many tokens of the last site are most like their own patch, beside chance, and by how
+    much."""
+    found = []
+    for store, rows in by_store(table, metric="own_top1", token=None, baseline=None):
+        site = str(rows["site"][-1])
+        text = f"at {site} {measured(rows, -1)} of the tokens are most like their own patch"
+        chance = picked(table, store=store, metric="own_top1", site=site, baseline="chance")
+        if len(chance):
+            text += f" (chance {number(float(chance['value'][0]))})"
+        own = picked(table, store=store, metric="own_margin", site=site, token=None)
+        if len(own):
+            text += f"; CKA with it less that with the next: {measured(own)}"
+        found.append((store, text))
+    return found

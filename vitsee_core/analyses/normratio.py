@@ -1,4 +1,4 @@
-"""Norm ratio: whether a residual sublayer's output is dominated by its skip or its branch.
+"""Norm ratio: does a layer pass on what came, or write something new?
 
 Per image, token and sublayer (attention or MLP of a transformer, a residual block of a CNN, token
 or channel mixing of a Mixer), from skip z and branch f(z) over channels (Raghu et al. 2021,
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.answers import Answer, by_store, extremes, measured
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -275,3 +276,14 @@ def _report_zeros(label: str, counts: dict[str, tuple[int, int]]) -> dict[str, s
         for site, (zero, of) in counts.items()
         if zero
     }
+
+
+def in_short(table: Table) -> list[Answer]:
+    """Where the skip dominates most and least, by kind of token."""
+    found = []
+    for store, rows in by_store(table, metric="norm_ratio", row=None):
+        for token, own in rows.groups("token"):
+            low, high = (f"{measured(own, i)} at {own['site'][i]}" for i in extremes(own))
+            who = f"{store}, {token}" if token else store
+            found.append((who, f"skip over branch: from {low} to {high}"))
+    return found

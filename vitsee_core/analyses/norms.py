@@ -1,4 +1,4 @@
-"""Token norms: outliers and registers among the tokens of each layer, and massive activations.
+"""Token norms: are there outliers, registers or massive activations?
 
 Of the tokens of a site, x_t (channels), mean over images unless said otherwise:
 
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import Answer, by_store, extremes, measured
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -354,3 +355,18 @@ def _commonest(of_images: Integers) -> int:
     """The value of most images, the lowest of several."""
     values, counts = np.unique(of_images, return_counts=True)
     return int(values[counts.argmax()])
+
+
+def in_short(table: Table) -> list[Answer]:
+    """The site with most outliers among patches, and the one with the largest activation."""
+    said: dict[str, list[str]] = {}
+    units = {"outlier_share_mad": "of patches are outliers", "massive_ratio": "times the median"}
+    for metric, unit in units.items():
+        token = "patches" if metric == "outlier_share_mad" else None
+        for store, rows in by_store(table, metric=metric, token=token, row=None):
+            i = extremes(rows)[1]
+            text = f"{measured(rows, i)} {unit} at {rows['site'][i]}"
+            said.setdefault(store, []).append(
+                f"at most {text}" if token else f"the largest activation is {text}"
+            )
+    return [(store, "; ".join(parts)) for store, parts in said.items()]

@@ -1,4 +1,4 @@
-"""Principal components of patches: which of them have like features, layer by layer?
+"""Principal components of patches: which patches have like features, layer by layer?
 
 The axes of a layer are those of its patch tokens over all chosen images together (Pearson 1901): as
 they are, or normalised to length 1 each. One pass over the tokens makes their covariance, a second
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import Answer, by_store, first_and_last
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.covariance.axes import PrincipalAxes, principal_axes
@@ -376,3 +377,11 @@ class _Site:
         columns["component"] = np.repeat(np.arange(1, k + 1), n)
         columns["value"] = values.T.ravel()
         return Table(columns)
+
+
+def in_short(table: Table) -> list[Answer]:
+    """The first component's share at the first and at the last site."""
+    return [
+        (store, f"share of the first component: {first_and_last(rows)}")
+        for store, rows in by_store(table, metric="explained_variance", component=1)
+    ]

@@ -1,4 +1,4 @@
-"""Linear probes: how well a linear map of a layer's tokens predicts the classes.
+"""Linear probes: which layer knows the class best?
 
 One linear map per site (or token) from features to one target per class, +1 for an image's own
 class and -1 for the others, by ridge regression in closed form; a test image is assigned the class
@@ -23,9 +23,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitsee_core.answers import best_layers
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -66,6 +68,7 @@ SOURCE = (
     "Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3; Dosovitskiy et al. 2021; Walmer et al. "
     "2023, Table 6"
 )
+in_short = partial(best_layers, units={"top1": "of the images right", "top5": "with it among five"})
 
 BASELINES = ("random",)
 COLUMNS = (

@@ -1,4 +1,4 @@
-"""Propagation: whether tokens of one frame of a video find the same objects in the next ones.
+"""Propagation: do tokens find the same objects in the next frames of a video?
 
 The masks of a video's first frame are carried to the others by the similarity of tokens (see
 `video.propagation` for the algorithm of Jabri et al. 2020, Caron et al. 2021 and Walmer et al.
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import best_layers
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -61,6 +62,7 @@ READING = (
     "ceiling."
 )
 SOURCE = "Jabri et al. 2020; Caron et al. 2021; Walmer et al. 2023, Figs. 10 left, 30, Table 4"
+in_short = partial(best_layers, units={"jf": "mean of J and F"})
 
 BASELINES = ("still", "grid", "random")
 COLUMNS = (

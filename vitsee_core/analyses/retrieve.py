@@ -1,4 +1,4 @@
-"""Image retrieval: whether the images nearest to a query show the same thing.
+"""Image retrieval: do the nearest images show the same thing?
 
 The images of a store are ranked by the cosine of one vector per image with that of a query; the
 value is the mean over queries of the average precision (Walmer et al. 2023, Figs. 9 right, 29, with
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import best_layers
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -58,6 +59,7 @@ READING = (
     "depth. The dashed line is what an order by chance gets; intervals are over queries."
 )
 SOURCE = "Radenovic et al. 2018; Walmer et al. 2023, Figs. 9 right, 29"
+in_short = partial(best_layers, units={"map": "mAP", "map_medium": "mAP (medium)"})
 
 COLUMNS = (
     *(*SITE, "query"),

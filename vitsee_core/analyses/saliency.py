@@ -1,4 +1,4 @@
-"""Saliency: how well the attention of each head covers the objects in the image.
+"""Saliency: does attention cover the objects in the image?
 
 Per image, block and head, over spatial keys k (prefix tokens dropped, the rest renormalised):
 
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import Answer, by_store, extremes, measured, number
 from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import blocks_of_each, check_class_token
 from vitsee_core.attention.heads import StoredAttention
@@ -250,3 +251,21 @@ def plot(table: Table) -> Figure:
     against relative depth, with the 95 % interval as a band and baselines dashed (Walmer et al.
     2023, Figs. 5, 16), and all heads."""
     return draw_saliency(table)
+
+
+def in_short(table: Table) -> list[Answer]:
+    """The best of the blocks' best heads, beside the best map that ignores the image."""
+    found = []
+    for store, rows in by_store(table, metric="iou", best="head", baseline=None):
+        i = extremes(rows)[1]
+        text = f"the best head covers them to an IoU of {measured(rows, i)}, in {rows['site'][i]}"
+        blind = [
+            (float(own["value"][at]), str(own["baseline"][at]))
+            for _, own in by_store(table, store=store, metric="iou", baseline=BASELINES)
+            for at in range(len(own))
+        ]
+        if blind:
+            value, name = max(blind)
+            text += f"; without looking ({name}) {number(value)}"
+        found.append((store, text))
+    return found

@@ -1,4 +1,4 @@
-"""Similarity beyond CKA: how alike layers are by other measures, with intervals and a null.
+"""Similarity beyond CKA: do other measures call the same layers alike?
 
 Two sites are compared over the same images; an image's features are all chosen tokens' channels,
 flattened. Every measure is made of the Gram matrices that `vitsee cka` keeps:
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import Answer, alike
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import NULL, PAIR, VALUES, pair_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -357,3 +358,10 @@ def _draw_curves(table: Table) -> Figure:
         axes.set_visible(False)
     put_legend_below(figure, handles, 72 * across)
     return figure
+
+
+def in_short(table: Table) -> list[Answer]:
+    """As of CKA, by the first measure that the table has of those that are 1 where all is alike."""
+    metric = next((m for m in table.unique("metric") if m in LABELS and m != "gulp"), None)
+    found = alike(table, metric) if metric else []
+    return [(who, f"{LABELS[str(metric)]}, {text}") for who, text in found]

@@ -1,4 +1,4 @@
-"""Spatial structure of patch tokens: local similarity, oversmoothing, frequencies, position.
+"""Spatial structure: do patches resemble their neighbours, or all other patches?
 
 Per image, then means over images, as in `spatial.structure`: `lds`, `cds`, `lds_scaled`,
 `cds_scaled`, `rmsc`, `mean_cos`, with masks `srss`, `fourier_high`, `fourier_radial`. Over all
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import Answer, by_store, first_and_last, measured
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.execution import DEFAULT, Execution
@@ -271,3 +272,16 @@ class _ReadSpatial:
             whole: Float = own.reshape(len(own), -1, own.shape[-1]).astype(np.float64)
             sums[b] = TokenSums.of(whole)
         return image_structure(cells, on), sums
+
+
+def in_short(table: Table) -> list[Answer]:
+    """How much more alike near patches are than distant ones, and in the end all of them."""
+    last = dict(by_store(table, metric="mean_cos"))
+    found = []
+    for store, rows in by_store(table, metric="lds"):
+        text = f"near patches above distant ones by a cosine of {first_and_last(rows)}"
+        if store in last:
+            all_of_them = last[store]
+            text += f"; all patches {measured(all_of_them, -1)} at {all_of_them['site'][-1]}"
+        found.append((store, text))
+    return found

@@ -1,4 +1,4 @@
-"""Spectra of a layer's features: ranks, decay, anisotropy, intrinsic dimension, neural collapse.
+"""Spectra: how many directions do a layer's features use?
 
 Of one vector per image (class token, mean over patches, `pooled`), or of all tokens as examples:
 `rankme`, `effective_rank`, `participation_ratio`, `alpha`, `anisotropy` as in
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.answers import Answer, by_store, extremes, measured, picked
 from vitsee_core.arguments import analysis
 from vitsee_core.columns import SITE, site_columns
 from vitsee_core.covariance import spectra
@@ -370,3 +371,17 @@ class _Measure:
         if zeros := self.whole.n - self.whole.n_long:
             found.append(f"{where}: {zeros} examples are 0: not in anisotropy")
         return found + [remark for other in self.others for remark in other.remarks(where)]
+
+
+def in_short(table: Table) -> list[Answer]:
+    """The effective rank of the last site and the largest one, with the cap."""
+    found = []
+    for store, rows in by_store(table, metric="effective_rank"):
+        rows = picked(rows, token=rows["token"][0])
+        last, most = len(rows) - 1, extremes(rows)[1]
+        text = f"{measured(rows, last)} of at most {float(rows['cap'][last]):g} at "
+        text += f"{rows['site'][last]} (effective rank)"
+        if most != last:
+            text += f"; most at {rows['site'][most]}, {measured(rows, most)}"
+        found.append((store, text))
+    return found

@@ -1,4 +1,4 @@
-"""What a model's weights show without images: first-layer filters and position embeddings.
+"""Weights: what do the first filters and the position embeddings look like?
 
 - `variance_share`, `component`: principal components of the D filters of the first layer, each a
   vector of channels x height x width weights (Dosovitskiy et al. 2021, Fig. 7 left, shows the first
@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.answers import Answer, number, picked
 from vitsee_core.arguments import analysis
 from vitsee_core.figures.weights_figure import draw_weights
 from vitsee_core.input_weights import FILTERS, POSITIONS, InputWeights, of_model, of_store
+from vitsee_core.machine import counted
 from vitsee_core.plotting import styled
 from vitsee_core.results import Table
 from vitsee_core.types import Float
@@ -44,6 +46,7 @@ READING = (
 SOURCE = "Dosovitskiy et al. 2021, Figs. 7 left and centre, 9"
 
 
+MOST_VARIANCE = 0.9
 WHAT = ("components", "filters", "positions")
 COLUMNS = (
     *("store", "model", "site", "row", "col", "component", "filter", "channel"),
@@ -247,3 +250,15 @@ def _cosine_rows(own: InputWeights, positions: NDArray[Any], step: int) -> dict[
         other_col=col,
         value=values.ravel(),
     )
+
+
+def in_short(table: Table) -> list[Answer]:
+    """How many components hold most of the variance of the first layer's filters."""
+    found = []
+    for store, rows in picked(table, metric="variance_cumulative").groups("store"):
+        values = np.sort(rows["value"].astype(float))
+        n = min(int((values < MOST_VARIANCE).sum()) + 1, len(values))
+        share = number(float(values[n - 1]))
+        what = counted(n, "principal components")
+        found.append((str(store), f"{what} of the filters have {share} of their variance"))
+    return found
