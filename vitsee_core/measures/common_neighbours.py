@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.compiled import compiled
+from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.machine import counted
 from vitsee_core.measures.base import Measure
 from vitsee_core.measures.site_gram import SiteGram
@@ -22,6 +24,8 @@ from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
+
+AT_ONCE = 32  # pairs of representations that a thread takes
 
 
 def nearest(cosines: Float, k: int) -> Mask:
@@ -178,25 +182,65 @@ class Cknna(_OfNeighbours):
         self, a: Sequence[NeighbourPairs], b: Sequence[NeighbourPairs], pairs: Integers
     ) -> Float:
         """See `Measure`."""
-        own_a = {i: _hsic(a[i], a[i]) for i in np.unique(pairs[:, 0]).tolist()}
-        own_b = {j: _hsic(b[j], b[j]) for j in np.unique(pairs[:, 1]).tolist()}
+        keys = np.unique(pairs[:, 0]), np.unique(pairs[:, 1])
+        own_a, own_b = (
+            dict(zip(which.tolist(), _each_hsic([(x[i], x[i]) for i in which]), strict=True))
+            for x, which in zip((a, b), keys, strict=True)
+        )
         found = np.full(len(pairs), np.nan)
-        for at, (i, j) in enumerate(pairs.tolist()):
-            if own_a[i] > 0 and own_b[j] > 0:
-                found[at] = _hsic(a[i], b[j]) / np.sqrt(own_a[i] * own_b[j])
+        there = [at for at, (i, j) in enumerate(pairs.tolist()) if own_a[i] > 0 and own_b[j] > 0]
+        products = np.array([own_a[i] * own_b[j] for i, j in pairs[there].tolist()])
+        found[there] = _each_hsic([(a[i], b[j]) for i, j in pairs[there]]) / np.sqrt(products)
         return found
 
 
-def _hsic(a: NeighbourPairs, b: NeighbourPairs) -> float:
-    """HSIC_1 of two kernels that are 0 but between neighbours in both."""
-    keys, of_a, of_b = np.intersect1d(a.keys, b.keys, assume_unique=True, return_indices=True)
-    n = a.n
-    i, j = keys // n, keys % n
-    of_k, of_l = a.cosines[of_a], b.cosines[of_b]
-    # sum_ij K_ij L_ji: where (j, i) is a common neighbour too.
-    mirrored = np.searchsorted(keys, j * n + i).clip(max=max(len(keys) - 1, 0))
-    both = keys[mirrored] == j * n + i if len(keys) else np.zeros(0, bool)
-    crossed = float((of_k * of_l[mirrored])[both].sum()) if len(keys) else 0.0
-    through = float(np.bincount(j, of_k, n) @ np.bincount(i, of_l, n))
-    total = crossed + of_k.sum() * of_l.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * through
-    return float(total / (n * (n - 3)))
+def _each_hsic(pairs: Sequence[tuple[NeighbourPairs, NeighbourPairs]]) -> list[float]:
+    """HSIC_1 of two kernels that are 0 but between neighbours in both, of each pair, on all
+    cores."""
+
+    def hsic(pair: tuple[NeighbourPairs, NeighbourPairs]) -> float:
+        a, b = pair
+        return masked_hsic(a.n, a.keys, a.cosines, b.keys, b.cosines)
+
+    def some(part: list[tuple[NeighbourPairs, NeighbourPairs]]) -> list[float]:
+        return [hsic(pair) for pair in part]
+
+    parts = [list(pairs[at : at + AT_ONCE]) for at in range(0, len(pairs), AT_ONCE)]
+    with lane_pool(n_lanes()) as pool:
+        return [one for found in in_order(some, parts, pool, n_lanes() + 1) for one in found]
+
+
+@compiled
+def masked_hsic(n: int, keys_a: Integers, k: Float, keys_b: Integers, l_: Float) -> float:
+    """HSIC_1 of the kernels `k` and `l_` of n images, known at ascending keys i n + j, and 0 but at
+    the keys that both have."""
+    most = min(len(keys_a), len(keys_b))
+    of, of_k, of_l = np.empty(most, np.int64), np.empty(most), np.empty(most)
+    ends, into, out_of = np.zeros(n + 1, np.int64), np.zeros(n), np.zeros(n)
+    a = b = m = 0
+    while a < len(keys_a) and b < len(keys_b):
+        if keys_a[a] < keys_b[b]:
+            a += 1
+        elif keys_a[a] > keys_b[b]:
+            b += 1
+        else:
+            i, j = keys_a[a] // n, keys_a[a] % n
+            of[m], of_k[m], of_l[m] = j, k[a], l_[b]
+            into[j] += k[a]
+            out_of[i] += l_[b]
+            ends[i + 1] += 1
+            a, b, m = a + 1, b + 1, m + 1
+    sum_k, sum_l, through, crossed = 0.0, 0.0, 0.0, 0.0
+    for i in range(n):
+        ends[i + 1] += ends[i]
+        through += into[i] * out_of[i]
+    for i in range(n):
+        for at in range(ends[i], ends[i + 1]):
+            sum_k += of_k[at]
+            sum_l += of_l[at]
+            # sum_ij K_ij L_ji: where (j, i) is a common neighbour too.
+            for back in range(ends[of[at]], ends[of[at] + 1]):
+                if of[back] == i:
+                    crossed += of_k[at] * of_l[back]
+    total = crossed + sum_k * sum_l / ((n - 1) * (n - 2)) - 2 / (n - 2) * through
+    return total / (n * (n - 3))

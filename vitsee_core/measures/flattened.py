@@ -11,27 +11,38 @@ from typing import ClassVar
 
 import numpy as np
 
+from vitsee_core.compiled import compiled
+from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.measures.base import MOST_DENSE, Measure
 from vitsee_core.measures.site_gram import SiteGram
 from vitsee_core.types import Float, Float32, Integers, Mask
 
-_BYTES = 1 << 26  # of the parts of all matrices that are multiplied at a time
+_BYTES = 1 << 22  # of the parts of all matrices that are multiplied at a time: they stay in cache
 
 
 def inner_products(a: Sequence[Float32], b: Sequence[Float32]) -> Float:
-    """(len(a), len(b)) sum_ij A_ij B_ij, in float64."""
+    """(len(a), len(b)) sum_ij A_ij B_ij, in float64, on all cores."""
     n, same = len(a[0]), a is b
     step = max(1, _BYTES // (8 * n * (len(a) + (0 if same else len(b)))))
-    total = np.zeros((len(a), len(b)))
-    for at in range(0, n, step):
+
+    def product(at: int) -> Float:
         left = _part(a, at, step)
-        total += left @ (left if same else _part(b, at, step)).T
+        found: Float = left @ (left if same else _part(b, at, step)).T
+        return found
+
+    total = np.zeros((len(a), len(b)))
+    with lane_pool(n_lanes()) as pool:
+        for part in in_order(product, range(0, n, step), pool, n_lanes() + 1):
+            total += part
     return total
 
 
 def _part(matrices: Sequence[Float32], at: int, step: int) -> Float:
     rows = [matrix[at : at + step].ravel() for matrix in matrices]
-    return np.stack(rows).astype(np.float64)
+    out = np.empty((len(rows), rows[0].size))
+    for row, values in zip(out, rows, strict=True):
+        row[:] = values
+    return out
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,8 @@ class Cka(_Flattened):
     def reduced(self, state: Float32, places: Integers) -> Float32 | None:
         """See `Measure`: U-centring takes off a number per row and per column, so that of a part of
         the images it may begin where that of all ended."""
-        return _u_centred(state[np.ix_(places, places)].astype(np.float64))
+        found: Float32 = np.empty((len(places),) * 2, np.float32)
+        return found if u_centre(state, places, found) > 0 else None
 
 
 def _u_centred(k: Float) -> Float32 | None:
@@ -121,29 +133,69 @@ class Rsa(_Flattened):
         """(n, n) ranks of dissimilarities from 1 on, exact in float32, 0 on the diagonal; None
         where all are the same."""
         of = gram.distances() if self.rdm == "euclidean" else 1 - gram.correlations()
-        return _symmetric(_ranks(of[np.triu_indices(gram.n, 1)]), gram.n)
+        values = of[np.triu_indices(gram.n, 1)]
+        return _symmetric(mean_ranks(values, np.argsort(values)), gram.n)
 
     def reduced(self, state: Float32, places: Integers) -> Float32 | None:
         """See `Measure`: dissimilarities keep their order, so their ranks are counted anew."""
-        doubled = (2 * state[np.ix_(places, places)]).astype(np.int64)  # ties have halves
-        counts = np.bincount(doubled.ravel()) // 2  # the matrix has each twice
-        counts[0] = 0
-        if np.count_nonzero(counts) < 2:
-            return None
-        anew = np.cumsum(counts)  # twice the mean rank of equal ones is 2 cumsum - count + 1
-        anew *= 2
-        anew -= counts
-        anew += 1
-        anew[0] = 0
-        ranks = anew.astype(np.float32)
-        ranks /= 2
-        found: Float32 = ranks[doubled]
-        return found
+        found: Float32 = np.zeros((len(places),) * 2, np.float32)
+        return found if rank_anew(state, places, found) > 1 else None
 
     def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
         pairs = n * (n - 1)  # each twice
         common = pairs * ((pairs / 2 + 1) / 2) ** 2
         return (products - common) / np.sqrt((own_a - common) * (own_b - common))
+
+
+@compiled
+def u_centre(k: Float32, places: Integers, found: Float32) -> float:
+    """U-centre the part of k, (n, n), at these images into `found`, of norm 1; returns its norm."""
+    n = len(places)
+    sums, total, squares = np.zeros(n), 0.0, 0.0
+    for i in range(n):
+        row = k[places[i]]
+        for j in range(n):
+            sums[i] += row[places[j]] if i != j else 0.0
+        total += sums[i]
+    sums /= n - 2
+    total /= (n - 1) * (n - 2)
+    for i in range(n):
+        row, level = k[places[i]], total - sums[i]
+        for j in range(n):
+            value = row[places[j]] - sums[j] + level if i != j else 0.0
+            squares += value * value
+    norm = np.sqrt(squares)
+    scale = 1 / norm if norm > 0 else 0.0
+    for i in range(n):
+        row, level = k[places[i]], total - sums[i]
+        for j in range(n):
+            found[i, j] = (row[places[j]] - sums[j] + level) * scale if i != j else 0.0
+    return float(norm)
+
+
+@compiled
+def rank_anew(ranks: Float32, places: Integers, found: Float32) -> int:
+    """Put the ranks among pairs of these images into `found`, on both sides of its diagonal;
+    returns how many different ones there are."""
+    n = len(places)
+    counts = np.zeros(len(ranks) * (len(ranks) - 1) + 1, np.int32)
+    for i in range(n):
+        row = ranks[places[i]]
+        for j in range(i):
+            counts[int(2 * row[places[j]])] += 1  # ties have halves
+    anew = np.empty(len(counts), np.float32)
+    before, distinct = 0, 0
+    for at in range(len(counts)):
+        anew[at] = before + (counts[at] + 1) / 2  # the mean of equal ones
+        before += counts[at]
+        distinct += counts[at] > 0
+    for i in range(n):
+        row = ranks[places[i]]
+        for j in range(i):
+            value = anew[int(2 * row[places[j]])]
+            found[i, j] = value
+            found[j, i] = value
+    return distinct
 
 
 def _symmetric(ranks: Float, n: int) -> Float32 | None:
@@ -155,10 +207,18 @@ def _symmetric(ranks: Float, n: int) -> Float32 | None:
     return out + out.T
 
 
-def _ranks(values: Float) -> Float:
-    from scipy.stats import rankdata
-
-    found: Float = rankdata(values, "average")
+@compiled
+def mean_ranks(values: Float, order: Integers) -> Float:
+    """Ranks from 1 on of values that `order` puts in order; of equal ones their mean."""
+    found = np.empty(len(values))
+    start = 0
+    while start < len(values):
+        stop = start + 1
+        while stop < len(values) and values[order[stop]] == values[order[start]]:
+            stop += 1
+        for at in range(start, stop):
+            found[order[at]] = (start + 1 + stop) / 2
+        start = stop
     return found
 
 
