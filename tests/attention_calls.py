@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vitsee_core.reductions import AttentionReducer, AttentionSummary
+from vitsee_core.reductions.device_passes import BLOCK_BYTES
 from vitsee_stores.layout import TokenLayout
 
 PER_HEAD = (
@@ -59,6 +60,9 @@ class Call:
         part = self.given[images].float()
         return part.clone() if out is None else out.copy_(part)
 
+    def factors(self) -> None:
+        return None
+
 
 def random_scores(
     layout: TokenLayout, n_images: int = 2, n_heads: int = 3, seed: int = 0
@@ -73,7 +77,7 @@ def reduce(
     scores: Tensor,
     valid: list[bool] | None = None,
     device: str = "cpu",
-    block_bytes: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> AttentionSummary:
     reducer = AttentionReducer(layout, device, rows=True, full=True, block_bytes=block_bytes)
     mask = torch.tensor([True] * len(scores) if valid is None else valid)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vitsee_core.device import no_autocast
-from vitsee_core.reductions.cpu_kernels import dot_products
+from vitsee_core.reductions.cpu_dots import dot_products
 from vitsee_core.threads import by_chunks
 
 if TYPE_CHECKING:

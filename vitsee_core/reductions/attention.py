@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from vitsee_core.reductions.cpu_kernels import COUNTS, NUMBERS
+from vitsee_core.reductions.cpu_numbers import COUNTS, NUMBERS
 from vitsee_core.reductions.cpu_passes import CpuPasses
-from vitsee_core.reductions.device_passes import DevicePasses
+from vitsee_core.reductions.device_passes import BLOCK_BYTES, DevicePasses
 from vitsee_core.reductions.grid_distances import grid_distances
 from vitsee_core.reductions.summary import AttentionScores, AttentionSummary
 from vitsee_core.threads import run_split
@@ -25,7 +24,7 @@ THREAD_BYTES = 16 << 20
 # A batch's sums are added up from this many parts at most, whatever the number of threads.
 MAX_PARTS = 16
 # Scores of a part at least: a fraction of a millisecond.
-PART_BYTES = 256 << 10
+PART_BYTES = 512 << 10
 
 
 def is_cpu(device: torch.device) -> bool:
@@ -36,8 +35,9 @@ def is_cpu(device: torch.device) -> bool:
 class AttentionReducer:
     """Summarises the attention of blocks that share a token layout.
 
-    Keeps their constants and its buffers: for each thread twice the scores of a block of images
-    (1 MiB, on a GPU 256 MiB, or one image if that is more; `block_bytes` sets it). Every image is
+    Keeps their constants and its buffers: on a CPU for each thread A of one image, and its scores
+    where they are no plain product; on a GPU twice the scores of a block of images (`block_bytes`,
+    or one image if that is more). Every image is
     reduced separately: on a CPU its values do not depend on blocks, batches or threads, bit for
     bit, nor do the sums on threads; a GPU's libraries choose kernels by the number of images, which
     moves last digits.
@@ -54,7 +54,7 @@ class AttentionReducer:
         rollout: bool = True,
         rows: bool = False,
         full: bool = False,
-        block_bytes: int | None = None,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         if layout.grid is None or layout.stride_px is None:
             raise ValueError("attention is summarised on a grid whose stride in pixels is known")
@@ -65,23 +65,9 @@ class AttentionReducer:
         self._passes = (
             CpuPasses(layout, self.grid, apart)
             if is_cpu(self.device)
-            else DevicePasses(layout, self.grid, apart, self.device)
+            else DevicePasses(layout, self.grid, apart, self.device, block_bytes)
         )
-        self._block_bytes = block_bytes or self._passes.block_bytes
         self._sum_dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        self._buffers: dict[str, Tensor] = {}
-
-    def _buffer(self, name: str, *shape: int) -> Tensor:
-        """The reused buffer of that name; its contents are lost."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            # Allocating this much memory each time costs page faults worth a tenth of the run. An
-            # inference tensor could not be written outside inference mode by a later caller.
-            with torch.inference_mode(False):
-                buffer = torch.empty(size, dtype=torch.float32, device=self.device)
-            self._buffers[name] = buffer
-        return buffer[:size].view(shape)
 
     @torch.no_grad()
     def reduce(self, call: AttentionScores, valid: Tensor) -> AttentionSummary:
@@ -96,21 +82,17 @@ class AttentionReducer:
         n_tokens = call.n_tokens
         if n_tokens != self.layout.n_tokens:
             raise ValueError(f"attention over {n_tokens} tokens; layout: {self.layout.n_tokens}")
-        # Only a host tensor can be read without waiting for the device.
-        all_valid = valid.device.type == "cpu" and bool(valid.all())
-        kept = None if all_valid else valid.to(self.device)
-        n_parts, n_threads = self._split(call)
+        kept = self._mask(valid)
+        n_parts, n_threads, n_sharing = self._split(call)
         out = self._empty(call.n_images, call.n_heads)
-        if is_cpu(self.device):
-            out["valid"] = valid
-        sums = self._empty_sums(n_parts, call.n_heads)
+        sums = self._no_sums(n_parts, call.n_heads)
         bounds = [call.n_images * part // n_parts for part in range(n_parts + 1)]
 
         def reduce_parts(thread: int, parts: range) -> None:
             for part in parts:
                 images = range(bounds[part], bounds[part + 1])
                 here = {name: tensor[part] for name, tensor in sums.items()}
-                self._reduce_part(call, images, kept, out, here, thread)
+                self._passes.reduce(call, images, kept, out, here, thread, n_sharing)
 
         run_split(reduce_parts, n_parts, n_threads)
         total = {name: sum_in_order(parts) for name, parts in sums.items()}
@@ -127,6 +109,14 @@ class AttentionReducer:
             full=out.get("full"),
         )
 
+    def _mask(self, valid: Tensor) -> Tensor | None:
+        """Which images count, where the work is done; on a GPU None where it is known that all."""
+        if is_cpu(self.device):
+            return valid.cpu()
+        # Only a host tensor can be read without waiting for the device.
+        all_valid = valid.device.type == "cpu" and bool(valid.all())
+        return None if all_valid else valid.to(self.device)
+
     def _empty(self, n_images: int, n_heads: int) -> dict[str, Tensor]:
         """Room for the results per image: what `DevicePasses.reduce` fills, and copies of A."""
         t = self.layout.n_tokens
@@ -142,62 +132,34 @@ class AttentionReducer:
             shapes["cls_rows"] = (n_images, n_heads, t)
         if self.full:
             shapes["full"] = (n_images, n_heads, t, t)
-        dtypes = {"counts": torch.int32, "full": torch.float16}
+        own = self._passes.shapes(n_images, n_heads)
+        dtypes = {"counts": torch.int32, "full": torch.float16, **dict.fromkeys(own, torch.float64)}
+        shapes |= own
         return {
             name: torch.empty(shape, dtype=dtypes.get(name, torch.float32), device=self.device)
             for name, shape in shapes.items()
         }
 
-    def _empty_sums(self, n_parts: int, n_heads: int) -> dict[str, Tensor]:
-        """Room for each part's sums over its images, by name; zeros where they are added to."""
-        shape = (n_parts, n_heads, self.layout.n_tokens)
+    def _no_sums(self, n_parts: int, n_heads: int) -> dict[str, Tensor]:
+        """Zeros, to which each part's sums over its images are added, by name."""
         names = ["received_rows"] if self.layout.cls is None else ["received_rows", "cls_rows"]
-        sums = {
-            name: torch.empty(shape, dtype=self._sum_dtype, device=self.device) for name in names
+        dtypes = {"pairs": self._passes.pairs_dtype} | dict.fromkeys(names, self._sum_dtype)
+        shapes = {"pairs": self._passes.pairs_shape(n_heads)}
+        rows = n_heads, self.layout.n_tokens
+        return {
+            name: torch.zeros((n_parts, *shapes.get(name, rows)), dtype=dtype, device=self.device)
+            for name, dtype in dtypes.items()
         }
-        pairs = (n_parts, *self._passes.pairs_shape(n_heads))
-        dtype = self._passes.pairs_dtype
-        return {"pairs": torch.zeros(pairs, dtype=dtype, device=self.device), **sums}
 
-    def _split(self, call: AttentionScores) -> tuple[int, int]:
-        """The number of parts (runs of images with sums of their own) and of threads."""
+    def _split(self, call: AttentionScores) -> tuple[int, int, int]:
+        """The number of parts (runs of images with sums of their own), of threads that take them,
+        and of threads that share an image."""
         image_bytes = 4 * call.n_heads * call.n_tokens**2
         if not is_cpu(self.device) or image_bytes > THREAD_BYTES:
-            return 1, 1
-        part_bytes = min(PART_BYTES, self._block_bytes)
-        n_parts = max(1, min(MAX_PARTS, call.n_images * image_bytes // part_bytes))
+            return 1, 1, torch.get_num_threads()
+        n_parts = max(1, min(MAX_PARTS, call.n_images * image_bytes // PART_BYTES))
         n_parts = min(n_parts, max(1, call.n_images))
-        return n_parts, min(torch.get_num_threads(), n_parts)
-
-    def _reduce_part(
-        self,
-        call: AttentionScores,
-        part: range,
-        valid: Tensor | None,
-        out: dict[str, Tensor],
-        sums: dict[str, Tensor],
-        thread: int,
-    ) -> None:
-        """Fills `out` for a run of images, and the sums over them."""
-        image_bytes = 4 * call.n_heads * call.n_tokens**2
-        block = max(1, self._block_bytes // image_bytes)
-        n_threads = torch.get_num_threads() if image_bytes > THREAD_BYTES else 1
-        for first in range(part.start, part.stop, block):
-            images = slice(first, min(first + block, part.stop))
-            shape = (images.stop - first, call.n_heads, call.n_tokens, call.n_tokens)
-            scores = call.scores(images, out=self._buffer(f"scores {thread}", *shape))
-            a = torch.softmax(scores, -1, out=self._buffer(f"probabilities {thread}", *shape))
-            kept = None if valid is None else valid[images]
-            self._passes.reduce(a, scores, first, kept, out, sums["pairs"], n_threads)
-            if self.layout.cls is not None:
-                out["cls_rows"][images] = a[:, :, self.layout.cls]
-            if self.full:
-                out["full"][images] = a
-        for name in sums.keys() - {"pairs"}:
-            rows = out[name][part.start : part.stop]
-            if valid is not None:
-                rows = rows.masked_fill(~valid[part.start : part.stop, None, None], 0.0)
-            torch.sum(rows, 0, dtype=self._sum_dtype, out=sums[name])
+        return n_parts, min(torch.get_num_threads(), n_parts), 1
 
 
 def sum_in_order(parts: Tensor) -> Tensor:

@@ -7,20 +7,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vitsee_core.reductions.cpu_kernels import COUNTS, NUMBERS
+from vitsee_core.reductions.buffers import Buffers
+from vitsee_core.reductions.cpu_numbers import COUNTS, NUMBERS
 from vitsee_core.reductions.grid_distances import GridDistances, sum_by_offset
+from vitsee_core.reductions.summary import AttentionScores
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vitsee_stores.layout import TokenLayout
 
+# Scores of one block of images: they only bound the memory.
+BLOCK_BYTES = 256 << 20
+
 
 class DevicePasses:
-    """Fills the summaries of images from their A, pass by pass."""
+    """Fills the summaries of images from their A, pass by pass, in blocks of images."""
 
-    # Scores of one block of images: they only bound the memory.
-    block_bytes = 256 << 20
     pairs_dtype = torch.float32
 
     def __init__(
@@ -29,8 +32,10 @@ class DevicePasses:
         grid: tuple[int, int],
         apart: GridDistances,
         device: torch.device,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self._n, self._grid = layout.n_prefix, grid
+        self._n, self._grid, self._cls = layout.n_prefix, grid, layout.cls
+        self._block_bytes, self._buffers = block_bytes, Buffers(device)
         self._unit_per_px = apart.unit_per_px
         self._px, self._unit = (self._widened(x).to(device) for x in (apart.px, apart.unit))
         self._sum_dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -44,7 +49,56 @@ class DevicePasses:
         n_cells = self._grid[0] * self._grid[1]
         return n_heads, n_cells, n_cells
 
+    def shapes(self, n_images: int, n_heads: int) -> dict[str, tuple[int, ...]]:
+        """Of what else `reduce` needs in `out`, float64: nothing."""
+        return {}
+
     def reduce(
+        self,
+        call: AttentionScores,
+        images: range,
+        valid: Tensor | None,
+        out: Mapping[str, Tensor],
+        sums: Mapping[str, Tensor],
+        thread: int,
+        n_threads: int,
+    ) -> None:
+        """Fill the rows of some images, and the sums over them.
+
+        Args:
+            call: the attention of the batch.
+            images: which of the batch.
+            valid: (batch,) which of them enter the sums; None: all.
+            out: numbers (`NUMBERS`, batch, heads), counts (`COUNTS`, batch, heads), head_std
+                (batch,), received_rows (batch, heads, tokens), head_mean (batch, tokens, tokens);
+                where they are wanted cls_rows (batch, heads, tokens) and full (batch, heads,
+                tokens, tokens).
+            sums: pairs of `pairs_shape`, and received_rows and cls_rows (heads, tokens); added to.
+            thread: of those that work at the same time, each with buffers of its own.
+            n_threads: how many may share the work, where that is up to the caller.
+        """
+        image_bytes = 4 * call.n_heads * call.n_tokens**2
+        block = max(1, self._block_bytes // image_bytes)
+        for first in range(images.start, images.stop, block):
+            some = slice(first, min(first + block, images.stop))
+            shape = (some.stop - first, call.n_heads, call.n_tokens, call.n_tokens)
+            scores = call.scores(some, out=self._buffers.get(f"scores {thread}", *shape))
+            room = self._buffers.get(f"probabilities {thread}", *shape)
+            a = torch.softmax(scores, -1, out=room)
+            kept = None if valid is None else valid[some]
+            self._reduce_block(a, scores, first, kept, out, sums["pairs"])
+            if "cls_rows" in out:
+                assert self._cls is not None
+                out["cls_rows"][some] = a[:, :, self._cls]
+            if "full" in out:
+                out["full"][some] = a
+        for name in sums.keys() - {"pairs"}:
+            rows = out[name][images.start : images.stop]
+            if valid is not None:
+                rows = rows.masked_fill(~valid[images.start : images.stop, None, None], 0.0)
+            sums[name] += rows.sum(0, dtype=self._sum_dtype)
+
+    def _reduce_block(
         self,
         a: Tensor,
         scores: Tensor,
@@ -52,20 +106,9 @@ class DevicePasses:
         valid: Tensor | None,
         out: Mapping[str, Tensor],
         pairs: Tensor,
-        n_threads: int,
     ) -> None:
-        """Fill the rows of some images, and add to the sums.
-
-        Args:
-            a: (images, heads, tokens, tokens), the softmax of `scores`.
-            scores: of the same shape, overwritten.
-            start: the place of the first image in `out`.
-            valid: (images,) which of them enter the sums; None: all.
-            out: numbers (`NUMBERS`, batch, heads), counts (`COUNTS`, batch, heads), head_std
-                (batch,), received_rows (batch, heads, tokens), head_mean (batch, tokens, tokens).
-            pairs: of `pairs_shape`, added to.
-            n_threads: how many may share the work, where that is up to the caller.
-        """
+        """The same of images whose A (images, heads, tokens, tokens) fits the buffers; `scores` are
+        overwritten, `start` is the place of the first image in `out`."""
         n, images = self._n, slice(start, start + len(a))
         here = {name: out["numbers"][i, images] for i, name in enumerate(NUMBERS)}
         here |= {name: out["counts"][i, images] for i, name in enumerate(COUNTS)}
