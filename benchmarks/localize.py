@@ -1,6 +1,6 @@
 """Localisation: every token of a 14 x 14 grid against every 16-pixel patch, from a store.
 
-    python benchmarks/localize.py [--images 2048] [--dim 384] [--rounds 5] [--folder DIR]
+    python benchmarks/localize.py [--images 1024] [--dim 384] [--rounds 3] [--folder DIR]
 
 - Rate: useful operations, n (n + 1) (sum of features + tokens x patches), over the time of `run`
   (reading, casting, centring, jackknife included), against the rate of a plain float32 product of
@@ -113,11 +113,11 @@ def published(features: list[NDArray[np.float32]]) -> NDArray[np.float32]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--images", type=int, default=2048)
+    parser.add_argument("--images", type=int, default=1024)
     parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--memory", default="2G", help="of the command whose peak is measured")
+    parser.add_argument("--memory", default="1G", help="of the command whose peak is measured")
     parser.add_argument("--folder", type=Path)
     add_record_option(parser)
     arguments = parser.parse_args()
@@ -138,7 +138,7 @@ def main() -> None:
 
 def peak_of(folder: Path, arguments: argparse.Namespace) -> Result:
     """Of the command, above its imports, against the memory it was given."""
-    imports = peak_rss([sys.executable, "-c", "import torch, vitsee_core.analyses.localize"])
+    imports = peak_rss([sys.executable, "-c", "import numba, torch, vitsee_core.analyses.localize"])
     command = [sys.executable, "-m", "vitsee_cli", "-q", "localize", str(folder / "bench.zarr")]
     command += ["--memory", arguments.memory, "--device", arguments.device]
     above = (peak_rss(command) - imports) / 1e6
@@ -176,7 +176,7 @@ def compare(store: Store, arguments: argparse.Namespace) -> list[Result]:
             found["reference"] = published(features)
 
         sides["reference"] = reference
-    seconds = interleaved(sides, arguments.rounds)
+    seconds = interleaved(sides, arguments.rounds, pause=0.2)
     rate = [work / s / 1e9 for s in seconds["ours"]]
     peak = [2 * 1024**3 / s / 1e9 for s in seconds["product"]]
     print(f"{k} tokens of {dim} x {k} patches of {3 * PATCH**2}, {n} images, from the store")

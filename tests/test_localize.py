@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -81,6 +81,7 @@ def write(
     order: str = "shuffled",
     tokens: str = "all",
     slabs: Sequence[int] | None = None,
+    dtype: Literal["float16", "float32"] = "float32",
 ) -> Store:
     n = len(next(iter(sites.values()))[0])
     specs = [
@@ -96,7 +97,7 @@ def write(
             depth=i,
             rel_depth=i / max(len(sites) - 1, 1),
             tokens=tokens,
-            dtype="float32",
+            dtype=dtype,
         )
         for i, (name, (values, layout)) in enumerate(sites.items())
     ]

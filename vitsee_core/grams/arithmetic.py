@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.grams.lanes import one_blas_thread, one_torch_thread
 from vitsee_core.grams.syrk import load_syrk, mirror
+from vitsee_core.types import Float32
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -168,6 +169,17 @@ class Host:
         else:
             np.matmul(left, right.T, out=product)
         return product
+
+    def whole(self, left: Float32, right: Float32, out: Float32) -> None:
+        """left right^T into `out` (contiguous), of some hundred rows: by torch, if it is imported
+        anyway, a fifth faster than numpy; by numpy where both sides are the same memory, which
+        takes syrk (`mirror` costs more than numpy's own copy of so small a triangle)."""
+        if left is right or "torch" not in sys.modules:
+            np.matmul(left, right.T, out=out)
+        else:
+            import torch
+
+            torch.mm(torch.from_numpy(left), torch.from_numpy(right).T, out=torch.from_numpy(out))
 
     def add(self, total: NDArray[np.float64], product: NDArray[Any]) -> None:
         """total += product."""

@@ -22,6 +22,7 @@ TO_SIZE, TO_SIGN = np.uint32(13), np.uint32(16)
 @compiled
 def shift_half(
     raw: NDArray[np.uint16],
+    place: int,
     mean: NDArray[np.float32],
     x: NDArray[np.float32],
     column: int,
@@ -30,17 +31,18 @@ def shift_half(
     """x = raw - mean, from one of its columns on, and its sums.
 
     Args:
-        raw: (rows, columns) the bits of float16.
+        raw: (rows, places, columns) the bits of float16.
+        place: the one that is taken.
         mean: (columns,) what is subtracted.
         x: (rows, width), filled.
         column: where in `x` the first column goes.
         sums: (rows, 2), added to: each row's product with `mean`, and its sum; without rows nothing
             is added up.
     """
-    rows, columns = raw.shape
+    rows, columns = raw.shape[0], raw.shape[2]
     for i in range(rows):
         # Parts of rows, which the compiler knows to be contiguous.
-        of, to = raw[i], x[i][column : column + columns]
+        of, to = raw[i, place], x[i][column : column + columns]
         along, total = np.float32(0), np.float32(0)
         for j in range(columns):
             half = np.uint32(of[j])
@@ -56,3 +58,17 @@ def shift_half(
         if len(sums):
             sums[i, 0] += along
             sums[i, 1] += total
+
+
+@compiled
+def shift_bytes(
+    raw: NDArray[np.uint8],
+    mean: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    x: NDArray[np.float32],
+) -> None:
+    """x = (raw - mean) scale, of (rows, columns), with a mean and a scale of each column."""
+    for i in range(raw.shape[0]):
+        of, to = raw[i], x[i]
+        for j in range(len(of)):
+            to[j] = (np.float32(of[j]) - mean[j]) * scale[j]

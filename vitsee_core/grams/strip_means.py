@@ -47,7 +47,7 @@ class StripMeans:
             sums = self._sums[strip][rows]
         if self._fused and raw.dtype == np.float16 and x.dtype == np.float32:
             bits = np.ascontiguousarray(raw).view(np.uint16)
-            shift_half(bits, mean, x[rows], columns.start, sums)
+            shift_half(bits[:, np.newaxis], 0, mean, x[rows], columns.start, sums)
             return
         weights, step = _weights(mean), max(1, PIECE // raw.shape[1])
         for at in range(0, len(raw), step):

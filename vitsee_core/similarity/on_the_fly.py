@@ -10,7 +10,7 @@ each feature about n / (2 tile) times where they do not all fit the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.grams.arithmetic import Arithmetic, arithmetic, choose_device, full_precision
-from vitsee_core.grams.lanes import one_blas_thread
+from vitsee_core.grams.arithmetic import LARGE, arithmetic, choose_device, full_precision
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import batch_sizes, draw_batches
@@ -33,12 +32,13 @@ from vitsee_core.similarity.pair_sums import (
     pair_totals,
     sum_over_cells,
 )
-from vitsee_core.similarity.stacks import Counted, Stack, matrices
+from vitsee_core.similarity.stack_grams import Counted, StackGram, bytes_per_value, matrices
+from vitsee_core.similarity.stacks import Stack
 from vitsee_stores.errors import VitseeError
 
-LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 1024, 256, 32
+LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 512, 256, 32
 SIDES = 4  # features of a tile's side in memory: two, and one being read, which takes twice
-TILES_ALONG = 6  # a square on the diagonal is multiplied whole: few large ones waste work
+TILES_ALONG = 2
 Work = Callable[..., list[Hsic]]
 Shape = tuple[int, int]
 
@@ -94,9 +94,18 @@ def hsic_on_the_fly(
             "jackknife_blocks": partitions[0].n_cells,
         }
         spread = "jackknife" if n > 4 else ""
-    plan = _divide(rows, cols, n, partitions, memory)
-    with full_precision(device), one_blas_thread():
-        values = _in_groups(plan, images, work, backend, progress)
+    stored = device == "cpu" and mults > LARGE
+    plan = _divide(rows, cols, n, partitions, memory, stored)
+    read = partial(
+        matrices,
+        images=images,
+        kept=plan.kept,
+        backend=backend,
+        progress=progress,
+        stored=stored,
+    )
+    with full_precision(device), backend.one_thread():
+        values = _in_groups(plan, n, work, read, progress)
     counted = int((partitions[0].labels >= 0).sum())  # of a repeat
     replicates = {"jackknife": values[1:], "repeats": values, "": []}[spread]
     notes |= {"spread": METHODS[spread], "images": n, "seed": seed}
@@ -165,6 +174,7 @@ def _divide(
     n: int,
     partitions: Sequence[Partition],
     memory: int,
+    stored: bool,
 ) -> _Division:
     """Everything at once in large tiles if it fits; else smaller tiles, then groups of matrices
     (each group of rows makes the columns' Gram matrices again, and the other way round), then
@@ -182,8 +192,9 @@ def _divide(
             sums += int(share * sum(s.n_matrices for s in stacks) + 1) * bytes_each(
                 n, partitions, tile
             )
-            widths = sum(s.n_matrices * s.n_features for s in stacks)
-            side += int(share * widths + max(s.n_features for s in stacks)) * tile * 4
+            sizes = [s.n_features * bytes_per_value(s, stored) for s in stacks]
+            widths = sum(s.n_matrices * size for s, size in zip(stacks, sizes, strict=True))
+            side += int(share * widths + max(sizes)) * tile
         return sums, side
 
     def fits(tile: int, parts: tuple[int, int]) -> bool:
@@ -230,10 +241,14 @@ def _split(stacks: Sequence[Stack], n_parts: int) -> list[list[Stack]]:
 
 
 def _in_groups(
-    plan: _Division, images: Rows, work: Work, backend: Arithmetic, progress: Progress
+    plan: _Division,
+    n: int,
+    work: Work,
+    read: Callable[[Sequence[Stack]], Iterator[StackGram]],
+    progress: Progress,
 ) -> list[Hsic]:
     """`work` on every group of rows with every group of columns, put together again."""
-    along = -(-len(images) // plan.tile)
+    along = -(-n // plan.tile)
     steps = len(plan.rows) * len(plan.cols) * along * (along + 1) // 2
     progress.start(steps, unit="steps")
     grid = []
@@ -241,10 +256,9 @@ def _in_groups(
         for of_rows in plan.rows:
             line = []
             for of_cols in plan.cols:
-                rows = list(matrices(of_rows, images, plan.kept, backend, progress))
-                cols = list(matrices(of_cols, images, plan.kept, backend, progress))
-                rows[0] = Counted(rows[0], progress)
-                line.append(work(rows, cols, tile=plan.tile))
+                first, *rest = read(of_rows)
+                rows = [Counted(first, progress), *rest]
+                line.append(work(rows, list(read(of_cols)), tile=plan.tile))
             grid.append(line)
     finally:
         progress.stop()

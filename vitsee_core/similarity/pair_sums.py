@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,14 @@ class Matrix(Protocol):
 
     def block(self, i: slice, j: slice) -> Any:
         """(len(i), len(j)) float32 of its entries, an array, or on the device where it was made."""
+
+
+@runtime_checkable
+class Computed(Protocol):
+    """A matrix whose blocks are made where they are wanted."""
+
+    def compute(self, i: slice, j: slice, out: Float32) -> None:
+        """As `Matrix.block`, into contiguous memory of the host."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ def pair_totals(
     first_col = 0 if cols is None else n_rows
     side = min(tile, n)
     memory = _tile_memory(device, len(matrices) * side * side)
+    host = isinstance(memory, _HostTiles)
     diagonals = np.empty((len(matrices), n))
     n_cols = len(matrices) - first_col
     totals = [_Running(len(matrices), n_rows, n_cols, first_col, n, p) for p in partitions]
@@ -114,13 +123,17 @@ def pair_totals(
             values = memory.shaped(*shape)
 
             def load(k: int, i: slice = i, j: slice = j, values: Any = values) -> None:
-                memory.put(values, k, matrices[k].block(i, j))
+                matrix = matrices[k]
+                if host and isinstance(matrix, Computed):
+                    matrix.compute(i, j, values[k])
+                else:
+                    memory.put(values, k, matrix.block(i, j))
 
             run_all(load, order, pool)
             if i == j:
                 diagonals[:, i] = memory.without_diagonals(values)
             blocks = [piece for running in totals for piece in running.pieces(i, j)]
-            if isinstance(memory, _HostTiles):
+            if host:
                 sums: partial[_Sums] = partial(_sums, values, n_rows, first_col)
                 made = in_order(sums, blocks, pool, 2 * lanes)
             else:
@@ -216,7 +229,7 @@ class _Running:
         cells = partition.n_cells if partition.crossing else 1
         self.products = np.zeros((n_rows, n_cols))
         self.own = np.zeros(n_all)
-        self.sums = np.zeros((n_all, n, cells))
+        self.sums = np.zeros((n_all, cells, n))
         self.touch_products = np.zeros((cells, n_rows, n_cols))
         self.touch_own = np.zeros((cells, n_all))
 
@@ -238,9 +251,9 @@ class _Running:
         self.own += twice * sums.own.astype(np.float64)
         crossing = self.partition.crossing
         at_g, at_h = (piece.g, piece.h) if crossing else (0, 0)
-        self.sums[:, piece.first_row + piece.rows, at_h] += sums.over_cols
+        self.sums[:, at_h][:, _run(piece.first_row + piece.rows)] += sums.over_cols
         if twice == 2:
-            self.sums[:, piece.first_col + piece.cols, at_g] += sums.over_rows
+            self.sums[:, at_g][:, _run(piece.first_col + piece.cols)] += sums.over_rows
         if crossing:
             for cell in {piece.g, piece.h}:
                 self.touch_products[cell] += twice * sums.products.astype(np.float64)
@@ -253,12 +266,13 @@ class _Running:
             # The same sums in the same order as between different ones: CKA with itself is 1.
             self.own = np.diagonal(self.products).copy()
             self.touch_own = np.diagonal(self.touch_products, axis1=1, axis2=2).copy()
+        sums = self.sums.swapaxes(1, 2)
         return Totals(
             self.products,
             self.own[r],
             self.own[c],
-            self.sums[r],
-            self.sums[c],
+            sums[r],
+            sums[c],
             (self.touch_products, self.touch_own[:, r], self.touch_own[:, c]),
         )
 

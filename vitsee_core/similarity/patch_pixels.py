@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.cell_edges import cell_edges
+from vitsee_core.compiled import compiled
 from vitsee_core.machine import free_disk_bytes, human_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.provenance import Pictures
+from vitsee_core.types import Float32
 from vitsee_stores.errors import MissingInput, VitseeError
-from vitsee_stores.lazy import LazyArray
+from vitsee_stores.lazy import LazyArray, NormalisedInputs
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -72,13 +75,56 @@ class PatchPixels:
         images = self.pixels[rows]
         # Patch by patch in memory, as they are multiplied.
         out = np.zeros((self.n_matrices, len(images), *self.shape), np.float32)
-        for k, cell in enumerate(self.cells.tolist()):
-            (y0, y1), (x0, x1) = (
-                edges[at : at + 2].tolist()
-                for edges, at in zip(self.bounds, divmod(cell, self.layout.grid[1]), strict=True)
-            )
+        for k, ((y0, y1), (x0, x1)) in enumerate(self._edges()):
             out[k, :, :, : y1 - y0, : x1 - x0] = images[:, :, y0:y1, x0:x1]
         return out.reshape(self.n_matrices, len(images), -1).swapaxes(0, 1)
+
+    @cached_property
+    def scale(self) -> Float32 | None:
+        """(features,) what a step of a pixel's value is, normalised; None where the pixels are not
+        stored as bytes."""
+        if not isinstance(self.pixels, NormalisedInputs):
+            return None
+        of_channel = 1 / (np.float32(255) * self.pixels.std)
+        return np.repeat(of_channel, self.n_features // len(of_channel))
+
+    def read_stored(self, rows: slice) -> NDArray[np.uint8]:
+        """(patches, rows, features) of consecutive rows of the store, before they are normalised;
+        0 beyond smaller patches."""
+        assert isinstance(self.pixels, NormalisedInputs)
+        images = self.pixels.pixels[rows]
+        out = np.zeros((self.n_matrices, len(images), *self.shape), np.uint8)
+        cut_patches(images, np.array(self._edges()), out)
+        return out.reshape(self.n_matrices, len(images), -1)
+
+    def _edges(self) -> list[tuple[list[int], list[int]]]:
+        """Of each patch, the first row and the one after the last, and the same of its columns."""
+        assert self.layout.grid is not None
+        places = (divmod(cell, self.layout.grid[1]) for cell in self.cells.tolist())
+        (ys, xs) = self.bounds
+        return [(ys[r : r + 2].tolist(), xs[c : c + 2].tolist()) for r, c in places]
+
+
+@compiled
+def cut_patches(
+    pixels: NDArray[np.uint8], edges: NDArray[np.int64], out: NDArray[np.uint8]
+) -> None:
+    """The pixels of each patch.
+
+    Args:
+        pixels: (images, channels, height, width).
+        edges: (patches, 2, 2) the first row and the one after the last, the same of columns.
+        out: (patches, images, channels, rows, columns), filled from its first row and column on.
+    """
+    for image in range(pixels.shape[0]):
+        for k in range(len(edges)):
+            (top, bottom), (left, right) = edges[k]
+            for channel in range(pixels.shape[1]):
+                for y in range(top, bottom):
+                    of = pixels[image, channel, y][left:right]
+                    to = out[k, image, channel, y - top]
+                    for x in range(len(of)):
+                        to[x] = of[x]
 
 
 def patch_shape(layout: TokenLayout, pixels: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,10 +1,9 @@
-"""Stacks of small feature matrices, and their Gram matrices, computed when they are read."""
+"""Stacks of small feature matrices, read together and kept by runs of images."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,7 +13,6 @@ from vitsee_core.features import SiteFeatures
 from vitsee_core.grams.arithmetic import Arithmetic
 from vitsee_core.progress import Progress
 from vitsee_core.similarity.comparison import Rows
-from vitsee_core.similarity.pair_sums import Matrix
 from vitsee_core.types import Float32
 
 if TYPE_CHECKING:
@@ -73,6 +71,12 @@ class TokenStack:
         """Some of the tokens."""
         return TokenStack(self.features, self.places[wanted])
 
+    @property
+    def is_half(self) -> bool:
+        """Whether they are read in half precision."""
+        features = self.features
+        return features.matching is None and all(a.dtype == np.float16 for a in features.arrays)
+
     def read(self, rows: slice) -> NDArray[Any]:
         """(rows, tokens, channels) of consecutive rows of the store."""
         first, last = int(self.places.min()), int(self.places.max())
@@ -81,53 +85,7 @@ class TokenStack:
         return values if np.array_equal(places, np.arange(values.shape[1])) else values[:, places]
 
 
-@dataclass(frozen=True)
-class _Gram:
-    """The Gram matrix of one matrix of a stack."""
-
-    features: _Runs
-    k: int
-
-    @property
-    def n(self) -> int:
-        """Number of images."""
-        return len(self.features.images)
-
-    def block(self, i: slice, j: slice) -> Any:
-        """(len(i), len(j)) of its entries, where the features are: on the CPU or a GPU."""
-        a, b = (x[self.k] for x in self.features.both(i, j))
-        return a @ b.T  # numpy takes syrk where both sides are the same memory: half the work
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A matrix that counts the blocks that are read of it."""
-
-    matrix: Matrix
-    progress: Progress
-
-    @property
-    def n(self) -> int:
-        """Number of images."""
-        return self.matrix.n
-
-    def block(self, i: slice, j: slice) -> Any:
-        """(len(i), len(j)) of its entries."""
-        self.progress.advance(1)
-        return self.matrix.block(i, j)
-
-
-def matrices(
-    stacks: Sequence[Stack], images: Rows, kept: int, backend: Arithmetic, progress: Progress
-) -> Iterator[Matrix]:
-    """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
-    `kept` tiles' images stay in memory, at least two, and `progress` counts the bytes read."""
-    for stack in stacks:
-        features = _Runs(stack, images, kept, backend, progress)
-        yield from (_Gram(features, k) for k in range(stack.n_matrices))
-
-
-class _Runs:
+class Runs:
     """A stack's features by runs of images: (matrices, images, features) float32 on the device,
     less a fixed vector each, which changes no HSIC and keeps single precision good: the mean over
     the first images. Features that never change become 0, to the bit. `kept` runs stay in memory,
@@ -137,7 +95,7 @@ class _Runs:
         self, stack: Stack, images: Rows, kept: int, backend: Arithmetic, progress: Progress
     ) -> None:
         self.stack, self.images, self._progress = stack, images, progress
-        self._backend = backend
+        self.backend = backend
         self._kept = max(2, kept)
         self._runs: dict[int, Any] = {}
         self._mean: Float32 | None = None
@@ -149,7 +107,7 @@ class _Runs:
             for run in (i, j):
                 if run.start not in self._runs:
                     self._make_room(i.start, j.start)
-                    self._runs[run.start] = self._backend.take(self._read(run))
+                    self._runs[run.start] = self.backend.take(self._read(run))
             return self._runs[i.start], self._runs[j.start]
 
     def _make_room(self, i: int, j: int) -> None:
@@ -160,7 +118,7 @@ class _Runs:
             below = [run for run in others if run < j]
             del self._runs[others[0] if others[0] < i else (below or others)[-1]]
 
-    def _read(self, run: slice) -> Float32:
+    def _read(self, run: slice) -> Any:
         x = self._load(run)
         if self._mean is None:
             first = x[:, :1]
@@ -169,21 +127,30 @@ class _Runs:
         return x
 
     def _load(self, run: slice) -> Float32:
+        n = run.stop - run.start
+        out = np.empty((self.stack.n_matrices, n, self.stack.n_features), np.float32)
+        for some, values in self.pieces(run, self.stack.read):
+            if len(values) == n and values.dtype == np.float32:
+                whole = values.swapaxes(0, 1)
+                if whole.flags.c_contiguous and whole.base is not None and whole.flags.writeable:
+                    return whole  # as it is wanted already, in memory of its own
+            self.backend.cast(out[:, some].swapaxes(0, 1), values)
+        return out
+
+    def pieces(
+        self, run: slice, read: Callable[[slice], NDArray[Any]]
+    ) -> Iterator[tuple[slice, NDArray[Any]]]:
+        """What `read` gives of the rows of a run's images, (rows, ...), slab by slab, and which of
+        the run's images they are."""
         rows, plan = self.images[run], self.stack.store.plan
-        out = np.empty((self.stack.n_matrices, len(rows), self.stack.n_features), np.float32)
         for slab in range(int(rows[0]) // plan.slab, int(rows[-1]) // plan.slab + 1):
             span = plan.rows(slab)
             low, high = np.searchsorted(rows, [span.start, span.stop])
             if high == low:
                 continue
             inside = rows[low:high]
-            values = self.stack.read(slice(int(inside[0]), int(inside[-1]) + 1))
+            values = read(slice(int(inside[0]), int(inside[-1]) + 1))
             if len(values) > len(inside):
                 values = values[inside - inside[0]]
             self._progress.advance(0, values.nbytes)
-            if len(values) == len(rows) and values.dtype == np.float32:
-                whole = values.swapaxes(0, 1)
-                if whole.flags.c_contiguous and whole.base is not None and whole.flags.writeable:
-                    return whole  # as it is wanted already, in memory of its own
-            self._backend.cast(out[:, low:high].swapaxes(0, 1), values)
-        return out
+            yield slice(int(low), int(high)), values

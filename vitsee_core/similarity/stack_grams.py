@@ -1,0 +1,94 @@
+"""Gram matrices of stacks of small feature matrices, computed when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vitsee_core.grams.arithmetic import Arithmetic, Host
+from vitsee_core.progress import Progress
+from vitsee_core.similarity.comparison import Rows
+from vitsee_core.similarity.stacks import Runs, Stack, TokenStack
+from vitsee_core.similarity.stored_runs import StoredRuns
+from vitsee_core.types import Float32
+
+
+@dataclass(frozen=True)
+class StackGram:
+    """The Gram matrix of one matrix of a stack."""
+
+    features: Runs
+    k: int
+
+    @property
+    def n(self) -> int:
+        """Number of images."""
+        return len(self.features.images)
+
+    def block(self, i: slice, j: slice) -> Any:
+        """(len(i), len(j)) of its entries, where the features are: on the CPU or a GPU."""
+        a, b = self._both(i, j)
+        return a @ b.T
+
+    def compute(self, i: slice, j: slice, out: Float32) -> None:
+        """The same into `out`, on the CPU."""
+        a, b = self._both(i, j)
+        backend = self.features.backend
+        assert isinstance(backend, Host)
+        backend.whole(a, b, out)
+
+    def _both(self, i: slice, j: slice) -> tuple[Any, Any]:
+        """Its features of the images in `i` and of those in `j`; one array twice where i is j."""
+        a, b = self.features.both(i, j)
+        if isinstance(self.features, StoredRuns):
+            x = self.features.single(a, self.k, "left")
+            return x, x if a is b else self.features.single(b, self.k, "right")
+        return (a[self.k],) * 2 if a is b else (a[self.k], b[self.k])
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A matrix that counts the blocks that are read of it."""
+
+    matrix: StackGram
+    progress: Progress
+
+    @property
+    def n(self) -> int:
+        """Number of images."""
+        return self.matrix.n
+
+    def block(self, i: slice, j: slice) -> Any:
+        """(len(i), len(j)) of its entries."""
+        self.progress.advance(1)
+        return self.matrix.block(i, j)
+
+    def compute(self, i: slice, j: slice, out: Float32) -> None:
+        """The same into `out`, on the CPU."""
+        self.progress.advance(1)
+        self.matrix.compute(i, j, out)
+
+
+def bytes_per_value(stack: Stack, stored: bool) -> int:
+    """What a number of a stack takes in memory; see `matrices`."""
+    if not stored or not StoredRuns.takes(stack):
+        return 4
+    return 2 if isinstance(stack, TokenStack) else 1
+
+
+def matrices(
+    stacks: Sequence[Stack],
+    images: Rows,
+    kept: int,
+    backend: Arithmetic,
+    progress: Progress,
+    stored: bool,
+) -> Iterator[StackGram]:
+    """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
+    `kept` tiles' images stay in memory, at least two, and `progress` counts the bytes read. stored:
+    they stay as they are stored, where they can be."""
+    for stack in stacks:
+        made = StoredRuns if stored and StoredRuns.takes(stack) else Runs
+        features = made(stack, images, kept, backend, progress)
+        yield from (StackGram(features, k) for k in range(stack.n_matrices))
