@@ -245,7 +245,7 @@ def test_the_best_head_beside_maps_that_do_not_look() -> None:
         ("erf", "radius50_px", {}, "half of the response within 2.00 px at blocks.0.out, 8.00 px"),
         ("pca", "explained_variance", {"component": 1},
          "share of the first component: 2.00 at blocks.0.out, 8.00"),
-        ("spatial", "lds", {}, "near patches above distant ones by a cosine of 2.00 at blocks.0.out"
+        ("spatial", "lds", {}, "cosine of near patches above distant ones 2.00 at blocks.0.out"
          ", 8.00"),
     ],
 )  # fmt: skip
@@ -257,7 +257,7 @@ def test_first_and_last(analysis: str, metric: str, more: dict[str, Any], expect
 def test_all_patches_alike() -> None:
     table = table_of(rows("lds", [0.5]), rows("mean_cos", [0.25, 0.75]))
     assert of("spatial", table) == [
-        ("vit", "near patches above distant ones by a cosine of 0.500 at blocks.0.out; all patches "
+        ("vit", "cosine of near patches above distant ones 0.500 at blocks.0.out; all patches "
          "0.750 at blocks.1.out")
     ]  # fmt: skip
 
@@ -292,7 +292,7 @@ def test_outliers_and_massive_activations() -> None:
         rows("massive_ratio", [500.0, 10.0]),
     )
     assert of("norms", table) == [
-        ("vit", "at most 0.250 of patches are outliers at blocks.1.out; the largest activation is "
+        ("vit", "at most 0.250 of patches are outliers at blocks.1.out; largest activation "
          "500 times the median at blocks.0.out")
     ]  # fmt: skip
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason=NONE)
 BEYOND = """[...document.querySelectorAll('body *')].filter(e =>
   e.getBoundingClientRect().right > innerWidth + 1 &&
   !e.closest('.scroll, pre, .sheet, .skip, #tip')).map(e => e.outerHTML.slice(0, 120))"""
+LATER = "new Promise(r => setTimeout(r, 100))"  # details tell of their opening in a task
 SETTLED = "document.querySelectorAll('details').forEach(d => d.open = true)"
 
 
@@ -49,18 +50,66 @@ def test_nothing_overflows_and_nothing_fails(
     browser.look(width, dark=dark)
     browser.open(page)
     browser.run(SETTLED)
+    browser.run(LATER)
     assert browser.run(BEYOND) == []
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     pictures = (
-        "[...document.images].map(i => i.complete && i.naturalWidth > 0 && i.alt.length > 20)"
+        "[...document.querySelectorAll('.sheet img')].map(i => i.complete && i.naturalWidth > 0"
+        " && i.alt.length > 20)"
     )
     assert browser.run(pictures) == [True] * 7
+    drawn = (
+        "[...document.querySelectorAll('.thumb')].map(t => t.querySelector('img, svg') !== null)"
+    )
+    assert browser.run(drawn) == [True] * 7
+    small = "[...document.querySelectorAll('.thumb img')].every(i => i.naturalWidth > 0)"
+    assert browser.run(small)
     assert browser.run("document.querySelectorAll('.chart svg .mark').length") > 100
     assert browser.errors == []
     assert [r for r in browser.requests if not r.startswith("data:")] == [page.as_uri()]
     background = browser.run("getComputedStyle(document.body).backgroundColor")
     red = int(background.split("(")[1].split(",")[0])
     assert (red < 60) if dark else (red > 200)
+
+
+def test_heatmaps_are_in_place_of_their_figures_and_curves_come_when_asked(
+    browser: Browser, page: Path
+) -> None:
+    browser.look(1400)
+    browser.open(page)
+    assert browser.run("document.querySelectorAll('.sheets[open]').length") == 0
+    assert browser.run("document.querySelectorAll('.sheets').length") == 1, "of cka"
+    marks = "document.querySelectorAll('.drawn .mark').length"
+    assert browser.run(marks) == 0 and browser.run(
+        "document.querySelector('.drawn[hidden]') === null"
+    )
+    browser.run("document.querySelectorAll('.drawn').forEach(d => d.open = true)")
+    browser.run(LATER)
+    assert browser.run(marks) > 50
+
+
+def test_a_tile_is_one_link_to_its_card(browser: Browser, page: Path) -> None:
+    browser.look(1400)
+    browser.open(page)
+    tile = "document.querySelector('.tile')"
+    assert browser.run(f"{tile}.querySelectorAll('a, button, [tabindex]').length") == 1
+    browser.run(f"{tile}.scrollIntoView()")
+    under = "(box => document.elementFromPoint(box.x + 40, box.y + 40).closest('a')?.hash)"
+    place = browser.run(f"{under}({tile}.getBoundingClientRect())")
+    assert place == browser.run(f"{tile}.querySelector('a').hash")
+    assert browser.run(f"document.querySelector('{place}').textContent") == browser.run(
+        f"{tile}.querySelector('a').textContent"
+    )
+
+
+@pytest.mark.parametrize(("width", "expected"), [(360, False), (1400, True)])
+def test_contents_are_collapsed_on_a_phone(
+    browser: Browser, page: Path, width: int, expected: bool
+) -> None:
+    browser.look(width)
+    browser.open(page)
+    opened = browser.run("[...document.querySelectorAll('.side details')].map(d => d.open)")
+    assert len(opened) > 3 and {*opened} == {expected}
 
 
 def test_a_mark_says_what_it_is_to_keys_and_pointer(browser: Browser, page: Path) -> None:
@@ -116,7 +165,7 @@ def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path, everything:
     browser.run(SETTLED)
     assert browser.run("window.pwned === undefined && document.title.startsWith('<script>')")
     assert browser.run("document.querySelectorAll('script, [onerror], iframe, img').length") == (
-        2 + browser.run("document.querySelectorAll('.sheet img').length")
+        2 + browser.run("document.querySelectorAll('.sheet img, .thumb img').length")
     )
     assert browser.errors == [] and browser.run(BEYOND) == []
     assert len([r for r in browser.requests if not r.startswith("data:")]) == 1

@@ -3,7 +3,8 @@
 The first line of an analysis' docstring is its title and the question that it answers. `READING`
 is a few sentences on what its figure shows and what misleads in it, `SOURCE` the papers and
 figures; one of several kinds of figures has `READINGS` too, by the `kind` in its table's notes.
-`in_short(table)`, where there is one, gives the answer in a line per store.
+`in_short(table)`, where there is one, gives the answer in a line per store; `AT_A_GLANCE` the
+metric whose curves say most, where it is not the first, or "" where the figure itself does.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from vitsee_core.results import Table
 @dataclass(frozen=True)
 class Caption:
     """title: the analysis in a few words; question: what it answers, with a question mark; reading,
-    source: see above."""
+    source: see above; glance: the metric whose curves stand for it all, "" where the figure does,
+    None where the table's first metric does."""
 
     title: str
     question: str
     reading: str
     source: str
+    glance: str | None = None
 
 
 def caption(analysis: ModuleType, table: Table | None = None) -> Caption:
@@ -41,7 +44,9 @@ def caption(analysis: ModuleType, table: Table | None = None) -> Caption:
     if not colon:
         title, question = first_line.rstrip("."), ""
     question = question.strip()
-    return Caption(title, question[:1].upper() + question[1:], reading, analysis.SOURCE)
+    question = question[:1].upper() + question[1:]
+    glance: str | None = getattr(analysis, "AT_A_GLANCE", None)
+    return Caption(title, question, reading, analysis.SOURCE, glance)
 
 
 def in_short(analysis: ModuleType, table: Table) -> list[Answer]:

@@ -70,6 +70,7 @@ SOURCE = (
     "Dosovitskiy et al. 2021, Figs. 7 right, 10; Raghu et al. 2021, Figs. 3, 4; Walmer et al. "
     "2023, Figs. 4, 15"
 )
+AT_A_GLANCE = "distance_relative"
 
 METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
 COLUMNS = (

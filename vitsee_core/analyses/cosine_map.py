@@ -65,6 +65,7 @@ READING = (
     "centred: read them within a layer, and by their statistics across layers."
 )
 SOURCE = "Siméoni et al. 2025 (DINOv3), Fig. 3"
+AT_A_GLANCE = ""
 COLUMNS = (*SITE, "token", "row", "col", "query", "image", "at", "metric", "value")
 OFFSET_COLUMNS = (*SITE, "row", "col", "metric", "value", "std", "low", "high", "n_images")
 

@@ -63,6 +63,7 @@ READING = (
     "own place, branches do not."
 )
 SOURCE = "Luo et al. 2016; Raghu et al. 2021, Figs. 6, C.1 to C.4"
+AT_A_GLANCE = ""
 
 
 RADII = {"radius50_px": 0.5, "radius90_px": 0.9}

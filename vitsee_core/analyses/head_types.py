@@ -63,6 +63,7 @@ READING = (
     "table say."
 )
 SOURCE = "Walmer et al. 2023, sections 4.1, 4.2, Figs. 3, 14"
+AT_A_GLANCE = ""
 
 
 COLUMNS = (

@@ -81,6 +81,7 @@ READING = (
     "massive activations are single channels thousands of times above the median."
 )
 SOURCE = "Darcet et al. 2024, Figs. 3 to 5; Sun et al. 2024"
+AT_A_GLANCE = "outlier_share_mad"
 
 OF_NORMS = ("norm", "norm_median", "outlier_share", "outlier_share_mad", "bimodality")
 OF_ACTIVATIONS = (
@@ -367,6 +368,6 @@ def in_short(table: Table) -> list[Answer]:
             i = extremes(rows)[1]
             text = f"{measured(rows, i)} {unit} at {rows['site'][i]}"
             said.setdefault(store, []).append(
-                f"at most {text}" if token else f"the largest activation is {text}"
+                f"at most {text}" if token else f"largest activation {text}"
             )
     return [(store, "; ".join(parts)) for store, parts in said.items()]

@@ -76,6 +76,7 @@ READING = (
     "explain: where it is low, patches of one colour may still differ."
 )
 SOURCE = "Oquab et al. 2024 (DINOv2), Fig. 1; Pearson 1901; Schönemann 1966"
+AT_A_GLANCE = ""
 
 METRICS = (*OF_AXES, "score")
 COLUMNS = (

@@ -279,7 +279,7 @@ def in_short(table: Table) -> list[Answer]:
     last = dict(by_store(table, metric="mean_cos"))
     found = []
     for store, rows in by_store(table, metric="lds"):
-        text = f"near patches above distant ones by a cosine of {first_and_last(rows)}"
+        text = f"cosine of near patches above distant ones {first_and_last(rows)}"
         if store in last:
             all_of_them = last[store]
             text += f"; all patches {measured(all_of_them, -1)} at {all_of_them['site'][-1]}"

@@ -64,6 +64,7 @@ READING = (
     "of images: halves (in the table) far from the whole say that more images would move it."
 )
 SOURCE = "Garrido et al. 2023; Papyan et al. 2020; Facco et al. 2017"
+AT_A_GLANCE = "effective_rank"
 
 OF_CLASSES = (*collapse.METRICS, collapse.FOURTH)
 METRICS = (*spectra.METRICS, "twonn", *OF_CLASSES)

@@ -175,32 +175,3 @@ def n_images(result: Result) -> int | None:
         return None
     numbers = [int(n) for n in counts.tolist() if isinstance(n, (int, float)) and np.isfinite(n)]
     return max((n for n in numbers if n > 0), default=None)
-
-
-def best_of(result: Result) -> list[tuple[str, str]]:
-    """(store, its best layer in words) where a metric of the table has a better side."""
-    from vitsee_core.metrics import direction
-
-    table = result.file.table
-    wanted = {"store", "site", "metric", "value"}
-    single = {"class", "query", "video", "object", "head", "token"}
-    if not wanted <= table.columns.keys() or result.command == "best-layer":
-        return []
-    metric = next((m for m in table.unique("metric") if direction(str(m)) != "none"), None)
-    if metric is None:
-        return []
-    rows = table.where(metric=metric)
-    keep = np.ones(len(rows), bool)
-    for name in (*single - {"token"}, "baseline"):
-        if name in rows.columns:
-            keep &= np.array([v in (None, "") or v != v for v in rows[name].tolist()], bool)
-    rows = rows.take(keep & np.isfinite(rows["value"].astype(float)))
-    found = []
-    for store, own in rows.groups("store"):
-        values = own["value"].astype(float)
-        i = int(values.argmax() if direction(str(metric)) == "higher" else values.argmin())
-        text = f"{own['site'][i]}, {metric} {values[i]:.3f}"
-        if {"low", "high"} <= own.columns.keys() and np.isfinite(float(own["low"][i])):
-            text += f" (95 %: {float(own['low'][i]):.3f} to {float(own['high'][i]):.3f})"
-        found.append((str(store), text))
-    return found

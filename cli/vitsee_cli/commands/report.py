@@ -22,7 +22,11 @@ QUESTION = RESULTS
     type=parse_path,
     help="Where the page goes, a .html.  [default: report.html in FOLDER]",
 )
-@click.option("--title", metavar="TEXT", help="Of the page.  [default: the folder's name]")
+@click.option(
+    "--title",
+    metavar="TEXT",
+    help="Of the page.  [default: a study's models, else the folder's name]",
+)
 @options.force_option
 @click.pass_context
 def command(
@@ -30,10 +34,13 @@ def command(
 ) -> None:
     """Write one page about all results and stores in a folder.
 
-    Every table with its sidecar that lies in FOLDER or below becomes a figure with how to read it,
-    charts whose marks show site, value and interval, a table to sort, and the command that made it;
-    every store its model, data, preprocessing and self-check. The page is one file and asks for
-    nothing from a network; it opens in any browser, on a phone and in the dark too.
+    The page opens with the questions that the results in FOLDER answer, each with a picture and,
+    per model, a line of numbers with their intervals. Below, every table with its sidecar that lies
+    in FOLDER or deeper becomes a figure with how to read it, charts whose marks show site, value
+    and interval, a table to sort, and the command that made it; last, every store with its model,
+    data, preprocessing and self-check. The page is one file and asks for nothing from a network; it
+    opens in any browser, on a phone and in the dark too. Tables above 400 kB lie beside it and are
+    linked.
 
     \b
       $ vitsee attn-dist b16.zarr -o results/dist.csv --png results/dist.png

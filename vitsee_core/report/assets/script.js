@@ -137,9 +137,14 @@
     (r) => `M0,${-r * 1.3}L${r * 1.3},0L0,${r * 1.3}L${-r * 1.3},0Z`,
     (r) => `M0,${r * 1.25}L${r * 1.15},${-r * 0.9}H${-r * 1.15}Z`,
   ];
-  function curves(figure, chart, room) {
+  // still: a picture, whose marks nobody points at.
+  function curves(figure, chart, room, still) {
     const W = room, H = Math.max(190, Math.round(room * 0.58)), L = 52, R = 12, T = 10, B = 36;
-    const svg = el("svg", { viewBox: `0 0 ${W} ${H}`, role: "group", "aria-label": `${chart.title} against relative depth: ${chart.lines.length} lines, arrow keys move` }, figure);
+    const svg = el("svg", { viewBox: `0 0 ${W} ${H}` }, figure);
+    if (!still) {
+      svg.setAttribute("role", "group");
+      svg.setAttribute("aria-label", `${chart.title} against relative depth: ${chart.lines.length} lines, arrow keys move`);
+    }
     let low = Infinity, high = -Infinity;
     for (const line of chart.lines) for (const p of line.points) {
       low = Math.min(low, p[1], p[2] ?? p[1]); high = Math.max(high, p[1], p[3] ?? p[1]);
@@ -168,6 +173,7 @@
       ps.forEach((p, i) => {
         const shift = chart.heads ? (k - (chart.lines.length - 1) / 2) * 6 : 0;
         const mark = el("path", { class: "dot", d: SHAPES[k % SHAPES.length](line.baseline ? 2.4 : 3.8), transform: `translate(${x(p[0]) + shift},${y(p[1])})` }, group);
+        if (still) return;
         label(mark, [line.name, p[5] + (p[6] ? ", " + p[6] : ""), chart.metric + " " + values(p[1], p[2], p[3], p[4]).replace("\n", "; ")].join("; "));
         marks.push(mark); of.push([k, i]);
       });
@@ -176,6 +182,7 @@
     if (chart.lines.length > 1 || chart.lines[0].name) {
       const key = html("ul", "", figure, "key");
       chart.lines.forEach((line, k) => {
+        if (still && line.baseline) return;
         const item = html("li", "", key, line.baseline ? "cb" : "c" + k % 7), icon = el("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" }, item);
         if (!chart.heads) el("path", { class: "line", "stroke-dasharray": line.baseline ? "5 4" : k >= 7 ? "2 3" : "none", d: "M0,5H22" }, icon);
         el("path", { class: "dot", d: SHAPES[k % SHAPES.length](3.6), transform: "translate(11,5)" }, icon);
@@ -192,8 +199,8 @@
   }
 
   const SHOWN = 4;
-  for (const place of document.querySelectorAll("[data-charts]")) {
-    const charts = data[+place.dataset.charts], room = Math.max(240, Math.min(460, place.clientWidth - 28));
+  function draw(place) {
+    const charts = data[place.dataset.charts], room = Math.max(240, Math.min(460, place.clientWidth - 28));
     let parent = place;
     charts.forEach((chart, i) => {
       if (i === SHOWN && charts.length > SHOWN + 1) {
@@ -202,11 +209,10 @@
         parent = html("div", "", more, "charts");
       }
       const figure = html("figure", "", parent, "chart");
-      const caption = html("figcaption", "", figure);
-      html("bdi", chart.title, caption);
+      if (charts.length > 1 || chart.kind !== "heat") html("bdi", chart.title, html("figcaption", "", figure));
       (chart.kind === "heat" ? heat : curves)(figure, chart, room);
     });
-    place.append(html("p", "Point at a mark, or reach it with the tab key and move with the arrows: site, value, 95 % interval.", null, "hint"));
+    if (!place.closest(".card").querySelector(".hint")) place.append(html("p", "Point at a mark, or reach it with the tab key and move with the arrows: site, value, 95 % interval.", null, "hint"));
   }
 
   // ---------------------------------------------------------------- tables, commands, contents
@@ -234,14 +240,46 @@
       setTimeout(() => { button.textContent = "Copy"; }, 1500);
     });
   }
-  const contents = document.querySelector(".side details");
-  if (contents && window.innerWidth < 1080) contents.open = false;
-  const links = new Map([...document.querySelectorAll(".side ol ol a")].map((a) => [a.getAttribute("href").slice(1), a]));
+
+  // ---------------------------------------------------------------- charts, figures, tiles
+  // A heatmap is drawn at once in place of its figure; curves beside a figure when they are asked for.
+  for (const place of document.querySelectorAll("[data-charts]")) {
+    const asked = place.closest("details");
+    if (!asked) { draw(place); continue; }
+    asked.hidden = false;
+    asked.addEventListener("toggle", () => { if (asked.open && !place.firstChild) draw(place); });
+  }
+  for (const thumb of document.querySelectorAll("[data-curve]")) {
+    const metric = thumb.dataset.curve, found = thumb.dataset.from.split(" ").flatMap((id) => data[id] || [])
+      .filter((chart) => chart.kind === "curves" && chart.title === metric);
+    const lines = found.flatMap((chart) => chart.lines).sort((a, b) => a.baseline - b.baseline);
+    const place = html("span", "", thumb, "chart");
+    html("b", metric, place);
+    curves(place, { ...found[0], lines }, 330, true);
+  }
+  const sheets = document.querySelectorAll(".sheets");
+  sheets.forEach((figure) => { figure.open = false; });
+  window.addEventListener("beforeprint", () => sheets.forEach((figure) => { figure.open = true; }));
+  for (const thumb of document.querySelectorAll("[data-of]")) for (const id of thumb.dataset.of.split(" ")) {
+    const shown = document.getElementById("i" + id);
+    if (!shown) continue;
+    const small = html("img", "", thumb);
+    small.alt = "";
+    small.src = shown.src;
+  }
+  for (const table of document.querySelectorAll("table")) table.closest("details").addEventListener("toggle", () => {
+    const numbers = [...table.tHead.rows[0].cells].map((th) => th.classList.contains("n"));
+    for (const row of table.tBodies[0].rows) numbers.forEach((n, i) => { if (n) row.cells[i].className = "n"; });
+  }, { once: true });
+
+  // ---------------------------------------------------------------- contents
+  if (window.innerWidth < 1080) document.querySelectorAll(".side details").forEach((d) => { d.open = false; });
+  const links = new Map([...document.querySelectorAll(".side a")].map((a) => [a.getAttribute("href").slice(1), a]));
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       const link = links.get(entry.target.getAttribute("aria-labelledby"));
       if (link) entry.isIntersecting ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current");
     }
   }, { rootMargin: "-20% 0px -60% 0px" });
-  document.querySelectorAll(".card").forEach((card) => seen.observe(card));
+  document.querySelectorAll(".card, .result").forEach((card) => seen.observe(card));
 })();

@@ -1,0 +1,252 @@
+"""The cards of a report: an analysis with its question, and below it the results that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitsee_core.answers import Answer
+from vitsee_core.captions import Caption, caption, in_short
+from vitsee_core.formats import TABLE_ENDINGS
+from vitsee_core.progress import Progress, counting
+from vitsee_core.redrawing import Result
+from vitsee_core.report.charts import charts_of
+from vitsee_core.report.facts import n_images, result_cautions, stores_of
+from vitsee_core.report.pictures import Picture, picture
+from vitsee_core.report.tables import command_of, first_rows, link_of, short_notes
+from vitsee_core.text import visible
+
+SHOWN_NAMES = 4  # of models in a title
+SHOWN_ANSWERS = 4  # of a tile
+MOST_CURVES = 7  # of a tile
+SIDE_BY_SIDE = 3  # heatmaps of one store each on a tile
+WIDEST = 1.6  # width over height of those
+OTHER = "Other results"
+WIDE = 620  # CSS pixels, from where on a figure has a line of its own
+Sections = Mapping[str, Iterable[str]]  # heading -> the commands below it
+
+
+@dataclass(frozen=True)
+class Card:
+    """One result. label: whose it is and of which kind, told from others of its analysis; charts:
+    as JSON for the page; kind: of figure, where the analysis has several."""
+
+    id: str
+    label: str
+    kind: str
+    file: str
+    caption: Caption
+    command: str
+    picture: Picture
+    charts: list[dict[str, Any]]
+    n_stores: int
+    n_images: int | None
+    answers: list[Answer]
+    cautions: list[str]
+    notes: list[tuple[str, str]]
+    table: dict[str, Any]
+    n_rows: int
+    link: str
+    link_name: str
+    beside: str
+
+    @property
+    def heat(self) -> bool:
+        """Whether the charts say all that the figure does, cell by cell."""
+        return bool(self.charts) and all(chart["kind"] == "heat" for chart in self.charts)
+
+    @property
+    def wide(self) -> bool:
+        """Whether it has a line of its own."""
+        if self.heat:
+            return len(self.charts) > 1
+        return not self.picture.width or self.picture.width > WIDE
+
+
+@dataclass(frozen=True)
+class Group:
+    """The results of one analysis, in one order."""
+
+    id: str
+    command: str
+    cards: list[Card]
+
+    @property
+    def caption(self) -> Caption:
+        """Title, question and reading, the first result's where there are several readings."""
+        return self.cards[0].caption
+
+    @property
+    def one_reading(self) -> bool:
+        """Whether all figures are read in one way."""
+        return len({card.caption.reading for card in self.cards}) == 1
+
+    @property
+    def pictures(self) -> list[str]:
+        """The cards whose figures stand for the analysis: the first, or some heatmaps of one store
+        each."""
+        first = self.cards[0]
+        several = [card for card in self.cards if _square_heat(card)][:SIDE_BY_SIDE]
+        return [card.id for card in (several if first in several else [first])]
+
+    @property
+    def alike(self) -> list[Card]:
+        """The results of the first one's kind."""
+        return [card for card in self.cards if card.kind == self.cards[0].kind]
+
+    @property
+    def curve(self) -> str:
+        """The metric whose curves stand for the analysis in place of its figure, "" for none."""
+        wanted = self.caption.glance
+        curves = [chart for chart in self.cards[0].charts if chart["kind"] == "curves"]
+        metric = curves[0]["title"] if curves and wanted is None else wanted
+        lines = [
+            line
+            for card in self.alike
+            for chart in card.charts
+            if chart["kind"] == "curves" and chart["title"] == metric
+            for line in chart["lines"]
+            if not line["baseline"]
+        ]
+        return str(metric) if 0 < len(lines) <= MOST_CURVES else ""
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Of the results of the first one's kind, each store's once."""
+        found: dict[str, Answer] = {}
+        for card in self.alike:
+            for answer in card.answers:
+                found.setdefault(answer[0], answer)
+        return [*found.values()]
+
+    @property
+    def shown_answers(self) -> list[Answer]:
+        """As many of them as a tile has."""
+        most = len(self.answers) if len(self.answers) == SHOWN_ANSWERS + 1 else SHOWN_ANSWERS
+        return self.answers[:most]
+
+
+def _square_heat(card: Card) -> bool:
+    flat = card.picture.width <= WIDEST * card.picture.height
+    return card.heat and card.n_stores == 1 and bool(card.picture.address) and flat
+
+
+def groups_of(
+    results: Sequence[Result],
+    sections: Sections,
+    output: Path,
+    known: Mapping[str, Any],
+    progress: Progress,
+) -> dict[str, list[Group]]:
+    """Heading -> its analyses, in the order of the commands; those of no heading last."""
+    places = {name: heading for heading, names in sections.items() for name in names}
+    order = list(places)
+    results = sorted(
+        results, key=lambda one: order.index(one.command) if one.command in order else len(order)
+    )
+    cards: dict[str, list[Card]] = {}
+    labels = _labels(results)
+    with counting(progress, len(results), "results"):
+        for number, result in enumerate(results):
+            card = _card(result, f"r{number}", labels[number], output, known)
+            cards.setdefault(result.command, []).append(card)
+            progress.advance(1)
+    found: dict[str, list[Group]] = {heading: [] for heading in (*sections, OTHER)}
+    for number, (command, some) in enumerate(cards.items()):
+        found[places.get(command, OTHER)].append(Group(f"a{number}", command, some))
+    return {heading: groups for heading, groups in found.items() if groups}
+
+
+def _card(result: Result, id: str, label: str, output: Path, known: Mapping[str, Any]) -> Card:
+    table = result.file.table
+    path = result.file.path
+    link, beside = link_of(path, output)
+    return Card(
+        id=id,
+        label=label,
+        kind=_kind(result),
+        file=visible(path.name),
+        caption=caption(result.analysis, table),
+        command=command_of(result),
+        picture=picture(result),
+        charts=charts_of(table),
+        n_stores=len(_stores(result)),
+        n_images=n_images(result),
+        answers=_answers(result),
+        cautions=result_cautions(result, known),
+        notes=short_notes(table.notes),
+        table=first_rows(table),
+        n_rows=len(table),
+        link=link,
+        link_name=visible(path.name),
+        beside=beside,
+    )
+
+
+def _answers(result: Result) -> list[Answer]:
+    try:
+        return in_short(result.analysis, result.file.table)
+    except Exception:
+        # A table as its command wrote it is always answered: if not, this is our bug.
+        if "sha256" in result.file.sidecar and not result.file.changed:
+            raise
+        return []
+
+
+# ------------------------------------------------------------------------------------ labels
+
+
+def _labels(results: Sequence[Result]) -> list[str]:
+    """What tells each result from others of its analysis: its kind and its models; the file where
+    that is not enough."""
+    found = [_label(result) for result in results]
+    for i, result in enumerate(results):
+        same = [j for j, other in enumerate(results) if other.command == result.command]
+        if sum(_label(results[j]) == _label(result) for j in same) > 1:
+            found[i] = f"{found[i]} ({result.file.path.stem})" if found[i] else found[i]
+        found[i] = visible(found[i] or result.file.path.stem)
+    return found
+
+
+def _label(result: Result) -> str:
+    stores = _stores(result)
+    apart = {"store_a", "store_b"} <= result.file.table.columns.keys() and len(stores) == 2
+    names = (" × " if apart else ", ").join(stores)
+    if len(stores) > SHOWN_NAMES:
+        names = f"{len(stores)} models"
+    return ": ".join(part for part in (_variant(result, stores), names) if part)
+
+
+def _variant(result: Result, stores: Sequence[str]) -> str:
+    """Of `cluster-objects.csv`, `objects`: what the file's name says beside command and models."""
+    if _kind(result):
+        return _kind(result).replace("-", " ")
+    name = result.file.path.name
+    ending = next((e for e in TABLE_ENDINGS if name.lower().endswith(e)), "")
+    stem = name[: len(name) - len(ending)]
+    if not stem.startswith(f"{result.command}-"):
+        return ""
+    rest = stem.removeprefix(f"{result.command}-")
+    for models in ("-".join(stores), "-".join(reversed(stores))):
+        rest = "" if rest == models else rest.removesuffix(f"-{models}")
+    return rest.replace("-", " ").replace("_", " ")
+
+
+def _kind(result: Result) -> str:
+    kind = result.file.table.notes.get("kind")
+    return kind if isinstance(kind, str) else ""
+
+
+def _stores(result: Result) -> list[str]:
+    """The stores that the rows are about; those of the sidecar where no row says it."""
+    columns = result.file.table.columns
+    found = [
+        str(label)
+        for name in ("store", "store_a", "store_b")
+        if name in columns
+        for label in columns[name].tolist()
+        if label
+    ]
+    return list(dict.fromkeys(found or (str(s.get("label", "")) for s in stores_of(result))))

@@ -1,0 +1,133 @@
+"""What a report is about, for its head: the models, how many images of what, when and by whom."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from vitsee_core.machine import counted, human_bytes
+from vitsee_core.report.materials import FoundStore, Materials
+from vitsee_core.text import visible
+
+STUDY_FILE = "study.json"
+SHOWN_MODELS = 6  # in a title
+
+
+@dataclass(frozen=True)
+class Overview:
+    """title: of the page; about: what it shows, in short pieces; command: that made it all, ""
+    where several did."""
+
+    title: str
+    about: list[str]
+    command: str
+
+
+def overview(materials: Materials, title: str) -> Overview:
+    """Of a study its models and images; of another folder its name and what lies in it."""
+    study = read_study(materials.folder)
+    names = [str(name) for name in study.get("models") or ()]
+    images = _images(materials, study)
+    kinds = {result.command for result in materials.results}
+    about = [*images, counted(len(kinds), "analyses"), counted(len(materials.results), "results")]
+    about += [_date(materials)]
+    own = materials.folder.resolve().name
+    if names:
+        own = ", ".join(names[:SHOWN_MODELS])
+        own += f" and {len(names) - SHOWN_MODELS} more" if len(names) > SHOWN_MODELS else ""
+    words = study.get("command")
+    command = shlex.join(map(str, words)) if isinstance(words, list) else ""
+    return Overview(visible(title or own), [visible(one) for one in about if one], visible(command))
+
+
+def read_study(folder: Path) -> Mapping[str, Any]:
+    """What `study.json` says was asked for, as far as it has the shape that ours have."""
+    try:
+        found = json.loads((folder / STUDY_FILE).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    models = found.get("models") if isinstance(found, dict) else None
+    return found if models and isinstance(models, dict) else {}
+
+
+def _images(materials: Materials, study: Mapping[str, Any]) -> list[str]:
+    """`1,000 images of demo:test`, `500 of demo:train to learn classes from`."""
+    of_data: dict[str, int] = {}
+    for store in materials.stores:
+        data = data_of(store)
+        of_data[data] = max(of_data.get(data, 0), store.record["n_images"])
+    texts = {"data": "{:,} images of {}", "train": "{:,} of {} to learn classes from"}
+    asked = {name: study.get(name) for name in texts}
+    found = [
+        texts[name].format(of_data[data], data)
+        for name, data in asked.items()
+        if isinstance(data, str) and data in of_data
+    ]
+    if found or not of_data:
+        return found
+    models = {str(store.record["model"].get("name")) for store in materials.stores}
+    most = max(of_data.values())
+    return [counted(len(models), "models"), f"{most:,} image{'' if most == 1 else 's'}"]
+
+
+def data_of(store: FoundStore) -> str:
+    """What `--data` was of a store."""
+    data = store.record["info"].get("data")
+    return str(data.get("data", "")) if isinstance(data, dict) else ""
+
+
+def _date(materials: Materials) -> str:
+    """When the last of the results was made."""
+    dates = []
+    for result in materials.results:
+        try:
+            dates.append(datetime.fromisoformat(str(result.file.sidecar.get("created"))).date())
+        except ValueError:
+            continue
+    return f"{max(dates):%d %B %Y}".lstrip("0") if dates else ""
+
+
+# ------------------------------------------------------------------------------------ stores
+
+
+@dataclass(frozen=True)
+class StoreRow:
+    """A line of the table of stores. state: complete and checked, or what it lacks."""
+
+    name: str
+    data: str
+    images: str
+    size: str
+    state: str
+    sound: bool
+    command: str
+    store: FoundStore
+
+
+def stores_by_model(materials: Materials) -> dict[str, list[StoreRow]]:
+    """Model -> its stores."""
+    found: dict[str, list[StoreRow]] = {}
+    for store in materials.stores:
+        record = store.record
+        lacks = []
+        if not record["complete"]:
+            lacks.append(f"{record['n_committed']} of {record['n_slabs']} slabs")
+        if not record["selfcheck"]:
+            lacks.append("no self-check")
+        row = StoreRow(
+            name=visible(store.name),
+            data=visible(data_of(store)),
+            images=f"{record['n_images']:,}",
+            size=human_bytes(record["size_bytes"]),
+            state=", ".join(lacks) or "complete, checked",
+            sound=not lacks,
+            command=visible(str(record["info"].get("command") or "")),
+            store=store,
+        )
+        found.setdefault(visible(str(record["model"].get("name"))), []).append(row)
+    return found

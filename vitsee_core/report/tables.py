@@ -1,0 +1,81 @@
+"""The tables of a report: their first rows, and where the whole of them is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from vitsee_core.machine import human_bytes
+from vitsee_core.redrawing import Result
+from vitsee_core.report.pictures import carried
+from vitsee_core.results import Table
+from vitsee_core.text import visible
+
+SHOWN_ROWS = 60
+CARRIED_BYTES = 400_000  # a larger table is linked, not carried along
+
+
+def link_of(path: Path, output: Path) -> tuple[str, str]:
+    """Where the page finds the table: in itself where that is small, else beside it; and then what
+    somebody has to know who sends the page away."""
+    size = path.stat().st_size
+    if size > CARRIED_BYTES:
+        place = quote(relative(path, output.absolute().parent))
+        return place, f"beside the page, {human_bytes(size)}"
+    data = path.read_bytes()
+    if path.suffix == ".csv":
+        # Mostly digits and commas, which need no escape: shorter than base64.
+        return f"data:text/csv,{quote(data, safe=',:;/ ')}", ""
+    return carried(data, "application/octet-stream"), ""
+
+
+def relative(path: Path, folder: Path) -> str:
+    """A path as seen from a folder."""
+    return visible(os.path.relpath(path.absolute(), folder.absolute()))
+
+
+def command_of(result: Result) -> str:
+    """The command that made a result, "" where it is not known."""
+    words = result.file.sidecar.get("command")
+    return visible(shlex.join(map(str, words)) if isinstance(words, list) else "")
+
+
+def short_notes(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The notes of a table that are short enough to be read."""
+    found = []
+    for name, value in notes.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        if len(text) <= 600:
+            found.append((visible(str(name)), visible(text)))
+    return found
+
+
+def first_rows(table: Table) -> dict[str, Any]:
+    """The first rows, columns that are empty left out: header, cells with their sorting keys."""
+    kept = {}
+    for name, values in table.columns.items():
+        cells = values.tolist()
+        if any(cell is not None and cell != "" and cell == cell for cell in cells):
+            kept[name] = cells[:SHOWN_ROWS]
+    numbers = {
+        name: all(isinstance(c, (int, float)) or c is None for c in cells)
+        for name, cells in kept.items()
+    }
+    lines = zip(*kept.values(), strict=True)
+    return {
+        "columns": [(visible(name), numbers[name]) for name in kept],
+        "rows": [[_cell(value) for value in line] for line in lines],
+    }
+
+
+def _cell(value: Any) -> str:
+    if value is None or value != value:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return visible(str(value))
