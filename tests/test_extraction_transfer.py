@@ -16,12 +16,12 @@ from tests.extractions import VIT, array_bytes, extracted, plant_images
 from tests.fake_cuda import FakeStream, install
 from vitsee_core.extraction import transfer
 from vitsee_core.extraction.host_memory import HostMemory, block_bytes
-from vitsee_core.extraction.slab import largest_magnitude
 from vitsee_core.extraction.slab_grams import GramProducts
 from vitsee_core.extraction.transfer import HostCopies, PixelFeed
 from vitsee_core.grams import arithmetic
 from vitsee_core.grams.arithmetic import Gpu
 from vitsee_core.images import Batch
+from vitsee_core.reductions import largest_magnitude
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 

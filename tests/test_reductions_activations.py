@@ -10,7 +10,7 @@ from torch import Tensor
 from tests import reference
 from tests.attention_calls import DEVICES
 from vitsee_core import threads
-from vitsee_core.reductions import pool_sites, residual_products
+from vitsee_core.reductions import is_by_token, pass_over, residual_products
 from vitsee_stores.layout import TokenLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -75,10 +75,13 @@ def test_pooled_vectors(kinds: tuple[str, ...], dtype: torch.dtype, device: str)
     layout = TokenLayout(kinds, (3, 4), stride_px=(16.0, 16.0))
     body = random(2, 3, 4, 6, dtype=dtype)
     prefix = random(2, len(kinds), 6, dtype=dtype, seed=1) if kinds else None
-    cls, mean = pool_sites(None if prefix is None else prefix.to(device), body.to(device), layout)
+    given = None if prefix is None else prefix.to(device)
+    cls, mean, peak = pass_over(given, body.to(device), layout)
     assert mean.dtype == torch.float32
     want = reference.mean_over_cells(body.double().numpy())
     np.testing.assert_allclose(mean.cpu().numpy(), want, rtol=1e-5, atol=1e-6)
+    values = [*body.flatten().tolist(), *([] if prefix is None else prefix.flatten().tolist())]
+    assert peak.item() == max(map(abs, values))
     if "cls" in kinds:
         assert cls is not None and prefix is not None and cls.dtype == torch.float32
         assert torch.equal(cls.cpu(), prefix[:, kinds.index("cls")].float())
@@ -88,23 +91,64 @@ def test_pooled_vectors(kinds: tuple[str, ...], dtype: torch.dtype, device: str)
 
 def test_pooled_vectors_of_rows_and_of_channels_first_views() -> None:
     rows = random(2, 5, 3)
-    _, mean = pool_sites(None, rows, TokenLayout((), None, rows=5))
+    _, mean, _ = pass_over(None, rows, TokenLayout((), None, rows=5))
     np.testing.assert_allclose(mean, reference.mean_over_cells(rows.double().numpy()), atol=1e-6)
     view = random(2, 3, 4, 5).permute(0, 2, 3, 1)
-    _, mean = pool_sites(None, view, TokenLayout((), (4, 5), stride_px=(8.0, 8.0)))
+    _, mean, _ = pass_over(None, view, TokenLayout((), (4, 5), stride_px=(8.0, 8.0)))
     np.testing.assert_allclose(mean, reference.mean_over_cells(view.double().numpy()), atol=1e-6)
 
 
 def test_means_of_half_precision_do_not_overflow() -> None:
     body = torch.full((1, 40, 40, 2), 6e4, dtype=torch.float16)
-    _, mean = pool_sites(None, body, TokenLayout((), (40, 40), stride_px=(8.0, 8.0)))
+    _, mean, _ = pass_over(None, body, TokenLayout((), (40, 40), stride_px=(8.0, 8.0)))
     torch.testing.assert_close(mean, body[:, 0, 0].float())
 
 
 def test_pooled_vectors_are_copies() -> None:
     prefix, body = random(2, 1, 6), random(2, 1, 1, 6)
-    cls, mean = pool_sites(prefix, body, TokenLayout(("cls",), (1, 1), stride_px=(8.0, 8.0)))
+    cls, mean, peak = pass_over(prefix, body, TokenLayout(("cls",), (1, 1), stride_px=(8.0, 8.0)))
     assert cls is not None
-    before = cls.clone(), mean.clone()
+    before = cls.clone(), mean.clone(), peak.clone()
     prefix.zero_(), body.zero_()
-    assert torch.equal(cls, before[0]) and torch.equal(mean, before[1])
+    assert all(map(torch.equal, (cls, mean, peak), before))
+
+
+LAYOUT = TokenLayout(("cls",), (5, 7), stride_px=(8.0, 8.0))
+
+
+def test_the_compiled_pass_is_that_of_torch() -> None:
+    tokens = random(4, 36, 9)
+    prefix, body = tokens[1:, :1], tokens[1:, 1:].unflatten(1, (5, 7))
+    turned = body.movedim(-1, 1).contiguous().movedim(1, -1)  # the same by channel
+    assert is_by_token(body) and not is_by_token(turned)
+    found, want = pass_over(prefix, body, LAYOUT), pass_over(prefix, turned, LAYOUT)
+    torch.testing.assert_close(found.mean, want.mean, rtol=1e-6, atol=2e-7)
+    assert found.peak == want.peak
+
+
+def test_only_rows_at_equal_distances_are_passed_over_at_once() -> None:
+    body = random(2, 6, 8, 3)
+    assert is_by_token(body) and is_by_token(body[:, 2:4]) and is_by_token(body.flatten(1, 2))
+    assert not is_by_token(body[:, :, 1:5]) and not is_by_token(body.double())
+    cut = body[:, :, 1:5]
+    layout = TokenLayout((), (6, 4), stride_px=(8.0, 8.0))
+    torch.testing.assert_close(pass_over(None, cut, layout).mean, cut.mean((1, 2)))
+
+
+@pytest.mark.parametrize("where", [(1, 0, 0, 0), (0, 4, 6, 8), (1, 2, 3, 4)])
+def test_peaks_wherever_they_are(where: tuple[int, ...]) -> None:
+    body = random(2, 5, 7, 9)
+    for value, want in ((-30.0, 30.0), (30.0, 30.0), (float("-inf"), float("inf"))):
+        body[where] = value
+        assert pass_over(None, body, LAYOUT).peak == want
+    for nan in (float("nan"), -float("nan")):
+        body[where] = nan
+        assert pass_over(None, body, LAYOUT).peak.isnan()
+    prefix = torch.full((2, 1, 9), -50.0)
+    assert pass_over(prefix, torch.ones(2, 5, 7, 9), LAYOUT).peak == 50.0
+
+
+def test_the_mean_by_hand() -> None:
+    body = torch.tensor([[[1.0, 10.0], [3.0, -4.0]]])
+    found = pass_over(None, body, TokenLayout((), None, rows=2))
+    assert found.mean.tolist() == [[2.0, 3.0]] and found.cls is None and found.peak == 10.0

@@ -116,11 +116,11 @@ def test_exponentials_are_within_a_unit_in_the_last_place() -> None:
 
 
 def test_scores_minus_their_largest_by_hand() -> None:
-    inf, nan = math.inf, math.nan
-    rows = np.array([7, 1, -3, -inf, -200, 9, 9, 9], np.float32)
-    subtract_largest(rows, 1, 5, 7)
-    assert rows.tolist() == [7, 0, -4, LEAST_SCORE, LEAST_SCORE, LEAST_SCORE, LEAST_SCORE, 9]
-    for broken in ([1, nan, 0], [nan, -inf, -inf], [-inf] * 3):
+    inf, nan, least = math.inf, math.nan, float(LEAST_SCORE)
+    rows = np.array([1, -3, -inf, -200, 9, -5, -5, -7, -8, 9, 9, 9], np.float32)
+    subtract_largest(rows, 2, 4, 5)
+    assert rows.tolist() == [0, -4, least, least, least, 0, 0, -2, -3, least, 9, 9]
+    for broken in ([1, nan, 0], [nan, -inf, -inf], [-inf] * 3, [-1, -nan, -2]):
         rows = np.array(broken, np.float32)
-        subtract_largest(rows, 0, 3, 3)
+        subtract_largest(rows, 1, 3, 3)
         assert np.isnan(rows).any(), broken

@@ -44,20 +44,26 @@ def run_split(function: Callable[[int, range], None], n_items: int, n_pieces: in
 
 
 def by_chunks(
-    function: Callable[[slice], None], n_images: int, image_bytes: int, device: torch.device
+    function: Callable[[slice], None],
+    n_images: int,
+    image_bytes: int,
+    device: torch.device,
+    *,
+    at_once: bool = False,
 ) -> None:
     """Calls `function(images)` for chunks of a batch that stay in a core's cache over several
-    passes, each thread with its own images; on a GPU once, for all."""
+    passes, each thread with its own images; on a GPU once, for all. With `at_once` each thread's
+    images are one chunk: of use where there is one pass, for which calls would only be costs."""
     if device.type != "cpu":
         function(slice(0, n_images))
         return
-    step = max(1, CHUNK_BYTES // max(1, image_bytes))
+    n_chunks = max(1, n_images * image_bytes // CHUNK_BYTES)
+    step = n_images if at_once else max(1, CHUNK_BYTES // max(1, image_bytes))
 
     def run(_: int, images: range) -> None:
-        for first in range(images.start, images.stop, step):
+        for first in range(images.start, images.stop, max(1, step)):
             function(slice(first, min(first + step, images.stop)))
 
-    n_chunks = max(1, n_images * image_bytes // CHUNK_BYTES)
     run_split(run, n_images, min(torch.get_num_threads(), n_chunks, max(1, n_images)))
 
 

@@ -20,7 +20,14 @@ from vitsee_core.device import precision_context, to_device
 from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, feature_paths, is_sum
 from vitsee_core.extraction.slab_grams import SlabGrams
 from vitsee_core.extraction.transfer import HostCopies
-from vitsee_core.reductions import AttentionReducer, pool_sites, residual_products, rollout
+from vitsee_core.reductions import (
+    AttentionReducer,
+    is_by_token,
+    largest_magnitude,
+    pass_over,
+    residual_products,
+    rollout,
+)
 from vitsee_core.threads import by_chunks
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, arrays
@@ -147,7 +154,7 @@ class SlabObserver:
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         stored = self._stored[site.name]
         if stored.kind == "vector":
-            self._note_peak(site.name, body)
+            self._note_peak(site.name, largest_magnitude(body))
             self._keep(f"vectors/{site.name}", body)
             return
         parts = [body] if prefix is None else [prefix, body]
@@ -157,16 +164,20 @@ class SlabObserver:
 
         def take(images: slice) -> None:
             some = [part[images] for part in parts]
-            self._note_peak(site.name, *some)
-            if layout is not None:
-                cls, mean = pool_sites(None if prefix is None else some[0], some[-1], layout)
-                if cls is not None:
-                    self._keep(f"pooled/{site.name}/cls", cls, images)
-                self._keep(f"pooled/{site.name}/mean", mean, images)
+            if layout is None:
+                self._note_peak(site.name, *map(largest_magnitude, filter(Tensor.numel, some)))
+            else:
+                found = pass_over(None if prefix is None else some[0], some[-1], layout)
+                self._note_peak(site.name, found.peak)
+                if found.cls is not None:
+                    self._keep(f"pooled/{site.name}/cls", found.cls, images)
+                self._keep(f"pooled/{site.name}/mean", found.mean, images)
             for path, value in zip(paths, some, strict=bool(paths)):
                 self._keep(path, value, images)
 
-        by_chunks(take, len(body), sum(part[:1].numel() for part in parts) * 4, self._device)
+        image_bytes = sum(part[:1].numel() for part in parts) * 4
+        at_once = layout is not None and is_by_token(body)
+        by_chunks(take, len(body), image_bytes, self._device, at_once=at_once)
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
         """Keep the dot products of a skip and its branch."""
@@ -218,22 +229,11 @@ class SlabObserver:
         """Put the values of some of the batch's images into their place."""
         self._copies.copy(self._buffers[path][self._rows][images], value)
 
-    def _note_peak(self, name: str, *parts: Tensor) -> None:
-        for part in parts:
-            if part.numel():
-                peak = largest_magnitude(part)
-                with self._lock:
-                    before = self._peaks.get(name)
-                    self._peaks[name] = peak if before is None else torch.maximum(before, peak)
-
-
-def largest_magnitude(x: Tensor) -> Tensor:
-    """The largest |x|, a float32 scalar, NaN where x has one. Strided tensors are read as they
-    lie: `aminmax` would copy them first."""
-    if x.device.type == "cuda":  # one pass, which takes ten times two of these on a CPU
-        found: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
-        return found
-    return torch.maximum(-x.amin(), x.amax()).float()
+    def _note_peak(self, name: str, *peaks: Tensor) -> None:
+        for peak in peaks:
+            with self._lock:
+                before = self._peaks.get(name)
+                self._peaks[name] = peak if before is None else torch.maximum(before, peak)
 
 
 def check_peaks(

@@ -18,6 +18,7 @@ from torch import Tensor
 from vitsee_core.device import to_device
 from vitsee_core.extraction.buffers import SlabBuffers
 from vitsee_core.extraction.slab import SlabObserver
+from vitsee_core.reductions import largest_magnitude
 from vitsee_stores.canvas import Canvas, Size
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
@@ -110,7 +111,7 @@ class TiledObserver(SlabObserver):
 
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         stored = self._stored[site.name]
-        self._note_peak(site.name, body)
+        self._note_peak(site.name, largest_magnitude(body))
         step_y, step_x = _steps(stored.layout)
         grid = self._grids.get(site.name)
         if grid is None:

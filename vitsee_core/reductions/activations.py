@@ -1,13 +1,14 @@
-"""Summaries of activations: residual dot products and pooled vectors."""
+"""Summaries of activations: residual dot products, pooled vectors, largest values."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vitsee_core.device import no_autocast
-from vitsee_core.reductions.cpu_dots import dot_products
+from vitsee_core.reductions.cpu_tokens import dot_products, means_and_peak, memory_of
 from vitsee_core.threads import by_chunks
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
         for column, (a, b) in enumerate(((x, x), (y, y), (x, y))):
             torch.linalg.vecdot(a, b, out=here[..., column])
 
-    by_chunks(multiply, len(z), 4 * z.shape[1] * z.shape[2], z.device)
+    by_chunks(multiply, len(z), 4 * z.shape[1] * z.shape[2], z.device, at_once=plain)
     return out
 
 
@@ -53,17 +54,59 @@ def _multiply_at_once(z: Tensor, f: Tensor, out: Tensor) -> None:
         out[..., 2] = torch.linalg.vecdot(z.float(), f.float())
 
 
-def pool_sites(
-    prefix: Tensor | None, body: Tensor, layout: TokenLayout
-) -> tuple[Tensor | None, Tensor]:
-    """The class token and the mean over a site's grid cells (or its rows).
+class SitePass(NamedTuple):
+    """What is taken of a site's tokens in one pass.
+
+    cls: (images, dim) float32, the class token, None where the layout has none. mean: (images,
+    dim) float32, over grid cells or rows; prefix tokens are no part of it. peak: the largest |x|,
+    prefix included, a float32 scalar, NaN where one is NaN. All are copies, so they stay valid when
+    the model overwrites its tensors.
+    """
+
+    cls: Tensor | None
+    mean: Tensor
+    peak: Tensor
+
+
+def pass_over(prefix: Tensor | None, body: Tensor, layout: TokenLayout) -> SitePass:
+    """Pooled vectors and the largest value of a site.
 
     `prefix`: (images, prefix tokens, dim) or None; `body`: (images, rows, cols, dim) or (images,
-    rows, dim). Returns two float32 tensors of shape (images, dim), sums in float32; the first is
-    None where the layout has no class token. Prefix tokens are not part of the mean. Both are
-    copies, so they stay valid when the model overwrites its tensors.
+    rows, dim). Sums are in float32.
     """
     cls = None
     if prefix is not None and layout.cls is not None:
         cls = prefix[:, layout.cls].to(torch.float32, copy=True)
-    return cls, body.flatten(1, -2).mean(1, dtype=torch.float32)
+    if is_by_token(body):
+        rows = body.flatten(1, -2)
+        mean = torch.empty(len(rows), rows.shape[-1], dtype=torch.float32)
+        places = int(rows.storage_offset()), rows.stride(0), rows.stride(1)
+        shape = rows.shape[0], rows.shape[1], rows.shape[2]
+        found = means_and_peak(memory_of(rows), places, shape, mean.numpy())
+        peak = torch.tensor(float(found))
+    else:
+        mean = body.flatten(1, -2).mean(1, dtype=torch.float32)
+        peak = largest_magnitude(body)
+    if prefix is not None and prefix.numel():
+        peak = torch.maximum(peak, largest_magnitude(prefix))
+    return SitePass(cls, mean, peak)
+
+
+def is_by_token(body: Tensor) -> bool:
+    """Whether a compiled pass takes the tokens: on a CPU, in single precision, the channels of each
+    one after another, and one token after another."""
+    if body.device.type != "cpu" or body.dtype != torch.float32 or body.stride(-1) != 1:
+        return False
+    steps = list(zip(body.shape, body.stride(), strict=True))[1:-1]
+    return body.numel() > 0 and all(
+        outer == n * inner for (_, outer), (n, inner) in itertools.pairwise(steps)
+    )
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """The largest |x|, a float32 scalar, NaN where x has one. Strided tensors are read as they
+    lie: `aminmax` would copy them first."""
+    if x.device.type == "cuda":  # one pass, which takes ten times two of these on a CPU
+        found: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+        return found
+    return torch.maximum(-x.amin(), x.amax()).float()

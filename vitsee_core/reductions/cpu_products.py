@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled
+from vitsee_core.reductions.cpu_tokens import memory_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,12 +42,6 @@ class Product(NamedTuple):
         at = query.storage_offset(), *query.stride(), key.storage_offset(), *key.stride()
         places: Any = (*at, query.shape[3], query.shape[1] // key.shape[1])
         return cls((memory_of(query), memory_of(key), np.float32(scale)), places)
-
-
-def memory_of(x: Tensor) -> NDArray[np.float32]:
-    """All of the memory that a float32 tensor is a view of, as one row."""
-    n = x.untyped_storage().nbytes() // x.itemsize
-    return x.detach().as_strided((n,), (1,), 0).numpy()
 
 
 @compiled

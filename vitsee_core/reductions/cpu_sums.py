@@ -73,27 +73,30 @@ def exponential(x: np.float32) -> np.float32:
 
 
 @compiled
-def subtract_largest(rows: NDArray[np.float32], start: int, stop: int, end: int) -> None:
-    """Scores minus their largest, at least LEAST_SCORE; NaN where one is NaN or all are -inf.
+def subtract_largest(rows: NDArray[np.float32], n_rows: int, n_tokens: int, width: int) -> None:
+    """Scores minus the largest of their row, at least LEAST_SCORE; NaN where one is NaN or all are
+    -inf.
 
     Args:
-        rows: with the scores from `start` to `stop` - 1, changed.
-        start: the first.
-        stop: the one after the last.
-        end: up to here LEAST_SCORE follows.
+        rows: of (rows, width), changed: the first are scores, LEAST_SCORE beyond.
+        n_rows: how many.
+        n_tokens: scores in a row.
+        width: the length of a row.
     """
     # As integers of the same order: of floats the vector units would have to ask for NaN.
     bits = rows.view(np.int32)
-    largest = SMALLEST
-    for k in range(start, stop):
-        it = bits[np.uintp(k)]
-        largest = np.int32(max(largest, np.int32(it ^ ((it >> 31) & MAGNITUDE))))
-    top = np.int32(largest ^ ((largest >> 31) & MAGNITUDE)).view(np.float32)
-    for k in range(start, stop):
-        score = rows[np.uintp(k)] - top
-        rows[np.uintp(k)] = LEAST_SCORE if score < LEAST_SCORE else score
-    for k in range(stop, end):
-        rows[np.uintp(k)] = LEAST_SCORE
+    for i in range(n_rows):
+        at = np.uintp(i * width)
+        largest = SMALLEST
+        for k in range(n_tokens):
+            it = bits[at + np.uintp(k)]
+            largest = np.int32(max(largest, np.int32(it ^ ((it >> 31) & MAGNITUDE))))
+        top = np.int32(largest ^ ((largest >> 31) & MAGNITUDE)).view(np.float32)
+        for k in range(n_tokens):
+            score = rows[at + np.uintp(k)] - top
+            rows[at + np.uintp(k)] = LEAST_SCORE if score < LEAST_SCORE else score
+        for k in range(n_tokens, width):
+            rows[at + np.uintp(k)] = LEAST_SCORE
 
 
 @compiled
@@ -130,6 +133,7 @@ def sum_heads(
         offsets: (batch, heads, (2 rows - 1) (2 columns - 1)), filled: that mass by offset.
     """
     n_tokens, width = a.shape[1], a.shape[2]
+    flat = given.reshape(-1)
     n, (gh, gw) = n_prefix, grid
     n_cells = gh * gw
     scores = np.empty(QUERIES * width, np.float32)
@@ -152,11 +156,11 @@ def sum_heads(
         for start in range(0, n_tokens, QUERIES):
             n_here = min(QUERIES, n_tokens - start)
             for i in range(n_here):
-                row, to = given[image - first, head, start + i], np.uintp(i * width)
+                query = ((image - first) * a.shape[0] + head) * n_tokens + start + i
+                at, to = np.uintp(query * n_tokens), np.uintp(i * width)
                 for k in range(n_tokens):
-                    scores[to + np.uintp(k)] = row[k]
-            for i in range(n_here):
-                subtract_largest(scores, i * width, i * width + n_tokens, (i + 1) * width)
+                    scores[to + np.uintp(k)] = flat[at + np.uintp(k)]
+            subtract_largest(scores, n_here, n_tokens, width)
             for k in range(n_here * width):
                 rows[np.uintp(start * width) + np.uintp(k)] = exponential(scores[np.uintp(k)])
             # Rows by themselves: mass, entropies, distances. Flat places instead of rows of their
@@ -279,7 +283,7 @@ def sum_queries(
     """
     n_heads, n_tokens, width = a.shape
     part, fewer = ONE / np.float32(n_heads), ONE / np.float32(max(1, n_heads - 1))
-    rows = a.reshape(-1)
+    rows, means = a.reshape(-1), head_mean.reshape(-1)
     apart, mean = np.empty(n_tokens, np.float32), np.empty(n_tokens, np.float32)
     for q in range(queries[0], queries[1]):
         mean[:] = ZERO
@@ -287,10 +291,10 @@ def sum_queries(
             at = np.uintp((head * n_tokens + q) * width)
             for k in range(n_tokens):
                 mean[k] += rows[at + np.uintp(k)]
-        out = head_mean[image, q]
+        to = np.uintp((image * n_tokens + q) * n_tokens)
         for k in range(n_tokens):
             mean[k] *= part
-            out[k] = mean[k]
+            means[to + np.uintp(k)] = mean[k]
         if q == cls:
             for head in range(n_heads):
                 cls_rows[image, head] = a[head, q, :n_tokens]

@@ -1,0 +1,87 @@
+"""Dot products, means and largest values of tokens on a CPU, compiled: one pass over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.compiled import compiled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ZERO = np.float32(0)
+MAGNITUDE = np.int32(2**31 - 1)
+# Tokens that are summed up by themselves: sums of sums lose fewer digits than one long sum.
+RUN = 16
+
+
+def memory_of(x: Tensor) -> NDArray[np.float32]:
+    """All of the memory that a float32 tensor is a view of, as one row."""
+    n = x.untyped_storage().nbytes() // x.itemsize
+    return x.detach().as_strided((n,), (1,), 0).numpy()
+
+
+@compiled
+def dot_products(
+    z: NDArray[np.float32], f: NDArray[np.float32], out: NDArray[np.float32], start: int, stop: int
+) -> None:
+    """z.z, f.f and z.f of every token of the images from `start` to `stop` - 1, in one pass.
+
+    Args:
+        z: (images, tokens, dim).
+        f: of the same shape.
+        out: (images, tokens, 3), filled.
+        start: the first image.
+        stop: the one after the last.
+    """
+    for image in range(start, stop):
+        for token in range(z.shape[1]):
+            left, right, dots = z[image, token], f[image, token], out[image, token]
+            of_z = of_f = of_both = ZERO
+            for k in range(z.shape[2]):
+                x, y = left[k], right[k]
+                of_z += x * x
+                of_f += y * y
+                of_both += x * y
+            dots[0], dots[1], dots[2] = of_z, of_f, of_both
+
+
+@compiled
+def means_and_peak(
+    memory: NDArray[np.float32],
+    places: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    means: NDArray[np.float32],
+) -> np.float32:
+    """The mean over tokens of every image; returns the largest |x| of all, NaN where one is NaN.
+
+    Args:
+        memory: with the tokens in it, the channels of each one after another.
+        places: in it: the first number, and the strides by image and by token.
+        shape: images, tokens, channels.
+        means: (images, channels), filled.
+    """
+    n_images, n_tokens, n_channels = shape
+    # Without their sign bits the order of numbers is that of their bits; NaN is above infinity.
+    bits = memory.view(np.int32)
+    largest = np.int32(0)
+    some = np.empty(n_channels, np.float32)
+    total = np.empty(n_channels, np.float32)
+    for image in range(n_images):
+        total[:] = ZERO
+        for first in range(0, n_tokens, RUN):
+            some[:] = ZERO
+            for token in range(first, min(first + RUN, n_tokens)):
+                at = np.uintp(places[0] + image * places[1] + token * places[2])
+                for channel in range(n_channels):
+                    k = np.uintp(channel)
+                    some[k] += memory[at + k]
+                    largest = np.int32(max(largest, np.int32(bits[at + k] & MAGNITUDE)))
+            for channel in range(n_channels):
+                total[channel] += some[channel]
+        for channel in range(n_channels):
+            means[image, channel] = total[channel] / np.float32(n_tokens)
+    return np.int32(largest).view(np.float32)
