@@ -61,6 +61,7 @@ def test_rows_are_picked_by_what_cells_have() -> None:
          {"metric": "m", "value": math.nan, "token": ""}, {"metric": "n", "value": 3.0}],
     )  # fmt: skip
     assert picked(table, metric="m", token=None, image=None)["value"].tolist() == [1.0]
+    assert picked(table, metric="m", token="")["value"].tolist() == [1.0]
     assert picked(table, metric=("m", "n"))["value"].tolist() == [1.0, 2.0, 3.0]
     assert len(picked(table, lacking="x")) == 0
 

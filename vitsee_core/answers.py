@@ -47,7 +47,7 @@ def picked(table: Table, **wanted: Any) -> Table:
     column that the table lacks has everywhere; a tuple for one of several."""
     keep = np.isfinite([_float(v) for v in _cells(table, "value")])
     for name, value in wanted.items():
-        choices = value if isinstance(value, tuple) else (value,)
+        choices = [c if is_given(c) else None for c in _several(value)]
         cells = _cells(table, name)
         keep &= np.array([(c if is_given(c) else None) in choices for c in cells], bool)
     return table.take(keep)
@@ -186,6 +186,10 @@ def _within(rows: Table) -> str:
 def _cells(table: Table, name: str) -> list[Any]:
     found = table.columns.get(name)
     return [None] * len(table) if found is None else found.tolist()
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _varies(rows: Table, name: str) -> bool:
