@@ -217,6 +217,32 @@ def test_labels_that_are_refused() -> None:
             check_labels(pairs)
 
 
+def test_few_images() -> None:
+    """Of what is there: cost, neighbours, and what has no value of so few."""
+    few = study(images=100, there={"photos": 12, "others": 9})
+    models = [model("vit"), cnn("cnn")]
+    found = plan(few, models, labelled=True)
+    assert "--images 100" in found.extractions[0].line and "--erf 12" in found.extractions[0].line
+    assert "--k 5" in named(found, "similarity-vit-cnn").line
+    assert "--k 4" in named(found, "knn-vit").line
+    grams = 2 * 2 * (2 + 1) * 4 * 12**2
+    needed = cost(few, found, models, speed=1e6)
+    assert needed.size_bytes == 2 * (12 * (1000 + 3 * 8 * 12) + 9 * 10) + grams
+    assert (few.n_images(), few.n_images("train")) == (12, 9)
+    many = plan(study(there={"photos": 21, "others": 20}), models, labelled=True)
+    assert "--k" not in named(many, "knn-vit").words + named(many, "similarity-vit-cnn").words
+    three = plan(study(there={"photos": 3}), models, labelled=True)
+    for command in ("cka", "cka-heads", "similarity", "localize"):
+        assert three.left_out[command] == "3 images of photos; expected at least 4"
+
+
+def test_results_of_one_name_are_refused() -> None:
+    """`cka` of a-b, and of a against b."""
+    with pytest.raises(VitseeError, match="two results of this study would be called cka-a-b; "):
+        plan(study(Path("out"), "a", "b", "a-b"), [model("a"), model("b"), model("a-b")],
+             labelled=True)  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------ running
 
 
@@ -282,6 +308,30 @@ def test_a_step_that_fails_does_not_stop_the_others(tmp_path: Path, chain: list[
     assert perform.done == ["a", "b", "c"]
 
 
+def test_a_step_that_takes_what_is_there(tmp_path: Path, chain: list[Step]) -> None:
+    """And nothing that an earlier study left where this one's step failed."""
+    a, b, c, d = chain
+    words = ("best-layer", str(a.outputs[0]), str(d.outputs[0]), "-o", "best.csv")
+    inputs = (a.outputs[0], d.outputs[0])
+    best = Step("best", words, inputs, (tmp_path / "best.csv",), partial=True)
+    steps, perform = [a, d, best], Commands()
+    assert carry_out(steps, Record(tmp_path / "study.json"), perform, print) == []
+    said = list[str]()
+    perform.fails["a"] = (1, "no such thing")
+    (tmp_path / "study.json").unlink()
+    failed = carry_out(steps, Record.read(tmp_path), perform, said.append)
+    assert [step.name for step in failed] == ["a"] and a.outputs[0].exists()
+    entry = json.loads((tmp_path / "study.json").read_text())["steps"]["best"]
+    assert entry["command"] == f"vitsee best-layer {d.outputs[0]} -o best.csv"
+    assert [step.name for step in carry_out([b, c], Record.read(tmp_path), perform, said.append,
+                                            before=failed)] == ["b", "c"]  # fmt: skip
+    assert said[-2] == "[1/2] b: left out: a.csv was not made"
+    perform.fails["d"] = (1, "no such thing")
+    (tmp_path / "study.json").unlink()
+    assert len(carry_out(steps, Record.read(tmp_path), perform, said.append)) == 3
+    assert said[-1] == "[3/3] best: left out: a.csv, d.csv was not made"
+
+
 @pytest.mark.parametrize("code", [75, 130, 143])
 def test_a_signal_ends_it(tmp_path: Path, chain: list[Step], code: int) -> None:
     perform = Commands()
@@ -302,6 +352,10 @@ def test_the_record_says_what_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(VitseeError, match="cannot make the folder"):
         make_folders(study(tmp_path / "file"))
+    for text in ("{", "[]", '{"trials": 3}'):
+        (asked.folder / "study.json").write_text(text)
+        with pytest.raises(VitseeError, match="is no record of a study; choose another"):
+            make_folders(asked)
 
 
 # ------------------------------------------------------------------------------------ commands
@@ -358,6 +412,32 @@ def test_a_model_that_cannot_be_extracted_is_named_and_left_out(tmp_path: Path) 
     assert not (folder / "results" / "cka-vit-resnet.csv").exists()
 
 
+def test_a_study_of_less_or_more_in_the_same_folder(tmp_path: Path) -> None:
+    """Stores that hold more than is asked for are taken as they are; of those that hold less, what
+    to do."""
+    words = ["study", "demo:vit", "--data", "demo:test", "-o", str(tmp_path / "out")]
+    asked = [*words, "--images", "4", "--analyses"]
+    assert vitsee(*asked, "spectrum", "--analyses", "attn-dist").exit_code == 0
+    less = vitsee(*asked, "spectrum")
+    assert less.exit_code == 0 and "[1/3] extract-vit: done before" in less.stderr, less.output
+    more = vitsee(*asked, "normratio", "--analyses", "norms")
+    store = tmp_path / "out" / "stores" / "vit.zarr"
+    assert more.exit_code == 1 and more.stdout == ""
+    assert more.stderr == (
+        f"vitsee study: {store} was extracted for fewer analyses and lacks every token, products "
+        "of skips and branches; remove it to extract anew, or choose another -o\n"
+    )
+    other = vitsee(*words, "--images", "5", "--analyses", "spectrum")
+    assert other.exit_code == 1 and other.stdout == ""
+    assert "n_images is 4, given 5" in other.stderr and "--force" not in other.stderr
+    assert f"choose another -o, drop the option, or remove {store} to extract anew" in other.stderr
+    (store / "zarr.json").write_text("{}")
+    assert vitsee(*asked, "norms").stderr.splitlines()[1].startswith("[1/3] extract-vit: failed: ")
+    nothing = vitsee(*asked, "saliency")
+    assert nothing.exit_code == 1 and nothing.stdout == ""
+    assert nothing.stderr.startswith("vitsee study: nothing to do: saliency: it needs masks")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -386,7 +466,9 @@ def test_a_signal_or_a_bug_in_a_step(
 def test_the_plan_as_commands(tmp_path: Path) -> None:
     done = vitsee(*small(tmp_path / "out", "--dry-run"))
     assert done.exit_code == 0 and not (tmp_path / "out").exists()
-    commands = [shlex.split(line) for line in done.stdout.splitlines()]
+    made, *commands = [shlex.split(line) for line in done.stdout.splitlines()]
+    out = str(tmp_path / "out")
+    assert made == ["mkdir", "-p", f"{out}/stores", f"{out}/results"], "or no command can write"
     assert commands[0][:3] == ["vitsee", "extract", "demo:vit"] and commands[-1][1] == "report"
     for words in commands:
         parses(words)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -38,27 +40,32 @@ def run_study(
     Raises:
         VitseeError: no model is known, or some steps failed (all others were done).
     """
-    from vitsee_core.study import cost, planning, running
+    from vitsee_core.study import cost, kept, planning, running
 
     words = console.command_line()
     planning.check_choice(study)
     models, unknown = _survey(study)
-    labelled = _labelled(study)
+    study, labelled = _counted(study)
 
     def planned(of: Sequence[SurveyedModel]) -> tuple[Plan, Plan]:
         found = planning.plan(study, of, labelled=labelled)
         return found, found if extend is None else extend(study, found)
 
     own, plan = planned(models)
+    if not plan.steps:
+        raise VitseeError(f"nothing to do: {'; '.join(planning.reasons(plan.left_out))}")
     plan.left_out |= unknown
+    kept.check_kept(own, models, running.Record.read(study.folder).steps)
     if not dry_run:
         running.make_folders(study)
     needed = cost.cost(study, own, models, cost.measured_speed(study.device))
-    console.say(needed.describe(len(models), study.images))
+    console.say(needed.describe(len(models), study.n_images()))
     for line in planning.reasons(plan.left_out):
         console.say(f"left out: {line}")
     if dry_run:
-        console.out("\n".join(step.line for step in (*plan.steps, report_step(study))))
+        folders = shlex.join(["mkdir", "-p", *map(str, running.folders(study))])
+        lines = [step.line for step in (*plan.steps, report_step(study))]
+        console.out("\n".join([folders, *lines]))
         return
     ctx.meta[console.RESUMES] = KEPT
     record = running.begin(study, words, plan.left_out)
@@ -72,13 +79,15 @@ def run_study(
         again = planned(made)[1] if len(made) < len(models) else plan
         steps = [*again.analyses, report_step(study)]
         record.steps.pop(report_step(study).name, None)
+        first = len(plan.extractions) + 1
         failed += running.carry_out(
-            steps, record, perform, console.say, first=len(plan.extractions) + 1, total=total
+            steps, record, perform, console.say, first=first, total=total, before=failed
         )
     except running.Stopped as stopped:
         console.fail(f"vitsee {ctx.info_name}: interrupted; {KEPT}")
         ctx.exit(signals.EXIT_RESUMABLE if stopped.code else 1)
-    console.out(str(study.folder / "report.html"))
+    if record.steps[report_step(study).name]["status"] == running.DONE:
+        console.out(str(study.folder / "report.html"))
     if failed or unknown:
         bad = [f"{step.name} ({record.steps[step.name]['reason']})" for step in failed]
         bad += [f"{what} ({why})" for what, why in unknown.items()]
@@ -130,7 +139,10 @@ class Performer:
             self.ctx.meta[options.VERBOSITY] = self.verbosity
             self.ctx.meta[console.RESUMES] = KEPT
             console.setup(self.verbosity)
-        return Outcome(code or 0, self.ctx.meta.get(console.REASON, ""))
+        # A study has no --force: what it would delete, its user does.
+        anew = f"remove {shlex.join(map(str, step.outputs))} to extract anew"
+        reason = self.ctx.meta.get(console.REASON, "").replace("start anew with --force", anew)
+        return Outcome(code or 0, reason)
 
 
 def _outputs(steps: Sequence[Step]) -> set[object]:
@@ -158,16 +170,19 @@ def _survey(study: Study) -> tuple[list[SurveyedModel], dict[str, str]]:
     return found, unknown
 
 
-def _labelled(study: Study) -> bool:
-    """Whether the images have labels.
+def _counted(study: Study) -> tuple[Study, bool]:
+    """The study with the numbers of its images; and whether they have labels.
 
     Raises:
         VitseeError: there are no such images.
     """
     from vitsee_core.images import open_source
 
-    sources = [open_source(data) for data in (study.data, study.train) if data is not None]
-    return all(bool((source.labels >= 0).any()) for source in sources)
+    named = [data for data in (study.data, study.train) if data is not None]
+    labels = {data: open_source(data).labels for data in named}
+    there = {data: len(found) for data, found in labels.items()}
+    labelled = all(bool((found >= 0).any()) for found in labels.values())
+    return replace(study, there=there), labelled
 
 
 def named(models: Sequence[str]) -> dict[str, str]:

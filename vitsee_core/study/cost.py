@@ -59,10 +59,12 @@ def cost(study: Study, plan: Plan, models: Sequence[SurveyedModel], speed: float
         pooled = "pooled" in step.words
         pixels = 3 * model.size[1] * model.size[2] if "--inputs" in step.words else 0
         one = (model.bytes_pooled if pooled else model.bytes_of_tokens) + pixels
-        size += one * study.images
-        if step.outputs[0] == study.store(model.label):
-            size += len(cached) * (model.n_blocks + 1) * 4 * study.images**2
-        passes = float(study.images)
+        own = step.outputs[0] == study.store(model.label)
+        n_images = study.n_images("" if own else "train")
+        size += one * n_images
+        if own:
+            size += len(cached) * (model.n_blocks + 1) * 4 * n_images**2
+        passes = float(n_images)
         if "--erf" in step.words:
             n_fields = int(step.words[step.words.index("--erf") + 1])
             passes += BACKWARD * n_fields * model.n_blocks

@@ -42,7 +42,7 @@ def with_sets(study: Study, found: Plan, *, quick: bool = False) -> Plan:
     analyses = [*found.analyses, *sets.tasks(), *([] if quick else tour(study))]
     answered = {"propagate", "keypoints", "saliency", "retrieve"}
     left_out = {what: why for what, why in found.left_out.items() if what not in answered}
-    return Plan(extractions, analyses, left_out)
+    return Plan(extractions, analyses, left_out, found.keeps)
 
 
 class Sets:

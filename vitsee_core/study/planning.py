@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vitsee_core.catalogue import needs_of_analyses
+from vitsee_core.machine import counted
+from vitsee_core.study.kept import kept
 from vitsee_core.study.recipes import (
     ATTENTION,
     FIELDS,
@@ -52,7 +55,7 @@ def plan(study: Study, models: Sequence[SurveyedModel], *, labelled: bool) -> Pl
         labelled: the images have labels.
 
     Raises:
-        VitseeError: see `check_choice`.
+        VitseeError: see `check_choice` and `check_names`.
     """
     check_choice(study)
     study = replace(study, models={model.label: model.name for model in models})
@@ -73,13 +76,30 @@ def plan(study: Study, models: Sequence[SurveyedModel], *, labelled: bool) -> Pl
     found.analyses += _best(study, found.analyses)
     if study.takes(BEST) and not any(s.command == BEST for s in found.analyses):
         found.left_out[BEST] = f"none of its inputs is made ({', '.join(SCORES)})"
-    keeps = {what for step in found.analyses for what in _keeps(step.command)}
+    found.keeps = {what for step in found.analyses for what in _keeps(step.command)}
     used = {path for step in found.analyses for path in step.inputs}
     for model in models:
         for images in ("", "train"):
-            if study.store(model.label, images) in used:
-                found.extractions.append(extraction(study, model, images, keeps))
+            place = study.store(model.label, images)
+            if place in used:
+                before = set() if images else kept(place, model) or set()
+                found.extractions.append(extraction(study, model, images, found.keeps | before))
+    check_names(found)
     return found
+
+
+def check_names(found: Plan) -> None:
+    """Whether each step has a name, and with it a result, of its own.
+
+    Raises:
+        VitseeError: two have one: `a-b`, and `a` with `b`.
+    """
+    names = Counter(step.name for step in found.steps)
+    if twice := [name for name, times in names.items() if times > 1]:
+        raise VitseeError(
+            f"two results of this study would be called {twice[0]}; give a model another name "
+            "(NAME=MODEL)"
+        )
 
 
 def extraction(study: Study, model: SurveyedModel, images: str, keeps: set[str]) -> Step:
@@ -103,7 +123,7 @@ def extraction(study: Study, model: SurveyedModel, images: str, keeps: set[str])
         words += [] if RESIDUAL in keeps else ["--no-residual"]
         words += ["--inputs"] if PIXELS in keeps else []
         if FIELDS in keeps and model.lacks["grid"] is None:
-            words += ["--erf", str(min(FIELD_IMAGES, study.images))]
+            words += ["--erf", str(min(FIELD_IMAGES, study.n_images()))]
     name = f"extract-{model.label}{f'-{images}' if images else ''}"
     return Step(name, tuple(words), (), (place,))
 
@@ -136,6 +156,9 @@ def _unfit(study: Study, command: str, labelled: bool) -> str:
     recipe = recipe_of(command)
     if recipe.refusal:
         return recipe.refusal
+    if study.n_images() < recipe.least:
+        there = counted(study.n_images(), "images")
+        return f"{there} of {study.data}; expected at least {recipe.least}"
     if LABELS in recipe.wants and not labelled:
         return f"the images of {study.data} have no labels"
     if TRAIN in recipe.wants and study.train is None:
@@ -152,7 +175,7 @@ def _best(study: Study, steps: Sequence[Step]) -> list[Step]:
     table = study.result(BEST)
     picture = table.with_suffix(".png")
     words = (BEST, *map(str, tables), "-o", str(table), "--png", str(picture), "--force")
-    return [Step(BEST, words, tables, (table, picture))]
+    return [Step(BEST, words, tables, (table, picture), partial=True)]
 
 
 def reasons(left_out: Mapping[str, str]) -> list[str]:

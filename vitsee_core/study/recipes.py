@@ -18,18 +18,22 @@ TOKENS, HEADS, FIELDS, PIXELS, ATTENTION, RESIDUAL = (
     "tokens", "heads", "fields", "pixels", "attention", "residual"
 )  # fmt: skip
 LABELS, TRAIN = "labels", "train"
+NEIGHBOURS, VOTERS = 10, 20  # of similarity and of knn, where there are images enough
+CKA_IMAGES = 4  # debiased HSIC divides by n - 3
 FEW = 4  # models that are all compared with each other; more are compared with the first
 
 
 @dataclass(frozen=True)
 class Recipe:
     """keeps: what extract has to keep; wants: what the data has to have (`LABELS`, `TRAIN`); steps:
-    of the models that offer what the analysis needs; refusal: why no study can run it."""
+    of the models that offer what the analysis needs; refusal: why no study can run it; least:
+    images, with fewer of which it has no value."""
 
     steps: Callable[[Study, Models], Iterator[Step]]
     keeps: tuple[str, ...] = (TOKENS,)
     wants: tuple[str, ...] = ()
     refusal: str = ""
+    least: int = 1
 
 
 def step(
@@ -82,7 +86,10 @@ def _cka(study: Study, models: Models) -> Iterator[Step]:
 
 
 def _similarity(study: Study, models: Models) -> Iterator[Step]:
-    options = ("--sites", "blocks", "--tokens", "mean-all", "--measure", "mutual-knn")
+    options: tuple[str, ...] = ("--sites", "blocks", "--tokens", "mean-all")
+    options += ("--measure", "mutual-knn")
+    if study.n_images() <= 2 * NEIGHBOURS:  # of so few, ten are most of the others
+        options += ("--k", str((study.n_images() - 1) // 2))
     for a, b in _pairs(models):
         yield step(study, "similarity", f"{a.label}-{b.label}", [a.label, b.label], *options)
     if len(models) == 1:
@@ -137,6 +144,12 @@ def _trained(command: str, *options: str) -> Callable[..., Iterator[Step]]:
     return steps
 
 
+def _knn(study: Study, models: Models) -> Iterator[Step]:
+    n_train = study.n_images("train")
+    few = ("--k", str(max(1, n_train // 2))) if n_train < VOTERS else ()
+    yield from _trained("knn", *few)(study, models)
+
+
 def _probe(study: Study, models: Models) -> Iterator[Step]:
     if study.train is not None:
         yield from _trained("probe")(study, models)
@@ -149,17 +162,17 @@ RECIPES: dict[str, Recipe] = {
     "attn-dist": Recipe(together("attn-dist"), (ATTENTION,)),
     "attn-map": Recipe(_attn_map, (ATTENTION,)),
     "head-types": Recipe(each("head-types"), (ATTENTION,)),
-    "cka": Recipe(_cka),
-    "similarity": Recipe(_similarity),
-    "cka-heads": Recipe(_cka_heads, (ATTENTION, HEADS, TOKENS)),
+    "cka": Recipe(_cka, least=CKA_IMAGES),
+    "similarity": Recipe(_similarity, least=CKA_IMAGES),
+    "cka-heads": Recipe(_cka_heads, (ATTENTION, HEADS, TOKENS), least=CKA_IMAGES),
     "normratio": Recipe(_normratio, (RESIDUAL,)),
-    "localize": Recipe(_localize, (TOKENS, PIXELS)),
+    "localize": Recipe(_localize, (TOKENS, PIXELS), least=CKA_IMAGES),
     "erf": Recipe(together("erf", "--sites", "blocks"), (FIELDS,)),
     "weights": Recipe(together("weights"), ()),
     "spectrum": Recipe(together("spectrum"), ()),
     "cluster": Recipe(together("cluster"), (), (LABELS,)),
     "retrieve": Recipe(together("retrieve", "--truth", "labels"), (), (LABELS,)),
-    "knn": Recipe(_trained("knn"), (), (LABELS, TRAIN)),
+    "knn": Recipe(_knn, (), (LABELS, TRAIN)),
     "probe": Recipe(_probe, (), (LABELS,)),
     "lens": Recipe(together("lens"), (TOKENS,), (LABELS,)),
     "pca": Recipe(together("pca"), (TOKENS, PIXELS)),

@@ -43,13 +43,7 @@ class Record:
     def read(cls, folder: Path) -> Record:
         """The record in a folder; an empty one where there is none, or none of ours."""
         path = folder / FILE
-        try:
-            found = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError):
-            return cls(path)
-        steps = found.get("steps") if isinstance(found, dict) else None
-        if not isinstance(steps, dict):
-            return cls(path)
+        steps = _steps_in(path) or {}
         return cls(path, {}, {k: v for k, v in steps.items() if isinstance(v, dict)})
 
     def write(self) -> None:
@@ -58,15 +52,33 @@ class Record:
         write_files({self.path: text.encode()}, force=True)
 
 
+def _steps_in(path: Path) -> dict[str, Any] | None:
+    """The steps in a record; None where there is none, or the file is something else."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    steps = found.get("steps") if isinstance(found, dict) else None
+    return steps if isinstance(steps, dict) else None
+
+
+def folders(study: Study) -> list[Path]:
+    """Where its stores and results go."""
+    return [study.folder / name for name in (STORES, RESULTS)]
+
+
 def make_folders(study: Study) -> None:
     """The study's folders.
 
     Raises:
-        VitseeError: they cannot be made.
+        VitseeError: they cannot be made, or the folder has a `study.json` that is another's.
     """
+    record = study.folder / FILE
+    if record.exists() and _steps_in(record) is None:
+        raise VitseeError(f"{record} is no record of a study; choose another -o, or remove it")
     try:
-        for name in (STORES, RESULTS):
-            (study.folder / name).mkdir(parents=True, exist_ok=True)
+        for folder in folders(study):
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise VitseeError(f"cannot make the folder {study.folder}: {reason(error)}") from None
 
@@ -96,8 +108,10 @@ def carry_out(
     *,
     first: int = 1,
     total: int | None = None,
+    before: Sequence[Step] = (),
 ) -> list[Step]:
-    """Perform the steps in order; returns those that failed, or whose input is missing.
+    """Perform the steps in order; returns those that failed, or whose input is missing or was left
+    by an earlier study where this one's step failed.
 
     Args:
         steps: of one plan.
@@ -105,22 +119,26 @@ def carry_out(
         perform: runs a step's command.
         say: receives a line for each step.
         first, total: how the lines count.
+        before: steps that failed earlier; what lies at their outputs is of another study.
 
     Raises:
         Stopped: a signal ended a step.
     """
-    failed = []
+    failed: list[Step] = []
     total = len(steps) if total is None else total
     for number, step in enumerate(steps, first):
         head = f"[{number}/{total}] {step.name}"
-        missing = [path for path in step.inputs if not path.exists()]
-        before = record.steps.get(step.name, {})
+        stale = {path for other in (*before, *failed) for path in other.outputs}
+        missing = [path for path in step.inputs if path in stale or not path.exists()]
+        if step.partial and len(missing) < len(step.inputs):
+            step, missing = step.without(missing), []
+        entry = record.steps.get(step.name, {})
         if missing:
             text = f"{', '.join(path.name for path in missing)} was not made"
             record.steps[step.name] = _entry(step, LEFT_OUT, 0.0, text)
             say(f"{head}: left out: {text}")
             failed.append(step)
-        elif _is_finished(step, before):
+        elif _is_finished(step, entry):
             say(f"{head}: done before")
             continue
         else:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vitsee_stores.errors import VitseeError
@@ -17,7 +17,8 @@ STORES, RESULTS, SETS = "stores", "results", "sets"
 class Study:
     """What is asked for. models: label -> name, as for extract; data, train: as for --data, the
     images of the analyses and those that classifiers learn from; images: so many of each;
-    analyses: only these commands, all where there are none; skip: not these."""
+    analyses: only these commands, all where there are none; skip: not these; there: data -> how
+    many images it has, where that is known."""
 
     folder: Path
     models: Mapping[str, str]
@@ -28,6 +29,12 @@ class Study:
     device: str = "auto"
     analyses: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
+    there: Mapping[str, int] = field(default_factory=dict)
+
+    def n_images(self, images: str = "") -> int:
+        """How many images a store will have. images: "train", or the study's own."""
+        data = self.train if images == "train" else self.data
+        return min(self.images, self.there.get(data or "", self.images))
 
     def store(self, label: str, images: str = "") -> Path:
         """Where a model's store is; images: "train", or the set, where not the study's own."""
@@ -46,13 +53,20 @@ class Study:
 class Step:
     """A command line of the study. name: unique, and the stem of its result; words: without
     `vitsee`; inputs: what must be there before; outputs: what is there after. make: does what the
-    words say where they are no command of vitsee."""
+    words say where they are no command of vitsee. partial: those inputs do that are there."""
 
     name: str
     words: tuple[str, ...]
     inputs: tuple[Path, ...] = ()
     outputs: tuple[Path, ...] = ()
     make: Callable[[], None] | None = None
+    partial: bool = False
+
+    def without(self, missing: Sequence[Path]) -> Step:
+        """The same step on its other inputs."""
+        gone = {str(path) for path in missing}
+        words = tuple(word for word in self.words if word not in gone)
+        return replace(self, words=words, inputs=tuple(x for x in self.inputs if x not in missing))
 
     @property
     def command(self) -> str:
@@ -67,11 +81,13 @@ class Step:
 
 @dataclass
 class Plan:
-    """The steps in order; left_out: command, or command and model -> why it is no step."""
+    """The steps in order; left_out: command, or command and model -> why it is no step; keeps: what
+    stores have to keep for these analyses."""
 
     extractions: list[Step] = field(default_factory=list)
     analyses: list[Step] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    keeps: set[str] = field(default_factory=set)
 
     @property
     def steps(self) -> list[Step]:
