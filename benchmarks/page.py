@@ -41,9 +41,9 @@ HEAD = """\
 
 Written by `python benchmarks/page.py` from `benchmarks/results/*.json`, which the commands below
 write with `--record`; do not edit it. Both sides of a line ran in turn in one process or one after
-the other on the same machine; numbers are medians, and the last column, the median of the rounds'
-ratios, says how many times faster or smaller ours is: below 1 the other side wins. *Load* is the
-machine's at the end of the run: above the number of its cores others were at work beside it.
+the other on the same machine; numbers are medians, and the last column, their quotient, says how
+many times faster or smaller ours is: below 1 the other side wins. *Load* is the machine's at the
+end of the run: above the number of its cores others were at work beside it.
 
 What a GPU should do is in [gpu.md](gpu.md); none was measured.
 """
@@ -124,8 +124,15 @@ def section(fields: dict[str, Any]) -> str:
 def cells(what: str, row: Result) -> str:
     """A line of a table."""
     ours, other = (number(x, row.unit) for x in (row.ours, row.other))
-    ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
-    return f"| {what} | {ours} | {other} | {ratio} |"
+    return f"| {what} | {ours} | {other} | {better(row)} |"
+
+
+def better(row: Result) -> str:
+    """How many times ours is, of the numbers beside it; of rates, per second, larger is better."""
+    if row.ratio is None or not row.ours or not row.other:
+        return ""
+    quotient = row.ours / row.other if row.unit.endswith("/s") else row.other / row.ours
+    return f"{quotient:.3g}"
 
 
 def number(value: float | None, unit: str) -> str:

@@ -22,6 +22,7 @@ record("a-b", "Of two things", {rows}, Path({folder!r}))
 ROWS = """[
     Result("finding, against a loop", 0.123456, 1.5, 12.15039, "s"),
     Result("peak memory", 1234.5, None, None, "MB"),
+    Result("a rate, against another", 50.0, 40.0, 1.3, "G/s"),
 ]"""
 
 
@@ -64,11 +65,14 @@ def test_a_result_goes_from_the_run_to_the_page(tmp_path: Path) -> None:
     assert fields["rows"] == [
         ["finding, against a loop", 0.1235, 1.5, 12.15, "s"],
         ["peak memory", 1234.0, None, None, "MB"],
+        ["a rate, against another", 50.0, 40.0, 1.3, "G/s"],
     ]
     assert fields["command"] == "OMP_NUM_THREADS=1 python benchmarks/knn.py --rounds 3"
     text = page("--print", "--results", str(tmp_path)).stdout
     assert f"## Of two things\n\n`{fields['command']}`\n\n{fields['date']}, " in text
-    assert "| finding, against a loop | 0.123 s | 1.5 s | 12.2 |\n" in text
+    # the quotient of what stands beside it, of rates the other way round
+    assert "| finding, against a loop | 0.123 s | 1.5 s | 12.1 |\n" in text
+    assert "| a rate, against another | 50 G/s | 40 G/s | 1.25 |\n" in text
     assert "| peak memory | 1,234 MB |  |  |\n" in text
 
 
