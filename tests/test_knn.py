@@ -22,7 +22,7 @@ from tests.stores import CNN_PAIR, write_labelled
 from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
-from vitsee_core.labelled import neighbours
+from vitsee_core.labelled import cpu_neighbours, neighbours
 from vitsee_core.labelled.cpu_neighbours import CpuNeighbours
 from vitsee_core.labelled.neighbours import Neighbours, in_tiles, nearest
 from vitsee_stores import Store
@@ -95,6 +95,34 @@ def test_search_against_a_loop(n: int, cut: int, tile: int) -> None:
         assert rows[i].tolist() == [row for _, row in expected]
         # the same float64 sum in another order, rounded to float32
         assert cosines[i] == pytest.approx([c for c, _ in expected], rel=2e-7)
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0, 300.0])
+def test_products_in_bfloat16_find_the_same(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, test = gauss(5000, 24, 1) + np.float32(offset), gauss(300, 24, 2) + np.float32(offset)
+    found = []
+    for there in (True, False):
+        monkeypatch.setattr(cpu_neighbours, "has_bfloat16", lambda device, there=there: there)
+        for cut in (5000, 1024, 1300):
+            found.append(search(train, test, 7, cut))
+    for cosines, rows in found[1:]:
+        assert np.array_equal(cosines, found[0][0]) and np.array_equal(rows, found[0][1])
+
+
+def test_products_in_bfloat16_end_where_they_decide_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_neighbours, "has_bfloat16", lambda device: True)
+    ways = []
+    for spread in (1.0, 1e-4):  # around one vector
+        train, test = (1 + spread * gauss(n, 24, seed) for n, seed in ((3000, 1), (4, 2)))
+        way = CpuNeighbours(test.astype(np.float32), 3)
+        for start in range(0, 3000, 1000):
+            way.add(train[start : start + 1000].astype(np.float32))
+        ways.append(way)
+        expected = loop_neighbours(train.astype(np.float32), test.astype(np.float32), 3)
+        assert way.result()[1].tolist() == [[row for _, row in found] for found in expected]
+    assert [way.in_bfloat16 for way in ways] == [True, False]
 
 
 def test_few_candidates_and_all_of_a_tile_agree(monkeypatch: pytest.MonkeyPatch) -> None:
