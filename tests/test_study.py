@@ -537,4 +537,4 @@ def test_the_demo_ends_with_the_path_of_the_report(
         "attn-dist", "propagate", "keypoints", "retrieve-buildings", "cluster-objects", "saliency"
     }  # fmt: skip
     page = (tmp_path / "out" / "report.html").read_text()
-    assert all(f">{name}<" in page for name in results)
+    assert all(f">{name}.csv<" in page for name in results)
