@@ -13,7 +13,7 @@ unless --full. Sides alternate in one process; medians, and medians of the round
     python benchmarks/cka.py [batch repeats rate right]                 # small sizes
     python benchmarks/cka.py batch rate --sites 40 --dim 384 --images 1024 --corner 8  # p = 75648
     python benchmarks/cka.py batch --sites 40 --dim 384 --images 512 --corner 8
-    python benchmarks/cka.py repeats --repeat-sites 4 --distinct 2 --dim 384 --rounds 3 \\
+    python benchmarks/cka.py repeats --repeat-sites 2 --distinct 2 --dim 384 --rounds 3 \\
         --repeat-images 4096 --repeat-batch 1024
 """
 

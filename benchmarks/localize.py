@@ -140,7 +140,9 @@ def peak_of(folder: Path, arguments: argparse.Namespace) -> Result:
     """Of the command, above its imports, against the memory it was given."""
     imports = peak_rss([sys.executable, "-c", "import numba, torch, vitsee_core.analyses.localize"])
     command = [sys.executable, "-m", "vitsee_cli", "-q", "localize", str(folder / "bench.zarr")]
-    command += ["--memory", arguments.memory, "--device", arguments.device]
+    command += ["--memory", arguments.memory]
+    if arguments.device != "cpu":  # else as by default, which imports torch to find a GPU
+        command += ["--device", arguments.device]
     above = (peak_rss(command) - imports) / 1e6
     given = parse_size(arguments.memory) / 1e6
     print(f"--memory {arguments.memory}: peak {above:.0f} MB above {imports / 1e6:.0f} of imports")

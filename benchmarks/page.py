@@ -23,7 +23,21 @@ EARLIER = RESULTS / "earlier.md"  # what was measured before results were kept, 
 SHORT = (
     ("cka", "vitsee, against torch_cka", "CKA of 40 x 40 layers, 1,024 images, against torch_cka"),
     ("cka", "vitsee, against the published", "the same, against the published scheme in memory"),
-    ("gram", "Gram pass, fp32, reading", "one of its Gram matrices, against the best float32 GEMM"),
+    (
+        "cka-repeats",
+        "vitsee, against the published",
+        "20 repeats of minibatches of 1,024 out of 4,096 images, against that scheme",
+    ),
+    (
+        "gram",
+        "Gram pass, fp32, reading",
+        "one Gram matrix of 1,024 images, against the best float32 GEMM",
+    ),
+    (
+        "localize",
+        "against the published scheme",
+        "localize: 196 x 196 maps of 1,024 images, against that scheme",
+    ),
     ("knn", "4000 among 20000", "k-NN of 4,000 among 20,000 images, against scikit-learn's cosine"),
     ("probe", "probes of 2 layers, against scikit-learn's Ridge ", "ridge probes, against `Ridge`"),
     ("probe", "probes of 2 layers, against scikit-learn's RidgeCV", "the same, against `RidgeCV`"),

@@ -167,13 +167,13 @@ class Host:
         if left is right and self._syrk is not None and left.dtype == np.float32:
             self._syrk(left, product)
         else:
-            np.matmul(left, right.T, out=product)
+            self.whole(left, right, product)
         return product
 
     def whole(self, left: Float32, right: Float32, out: Float32) -> None:
-        """left right^T into `out` (contiguous), of some hundred rows: by torch, if it is imported
-        anyway, a fifth faster than numpy; by numpy where both sides are the same memory, which
-        takes syrk (`mirror` costs more than numpy's own copy of so small a triangle)."""
+        """left right^T, whole, into `out` (contiguous): by torch, if it is imported anyway, a fifth
+        faster than numpy at some hundred rows, a twentieth at a thousand; by numpy where both sides
+        are the same memory, which takes syrk (and copies a small triangle faster than `mirror`)."""
         if left is right or "torch" not in sys.modules:
             np.matmul(left, right.T, out=out)
         else:
