@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -319,6 +320,16 @@ def test_the_page_says_over_how_many_images() -> None:
     assert f"The images are {IMAGES:,} of" in said
     assert f"receptive fields are over {FIELD_IMAGES} of them" in said
     assert f"trained on {TRAIN_IMAGES:,} bundled images" in said
+
+
+def test_the_page_says_what_is_not_measured() -> None:
+    """Each paper's sections on analyses are the source of a finding, or named as missing."""
+    sources = " ".join(finding.source for finding in FINDINGS)
+    missing = " ".join(ABOUT.partition("Not measured here:")[2].split())
+    for what in ("Fig. 13", "App. G", "Fig. 11 right", "Fig. 7 center", "Sec. 4.4", "Sec. 5"):
+        assert what in missing and f"Walmer et al. 2023, {what}" not in sources
+    for n in (1, 2, 3, 5, 6, 7, 8, 9, 12):
+        assert re.search(rf"Raghu et al. 2021[^;]*Figs?\. (\w+, )*{n}\b", sources), n
 
 
 def test_a_row_on_the_page() -> None:

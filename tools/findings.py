@@ -30,8 +30,8 @@ Written by `python tools/findings.py` from [findings.csv](findings.csv), which `
 tools/findings_measure.py FOLDER` writes; do not edit it.
 """
 ABOUT = """\
-Each finding of Raghu et al. 2021, Walmer et al. 2023 and Dosovitskiy et al. 2021 that vitsee's
-analyses can measure is one number that is above 0 where the finding holds. The papers' ViTs have
+What Raghu et al. 2021, Walmer et al. 2023 and Dosovitskiy et al. 2021 found of layers and heads is
+here, finding by finding, one number that is above 0 where it holds. The papers' ViTs have
 22 to 632 million parameters and saw ImageNet or more. These have 0.46 (ViT) and 0.89 (ResNet)
 million, inputs of 32 x 32 pixels, 64 patches, six blocks of four heads, and saw Fashion-MNIST:
 **what does not hold here is no evidence against a paper**, and what holds here was not tested at
@@ -48,6 +48,13 @@ the same blocks). They say what other images of the same kind would change. They
 contain what another training of the same model would change, which only another seed shows, and
 they are not corrected for the number of findings: of thirty that are truly 0, one or two miss it
 by chance.
+
+Not measured here: whatever compares models of several sizes, or before and after fine-tuning
+(Raghu et al., Fig. 13, App. G); a single token against all tokens pooled (Fig. 11 right); the order
+of position embeddings (Dosovitskiy et al., Fig. 7 center: [weights](analyses/weights.md) shows it);
+attention on objects (Walmer et al., Sec. 4.4), the likeness of last layers and clusters over
+supervisions (Sec. 5), retrieval and video (Sec. 6.1, 6.2). `saliency`, `cka`, `cluster`, `retrieve`
+and `propagate` measure these of your own models.
 """
 
 

@@ -116,7 +116,7 @@ FINDINGS = (
     Finding(
         SECTION,
         "order-masked",
-        "With labels the last layers attend farther than by reconstruction.",
+        "With labels distance rises further towards the last layers than by reconstruction.",
         "Walmer et al. 2023, Sec. 4.3, Fig. 4 right",
         "mean distance of the heads of the upper half of the blocks less the lower half's, of vit "
         "less vit-masked",
