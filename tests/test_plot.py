@@ -105,6 +105,11 @@ def test_text_stays_text(heatmap: Path, tmp_path: Path) -> None:
 def test_size_and_dots_per_inch(curves: Path, tmp_path: Path) -> None:
     assert plot(curves, "-o", tmp_path / "r.png", "--size", "4,3", "--dpi", "50").exit_code == 0
     assert struct.unpack(">II", (tmp_path / "r.png").read_bytes()[16:24]) == (200, 150)
+    tiny = plot(curves, "-o", tmp_path / "t.png", "--size", "0.5,0.5")
+    assert tiny.exit_code == 0 and tiny.stderr.splitlines() == [
+        "warning: 0.5 x 0.5 inches leave the panels no room: the figure is unreadable",
+        f"{tmp_path}/t.png is written",
+    ]
     figure = redraw(curves, size=(7.5, 2.5))
     assert tuple(figure.get_size_inches()) == (7.5, 2.5)
 
@@ -138,6 +143,7 @@ def test_what_a_figure_has_not(curves: Path, heatmap: Path, tmp_path: Path) -> N
         (curves, ["--cmap", "magma"], "no colour map to change"),
         (heatmap, ["--cmap", "viridus"], "no colour map 'viridus'; near names: viridis"),
         (heatmap, ["--log", "y"], "no y axis of numbers"),
+        (curves, ["--log", "y", "--range", "-1,9"], "the y axis is logarithmic: a range from -1"),
         (curves, ["--sites", "blocks.99"], "no site matches 'blocks.99'"),
     ):
         done = plot(result, "-o", tmp_path / "r.png", *options)

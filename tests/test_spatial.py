@@ -255,6 +255,18 @@ def test_the_table_against_loops(tmp_path: Path) -> None:
     plot(table)
 
 
+def test_a_figure_of_some_sites(tmp_path: Path) -> None:
+    """Of one store profiles are left, of the other only a site of 1 x 1 cells without any."""
+    x = field(4, 3, 3).reshape(4, 9, 4)
+    a = write_sites(tmp_path / "a.zarr", {"embed": x}, layout=layout(3, 3))
+    b = write_sites(tmp_path / "b.zarr", {"embed": x[:, :1]}, layout=layout(1, 1))
+    table = run(a, b)
+    no_profile = (table["store"] == "b") & (table["metric"] == "fourier_radial")
+    figure = plot(table.take(~no_profile))
+    titles = [axes.get_title("left") for axes in figure.axes if axes.get_visible()]
+    assert "a" in titles and "b" not in titles
+
+
 @pytest.mark.parametrize("change", [{"slab": 23}, {"jobs": 3}])
 def test_slabs_and_jobs_do_not_matter(change: dict[str, int], tmp_path: Path) -> None:
     x = field(23, 4, 5).reshape(23, 20, 4)

@@ -196,25 +196,33 @@ def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> byte
     }
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     buffer = io.BytesIO()
-    with matplotlib.rc_context(settings), _missing_letters():
+    with matplotlib.rc_context(settings), _warnings_in_a_line(figure):
         figure.savefig(buffer, format=kind, dpi=dpi, metadata=undated.get(kind))
     return buffer.getvalue()
 
 
 @contextmanager
-def _missing_letters() -> Iterator[None]:
-    """Letters that the font lacks, in one line of the log in place of a warning each."""
+def _warnings_in_a_line(figure: Figure) -> Iterator[None]:
+    """Letters that the font lacks, and no room for the panels: each in one line of the log."""
     letters: dict[str, None] = {}
+    crowded = False
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
     for warning in caught:
         if match := _MISSING.match(str(warning.message)):
             letters[chr(int(match[1]))] = None
+        elif str(warning.message).startswith("constrained_layout not applied"):
+            crowded = True
         else:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
+    if crowded:
+        width, height = figure.get_size_inches()
+        log.warning(
+            "%g x %g inches leave the panels no room: the figure is unreadable", width, height
+        )
     if letters:
         log.warning("the figure's font has no letters %s: boxes stand for them", "".join(letters))
 

@@ -129,6 +129,8 @@ def _limit(
 ) -> None:
     if not coloured:
         for axes in _curves(figure):
+            if axes.get_yscale() == "log" and low <= 0:
+                raise VitseeError(f"the y axis is logarithmic: a range from {low:g} is impossible")
             axes.set_ylim(low, high)
         return
     values = np.concatenate([np.asarray(one.get_array(), float).ravel() for one in coloured])

@@ -44,7 +44,8 @@ def draw_spatial(table: Table) -> Figure:
     there = [metric for metric in LABELS if _has(table, metric)]
     # Where the grid is 16 x 16 both are the same; else only those of the grid have a value.
     metrics = [m for m in there if not (m.endswith("_scaled") and _same(table, m))]
-    stores = table.unique("store") if _has(table, "fourier_radial") else []
+    profiles = table.where(metric="fourier_radial")
+    stores = profiles.unique("store") if _has(table, "fourier_radial") else []
     n = len(metrics) + len(stores)
     across = min(PANELS_ACROSS, max(n, 1))
     lines = -(-n // across) or 1
@@ -56,7 +57,6 @@ def draw_spatial(table: Table) -> Figure:
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
         if metric in ("share_image", "share_position"):
             draw_marks(axes, rows, table, "null", DOTTED, "by chance")
-    profiles = table.where(metric="fourier_radial")
     for axes, store in zip(panels[len(metrics) : n], stores, strict=True):
         _draw_profiles(axes, profiles.where(store=store))
     for axes in panels[n:]:
