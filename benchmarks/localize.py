@@ -178,7 +178,7 @@ def compare(store: Store, arguments: argparse.Namespace) -> list[Result]:
             found["reference"] = published(features)
 
         sides["reference"] = reference
-    seconds = interleaved(sides, arguments.rounds, pause=0.2)
+    seconds = interleaved(sides, arguments.rounds)
     rate = [work / s / 1e9 for s in seconds["ours"]]
     peak = [2 * 1024**3 / s / 1e9 for s in seconds["product"]]
     print(f"{k} tokens of {dim} x {k} patches of {3 * PATCH**2}, {n} images, from the store")
