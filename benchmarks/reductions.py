@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 
+from vitsee_core.kept_memory import freed_memory_kept
 from vitsee_core.models import load_model
 from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
 from vitsee_core.reductions import AttentionReducer, AttentionSummary, rollout
@@ -46,7 +47,9 @@ def main() -> None:
     print(f"batch {args.batch}, medians of {args.rounds} rounds")
     columns = f"{'model':24} {'forward':>9} {'summaries':>9} {'ratio':>6}"
     print(f"{columns}  error of entropy, distance, query_std")
-    rows = [measure(name, args.batch, args.rounds, args.device) for name in args.models or MODELS]
+    with freed_memory_kept():  # as in an extraction
+        models = args.models or MODELS
+        rows = [measure(name, args.batch, args.rounds, args.device) for name in models]
     print(f"peak RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
     if args.record:
         record("reductions", "Attention summaries beside the forward pass", rows)

@@ -96,9 +96,10 @@ def test_summaries_of_products_are_those_of_scores(monkeypatch: pytest.MonkeyPat
         assert not torch.equal(a, b) or name in ("n_queries", "received_argmax")
 
 
-def test_the_batch_around_an_image_does_not_matter() -> None:
+def test_the_batch_around_an_image_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(6, 21)
     whole = summary(call)
+    monkeypatch.setattr(cpu_passes, "BLOCK_BYTES", 1)  # and each image by itself
     part = {"query": call.query[4:], "key": call.key[4:], "value": call.value[4:]}
     alone = summary(KernelCall(part, call.output[4:]))
     for name in (*PER_HEAD, "head_std", "head_mean", "cls_rows", "received_rows"):

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from vitsee_stores.layout import TokenLayout
 
 FEW_TOKENS = 128
-# With so many tokens the loops' own products are faster than a library's, calls included.
-FEW_TOKENS = 128
+# Up to so many tokens the loops make products themselves: a library's are faster, but every call
+# waits for the interpreter, which threads that load and write images want too.
+FEW_TOKENS = 256
+# Their scores at a time, which stay near a core.
+BLOCK_BYTES = 1 << 20
 NO_CLS = np.empty((0, 0, 0), np.float32)
 # By head of each image, as `sum_heads` has them.
 SUMMED = ("totals", "received", "renormalised", "offsets")
@@ -75,10 +78,12 @@ class CpuPasses:
         about = self._n, self._grid, self._px, self._unit
         product = self._product(call)
         if product is not None and n_threads == 1 and "full" not in out:
-            room = self._room(call, len(images), thread)
-            multiply_images(*product, images.start, room)
-            run = images.start, images.stop
-            sum_images(room, images.start, *about, self._cls, run, a, *summed, *of_queries)
+            n_at_once = max(1, BLOCK_BYTES // (4 * n_heads * n_tokens**2))
+            for first in range(images.start, images.stop, n_at_once):
+                run = first, min(first + n_at_once, images.stop)
+                room = self._room(call, run[1] - first, thread)
+                multiply_images(*product, first, room)
+                sum_images(room, first, *about, self._cls, run, a, *summed, *of_queries)
         else:
             for image in images:
                 room = self._room(call, 1, thread)

@@ -1,7 +1,7 @@
 """Products of queries and keys of small images on a CPU, compiled.
 
 A library's product takes some microseconds a call, and small images have many: all products of 65
-tokens with 24 channels are as much work as one such call. From some hundred tokens on it is faster.
+tokens with 24 channels are as much work as one such call. With more tokens it is faster.
 """
 
 from __future__ import annotations
