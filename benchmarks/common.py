@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 PAUSE = 0.2  # seconds
 RESULTS = Path(__file__).parent / "results"
+THREADS = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # that a result depends on
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -174,9 +175,9 @@ def _command(argv: Sequence[str]) -> str:
     words = [f"benchmarks/{Path(argv[0]).name}"]
     rest = iter(argv[1:])
     for word in rest:
-        if word == "--folder":
+        if word in ("--folder", "--remark"):
             next(rest, None)
-        elif word != "--record" and not word.startswith("--folder="):
+        elif word != "--record" and not word.startswith(("--folder=", "--remark=")):
             words.append(word)
-    threads = os.environ.get("OMP_NUM_THREADS")
-    return f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}python {shlex.join(words)}"
+    chosen = [f"{name}={os.environ[name]} " for name in THREADS if os.environ.get(name)]
+    return f"{''.join(chosen)}python {shlex.join(words)}"

@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--workers", type=int)
+    parser.add_argument("--remark", default="", help="added to the result's title")
     add_record_option(parser)
     args = parser.parse_args()
     print(machine())
@@ -128,7 +129,7 @@ def main() -> None:
             for side, values in seconds.items()
             if values is not base
         ]
-        record("extraction", "Extraction beside a bare loop over the model", rows)
+        record("extraction", f"Extraction beside a bare loop over the model{args.remark}", rows)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,16 @@ SHORT = (
         "against the published scheme",
         "localize: 196 x 196 maps of 1,024 images, against that scheme",
     ),
+    (
+        "extraction",
+        "vit_small_patch16_224, 160 images in batches of 32, blocks",
+        "extraction of ViT-S/16, written to disk, against the bare model: activations, residuals",
+    ),
+    (
+        "extraction",
+        "vit_small_patch16_224, 160 images in batches of 32, + attention",
+        "the same with every attention summary",
+    ),
     ("knn", "4000 among 20000", "k-NN of 4,000 among 20,000 images, against scikit-learn's cosine"),
     ("probe", "probes of 2 layers, against scikit-learn's Ridge ", "ridge probes, against `Ridge`"),
     ("probe", "probes of 2 layers, against scikit-learn's RidgeCV", "the same, against `RidgeCV`"),

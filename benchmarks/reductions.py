@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--remark", default="", help="added to the result's title")
     add_record_option(parser)
     args = parser.parse_args()
     if args.threads:
@@ -52,7 +53,7 @@ def main() -> None:
         rows = [measure(name, args.batch, args.rounds, args.device) for name in models]
     print(f"peak RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
     if args.record:
-        record("reductions", "Attention summaries beside the forward pass", rows)
+        record("reductions", f"Attention summaries beside the forward pass{args.remark}", rows)
 
 
 @torch.inference_mode()
