@@ -8,11 +8,14 @@ it 4 to 8 times as fast as float32 (AMX, GPUs), twice with AVX-512 BF16.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
 from vitsee_core.grams.arithmetic import GOOD_WIDTH, N_WIDTHS, Arithmetic, Gpu, Host
+from vitsee_core.grams.lanes import one_blas_thread, one_torch_thread
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -49,13 +52,17 @@ def has_bfloat16(device: str) -> bool:
 
 def in_bfloat16(device: str) -> Arithmetic:
     """As `arithmetic`, with products in bfloat16."""
-    import torch  # noqa: F401  before `one_thread` asks for it
-
     return _Host() if device == "cpu" else _Gpu(device)
 
 
 class _Host(Host):
     """By torch: numpy knows no bfloat16."""
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """For BLAS and torch."""
+        with one_blas_thread(), one_torch_thread():
+            yield
 
     def scratch_bytes(self, rows: int) -> int:
         """Both factors in bfloat16, and a product of some rows."""
