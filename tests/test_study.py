@@ -229,6 +229,10 @@ def test_few_images() -> None:
     needed = cost(few, found, models, speed=1e6)
     assert needed.size_bytes == 2 * (12 * (1000 + 3 * 8 * 12) + 9 * 10) + grams
     assert (few.n_images(), few.n_images("train")) == (12, 9)
+    more = study(images=100, train_images=300, there={"photos": 12, "others": 200})
+    of = plan(more, models, labelled=True)
+    assert [step.words[5] for step in of.extractions] == ["100", "300"] * 2
+    assert (more.n_images(), more.n_images("train")) == (12, 200)
     many = plan(study(there={"photos": 21, "others": 20}), models, labelled=True)
     assert "--k" not in named(many, "knn-vit").words + named(many, "similarity-vit-cnn").words
     three = plan(study(there={"photos": 3}), models, labelled=True)
@@ -494,6 +498,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (["demo:vit", "--data", "demo", "--analyses", "nope"], 1, "no analysis 'nope'"),
         (["demo:vit", "--data", ""], 2, "empty text"),
         (["demo:vit"], 2, "--data"),
+        (["demo:vit", "--data", "demo", "--train-images", "3"], 2, "give that too"),
         (["--data", "demo"], 2, "MODEL"),
     ):
         done = vitsee("study", *args, "-o", folder)

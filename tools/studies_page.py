@@ -54,7 +54,8 @@ vitsee extract vit_base_patch16_224.mae --data imagenet/val --images 5000 -o mae
 vitsee study ViT=vit_base_patch16_224.augreg_in21k_ft_in1k ResNet=resnet50.a1_in1k \\
     DINO=vit_base_patch16_224.dino MAE=vit_base_patch16_224.mae \\
     CLIP=vit_base_patch16_clip_224.openai DINOv2=vit_base_patch14_dinov2.lvd142m \\
-    --data imagenet/val --train imagenet/train --images 5000 -o study
+    --data imagenet/val --train imagenet/train --images 5000 \\
+    --train-images 100000 -o study
 
 # or model by model, as array jobs of a cluster, and the analyses afterwards on any machine
 vitsee extract vit_base_patch16_224.mae --data imagenet/val --images 5000 -o mae.zarr \\

@@ -107,7 +107,7 @@ def extraction(study: Study, model: SurveyedModel, images: str, keeps: set[str])
     data = study.train if images == "train" else study.data
     assert data is not None
     place = study.store(model.label, images)
-    words = ["extract", model.name, "--data", data, "--images", str(study.images)]
+    words = ["extract", model.name, "--data", data, "--images", str(study.asked(images))]
     words += ["-o", str(place)]
     if study.seed:
         words += ["--seed", str(study.seed)]

@@ -92,6 +92,7 @@ def begin(study: Study, command: Sequence[str], left_out: Mapping[str, str]) -> 
         "data": study.data,
         "train": study.train,
         "images": study.images,
+        "train_images": study.asked("train"),
         "seed": study.seed,
         "left_out": dict(left_out),
         "versions": result_versions(),

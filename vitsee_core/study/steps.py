@@ -18,7 +18,7 @@ class Study:
     """What is asked for. models: label -> name, as for extract; data, train: as for --data, the
     images of the analyses and those that classifiers learn from; images: so many of each;
     analyses: only these commands, all where there are none; skip: not these; there: data -> how
-    many images it has, where that is known."""
+    many images it has, where that is known; train_images: of `train`, where not `images`."""
 
     folder: Path
     models: Mapping[str, str]
@@ -30,11 +30,17 @@ class Study:
     analyses: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     there: Mapping[str, int] = field(default_factory=dict)
+    train_images: int | None = None
+
+    def asked(self, images: str = "") -> int:
+        """How many images a store is asked for. images: "train", or the study's own."""
+        own = images != "train" or self.train_images is None
+        return self.images if own else self.train_images or 0
 
     def n_images(self, images: str = "") -> int:
         """How many images a store will have. images: "train", or the study's own."""
         data = self.train if images == "train" else self.data
-        return min(self.images, self.there.get(data or "", self.images))
+        return min(self.asked(images), self.there.get(data or "", self.asked(images)))
 
     def store(self, label: str, images: str = "") -> Path:
         """Where a model's store is; images: "train", or the set, where not the study's own."""

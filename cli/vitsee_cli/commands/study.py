@@ -47,6 +47,13 @@ QUESTION = STORES
     help="Images of each, the same in every store.",
 )
 @click.option(
+    "--train-images",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Images of --train to learn from; of these only pooled vectors are kept.  "
+    "[default: as many as --images]",
+)
+@click.option(
     "--analyses",
     metavar="NAME",
     multiple=True,
@@ -66,6 +73,7 @@ def command(
     train: str | None,
     output: Path,
     images: int,
+    train_images: int | None,
     analyses: tuple[str, ...],
     skip: tuple[str, ...],
     seed: int,
@@ -90,5 +98,8 @@ def command(
     """
     from vitsee_core.study.steps import Study
 
-    study = Study(output, named(models), data, train, images, seed, device, analyses, skip)
+    if train_images is not None and train is None:
+        raise click.UsageError("--train-images says how many images of --train: give that too")
+    study = Study(output, named(models), data, train, images, seed, device, analyses, skip,
+                  train_images=train_images)  # fmt: skip
     run_study(ctx, study, dry_run=dry_run)
