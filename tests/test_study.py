@@ -1,24 +1,22 @@
-"""`vitsee study` and `vitsee demo`: what they plan, do again, and go on without."""
+"""`vitsee study` and `vitsee demo`: what they do, do again, and go on without."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.studies import NO_ATTENTION, study
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist
 from vitsee_core.catalogue import needs_of_analyses
 from vitsee_core.study import demo as demo_module
-from vitsee_core.study.cost import EFFICIENCY, Cost, cost
 from vitsee_core.study.demo import demo_study, tour, with_sets
-from vitsee_core.study.planning import BEST, check_choice, plan, reasons
+from vitsee_core.study.planning import check_choice, plan
 from vitsee_core.study.running import (
     DONE,
     FAILED,
@@ -30,221 +28,13 @@ from vitsee_core.study.running import (
     carry_out,
     make_folders,
 )
-from vitsee_core.study.steps import Plan, Step, Study, check_labels, label_of
-from vitsee_core.study.surveyed import SurveyedModel, survey
+from vitsee_core.study.steps import Step
+from vitsee_core.study.surveyed import survey
 from vitsee_stores.errors import VitseeError
-
-NO_ATTENTION = "no block has a softmax over tokens"
 
 
 def vitsee(*args: object) -> Result:
     return CliRunner().invoke(main, [*map(str, args)])
-
-
-def model(label: str, **changes: Any) -> SurveyedModel:
-    """A transformer."""
-    offered = ("sites", "grid", "attention", "heads", "residual", "classifier")
-    about: dict[str, Any] = {
-        "label": label, "name": f"demo:{label}", "lacks": dict.fromkeys(offered),
-        "class_token": True, "grid": (4, 6), "heads": "blocks.0.attn.heads", "flops": 10**6,
-        "size": (3, 8, 12), "n_blocks": 2, "bytes_of_tokens": 1000, "bytes_pooled": 10,
-    }  # fmt: skip
-    return SurveyedModel(**{**about, **changes})
-
-
-def cnn(label: str) -> SurveyedModel:
-    lacks = {**model(label).lacks, "attention": NO_ATTENTION, "heads": NO_ATTENTION}
-    return model(label, lacks=lacks, class_token=False, grid=(1, 1), heads=None)
-
-
-def study(folder: Path = Path("out"), *labels: str, **changes: Any) -> Study:
-    models = {label: f"demo:{label}" for label in labels or ("vit", "cnn")}
-    return Study(folder, models, "photos", **{"train": "others", **changes})
-
-
-def lines(steps: Sequence[Step]) -> list[str]:
-    return [step.line for step in steps]
-
-
-def named(found: Plan, name: str) -> Step:
-    return next(step for step in found.steps if step.name == name)
-
-
-# ------------------------------------------------------------------------------------ plans
-
-
-def test_every_analysis_is_a_step_or_has_a_reason() -> None:
-    found = plan(study(), [model("vit"), cnn("cnn")], labelled=True)
-    known = {*needs_of_analyses(), BEST}
-    assert {step.command for step in found.analyses} | {*found.left_out} >= known
-    assert {"saliency", "propagate", "keypoints"} < {*found.left_out}
-    assert found.left_out["attn-dist of cnn"] == NO_ATTENTION
-    assert "head-types: " not in "\n".join(reasons(found.left_out))
-    names = [step.name for step in found.steps]
-    assert len({*names}) == len(names)
-    outputs = [path for step in found.steps for path in step.outputs]
-    assert len({*outputs}) == len(outputs), "no step writes over another's result"
-
-
-def test_extraction_keeps_what_the_analyses_need() -> None:
-    found = plan(study(), [model("vit"), cnn("cnn")], labelled=True)
-    assert lines(found.extractions) == [
-        "vitsee extract demo:vit --data photos --images 2000 -o out/stores/vit.zarr "
-        "--sites blocks --sites head --sites blocks.0.attn.heads --inputs --erf 64",
-        "vitsee extract demo:vit --data others --images 2000 -o out/stores/vit-train.zarr "
-        "--tokens pooled --attention none --no-residual",
-        "vitsee extract demo:cnn --data photos --images 2000 -o out/stores/cnn.zarr "
-        "--inputs --erf 64",
-        "vitsee extract demo:cnn --data others --images 2000 -o out/stores/cnn-train.zarr "
-        "--tokens pooled --attention none --no-residual",
-    ]
-    found = plan(study(analyses=("knn",), images=9, seed=3), [model("vit")], labelled=True)
-    assert lines(found.extractions)[0] == (
-        "vitsee extract demo:vit --data photos --images 9 -o out/stores/vit.zarr --seed 3 "
-        "--tokens pooled --attention none --no-residual"
-    )
-    found = plan(study(analyses=("normratio",), device="cuda"), [model("vit")], labelled=True)
-    assert lines(found.extractions) == [
-        "vitsee extract demo:vit --data photos --images 2000 -o out/stores/vit.zarr "
-        "--device cuda --tokens pooled --attention none"
-    ]
-
-
-def test_steps_on_two_kinds_of_models() -> None:
-    found = plan(study(), [model("vit"), cnn("cnn")], labelled=True)
-    heads = named(found, "cka-heads-vit-cnn")
-    assert heads.words[1:3] == ("out/stores/vit.zarr", "out/stores/cnn.zarr")
-    assert [s.name for s in found.analyses if s.command == "cka"] == [
-        "cka-vit",
-        "cka-cnn",
-        "cka-vit-cnn",
-    ]
-    assert named(found, "knn-cnn").words[1:3] == (
-        "out/stores/cnn-train.zarr",
-        "out/stores/cnn.zarr",
-    )
-    best = named(found, BEST)
-    assert {path.name for path in best.inputs} == {
-        "knn-vit.csv", "knn-cnn.csv", "probe-vit.csv", "probe-cnn.csv", "cluster.csv",
-        "retrieve.csv",
-    }  # fmt: skip
-    assert found.analyses.index(best) == len(found.analyses) - 1
-    assert "localize-tokens-vit" in [s.name for s in found.analyses]
-    assert named(found, "localize-tokens-vit").words[6:8] == ("--tokens", "2,3")
-    alone = plan(study(Path("out"), "vit"), [model("vit")], labelled=True)
-    assert alone.left_out["cka-heads"].startswith("it compares models of two kinds")
-    five = [model(f"m{i}") for i in range(5)]
-    pairs = [
-        s.name for s in plan(study(), five, labelled=True).analyses if s.command == "similarity"
-    ]
-    assert pairs == [f"similarity-m0-m{i}" for i in range(1, 5)]
-    assert "cka-last-layers" in [s.name for s in plan(study(), five, labelled=True).analyses]
-
-
-def test_images_without_labels_or_without_others_to_train_on() -> None:
-    found = plan(study(), [model("vit")], labelled=False)
-    for command in ("knn", "probe", "cluster", "retrieve", "lens"):
-        assert found.left_out[command] == "the images of photos have no labels"
-    assert found.left_out[BEST].startswith("none of its inputs is made")
-    assert [step.name for step in found.extractions] == ["extract-vit"]
-    found = plan(study(train=None), [model("vit")], labelled=True)
-    assert "name them with --train" in found.left_out["knn"]
-    assert named(found, "probe-vit").words[2:4] == ("--holdout", "0.3")
-
-
-def test_a_model_without_a_classifier_or_any_grid() -> None:
-    lacks = {**model("x").lacks, "classifier": "it has no classifier", "grid": "no grid"}
-    found = plan(study(), [model("x", lacks=lacks, grid=None, class_token=False)], labelled=True)
-    assert found.left_out["lens"] == "it has no classifier"
-    assert found.left_out["erf"] == found.left_out["spatial"] == "no grid"
-    assert "--erf" not in found.extractions[0].words
-
-
-def test_choosing_analyses() -> None:
-    found = plan(study(analyses=("cka", "erf"), skip=("erf",)), [model("vit")], labelled=True)
-    assert {step.command for step in found.analyses} == {"cka"} and found.left_out == {}
-    with pytest.raises(VitseeError, match="no analysis 'ckaa'; analyses of a study: attn-dist"):
-        check_choice(study(analyses=("ckaa",)))
-    with pytest.raises(VitseeError, match="--skip leaves no analysis"):
-        check_choice(study(analyses=("cka",), skip=("cka",)))
-
-
-def test_what_it_takes() -> None:
-    models = [model("vit")]
-    found = plan(study(images=100), models, labelled=True)
-    needed = cost(study(images=100), found, models, speed=1e6)
-    grams = 2 * (2 + 1) * 4 * 100**2  # of cka and similarity, of two blocks and the embedding
-    assert needed.size_bytes == 100 * (1000 + 3 * 8 * 12) + 100 * 10 + grams
-    # forward passes of both stores, and the backward ones of 64 images for each of two blocks
-    assert needed.seconds == pytest.approx((100 + 64 * 2 + 100) / EFFICIENCY)
-    assert "2 models over 5 images: about 1.0 kB on disk" in Cost(1000, 5).describe(2, 5)
-    assert "about 3 minutes" in Cost(1, 170).describe(1, 1)
-    assert "about 2.0 hours" in Cost(1, 7200).describe(1, 1)
-
-
-def test_what_shapes_say_of_a_model() -> None:
-    vit, resnet = survey("vit", "demo:vit"), survey("resnet", "demo:resnet")
-    assert vit.class_token and vit.heads == "blocks.0.attn.heads" and vit.grid == (8, 8)
-    assert set(vit.lacks.values()) == {None} and vit.size == (3, 32, 32) and vit.n_blocks == 6
-    assert not resnet.class_token and resnet.heads is None
-    assert resnet.lacks["attention"] is not None and resnet.lacks["residual"] is None
-    # 65 tokens, 6 blocks of width 96 with 192 hidden: 4 D^2 + 2 D H weights, two products with A
-    weights = 2 * 65 * 6 * (4 * 96**2 + 2 * 96 * 192)
-    products = 2 * 6 * 2 * 65 * 65 * 96
-    patches_and_head = 2 * 64 * 96 * 3 * 16 + 2 * 96 * 10
-    assert vit.flops == weights + products + patches_and_head
-
-
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [("vit_base_patch16_224.augreg_in21k", "vit_base_patch16_224"), ("demo:vit-gap", "vit-gap"),
-     ("hf-hub:timm/resnet50.a1", "resnet50"), ("local-dir:runs/my.model/", "my.model"),
-     ("local-dir:a b", "a_b"), (":", "model")],
-)  # fmt: skip
-def test_labels(name: str, label: str) -> None:
-    assert label_of(name) == label
-
-
-def test_labels_that_are_refused() -> None:
-    assert check_labels([("a", "x"), ("b", "x")]) == {"a": "x", "b": "x"}
-    for pairs, expected in (
-        ([("a", "x"), ("a", "y")], "two models are called 'a': x and y"),
-        ([("../a", "x")], "'../a' cannot name a store"),
-        ([("a-train", "x")], "no -train at its end"),
-        ([("", "x")], "'' cannot name a store"),
-    ):
-        with pytest.raises(VitseeError, match=expected.replace("?", r"\?")):
-            check_labels(pairs)
-
-
-def test_few_images() -> None:
-    """Of what is there: cost, neighbours, and what has no value of so few."""
-    few = study(images=100, there={"photos": 12, "others": 9})
-    models = [model("vit"), cnn("cnn")]
-    found = plan(few, models, labelled=True)
-    assert "--images 100" in found.extractions[0].line and "--erf 12" in found.extractions[0].line
-    assert "--k 5" in named(found, "similarity-vit-cnn").line
-    assert "--k 4" in named(found, "knn-vit").line
-    grams = 2 * 2 * (2 + 1) * 4 * 12**2
-    needed = cost(few, found, models, speed=1e6)
-    assert needed.size_bytes == 2 * (12 * (1000 + 3 * 8 * 12) + 9 * 10) + grams
-    assert (few.n_images(), few.n_images("train")) == (12, 9)
-    more = study(images=100, train_images=300, there={"photos": 12, "others": 200})
-    of = plan(more, models, labelled=True)
-    assert [step.words[5] for step in of.extractions] == ["100", "300"] * 2
-    assert (more.n_images(), more.n_images("train")) == (12, 200)
-    many = plan(study(there={"photos": 21, "others": 20}), models, labelled=True)
-    assert "--k" not in named(many, "knn-vit").words + named(many, "similarity-vit-cnn").words
-    three = plan(study(there={"photos": 3}), models, labelled=True)
-    for command in ("cka", "cka-heads", "similarity", "localize"):
-        assert three.left_out[command] == "3 images of photos; expected at least 4"
-
-
-def test_results_of_one_name_are_refused() -> None:
-    """`cka` of a-b, and of a against b."""
-    with pytest.raises(VitseeError, match="two results of this study would be called cka-a-b; "):
-        plan(study(Path("out"), "a", "b", "a-b"), [model("a"), model("b"), model("a-b")],
-             labelled=True)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ running
