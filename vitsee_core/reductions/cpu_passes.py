@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from vitsee_stores.layout import TokenLayout
 
-FEW_TOKENS = 128
 # Up to so many tokens the loops make products themselves: a library's are faster, but every call
 # waits for the interpreter, which threads that load and write images want too.
 FEW_TOKENS = 256
