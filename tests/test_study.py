@@ -279,6 +279,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     for args, code, expected in (
         (["demo:vitt", "--data", "demo:test"], 1, "no demo model 'vitt'"),
+        (["demo:vit", "demo:vitt", "--data", "demo:test"], 1, "no demo model 'vitt'"),
         (["demo:vit", "--data", str(tmp_path / "no")], 1, "no file or folder"),
         (
             ["demo:vit", "a=demo:vit", "x=demo:vit", "a=demo:resnet", "--data", "demo"],

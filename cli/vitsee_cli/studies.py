@@ -38,13 +38,13 @@ def run_study(
         extend: adds steps to a plan.
 
     Raises:
-        VitseeError: no model is known, or some steps failed (all others were done).
+        VitseeError: a model is not known, or some steps failed (all others were done).
     """
     from vitsee_core.study import cost, kept, planning, running
 
     words = console.command_line()
     planning.check_choice(study)
-    models, unknown = _survey(study)
+    models = _survey(study)
     study, labelled = _counted(study)
 
     def planned(of: Sequence[SurveyedModel]) -> tuple[Plan, Plan]:
@@ -54,7 +54,6 @@ def run_study(
     own, plan = planned(models)
     if not plan.steps:
         raise VitseeError(f"nothing to do: {'; '.join(planning.reasons(plan.left_out))}")
-    plan.left_out |= unknown
     kept.check_kept(own, models, running.Record.read(study.folder).steps)
     if not dry_run:
         running.make_folders(study)
@@ -88,9 +87,8 @@ def run_study(
         ctx.exit(signals.EXIT_RESUMABLE if stopped.code else 1)
     if record.steps[report_step(study).name]["status"] == running.DONE:
         console.out(str(study.folder / "report.html"))
-    if failed or unknown:
+    if failed:
         bad = [f"{step.name} ({record.steps[step.name]['reason']})" for step in failed]
-        bad += [f"{what} ({why})" for what, why in unknown.items()]
         raise VitseeError(f"{len(bad)} of {total} steps failed: {'; '.join(bad)}")
 
 
@@ -149,25 +147,23 @@ def _outputs(steps: Sequence[Step]) -> set[object]:
     return {path for step in steps for path in step.outputs}
 
 
-def _survey(study: Study) -> tuple[list[SurveyedModel], dict[str, str]]:
-    """The models that are known, and why the others are not.
+def _survey(study: Study) -> list[SurveyedModel]:
+    """What the models offer.
 
     Raises:
-        VitseeError: none is.
+        VitseeError: some are not known: nobody wants to read that after a night's work.
     """
     from vitsee_core.study.surveyed import survey
 
-    found, unknown = [], {}
+    found, unknown = [], []
     for label, name in study.models.items():
         try:
             found.append(survey(label, name))
         except VitseeError as error:
-            if len(study.models) == 1:
-                raise
-            unknown[label] = str(error)
-    if not found:
-        raise VitseeError("; ".join(unknown.values()))
-    return found, unknown
+            unknown.append(str(error))
+    if unknown:
+        raise VitseeError("; ".join(unknown))
+    return found
 
 
 def _counted(study: Study) -> tuple[Study, bool]:
