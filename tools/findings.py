@@ -19,7 +19,7 @@ PAGE = DOCS / "findings.md"
 Row = Mapping[str, str]
 VERDICTS = {
     "holds": "the interval lies above 0",
-    "does not hold": "it lies below 0: the opposite was found",
+    "does not hold": "the interval lies below 0",
     "undecided": "it contains 0",
     "not trained": "a model that it needs does not ship with vitsee yet",
 }
@@ -52,9 +52,9 @@ by chance.
 Not measured here: whatever compares models of several sizes, or before and after fine-tuning
 (Raghu et al., Fig. 13, App. G); a single token against all tokens pooled (Fig. 11 right); the order
 of position embeddings (Dosovitskiy et al., Fig. 7 center: [weights](analyses/weights.md) shows it);
-attention on objects (Walmer et al., Sec. 4.4), the likeness of last layers and clusters over
-supervisions (Sec. 5), retrieval and video (Sec. 6.1, 6.2). `saliency`, `cka`, `cluster`, `retrieve`
-and `propagate` measure these of your own models.
+attention on objects (Walmer et al., Sec. 4.4), last layers of more than two supervisions and
+clusters (Sec. 5), retrieval and video (Sec. 6.1, 6.2). `saliency`, `cka`, `cluster`, `retrieve` and
+`propagate` measure these of your own models.
 """
 
 

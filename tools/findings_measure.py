@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from findings import TABLE
+from findings_statistics import Estimate, mean
 from papers import FINDINGS
 
 from vitsee_core import demo
@@ -99,6 +100,11 @@ class Family:
             return cka.run(*stores, sites=("blocks",), pairs=pairs)
         both = {"sites_a": layers(a), "sites_b": layers(b or a)}
         return cka.run(*stores, sites=layers(a)) if b is None else cka.run(*stores, **both)
+
+    def last_cls(self, a: str, b: str) -> Estimate:
+        """CKA of the class tokens of the last blocks of two models."""
+        found = cka.run(self.store(a), self.store(b), sites=("blocks.-1.out",), tokens="cls")
+        return mean(found, found["value"] == found["value"])
 
     def heads(self, model: str) -> Table:
         """Scores of every head."""

@@ -43,6 +43,17 @@ FINDINGS = (
     ),
     Finding(
         SECTION,
+        "alike-supervision",
+        "Like supervision makes like class tokens in the last layer.",
+        "Walmer et al. 2023, Sec. 5.1, Fig. 6 left",
+        "CKA of the class tokens of the last block of vit and vit-seed1, both trained with labels, "
+        "less that of vit and vit-masked",
+        "CKA",
+        ("vit", "vit-seed1", "vit-masked"),
+        lambda f: f.last_cls("vit", "vit-seed1") - f.last_cls("vit", "vit-masked"),
+    ),
+    Finding(
+        SECTION,
         "best-classes",
         "For classes the last layer is best.",
         "Walmer et al. 2023, Sec. 6.3, Table 1 (FS)",
