@@ -52,9 +52,9 @@ by chance.
 Not measured here: whatever compares models of several sizes, or before and after fine-tuning
 (Raghu et al., Fig. 13, App. G); a single token against all tokens pooled (Fig. 11 right); the order
 of position embeddings (Dosovitskiy et al., Fig. 7 center: [weights](analyses/weights.md) shows it);
-attention on objects (Walmer et al., Sec. 4.4), last layers of more than two supervisions and
-clusters (Sec. 5), retrieval and video (Sec. 6.1, 6.2). `saliency`, `cka`, `cluster`, `retrieve` and
-`propagate` measure these of your own models.
+attention on objects (Walmer et al., Sec. 4.4), clusters over supervisions (Sec. 5.2, 5.3),
+retrieval and video (Sec. 6.1, 6.2). `saliency`, `cluster`, `retrieve` and `propagate` measure these
+of your own models.
 """
 
 
