@@ -62,8 +62,8 @@ def cut_out(index: Any, shape: tuple[int, ...]) -> Cut:
     for axis, (part, n) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
             chosen = range(*part.indices(n))
-            low, high = (min(chosen[0], chosen[-1]), max(chosen) + 1) if chosen else (0, 0)
-            box.append(slice(low, high))
+            first, last = sorted((chosen[0], chosen[-1])) if chosen else (0, -1)
+            box.append(slice(first, last + 1))
             within.append(slice(None, None, chosen.step))
         elif isinstance(part, (list, np.ndarray)) and np.ndim(part) > 0:
             if listed is not None:
