@@ -24,9 +24,9 @@ def freed_memory_kept() -> Iterator[None]:
     """Inside, memory that is freed waits for the next request; at the end the system gets it.
 
     Every layer of a model frees and requests tensors of some ten megabytes. glibc returns blocks of
-    that size at once, and the system fills with zeros what it hands out again, page by page: a
-    fifth of the forward pass of ViT-S/16 in batches of 32 on two cores. The process takes what it
-    takes at its peak all the time, and some percent more for gaps.
+    that size at once, and the system fills with zeros what it hands out again, page by page, up to
+    a fifth of a forward pass (`GLIBC_TUNABLES= python benchmarks/extraction.py` runs without it).
+    The process takes what it takes at its peak all the time, and some percent more for gaps.
 
     Does nothing without glibc, and where the user has set its parameters by the environment.
     """

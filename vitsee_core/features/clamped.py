@@ -14,7 +14,7 @@ from vitsee_stores.chunks import Box
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.lazy import LazyArray
 
-BITS = 16  # bits of a float32 that are told apart in one pass
+RADIX_BITS = 16  # of a float32, that one pass of the radix selection counts
 _ROWS = 256
 _COLUMNS = 1 << 16
 
@@ -66,12 +66,12 @@ def quantile_of_sizes(matrices: Sequence[FeatureMatrix], mask: Mask, share: floa
     place -= int(upper[:high].sum())
     lower = _count(matrices, mask, high)
     low = int(np.searchsorted(np.cumsum(lower), place, "right"))
-    return float(np.uint32(high << BITS | low).view(np.float32))
+    return float(np.uint32(high << RADIX_BITS | low).view(np.float32))
 
 
 def _count(matrices: Sequence[FeatureMatrix], mask: Mask, high: int | None) -> Integers:
     """How many numbers have which upper half, or which lower half below the upper half `high`."""
-    counts = np.zeros(1 << BITS, np.int64)
+    counts = np.zeros(1 << RADIX_BITS, np.int64)
     for matrix in matrices:
         for strip in matrix.strips(_COLUMNS):
             for start in range(0, len(mask), _ROWS):
@@ -85,8 +85,8 @@ def _count(matrices: Sequence[FeatureMatrix], mask: Mask, high: int | None) -> I
                         "finite (look at it with vitsee validate)"
                     )
                 bits = sizes.view(np.uint32).ravel()
-                halves = bits >> BITS
+                halves = bits >> RADIX_BITS
                 if high is not None:
-                    halves = bits[halves == high] & ((1 << BITS) - 1)
-                counts += np.bincount(halves, minlength=1 << BITS)
+                    halves = bits[halves == high] & ((1 << RADIX_BITS) - 1)
+                counts += np.bincount(halves, minlength=1 << RADIX_BITS)
     return counts

@@ -45,7 +45,6 @@ EXP_2, EXP_3, EXP_4, EXP_5, EXP_6, EXP_7 = (
     )
 )
 LEAST_EXPONENT, LEAST_SCORE, LEAST_POWER = np.float32(-87.3), np.float32(-104), np.float32(-127)
-MINUS_INFINITY = np.float32(-np.inf)
 SMALLEST, MAGNITUDE = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 

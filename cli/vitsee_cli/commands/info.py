@@ -15,6 +15,7 @@ from vitsee_cli import console
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import parse_place
 from vitsee_core.command_lines import resuming
+from vitsee_core.machine import counted
 from vitsee_core.text import visible
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Place
@@ -275,7 +276,7 @@ def _labels(labels: Sequence[Mapping[str, Any]]) -> str:
         return ", ".join(named)
     counts = [one["n_images"] for one in labels]
     low, high = min(counts), max(counts)
-    each = f"{low} image{'s' * (low != 1)}" if low == high else f"{low} to {high} images"
+    each = counted(low, "images") if low == high else f"{low} to {high} images"
     return f"{len(named)} labels, {each} each (-f labels)"
 
 
