@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.every_command import write_everything
+from tests.processes import Server, server
 from vitsee_cli import console
 from vitsee_stores import StoreWriter
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
@@ -149,6 +150,13 @@ def tiny_stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int
         return path
 
     return written
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Starts commands as processes."""
+    with server(tmp_path_factory.mktemp("processes")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

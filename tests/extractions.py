@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -61,17 +58,6 @@ def extracted(*args: object) -> Result:
     result = extract(*args)
     assert result.exit_code == 0, result.output
     return result
-
-
-def start(*args: object) -> subprocess.Popen[str]:
-    """`vitsee extract ARGS` as a process of its own, on one thread."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "vitsee_cli", "extract", *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 def array_bytes(store: Path) -> dict[str, bytes]:

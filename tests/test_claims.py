@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from tests.extractions import VIT, array_bytes, extract, extracted, plant_images, start
+from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
+from tests.processes import Server
 from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.extraction import claimed
@@ -180,16 +182,21 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
 
 
 def test_two_processes_share_what_is_there(
-    data: Path, whole: dict[str, bytes], tmp_path: Path
+    run: Server, data: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     path = tmp_path / "s.zarr"
-    both = [start(*options(data, path), "--shard", "claims") for _ in range(2)]
-    said = [process.communicate()[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
+    words = ["extract", *options(data, path), "--shard", "claims"]
+    both = [run.start(*words) for _ in range(2)]
+    ends = [process.end() for process in both]
+    assert [done.code for done in ends] == [0, 0], ends
     assert open_store(path).complete
     assert array_bytes(path) == whole
     assert claim_files(path) == []
     assert {maker["shard"] for maker in describe(path)["made_by"]} == {"claims"}
+
+
+def test_others_are_looked_at_soon_then_rarely() -> None:
+    assert list(islice(claimed.pauses(), 7)) == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5, 5])
 
 
 def test_a_claim_from_elsewhere_is_waited_for_then_taken(

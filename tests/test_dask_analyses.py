@@ -205,23 +205,33 @@ class Three:
         yield from pickled(function, items)
 
 
-@pytest.mark.parametrize("local", [3, 0])
-@pytest.mark.parametrize("fit", [True, False])
-def test_permutations(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: int, fit: bool
-) -> None:
-    """Of every measure, to the bit, from Gram matrices at a relative path; not where states do not
-    fit the memory."""
+CALIBRATED: dict[str, Any] = {"images": 40, "calibrate": 19, "cache": Path("grams")}
+
+
+def test_permutations(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every measure, to the bit, from Gram matrices at a relative path."""
     monkeypatch.chdir(tmp_path)
-    how = {"measure": similarity.MEASURES, "images": 40, "calibrate": 19}
-    if not fit:
-        monkeypatch.setattr(comparing, "STATES", 1e-9)
-    here = similarity.run(store, cache=Path("grams"), **how)
-    three = Three(local)
-    there = similarity.run(store, cache=Path("grams"), map=three, **how)
-    assert equal(here, there) and np.isfinite(here["p"]).all()
-    ranges = [(one.start, one.stop) for one in three.items]
-    assert ranges == fit * len(similarity.MEASURES) * [(0, 6), (6, 12), (12, 19)]
+    here = similarity.run(store, measure=similarity.MEASURES, **CALIBRATED)
+    for local in (3, 0):
+        three = Three(local)
+        there = similarity.run(store, measure=similarity.MEASURES, map=three, **CALIBRATED)
+        assert equal(here, there) and np.isfinite(here["p"]).all()
+        ranges = [(one.start, one.stop) for one in three.items]
+        assert ranges == len(similarity.MEASURES) * [(0, 6), (6, 12), (12, 19)]
+
+
+def test_permutations_whose_states_do_not_fit_the_memory(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any measure: they stay here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(comparing, "STATES", 1e-9)
+    how = {"measure": similarity.MEASURES, "sites": ("blocks.0.out", "blocks.2.out")} | CALIBRATED
+    here = similarity.run(store, **how)
+    for local in (3, 0):
+        three = Three(local)
+        there = similarity.run(store, map=three, **how)
+        assert equal(here, there) and np.isfinite(here["p"]).all() and not three.items
 
 
 def test_permutations_where_workers_have_no_files(store: Store, tmp_path: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.extractions import VIT, array_bytes, extract, extracted, plant_images, start
+from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
+from tests.processes import Process, Server
 from vitsee_stores import StoreWriter, open_store
 
 N, SLAB = 60, 4
@@ -27,11 +27,11 @@ def options(folder: Path, path: Path) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(run: Server, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store of one uninterrupted process."""
     path = tmp_path_factory.mktemp("whole") / "store.zarr"
-    process = start(*options(folder, path))
-    assert process.wait() == 0, process.communicate()[1]
+    done = run.run("extract", *options(folder, path))
+    assert done.code == 0, done.stderr
     return path
 
 
@@ -39,17 +39,20 @@ def n_committed(path: Path) -> int:
     return len([f for f in (path / "commits").glob("c.*") if not f.name.endswith(".partial")])
 
 
-def wait_for_commits(process: subprocess.Popen[str], path: Path, n: int) -> None:
+def wait_for_commits(process: Process, path: Path, n: int) -> None:
     deadline = time.monotonic() + 120
-    while n_committed(path) < n and process.poll() is None and time.monotonic() < deadline:
+    while n_committed(path) < n and process.running() and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
-def test_shards_started_together_fill_one_store(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_shards_started_together_fill_one_store(
+    run: Server, folder: Path, whole: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "store.zarr"
-    shards = [start(*options(folder, path), "--shard", f"{i}/{SHARDS}") for i in range(SHARDS)]
-    said = [process.communicate()[1] for process in shards]
-    assert [process.returncode for process in shards] == [0] * SHARDS, said
+    words = ["extract", *options(folder, path), "--shard"]
+    shards = [run.start(*words, f"{i}/{SHARDS}") for i in range(SHARDS)]
+    ends = [process.end() for process in shards]
+    assert [done.code for done in ends] == [0] * SHARDS, ends
     assert open_store(path).complete
     assert array_bytes(path) == array_bytes(whole)
     assert not list(tmp_path.glob("*.creating*"))
@@ -57,20 +60,19 @@ def test_shards_started_together_fill_one_store(folder: Path, whole: Path, tmp_p
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_between_batches_and_the_same_command_resumes(
-    sent: signal.Signals, folder: Path, whole: Path, tmp_path: Path
+    run: Server, sent: signal.Signals, folder: Path, whole: Path, tmp_path: Path
 ) -> None:
     for attempt in range(5):  # on a busy machine the run may end before the signal is sent
         path = tmp_path / f"store{attempt}.zarr"
-        process = start(*options(folder, path))
+        process = run.start("extract", *options(folder, path))
         wait_for_commits(process, path, 2)
-        process.send_signal(sent)
-        out, said = process.communicate(timeout=60)
-        if process.returncode == 75:
+        done = process.kill(sent)
+        if done.code == 75:
             break
-    assert process.returncode == 75, said
-    assert out == ""
-    assert f"stopped by {sent.name}" in said
-    assert "repeat the command" in said
+    assert done.code == 75, done.stderr
+    assert done.stdout == ""
+    assert f"stopped by {sent.name}" in done.stderr
+    assert "repeat the command" in done.stderr
     partial = open_store(path, allow_partial=True)
     assert 0 < partial.committed.sum() < N // SLAB
     extracted(*options(folder, path))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.extractions import VIT, array_bytes, extracted, plant_images, start
+from tests.extractions import VIT, array_bytes, extracted, plant_images
+from tests.processes import Server
 from vitsee_core.extraction import slab_locks
 from vitsee_core.extraction.slab_locks import only_writer, without_writer
 from vitsee_stores import StoreWriter, open_store
@@ -21,16 +22,16 @@ def options(data: Path, path: Path, batch_size: int = 2) -> list[object]:
     return [*VIT, "--data", data, "-o", path, "--slab", SLAB, "--batch-size", batch_size]
 
 
-def test_two_processes_without_shards_end_well(tmp_path: Path) -> None:
+def test_two_processes_without_shards_end_well(run: Server, tmp_path: Path) -> None:
     """Their batch sizes differ, and so would their numbers' last bits: every slab is of one."""
     data = plant_images(tmp_path / "data", N)
     wholes = [tmp_path / f"whole{size}.zarr" for size in (1, 2)]
     for size, whole in enumerate(wholes, 1):
         extracted(*options(data, whole, size))
     path = tmp_path / "store.zarr"
-    both = [start(*options(data, path, size)) for size in (1, 2)]
-    said = [process.communicate()[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
+    both = [run.start("extract", *options(data, path, size)) for size in (1, 2)]
+    ends = [process.end() for process in both]
+    assert [done.code for done in ends] == [0, 0], ends
     assert open_store(path).complete
     found = array_bytes(path)
     expected = [array_bytes(whole) for whole in wholes]

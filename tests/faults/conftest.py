@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.extractions import array_bytes, plant_images
-from tests.faults.processes import Server, server
 from tests.faults.trials import N, extraction
+from tests.processes import Server
 from tests.random_stores import tokens_site, write
 from vitsee_stores.layout import StorePlan, TokenLayout
 
@@ -27,13 +27,6 @@ class Whole:
     path: Path
     bytes: dict[str, bytes]
     seconds: float
-
-
-@pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Starts commands as processes."""
-    with server(tmp_path_factory.mktemp("processes")) as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ import pytest
 
 from tests.faults import hooks
 from tests.faults.conftest import Ends, Whole
-from tests.faults.processes import Server
 from tests.faults.trials import check_all_finish, check_finished, extraction, n_committed
+from tests.processes import Server
 
 
 @pytest.mark.fault("clock going backwards or jumping")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Ends, Whole
-from tests.faults.processes import Process, Server
 from tests.faults.trials import (
     check_finished,
     check_unfinished,
@@ -21,6 +20,7 @@ from tests.faults.trials import (
     says_one_line,
     seeds,
 )
+from tests.processes import Process, Server
 
 Disk = tuple[Path, Path]
 

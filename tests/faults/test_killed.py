@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Ends, Whole
-from tests.faults.processes import Server
 from tests.faults.trials import (
     changed,
     check_all_finish,
@@ -24,6 +23,7 @@ from tests.faults.trials import (
     n_committed,
     seeds,
 )
+from tests.processes import Server
 
 QUICKLY = "tests.faults.hooks:look_often"
 

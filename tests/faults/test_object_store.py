@@ -12,8 +12,8 @@ import pytest
 
 from tests.extractions import array_bytes, extracted
 from tests.faults.conftest import Ends
-from tests.faults.processes import Server
 from tests.faults.trials import TRIALS, extraction, moment, says_one_line, seeds
+from tests.processes import Server
 from tests.s3 import Fault, Proxy, download, environment, make_bucket, proxy, upload
 from tests.s3 import server as s3_server
 from vitsee_stores import open_store, validate

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Ends, Whole
-from tests.faults.processes import Server
 from tests.faults.trials import check_all_finish, check_finished, extraction, seeds
+from tests.processes import Server
 
 
 @pytest.mark.fault("two owners of every slab")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.extractions import VIT, array_bytes
-from tests.faults.processes import Ended, Process
+from tests.processes import Ended, Process
 from tests.random_stores import leftovers
 from vitsee_stores import IncompleteStore, StoreWriter, open_store, validate
 

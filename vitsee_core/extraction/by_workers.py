@@ -145,13 +145,13 @@ def _until_done(
     writer: StoreWriter, execution: Execution, work: SlabsByWorker
 ) -> Iterator[Outcome]:
     """What each piece came to; slabs that others have claimed are asked for again."""
-    before, waiting = -1, False
+    before, pause = -1, None
     while len(missing := np.flatnonzero(~writer.committed()).tolist()):
         if len(missing) == before:
-            if not waiting:
+            if pause is None:
                 log.info("waiting for %s that others have claimed", counted(before, "slabs"))
-            waiting = True
-            time.sleep(claimed.POLL_SECONDS)
+                pause = claimed.pauses()
+            time.sleep(next(pause))
         before = len(missing)
         size = len(missing) // (PIECES * max(1, execution.width))
         size = max(1, min(claimed.MOST_AT_ONCE, size))

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from vitsee_stores.claims import Claims
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 16
-POLL_SECONDS = 5.0
+FIRST_SECONDS, POLL_SECONDS = 0.2, 5.0  # of waiting for others: at first, and at most
 
 
 def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int]]:
@@ -32,19 +32,19 @@ def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int
         StoreError: claims cannot be put into the store.
     """
     claims = Claims(writer.files, {"host": socket.gethostname(), "pid": os.getpid()})
-    waiting = False
+    pause: Iterator[float] | None = None
     with claims.beating():
         while not stop and len(missing := np.flatnonzero(~writer.committed())):
             mine = claims.take(missing.tolist(), _at_once(len(missing)))
             if mine:
-                waiting = False
+                pause = None
                 yield mine
                 claims.release()
                 continue
-            if not waiting:
+            if pause is None:
                 log.info("waiting for %s that others have claimed", counted(len(missing), "slabs"))
-            waiting = True
-            _sleep(stop)
+                pause = pauses()
+            _sleep(next(pause), stop)
 
 
 class Together:
@@ -78,7 +78,15 @@ def _at_once(n_missing: int) -> int:
     return max(1, min(MOST_AT_ONCE, n_missing // 32))
 
 
-def _sleep(stop: StopRequest) -> None:
-    until = time.monotonic() + POLL_SECONDS
+def pauses() -> Iterator[float]:
+    """Seconds between looks at what others do: soon at first, as their slab may be nearly done."""
+    seconds = FIRST_SECONDS
+    while True:
+        yield min(seconds, POLL_SECONDS)
+        seconds = min(2 * seconds, POLL_SECONDS)
+
+
+def _sleep(seconds: float, stop: StopRequest) -> None:
+    until = time.monotonic() + seconds
     while not stop and time.monotonic() < until:
         time.sleep(0.1)

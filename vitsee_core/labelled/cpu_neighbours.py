@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled
 from vitsee_core.grams.bfloat16 import has_bfloat16
-from vitsee_core.labelled.exact_cosines import ORTHOGONAL, normalised
 from vitsee_core.threads import run_split
 from vitsee_core.types import Float32
 
@@ -19,6 +18,7 @@ from vitsee_core.types import Float32
 TOO_MANY = 1 / 50
 TILE_ROWS = 1024
 TILE_QUERIES = 256  # with a tile of rows their products stay in a core's own cache
+ORTHOGONAL = 2.0**-40  # more than the rounding errors of a float64 product
 
 
 class CpuNeighbours:
@@ -131,6 +131,13 @@ class _Tile:
         errors = (lengths * math.sqrt(share)).astype(np.float32)
         factors = torch.from_numpy(less.astype(np.float32)).to(torch.bfloat16)
         return cls(exact, factors, levels.astype(np.float32), errors)
+
+
+def normalised(rows: Float32) -> NDArray[np.float64]:
+    """(n, dim) of length 1; a row of zeros stays, and has cosine 0 with everything."""
+    wide = rows.astype(np.float64)
+    length = np.sqrt(np.einsum("ij,ij->i", wide, wide))[:, None]
+    return np.divide(wide, np.where(length > 0, length, 1.0), out=wide)
 
 
 @compiled

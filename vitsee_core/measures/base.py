@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.measures.site_gram import SiteGram
 from vitsee_core.types import Float, Integers, Mask
 
@@ -69,11 +70,12 @@ class Measure(ABC):
         """(permutations, pairs) the same with the images of `b` in each of these orders."""
         used = np.unique(pairs[:, 1])
         found = []
-        for order in orders:
-            moved = list(b)
-            for j in used:
-                moved[j] = self.permuted(b[j], order)
-            found.append(self.compare(a, moved, pairs))
+        with one_blas_thread():  # set once: `compare` would for each order
+            for order in orders:
+                moved = list(b)
+                for j in used:
+                    moved[j] = self.permuted(b[j], order)
+                found.append(self.compare(a, moved, pairs))
         return np.array(found)
 
     def remark(self, a: Sequence[Any], b: Sequence[Any], pairs: Integers) -> str | None:

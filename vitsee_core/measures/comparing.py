@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.execution import Execution
-from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes
+from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes, one_blas_thread
 from vitsee_core.measures.base import Measure
 from vitsee_core.measures.grams import Grams
 from vitsee_core.progress import counting
@@ -178,8 +178,9 @@ class _Work:
                 remarks.append(remark)
             if orders:
                 null[:, of] = self._null(states, pairs, places, orders)
-            for row, part in zip(without, parts, strict=True):
-                row[of] = self._reduced(states, pairs, places, part)
+            with one_blas_thread():  # set once for all parts
+                for row, part in zip(without, parts, strict=True):
+                    row[of] = self._reduced(states, pairs, places, part)
             for k, state in enumerate(states):
                 if state is not None:
                     left = {*found.kept.get(k, ()), *self.measure.kept(state)}

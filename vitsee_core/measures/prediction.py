@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.measures.base import MOST_DENSE, Measure
 from vitsee_core.measures.flattened import inner_products
 from vitsee_core.measures.site_gram import SiteGram
@@ -106,9 +107,10 @@ class RidgeR2(Measure):
             press = np.full((len(orders), len(at), len(RIDGES)), np.inf)
             for ridge in b[j].ridges:
                 maker = b[j].press_maker(RIDGES[ridge])
-                for k, order in enumerate(orders):
-                    moved = maker if order is None else maker[np.ix_(order, order)]
-                    press[k, :, ridge] = inner_products(targets, [moved])[:, 0]
+                with one_blas_thread():  # set once; what is above takes all cores
+                    for k, order in enumerate(orders):
+                        moved = maker if order is None else maker[np.ix_(order, order)]
+                        press[k, :, ridge] = inner_products(targets, [moved])[:, 0]
             total = np.array([np.trace(k, dtype=np.float64) for k in targets])
             found[:, at] = 1 - press.min(-1) / (total * (n / (n - 1)) ** 2)
             for k, order in enumerate(orders):

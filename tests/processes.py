@@ -1,34 +1,27 @@
 """Real processes that begin at once: forked from one that has imported everything.
 
-`python -m tests.faults.processes` reads a request per line and answers with a line: it forks a
+`python -m tests.processes` reads a request per line and answers with a line: it forks a
 `vitsee` command, waits for one, or mounts a small disk. It runs in a mount namespace of its own
 where the machine grants one, so that a disk is gone with it, whatever happens to the tests.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-PRELOADED = (
-    "timm",
-    "zarr",
-    "PIL.PngImagePlugin",
-    "vitsee_cli.commands.cka",
-    "vitsee_cli.commands.extract",
-    "vitsee_core.extraction",
-    "vitsee_core.similarity.exact",
-)
+ROOT = Path(__file__).parents[1]
 UNSHARED: tuple[list[str], ...] = (
     ["unshare", "--mount"],
     ["unshare", "--map-root-user", "--mount"],
@@ -138,7 +131,7 @@ def server(folder: Path) -> Iterator[Server]:
     """What forks, until the end of the context; streams go below `folder`."""
     paths = [str(ROOT), str(ROOT / "cli"), str(ROOT / "stores")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.faults.processes"]
+    command = [sys.executable, "-m", "tests.processes"]
     unshared = next(more for more in UNSHARED if _works([*more, "true"]))
     process = subprocess.Popen(
         [*unshared, *command],
@@ -216,10 +209,26 @@ def serve() -> bool:
     return False
 
 
-if __name__ == "__main__":
-    for name in PRELOADED:
-        importlib.import_module(name)
-    if serve():
-        from vitsee_cli.__main__ import main
+def _command() -> int:
+    """The exit code of `vitsee`, as the interpreter would give it."""
+    from vitsee_cli.__main__ import main
 
+    try:
         main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    importlib.import_module("tests.preloaded")
+    # Collecting what was imported, and taking it down at the end, would copy most of its memory:
+    # more than a second of each process.
+    gc.freeze()
+    ended = _command() if serve() else 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended)

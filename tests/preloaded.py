@@ -1,0 +1,38 @@
+"""Everything that takes seconds to import, imported: for processes that others are forked from."""
+
+from __future__ import annotations
+
+import importlib
+
+from vitsee_core.compiled import compiled
+
+NAMES = (
+    "PIL.PngImagePlugin",
+    "distributed",
+    "numba",
+    "rich.progress",
+    "scipy.linalg",
+    "timm",
+    "vitsee_cli.commands.cka",
+    "vitsee_cli.commands.extract",
+    "vitsee_core.dask_map",
+    "vitsee_core.extraction.by_workers",
+    "vitsee_core.similarity.exact",
+    "zarr",
+)
+
+
+def preload() -> None:
+    """Import `NAMES`, and what numba compiles with."""
+    for name in NAMES:
+        importlib.import_module(name)
+    nothing()
+
+
+@compiled
+def nothing() -> int:
+    """Compiled, it makes numba load what it compiles with."""
+    return 0
+
+
+preload()
