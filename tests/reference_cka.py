@@ -25,6 +25,16 @@ def loop_hsic1(x: Array, y: Array) -> float:
     return (trace + last - 2 * middle / (n - 2)) / (n * (n - 3))
 
 
+def gram_hsic1(gram: Array, other: Array) -> float:
+    """Song et al. 2012, with matrices."""
+    n = len(gram)
+    k, m = (x - np.diag(np.diagonal(x)) for x in (gram, other))
+    return float(
+        ((k * m).sum() + k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * (k @ m).sum())
+        / (n * (n - 3))
+    )
+
+
 def loop_cka(x: Array, y: Array) -> float:
     """Debiased CKA of two sites over all their images, tokens flattened."""
     x, y = (np.asarray(v, np.float64).reshape(len(v), -1) for v in (x, y))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.stores import write_sites
+from vitsee_core.grams import amx
 from vitsee_core.grams.fused import shift_half
 from vitsee_core.grams.products import GramTile, products
 from vitsee_core.grams.shift import Origin, raw_gram
@@ -37,6 +38,13 @@ def test_a_shift_and_its_sums_by_hand() -> None:
     assert x.tolist() == [[1.5, 2.0], [-1.0, 0.25]]
 
 
+@pytest.fixture
+def no_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on most processors."""
+    monkeypatch.setattr(amx, "is_there", lambda: False)
+
+
+@pytest.mark.usefixtures("no_matrix_unit")
 def test_compiled_shifts_change_no_bit_of_a_gram_matrix(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(3, 1, size=(N, 7, 40))
     x[1, 0, 0] = 6e-8  # subnormal
@@ -63,6 +71,7 @@ def test_compiled_shifts_change_no_bit_of_a_gram_matrix(tmp_path: Path) -> None:
     assert raw_gram(fused, b) == pytest.approx(y @ y.T, rel=1e-5)
 
 
+@pytest.mark.usefixtures("no_matrix_unit")
 def test_much_work_is_shifted_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     sites = {f"x{k}": rng.normal(size=(N, 7, 4)) for k in range(3)}

@@ -130,7 +130,7 @@ def test_symmetric_products_are_whole_after_half_the_work(
     x = torch.randn(n, 30, generator=torch.Generator().manual_seed(0))
     y = torch.randn(n + 3, 30, generator=torch.Generator().manual_seed(1))
     memory = torch.full((n * (n + 3),), torch.nan)  # as it may lie on a GPU
-    total = device.zeros((n, n))
+    total = device.zeros((n, n), True)
     device.add(total, device.multiply(x, x, memory))
     device.add(total, device.multiply(x, x, memory))
     found = device.host(total, symmetric=True)

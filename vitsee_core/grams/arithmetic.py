@@ -77,6 +77,15 @@ class Arithmetic(Protocol):
         """For strips of at most `n` elements that travel as they are stored, and are cast and
         shifted where they arrive; None where they are taken as they are."""
 
+    def strip_bytes(self, rows: int, columns: int, item: int) -> int:
+        """What a strip takes on the host, with so many bytes a number."""
+
+    def strip(self, memory: NDArray[Any], rows: int, columns: int) -> Any:
+        """A strip to be filled, in memory of that size and the numbers' type."""
+
+    def product_size(self, rows: int, others: int) -> int:
+        """Numbers that `buffer` needs for a product."""
+
     def free_bytes(self) -> int | None:
         """What may be used of the device's own memory; None where it has none."""
 
@@ -89,7 +98,7 @@ class Arithmetic(Protocol):
     def buffer(self, memory: NDArray[Any]) -> Any:
         """Room for a product of the size of `memory`."""
 
-    def zeros(self, shape: tuple[int, int]) -> Any:
+    def zeros(self, shape: tuple[int, int], symmetric: bool) -> Any:
         """A sum of products."""
 
     def take(self, x: NDArray[Any]) -> Any:
@@ -114,7 +123,23 @@ def arithmetic(device: str, work: float) -> Arithmetic:
     return Host(load_syrk() if work > MEDIUM else None) if device == "cpu" else Gpu(device)
 
 
-class Host:
+class Plain:
+    """Strips and products as arrays (rows, columns)."""
+
+    def strip_bytes(self, rows: int, columns: int, item: int) -> int:
+        """All numbers."""
+        return rows * columns * item
+
+    def strip(self, memory: NDArray[Any], rows: int, columns: int) -> Any:
+        """(rows, columns)."""
+        return memory[: rows * columns].reshape(rows, columns)
+
+    def product_size(self, rows: int, others: int) -> int:
+        """All numbers."""
+        return rows * others
+
+
+class Host(Plain):
     """numpy, and `syrk` where it is worth it."""
 
     def __init__(self, syrk: Callable[[Any, Any], None] | None = None) -> None:
@@ -152,7 +177,7 @@ class Host:
         memory.fill(0)
         return memory
 
-    def zeros(self, shape: tuple[int, int]) -> NDArray[np.float64]:
+    def zeros(self, shape: tuple[int, int], symmetric: bool) -> Any:
         """A sum of products, in float64."""
         return np.zeros(shape)
 
@@ -196,7 +221,7 @@ class Host:
         return total
 
 
-class Gpu:
+class Gpu(Plain):
     """torch, on a device with float64."""
 
     def __init__(self, device: str) -> None:
@@ -229,7 +254,7 @@ class Gpu:
         dtype = self._torch.from_numpy(memory[:0]).dtype
         return self._torch.empty(len(memory), dtype=dtype, device=self._device)
 
-    def zeros(self, shape: tuple[int, int]) -> Tensor:
+    def zeros(self, shape: tuple[int, int], symmetric: bool) -> Any:
         """A sum of products, in float64."""
         return self._torch.zeros(shape, dtype=self._torch.float64, device=self._device)
 

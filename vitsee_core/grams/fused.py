@@ -1,4 +1,5 @@
-"""Half precision made single, shifted and summed in one loop over the features.
+"""Half precision made single, shifted and summed in one loop over the features, and laid out in the
+bfloat16 parts that `halves` multiplies.
 
 As calls of numpy and torch it is four passes over pieces that stay in cache (cast, subtract,
 product with the mean, sum), which take twice the time.
@@ -17,6 +18,34 @@ SCALE = np.float32(2.0**112)
 INFINITE, EXPONENT = np.uint32(0x0F800000), np.uint32(0x70000000)
 SIZE, SIGN = np.uint32(0x7FFF), np.uint32(0x8000)
 TO_SIZE, TO_SIGN = np.uint32(13), np.uint32(16)
+# Of the matrix unit (see `amx`): rows of a tile and of a panel; numbers of a row of a tile, and of
+# one of a panel, all parts together.
+TILE, PANEL, TILE_NUMBERS, ROW_NUMBERS = 16, 32, 32, 512
+# float32 as bfloat16: its upper half, rounded to even; from NOT_A_NUMBER on as it is.
+UPPER, LEADING = np.uint32(16), np.uint32(0xFFFF0000)
+LAST, BELOW_HALF = np.uint32(1), np.uint32(0x7FFF)
+MAGNITUDE, NOT_A_NUMBER = np.uint32(0x7FFFFFFF), np.uint32(0x7F800001)
+
+
+@compiled
+def _single(bits: np.uint16) -> np.float32:
+    """A float16 as float32."""
+    half = np.uint32(bits)
+    size = np.uint32((half & SIZE) << TO_SIZE)
+    infinite = size >= INFINITE
+    size = np.uint32(size + EXPONENT) if infinite else size
+    sign = np.uint32((half & SIGN) << TO_SIGN)
+    value = np.uint32(size | sign).view(np.float32)
+    return value if infinite else value * SCALE
+
+
+@compiled
+def _leading(value: np.float32) -> np.uint32:
+    """The bits of the nearest bfloat16, as those of a float32."""
+    bits = np.float32(value).view(np.uint32)
+    up = np.uint32(BELOW_HALF + np.uint32(np.uint32(bits >> UPPER) & LAST))
+    rounded = np.uint32(bits + up) if np.uint32(bits & MAGNITUDE) < NOT_A_NUMBER else bits
+    return np.uint32(rounded & LEADING)
 
 
 @compiled
@@ -45,19 +74,85 @@ def shift_half(
         of, to = raw[i, place], x[i][column : column + columns]
         along, total = np.float32(0), np.float32(0)
         for j in range(columns):
-            half = np.uint32(of[j])
-            size = np.uint32((half & SIZE) << TO_SIZE)
-            infinite = size >= INFINITE
-            size = np.uint32(size + EXPONENT) if infinite else size
-            sign = np.uint32((half & SIGN) << TO_SIGN)
-            value = np.uint32(size | sign).view(np.float32)
-            value = (value if infinite else value * SCALE) - mean[j]
+            value = _single(of[j]) - mean[j]
             to[j] = value
             along += value * mean[j]
             total += value
         if len(sums):
             sums[i, 0] += along
             sums[i, 1] += total
+
+
+@compiled
+def shift_into_panels(
+    raw: NDArray[np.uint16],
+    mean: NDArray[np.float32],
+    x: NDArray[np.uint16],
+    row: int,
+    column: int,
+    sums: NDArray[np.float32],
+) -> None:
+    """As `shift_half`, of raw (rows, columns), from one of the rows and columns of x on, the values
+    of `halves.Panels`: the bits of the nearest bfloat16, and of the nearest to what is left."""
+    rows, columns = raw.shape
+    parts = x.shape[3]
+    width = ROW_NUMBERS // parts
+    values = np.zeros(width + TILE_NUMBERS, np.float32)
+    start = 0
+    while start < columns:  # block by block: what is written lies together
+        block, place = (column + start) // width, (column + start) % width
+        n = min(columns - start, width - place)
+        first, inside = place // TILE_NUMBERS, place % TILE_NUMBERS
+        less, to = mean[start : start + n], values[inside : inside + n]
+        for i in range(rows):
+            panel, of_panel = (row + i) // PANEL, (row + i) % PANEL
+            half, line = of_panel // TILE, of_panel % TILE
+            some = raw[i][start : start + n]
+            along, total = np.float32(0), np.float32(0)
+            for k in range(n):
+                value = _single(some[k]) - less[k]
+                to[k] = value
+                along += value * less[k]
+                total += value
+            if len(sums):
+                sums[i, 0] += along
+                sums[i, 1] += total
+            for t in range(-(-(inside + n) // TILE_NUMBERS)):
+                tile = values[t * TILE_NUMBERS : (t + 1) * TILE_NUMBERS]
+                low = inside if t == 0 else 0
+                high = min(TILE_NUMBERS, inside + n - t * TILE_NUMBERS)
+                # Loops of a fixed length become vectors, four times as fast as those of any length.
+                if low > 0 or high < TILE_NUMBERS:
+                    for k in range(low, high):
+                        bits = _leading(tile[k])
+                        x[block, panel, first + t, 0, half, line, k] = np.uint32(bits >> UPPER)
+                        if parts > 1:
+                            rest = _leading(np.float32(tile[k] - np.uint32(bits).view(np.float32)))
+                            x[block, panel, first + t, 1, half, line, k] = np.uint32(rest >> UPPER)
+                elif parts > 1:
+                    for k in range(TILE_NUMBERS):
+                        bits = _leading(tile[k])
+                        x[block, panel, first + t, 0, half, line, k] = np.uint32(bits >> UPPER)
+                        rest = _leading(np.float32(tile[k] - np.uint32(bits).view(np.float32)))
+                        x[block, panel, first + t, 1, half, line, k] = np.uint32(rest >> UPPER)
+                else:
+                    for k in range(TILE_NUMBERS):
+                        bits = _leading(tile[k])
+                        x[block, panel, first + t, 0, half, line, k] = np.uint32(bits >> UPPER)
+        start += n
+
+
+@compiled
+def take_rows(x: NDArray[np.uint16], places: NDArray[np.int64], out: NDArray[np.uint16]) -> None:
+    """Some rows of the values of `halves.Panels` into others, from its first row on."""
+    for block in range(x.shape[0]):
+        for i in range(len(places)):
+            a, b = places[i] // PANEL, i // PANEL
+            of, to = places[i] % PANEL, i % PANEL
+            for tile in range(x.shape[2]):
+                for part in range(x.shape[3]):
+                    line = x[block, a, tile, part, of // TILE, of % TILE]
+                    out[block, b, tile, part, to // TILE, to % TILE] = line
 
 
 @compiled

@@ -6,15 +6,16 @@ Each thread reads, casts and multiplies a strip of its own with one BLAS thread,
 the strips before it were added: the result does not depend on the number of threads.
 
 Costs: a Gram matrix takes n (n + 1) p useful operations; on the CPU a diagonal tile is a symmetric
-product (ssyrk, half the work of a product), on a GPU a whole one.
+product (half the work of a product), on a GPU a whole one. Where much is to be done of features in
+half precision and the processor has a matrix unit, it makes them; see `halves`.
 
-What was measured and is not done (two cores with AVX-512 and AMX, 1,024 images of 75,648 features;
-the pass takes 0.34 s, of which ssyrk 0.27, at 0.86 of the rate of the best float32 product): the
-triangle from blocks of products, by OpenBLAS or MKL, which are slower the smaller they are (0.74 to
-0.82); panels of 384 to 2,688 columns cast just before they are multiplied, so that they lie in the
-second cache (no difference); adding one triangle only (none); files mapped instead of read (half
-the speed); of bfloat16, strips that are rounded as they are cast (slower: the product reads its
-factors from a cache that it fills with 2,048 columns at a time).
+What was measured and is not done (two cores with AVX-512 and AMX, 1,024 images of 75,648 features).
+By ssyrk, which takes 0.27 of 0.34 s, at 0.86 of the rate of the best float32 product: the triangle
+from blocks of products, by OpenBLAS or MKL, which are slower the smaller they are (0.74 to 0.82);
+panels of 384 to 2,688 columns cast just before they are multiplied, so that they lie in the second
+cache (no difference); adding one triangle only (none); files mapped instead of read (half the
+speed). By the matrix unit (0.22 s): MKL's product of bfloat16, which has a call for it (0.31 s);
+fetching what comes next into the second cache (no difference).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from numpy.typing import DTypeLike, NDArray
 from vitsee_core.features.matrix import FeatureMatrix, Strip
 from vitsee_core.grams.arithmetic import Arithmetic, Staging, arithmetic
 from vitsee_core.grams.bfloat16 import in_bfloat16
+from vitsee_core.grams.halves import in_panels
 from vitsee_core.grams.lanes import Turns, n_lanes, run_lanes
 from vitsee_core.grams.shift import Origin
 from vitsee_core.grams.strip_means import StripMeans
@@ -165,7 +167,11 @@ def products(
         VitseeError: not even one tile and narrow strips fit the memory.
     """
     mults = sum(_length(t.i) * _length(t.j) for t in tiles) * features.n_features
-    backend = in_bfloat16(device) if precision == "bf16" else arithmetic(device, mults)
+    backend: Arithmetic | None = None
+    if fused and centred and device == "cpu" and np.dtype(dtype) == np.float32:
+        backend = in_panels(precision, features.dtype)
+    if backend is None:
+        backend = in_bfloat16(device) if precision == "bf16" else arithmetic(device, mults)
     memory = min(memory, backend.free_bytes() or memory)
     item = np.dtype(dtype)
     plan = StripPlan.of(features, len(rows), tiles, memory, item.itemsize, backend.scratch_bytes)
@@ -256,18 +262,19 @@ class _Pass:
         """Its tiles."""
         lanes, backend = min(lanes, len(self._strips)), self._backend
         widest = max(strip.n_columns for strip in self._strips)
-        largest = max(_length(t.i) * _length(t.j) for t in self._tiles)
+        largest = max(backend.product_size(_length(t.i), _length(t.j)) for t in self._tiles)
+        of_strip = -(-backend.strip_bytes(self._n, widest, dtype.itemsize) // dtype.itemsize)
         staged = [backend.staging(self._n * widest, self._dtype) for _ in range(lanes)]
         buffers = [
             (
-                workspace.take(f"strip {k}", 0 if staging else self._n * widest, dtype),
+                workspace.take(f"strip {k}", 0 if staging else of_strip, dtype),
                 workspace.take(f"slab {k}", self._slab * widest * self._item_size, np.uint8),
                 backend.buffer(workspace.take(f"product {k}", largest, dtype)),
                 staging,
             )
             for k, staging in enumerate(staged)
         ]
-        sums = [backend.zeros((_length(t.i), _length(t.j))) for t in self._tiles]
+        sums = [backend.zeros((_length(t.i), _length(t.j)), t.i is t.j) for t in self._tiles]
         turns = Turns(len(self._tiles) + 1)
 
         def work(lane: int, take: Callable[[], int | None]) -> None:
@@ -299,7 +306,7 @@ class _Pass:
     ) -> tuple[NDArray[Any], int]:
         """A strip's (rows, columns) less its centre, and the bytes it was read from."""
         strip, size = self._strips[k], 0
-        x = buffer[: self._n * strip.n_columns].reshape(self._n, strip.n_columns)
+        x = self._backend.strip(buffer, self._n, strip.n_columns)
         with in_this_thread():
             for span, inside, target in self._slabs:
                 whole = slice(0, strip.n_columns)

@@ -8,11 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.grams.arithmetic import Cast, Staging
-from vitsee_core.grams.fused import shift_half
+from vitsee_core.grams.fused import shift_half, shift_into_panels
+from vitsee_core.grams.halves import Panels
 from vitsee_core.grams.shift import Origin, Rows
 
 MEAN_ROWS = 128
 PIECE = 1 << 18  # elements that are shifted and summed while they are in cache
+HALF_TO_SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 NO_SUMS = np.zeros((0, 2), np.float32)
 
 
@@ -31,11 +33,9 @@ class StripMeans:
         """Whether a strip's mean is there, or none is wanted."""
         return not self._centred or strip in self._of
 
-    def fill(
-        self, x: NDArray[Any], raw: NDArray[Any], strip: int, rows: slice, columns: slice
-    ) -> None:
-        """x[rows, columns] = raw - its strip's mean, in pieces that stay in cache. All columns of
-        the first rows come first."""
+    def fill(self, x: Any, raw: NDArray[Any], strip: int, rows: slice, columns: slice) -> None:
+        """x[rows, columns] = raw - its strip's mean, in pieces that stay in cache; x an array or
+        `Panels`. All columns of the first rows come first."""
         if not self._centred:
             self._cast(x[rows, columns], raw)
             return
@@ -45,9 +45,12 @@ class StripMeans:
             if strip not in self._sums:
                 self._sums[strip] = np.zeros((len(x), 2), np.float32)
             sums = self._sums[strip][rows]
-        if self._fused and raw.dtype == np.float16 and x.dtype == np.float32:
+        if isinstance(x, Panels) or (self._fused and (raw.dtype, x.dtype) == HALF_TO_SINGLE):
             bits = np.ascontiguousarray(raw).view(np.uint16)
-            shift_half(bits[:, np.newaxis], 0, mean, x[rows], columns.start, sums)
+            if isinstance(x, Panels):
+                shift_into_panels(bits, mean, x.values, rows.start, columns.start, sums)
+            else:
+                shift_half(bits[:, np.newaxis], 0, mean, x[rows], columns.start, sums)
             return
         weights, step = _weights(mean), max(1, PIECE // raw.shape[1])
         for at in range(0, len(raw), step):

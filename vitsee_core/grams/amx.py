@@ -1,0 +1,212 @@
+"""x y^T of bfloat16 by the matrix unit of a core, AMX: two tiles of 16 rows times two.
+
+A processor's tiles are 16 rows of 64 bytes; one instruction adds the product of two of them to a
+third, 8,192 multiplications in 16 cycles: 12 times what its vectors do in single precision. No
+library offers the three products that `halves` sums, nor a triangle, nor sums that stay in single
+precision beside it; so the instructions are emitted here, by numba's intrinsics.
+
+Features lie in tiles, each a stretch of memory, (blocks, panels, tiles, parts, 2, 16, 32): panels
+of 32 rows, of which a block of columns takes 32 kB. Sums of two panels, 32 x 32, stay in four
+tiles; those of 16 panels by 16 stay in the second cache while all blocks go by. The right side's
+panel is turned before, pairs of numbers at a time, as the unit wants it.
+
+This module imports numba: import it where the work deserves it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import config as numba_config
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from vitsee_core.compiled import compiled
+from vitsee_core.grams.fused import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS
+
+# Bytes of a row of a tile, and of a row of a panel.
+WIDTH, ROW = 2 * TILE_NUMBERS, 2 * ROW_NUMBERS
+# Panels of either side whose sums, 1 MB, stay in the second cache.
+STAY = 16
+# Linux on x86-64: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+ARCH_PRCTL, REQUEST, TILE_DATA = 158, 0x1023, 18
+
+BYTE, LONG = ir.IntType(8), ir.IntType(64)
+POINTER = BYTE.as_pointer()
+LINE = ir.VectorType(ir.IntType(32), TILE)
+Long = np.int64 | int
+# (blocks, panels, tiles, parts, 2, 16, 32)
+Tiles = NDArray[np.uint16]
+# (panels of columns, panels of rows, 32, 32): the sums of one pair of panels lie together.
+Blocks = NDArray[np.float32]
+
+
+@cache
+def is_there() -> bool:
+    """Whether this process may use it: the processor has it, the system grants it, and numba
+    compiles, for this processor and not for another that the user named."""
+    features = binding.get_host_cpu_features()
+    wanted = all(features.get(name, False) for name in ("amx-tile", "amx-bf16", "avx512f"))
+    named: Any = numba_config
+    otherwise = named.CPU_NAME or named.CPU_FEATURES or named.DISABLE_JIT
+    if sys.platform != "linux" or not wanted or otherwise:
+        return False
+    return int(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST, TILE_DATA)) == 0
+
+
+def _emit(builder: Any, name: str, *args: Any) -> None:
+    """A call of one of LLVM's intrinsics, of which integers are constants of a byte."""
+    values = [ir.Constant(BYTE, a) if isinstance(a, int) else a for a in args]
+    of = ir.FunctionType(ir.VoidType(), [v.type for v in values])
+    name = f"llvm.x86.{name}"
+    found = builder.module.globals.get(name) or ir.Function(builder.module, of, name)
+    builder.call(found, values)
+
+
+def _instruction(emit: Callable[..., None]) -> Any:
+    """A function of two int64 for compiled code, an address and a number."""
+
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        emit(builder, *args)
+        return context.get_dummy_value()
+
+    signature = types.void(types.int64, types.int64)
+    return intrinsic(lambda typing, address, number: (signature, generate))
+
+
+def _at(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, POINTER)
+
+
+def _load(tile: int) -> Any:
+    return _instruction(lambda b, a, pitch: _emit(b, "tileloadd64", tile, _at(b, a), pitch))
+
+
+def _store(tile: int) -> Any:
+    return _instruction(lambda b, a, pitch: _emit(b, "tilestored64", tile, _at(b, a), pitch))
+
+
+def _emit_products(builder: Any, *_: Any) -> None:
+    for total, left, right in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)):
+        _emit(builder, "tdpbf16ps", total, left, right)
+
+
+def _emit_turned(builder: Any, source: Any, to: Any) -> None:
+    """A tile's 16 rows of 16 pairs of numbers as columns: in four rounds each row changes what it
+    has in the places of one bit with the row whose number differs in that bit."""
+    pointer = LINE.as_pointer()
+    lines = []
+    for _ in range(TILE):
+        lines.append(builder.load(builder.inttoptr(source, pointer), align=4))
+        source = builder.add(source, ir.Constant(LONG, WIDTH))
+    index = ir.VectorType(ir.IntType(32), TILE)
+    for bit in (1, 2, 4, 8):
+        for row in (r for r in range(TILE) if not r & bit):
+            low, high = lines[row], lines[row | bit]
+            first = [c if not c & bit else TILE + (c ^ bit) for c in range(TILE)]
+            second = [c | bit if not c & bit else TILE + c for c in range(TILE)]
+            lines[row] = builder.shuffle_vector(low, high, ir.Constant(index, first))
+            lines[row | bit] = builder.shuffle_vector(low, high, ir.Constant(index, second))
+    for line in lines:
+        builder.store(line, builder.inttoptr(to, pointer), align=4)
+        to = builder.add(to, ir.Constant(LONG, WIDTH))
+
+
+_configure = _instruction(lambda b, a, _: _emit(b, "ldtilecfg", _at(b, a)))
+_release = _instruction(lambda b, *_: _emit(b, "tilerelease"))
+_load_0, _load_1, _load_2, _load_3 = _load(0), _load(1), _load(2), _load(3)
+_load_4, _load_5, _load_6, _load_7 = _load(4), _load(5), _load(6), _load(7)
+_store_0, _store_1, _store_2, _store_3 = _store(0), _store(1), _store(2), _store(3)
+# Tiles 0 to 3, two by two, += tiles 4 and 5 times 6 and 7.
+_multiply = _instruction(_emit_products)
+_turn = _instruction(_emit_turned)
+# All eight tiles have 16 rows of 64 bytes (palette 1).
+ALL_TILES = np.zeros(64, np.uint8)
+ALL_TILES[0], ALL_TILES[16:32:2], ALL_TILES[48:56] = 1, WIDTH, TILE
+
+
+def add_product(
+    left: Tiles, right: Tiles, out: Blocks, turned: NDArray[np.uint8], same: bool
+) -> None:
+    """out += left right^T. Of two parts of each number the product of the second ones is left out.
+
+    Args:
+        left: (blocks, panels, tiles, parts, 2, 16, 32) the bits of bfloat16, contiguous but along
+            the blocks; for speed it begins with a line of the cache, as what follows.
+        right: likewise.
+        out: (panels of right, panels of left, 32, 32) rows of left and of right.
+        turned: 32 kB, changed.
+        same: left is right: only blocks on and below the diagonal are made, and those along it have
+            the product of the second parts, too.
+    """
+    _add(left, right, out, same, ALL_TILES, turned)
+
+
+@compiled
+def _turn_panel(source: Long, to: Long) -> None:
+    for at in range(0, PANEL * ROW, TILE * WIDTH):
+        _turn(source + at, to + at)
+
+
+@compiled
+def _add_block(a: Long, b: Long, out: Long, parts: int, diagonal: bool) -> None:
+    """32 x 32 sums += a panel times a turned one."""
+    size, pitch = TILE * WIDTH, PANEL * 4
+    _load_0(out, pitch)
+    _load_1(out + WIDTH, pitch)
+    _load_2(out + TILE * pitch, pitch)
+    _load_3(out + TILE * pitch + WIDTH, pitch)
+    for at in range(0, PANEL * ROW, 2 * parts * size):
+        _load_4(a + at, WIDTH)
+        _load_5(a + at + size, WIDTH)
+        _load_6(b + at, WIDTH)
+        _load_7(b + at + size, WIDTH)
+        _multiply(0, 0)
+        if parts > 1:
+            _load_6(b + at + 2 * size, WIDTH)
+            _load_7(b + at + 3 * size, WIDTH)
+            _multiply(0, 0)
+            _load_4(a + at + 2 * size, WIDTH)
+            _load_5(a + at + 3 * size, WIDTH)
+            if diagonal:
+                _multiply(0, 0)
+            _load_6(b + at, WIDTH)
+            _load_7(b + at + size, WIDTH)
+            _multiply(0, 0)
+    _store_0(out, pitch)
+    _store_1(out + WIDTH, pitch)
+    _store_2(out + TILE * pitch, pitch)
+    _store_3(out + TILE * pitch + WIDTH, pitch)
+
+
+@compiled
+def _add(
+    left: Tiles,
+    right: Tiles,
+    out: Blocks,
+    same: bool,
+    tiles: NDArray[np.uint8],
+    turned: NDArray[np.uint8],
+) -> None:
+    n, m, parts = left.shape[1], right.shape[1], left.shape[3]
+    to, turned_b = np.int64(out.ctypes.data), np.int64(turned.ctypes.data)
+    size, sums = PANEL * ROW, PANEL * PANEL * 4
+    _configure(np.int64(tiles.ctypes.data), 0)
+    for low in range(0, n, STAY):
+        for first in range(0, low + 1 if same else m, STAY):
+            high, last = min(n, low + STAY), min(m, first + STAY)
+            for block in range(len(left)):
+                a, b = np.int64(left[block].ctypes.data), np.int64(right[block].ctypes.data)
+                for j in range(first, last):
+                    _turn_panel(b + j * size, turned_b)
+                    for i in range(max(low, j) if same else low, high):
+                        place = to + (j * n + i) * sums
+                        _add_block(a + i * size, turned_b, place, parts, same and i == j)
+    _release(0, 0)
