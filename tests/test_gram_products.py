@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from tests.stores import write_sites
+from vitsee_core import machine
 from vitsee_core.grams import amx
+from vitsee_core.grams.arithmetic import is_worth_compiling
 from vitsee_core.grams.fused import shift_half
 from vitsee_core.grams.products import GramTile, products
 from vitsee_core.grams.shift import Origin, raw_gram
@@ -88,6 +90,13 @@ def test_much_work_is_shifted_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("vitsee_core.similarity.exact.products", watch)
     few = compare()
-    monkeypatch.setattr("vitsee_core.similarity.estimate.HUGE", 1.0)
+    monkeypatch.setattr("vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True)
     assert np.array_equal(compare(), few)
     assert asked == [False] * 3 + [True] * 3
+
+
+def test_compiled_code_is_for_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx2"}))
+    assert [is_worth_compiling(work) for work in (1e12, 3e12)] == [False, True]
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"amx_bf16"}))
+    assert [is_worth_compiling(work) for work in (3e11, 1e12)] == [False, True]

@@ -22,6 +22,16 @@ def n_cores() -> int:
     return cores if cores != every else max(1, cores // local_processes(os.environ))
 
 
+def cpu_flags() -> frozenset[str]:
+    """What the processor can do, in Linux's names (avx512f, amx_bf16); none elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split() if found else ())
+
+
 def memory_bytes() -> int:
     """Memory this process may use: the machine's, or less where a cgroup or job limits it, in equal
     parts for the processes of its job on this machine."""

@@ -35,6 +35,8 @@ from vitsee_core.grams.fused import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS
 WIDTH, ROW = 2 * TILE_NUMBERS, 2 * ROW_NUMBERS
 # Panels of either side whose sums, 1 MB, stay in the second cache.
 STAY = 16
+# Rows that are fetched before they are taken.
+AHEAD = 16
 # Linux on x86-64: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 ARCH_PRCTL, REQUEST, TILE_DATA = 158, 0x1023, 18
 
@@ -65,9 +67,11 @@ def _emit(builder: Any, name: str, *args: Any) -> None:
     """A call of one of LLVM's intrinsics, of which integers are constants of a byte."""
     values = [ir.Constant(BYTE, a) if isinstance(a, int) else a for a in args]
     of = ir.FunctionType(ir.VoidType(), [v.type for v in values])
-    name = f"llvm.x86.{name}"
-    found = builder.module.globals.get(name) or ir.Function(builder.module, of, name)
-    builder.call(found, values)
+    builder.call(_function(builder, f"llvm.x86.{name}", of), values)
+
+
+def _function(builder: Any, name: str, of: Any) -> Any:
+    return builder.module.globals.get(name) or ir.Function(builder.module, of, name)
 
 
 def _instruction(emit: Callable[..., None]) -> Any:
@@ -119,6 +123,13 @@ def _emit_turned(builder: Any, source: Any, to: Any) -> None:
         to = builder.add(to, ir.Constant(LONG, WIDTH))
 
 
+def _emit_fetch(builder: Any, address: Any, _: Any) -> None:
+    """A line of memory is wanted soon, to be read."""
+    kind = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]
+    of = ir.FunctionType(ir.VoidType(), [POINTER, *(value.type for value in kind)])
+    builder.call(_function(builder, "llvm.prefetch.p0", of), [_at(builder, address), *kind])
+
+
 _configure = _instruction(lambda b, a, _: _emit(b, "ldtilecfg", _at(b, a)))
 _release = _instruction(lambda b, *_: _emit(b, "tilerelease"))
 _load_0, _load_1, _load_2, _load_3 = _load(0), _load(1), _load(2), _load(3)
@@ -127,6 +138,7 @@ _store_0, _store_1, _store_2, _store_3 = _store(0), _store(1), _store(2), _store
 # Tiles 0 to 3, two by two, += tiles 4 and 5 times 6 and 7.
 _multiply = _instruction(_emit_products)
 _turn = _instruction(_emit_turned)
+_fetch = _instruction(_emit_fetch)
 # All eight tiles have 16 rows of 64 bytes (palette 1).
 ALL_TILES = np.zeros(64, np.uint8)
 ALL_TILES[0], ALL_TILES[16:32:2], ALL_TILES[48:56] = 1, WIDTH, TILE
@@ -147,6 +159,27 @@ def add_product(
             the product of the second parts, too.
     """
     _add(left, right, out, same, ALL_TILES, turned)
+
+
+@compiled
+def take_rows(x: Tiles, places: NDArray[np.int64], out: Tiles) -> None:
+    """Some rows into others, from its first row on. Lines that are fetched some rows ahead take
+    half the time."""
+    n = len(places)
+    of, to = np.zeros(n + AHEAD, np.int64), np.empty(n, np.int64)
+    for i in range(n):
+        place = places[i]
+        of[i] = place // PANEL * PANEL * ROW_NUMBERS + place % PANEL * TILE_NUMBERS
+        to[i] = i // PANEL * PANEL * ROW_NUMBERS + i % PANEL * TILE_NUMBERS
+    for block in range(len(x)):
+        source, target = x[block].reshape(-1), out[block].reshape(-1)
+        address = np.int64(source.ctypes.data)
+        for at in range(0, PANEL * ROW_NUMBERS, PANEL * TILE_NUMBERS):
+            for i in range(n):
+                _fetch(address + (of[i + AHEAD] + at) * 2, 0)
+                a, b = np.uint64(of[i] + at), np.uint64(to[i] + at)  # none is negative
+                for k in range(TILE_NUMBERS):
+                    target[b + np.uint64(k)] = source[a + np.uint64(k)]
 
 
 @compiled

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core import machine
 from vitsee_core.grams.lanes import one_blas_thread, one_torch_thread
 from vitsee_core.grams.syrk import load_syrk, mirror
 from vitsee_core.types import Float32
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 LARGE = 1e11
 # The same for the routine of `syrk`, with which scipy comes.
 MEDIUM = 1e10
-# The same for compiled code, which takes a second to be loaded.
-HUGE = 2e12
+# The same for compiled code, which takes a second to be loaded; and where the processor has a
+# matrix unit for it.
+HUGE, LARGE_FOR_UNIT = 2e12, 4e11
 # Columns of a symmetric product that a GPU makes at a time: an eighth, of a size that fills it.
 GOOD_WIDTH, N_WIDTHS = 1024, 8
 TERMS = 16384  # products that `add_gram` sums in single precision on a GPU
@@ -54,6 +56,12 @@ def choose_device(text: str, work: float) -> str:
             return "cpu"
         raise VitseeError("--device mps has no float64; use --device cpu")
     return str(device)
+
+
+def is_worth_compiling(work: float) -> bool:
+    """Whether so many multiplications on the CPU are to be done by compiled code, as far as there
+    is some."""
+    return work > (LARGE_FOR_UNIT if "amx_bf16" in machine.cpu_flags() else HUGE)
 
 
 def full_precision(device: str) -> AbstractContextManager[None]:

@@ -143,19 +143,6 @@ def shift_into_panels(
 
 
 @compiled
-def take_rows(x: NDArray[np.uint16], places: NDArray[np.int64], out: NDArray[np.uint16]) -> None:
-    """Some rows of the values of `halves.Panels` into others, from its first row on."""
-    for block in range(x.shape[0]):
-        for i in range(len(places)):
-            a, b = places[i] // PANEL, i // PANEL
-            of, to = places[i] % PANEL, i % PANEL
-            for tile in range(x.shape[2]):
-                for part in range(x.shape[3]):
-                    line = x[block, a, tile, part, of // TILE, of % TILE]
-                    out[block, b, tile, part, to // TILE, to % TILE] = line
-
-
-@compiled
 def shift_bytes(
     raw: NDArray[np.uint8],
     mean: NDArray[np.float32],

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.grams.arithmetic import Host
-from vitsee_core.grams.fused import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS, take_rows
+from vitsee_core.grams.fused import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS
 from vitsee_core.grams.syrk import mirror
 from vitsee_core.types import Float, Float32
 
@@ -64,6 +64,8 @@ class Panels:
         n_columns = len(self.values) * ROW_NUMBERS // parts
         memory = np.empty(panels_bytes(len(places), n_columns, parts), np.uint8)
         found = Panels.empty(len(places), n_columns, parts, memory)
+        from vitsee_core.grams.amx import take_rows
+
         take_rows(self.values, places, found.values)
         return found
 

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.grams.arithmetic import HUGE, PRECISIONS, choose_device, full_precision
+from vitsee_core.grams.arithmetic import (
+    PRECISIONS,
+    choose_device,
+    full_precision,
+    is_worth_compiling,
+)
 from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.machine import counted, free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.progress import SILENT, Progress
@@ -135,7 +140,7 @@ def comparing(
         work = _work(comparison)
         device = choose_device(options.device, work)
         _require(options.precision, device, representations)
-        yield replace(comparison, device=device, fused=work > HUGE)
+        yield replace(comparison, device=device, fused=is_worth_compiling(work))
 
 
 def _require(precision: str, device: str, of: Sequence[Representation]) -> None:
