@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
 import pytest
+import timm
 from click.testing import CliRunner, Result
+from timm.models import save_for_hf
 
 from tests.studies import NO_ATTENTION, study
 from vitsee_cli.main import main
@@ -16,8 +20,10 @@ from vitsee_core.analyses import attn_dist
 from vitsee_core.catalogue import needs_of_analyses
 from vitsee_core.study import demo as demo_module
 from vitsee_core.study.demo import demo_study, tour, with_sets
+from vitsee_core.study.foreign import check_outputs
 from vitsee_core.study.planning import check_choice, plan
 from vitsee_core.study.running import (
+    BEGUN,
     DONE,
     FAILED,
     LEFT_OUT,
@@ -133,7 +139,61 @@ def test_a_signal_ends_it(tmp_path: Path, chain: list[Step], code: int) -> None:
     with pytest.raises(Stopped):
         carry_out(chain, Record(tmp_path / "study.json"), perform, print)
     assert perform.done == ["a", "b"]
-    assert [*json.loads((tmp_path / "study.json").read_text())["steps"]] == ["a"]
+    steps = json.loads((tmp_path / "study.json").read_text())["steps"]
+    assert {name: entry["status"] for name, entry in steps.items()} == {"a": DONE, "b": BEGUN}
+
+
+def test_a_step_that_does_not_apply_is_no_failure(tmp_path: Path, chain: list[Step]) -> None:
+    """What an earlier study left at its place is not taken for its result."""
+    a, *_, d = chain
+    after = Step("after", ("after",), a.outputs, (tmp_path / "after.csv",))
+    a.outputs[0].write_text("of an earlier study")
+    said, record = list[str](), Record(tmp_path / "study.json")
+
+    def perform(step: Step) -> Outcome:
+        return Outcome(1, "no such part", applies=False) if step is a else Outcome(0)
+
+    failed = carry_out([a, d, after], record, perform, said.append)
+    assert said[0] == "[1/3] a: left out: no such part" and failed == [after]
+    found = json.loads((tmp_path / "study.json").read_text())
+    assert found["left_out"] == {"a": "no such part"}
+    assert found["steps"]["a"]["status"] == LEFT_OUT
+
+
+def test_only_the_studys_own_files_are_replaced(tmp_path: Path) -> None:
+    """Its own also where it was stopped while it wrote them, or the folder was moved since."""
+    asked = study(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    table = asked.result("a")
+    a = Step("a", ("a",), (), (table, table.with_suffix(".png"), asked.store("vit")))
+    make_folders(asked)
+    asked.store("vit").mkdir()
+    record = Record(asked.folder / "study.json")
+    check_outputs(asked, [a], record)  # a store is extract's to refuse
+    for other in ("a.csv", "a.png", "a.csv.json", "a.replicates.csv"):
+        (table.parent / other).write_text("mine")
+        with pytest.raises(VitseeError, match=f"results/{other} would be replaced, and .*study.j"):
+            check_outputs(asked, [a], record)
+        (table.parent / other).unlink()
+
+    def write(step: Step, code: int = 0) -> Outcome:
+        for path in step.outputs[:2]:
+            path.write_text("made")
+        return Outcome(code)
+
+    table.write_text("mine")
+    carry_out([replace(a, outputs=())], record, lambda step: Outcome(1), print)
+    with pytest.raises(VitseeError, match="would be replaced"):  # a step that failed wrote nothing
+        check_outputs(asked, [a], record)
+    table.unlink()
+    with pytest.raises(Stopped):
+        carry_out([a], record, partial(write, code=130), print)
+    check_outputs(asked, [a], Record.read(asked.folder))
+    carry_out([a], record, write, print)
+    asked.folder.rename(tmp_path / "moved")
+    moved = study(tmp_path / "moved")
+    b = Step("a", ("a",), (), (moved.result("a"),))
+    check_outputs(moved, [b], Record.read(moved.folder))
 
 
 def test_the_record_says_what_was_asked_for(tmp_path: Path) -> None:
@@ -204,6 +264,38 @@ def test_a_model_that_cannot_be_extracted_is_named_and_left_out(tmp_path: Path) 
     assert last.startswith("vitsee study: 1 of 7 steps failed: extract-resnet (")
     assert (folder / "results" / "cka-vit.csv").is_file()
     assert not (folder / "results" / "cka-vit-resnet.csv").exists()
+
+
+def test_files_of_others_are_refused_before_any_work(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    (folder / "results").mkdir(parents=True)
+    words = ["study", "demo:vit", "--data", "demo:test", "--images", "4", "-o", str(folder),
+             "--analyses", "spectrum"]  # fmt: skip
+    for mine in (folder / "results" / "spectrum.csv", folder / "report.html"):
+        mine.write_text("mine")
+        done = vitsee(*words)
+        assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+        assert f"{mine} would be replaced" in done.stderr and mine.read_text() == "mine"
+        assert not (folder / "stores").exists() and not (folder / "study.json").exists()
+        mine.unlink()
+    assert vitsee(*words).exit_code == 0
+    (folder / "results" / "spectrum.csv").write_text("its own, changed")
+    assert vitsee(*words).exit_code == 0
+    assert (folder / "results" / "spectrum.csv").read_text() != "its own, changed"
+
+
+def test_a_model_whose_classifier_cannot_be_read_has_no_lens(tmp_path: Path) -> None:
+    """Its classifier reads a convolution after the last block."""
+    module = timm.create_model("test_efficientnet", num_classes=10)
+    save_for_hf(module, str(tmp_path / "mine"), safe_serialization=True)
+    words = ["study", f"local-dir:{tmp_path / 'mine'}", "--data", "demo:test", "--images", "4",
+             "-o", tmp_path / "out", "--analyses", "weights", "--analyses", "lens"]  # fmt: skip
+    done = vitsee(*words)
+    reason = "the classifier of mine reads mean of 256 channels: none of stem, "
+    assert done.exit_code == 0 and f"lens: left out: {reason}" in done.stderr, done.output
+    record = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert record["left_out"]["lens"].startswith(reason)
+    assert f"Not in this study: lens: {reason}" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_study_of_less_or_more_in_the_same_folder(tmp_path: Path) -> None:

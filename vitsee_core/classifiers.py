@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vitsee_core import head_weights
 from vitsee_core.provenance import Provenance, model_of
-from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.errors import MissingInput, NotOffered, VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.head_weights import Classifier
@@ -55,7 +55,7 @@ class Classifiers:
         except VitseeError as error:
             raise MissingInput(f"{kept}; {error}") from None
         if isinstance(found, str):
-            raise MissingInput(f"{kept}; nor has its model one that can be read: {found}")
+            raise NotOffered(f"{kept}; nor has its model one that can be read: {found}")
         self.rebuilt.append(store.label)
         log.info("%s: the classifier is that of its model, built again", store.label)
         return found

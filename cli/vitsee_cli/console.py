@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PACKAGES = ("vitsee_cli", "vitsee_core", "vitsee_stores")
 ARGUMENTS = "vitsee.arguments"  # where the group leaves them in the click context
 GRAMS_KEPT = "finished Gram matrices are kept; repeat the command to resume"
+NOT_OFFERED = "vitsee.not_offered"  # in the click context: whether it was asked of the wrong model
 REASON = "vitsee.reason"  # in the click context: why the last command failed
 RESUMES = "vitsee.resumes"  # in the click context: what is kept of a command that is stopped
 SHOW_AFTER = 1.0  # seconds: shorter work shows no progress

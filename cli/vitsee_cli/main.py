@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 
 from vitsee_cli import commands, console, options, sections, signals
 from vitsee_core.machine import is_out_of_memory
-from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.errors import NotOffered, VitseeError, reason
 
 # Conditions of a path or a disk that the user named; any other OSError keeps its traceback.
 PATH_ERRNOS = frozenset(
@@ -123,6 +123,7 @@ class CommandGroup(click.Group):
             line = _one_line(error)
             if line is None:
                 raise
+            ctx.meta[console.NOT_OFFERED] = isinstance(error, NotOffered)
             _fail(ctx, line, getattr(error, "exit_code", 1))
         except KeyboardInterrupt as stop:
             resumes = ctx.meta.get(console.RESUMES)

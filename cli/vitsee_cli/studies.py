@@ -38,9 +38,10 @@ def run_study(
         extend: adds steps to a plan.
 
     Raises:
-        VitseeError: a model is not known, or some steps failed (all others were done).
+        VitseeError: a model is not known, files of others would be replaced, or some steps failed
+            (all others were done).
     """
-    from vitsee_core.study import cost, kept, planning, running
+    from vitsee_core.study import cost, foreign, kept, planning, running
 
     words = console.command_line()
     planning.check_choice(study)
@@ -54,7 +55,9 @@ def run_study(
     own, plan = planned(models)
     if not plan.steps:
         raise VitseeError(f"nothing to do: {'; '.join(planning.reasons(plan.left_out))}")
-    kept.check_kept(own, models, running.Record.read(study.folder).steps)
+    before = running.Record.read(study.folder)
+    kept.check_kept(own, models, before.steps)
+    foreign.check_outputs(study, [*plan.steps, report_step(study)], before)
     if not dry_run:
         running.make_folders(study)
     needed = cost.cost(study, own, models, cost.measured_speed(study.device))
@@ -77,7 +80,8 @@ def run_study(
             raise VitseeError(f"no model was extracted; see {record.path}")
         again = planned(made)[1] if len(made) < len(models) else plan
         steps = [*again.analyses, report_step(study)]
-        record.steps.pop(report_step(study).name, None)
+        record.outdate(report_step(study))
+        foreign.check_outputs(study, again.analyses, record)
         first = len(plan.extractions) + 1
         failed += running.carry_out(
             steps, record, perform, console.say, first=first, total=total, before=failed
@@ -114,6 +118,7 @@ class Performer:
         from vitsee_core.study.running import Outcome
 
         self.ctx.meta.pop(console.REASON, None)
+        self.ctx.meta.pop(console.NOT_OFFERED, None)
         # Bars vanish; in a log only what takes longest says how far it is.
         shown = step.command == "extract" or console.stderr().is_terminal
         quiet = console.PROGRESS_ONLY if shown else -1
@@ -140,7 +145,7 @@ class Performer:
         # A study has no --force: what it would delete, its user does.
         anew = f"remove {shlex.join(map(str, step.outputs))} to extract anew"
         reason = self.ctx.meta.get(console.REASON, "").replace("start anew with --force", anew)
-        return Outcome(code or 0, reason)
+        return Outcome(code or 0, reason, applies=not self.ctx.meta.get(console.NOT_OFFERED))
 
 
 def _outputs(steps: Sequence[Step]) -> set[object]:

@@ -48,6 +48,10 @@ class MissingInput(VitseeError):
     """The store lacks what is asked of it; names the extract option that brings it."""
 
 
+class NotOffered(MissingInput):
+    """The store's model has nothing of the kind: no other extraction brings it."""
+
+
 class SiteError(VitseeError):
     """A selector of sites or tokens that nothing answers to."""
 

@@ -20,7 +20,7 @@ where the model normalises after pooling, maps of patches do not average to its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ from vitsee_core.statistics.value_columns import Cells, cells_of, mean_cells
 from vitsee_core.store_selection import select_each, sites_of
 from vitsee_core.streaming import Rows, each_slab
 from vitsee_core.types import Float, Integers
-from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.errors import NotOffered, SiteError, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
@@ -144,31 +144,39 @@ def _sites(
 
     Raises:
         MissingInput: the store has no classifier, or not the tokens that it reads.
-        SiteError: no site is as wide as it.
+        NotOffered: the model has none that can be read, or none of its blocks is as wide as it.
+        SiteError: no selected site is as wide as it.
     """
     head = heads(store)
-    width = head.width
     chosen = sites_of(store, patterns)
+    found = _readable(store, head, chosen, patches)
+    if not found:
+        inner = [site for site in store.sites.values() if "head" not in site.groups]
+        raise (SiteError if _readable(store, head, inner, patches) else NotOffered)(
+            f"the classifier of {store.label} reads {head.pool} of {head.width} channels: none of "
+            f"{few([site.name for site in chosen])} has these"
+        )
+    if len(found) < len(chosen):
+        left = [site.name for site in chosen if site not in found]
+        log.info("%s: the classifier cannot read %s", store.label, few(left))
+    return found
+
+
+def _readable(
+    store: Store, head: Classifier, sites: Iterable[SiteSpec], patches: bool
+) -> list[SiteSpec]:
     found = []
-    for site in chosen:
+    for site in sites:
         layout = store.site(site.name).layout
         if "head" in site.groups and site.name != head.site:  # has been through the norm
             continue
-        if layout is None or site.dim != width or (head.pool == "cls" and layout.cls is None):
+        if layout is None or site.dim != head.width or (head.pool == "cls" and layout.cls is None):
             continue
         if patches and layout.grid is None:
             continue
         if patches or head.pooled_kind is None:
             store.acts(site.name)
         found.append(site)
-    if not found:
-        raise SiteError(
-            f"the classifier of {store.label} reads {head.pool} of {width} channels: none of "
-            f"{few([site.name for site in chosen])} has these"
-        )
-    if len(found) < len(chosen):
-        left = [site.name for site in chosen if site not in found]
-        log.info("%s: the classifier cannot read %s", store.label, few(left))
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from vitsee_core.machine import counted, human_bytes
 from vitsee_core.report.materials import FoundStore, Materials
 from vitsee_core.text import visible
+from vitsee_stores.manifest import by_reason
 
 STUDY_FILE = "study.json"
 SHOWN_MODELS = 6  # in a title
@@ -53,6 +54,15 @@ def read_study(folder: Path) -> Mapping[str, Any]:
         return {}
     models = found.get("models") if isinstance(found, dict) else None
     return found if models and isinstance(models, dict) else {}
+
+
+def not_in_study(folder: Path) -> list[str]:
+    """Analyses that the study in the folder left out, a line a reason."""
+    left_out = read_study(folder).get("left_out")
+    if not isinstance(left_out, dict):
+        return []
+    named = {str(name): str(reason) for name, reason in left_out.items()}
+    return [f"Not in this study: {line}." for line in by_reason(named, shown=len(named))]
 
 
 def _images(materials: Materials, study: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from vitsee_core.progress import SILENT, Progress
 from vitsee_core.report.cards import Sections, groups_of
 from vitsee_core.report.facts import cautions, store_facts
 from vitsee_core.report.materials import Materials, find_materials
-from vitsee_core.report.overview import overview, stores_by_model
+from vitsee_core.report.overview import not_in_study, overview, stores_by_model
 from vitsee_core.report.tables import command_of, relative
 from vitsee_core.text import visible
 
@@ -65,7 +65,7 @@ def render(
         sections=found,
         stores=stores_by_model(materials),
         facts=store_facts,
-        cautions=cautions(materials),
+        cautions=[*cautions(materials), *not_in_study(materials.folder)],
         left_out={relative(p, materials.folder): why for p, why in materials.left_out.items()},
         commands=[line for line in map(command_of, materials.results) if line],
         data=json_for_html({card.id: card.charts for card in cards if card.charts}),

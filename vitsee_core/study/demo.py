@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from vitsee_core import demo
-from vitsee_core.study.steps import RESULTS, SETS, Plan, Step, Study
+from vitsee_core.study.steps import SETS, Plan, Step, Study
 
 IMAGES, QUICK_IMAGES = 1000, 500
 FINE = "videos-fine"  # the frames on a finer grid of tokens
@@ -143,15 +143,15 @@ def tour(study: Study) -> list[Step]:
     """The commands that make no figure of their own."""
     label, name = next(iter(study.models.items()))
     store = study.store(label)
-    results = study.folder / RESULTS
-    lines = {
-        "models": ("models", name, "-o", str(results / "models.csv"), "--force"),
-        "sites": ("sites", name, "--sites", "blocks"),
-        "info": ("info", *(str(study.store(label)) for label in study.models)),
-        "validate": ("validate", str(store)),
-        "export": ("export", str(store), "pooled", "-o", str(study.folder / "pooled.npy"),
-                   "--force"),
-        "plot": ("plot", str(results / "cka-vit-resnet.csv"), "-o",
-                 str(study.folder / "cka-dark.svg"), "--theme", "dark", "--force"),
-    }  # fmt: skip
-    return [Step(name, words) for name, words in lines.items()]
+    table, drawn = study.result("models"), study.result("cka-vit-resnet")
+    array, picture = study.folder / "pooled.npy", study.folder / "cka-dark.svg"
+    return [
+        Step("models", ("models", name, "-o", str(table), "--force"), (), (table,)),
+        Step("sites", ("sites", name, "--sites", "blocks")),
+        Step("info", ("info", *(str(study.store(label)) for label in study.models))),
+        Step("validate", ("validate", str(store))),
+        Step("export", ("export", str(store), "pooled", "-o", str(array), "--force"),
+             (store,), (array,)),
+        Step("plot", ("plot", str(drawn), "-o", str(picture), "--theme", "dark", "--force"),
+             (drawn,), (picture,)),
+    ]  # fmt: skip

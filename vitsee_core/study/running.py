@@ -16,16 +16,18 @@ from vitsee_core.versions import result_versions
 from vitsee_stores.errors import VitseeError, reason
 
 FILE = "study.json"
-DONE, FAILED, LEFT_OUT = "done", "failed", "left out"
+BEGUN, DONE, FAILED, LEFT_OUT = "begun", "done", "failed", "left out"
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended. reason: in one line, "" where it succeeded."""
+    """How a command ended. reason: in one line, "" where it succeeded; applies: whether these
+    models have what the command is about."""
 
     code: int
     reason: str = ""
+    applies: bool = True
 
 
 Perform = Callable[[Step], Outcome]
@@ -45,6 +47,11 @@ class Record:
         path = folder / FILE
         steps = _steps_in(path) or {}
         return cls(path, {}, {k: v for k, v in steps.items() if isinstance(v, dict)})
+
+    def outdate(self, step: Step) -> None:
+        """Have it done again, whatever it was made from."""
+        if step.name in self.steps:
+            self.steps[step.name]["status"] = BEGUN
 
     def write(self) -> None:
         """Write it, whole or not at all."""
@@ -112,7 +119,8 @@ def carry_out(
     before: Sequence[Step] = (),
 ) -> list[Step]:
     """Perform the steps in order; returns those that failed, or whose input is missing or was left
-    by an earlier study where this one's step failed.
+    by an earlier study where this one's step failed. A step that does not apply to its models is
+    left out, with its reason.
 
     Args:
         steps: of one plan.
@@ -126,10 +134,11 @@ def carry_out(
         Stopped: a signal ended a step.
     """
     failed: list[Step] = []
+    unfit: list[Step] = []
     total = len(steps) if total is None else total
     for number, step in enumerate(steps, first):
         head = f"[{number}/{total}] {step.name}"
-        stale = {path for other in (*before, *failed) for path in other.outputs}
+        stale = {path for other in (*before, *failed, *unfit) for path in other.outputs}
         missing = [path for path in step.inputs if path in stale or not path.exists()]
         if step.partial and len(missing) < len(step.inputs):
             step, missing = step.without(missing), []
@@ -143,12 +152,19 @@ def carry_out(
             say(f"{head}: done before")
             continue
         else:
+            record.steps[step.name] = _entry(step, BEGUN, 0.0)
+            record.write()
             start = time.monotonic()
             outcome = perform(step)
             seconds = time.monotonic() - start
             if outcome.code > 1 and outcome.code != 2:
                 raise Stopped(outcome.code)
-            if outcome.code:
+            if outcome.code and not outcome.applies:
+                record.steps[step.name] = _entry(step, LEFT_OUT, seconds, outcome.reason)
+                record.about.setdefault("left_out", {})[step.name] = outcome.reason
+                say(f"{head}: left out: {outcome.reason}")
+                unfit.append(step)
+            elif outcome.code:
                 text = outcome.reason or f"exit code {outcome.code}"
                 record.steps[step.name] = _entry(step, FAILED, seconds, text)
                 say(f"{head}: failed: {text}")

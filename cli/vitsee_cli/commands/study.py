@@ -94,7 +94,8 @@ def command(
       $ vitsee study vit_large_patch16_224 --data photos -o out --dry-run > steps.sh
 
     FOLDER gets stores/NAME.zarr, results/COMMAND[-VARIANT].csv and .png, report.html and
-    study.json, which says of each step what it was made from and how it ended.
+    study.json, which says of each step what it was made from and how it ended. A file there that
+    this study did not write is refused, never replaced.
     """
     from vitsee_core.study.steps import Study
 
