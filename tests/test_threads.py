@@ -29,6 +29,18 @@ def test_each_piece_has_one_core_and_the_callers_mode(inference: bool) -> None:
     assert torch.get_num_threads() == before
 
 
+def test_a_plain_piece_is_the_callers_own() -> None:
+    threads: dict[int, int] = {}
+
+    def note(piece: int, items: range) -> None:
+        threads[piece] = threading.get_ident()
+        assert not torch.is_grad_enabled()
+
+    run_split(note, 30, 3, plain=True)
+    assert sorted(threads) == [0, 1, 2]
+    assert threads[2] == threading.get_ident() not in (threads[0], threads[1])
+
+
 def test_a_single_piece_stays_with_its_caller() -> None:
     threads: list[int] = []
     run_split(lambda piece, items: threads.append(threading.get_ident()), 3, 1)

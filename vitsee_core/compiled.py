@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 from collections.abc import Callable, Collection
+from pathlib import Path
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,8 +25,8 @@ def compiled(function: Callable[P, R], flags: Collection[str] = FAST) -> Callabl
     """The function compiled for the types of its arguments, without the interpreter's lock.
 
     numba is imported, and the code compiled, at the first call; it is cached beside the module, or
-    in the user's cache folder, where either can be written. It may call other compiled functions of
-    its own module: the cache notices changes of that file alone.
+    in the user's cache folder, where either can be written. It may call other compiled functions
+    and `emitted` ones by their names.
     """
 
     @functools.cache
@@ -47,16 +50,70 @@ def compiled(function: Callable[P, R], flags: Collection[str] = FAST) -> Callabl
     return call
 
 
+def emitted(emit: Callable[..., None]) -> Callable[..., None]:
+    """A function for compiled ones to call, whose machine instructions are chosen one by one.
+
+    `emit(builder, *values)` writes them with llvmlite's builder; of an array it gets the pointer to
+    the first number, of a number the number.
+    """
+
+    @functools.cache
+    def made() -> Any:
+        from numba import types
+        from numba.extending import intrinsic
+
+        @functools.wraps(emit)  # also its names of arguments
+        def typed(_: Any, *kinds: Any) -> Any:
+            def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                passed = [
+                    context.make_array(kind)(context, builder, value).data
+                    if isinstance(kind, types.Array)
+                    else value
+                    for kind, value in zip(signature.args, values, strict=True)
+                ]
+                emit(builder, *passed)
+                return context.get_dummy_value()
+
+            return types.void(*kinds), code
+
+        make: Any = intrinsic
+        return make(typed)
+
+    @functools.wraps(emit)
+    def call(*_: Any) -> None:
+        raise TypeError(f"{emit.__name__} is called by compiled functions alone")
+
+    vars(call)["made"] = made
+    return call
+
+
 def _with_compiled_callees(function: Callable[P, R]) -> Callable[P, R]:
     """The function with numba's own in place of the compiled ones that it calls by name."""
     names, code = function.__globals__, function.__code__
-    callees = {
-        name: vars(names[name])["made"]()
+    called = {
+        name: names[name]
         for name in code.co_names
         if isinstance(names.get(name), FunctionType) and "made" in vars(names[name])
     }
-    if not callees:
+    if not called:
         return function
-    copy = FunctionType(code, {**names, **callees}, function.__name__, function.__defaults__)
-    copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
+    made = {name: vars(callee)["made"]() for name, callee in called.items()}
+    copy = FunctionType(code, {**names, **made}, function.__name__, function.__defaults__)
+    # numba's cache goes by the name, and notices changes of the function's own file alone.
+    copy.__qualname__ = f"{function.__qualname__}_{_digest(function, called, made)}"
+    copy.__module__ = function.__module__
     return copy
+
+
+def _digest(
+    function: Callable[..., Any], called: dict[str, FunctionType], made: dict[str, Any]
+) -> str:
+    """Of what a function's compiled code depends on beside its own file: the files of those that it
+    calls, and what those call."""
+    found, own = hashlib.sha256(), inspect.getsourcefile(function)
+    for name, callee in called.items():
+        found.update(getattr(made[name], "__qualname__", name).encode())
+        file = inspect.getsourcefile(inspect.unwrap(callee))
+        if file is not None and file != own:
+            found.update(Path(file).read_bytes())
+    return found.hexdigest()[:8]

@@ -18,12 +18,17 @@ import torch
 CHUNK_BYTES = 1 << 20
 
 
-def run_split(function: Callable[[int, range], None], n_items: int, n_pieces: int) -> None:
+def run_split(
+    function: Callable[[int, range], None], n_items: int, n_pieces: int, *, plain: bool = False
+) -> None:
     """Calls `function(piece, items)` for every piece of the items 0 to n_items - 1.
 
     Pieces are runs of about equal length. Each is run by a thread in which torch uses one core,
     in the caller's inference mode and without gradients; a single piece by the caller's own
     thread with all its cores. Returns when all have ended; an error in a piece is then raised.
+
+    plain: nothing in it computes with torch, so that the caller's own thread takes the last piece:
+    one thread less to wake, which can take longer than a small piece.
     """
     bounds = [n_items * i // n_pieces for i in range(n_pieces + 1)]
     if n_pieces == 1:
@@ -37,8 +42,13 @@ def run_split(function: Callable[[int, range], None], n_items: int, n_pieces: in
 
     # By process: threads do not live on in a fork.
     pool = _pool(torch.get_num_threads(), os.getpid())
-    futures = [pool.submit(run, piece) for piece in range(n_pieces)]
-    wait(futures)
+    n_beside = n_pieces - 1 if plain else n_pieces
+    futures = [pool.submit(run, piece) for piece in range(n_beside)]
+    try:
+        for piece in range(n_beside, n_pieces):
+            run(piece)
+    finally:
+        wait(futures)
     for future in futures:
         future.result()
 

@@ -11,7 +11,6 @@ from vitsee_core.reductions.cpu_passes import CpuPasses
 from vitsee_core.reductions.device_passes import BLOCK_BYTES, DevicePasses
 from vitsee_core.reductions.grid_distances import grid_distances
 from vitsee_core.reductions.summary import AttentionScores, AttentionSummary
-from vitsee_core.threads import run_split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,14 +86,7 @@ class AttentionReducer:
         out = self._empty(call.n_images, call.n_heads)
         sums = self._no_sums(n_parts, call.n_heads)
         bounds = [call.n_images * part // n_parts for part in range(n_parts + 1)]
-
-        def reduce_parts(thread: int, parts: range) -> None:
-            for part in parts:
-                images = range(bounds[part], bounds[part + 1])
-                here = {name: tensor[part] for name, tensor in sums.items()}
-                self._passes.reduce(call, images, kept, out, here, thread, n_sharing)
-
-        run_split(reduce_parts, n_parts, n_threads)
+        self._passes.reduce(call, bounds, kept, out, sums, (n_threads, n_sharing))
         total = {name: sum_in_order(parts) for name, parts in sums.items()}
         return AttentionSummary(
             **dict(zip(NUMBERS, out["numbers"], strict=True)),

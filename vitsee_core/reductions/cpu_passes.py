@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from vitsee_core.compiled import compiled
 from vitsee_core.reductions.buffers import Buffers
 from vitsee_core.reductions.cpu_numbers import numbers_of
-from vitsee_core.reductions.cpu_products import Product, multiply_images
-from vitsee_core.reductions.cpu_sums import TOTALS, padded, sum_heads, sum_images, sum_queries
+from vitsee_core.reductions.cpu_products import Operands, Places, Product, padded
+from vitsee_core.reductions.cpu_sums import TOTALS, sum_heads, sum_queries
 from vitsee_core.reductions.grid_distances import GridDistances
 from vitsee_core.reductions.summary import AttentionScores
 from vitsee_core.threads import run_split
@@ -22,12 +24,8 @@ if TYPE_CHECKING:
 
     from vitsee_stores.layout import TokenLayout
 
-# Up to so many tokens the loops make products themselves, without a call for each head. At 197 an
-# extraction took as long with a library's products, which are faster but called one by one.
-FEW_TOKENS = 256
-# Their scores at a time, which stay near a core.
-BLOCK_BYTES = 1 << 20
 NO_CLS = np.empty((0, 0, 0), np.float32)
+NOT_GIVEN = np.empty(0, np.float32)
 # By head of each image, as `sum_heads` has them.
 SUMMED = ("totals", "received", "renormalised", "offsets")
 
@@ -35,9 +33,9 @@ SUMMED = ("totals", "received", "renormalised", "offsets")
 class CpuPasses:
     """Fills the summaries of images from their scores; see `DevicePasses`, whose methods these are.
 
-    The scores of small images are made by compiled loops too, if they are a product of queries and
-    keys alone; others are taken image by image. Keeps each thread's buffers: A of one image, and
-    the scores of one image, or of a part of a batch of small ones.
+    Scores that are a product of queries and keys alone are made by compiled loops too; others are
+    taken image by image. Keeps each thread's buffers: A of one image, and its scores where they are
+    taken.
     """
 
     pairs_dtype = torch.float64
@@ -45,7 +43,7 @@ class CpuPasses:
     def __init__(self, layout: TokenLayout, grid: tuple[int, int], apart: GridDistances) -> None:
         self._n, self._grid = layout.n_prefix, grid
         self._cls = -1 if layout.cls is None else layout.cls
-        self._px, self._unit = (x.float().flatten().numpy() for x in (apart.px, apart.unit))
+        self._px, self._unit = (_padded_rows(x) for x in (apart.px, apart.unit))
         self._unit_per_px = apart.unit_per_px or 0.0
         if self._unit_per_px:
             self._unit = self._unit[:0]
@@ -59,72 +57,99 @@ class CpuPasses:
     def reduce(
         self,
         call: AttentionScores,
-        images: range,
+        bounds: Sequence[int],
         valid: Tensor | None,
         out: Mapping[str, Tensor],
         sums: Mapping[str, Tensor],
-        thread: int,
-        n_threads: int,
+        n_threads: tuple[int, int],
     ) -> None:
-        """As `DevicePasses.reduce`; the threads take heads, then queries."""
-        n_heads, n_tokens = call.n_heads, call.n_tokens
-        a = self._buffers.get(f"a {thread}", n_heads, n_tokens, padded(n_tokens)).numpy()
-        arrays = {name: tensor.numpy() for name, tensor in out.items()}
-        of_cls = arrays.get("cls_rows", NO_CLS)
-        of_queries = arrays["head_mean"], arrays["spread"], of_cls
-        totals, received, renormalised, offsets = (arrays[name] for name in SUMMED)
-        summed = totals, received, renormalised, offsets
-        about = self._n, self._grid, self._px, self._unit
-        product = self._product(call)
-        if product is not None and n_threads == 1 and "full" not in out:
-            n_at_once = max(1, BLOCK_BYTES // (4 * n_heads * n_tokens**2))
-            for first in range(images.start, images.stop, n_at_once):
-                run = first, min(first + n_at_once, images.stop)
-                room = self._room(call, run[1] - first, thread)
-                multiply_images(*product, first, room)
-                sum_images(room, first, *about, self._cls, run, a, *summed, *of_queries)
-        else:
+        """As `DevicePasses.reduce`."""
+        arrays: Any = {name: tensor.numpy() for name, tensor in out.items()}
+        factors = call.factors()
+        product = None if factors is None else Product.of(*factors)
+        at_once = product is not None and n_threads[1] == 1 and "full" not in out
+        if not at_once:
+            self._sum_by_image(call, product, bounds, out, arrays, n_threads)
+        n_parts = len(bounds) - 1
+        # By part, and then by head.
+        pairs = sums["pairs"].numpy().reshape(n_parts, call.n_heads, -1)
+        received = sums["received_rows"].numpy()
+        of_cls = sums.get("cls_rows", sums["received_rows"]).numpy()
+
+        def arguments(thread: int, parts: range) -> Any:
+            here = slice(parts.start, parts.stop)
+            return (
+                *(NOT_GIVEN, *(product or Product.none())),
+                *(self._n, self._grid, self._px, self._unit, self._cls),
+                np.asarray(bounds[parts.start : parts.stop + 1]),
+                at_once,
+                self._room(call, thread).numpy(),
+                *(arrays[name] for name in SUMMED),
+                *(arrays["head_mean"], arrays["spread"], arrays.get("cls_rows", NO_CLS)),
+                self._unit_per_px,
+                np.ones(call.n_images, np.bool_) if valid is None else valid.numpy(),
+                *(arrays[name] for name in ("numbers", "counts", "received_rows")),
+                *(pairs[here], received[here], of_cls[here]),
+            )
+
+        # All is ready before a thread begins: in its one call none waits for the interpreter.
+        n_runs = n_threads[0]
+        starts = [n_parts * i // n_runs for i in range(n_runs + 1)]
+        runs = [arguments(i, range(*starts[i : i + 2])) for i in range(n_runs)]
+        run_split(lambda i, _: sum_images(*runs[i]), n_runs, n_runs, plain=True)
+
+    def _sum_by_image(
+        self,
+        call: AttentionScores,
+        product: Product | None,
+        bounds: Sequence[int],
+        out: Mapping[str, Tensor],
+        arrays: Any,
+        n_threads: tuple[int, int],
+    ) -> None:
+        """`sum_heads` and `sum_queries` of each image; threads take images, or of each of them
+        heads and then queries."""
+        about: Any = self._n, self._grid, self._px, self._unit
+        summed: Any = tuple(arrays[name] for name in SUMMED)
+        of_queries = arrays["head_mean"], arrays["spread"], arrays.get("cls_rows", NO_CLS)
+        begin, n_cells = padded(self._n), call.n_tokens - self._n
+
+        def some_images(thread: int, images: range) -> None:
+            room = self._room(call, thread)
+            a = room.numpy()
             for image in images:
-                room = self._room(call, 1, thread)
-                given = call.scores(slice(image, image + 1), out=torch.from_numpy(room)).numpy()
+                given = NOT_GIVEN if product is not None else self._given(call, image, thread)
+                scores = given, *(product or Product.none())
 
                 def some_heads(
-                    _: int, heads: range, image: int = image, given: Float32 = given
+                    _: int, heads: range, image: int = image, scores: Any = scores
                 ) -> None:
                     run = heads.start, heads.stop
-                    sum_heads(given, image, *about, image, run, a, *summed)
+                    every: Any = *scores, *about, image, run, a, *summed
+                    sum_heads(*every)
 
                 def some_queries(_: int, queries: range, image: int = image) -> None:
                     run = queries.start, queries.stop
                     sum_queries(a, self._n, self._cls, run, image, *of_queries)
 
-                run_split(some_heads, n_heads, min(n_threads, n_heads))
-                run_split(some_queries, n_tokens, min(n_threads, n_tokens))
+                run_split(some_heads, call.n_heads, min(n_threads[1], call.n_heads))
+                run_split(some_queries, call.n_tokens, min(n_threads[1], call.n_tokens))
                 if "full" in out:
-                    out["full"][image] = torch.from_numpy(a[:, :, :n_tokens])
-        numbers_of(
-            (images.start, images.stop),
-            self._n,
-            self._unit_per_px,
-            np.ones(call.n_images, np.bool_) if valid is None else valid.numpy(),
-            *summed,
-            of_cls,
-            arrays["numbers"],
-            arrays["counts"],
-            arrays["received_rows"],
-            sums["pairs"].numpy().reshape(n_heads, -1),
-            sums["received_rows"].numpy(),
-            sums.get("cls_rows", sums["received_rows"]).numpy(),
-        )
+                    out["full"][image, ..., : self._n] = room[..., : self._n]
+                    out["full"][image, ..., self._n :] = room[..., begin : begin + n_cells]
 
-    def _product(self, call: AttentionScores) -> Product | None:
-        """The call's scores as a product for the loops, where that is all there is to them."""
-        factors = call.factors() if call.n_tokens <= FEW_TOKENS else None
-        return None if factors is None else Product.of(*factors)
+        run_split(some_images, bounds[-1], n_threads[0])
 
-    def _room(self, call: AttentionScores, n_images: int, thread: int) -> Float32:
-        shape = n_images, call.n_heads, call.n_tokens, call.n_tokens
-        return self._buffers.get(f"scores {thread}", *shape).numpy()
+    def _room(self, call: AttentionScores, thread: int) -> Tensor:
+        """For A of an image, as from `sum_heads`."""
+        width = padded(self._n) + padded(call.n_tokens - self._n)
+        return self._buffers.get(f"a {thread}", call.n_heads, call.n_tokens, width)
+
+    def _given(self, call: AttentionScores, image: int, thread: int) -> Float32:
+        """Scores of an image that are more than a product."""
+        shape = 1, call.n_heads, call.n_tokens, call.n_tokens
+        room = self._buffers.get(f"scores {thread}", *shape)
+        return call.scores(slice(image, image + 1), out=room).numpy().reshape(-1)
 
     def shapes(self, n_images: int, n_heads: int) -> dict[str, tuple[int, ...]]:
         """Of `SUMMED`, float64: what `reduce` needs in `out` for itself."""
@@ -136,3 +161,65 @@ class CpuPasses:
         """As `DevicePasses.finish`."""
         torch.mean(out["spread"][:, self._n :], -1, out=out["head_std"])
         return pairs
+
+
+def _padded_rows(x: Tensor) -> Float32:
+    """Rows of whole vectors, zeros beyond, as one."""
+    more = padded(x.shape[1]) - x.shape[1]
+    found: Float32 = torch.nn.functional.pad(x.float(), (0, more)).flatten().numpy()
+    return found
+
+
+@compiled
+def sum_images(
+    given: NDArray[np.float32],
+    operands: Operands,
+    places: Places,
+    n_prefix: int,
+    grid: tuple[int, int],
+    px: NDArray[np.float32],
+    unit: NDArray[np.float32],
+    cls: int,
+    bounds: NDArray[np.int64],
+    anew: bool,
+    a: NDArray[np.float32],
+    totals: NDArray[np.float64],
+    received: NDArray[np.float64],
+    renormalised: NDArray[np.float64],
+    offsets: NDArray[np.float64],
+    head_mean: NDArray[np.float32],
+    spread: NDArray[np.float32],
+    cls_rows: NDArray[np.float32],
+    unit_per_px: float,
+    valid: NDArray[np.bool_],
+    numbers: NDArray[np.float32],
+    counts: NDArray[np.int32],
+    received_rows: NDArray[np.float32],
+    aligned: NDArray[np.float64],
+    received_sum: NDArray[np.float64],
+    cls_sum: NDArray[np.float64],
+) -> None:
+    """`numbers_of` some parts of a batch, after `sum_heads` and `sum_queries` of all of their heads
+    and queries.
+
+    Args of its own:
+        given: nothing.
+        cls: the class token, -1 without one.
+        bounds: the first image of each part, and the one after the last.
+        anew: whether heads and queries are still to be summed up.
+        cls_rows: (batch, heads, tokens), filled where there is a class token: its row.
+        aligned: (parts, heads, offsets), added to; and so the two after it.
+    """
+    heads, queries = (0, a.shape[0]), (0, a.shape[1])
+    for part in range(bounds.shape[0] - 1):
+        images = bounds[part], bounds[part + 1]
+        for image in range(images[0], images[1] if anew else images[0]):
+            sum_heads(
+                given, operands, places, n_prefix, grid, px, unit, image, heads, a, totals,
+                received, renormalised, offsets,
+            )  # fmt: skip
+            sum_queries(a, n_prefix, cls, queries, image, head_mean, spread, cls_rows)
+        numbers_of(
+            images, n_prefix, unit_per_px, valid, totals, received, renormalised, offsets, cls_rows,
+            numbers, counts, received_rows, aligned[part], received_sum[part], cls_sum[part],
+        )  # fmt: skip

@@ -1,36 +1,44 @@
-"""Products of queries and keys of small images on a CPU, compiled.
+"""Products of queries and keys on a CPU, compiled: a few queries at a time with all keys.
 
-A library's product takes some microseconds a call, and small images have many: all products of 65
-tokens with 24 channels are as much work as one such call. With more tokens it is faster.
+A library's product takes some microseconds a call and a lock, and leaves its scores in a matrix of
+its own. Here the scores of a few queries stay next to the core, where what follows takes them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitsee_core.compiled import compiled
+from vitsee_core.compiled import compiled, emitted
 from vitsee_core.reductions.cpu_tokens import memory_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Places = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
+Operands = tuple[NDArray[np.float32], NDArray[np.float32], np.float32]
 
-# Queries at a time, and keys, of which some tens of channels stay next to the core.
-QUERIES, KEYS = 4, 208
-UNIT, TWO, THREE = np.uintp(1), np.uintp(2), np.uintp(3)
-ZERO, LANES = np.float32(0), 16
-NEXT, NEXT_BUT_ONE, LAST = np.uintp(KEYS), np.uintp(2 * KEYS), np.uintp(3 * KEYS)
+# Numbers in a vector: of the widest units one register, of others two or four.
+LANES = 16
+# Queries at a time, and vectors of keys: with their sums in registers a load serves many products.
+QUERIES, VECTORS = 8, 3
+LEAST = np.float32(-np.inf)
+LINE = 16  # numbers that come to the caches together
 
 
 class Product(NamedTuple):
-    """Scores as a product: queries and keys by the memory they lie in, see `multiply_images`."""
+    """Scores as a product: queries and keys by the memory they lie in.
 
-    operands: tuple[NDArray[np.float32], NDArray[np.float32], np.float32]
+    operands: memory with the queries in it, memory with the keys, and the factor.
+    places: in them: the place of the first number and the strides by image, head, token and
+        channel, of queries and then of keys; the channels, and how many heads share keys.
+    """
+
+    operands: Operands
     places: Places
 
     @classmethod
@@ -43,141 +51,202 @@ class Product(NamedTuple):
         places: Any = (*at, query.shape[3], query.shape[1] // key.shape[1])
         return cls((memory_of(query), memory_of(key), np.float32(scale)), places)
 
+    @classmethod
+    def none(cls) -> Product:
+        """In place of one, where scores are given."""
+        nothing = np.empty(0, np.float32)
+        return cls((nothing, nothing, np.float32(0)), (0,) * 12)
+
 
 @compiled
-def lay_out(
-    products: tuple[NDArray[np.float32], NDArray[np.float32], np.float32],
+def padded(n: int) -> int:
+    """The length of a row of `n` numbers in whole vectors."""
+    return -(-n // LANES) * LANES
+
+
+@compiled
+def lay_out_keys(
+    operands: Operands,
     places: Places,
     image: int,
-    n_heads: int,
+    heads: tuple[int, int],
+    n_prefix: int,
     n_tokens: int,
-    queries: NDArray[np.float32],
+    width: int,
     keys: NDArray[np.float32],
 ) -> None:
-    """Queries and keys of an image as `multiply` takes them.
+    """Keys of an image as `multiply` takes them.
 
     By token and then by head: as they mostly lie in memory, which is read once and in its order.
 
     Args:
-        products: as in `multiply_images`.
-        places: as in `multiply_images`.
+        operands: as in `Product`.
+        places: as in `Product`.
         image: its place in the batch.
-        n_heads: of an image.
+        heads: the first, and the one after the last.
+        n_prefix: tokens before the grid's.
         n_tokens: of an image.
-        queries: of (heads, tokens, channels or more), filled: with the factor, zeros beyond.
-        keys: of (heads, tiles, channels or more, KEYS), filled: channel by channel, zeros beyond.
+        width: of a row of scores.
+        keys: of (heads, 1 + channels, width), filled: what the scores begin with, LEAST where there
+            is no key and 0 elsewhere, then channel by channel times the factor, zeros where there
+            is no key.
     """
-    of_queries, of_keys, scale = products
+    memory, scale = operands[1], operands[2]
     n_channels, n_sharing = places[10], places[11]
-    wide, n_tiles = -(-n_channels // 4) * 4, -(-n_tokens // KEYS)
-    query_step, key_step = np.uintp(places[4]), np.uintp(places[9])
-    if wide > n_channels:
-        queries[:] = ZERO
-    keys[:] = ZERO
-    for token in range(n_tokens):
-        tile, place = token // KEYS, token % KEYS
-        for head in range(n_heads):
-            at = places[0] + image * places[1] + head * places[2] + token * places[3]
-            from_, to = np.uintp(at), np.uintp((head * n_tokens + token) * wide)
-            if query_step == UNIT:  # which vector units load at once
-                for channel in range(n_channels):
-                    which = np.uintp(channel)
-                    queries[to + which] = scale * of_queries[from_ + which]
-            else:
-                for channel in range(n_channels):
-                    which = np.uintp(channel)
-                    queries[to + which] = scale * of_queries[from_ + which * query_step]
+    step, token_step = np.uintp(places[9]), np.uintp(places[8])
+    begin, n_rows = padded(n_prefix), 1 + n_channels
+    keys[:] = np.float32(0)
+    for head in range(heads[1] - heads[0]):
+        at = head * n_rows * width
+        keys[at : at + width] = LEAST
+        keys[at : at + n_prefix] = np.float32(0)
+        keys[at + begin : at + begin + n_tokens - n_prefix] = np.float32(0)
+    for place in range(0, width, LANES):
+        token = place if place < begin else place - begin + n_prefix
+        n_here = min(LANES, (n_prefix if place < begin else n_tokens) - token)
+        for head in range(heads[0], heads[1]):
             at = places[5] + image * places[6] + head // n_sharing * places[7] + token * places[8]
-            from_, to = np.uintp(at), np.uintp((head * n_tiles + tile) * wide * KEYS + place)
+            start = ((head - heads[0]) * n_rows + 1) * width + place
             for channel in range(n_channels):
-                which = np.uintp(channel)
-                keys[to + which * NEXT] = of_keys[from_ + which * key_step]
+                from_ = np.uintp(at) + np.uintp(channel) * step
+                to = np.uintp(start + channel * width)
+                for key in range(n_here):
+                    which = np.uintp(key)
+                    keys[to + which] = scale * memory[from_ + which * token_step]
+
+
+@emitted
+def fetch_line(builder: Any, memory: Any, at: Any) -> None:
+    """Ask for the line of memory with the number at this place, which may lie outside."""
+    from llvmlite import ir
+
+    number = ir.IntType(32)
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    where = builder.bitcast(builder.gep(memory, [at]), byte)
+    # To read, into the second cache, data.
+    builder.call(prefetch, [where, number(0), number(2), number(1)])
+
+
+@compiled
+def fetch(
+    operands: Operands, places: Places, image: int, head: int, queries: tuple[int, int]
+) -> None:
+    """Ask for a few queries, and the keys of the same tokens, before they are needed: the model has
+    made them for all images, so that they lie far from the core.
+
+    Args:
+        operands: as in `Product`.
+        places: as in `Product`.
+        image: its place in the batch; there may be no such image.
+        head: which.
+        queries: the first, and how many.
+    """
+    n, sharing = places[10] * places[4], head // places[11]
+    for token in range(queries[0], queries[0] + queries[1]):
+        query = places[0] + image * places[1] + head * places[2] + token * places[3]
+        key = places[5] + image * places[6] + sharing * places[7] + token * places[8]
+        for channel in range(0, n, LINE):
+            fetch_line(operands[0], np.uintp(query + channel))
+            fetch_line(operands[1], np.uintp(key + channel))
+
+
+def _products(n_vectors: int) -> Callable[..., None]:
+    """Sums of products of `QUERIES` queries with so many vectors of keys, kept in registers: what
+    compilers do not make of loops."""
+
+    def emit(
+        builder: Any, memory: Any, at: Any, step: Any, channel_step: Any, last: Any, keys: Any,
+        key: Any, width: Any, n_channels: Any, out: Any, place: Any,
+    ) -> None:  # fmt: skip
+        """Arguments as of `multiply`, place: the first vector's in a row."""
+        from llvmlite import ir
+        from numba.core import cgutils
+
+        vector = ir.VectorType(ir.FloatType(), LANES)
+        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), None)
+        zero, nothing = ir.Constant(ir.IntType(32), 0), ir.Constant(vector, ir.Undefined)
+        flags = ("contract",)
+
+        def of_vectors(pointer: Any, row: Any) -> list[Any]:
+            first = builder.add(row, place)
+            places = [builder.add(first, first.type(i * LANES)) for i in range(n_vectors)]
+            found = [builder.gep(pointer, [which]) for which in places]
+            return [builder.bitcast(where, vector.as_pointer()) for where in found]
+
+        def load(where: Any) -> Any:
+            found = builder.load(where)
+            found.align = 4
+            return found
+
+        begin = [load(where) for where in of_vectors(keys, key)]
+        keep: Any = cgutils.alloca_once_value
+        sums = [[keep(builder, x) for x in begin] for _ in range(QUERIES)]
+        rows = []
+        for i in range(QUERIES):
+            row = at.type(i)
+            row = builder.select(builder.icmp_unsigned("<", row, last), row, last)
+            rows.append(builder.add(at, builder.mul(row, step)))
+        with cgutils.for_range(builder, n_channels, intp=n_channels.type) as loop:
+            row = builder.add(loop.index, loop.index.type(1))
+            of_keys = of_vectors(keys, builder.add(key, builder.mul(row, width)))
+            some_keys = [load(where) for where in of_keys]
+            channel = builder.mul(loop.index, channel_step)
+            for first, of_query in zip(rows, sums, strict=True):
+                one = builder.load(builder.gep(memory, [builder.add(first, channel)]))
+                alone = builder.insert_element(nothing, one, zero)
+                query = builder.shuffle_vector(alone, nothing, everywhere)
+                for some, total in zip(some_keys, of_query, strict=True):
+                    product = builder.fmul(query, some, flags=flags)
+                    more = builder.fadd(builder.load(total), product, flags=flags)
+                    builder.store(more, total)
+        for i, of_query in enumerate(sums):
+            to = of_vectors(out, builder.mul(width, width.type(i)))
+            for where, total in zip(to, of_query, strict=True):
+                builder.store(builder.load(total), where).align = 4
+
+    return emitted(emit)
+
+
+one_vector, two_vectors, three_vectors = (_products(n) for n in (1, 2, 3))
 
 
 @compiled
 def multiply(
-    queries: NDArray[np.float32],
+    operands: Operands,
+    places: Places,
+    image: int,
+    head: int,
+    queries: tuple[int, int],
     keys: NDArray[np.float32],
-    at: tuple[int, int],
-    shape: tuple[int, int],
-    part: NDArray[np.float32],
+    key: int,
+    width: int,
     scores: NDArray[np.float32],
 ) -> None:
-    """The products of a head's queries with its keys.
+    """The scores of a few queries.
 
     Args:
-        queries: as from `lay_out`.
-        keys: as from `lay_out`.
-        at: the places of the first query and of the first key.
-        shape: channels, a multiple of four, and tokens.
-        part: (4 KEYS,), lost.
-        scores: (tokens tokens,), filled.
+        operands: as in `Product`.
+        places: as in `Product`.
+        image: its place in the batch.
+        head: which.
+        queries: the first, and how many; QUERIES at most.
+        keys: as from `lay_out_keys`.
+        key: where the head's begin.
+        width: of a row of scores.
+        scores: of (QUERIES, width), filled: with what comes of the last query beyond it.
     """
-    n_channels, n_tokens = shape
-    end = np.uintp(at[0] + (n_tokens - 1) * n_channels)
-    for tile in range(-(-n_tokens // KEYS)):
-        n = min(KEYS, n_tokens - tile * KEYS)
-        n_padded = -(-n // LANES) * LANES
-        key = np.uintp(at[1] + tile * n_channels * KEYS)
-        for first in range(0, n_tokens, QUERIES):
-            for place in range(n_padded):
-                j = np.uintp(place)
-                part[j] = part[NEXT + j] = part[NEXT_BUT_ONE + j] = part[LAST + j] = ZERO
-            # Beyond the last query that one is taken again, and what comes of it is left.
-            one = np.uintp(at[0] + first * n_channels)
-            two = min(np.uintp(at[0] + (first + 1) * n_channels), end)
-            three = min(np.uintp(at[0] + (first + 2) * n_channels), end)
-            four = min(np.uintp(at[0] + (first + 3) * n_channels), end)
-            for channel in range(0, n_channels, 4):
-                d = np.uintp(channel)
-                a, b = queries[one + d], queries[one + d + UNIT]
-                c, e = queries[one + d + TWO], queries[one + d + THREE]
-                f, g = queries[two + d], queries[two + d + UNIT]
-                h, i = queries[two + d + TWO], queries[two + d + THREE]
-                o, p = queries[three + d], queries[three + d + UNIT]
-                q, r = queries[three + d + TWO], queries[three + d + THREE]
-                s, t = queries[four + d], queries[four + d + UNIT]
-                v, w = queries[four + d + TWO], queries[four + d + THREE]
-                some = key + d * NEXT
-                for place in range(n_padded):
-                    # Unsigned: of what may count from the end no vectors are loaded.
-                    j = np.uintp(place)
-                    x, y = keys[some + j], keys[some + NEXT + j]
-                    z, u = keys[some + NEXT_BUT_ONE + j], keys[some + LAST + j]
-                    part[j] += a * x + b * y + c * z + e * u
-                    part[NEXT + j] += f * x + g * y + h * z + i * u
-                    part[NEXT_BUT_ONE + j] += o * x + p * y + q * z + r * u
-                    part[LAST + j] += s * x + t * y + v * z + w * u
-            for row in range(min(QUERIES, n_tokens - first)):
-                to = np.uintp((first + row) * n_tokens + tile * KEYS)
-                for place in range(n):
-                    scores[to + np.uintp(place)] = part[np.uintp(row) * NEXT + np.uintp(place)]
-
-
-@compiled
-def multiply_images(
-    products: tuple[NDArray[np.float32], NDArray[np.float32], np.float32],
-    places: Places,
-    first: int,
-    out: NDArray[np.float32],
-) -> None:
-    """The scaled products of all queries with all keys, image by image.
-
-    Args:
-        products: memory with the queries in it, memory with the keys, and the factor.
-        places: in them: the place of the first number and the strides by image, head, token and
-            channel, of queries and then of keys; the channels, and how many heads share keys.
-        first: the place of the first image in the batch.
-        out: (images, heads, tokens, tokens), filled.
-    """
-    n_heads, n_tokens = out.shape[1], out.shape[2]
-    wide, n_tiles = -(-places[10] // 4) * 4, -(-n_tokens // KEYS)
-    queries = np.empty(n_heads * n_tokens * wide, np.float32)
-    keys = np.empty(n_heads * n_tiles * wide * KEYS, np.float32)
-    part = np.empty(4 * KEYS, np.float32)
-    for image in range(out.shape[0]):
-        lay_out(products, places, first + image, n_heads, n_tokens, queries, keys)
-        for head in range(n_heads):
-            scores = out[image, head].reshape(-1)
-            at = head * n_tokens * wide, head * n_tiles * wide * KEYS
-            multiply(queries, keys, at, (wide, n_tokens), part, scores)
+    memory = operands[0]
+    first = places[0] + image * places[1] + head * places[2] + queries[0] * places[3]
+    at, step, channel_step = np.uintp(first), np.uintp(places[3]), np.uintp(places[4])
+    last, row, start = np.uintp(queries[1] - 1), np.uintp(width), np.uintp(key)
+    n = np.uintp(places[10])
+    for vector in range(0, width // LANES, VECTORS):
+        place, rest = np.uintp(vector * LANES), width // LANES - vector
+        if rest >= 3:
+            three_vectors(memory, at, step, channel_step, last, keys, start, row, n, scores, place)
+        elif rest == 2:
+            two_vectors(memory, at, step, channel_step, last, keys, start, row, n, scores, place)
+        else:
+            one_vector(memory, at, step, channel_step, last, keys, start, row, n, scores, place)

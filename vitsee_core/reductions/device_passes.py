@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,34 +57,46 @@ class DevicePasses:
     def reduce(
         self,
         call: AttentionScores,
-        images: range,
+        bounds: Sequence[int],
         valid: Tensor | None,
         out: Mapping[str, Tensor],
         sums: Mapping[str, Tensor],
-        thread: int,
-        n_threads: int,
+        n_threads: tuple[int, int],
     ) -> None:
-        """Fill the rows of some images, and the sums over them.
+        """Fill the rows of all images, and the sums over them.
 
         Args:
             call: the attention of the batch.
-            images: which of the batch.
-            valid: (batch,) which of them enter the sums; None: all.
+            bounds: the first image of each part of the batch, and the one after the last.
+            valid: (batch,) which of the images enter the sums; None: all.
             out: numbers (`NUMBERS`, batch, heads), counts (`COUNTS`, batch, heads), head_std
                 (batch,), received_rows (batch, heads, tokens), head_mean (batch, tokens, tokens);
                 where they are wanted cls_rows (batch, heads, tokens) and full (batch, heads,
                 tokens, tokens).
-            sums: pairs of `pairs_shape`, and received_rows and cls_rows (heads, tokens); added to.
-            thread: of those that work at the same time, each with buffers of its own.
-            n_threads: how many may share the work, where that is up to the caller.
+            sums: by part: pairs of `pairs_shape`, and received_rows and cls_rows (heads, tokens);
+                added to.
+            n_threads: how many take parts and how many share an image, where that is not up to the
+                device.
         """
+        for part, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            here = {name: tensor[part] for name, tensor in sums.items()}
+            self._reduce_part(call, range(start, stop), valid, out, here)
+
+    def _reduce_part(
+        self,
+        call: AttentionScores,
+        images: range,
+        valid: Tensor | None,
+        out: Mapping[str, Tensor],
+        sums: Mapping[str, Tensor],
+    ) -> None:
         image_bytes = 4 * call.n_heads * call.n_tokens**2
         block = max(1, self._block_bytes // image_bytes)
         for first in range(images.start, images.stop, block):
             some = slice(first, min(first + block, images.stop))
             shape = (some.stop - first, call.n_heads, call.n_tokens, call.n_tokens)
-            scores = call.scores(some, out=self._buffers.get(f"scores {thread}", *shape))
-            room = self._buffers.get(f"probabilities {thread}", *shape)
+            scores = call.scores(some, out=self._buffers.get("scores", *shape))
+            room = self._buffers.get("probabilities", *shape)
             a = torch.softmax(scores, -1, out=room)
             kept = None if valid is None else valid[some]
             self._reduce_block(a, scores, first, kept, out, sums["pairs"])
