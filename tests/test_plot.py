@@ -19,7 +19,7 @@ from vitsee_cli.main import main
 from vitsee_core.figures.looks import DARK, Look
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.redrawing import open_result, redraw
-from vitsee_core.results import Table
+from vitsee_core.results import Table, read_result
 from vitsee_core.table_sites import rows_of_sites
 from vitsee_stores.errors import SiteError, VitseeError
 
@@ -292,6 +292,39 @@ def test_rows_of_sites(patterns: list[str], expected: int) -> None:
     assert len(table) == expected
     if patterns == ["last"]:
         assert (table["site_a"][0], table["site_b"][0]) == ("blocks.1.out", "layer1.0.out")
+
+
+@pytest.mark.parametrize("command", ["normratio", "norms", "pca", "cosine-map"])
+@pytest.mark.parametrize("place", ["first", "last", "depth:0.5"])
+def test_places_in_depth_are_those_of_the_command(
+    command: str, place: str, everything: Path, tmp_path: Path
+) -> None:
+    tables = []
+    for name, more in (("all", ()), ("some", ("--sites", place))):
+        vitsee(command, everything / "vit.zarr", *more, "-o", tmp_path / f"{name}.csv")
+        tables.append(read_result(tmp_path / f"{name}.csv").table)
+    every, some = ({*table["site"].tolist()} for table in tables)
+    assert {*rows_of_sites(tables[0], [place])["site"].tolist()} == some < every
+    figure = vitsee("plot", tmp_path / "all.csv", "-o", tmp_path / "a.png", "--sites", place)
+    assert figure == "" and (tmp_path / "a.png").stat().st_size > 5_000
+
+
+def test_first_and_last_are_those_of_the_table() -> None:
+    """Of a model whose last stage has no grid, say, or of sublayers and heads alone."""
+    depths = {"stem": 0, "layer1.0.out": 1, "layer2.0.out": 2}
+    rows = [
+        {"store": "cnn", "site": site, "block": site.removesuffix(".out"), "depth": depth,
+         "rel_depth": depth / 3} for site, depth in depths.items()
+    ]  # fmt: skip
+    rows[0]["block"] = ""
+    table = Table.from_rows(rows)
+    chosen = {"last": ["layer2.0.out"], "first": ["layer1.0.out"], "all,!last": [*depths][:2]}
+    for pattern, sites in chosen.items():
+        assert rows_of_sites(table, [pattern])["site"].tolist() == sites
+    heads = [row | {"site": f"{row['block']}.heads"} for row in rows[1:]]
+    assert rows_of_sites(Table.from_rows(heads), ["last"])["site"].tolist() == ["layer2.0.heads"]
+    with pytest.raises(SiteError, match="no site matches 'last'; sites of this table, cnn: stem"):
+        rows_of_sites(table.take(np.array([0])), ["last"])
 
 
 def test_rows_without_sites_stay() -> None:

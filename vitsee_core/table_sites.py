@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitsee_core.results import Table
 from vitsee_core.store_selection import select_each
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.selectors import select_names
+from vitsee_stores.selectors import ENDS, NOT, select_names
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
     """The rows about the sites that `patterns` choose, in the grammar of `vitsee_stores.selectors`
-    (names, globs, `first`, `depth:0.5`, `!norm`; a group is what a table reveals of it: `all`, and
-    `blocks`, the outs with what enters the first block). A row about two sites stays where both
-    are chosen, and so does one about no site.
+    (names, globs, `depth:0.5`, `!norm`; a group is what a table reveals of it: `all`, and `blocks`,
+    the outs with what enters the first block; `first` and `last` are each store's in the table,
+    which may lack the model's). A row about two sites stays where both are chosen, and so does one
+    about no site.
 
     Raises:
         SiteError: a pattern matches nothing.
@@ -39,7 +40,7 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
             if site:
                 row = _Row(site, str(block or ""), depth, rel_depth)
                 stores.setdefault(str(store or ""), {}).setdefault(site, row)
-    known = [_Sites(label, tuple(rows.values())) for label, rows in stores.items()]
+    known = [_Sites(label, _placed([*rows.values()])) for label, rows in stores.items()]
     chosen = select_each(cast("list[Store]", known), patterns, _select)
     kept = {(store.label, site.name) for store, sites in chosen.members for site in sites}
     keep = np.ones(len(table), bool)
@@ -57,10 +58,13 @@ class _Row:
     block: str
     depth: Any
     rel_depth: Any
+    stands: bool = False  # for its block
     alias_of: None = None
 
     @property
     def part(self) -> str:
+        if self.stands:
+            return ""
         return self.name.removeprefix(self.block).lstrip(".") if self.block else self.name
 
     @property
@@ -69,16 +73,37 @@ class _Row:
         return ("blocks", "all") if inside else ("all",)
 
 
+def _placed(rows: Sequence[_Row]) -> Sequence[_Row]:
+    """Where no row is a block or its out, as of sublayers and heads, each stands for its block."""
+    if any(row.block and row.part in ("out", "") for row in rows):
+        return rows
+    return [replace(row, stands=True) if row.block else row for row in rows]
+
+
 @dataclass(frozen=True)
 class _Sites:
     label: str
-    rows: tuple[_Row, ...]
+    rows: Sequence[_Row]
 
 
 def _select(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     sites = cast(_Sites, store)
     rows = cast("Sequence[SiteSpec]", sites.rows)
-    return select_names(patterns, rows, what=f"table, {sites.label}", hint="--sites all")
+    named = [name for pattern in patterns for name in _at_ends(pattern, sites.rows)]
+    return select_names(named, rows, what=f"table, {sites.label}", hint="--sites all")
+
+
+def _at_ends(pattern: str, rows: Sequence[_Row]) -> list[str]:
+    """The names of what is `first` or `last` of these rows; another pattern as it is."""
+    end = pattern.removeprefix(NOT)
+    placed = [row for row in rows if row.block and row.part in ("out", "")]
+    if end not in ENDS or not placed:
+        return [pattern]
+    depths = [row.rel_depth for row in placed]
+    depth = min(depths) if end == "first" else max(depths)
+    blocks = {row.block for row in placed if row.rel_depth == depth}
+    left_out = NOT if pattern.startswith(NOT) else ""
+    return [left_out + row.name for row in placed if row.block in blocks]
 
 
 def _cells(table: Table, name: str) -> list[Any]:
