@@ -211,7 +211,8 @@ def run(
                 *(per_class, tuple(baselines), seed),
             )
         )
-    with counting(execution.progress, sum(work.n_probes for work in works), "probes"):
+    n_probes = sum(work.n_probes for work in works)
+    with counting(execution.progress, n_probes, "probes"), works[0].prober.threads():
         found = [work.rows(execution) for work in works]
     remarks = list(dict.fromkeys([*remarks, *(r for work in works for r in work.remarks)]))
     for remark in remarks:

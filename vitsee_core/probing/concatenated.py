@@ -129,7 +129,8 @@ def _probe(
         fitted = _fitted(last, labels[p.whole], l2s, task)
         for i, ranks in enumerate(fitted.ranks(last.cross, tally.labels)):
             tally.l2s[d, i, 0], tally.blind[d, i, 0] = l2s[i], fitted.blind
-            tally.count((d, i, 0), np.arange(n_test), tally.judged(ranks))
+            right = tally.judged(ranks[np.newaxis])
+            tally.count(d, slice(i, i + 1), 0, np.arange(n_test), right)
 
 
 def _choose(

@@ -125,7 +125,7 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
     def pieces() -> Iterator[tuple[Gathered, Piece]]:
         """Images whose sums are due, as they are read."""
         nonlocal done
-        for places, x in source.blocks(part, _union(draws)):
+        for places, x in source.blocks(part, _union(n, [draw.places for draw in draws])):
             for d in range(len(draws)):
                 for mask, sums in ((fit_to[d], fitted[d]), (judged_by[d], held_out[d])):
                     rows, some = _chosen(mask[places], x)
@@ -237,15 +237,19 @@ def _in_memory(places: Integers, x: NDArray[np.float32]) -> Iterator[Block]:
         yield places[start : start + ROWS], x[start : start + ROWS]
 
 
-def _union(draws: Sequence[Draw]) -> Integers:
-    return np.unique(np.concatenate([draw.places for draw in draws]))
+def _union(n: int, places: Sequence[Integers]) -> Integers:
+    """Those of n places that are in any of these, in order."""
+    chosen = np.zeros(n, bool)
+    for some in places:
+        chosen[some] = True
+    return np.flatnonzero(chosen)
 
 
 def _looked_at_again(task: Task, draws: Sequence[Draw]) -> Integers:
     """Places of the images that choose some draw's l2."""
-    chosen = [np.zeros(0, np.int64)]
+    chosen = []
     for draw in draws:
         method = task.method(draw)
         if method != "given":
             chosen.append(draw.places if method == "loo" else draw.places[draw.held_out])
-    return np.unique(np.concatenate(chosen))
+    return _union(len(task.labels), chosen)

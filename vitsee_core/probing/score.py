@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from vitsee_core.probing.sgd import Training, fit_sgd
 from vitsee_core.probing.sources import SideBySide, Source
 from vitsee_core.probing.tally import Tally
 from vitsee_core.streaming import thread_map
+from vitsee_core.types import Mask
 from vitsee_stores.errors import VitseeError
 
 
@@ -54,11 +56,19 @@ class Prober:
         Raises:
             VitseeError: not even one token fits the memory.
         """
-        if self.training is None:
-            load_double_syrk()  # before the threads of its library are limited
-            with one_blas_thread():
-                return self._each(train, test, what, first, done)
-        return self._each(train, test, what, first, done)
+        with self.threads():
+            return self._each(train, test, what, first, done)
+
+    @contextmanager
+    def threads(self) -> Iterator[None]:
+        """Within it, ridge probes' products are made by the thread that calls them. It takes some
+        milliseconds, which those who probe many sites hold it for all to save."""
+        if self.training is not None:
+            yield
+            return
+        load_double_syrk()  # before the threads of its library are limited
+        with one_blas_thread():
+            yield
 
     def _each(
         self, train: Source, test: Source, what: str, first: int, done: Callable[[int], object]
@@ -116,13 +126,13 @@ class Prober:
 
         def score(
             piece: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.float32]],
-        ) -> tuple[tuple[int, int], NDArray[np.int64], list[NDArray[np.bool_]]]:
+        ) -> tuple[tuple[int, int], NDArray[np.int64], Mask | None]:
             (d, t), places, x = piece
             if (probe := fitted[d][t]) is None:
-                return (d, t), places, []
+                return (d, t), places, None
             ranks = probe.ranks(x.astype(np.float64), self.test_labels[places])
-            return (d, t), places, [tally.judged(of_l2) for of_l2 in ranks]
+            return (d, t), places, tally.judged(ranks)
 
-        for (d, t), places, found in thread_map(self.task.jobs)(score, pieces()):
-            for i, right in enumerate(found):
-                tally.count((d, i, part.start + t), places, right)
+        for (d, t), places, right in thread_map(self.task.jobs)(score, pieces()):
+            if right is not None:
+                tally.count(d, slice(None), part.start + t, places, right)

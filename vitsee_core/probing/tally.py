@@ -44,26 +44,30 @@ class Tally:
         self.share = np.zeros((draws, l2s, n, len(labels)), np.float32)
 
     def judged(self, ranks: Integers) -> Mask:
-        """(metrics, m) whether each image is right, of how many classes come before its own."""
-        return np.stack([ranks < most for most in (1, TOP)[: len(self.metrics)]])
+        """(l2s, metrics, m) whether each image is right, of how many classes come before its own,
+        (l2s, m)."""
+        most = np.array((1, TOP)[: len(self.metrics)])
+        right: Mask = ranks[:, np.newaxis] < most[:, np.newaxis]
+        return right
 
-    def count(self, where: tuple[int, int, int], places: Integers, right: Mask) -> None:
+    def count(self, draw: int, l2s: slice, token: int, places: Integers, right: Mask) -> None:
         """Count images.
 
         Args:
-            where: draw, l2 and token.
+            draw: which.
+            l2s: some.
+            token: which.
             places: (m,) which of the test images.
-            right: (metrics, m), see `judged`.
+            right: (l2s, metrics, m), see `judged`.
         """
-        draw, l2, token = where
-        labels = self.labels[places]
-        for m, one in enumerate(right):
-            counts = np.bincount(labels[one], minlength=self.n_classes)
-            self.right[draw, l2, token, m] += counts
-            of_block = np.bincount(self.blocks[places][one], minlength=self.in_block.shape[-1])
-            self.in_block[draw, l2, token, m] += of_block
+        at, metric, image = np.nonzero(right)
+        row = at * len(self.metrics) + metric
+        for total, of in ((self.right, self.labels), (self.in_block, self.blocks)):
+            n_rows, n = right.shape[0] * right.shape[1], total.shape[-1]
+            counts = np.bincount(row * n + of[places][image], minlength=n_rows * n)
+            total[draw, l2s, token] += counts.reshape(*right.shape[:2], n)
         if token >= self.first:
-            self.share[draw, l2, :, places] += right.T
+            self.share[draw, l2s][:, :, places] += right
 
 
 def ranks(scores: Float, labels: Integers) -> Integers:

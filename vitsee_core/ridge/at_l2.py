@@ -5,11 +5,16 @@ The error of a product z.w of r terms in float32 is at most (r + 8) 2^-24 |z| |w
 both vectors counted; coordinates are brought to about the same length first, which makes that
 small. Scores that are further apart than their errors keep their order; of the others the products
 are made again in float64. So ranks are those of scores in float64, in half the time.
+
+The weights of direction k at l2 are a right-hand side times 1 / (eigenvalue k + l2), and these, as
+functions of k, are so much alike that those of 20 or 30 l2 are mixtures of some five, but for less
+than float32 leaves (`_Mixture`, which counts what is left). Only these five are multiplied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +27,9 @@ if TYPE_CHECKING:
     from vitsee_core.ridge.solver import Factors
 
 ROUNDING = 2.0**-50  # of adding an intercept, whose magnitude is 1 at most, in float64
-SCORE_BYTES = 1 << 21  # of scores that are made at a time, so few that they stay in cache
-Scores = NDArray[np.float32] | Float
+SCORE_BYTES = 1 << 21  # of products that are made at a time, so few that they stay in cache
+WORTH = 2 / 3  # as many parts of all l2 are worth mixing
+LEAST_IMAGES = 256  # of which they are made at a time, however many classes there are
 
 
 class AtL2s:
@@ -37,7 +43,7 @@ class AtL2s:
         self._inverses = 1 / (factors.eigenvalues + np.array(l2s)[:, np.newaxis])
         self._rhs = factors.rhs * self._lengths[:, np.newaxis]
         self._rows = np.ascontiguousarray(self._rhs.T)
-        self._norms = np.sqrt(np.square(self._inverses) @ np.square(self._rhs))
+        self._few = _Mixture.of(self._inverses, self._rhs)
         self._levels = np.stack(
             [factors.algebra.intercept(factors.mean_target, factors.n, l2) for l2 in l2s]
         )
@@ -51,10 +57,10 @@ class AtL2s:
         """
         z = coordinates / self._lengths
         found: Integers = np.empty((len(self._inverses), len(z)), np.int64)
-        errors = self._errors(z)
-        for of, scores in self._scores(z.astype(np.float32)):
-            about = self._rows, self._inverses[of], self._norms[of], self._levels[of]
-            count_before(scores, z, errors, labels, *about, found[of])
+        errors = _lengths(z) * self._few.error
+        about = self._rows, self._inverses, self._few.norms, self._levels
+        for of, near, mix in self._products(z.astype(np.float32), self._few):
+            count_before(near, mix, z[of], errors[of], labels[of], *about, found[:, of])
         return found
 
     def squared_errors(
@@ -64,37 +70,107 @@ class AtL2s:
         `exact`, else what float32 makes of it."""
         z = coordinates / self._lengths
         found = np.empty((len(self._inverses), len(z)))
-        for of, scores in self._scores(z if exact else z.astype(np.float32)):
-            add_squares(scores, labels, self._levels[of], found[of])
+        mixture = _Mixture.of_each(self._inverses, self._rhs) if exact else self._few
+        for of, near, mix in self._products(z if exact else z.astype(np.float32), mixture):
+            add_squares(near, mix, labels[of], self._levels, found[:, of])
         if exact:
             return found, np.zeros_like(found)
-        lengths = np.sqrt(np.square(self._norms).sum(1))[:, np.newaxis]
-        apart = lengths * self._errors(z)
+        lengths = np.sqrt(np.square(self._few.norms).sum(1))[:, np.newaxis]
+        apart = lengths * _lengths(z) * self._few.error
         return found, 2 * np.sqrt(found) * apart + np.square(apart)
 
-    def _errors(self, z: Float) -> Float:
-        """(m,) of products with weights of length 1 in float32, at most."""
-        lengths: Float = np.sqrt(np.einsum("ij,ij->i", z, z))
-        lengths *= (z.shape[1] + 8) * 2.0**-24
-        return lengths
+    def _products(
+        self, z: NDArray[Any], mixture: _Mixture
+    ) -> Iterator[tuple[slice, NDArray[Any], NDArray[Any]]]:
+        """Of some images at a time, in the type of `z`: which, what the scores less the intercepts
+        are mixed of, (images, parts, classes), and how, (l2s, parts)."""
+        rhs, parts, mix = (of.astype(z.dtype) for of in (self._rhs, mixture.parts, mixture.mix))
+        (r, n_classes), n_parts = rhs.shape, parts.shape[1]
+        at_once = max(LEAST_IMAGES, SCORE_BYTES // (z.itemsize * n_parts * n_classes))
+        step = max(1, SCORE_BYTES // (z.itemsize * n_classes * max(r, 1)))
+        for first in range(0, len(z), at_once):
+            of = slice(first, min(first + at_once, len(z)))
+            near: NDArray[Any] = np.empty((of.stop - first, n_parts * n_classes), z.dtype)
+            for start in range(0, n_parts, step):
+                weights = rhs[:, np.newaxis] * parts[:, start : start + step, np.newaxis]
+                cells = slice(start * n_classes, (start + step) * n_classes)
+                near[:, cells] = z[of] @ weights.reshape(r, weights.shape[1] * n_classes)
+            yield of, near.reshape(len(near), n_parts, n_classes), mix
 
-    def _scores(self, z: Scores) -> Iterator[tuple[slice, Scores]]:
-        """Scores less the intercepts, (m, l2s, classes), of some l2 at a time, in the type of
-        `z`."""
-        rhs = self._rhs.astype(z.dtype)
-        inverses = self._inverses.T.astype(z.dtype)
-        (r, n_classes), n_l2 = rhs.shape, inverses.shape[1]
-        step = max(1, SCORE_BYTES // (z.itemsize * n_classes * max(len(z), r)))
-        for start in range(0, n_l2, step):
-            of = slice(start, start + step)
-            weights = rhs[:, np.newaxis] * inverses[:, of, np.newaxis]
-            scores = z @ weights.reshape(r, weights.shape[1] * n_classes)  # r may be 0
-            yield of, scores.reshape(len(z), weights.shape[1], n_classes)
+
+@dataclass(frozen=True)
+class _Mixture:
+    """The inverses (l2s, r) as `mix` (l2s, q) times `parts` (r, q) transposed.
+
+    A score made of these in float32 is off by at most error |z| norms: norms (l2s, classes), in
+    which is counted what the parts leave of the inverses.
+    """
+
+    parts: Float
+    mix: Float
+    norms: Float
+    error: float
+
+    @classmethod
+    def of_each(cls, inverses: Float, rhs: Float) -> _Mixture:
+        """Every l2 by itself."""
+        norms = np.sqrt(np.square(inverses) @ np.square(rhs))
+        return cls(inverses.T, np.eye(len(inverses)), norms, _rounding(len(rhs)))
+
+    @classmethod
+    def of(cls, inverses: Float, rhs: Float) -> _Mixture:
+        """So few parts that they leave less than the products lose by rounding; every l2 by itself
+        where that saves little.
+
+        The parts are the principal ones of the l2, all of these having the same weight and a
+        direction k that of its right-hand sides, (r, classes).
+        """
+        squares = np.square(rhs)
+        weights = squares.sum(1)
+        lengths = np.sqrt(np.square(inverses) @ weights)[:, np.newaxis]
+        alike = np.divide(inverses, lengths, out=np.zeros_like(inverses), where=lengths > 0)
+        values, vectors = np.linalg.eigh((alike * weights) @ alike.T)
+        values, vectors = np.maximum(values[::-1], 0), vectors[:, ::-1]
+        # What the first 0, 1, 2, ... parts leave of an l2, squared, as a share of all of it.
+        left = np.cumsum((values * np.square(vectors))[:, ::-1], axis=1)[:, ::-1].max(axis=0)
+        n = max(1, int(np.count_nonzero(left > (_rounding(len(rhs)) / 2) ** 2)))
+        if n > WORTH * len(inverses):
+            return cls.of_each(inverses, rhs)
+        parts, mix = alike.T @ vectors[:, :n], lengths * vectors[:, :n]
+        error = _rounding(len(rhs) + n)
+        norms = np.abs(mix) @ np.sqrt(np.square(parts).T @ squares)
+        norms += np.sqrt(np.square(inverses - mix @ parts.T) @ squares) / error
+        return cls(parts, mix, norms, error)
+
+
+def _rounding(n: int) -> float:
+    """|error| of a float32 product of n terms over the lengths of its factors, at most."""
+    return (n + 8) * 2.0**-24
+
+
+def _lengths(z: Float) -> Float:
+    """(m,) of the rows."""
+    lengths: Float = np.sqrt(np.einsum("ij,ij->i", z, z))
+    return lengths
+
+
+@compiled
+def mixed(parts: NDArray[Any], shares: NDArray[Any], out: NDArray[Any]) -> None:
+    """Put the sum of the parts (q, classes), each times its share (q,), into `out` (classes,)."""
+    for c in range(len(out)):
+        out[c] = 0
+    for q in range(len(shares)):
+        share = shares[q]
+        if share == 0:
+            continue
+        for c in range(len(out)):
+            out[c] += share * parts[q, c]
 
 
 @compiled
 def count_before(
-    scores: NDArray[Any],
+    near: NDArray[Any],
+    mix: NDArray[Any],
     z: Float,
     errors: Float,
     labels: Integers,
@@ -107,22 +183,24 @@ def count_before(
     """Count the classes before each image's own.
 
     Args:
-        scores: (m, l2s, classes) in float32, less the intercepts.
+        near: (m, parts, classes) in float32, what scores less the intercepts are mixed of.
+        mix: (l2s, parts).
         z: (m, r) coordinates.
         errors: (m,) of products with weights of length 1, at most.
         labels: (m,) own classes.
         rows: (classes, r) right-hand sides.
         inverses: (l2s, r) what these are multiplied by to be weights.
-        norms: (l2s, classes) lengths of the weights.
+        norms: (l2s, classes) lengths of the weights, at least.
         levels: (l2s, classes) intercepts.
         found: (l2s, m), changed: the counts.
     """
     n_classes, r = rows.shape
-    weighted = np.empty(r)
-    for i in range(scores.shape[0]):
+    weighted, some = np.empty(r), np.empty(n_classes, near.dtype)
+    for i in range(near.shape[0]):
         label, error = labels[i], errors[i]
-        for at in range(scores.shape[1]):
-            some, level, norm = scores[i, at], levels[at], norms[at]
+        for at in range(mix.shape[0]):
+            mixed(near[i], mix[at], some)
+            level, norm = levels[at], norms[at]
             own = some[label] + level[label]
             before, apart = 0, 0
             for c in range(n_classes):
@@ -152,21 +230,26 @@ def count_before(
 
 
 @compiled
-def add_squares(scores: NDArray[Any], labels: Integers, levels: Float, found: Float) -> None:
+def add_squares(
+    near: NDArray[Any], mix: NDArray[Any], labels: Integers, levels: Float, found: Float
+) -> None:
     """Sum (score - target)^2 over the classes, the target of an image's own 1 and of others -1.
 
     Args:
-        scores: (m, l2s, classes) less the intercepts.
+        near: (m, parts, classes) of which scores less the intercepts are mixed.
+        mix: (l2s, parts).
         labels: (m,) own classes.
         levels: (l2s, classes) intercepts.
         found: (l2s, m), changed: the sums.
     """
-    for i in range(scores.shape[0]):
+    some = np.empty(near.shape[2], near.dtype)
+    for i in range(near.shape[0]):
         label = labels[i]
-        for at in range(scores.shape[1]):
-            some, level = scores[i, at], levels[at]
+        for at in range(mix.shape[0]):
+            mixed(near[i], mix[at], some)
+            level = levels[at]
             total = 0.0
-            for c in range(scores.shape[2]):
+            for c in range(len(some)):
                 error = some[c] + level[c] - (1.0 if c == label else -1.0)
                 total += error * error
             found[at, i] = total

@@ -109,14 +109,16 @@ class Gathered:
     def sums_of(self, piece: Piece) -> Sums:
         """What these images add; changes nothing, so that several threads may call it."""
         assert self._shift is not None
-        present, labels = np.unique(np.concatenate([y for _, y in piece]), return_inverse=True)
-        x, start = np.empty((len(labels), self.dim)), 0
-        for some, _ in piece:
-            np.subtract(some, self._shift, out=x[start : start + len(some)])
-            start += len(some)
+        counts = sum(np.bincount(y, minlength=self.n_classes) for _, y in piece)
+        present = np.flatnonzero(counts)
+        place = np.cumsum(counts > 0) - 1  # of each class among these
         of_class, scatter = np.zeros((len(present), self.dim)), np.zeros((self.dim, self.dim))
-        add_to_classes(x, labels, of_class)
-        load_double_syrk()(x, scatter)
+        apart, start = np.empty((sum(len(x) for x, _ in piece), self.dim)), 0
+        for x, labels in piece:
+            to = apart[start : start + len(x)]
+            subtract_and_add(x, self._shift, to, place[labels], of_class)
+            start += len(x)
+        load_double_syrk()(apart, scatter)
         return Sums(scatter, present, of_class)
 
     def count(self, sums: Sums) -> None:
@@ -157,6 +159,20 @@ class Gathered:
         self._scatter += part._scatter + cross + cross.T + n * np.outer(delta, delta)
         self._sums += part._sums + n * delta
         self._class_sums += part._class_sums + counts[:, np.newaxis] * delta
+
+
+@compiled
+def subtract_and_add(
+    x: NDArray[np.float32], shift: Float, apart: Float, labels: Integers, sums: Float
+) -> None:
+    """Put x - shift, (m, dim), into `apart`, and add each row of it to that of its class in
+    `sums`."""
+    for i in range(x.shape[0]):
+        some, to, own = x[i], apart[i], sums[labels[i]]
+        for j in range(x.shape[1]):
+            value = some[j] - shift[j]
+            to[j] = value
+            own[j] += value
 
 
 @compiled
