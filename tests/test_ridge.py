@@ -22,7 +22,7 @@ from vitsee_core.ridge import (
     from_kernel,
     solve,
 )
-from vitsee_core.ridge.at_l2 import AtL2s
+from vitsee_core.ridge.at_l2 import AtL2s, Mixture
 from vitsee_core.ridge.solver import targets
 
 Array = NDArray[Any]
@@ -260,6 +260,40 @@ def test_scores_that_float32_cannot_tell_apart() -> None:
     z = np.array([[3.0, 1e4], [-3.0, 0.0]])
     expected = [counted_ranks(factors.scores(z, 1.0), labels[:2])]
     assert AtL2s(factors, (1.0,)).ranks(z, labels[:2]).tolist() == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.floats(0, 20), st.integers(1, 30))
+def test_mixtures_are_off_by_no_more_than_they_say(
+    seed: int, r: int, decades: float, n_l2: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    eigenvalues = 10 ** rng.uniform(-decades / 2, decades / 2, r)
+    rhs = rng.normal(size=(r, 4)) * rng.uniform(0, 3, (r, 1))
+    rhs[:, 3] = 0  # a class without images
+    inverses = 1 / (eigenvalues + np.array(GRID[:n_l2])[:, np.newaxis])
+    mixture = Mixture.of(inverses, rhs)
+    assert mixture.parts.shape[1] <= n_l2
+    z = rng.normal(size=(20, r))
+    parts, mix, small, some = (of.astype(np.float32) for of in (mixture.parts, mixture.mix, rhs, z))
+    products = np.stack([some @ (small * part[:, np.newaxis]) for part in parts.T])
+    mixed = np.einsum("lq,qmc->lmc", mix, products)
+    exact = np.stack([z @ (rhs * inverse[:, np.newaxis]) for inverse in inverses])
+    bound = mixture.error * np.linalg.norm(z, axis=1)[:, np.newaxis] * mixture.norms[:, np.newaxis]
+    assert (abs(mixed - exact) <= bound).all()
+    assert not bound[..., 3].any()
+
+
+def test_how_many_parts_mixtures_have() -> None:
+    rng = np.random.default_rng(0)
+    rhs, l2s = rng.normal(size=(300, 5)), np.array(GRID)[:, np.newaxis]
+    alike, apart = (10 ** rng.uniform(low, high, 300) for low, high in ((3.8, 4.2), (-6, 9)))
+    assert Mixture.of(1 / (alike + l2s), rhs).parts.shape == (300, 5)
+    wide = Mixture.of(1 / (apart + l2s), rhs)
+    np.testing.assert_array_equal(wide.mix, np.eye(30))
+    # a single direction is one part, at whatever l2, and of zeros there is none to tell apart
+    assert Mixture.of(1 / (alike[:1] + l2s), rhs[:1]).parts.shape == (1, 1)
+    assert not Mixture.of(1 / (alike + l2s), 0 * rhs).norms.any()
 
 
 @pytest.mark.parametrize("dim", [3, 40])  # with more channels than images no direction is left

@@ -8,7 +8,7 @@ are made again in float64. So ranks are those of scores in float64, in half the 
 
 The weights of direction k at l2 are a right-hand side times 1 / (eigenvalue k + l2), and these, as
 functions of k, are so much alike that those of 20 or 30 l2 are mixtures of some five, but for less
-than float32 leaves (`_Mixture`, which counts what is left). Only these five are multiplied.
+than float32 leaves (`Mixture`, which counts what is left). Only these five are multiplied.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AtL2s:
         self._inverses = 1 / (factors.eigenvalues + np.array(l2s)[:, np.newaxis])
         self._rhs = factors.rhs * self._lengths[:, np.newaxis]
         self._rows = np.ascontiguousarray(self._rhs.T)
-        self._few = _Mixture.of(self._inverses, self._rhs)
+        self._few = Mixture.of(self._inverses, self._rhs)
         self._levels = np.stack(
             [factors.algebra.intercept(factors.mean_target, factors.n, l2) for l2 in l2s]
         )
@@ -70,7 +70,7 @@ class AtL2s:
         `exact`, else what float32 makes of it."""
         z = coordinates / self._lengths
         found = np.empty((len(self._inverses), len(z)))
-        mixture = _Mixture.of_each(self._inverses, self._rhs) if exact else self._few
+        mixture = Mixture.of_each(self._inverses, self._rhs) if exact else self._few
         for of, near, mix in self._products(z if exact else z.astype(np.float32), mixture):
             add_squares(near, mix, labels[of], self._levels, found[:, of])
         if exact:
@@ -80,7 +80,7 @@ class AtL2s:
         return found, 2 * np.sqrt(found) * apart + np.square(apart)
 
     def _products(
-        self, z: NDArray[Any], mixture: _Mixture
+        self, z: NDArray[Any], mixture: Mixture
     ) -> Iterator[tuple[slice, NDArray[Any], NDArray[Any]]]:
         """Of some images at a time, in the type of `z`: which, what the scores less the intercepts
         are mixed of, (images, parts, classes), and how, (l2s, parts)."""
@@ -99,7 +99,7 @@ class AtL2s:
 
 
 @dataclass(frozen=True)
-class _Mixture:
+class Mixture:
     """The inverses (l2s, r) as `mix` (l2s, q) times `parts` (r, q) transposed.
 
     A score made of these in float32 is off by at most error |z| norms: norms (l2s, classes), in
@@ -112,13 +112,13 @@ class _Mixture:
     error: float
 
     @classmethod
-    def of_each(cls, inverses: Float, rhs: Float) -> _Mixture:
+    def of_each(cls, inverses: Float, rhs: Float) -> Mixture:
         """Every l2 by itself."""
         norms = np.sqrt(np.square(inverses) @ np.square(rhs))
         return cls(inverses.T, np.eye(len(inverses)), norms, _rounding(len(rhs)))
 
     @classmethod
-    def of(cls, inverses: Float, rhs: Float) -> _Mixture:
+    def of(cls, inverses: Float, rhs: Float) -> Mixture:
         """So few parts that they leave less than the products lose by rounding; every l2 by itself
         where that saves little.
 
