@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 ROUNDING = 2.0**-50  # of adding an intercept, whose magnitude is 1 at most, in float64
 SCORE_BYTES = 1 << 21  # of products that are made at a time, so few that they stay in cache
-WORTH = 2 / 3  # as many parts of all l2 are worth mixing
+WORTH = 0.4  # as many parts of all l2 are worth mixing
 LEAST_IMAGES = 256  # of which they are made at a time, however many classes there are
 
 
 class AtL2s:
     """Scores of images at several l2.
 
-    Memory: three times the right-hand sides, and some MB in each thread.
+    Memory: three times the right-hand sides; in each thread up to six times, and some MB.
     """
 
     def __init__(self, factors: Factors, l2s: Sequence[float]) -> None:
@@ -58,9 +58,9 @@ class AtL2s:
         z = coordinates / self._lengths
         found: Integers = np.empty((len(self._inverses), len(z)), np.int64)
         errors = _lengths(z) * self._few.error
-        about = self._rows, self._inverses, self._few.norms, self._levels
-        for of, near, mix in self._products(z.astype(np.float32), self._few):
-            count_before(near, mix, z[of], errors[of], labels[of], *about, found[:, of])
+        for some, of, near, mix in self._products(z.astype(np.float32), self._few):
+            about = self._rows, self._inverses[of], self._few.norms[of], self._levels[of]
+            count_before(near, mix, z[some], errors[some], labels[some], *about, found[of, some])
         return found
 
     def squared_errors(
@@ -71,8 +71,8 @@ class AtL2s:
         z = coordinates / self._lengths
         found = np.empty((len(self._inverses), len(z)))
         mixture = Mixture.of_each(self._inverses, self._rhs) if exact else self._few
-        for of, near, mix in self._products(z if exact else z.astype(np.float32), mixture):
-            add_squares(near, mix, labels[of], self._levels, found[:, of])
+        for some, of, near, mix in self._products(z if exact else z.astype(np.float32), mixture):
+            add_squares(near, mix, labels[some], self._levels[of], found[of, some])
         if exact:
             return found, np.zeros_like(found)
         lengths = np.sqrt(np.square(self._few.norms).sum(1))[:, np.newaxis]
@@ -81,26 +81,34 @@ class AtL2s:
 
     def _products(
         self, z: NDArray[Any], mixture: Mixture
-    ) -> Iterator[tuple[slice, NDArray[Any], NDArray[Any]]]:
-        """Of some images at a time, in the type of `z`: which, what the scores less the intercepts
-        are mixed of, (images, parts, classes), and how, (l2s, parts)."""
+    ) -> Iterator[tuple[slice, slice, NDArray[Any], NDArray[Any]]]:
+        """Some images and some l2 at a time: which, what the scores less the intercepts are mixed
+        of, (images, parts, classes) in the type of `z`, and how, (l2s, parts) or (l2s, 0)."""
         rhs, parts, mix = (of.astype(z.dtype) for of in (self._rhs, mixture.parts, mixture.mix))
         (r, n_classes), n_parts = rhs.shape, parts.shape[1]
-        at_once = max(LEAST_IMAGES, SCORE_BYTES // (z.itemsize * n_parts * n_classes))
-        step = max(1, SCORE_BYTES // (z.itemsize * n_classes * max(r, 1)))
-        for first in range(0, len(z), at_once):
-            of = slice(first, min(first + at_once, len(z)))
-            near: NDArray[Any] = np.empty((of.stop - first, n_parts * n_classes), z.dtype)
+        every, size = slice(None), z.itemsize * n_classes
+
+        def made(some: NDArray[Any], of: slice) -> NDArray[Any]:
+            weights = rhs[:, np.newaxis] * parts[:, of, np.newaxis]
+            n = weights.shape[1]  # r may be 0
+            products: NDArray[Any] = some @ weights.reshape(r, n * n_classes)
+            return products.reshape(len(some), n, n_classes)
+
+        if mix.shape[1] == 0:
+            step = max(1, SCORE_BYTES // (size * max(len(z), r)))
             for start in range(0, n_parts, step):
-                weights = rhs[:, np.newaxis] * parts[:, start : start + step, np.newaxis]
-                cells = slice(start * n_classes, (start + step) * n_classes)
-                near[:, cells] = z[of] @ weights.reshape(r, weights.shape[1] * n_classes)
-            yield of, near.reshape(len(near), n_parts, n_classes), mix
+                of = slice(start, start + step)
+                yield every, of, made(z, of), mix[of]
+            return
+        step = max(LEAST_IMAGES, SCORE_BYTES // (size * n_parts))
+        for start in range(0, len(z), step):
+            yield slice(start, start + step), every, made(z[start : start + step], every), mix
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The inverses (l2s, r) as `mix` (l2s, q) times `parts` (r, q) transposed.
+    """The inverses (l2s, r) as `mix` (l2s, q) times `parts` (r, q) transposed; where `mix` is
+    (l2s, 0), each is a part.
 
     A score made of these in float32 is off by at most error |z| norms: norms (l2s, classes), in
     which is counted what the parts leave of the inverses.
@@ -115,7 +123,7 @@ class Mixture:
     def of_each(cls, inverses: Float, rhs: Float) -> Mixture:
         """Every l2 by itself."""
         norms = np.sqrt(np.square(inverses) @ np.square(rhs))
-        return cls(inverses.T, np.eye(len(inverses)), norms, _rounding(len(rhs)))
+        return cls(inverses.T, np.zeros((len(inverses), 0)), norms, _rounding(len(rhs)))
 
     @classmethod
     def of(cls, inverses: Float, rhs: Float) -> Mixture:
@@ -155,16 +163,19 @@ def _lengths(z: Float) -> Float:
 
 
 @compiled
-def mixed(parts: NDArray[Any], shares: NDArray[Any], out: NDArray[Any]) -> None:
-    """Put the sum of the parts (q, classes), each times its share (q,), into `out` (classes,)."""
+def mixed(parts: NDArray[Any], mix: NDArray[Any], at: int, out: NDArray[Any]) -> NDArray[Any]:
+    """(classes,) the scores at one l2 of an image's parts (q, classes), put into `out` where they
+    have to be mixed."""
+    if mix.shape[1] == 0:
+        only: NDArray[Any] = parts[at]
+        return only
     for c in range(len(out)):
         out[c] = 0
-    for q in range(len(shares)):
-        share = shares[q]
-        if share == 0:
-            continue
+    for q in range(mix.shape[1]):
+        share = mix[at, q]
         for c in range(len(out)):
             out[c] += share * parts[q, c]
+    return out
 
 
 @compiled
@@ -184,7 +195,7 @@ def count_before(
 
     Args:
         near: (m, parts, classes) in float32, what scores less the intercepts are mixed of.
-        mix: (l2s, parts).
+        mix: (l2s, parts), or (l2s, 0): see `Mixture`.
         z: (m, r) coordinates.
         errors: (m,) of products with weights of length 1, at most.
         labels: (m,) own classes.
@@ -195,12 +206,11 @@ def count_before(
         found: (l2s, m), changed: the counts.
     """
     n_classes, r = rows.shape
-    weighted, some = np.empty(r), np.empty(n_classes, near.dtype)
+    weighted, room = np.empty(r), np.empty(n_classes, near.dtype)
     for i in range(near.shape[0]):
         label, error = labels[i], errors[i]
         for at in range(mix.shape[0]):
-            mixed(near[i], mix[at], some)
-            level, norm = levels[at], norms[at]
+            some, level, norm = mixed(near[i], mix, at, room), levels[at], norms[at]
             own = some[label] + level[label]
             before, apart = 0, 0
             for c in range(n_classes):
@@ -237,17 +247,16 @@ def add_squares(
 
     Args:
         near: (m, parts, classes) of which scores less the intercepts are mixed.
-        mix: (l2s, parts).
+        mix: (l2s, parts), or (l2s, 0): see `Mixture`.
         labels: (m,) own classes.
         levels: (l2s, classes) intercepts.
         found: (l2s, m), changed: the sums.
     """
-    some = np.empty(near.shape[2], near.dtype)
+    room = np.empty(near.shape[2], near.dtype)
     for i in range(near.shape[0]):
         label = labels[i]
         for at in range(mix.shape[0]):
-            mixed(near[i], mix[at], some)
-            level = levels[at]
+            some, level = mixed(near[i], mix, at, room), levels[at]
             total = 0.0
             for c in range(len(some)):
                 error = some[c] + level[c] - (1.0 if c == label else -1.0)
