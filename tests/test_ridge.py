@@ -349,7 +349,7 @@ def test_sums_made_ahead_are_those_made_at_once() -> None:
         once.add(x[some], labels[some])
         if (piece := ahead.wait(x[some], labels[some])) is not None:
             due.append(piece)
-    assert [sum(len(x) for x, _ in piece) for piece in due] == [12] * 4
+    assert [sum(len(x) for x, _ in piece) for piece in due] == [24] * 2
     # The last piece first: summing changes nothing, counting is in order.
     for sums in [ahead.sums_of(piece) for piece in due[::-1]][::-1]:
         ahead.count(sums)

@@ -12,7 +12,7 @@ from vitsee_core.compiled import compiled
 from vitsee_core.grams.syrk import load_double_syrk, mirror
 from vitsee_core.types import Float, Integers
 
-WORTH = 2  # times as many images as channels are worth an update of the whole scatter matrix
+WORTH = 4  # times as many images as channels are worth an update of the whole scatter matrix
 Piece = list[tuple[NDArray[np.float32], Integers]]
 
 
