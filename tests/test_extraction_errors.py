@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,10 @@ from tests.extractions import RESNET, VIT, extract, extracted, plant_images
 from vitsee_core.extraction import run
 from vitsee_core.extraction.options import parse_dtypes, parse_tokens
 from vitsee_stores import StoreError, open_store
+from vitsee_stores.layout import n_bytes
+from vitsee_stores.room import room
+
+BLOCK = 4096  # bytes of a file at least, on most disks
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +176,34 @@ def test_more_than_the_free_disk_is_refused_before_anything_is_made(
     path = tmp_path / "store.zarr"
     refused(extract(*VIT, "--data", folder, "-o", path), "1.0 kB free", "--dry-run")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--slab", 5, "--attention", "rows", "--inputs", "--head-weights", "--sites", "all"],
+        ["--slab", 1, "--tokens", "pooled", "--grams"],
+    ],
+)
+def test_what_a_store_takes_of_a_disk(
+    more: list[object], codec: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and folders take whole blocks: with small chunks several times the numbers' bytes."""
+    path = tmp_path / "store.zarr"
+    command = [*VIT, "--data", folder, "--codec", codec, *more, "-o", path]
+    extracted(*command)
+    blocks = sum(-(-file.stat().st_size // BLOCK) * BLOCK for file in (path, *path.rglob("*")))
+    manifest = open_store(path).manifest
+    assert blocks <= room(manifest, BLOCK) < 1.1 * blocks
+    numbers = sum(n_bytes(manifest.plan).values())
+    assert numbers < 0.8 * blocks
+    shutil.rmtree(path)
+    monkeypatch.setattr(run, "disk_block_bytes", lambda _path: BLOCK)
+    monkeypatch.setattr(run, "free_disk_bytes", lambda _path: blocks - 1)
+    refused(extract(*command), "would take up to", "--dry-run")
+    monkeypatch.setattr(run, "free_disk_bytes", lambda _path: int(1.1 * blocks))
+    extracted(*command)
 
 
 def test_a_disk_that_fills_up_on_the_way(folder: Path, tmp_path: Path) -> None:

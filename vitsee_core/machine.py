@@ -78,10 +78,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_disk_bytes(path: Path) -> int:
     """Free bytes on the file system that `path` is on or would be created on."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def disk_block_bytes(path: Path) -> int:
+    """What a file takes at least on the file system that `path` is on or would be created on; where
+    that names its unit of transfer instead, which may be a megabyte, 4 kB."""
+    return min(os.statvfs(_existing(path)).f_frsize, 4096)
+
+
+def _existing(path: Path) -> Path:
     folder = path.absolute()
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder
 
 
 def scratch_folder(place: Place) -> Path:

@@ -37,6 +37,7 @@ from vitsee_core.extraction.timing import REST
 from vitsee_core.images import batches
 from vitsee_core.machine import (
     counted,
+    disk_block_bytes,
     free_disk_bytes,
     human_bytes,
     n_cores,
@@ -49,6 +50,7 @@ from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError
 from vitsee_stores.layout import StorePlan, n_bytes
 from vitsee_stores.manifest import by_reason
+from vitsee_stores.room import room
 
 log = logging.getLogger(__name__)
 
@@ -180,16 +182,17 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
     if run.force:
         remove_store(run.output)
     sizes = n_bytes(prepared.plan)
-    need, free = sum(sizes.values()), free_disk_bytes(scratch_folder(run.output))
-    taken = need if isinstance(run.output, Path) else 0  # of this machine's disk
+    need, free, taken = sum(sizes.values()), free_disk_bytes(scratch_folder(run.output)), 0
+    if isinstance(run.output, Path):  # of this machine's disk
+        taken = room(prepared.manifest, disk_block_bytes(run.output))
     strategy = strategy_of(prepared, run)
     log.info("%s takes %s: %s", run.output, human_bytes(need), by_folder(sizes))
     for path, size in sizes.items():
         log.debug("%s: %s", path, human_bytes(size))
     if taken > free:
         raise VitseeError(
-            f"{run.output} would take {human_bytes(need)}, the disk has {human_bytes(free)} free; "
-            "choose fewer --sites, --tokens pooled or fewer --images (see --dry-run)"
+            f"{run.output} would take up to {human_bytes(taken)}, the disk has {human_bytes(free)} "
+            "free; choose fewer --sites, --tokens pooled or fewer --images (see --dry-run)"
         )
     strategy.check_room(free - taken, prepared.plan.slab)
     writer = StoreWriter.create_or_join(
