@@ -10,7 +10,13 @@ from torch import Tensor
 from tests import reference
 from tests.attention_calls import DEVICES
 from vitsee_core import threads
-from vitsee_core.reductions import is_by_token, pass_over, residual_products
+from vitsee_core.reductions import (
+    activations,
+    is_by_token,
+    pass_over,
+    residual_products,
+    take_tokens,
+)
 from vitsee_stores.layout import TokenLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -152,3 +158,34 @@ def test_the_mean_by_hand() -> None:
     body = torch.tensor([[[1.0, 10.0], [3.0, -4.0]]])
     found = pass_over(None, body, TokenLayout((), None, rows=2))
     assert found.mean.tolist() == [[2.0, 3.0]] and found.cls is None and found.peak == 10.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_channels", [3, 16, 37])
+@pytest.mark.parametrize("narrows", [True, False])
+def test_tokens_are_kept_as_torch_rounds_them(
+    n_channels: int, dtype: torch.dtype, narrows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not narrows:  # as on a processor that does not
+        monkeypatch.setattr(activations, "narrows", lambda: False)
+    # Halfway cases, subnormal numbers of float16 and what it cannot hold.
+    values = torch.tensor(
+        [1 + 2**-11, 1 + 3 * 2**-11, 3e-8, 2.0**-25, 6e-5, 65519.0, 65520.0, -0.0]
+    )
+    body = (100 * random(5, 6, 7, n_channels))[:, 1:]
+    body.select(-1, -1)[:4, :2, :4] = values.view(2, 4)
+    assert is_by_token(body)
+    kept = torch.full(body.shape, torch.nan, dtype=dtype)
+    mean = torch.full((5, n_channels), torch.nan)
+    peak = take_tokens(body, mean, kept)
+    assert torch.equal(kept.view(torch.uint8), body.to(dtype).view(torch.uint8))
+    assert torch.equal(mean, pass_over(None, body, LAYOUT).mean)
+    assert peak == body.abs().max() == 65520.0
+
+
+def test_tokens_with_nan_are_kept_and_told_by_the_peak() -> None:
+    body = torch.ones(2, 3, 4, 20)
+    body[1, 2, 3, 19] = torch.nan
+    kept = torch.zeros(body.shape, dtype=torch.float16)
+    assert take_tokens(body, torch.empty(2, 20), kept).isnan()
+    assert torch.equal(kept.isnan(), body.isnan())

@@ -63,7 +63,8 @@ def by_chunks(
 ) -> None:
     """Calls `function(images)` for chunks of a batch that stay in a core's cache over several
     passes, each thread with its own images; on a GPU once, for all. With `at_once` each thread's
-    images are one chunk: of use where there is one pass, for which calls would only be costs."""
+    images are one chunk, and nothing may compute with torch (`plain` of `run_split`): of use where
+    there is one compiled pass, for which calls would only be costs."""
     if device.type != "cpu":
         function(slice(0, n_images))
         return
@@ -74,7 +75,8 @@ def by_chunks(
         for first in range(images.start, images.stop, max(1, step)):
             function(slice(first, min(first + step, images.stop)))
 
-    run_split(run, n_images, min(torch.get_num_threads(), n_chunks, max(1, n_images)))
+    n_pieces = min(torch.get_num_threads(), n_chunks, max(1, n_images))
+    run_split(run, n_images, n_pieces, plain=at_once)
 
 
 @functools.lru_cache(maxsize=1)

@@ -27,10 +27,11 @@ from vitsee_core.reductions import (
     pass_over,
     residual_products,
     rollout,
+    take_tokens,
 )
 from vitsee_core.threads import by_chunks
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, arrays
+from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
 
 if TYPE_CHECKING:
     from vitsee_core.images import Batch
@@ -161,6 +162,9 @@ class SlabObserver:
         self._sums |= self._grams.of_batch(site.name, parts, self._valid)
         paths = feature_paths(stored) if site.name in self._grams.kept else []
         layout = None if stored.kind == "raw" else stored.layout
+        if layout is not None and is_by_token(body):
+            self._take_tokens(site.name, prefix, body, layout, paths)
+            return
 
         def take(images: slice) -> None:
             some = [part[images] for part in parts]
@@ -176,8 +180,26 @@ class SlabObserver:
                 self._keep(path, value, images)
 
         image_bytes = sum(part[:1].numel() for part in parts) * 4
-        at_once = layout is not None and is_by_token(body)
-        by_chunks(take, len(body), image_bytes, self._device, at_once=at_once)
+        by_chunks(take, len(body), image_bytes, self._device)
+
+    def _take_tokens(
+        self,
+        name: str,
+        prefix: Tensor | None,
+        body: Tensor,
+        layout: TokenLayout,
+        paths: Sequence[str],
+    ) -> None:
+        """A site's tokens where one compiled pass takes them into their places."""
+        places = [self._buffers[path][self._rows] for path in paths]
+        mean = self._buffers[f"pooled/{name}/mean"][self._rows]
+        self._note_peak(name, take_tokens(body, mean, places[-1] if places else None))
+        if prefix is not None and prefix.numel():
+            self._note_peak(name, largest_magnitude(prefix))
+            if layout.cls is not None:
+                self._keep(f"pooled/{name}/cls", prefix[:, layout.cls])
+            for path in paths[:-1]:
+                self._keep(path, prefix)
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
         """Keep the dot products of a skip and its branch."""

@@ -6,6 +6,7 @@ from vitsee_core.reductions.activations import (
     largest_magnitude,
     pass_over,
     residual_products,
+    take_tokens,
 )
 from vitsee_core.reductions.attention import AttentionReducer
 from vitsee_core.reductions.rollout import rollout
@@ -21,4 +22,5 @@ __all__ = [
     "pass_over",
     "residual_products",
     "rollout",
+    "take_tokens",
 ]

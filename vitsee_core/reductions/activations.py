@@ -5,16 +5,26 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from vitsee_core.device import no_autocast
-from vitsee_core.reductions.cpu_tokens import dot_products, means_and_peak, memory_of
+from vitsee_core.reductions.cpu_tokens import (
+    LANES,
+    dot_products,
+    means_and_peak,
+    memory_of,
+    narrows,
+)
 from vitsee_core.threads import by_chunks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vitsee_stores.layout import TokenLayout
+
+
+NOT_KEPT = np.empty(0, np.uint16)
 
 
 def residual_products(z: Tensor, f: Tensor) -> Tensor:
@@ -30,10 +40,13 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
         return out
     plain = all(x.dtype == torch.float32 and x.is_contiguous() for x in (z, f))
 
+    if plain:
+        flat = [x.detach().numpy().reshape(-1) for x in (z, f, out)]
+
     def multiply(images: slice) -> None:
         if plain:
-            left, right, dots = (x.detach().numpy() for x in (z, f, out))
-            dot_products(left, right, dots, images.start, images.stop)
+            tokens = images.start * z.shape[1], images.stop * z.shape[1]
+            dot_products(flat[0], flat[1], z.shape[2], tokens, flat[2])
             return
         # Channels-first views stay in their order.
         x, y, here = z[images].float(), f[images].float(), out[images]
@@ -78,18 +91,40 @@ def pass_over(prefix: Tensor | None, body: Tensor, layout: TokenLayout) -> SiteP
     if prefix is not None and layout.cls is not None:
         cls = prefix[:, layout.cls].to(torch.float32, copy=True)
     if is_by_token(body):
-        rows = body.flatten(1, -2)
-        mean = torch.empty(len(rows), rows.shape[-1], dtype=torch.float32)
-        places = int(rows.storage_offset()), rows.stride(0), rows.stride(1)
-        shape = rows.shape[0], rows.shape[1], rows.shape[2]
-        found = means_and_peak(memory_of(rows), places, shape, mean.numpy())
-        peak = torch.tensor(float(found))
+        mean = torch.empty(len(body), body.shape[-1], dtype=torch.float32)
+        peak = take_tokens(body, mean, None)
     else:
         mean = body.flatten(1, -2).mean(1, dtype=torch.float32)
         peak = largest_magnitude(body)
     if prefix is not None and prefix.numel():
         peak = torch.maximum(peak, largest_magnitude(prefix))
     return SitePass(cls, mean, peak)
+
+
+def take_tokens(body: Tensor, mean: Tensor, kept: Tensor | None) -> Tensor:
+    """One pass over the tokens of a site, which must be so that `is_by_token`.
+
+    `mean`: (images, dim) float32, filled with means over cells or rows; `kept`: of the body's
+    shape, filled with the tokens in its own dtype, or None. Both are contiguous. Returns the
+    largest |x|, a float32 scalar, NaN where one is NaN.
+    """
+    rows = body.flatten(1, -2)
+    memory, shape = memory_of(rows), (rows.shape[1], rows.shape[2])
+    places = int(rows.storage_offset()), rows.stride(0), rows.stride(1)
+    narrowed = kept is not None and kept.dtype == torch.float16 and shape[1] >= LANES and narrows()
+    halves = NOT_KEPT
+    if kept is not None and narrowed:
+        halves = kept.view(torch.uint16).flatten().numpy()
+    means, peaks = mean.numpy(), np.zeros(len(rows), np.float32)
+
+    def take(images: slice) -> None:
+        run = images.start, images.stop
+        peaks[images.start] = means_and_peak(memory, places, shape, run, means, halves)
+
+    by_chunks(take, len(rows), 4 * shape[0] * shape[1], body.device, at_once=True)
+    if kept is not None and not narrowed:
+        kept.copy_(body)
+    return torch.tensor(peaks.max())
 
 
 def is_by_token(body: Tensor) -> bool:
