@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from vitsee_core.extraction.options import (
     RunOptions,
 )
 from vitsee_core.extraction.outcome import Outcome
+from vitsee_core.extraction.signals import Interrupted
 from vitsee_core.progress import Tally
 from vitsee_core.results import Table
 from vitsee_stores import Store, describe, open_store, validate
@@ -218,6 +220,25 @@ def test_claims_of_the_same_run_are_taken_over_at_once(tmp_path: Path) -> None:
     assert other.take([0, 1], 2) == []
     assert again.take([0, 1], 2) == [0, 1]
     assert Claims(files, {"run": "b"}).take([0, 1], 2) == []
+
+
+@pytest.mark.parametrize(("local", "said"), [(2, "committed; "), (0, "(workers finish what they ")])
+def test_who_goes_on_when_the_driver_is_stopped(
+    photos: Path, tmp_path: Path, local: int, said: str
+) -> None:
+    class Interrupting:
+        def __init__(self) -> None:
+            self.local = local
+
+        def n_threads(self) -> int:
+            return 1
+
+        def __call__(self, function: Any, items: Any, /) -> Iterator[Any]:
+            os.kill(os.getpid(), signal.SIGINT)
+            yield from ()
+
+    with pytest.raises(Interrupted, match=rf"by SIGINT with 0 of 6 slabs .*{re.escape(said)}"):
+        run_by_workers(tmp_path / "a.zarr", photos, Interrupting())
 
 
 def test_ctrl_c(tmp_path: Path) -> None:

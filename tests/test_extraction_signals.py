@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from vitsee_cli import signals
 from vitsee_cli.commands import extract as extract_command
 from vitsee_cli.main import main
 from vitsee_core.extraction import run
-from vitsee_core.extraction.signals import Interrupted
+from vitsee_core.extraction.sharding import Shard
+from vitsee_core.extraction.signals import Interrupted, StopRequest
 from vitsee_stores import StoreWriter
 
 
@@ -86,6 +88,24 @@ def test_the_exit_code_of_a_command_that_has_ended_stands(sent: signal.Signals) 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("shard", "others"),
+    [
+        (Shard(), ""),
+        (Shard(1, 3), " until now (other processes with --shard go on)"),
+        (Shard(claims=True), " until now (other processes with --shard go on)"),
+    ],
+)
+def test_others_may_commit_more(shard: Shard, others: str, make_store: Callable[..., Path]) -> None:
+    writer = StoreWriter.join(make_store(slabs=[0, 2]))
+    assert writer is not None
+    stop = StopRequest()
+    stop.signal_name = "SIGTERM"
+    line = str(run.stopped(stop, writer, shard.others))
+    expected = f"stopped by SIGTERM with 2 of 3 slabs committed{others}; repeat the command"
+    assert line.startswith(expected)
 
 
 def test_while_the_store_is_made_the_signal_waits(

@@ -135,7 +135,8 @@ def extract_by_workers(
     except KeyboardInterrupt as signal_raised:
         stop = StopRequest()
         stop.signal_name = str(signal_raised)
-        raise stopped(stop, writer) from None
+        own = getattr(map, "local", 0)  # processes, which end with this one
+        raise stopped(stop, writer, "" if own else "workers finish what they have begun") from None
     outcome.seconds = time.perf_counter() - started
     outcome.complete = writer.finish()
     return outcome

@@ -121,7 +121,7 @@ def fill_all(
         outcome = fill(prepared, writer, run, shard, mine, progress, stop)
     outcome.complete = writer.finish()
     if shard.claims and stop and not outcome.complete:
-        raise stopped(stop, writer)
+        raise stopped(stop, writer, shard.others)
     return outcome
 
 
@@ -290,7 +290,7 @@ def fill(
     log.log(level, "the run was limited by %s", job.clock.limit())
     committed = writer.committed()
     if stop and not committed[todo].all():
-        raise stopped(stop, writer)
+        raise stopped(stop, writer, shard.others)
     if job.overtaken:
         log.info(
             "%s of %d had been committed by another process meanwhile (give each its own --shard)",
@@ -301,11 +301,12 @@ def fill(
     )
 
 
-def stopped(stop: StopRequest, writer: StoreWriter) -> Interrupted:
-    """What a run that a signal ended says."""
+def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interrupted:
+    """What a run that a signal ended says. others: who may commit more, "" for nobody."""
+    until_now = f" until now ({others})" if others else ""
     return Interrupted(
         f"stopped by {stop.signal_name} with {int(writer.committed().sum())} of {writer.n_slabs} "
-        "slabs committed; repeat the command to resume"
+        f"slabs committed{until_now}; repeat the command to resume"
     )
 
 

@@ -25,6 +25,12 @@ class Shard:
         """Every count-th slab from `index` on, so that shards end at about the same time."""
         return range(self.index, n_slabs, self.count)
 
+    @property
+    def others(self) -> str:
+        """What goes on when this process is stopped; "" where it is alone."""
+        alone = self.count == 1 and not self.claims
+        return "" if alone else "other processes with --shard go on"
+
     def __str__(self) -> str:
         if self.claims or self.dask:
             return "claims" if self.claims else "dask"
