@@ -14,7 +14,12 @@ from tests.reference_cka import gram_hsic1
 from tests.stores import write_sites
 from vitsee_core import machine
 from vitsee_core.grams import amx
-from vitsee_core.grams.fused import ROW_NUMBERS, shift_into_panels
+from vitsee_core.grams.fused import (
+    ROW_NUMBERS,
+    shift_bytes,
+    shift_bytes_into_panels,
+    shift_into_panels,
+)
 from vitsee_core.grams.halves import InPanels, Panels, panels_bytes
 from vitsee_core.grams.products import GramTile, products
 from vitsee_core.grams.shift import Origin, raw_gram
@@ -33,7 +38,7 @@ def fill(
     x = Panels.empty(n, p, parts, np.full(panels_bytes(n, p, parts), 0xFF, np.uint8))
     for a, b in zip((0, *cuts), (*cuts, p), strict=True):
         raw = np.ascontiguousarray(halves[:, a:b]).view(np.uint16)
-        shift_into_panels(raw, mean[a:b], x.values, 0, a, np.zeros((0, 2), np.float32))
+        shift_into_panels(raw[:, None], 0, mean[a:b], x.values, 0, a, np.zeros((0, 2), np.float32))
     return x
 
 
@@ -141,6 +146,45 @@ def test_products(unit: Any, parts: int, shape: tuple[int, int, int]) -> None:
     if parts > 1:
         want += (a[1] @ a[1].T) * (near[:, None] == near)
     assert found == pytest.approx(want, abs=3e-6 * p) and np.array_equal(found, found.T)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("n", [1, 32, 75])
+def test_products_row_by_row(unit: Any, n: int) -> None:
+    rng = np.random.default_rng(0)
+    backend = InPanels(unit, 2)
+    for p in (20, 384):
+        halves = [rng.normal(size=(k, p)).astype(np.float16) for k in (n, 40)]
+        x, y = (fill(v, 2) for v in halves)
+        a, b = (v.astype(np.float64) for v in halves)
+        out = np.full((n, 40), np.nan, np.float32)
+        backend.whole(x, y, out)
+        assert out == pytest.approx(a @ b.T, abs=3e-5 * p**0.5)
+        square = np.full((n, n), np.nan, np.float32)
+        backend.whole(x, x, square)
+        assert square == pytest.approx(a @ a.T, abs=3e-5 * p**0.5)
+        assert np.array_equal(square, square.T)
+
+
+def test_bytes_are_shifted_and_scaled() -> None:
+    raw = np.array([[0, 255, 7], [128, 1, 77]], np.uint8)
+    mean, scale = np.array([2, 0.5, 7], np.float32), np.array([1, 0.25, 3], np.float32)
+    backend = InPanels(amx, 2)
+    x = backend.panels("x", 2, 3)
+    shift_bytes_into_panels(raw, mean, scale, x.values)
+    # 254.5 / 4 is 63.5 and 1/8; 70 * 3 is exact in 8 bits
+    assert dense(x)[:, :2, :3].tolist() == [
+        [[-2, 63.5, 0], [126, 0.125, 210]],
+        [[0, 0.125, 0], [0, 0, 0]],
+    ]
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 256, (40, 768), dtype=np.uint8)
+    mean, scale = (rng.normal(size=768).astype(np.float32) for _ in range(2))
+    single, x = np.empty((40, 768), np.float32), backend.panels("x", 40, 768)
+    shift_bytes(raw, mean, scale, single)
+    shift_bytes_into_panels(raw, mean, scale, x.values)
+    found = dense(x).astype(np.float64).sum(0)[:40, :768]
+    assert np.abs(found - single).max() <= np.abs(single).max() / 2**16
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.test_halves import needs_unit
 from tests.test_localize import LAYOUT, PIXELS, STD, N, maps_of, tokens_of, write
 from vitsee_core.analyses.localize import run
 from vitsee_core.features import choose_features
+from vitsee_core.grams import amx
 from vitsee_core.similarity import on_the_fly
 from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.similarity.stack_grams import bytes_per_value
@@ -21,6 +23,13 @@ from vitsee_stores.layout import TokenLayout
 
 # Patches of 5 pixels, cut to 2 and 3 at two edges.
 UNEVEN = TokenLayout((), (2, 3), stride_px=(5.0, 5.0), offset_px=(0.0, 0.0))
+
+
+@pytest.fixture(params=["vectors", pytest.param("matrix unit", marks=needs_unit)], autouse=True)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What multiplies."""
+    if request.param == "vectors":
+        monkeypatch.setattr(amx, "is_there", lambda: False)
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ library offers the three products that `halves` sums, nor a triangle, nor sums t
 precision beside it; so the instructions are emitted here, by numba's intrinsics.
 
 Features lie in tiles, each a stretch of memory, (blocks, panels, tiles, parts, 2, 16, 32): panels
-of 32 rows, of which a block of columns takes 32 kB. Sums of two panels, 32 x 32, stay in four
-tiles; those of 16 panels by 16 stay in the second cache while all blocks go by. The right side's
-panel is turned before, pairs of numbers at a time, as the unit wants it.
+of 32 rows, of which a block of columns takes at most 32 kB. Sums of two panels, 32 x 32, stay in
+four tiles; those of 16 panels by 16 stay in the second cache while all blocks go by. The right
+side's panel is turned before, pairs of numbers at a time, as the unit wants it.
 
 This module imports numba: import it where the work deserves it.
 """
@@ -29,10 +29,10 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled
-from vitsee_core.grams.fused import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS
+from vitsee_core.grams.fused import PANEL, TILE, TILE_NUMBERS
 
-# Bytes of a row of a tile, and of a row of a panel.
-WIDTH, ROW = 2 * TILE_NUMBERS, 2 * ROW_NUMBERS
+# Bytes of a row of a tile, and of a tile.
+WIDTH, BYTES = 2 * TILE_NUMBERS, 2 * TILE_NUMBERS * TILE
 # Panels of either side whose sums, 1 MB, stay in the second cache.
 STAY = 16
 # Rows that are fetched before they are taken.
@@ -154,7 +154,7 @@ def add_product(
             the blocks; for speed it begins with a line of the cache, as what follows.
         right: likewise.
         out: (panels of right, panels of left, 32, 32) rows of left and of right.
-        turned: 32 kB, changed.
+        turned: as large as a panel of `right` in a block, changed.
         same: left is right: only blocks on and below the diagonal are made, and those along it have
             the product of the second parts, too.
     """
@@ -165,16 +165,15 @@ def add_product(
 def take_rows(x: Tiles, places: NDArray[np.int64], out: Tiles) -> None:
     """Some rows into others, from its first row on. Lines that are fetched some rows ahead take
     half the time."""
-    n = len(places)
+    n, of_panel = len(places), x.shape[2] * x.shape[3] * PANEL * TILE_NUMBERS
     of, to = np.zeros(n + AHEAD, np.int64), np.empty(n, np.int64)
     for i in range(n):
-        place = places[i]
-        of[i] = place // PANEL * PANEL * ROW_NUMBERS + place % PANEL * TILE_NUMBERS
-        to[i] = i // PANEL * PANEL * ROW_NUMBERS + i % PANEL * TILE_NUMBERS
+        of[i] = places[i] // PANEL * of_panel + places[i] % PANEL * TILE_NUMBERS
+        to[i] = i // PANEL * of_panel + i % PANEL * TILE_NUMBERS
     for block in range(len(x)):
         source, target = x[block].reshape(-1), out[block].reshape(-1)
         address = np.int64(source.ctypes.data)
-        for at in range(0, PANEL * ROW_NUMBERS, PANEL * TILE_NUMBERS):
+        for at in range(0, of_panel, PANEL * TILE_NUMBERS):
             for i in range(n):
                 _fetch(address + (of[i + AHEAD] + at) * 2, 0)
                 a, b = np.uint64(of[i] + at), np.uint64(to[i] + at)  # none is negative
@@ -183,35 +182,35 @@ def take_rows(x: Tiles, places: NDArray[np.int64], out: Tiles) -> None:
 
 
 @compiled
-def _turn_panel(source: Long, to: Long) -> None:
-    for at in range(0, PANEL * ROW, TILE * WIDTH):
+def _turn_panel(source: Long, to: Long, size: int) -> None:
+    for at in range(0, size, BYTES):
         _turn(source + at, to + at)
 
 
 @compiled
-def _add_block(a: Long, b: Long, out: Long, parts: int, diagonal: bool) -> None:
-    """32 x 32 sums += a panel times a turned one."""
-    size, pitch = TILE * WIDTH, PANEL * 4
+def _add_block(a: Long, b: Long, out: Long, size: int, parts: int, diagonal: bool) -> None:
+    """32 x 32 sums += a panel of so many bytes times a turned one."""
+    pitch = PANEL * 4
     _load_0(out, pitch)
     _load_1(out + WIDTH, pitch)
     _load_2(out + TILE * pitch, pitch)
     _load_3(out + TILE * pitch + WIDTH, pitch)
-    for at in range(0, PANEL * ROW, 2 * parts * size):
+    for at in range(0, size, 2 * parts * BYTES):
         _load_4(a + at, WIDTH)
-        _load_5(a + at + size, WIDTH)
+        _load_5(a + at + BYTES, WIDTH)
         _load_6(b + at, WIDTH)
-        _load_7(b + at + size, WIDTH)
+        _load_7(b + at + BYTES, WIDTH)
         _multiply(0, 0)
         if parts > 1:
-            _load_6(b + at + 2 * size, WIDTH)
-            _load_7(b + at + 3 * size, WIDTH)
+            _load_6(b + at + 2 * BYTES, WIDTH)
+            _load_7(b + at + 3 * BYTES, WIDTH)
             _multiply(0, 0)
-            _load_4(a + at + 2 * size, WIDTH)
-            _load_5(a + at + 3 * size, WIDTH)
+            _load_4(a + at + 2 * BYTES, WIDTH)
+            _load_5(a + at + 3 * BYTES, WIDTH)
             if diagonal:
                 _multiply(0, 0)
             _load_6(b + at, WIDTH)
-            _load_7(b + at + size, WIDTH)
+            _load_7(b + at + BYTES, WIDTH)
             _multiply(0, 0)
     _store_0(out, pitch)
     _store_1(out + WIDTH, pitch)
@@ -230,7 +229,7 @@ def _add(
 ) -> None:
     n, m, parts = left.shape[1], right.shape[1], left.shape[3]
     to, turned_b = np.int64(out.ctypes.data), np.int64(turned.ctypes.data)
-    size, sums = PANEL * ROW, PANEL * PANEL * 4
+    size, sums = left.shape[2] * parts * 2 * BYTES, PANEL * PANEL * 4
     _configure(np.int64(tiles.ctypes.data), 0)
     for low in range(0, n, STAY):
         for first in range(0, low + 1 if same else m, STAY):
@@ -238,8 +237,8 @@ def _add(
             for block in range(len(left)):
                 a, b = np.int64(left[block].ctypes.data), np.int64(right[block].ctypes.data)
                 for j in range(first, last):
-                    _turn_panel(b + j * size, turned_b)
+                    _turn_panel(b + j * size, turned_b, size)
                     for i in range(max(low, j) if same else low, high):
                         place = to + (j * n + i) * sums
-                        _add_block(a + i * size, turned_b, place, parts, same and i == j)
+                        _add_block(a + i * size, turned_b, place, size, parts, same and i == j)
     _release(0, 0)

@@ -84,30 +84,65 @@ def shift_half(
 
 
 @compiled
+def _into_panels(
+    values: NDArray[np.float32],
+    inside: int,
+    n: int,
+    x: NDArray[np.uint16],
+    row: int,
+    column: int,
+) -> None:
+    """values[inside : inside + n] from a column of a row of panels on, `inside` its place within a
+    tile: the bits of the nearest bfloat16, and of the nearest to what is left."""
+    parts, width = x.shape[3], x.shape[2] * TILE_NUMBERS
+    block, first = column // width, column % width // TILE_NUMBERS
+    panel, of_panel = row // PANEL, row % PANEL
+    half, line = of_panel // TILE, of_panel % TILE
+    for t in range(-(-(inside + n) // TILE_NUMBERS)):
+        tile = values[t * TILE_NUMBERS : (t + 1) * TILE_NUMBERS]
+        low = inside if t == 0 else 0
+        high = min(TILE_NUMBERS, inside + n - t * TILE_NUMBERS)
+        # Loops of a fixed length become vectors, four times as fast as those of any length.
+        if low > 0 or high < TILE_NUMBERS:
+            for k in range(low, high):
+                bits = _leading(tile[k])
+                x[block, panel, first + t, 0, half, line, k] = np.uint32(bits >> UPPER)
+                if parts > 1:
+                    rest = _leading(np.float32(tile[k] - np.uint32(bits).view(np.float32)))
+                    x[block, panel, first + t, 1, half, line, k] = np.uint32(rest >> UPPER)
+        elif parts > 1:
+            for k in range(TILE_NUMBERS):
+                bits = _leading(tile[k])
+                x[block, panel, first + t, 0, half, line, k] = np.uint32(bits >> UPPER)
+                rest = _leading(np.float32(tile[k] - np.uint32(bits).view(np.float32)))
+                x[block, panel, first + t, 1, half, line, k] = np.uint32(rest >> UPPER)
+        else:
+            for k in range(TILE_NUMBERS):
+                bits = _leading(tile[k])
+                x[block, panel, first + t, 0, half, line, k] = np.uint32(bits >> UPPER)
+
+
+@compiled
 def shift_into_panels(
     raw: NDArray[np.uint16],
+    place: int,
     mean: NDArray[np.float32],
     x: NDArray[np.uint16],
     row: int,
     column: int,
     sums: NDArray[np.float32],
 ) -> None:
-    """As `shift_half`, of raw (rows, columns), from one of the rows and columns of x on, the values
-    of `halves.Panels`: the bits of the nearest bfloat16, and of the nearest to what is left."""
-    rows, columns = raw.shape
-    parts = x.shape[3]
-    width = ROW_NUMBERS // parts
+    """As `shift_half`, from one of the rows and columns of x on, the values of `halves.Panels`."""
+    rows, columns = raw.shape[0], raw.shape[2]
+    width = x.shape[2] * TILE_NUMBERS
     values = np.zeros(width + TILE_NUMBERS, np.float32)
     start = 0
     while start < columns:  # block by block: what is written lies together
-        block, place = (column + start) // width, (column + start) % width
-        n = min(columns - start, width - place)
-        first, inside = place // TILE_NUMBERS, place % TILE_NUMBERS
+        of_block = (column + start) % width
+        n, inside = min(columns - start, width - of_block), of_block % TILE_NUMBERS
         less, to = mean[start : start + n], values[inside : inside + n]
         for i in range(rows):
-            panel, of_panel = (row + i) // PANEL, (row + i) % PANEL
-            half, line = of_panel // TILE, of_panel % TILE
-            some = raw[i][start : start + n]
+            some = raw[i, place][start : start + n]
             along, total = np.float32(0), np.float32(0)
             for k in range(n):
                 value = _single(some[k]) - less[k]
@@ -117,29 +152,50 @@ def shift_into_panels(
             if len(sums):
                 sums[i, 0] += along
                 sums[i, 1] += total
-            for t in range(-(-(inside + n) // TILE_NUMBERS)):
-                tile = values[t * TILE_NUMBERS : (t + 1) * TILE_NUMBERS]
-                low = inside if t == 0 else 0
-                high = min(TILE_NUMBERS, inside + n - t * TILE_NUMBERS)
-                # Loops of a fixed length become vectors, four times as fast as those of any length.
-                if low > 0 or high < TILE_NUMBERS:
-                    for k in range(low, high):
-                        bits = _leading(tile[k])
-                        x[block, panel, first + t, 0, half, line, k] = np.uint32(bits >> UPPER)
-                        if parts > 1:
-                            rest = _leading(np.float32(tile[k] - np.uint32(bits).view(np.float32)))
-                            x[block, panel, first + t, 1, half, line, k] = np.uint32(rest >> UPPER)
-                elif parts > 1:
-                    for k in range(TILE_NUMBERS):
-                        bits = _leading(tile[k])
-                        x[block, panel, first + t, 0, half, line, k] = np.uint32(bits >> UPPER)
-                        rest = _leading(np.float32(tile[k] - np.uint32(bits).view(np.float32)))
-                        x[block, panel, first + t, 1, half, line, k] = np.uint32(rest >> UPPER)
-                else:
-                    for k in range(TILE_NUMBERS):
-                        bits = _leading(tile[k])
-                        x[block, panel, first + t, 0, half, line, k] = np.uint32(bits >> UPPER)
+            _into_panels(values, inside, n, x, row + i, column + start)
         start += n
+
+
+@compiled
+def shift_bytes_into_panels(
+    raw: NDArray[np.uint8],
+    mean: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    x: NDArray[np.uint16],
+) -> None:
+    """As `shift_bytes`, into the values of `halves.Panels`."""
+    rows, columns = raw.shape
+    width = x.shape[2] * TILE_NUMBERS
+    values = np.zeros(width, np.float32)
+    for start in range(0, columns, width):
+        n = min(columns - start, width)
+        less, by = mean[start : start + n], scale[start : start + n]
+        for i in range(rows):
+            some = raw[i][start : start + n]
+            for k in range(n):
+                values[k] = (np.float32(some[k]) - less[k]) * by[k]
+            _into_panels(values, 0, n, x, i, start)
+
+
+@compiled
+def put_blocks(blocks: NDArray[np.float32], out: NDArray[np.float32], symmetric: bool) -> None:
+    """A product as the matrix unit makes it, `halves.Sums.values`, row by row; of a symmetric one
+    what is above the diagonal, too."""
+    n, m = out.shape
+    for j in range(len(blocks)):
+        wide = min(PANEL, m - j * PANEL)
+        for i in range(j if symmetric else 0, blocks.shape[1]):
+            high = min(PANEL, n - i * PANEL)
+            block = blocks[j, i]
+            for r in range(high):
+                to = out[i * PANEL + r][j * PANEL : j * PANEL + wide]
+                for c in range(wide):
+                    to[c] = block[r, c]
+            if symmetric and i > j:
+                for c in range(wide):
+                    to = out[j * PANEL + c][i * PANEL : i * PANEL + high]
+                    for r in range(high):
+                        to[r] = block[r, c]
 
 
 @compiled

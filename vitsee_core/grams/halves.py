@@ -17,15 +17,16 @@ With the leading bits alone it is `--precision bf16`.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from vitsee_core.grams.arithmetic import Host
-from vitsee_core.grams.fused import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS
+from vitsee_core.grams.fused import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS, put_blocks
 from vitsee_core.grams.syrk import mirror
 from vitsee_core.types import Float, Float32
 
@@ -47,7 +48,10 @@ class Panels:
         """In some memory, with zeros in the places beyond its rows and columns."""
         shape = _shape(n_rows, n_columns, parts)
         values = aligned(memory).view(np.uint16)[: int(np.prod(shape))].reshape(shape)
-        values[-1], values[:, -1] = 0, 0
+        if n_columns < len(values) * shape[2] * TILE_NUMBERS:
+            values[-1] = 0
+        if n_rows < shape[1] * PANEL:
+            values[:, -1] = 0
         return cls(values, n_rows)
 
     def __len__(self) -> int:
@@ -60,8 +64,8 @@ class Panels:
                 some = slice(places.start // PANEL, -(-places.stop // PANEL))
                 return Panels(self.values[:, some], places.stop - places.start)
             places = np.arange(places.start, places.stop)
-        parts = self.values.shape[3]
-        n_columns = len(self.values) * ROW_NUMBERS // parts
+        blocks, _, tiles, parts = self.values.shape[:4]
+        n_columns = blocks * tiles * TILE_NUMBERS
         memory = np.empty(panels_bytes(len(places), n_columns, parts), np.uint8)
         found = Panels.empty(len(places), n_columns, parts, memory)
         from vitsee_core.grams.amx import take_rows
@@ -85,13 +89,13 @@ class InPanels(Host):
 
     def __init__(self, unit: ModuleType, parts: int) -> None:
         super().__init__()
-        self._unit, self._parts = unit, parts
+        self._unit, self._parts, self._own = unit, parts, threading.local()
 
     def strip_bytes(self, rows: int, columns: int, item: int) -> int:
         """Whole panels and blocks."""
         return panels_bytes(rows, columns, self._parts)
 
-    def strip(self, memory: NDArray[Any], rows: int, columns: int) -> Any:
+    def strip(self, memory: NDArray[Any], rows: int, columns: int) -> Panels:
         """`Panels`, to be filled."""
         return Panels.empty(rows, columns, self._parts, memory)
 
@@ -109,9 +113,26 @@ class InPanels(Host):
         made: Float32 = aligned(out)[: int(np.prod(shape))].reshape(shape)
         for j in range(len(made)):
             made[j, j if left is right else 0 :] = 0
-        turned = aligned(np.empty(PANEL * ROW_NUMBERS * 2 + LINE_BYTES, np.uint8))
+        turned = aligned(self._memory("turned", PANEL * ROW_NUMBERS * 2 + LINE_BYTES, np.uint8))
         self._unit.add_product(left.values, right.values, made, turned, left is right)
         return made
+
+    def whole(self, left: Any, right: Any, out: Float32) -> None:
+        """left right^T, of `Panels`, whole, into `out` (contiguous)."""
+        memory = self._memory("product", self.product_size(len(left), len(right)), np.float32)
+        put_blocks(self.multiply(left, right, memory), out, left is right)
+
+    def panels(self, name: str, rows: int, columns: int) -> Panels:
+        """Room for rows, in memory that this thread takes again for the next of this name."""
+        memory = self._memory(name, self.strip_bytes(rows, columns, 4), np.uint8)
+        return self.strip(memory, rows, columns)
+
+    def _memory(self, name: str, n: int, dtype: DTypeLike) -> NDArray[Any]:
+        found: NDArray[Any] | None = getattr(self._own, name, None)
+        if found is None or len(found) < n:
+            found = np.empty(n, dtype)
+            setattr(self._own, name, found)
+        return found
 
     def add(self, total: Any, product: NDArray[Any]) -> None:
         """total += product."""
@@ -131,11 +152,8 @@ class InPanels(Host):
         return found
 
 
-def in_panels(precision: str, dtype: np.dtype[Any]) -> InPanels | None:
-    """For features of a type; None where the processor has no matrix unit, or where the features
-    have more bits than both parts."""
-    if dtype != np.float16:
-        return None
+def in_panels(precision: str) -> InPanels | None:
+    """For features in half precision, or for bf16; None where the processor has no matrix unit."""
     from vitsee_core.grams import amx
 
     return InPanels(amx, 1 if precision == "bf16" else 2) if amx.is_there() else None
@@ -152,9 +170,12 @@ def aligned(memory: NDArray[Any]) -> NDArray[Any]:
 
 
 def _shape(n_rows: int, n_columns: int, parts: int) -> tuple[int, ...]:
-    width = ROW_NUMBERS // parts
+    """Blocks have as many tiles as a panel of 32 kB takes, or less, all alike."""
+    n_tiles, most = -(-n_columns // TILE_NUMBERS), ROW_NUMBERS // TILE_NUMBERS // parts
+    n_blocks = -(-n_tiles // most)
+    of_block = -(-n_tiles // n_blocks)
     return (
-        *(-(-n_columns // width), _panels(n_rows), width // TILE_NUMBERS, parts),
+        *(n_blocks, _panels(n_rows), of_block, parts),
         *(PANEL // TILE, TILE, TILE_NUMBERS),
     )
 

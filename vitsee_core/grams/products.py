@@ -168,8 +168,9 @@ def products(
     """
     mults = sum(_length(t.i) * _length(t.j) for t in tiles) * features.n_features
     backend: Arithmetic | None = None
-    if fused and centred and device == "cpu" and np.dtype(dtype) == np.float32:
-        backend = in_panels(precision, features.dtype)
+    halves = features.dtype == np.float16 and np.dtype(dtype) == np.float32
+    if fused and centred and device == "cpu" and halves:
+        backend = in_panels(precision)
     if backend is None:
         backend = in_bfloat16(device) if precision == "bf16" else arithmetic(device, mults)
     memory = min(memory, backend.free_bytes() or memory)

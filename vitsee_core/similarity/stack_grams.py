@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitsee_core.grams.arithmetic import Arithmetic, Host
+from vitsee_core.grams.halves import in_panels
 from vitsee_core.progress import Progress
 from vitsee_core.similarity.comparison import Rows
 from vitsee_core.similarity.stacks import Runs, Stack, TokenStack
@@ -88,7 +89,11 @@ def matrices(
     """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
     `kept` tiles' images stay in memory, at least two, and `progress` counts the bytes read. stored:
     they stay as they are stored, where they can be."""
+    unit = in_panels("fp32") if stored else None
     for stack in stacks:
-        made = StoredRuns if stored and StoredRuns.takes(stack) else Runs
-        features = made(stack, images, kept, backend, progress)
+        features: Runs
+        if stored and StoredRuns.takes(stack):
+            features = StoredRuns(stack, images, kept, unit or backend, progress)
+        else:
+            features = Runs(stack, images, kept, backend, progress)
         yield from (StackGram(features, k) for k in range(stack.n_matrices))

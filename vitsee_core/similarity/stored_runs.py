@@ -7,13 +7,20 @@ from further away, which takes longer where matrices have some hundred columns.
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.grams.fused import shift_bytes, shift_half
+from vitsee_core.grams.fused import (
+    shift_bytes,
+    shift_bytes_into_panels,
+    shift_half,
+    shift_into_panels,
+)
+from vitsee_core.grams.halves import InPanels
 from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.similarity.stacks import MEAN_ROWS, Runs, Stack, TokenStack
 from vitsee_core.types import Float32
@@ -35,43 +42,54 @@ class StoredRuns(Runs):
             return stack.is_half
         return isinstance(stack, PatchPixels) and stack.scale is not None
 
-    def single(self, stored: NDArray[Any], k: int, name: str) -> Float32:
+    def single(self, stored: NDArray[Any], k: int, name: str) -> Any:
         """(images, features) of one matrix of a run, in memory that this thread takes again for the
-        next of this name."""
+        next of this name; `Panels` where the backend multiplies these."""
         assert self._mean is not None
-        axis = 1 if isinstance(self.stack, PatchPixels) else 0
-        size = stored.shape[axis] * self.stack.n_features
+        shape, mean = stored.shape[1:], self._mean[k]
+        if isinstance(self.backend, InPanels):
+            panels = self.backend.panels(name, *shape)
+            if stored.dtype == np.float16:
+                bits = stored[k].view(np.uint16)[:, np.newaxis]
+                shift_into_panels(bits, 0, mean, panels.values, 0, 0, NO_SUMS)
+            else:
+                shift_bytes_into_panels(stored[k], mean, self._scale, panels.values)
+            return panels
+        size = math.prod(shape)
         memory = getattr(self._scratch, name, None)
         if memory is None or len(memory) < size:
             memory = np.empty(size, np.float32)
             setattr(self._scratch, name, memory)
-        x: Float32 = memory[:size].reshape(-1, self.stack.n_features)
-        if isinstance(self.stack, PatchPixels):
-            scale = self.stack.scale
-            assert scale is not None
-            shift_bytes(stored[k], self._mean[k], scale, x)
+        x: Float32 = memory[:size].reshape(shape)
+        if stored.dtype == np.float16:
+            shift_half(stored[k].view(np.uint16)[:, np.newaxis], 0, mean, x, 0, NO_SUMS)
         else:
-            shift_half(stored.view(np.uint16), k, self._mean[k], x, 0, NO_SUMS)
+            shift_bytes(stored[k], mean, self._scale, x)
         return x
 
+    @property
+    def _scale(self) -> Float32:
+        """Of the pixels of a patch."""
+        assert isinstance(self.stack, PatchPixels) and self.stack.scale is not None
+        return self.stack.scale
+
     def _read(self, run: slice) -> NDArray[Any]:
-        """Patches: (matrices, images, features) bytes; tokens: (images, matrices, features)."""
-        n, stack = run.stop - run.start, self.stack
+        """(matrices, images, features): patches in bytes, tokens in half precision."""
+        stack = self.stack
+        shape = stack.n_matrices, run.stop - run.start, stack.n_features
+        out: NDArray[Any]
         if isinstance(stack, PatchPixels):
-            out: NDArray[Any] = np.empty((stack.n_matrices, n, stack.n_features), np.uint8)
-
-            def read(rows: slice) -> NDArray[Any]:
-                return stack.read_stored(rows).swapaxes(0, 1)
-
-            for some, values in self.pieces(run, read):
+            out = np.empty(shape, np.uint8)
+            for some, values in self.pieces(
+                run, lambda rows: stack.read_stored(rows).swapaxes(0, 1)
+            ):
                 out[:, some] = values.swapaxes(0, 1)
         else:
-            out = np.empty((n, stack.n_matrices, stack.n_features), np.float16)
+            out = np.empty(shape, np.float16)
             for some, values in self.pieces(run, stack.read):
-                out[some] = values
+                out[:, some] = values.swapaxes(0, 1)
         if self._mean is None:
-            by_matrix = out if isinstance(stack, PatchPixels) else out.swapaxes(0, 1)
-            self._mean = np.stack([_mean(x[:MEAN_ROWS]) for x in by_matrix])
+            self._mean = np.stack([_mean(x[:MEAN_ROWS]) for x in out])
         return out
 
 
