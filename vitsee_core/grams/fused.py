@@ -180,7 +180,7 @@ def shift_bytes_into_panels(
 @compiled
 def put_blocks(blocks: NDArray[np.float32], out: NDArray[np.float32], symmetric: bool) -> None:
     """A product as the matrix unit makes it, `halves.Sums.values`, row by row; of a symmetric one
-    what is above the diagonal, too."""
+    what is below the diagonal above it, too."""
     n, m = out.shape
     for j in range(len(blocks)):
         wide = min(PANEL, m - j * PANEL)
@@ -191,10 +191,10 @@ def put_blocks(blocks: NDArray[np.float32], out: NDArray[np.float32], symmetric:
                 to = out[i * PANEL + r][j * PANEL : j * PANEL + wide]
                 for c in range(wide):
                     to[c] = block[r, c]
-            if symmetric and i > j:
+            if symmetric:
                 for c in range(wide):
                     to = out[j * PANEL + c][i * PANEL : i * PANEL + high]
-                    for r in range(high):
+                    for r in range(c + 1 if i == j else 0, high):
                         to[r] = block[r, c]
 
 
