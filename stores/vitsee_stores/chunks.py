@@ -129,11 +129,14 @@ def _compressor(codec: str, item: int) -> Any:
 
 
 def padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
-    """A contiguous chunk with `values` in its first corner and the fill value beyond.
+    """A contiguous chunk with `values` in its first corner and the fill value beyond: they
+    themselves where they are one already.
 
-    It lies in a buffer of this thread, which the next call takes again: fresh memory of this size
-    costs more page faults than the copy itself.
+    A copy lies in a buffer of this thread, which the next call takes again: fresh memory of this
+    size costs more page faults than the copy itself.
     """
+    if values.shape == spec.chunks and values.flags.c_contiguous:
+        return values
     scratch: NDArray[np.uint8] | None = getattr(_thread, "scratch", None)
     if scratch is None or len(scratch) < spec.chunk_bytes:
         scratch = _thread.scratch = np.empty(spec.chunk_bytes, np.uint8)

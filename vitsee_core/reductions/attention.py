@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vitsee_core.reductions.cpu_numbers import COUNTS, NUMBERS
@@ -155,9 +156,8 @@ class AttentionReducer:
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
-    """The sum over the first axis, term by term: equal bits whatever else is computed at the same
-    time."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
+    """The sum over the first axis, always in the same order: equal bits whatever else is computed
+    at the same time."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))
