@@ -70,6 +70,16 @@ def test_before_anything_is_stored(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_is_imported_before_the_first_handler() -> None:
+    """Each module would be milliseconds in which Ctrl-C prints a traceback; `re` is imported by
+    the script that pip writes."""
+    code = "import re, sys; before = {*sys.modules}; import vitsee_cli.__main__; "
+    code += "print(*sorted({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    own = ["vitsee_cli", "vitsee_cli.__main__", "vitsee_cli.signals"]
+    assert done.stdout.split() == ["__future__", "signal", *own]
+
+
 @pytest.mark.parametrize(("sent", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_other_commands_end_as_a_shell_expects(
     sent: signal.Signals, expected: int, tmp_path: Path

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping
 
 from vitsee_cli import signals
+
+TYPE_CHECKING = False  # typing is not loaded yet
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
 
 # Turns of a loop, about 50 us: longer than the gaps within a forward pass.
 SPIN = "1000"

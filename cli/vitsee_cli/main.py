@@ -111,7 +111,7 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; errors that a user can cause become one line on stderr."""
         try:
-            with signals.raised(_first_word(ctx)):
+            with signals.Raised(_first_word(ctx)):
                 result = super().invoke(ctx)
             sys.stdout.flush()
         except Exception as error:

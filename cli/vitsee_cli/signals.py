@@ -1,16 +1,19 @@
 """SIGINT and SIGTERM: how a command ends, from the program's first line on.
 
-Nothing here may import anything slow: the handlers are installed before torch is imported.
+Nothing here may import what the interpreter has not loaded: until the handlers are installed a
+signal ends in a traceback.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+
+TYPE_CHECKING = False  # typing is not loaded yet
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+    from typing import Any
 
 # What a shell reports for SIGINT and SIGTERM; resumable work ends with 75 (EX_TEMPFAIL) instead.
 EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_RESUMABLE = 130, 143, 75
@@ -50,20 +53,28 @@ def keeps(line: str) -> None:
     _kept = line
 
 
-@contextmanager
-def raised(command: str) -> Iterator[None]:
+class Raised:
     """While entered, both signals raise a KeyboardInterrupt with the signal's name, so that
     half-made files are removed; a resumable command still ends at once where `answer` was
     called."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or (command in RESUMABLE and signal.getsignal(signal.SIGTERM) is _end):
-        yield
-        return
-    before = {caught: signal.signal(caught, _raise) for caught in CAUGHT}
-    try:
-        yield
-    finally:
-        for caught, handler in before.items():
+
+    def __init__(self, command: str) -> None:
+        """`command`: its name."""
+        self._command = command
+        self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
+
+    def __enter__(self) -> None:
+        """Set the handlers; only the main thread can."""
+        import threading
+
+        main = threading.current_thread() is threading.main_thread()
+        resumable = self._command in RESUMABLE and signal.getsignal(signal.SIGTERM) is _end
+        if main and not resumable:
+            self._before = {caught: signal.signal(caught, _raise) for caught in CAUGHT}
+
+    def __exit__(self, *error: object) -> None:
+        """Set those of before."""
+        for caught, handler in self._before.items():
             signal.signal(caught, handler)
 
 
