@@ -34,7 +34,7 @@ def picture(result: Result) -> Picture:
     if place is not None and place.suffix.lower() == ".svg":
         return Picture(carried(place.read_bytes(), "image/svg+xml"))
     try:
-        png = place.read_bytes() if place else figure_bytes(result.figure(), ".png")
+        png = place.read_bytes() if place else figure_bytes(result.figure(), ".png", DPI)
     except Exception as error:  # a stranger's table may be anything: the page says so
         reason = f"no figure: {type(error).__name__}: {visible(str(error))[:300]}"
         return Picture("", trouble=reason)
