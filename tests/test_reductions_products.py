@@ -21,7 +21,7 @@ from vitsee_core.reductions.cpu_products import (
     multiply,
     padded,
 )
-from vitsee_core.reductions.cpu_sums import exponential, find_largest, take
+from vitsee_core.reductions.cpu_sums import LEAST_SCORE, exponential, subtract_largest, take
 from vitsee_core.types import Float32
 from vitsee_stores.layout import TokenLayout
 
@@ -164,15 +164,12 @@ def test_exponentials_are_within_a_unit_in_the_last_place() -> None:
     assert math.isnan(exponential(np.float32(np.nan)))
 
 
-def test_the_largest_of_rows_by_hand() -> None:
-    inf, nan = math.inf, math.nan
-    rows = np.array([1, -3, -inf, -200, 9, -5, -5, -7, -8, -5.5, -inf, -inf], np.float32)
-    found = np.full(4, 7, np.float32)
-    find_largest(rows, 2, 5, found)
-    assert found.tolist() == [9, -5, 7, 7]
-    find_largest(rows[10:], 1, 2, found)
-    assert found[0] == -inf
-    for broken in ([1, nan, 0], [nan, -inf, -inf], [-1, -nan, -2]):
-        row = np.array(broken, np.float32)
-        find_largest(row, 1, 3, found)
-        assert np.isnan(row - found[0]).any(), broken
+def test_scores_minus_their_largest_by_hand() -> None:
+    inf, nan, least = math.inf, math.nan, float(LEAST_SCORE)
+    rows = np.array([1, -3, -inf, -200, -inf, -5, -5, -7, -8, -5.5, 9, 9], np.float32)
+    subtract_largest(rows, 2, 5)
+    assert rows.tolist() == [0, -4, least, least, least, 0, 0, -2, -3, -0.5, 9, 9]
+    for broken in ([1, nan, 0], [nan, -inf, -inf], [-inf] * 3, [-1, -nan, -2]):
+        rows = np.array(broken, np.float32)
+        subtract_largest(rows, 1, 3)
+        assert np.isnan(rows).any(), broken

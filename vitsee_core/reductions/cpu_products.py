@@ -27,7 +27,6 @@ LANES = 16
 # Queries at a time, and vectors of keys: with their sums in registers a load serves many products.
 QUERIES, VECTORS = 8, 3
 LEAST = np.float32(-np.inf)
-LINE = 16  # numbers that come to the caches together
 
 
 class Product(NamedTuple):
@@ -113,43 +112,6 @@ def lay_out_keys(
                 for key in range(n_here):
                     which = np.uintp(key)
                     keys[to + which] = scale * memory[from_ + which * token_step]
-
-
-@emitted
-def fetch_line(builder: Any, memory: Any, at: Any) -> None:
-    """Ask for the line of memory with the number at this place, which may lie outside."""
-    from llvmlite import ir
-
-    number = ir.IntType(32)
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    where = builder.bitcast(builder.gep(memory, [at]), byte)
-    # To read, into the second cache, data.
-    builder.call(prefetch, [where, number(0), number(2), number(1)])
-
-
-@compiled
-def fetch(
-    operands: Operands, places: Places, image: int, head: int, queries: tuple[int, int]
-) -> None:
-    """Ask for a few queries, and the keys of the same tokens, before they are needed: the model has
-    made them for all images, so that they lie far from the core.
-
-    Args:
-        operands: as in `Product`.
-        places: as in `Product`.
-        image: its place in the batch; there may be no such image.
-        head: which.
-        queries: the first, and how many.
-    """
-    n, sharing = places[10] * places[4], head // places[11]
-    for token in range(queries[0], queries[0] + queries[1]):
-        query = places[0] + image * places[1] + head * places[2] + token * places[3]
-        key = places[5] + image * places[6] + sharing * places[7] + token * places[8]
-        for channel in range(0, n, LINE):
-            fetch_line(operands[0], np.uintp(query + channel))
-            fetch_line(operands[1], np.uintp(key + channel))
 
 
 def _products(n_vectors: int) -> Callable[..., None]:

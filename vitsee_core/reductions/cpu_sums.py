@@ -22,7 +22,6 @@ from vitsee_core.reductions.cpu_products import (
     QUERIES,
     Operands,
     Places,
-    fetch,
     lay_out_keys,
     multiply,
     padded,
@@ -64,25 +63,26 @@ def exponential(x: np.float32) -> np.float32:
 
 
 @compiled
-def find_largest(
-    rows: NDArray[np.float32], n_rows: int, width: int, largest: NDArray[np.float32]
-) -> None:
-    """The largest number of each row, NaN where one is NaN.
+def subtract_largest(rows: NDArray[np.float32], n_rows: int, width: int) -> None:
+    """Scores minus the largest of their row, at least LEAST_SCORE; NaN where one is NaN or all are
+    -inf.
 
     Args:
-        rows: of (rows, width).
+        rows: of (rows, width), changed.
         n_rows: how many.
         width: the length of a row.
-        largest: (rows,), filled.
     """
     # As integers of the same order: of floats the vector units would have to ask for NaN.
     bits = rows.view(np.int32)
     for i in range(n_rows):
-        at, top = np.uintp(i * width), SMALLEST
+        at, largest = np.uintp(i * width), SMALLEST
         for k in range(width):
             it = bits[at + np.uintp(k)]
-            top = np.int32(max(top, np.int32(it ^ ((it >> 31) & MAGNITUDE))))
-        largest[i] = np.int32(top ^ ((top >> 31) & MAGNITUDE)).view(np.float32)
+            largest = np.int32(max(largest, np.int32(it ^ ((it >> 31) & MAGNITUDE))))
+        top = np.int32(largest ^ ((largest >> 31) & MAGNITUDE)).view(np.float32)
+        for k in range(width):
+            score = rows[at + np.uintp(k)] - top
+            rows[at + np.uintp(k)] = LEAST_SCORE if score < LEAST_SCORE else score
 
 
 @compiled
@@ -161,7 +161,6 @@ def sum_heads(
         lay_out_keys(operands, places, image, heads, n, n_tokens, width, keys)
     scores = np.empty(QUERIES * width, np.float32)
     inverse, share = np.empty(QUERIES, np.float32), np.empty(QUERIES, np.float32)
-    largest = np.empty(QUERIES, np.float32)
     middle, apart = np.empty(width, np.float32), np.empty(width, np.float32)
     some, some_weighted = np.empty(width, np.float32), np.empty(width, np.float32)
     mass, mean = np.empty(width, np.float64), np.empty(width, np.float64)
@@ -183,38 +182,32 @@ def sum_heads(
             if keys.shape[0]:
                 key = (head - heads[0]) * n_rows * width
                 queries = start, n_here
-                fetch(operands, places, image + 1, head, queries)
                 multiply(operands, places, image, head, queries, keys, key, width, scores)
             else:
                 first = (head * n_tokens + start) * n_tokens
                 take(given, first, n_here, n, n_tokens, width, scores)
-            find_largest(scores, n_here, width, largest)
+            subtract_largest(scores, n_here, width)
+            for k in range(n_here * width):
+                rows[np.uintp(start * width) + np.uintp(k)] = exponential(scores[np.uintp(k)])
             # Rows by themselves: mass, entropies, distances. Flat places instead of rows of their
             # own, each of which would be counted as a reference, by all threads at one place.
             all_totals: Any = 1.0
             all_masses: Any = 1.0
             for i in range(n_here):
                 q = start + i - n
-                top = largest[i]
                 at, at_scores = np.uintp((start + i) * width), np.uintp(i * width)
                 before = dot_before = ZERO
                 for k in range(begin):
-                    score = scores[at_scores + np.uintp(k)] - top
-                    score = LEAST_SCORE if score < LEAST_SCORE else score
-                    x = exponential(score)
-                    rows[at + np.uintp(k)] = x
+                    x = rows[at + np.uintp(k)]
                     before += x
-                    dot_before += x * score
+                    dot_before += x * scores[at_scores + np.uintp(k)]
                 at, at_scores = at + np.uintp(begin), at_scores + np.uintp(begin)
                 away = np.uintp(max(q, 0) * reach_of)
                 m = dot = far = ZERO
                 for k in range(reach_of):
-                    score = scores[at_scores + np.uintp(k)] - top
-                    score = LEAST_SCORE if score < LEAST_SCORE else score
-                    x = exponential(score)
-                    rows[at + np.uintp(k)] = x
+                    x = rows[at + np.uintp(k)]
                     m += x
-                    dot += x * score
+                    dot += x * scores[at_scores + np.uintp(k)]
                     far += x * px[away + np.uintp(k)]
                 total = np.float64(before) + m
                 part: Any = 1.0 / total
