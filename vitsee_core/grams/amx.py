@@ -3,14 +3,12 @@
 A processor's tiles are 16 rows of 64 bytes; one instruction adds the product of two of them to a
 third, 8,192 multiplications in 16 cycles: 12 times what its vectors do in single precision. No
 library offers the three products that `halves` sums, nor a triangle, nor sums that stay in single
-precision beside it; so the instructions are emitted here, by numba's intrinsics.
+precision beside it; so the instructions are emitted here.
 
 Features lie in tiles, each a stretch of memory, (blocks, panels, tiles, parts, 2, 16, 32): panels
 of 32 rows, of which a block of columns takes at most 32 kB. Sums of two panels, 32 x 32, stay in
 four tiles; those of 16 panels by 16 stay in the second cache while all blocks go by. The right
 side's panel is turned before, pairs of numbers at a time, as the unit wants it.
-
-This module imports numba: import it where the work deserves it.
 """
 
 from __future__ import annotations
@@ -22,13 +20,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
-from numba import types
-from numba.core import config as numba_config
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from vitsee_core.compiled import compiled
+from vitsee_core.compiled import compiled, emitted
 from vitsee_core.grams.fused import PANEL, TILE, TILE_NUMBERS
 
 # Bytes of a row of a tile, and of a tile.
@@ -40,9 +34,6 @@ AHEAD = 16
 # Linux on x86-64: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 ARCH_PRCTL, REQUEST, TILE_DATA = 158, 0x1023, 18
 
-BYTE, LONG = ir.IntType(8), ir.IntType(64)
-POINTER = BYTE.as_pointer()
-LINE = ir.VectorType(ir.IntType(32), TILE)
 Long = np.int64 | int
 # (blocks, panels, tiles, parts, 2, 16, 32)
 Tiles = NDArray[np.uint16]
@@ -54,63 +45,82 @@ Blocks = NDArray[np.float32]
 def is_there() -> bool:
     """Whether this process may use it: the processor has it, the system grants it, and numba
     compiles, for this processor and not for another that the user named."""
-    features = binding.get_host_cpu_features()
-    wanted = all(features.get(name, False) for name in ("amx-tile", "amx-bf16", "avx512f"))
-    named: Any = numba_config
-    otherwise = named.CPU_NAME or named.CPU_FEATURES or named.DISABLE_JIT
-    if sys.platform != "linux" or not wanted or otherwise:
+    if sys.platform != "linux":
+        return False
+    from llvmlite import binding
+    from numba.core import config
+
+    features, named = binding.get_host_cpu_features(), vars(config)
+    if not all(features.get(name, False) for name in ("amx-tile", "amx-bf16", "avx512f")):
+        return False
+    if named["CPU_NAME"] or named["CPU_FEATURES"] or named["DISABLE_JIT"]:
         return False
     return int(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST, TILE_DATA)) == 0
 
 
 def _emit(builder: Any, name: str, *args: Any) -> None:
-    """A call of one of LLVM's intrinsics, of which integers are constants of a byte."""
-    values = [ir.Constant(BYTE, a) if isinstance(a, int) else a for a in args]
-    of = ir.FunctionType(ir.VoidType(), [v.type for v in values])
-    builder.call(_function(builder, f"llvm.x86.{name}", of), values)
+    """A call of one of LLVM's intrinsics, of which integers of Python's are constants of a byte."""
+    from llvmlite import ir
+
+    values = [ir.IntType(8)(a) if isinstance(a, int) else a for a in args]
+    of = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    name = f"llvm.x86.{name}"
+    found = builder.module.globals.get(name) or ir.Function(builder.module, of, name)
+    builder.call(found, values)
 
 
-def _function(builder: Any, name: str, of: Any) -> Any:
-    return builder.module.globals.get(name) or ir.Function(builder.module, of, name)
+def _memory(builder: Any, address: Any) -> Any:
+    from llvmlite import ir
+
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
-def _instruction(emit: Callable[..., None]) -> Any:
-    """A function of two int64 for compiled code, an address and a number."""
+def _load(tile: int) -> Callable[..., None]:
+    def load(builder: Any, address: Any, pitch: Any) -> None:
+        """A tile's rows, so many bytes from one to the next."""
+        _emit(builder, "tileloadd64", tile, _memory(builder, address), pitch)
 
-    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        emit(builder, *args)
-        return context.get_dummy_value()
-
-    signature = types.void(types.int64, types.int64)
-    return intrinsic(lambda typing, address, number: (signature, generate))
+    return emitted(load)
 
 
-def _at(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, POINTER)
+def _store(tile: int) -> Callable[..., None]:
+    def store(builder: Any, address: Any, pitch: Any) -> None:
+        """As the tile is loaded."""
+        _emit(builder, "tilestored64", tile, _memory(builder, address), pitch)
+
+    return emitted(store)
 
 
-def _load(tile: int) -> Any:
-    return _instruction(lambda b, a, pitch: _emit(b, "tileloadd64", tile, _at(b, a), pitch))
+@emitted
+def _configure(builder: Any, address: Any) -> None:
+    """What the tiles are, 64 bytes."""
+    _emit(builder, "ldtilecfg", _memory(builder, address))
 
 
-def _store(tile: int) -> Any:
-    return _instruction(lambda b, a, pitch: _emit(b, "tilestored64", tile, _at(b, a), pitch))
+@emitted
+def _release(builder: Any) -> None:
+    """The tiles are not needed any more."""
+    _emit(builder, "tilerelease")
 
 
-def _emit_products(builder: Any, *_: Any) -> None:
+@emitted
+def _multiply(builder: Any) -> None:
+    """Tiles 0 to 3, two by two, += tiles 4 and 5 times 6 and 7."""
     for total, left, right in ((0, 4, 6), (1, 4, 7), (2, 5, 6), (3, 5, 7)):
         _emit(builder, "tdpbf16ps", total, left, right)
 
 
-def _emit_turned(builder: Any, source: Any, to: Any) -> None:
+@emitted
+def _turn(builder: Any, source: Any, to: Any) -> None:
     """A tile's 16 rows of 16 pairs of numbers as columns: in four rounds each row changes what it
     has in the places of one bit with the row whose number differs in that bit."""
-    pointer = LINE.as_pointer()
+    from llvmlite import ir
+
+    index = ir.VectorType(ir.IntType(32), TILE)
     lines = []
     for _ in range(TILE):
-        lines.append(builder.load(builder.inttoptr(source, pointer), align=4))
-        source = builder.add(source, ir.Constant(LONG, WIDTH))
-    index = ir.VectorType(ir.IntType(32), TILE)
+        lines.append(builder.load(builder.inttoptr(source, index.as_pointer()), align=4))
+        source = builder.add(source, source.type(WIDTH))
     for bit in (1, 2, 4, 8):
         for row in (r for r in range(TILE) if not r & bit):
             low, high = lines[row], lines[row | bit]
@@ -119,26 +129,27 @@ def _emit_turned(builder: Any, source: Any, to: Any) -> None:
             lines[row] = builder.shuffle_vector(low, high, ir.Constant(index, first))
             lines[row | bit] = builder.shuffle_vector(low, high, ir.Constant(index, second))
     for line in lines:
-        builder.store(line, builder.inttoptr(to, pointer), align=4)
-        to = builder.add(to, ir.Constant(LONG, WIDTH))
+        builder.store(line, builder.inttoptr(to, index.as_pointer()), align=4)
+        to = builder.add(to, to.type(WIDTH))
 
 
-def _emit_fetch(builder: Any, address: Any, _: Any) -> None:
-    """A line of memory is wanted soon, to be read."""
-    kind = [ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)]
-    of = ir.FunctionType(ir.VoidType(), [POINTER, *(value.type for value in kind)])
-    builder.call(_function(builder, "llvm.prefetch.p0", of), [_at(builder, address), *kind])
+@emitted
+def _fetch(builder: Any, memory: Any, at: Any) -> None:
+    """Ask for the line of memory with the number at this place, which may lie outside."""
+    from llvmlite import ir
+
+    number = ir.IntType(32)
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    where = builder.bitcast(builder.gep(memory, [at]), byte)
+    # To read, into the second cache, data.
+    builder.call(prefetch, [where, number(0), number(2), number(1)])
 
 
-_configure = _instruction(lambda b, a, _: _emit(b, "ldtilecfg", _at(b, a)))
-_release = _instruction(lambda b, *_: _emit(b, "tilerelease"))
 _load_0, _load_1, _load_2, _load_3 = _load(0), _load(1), _load(2), _load(3)
 _load_4, _load_5, _load_6, _load_7 = _load(4), _load(5), _load(6), _load(7)
 _store_0, _store_1, _store_2, _store_3 = _store(0), _store(1), _store(2), _store(3)
-# Tiles 0 to 3, two by two, += tiles 4 and 5 times 6 and 7.
-_multiply = _instruction(_emit_products)
-_turn = _instruction(_emit_turned)
-_fetch = _instruction(_emit_fetch)
 # All eight tiles have 16 rows of 64 bytes (palette 1).
 ALL_TILES = np.zeros(64, np.uint8)
 ALL_TILES[0], ALL_TILES[16:32:2], ALL_TILES[48:56] = 1, WIDTH, TILE
@@ -172,10 +183,9 @@ def take_rows(x: Tiles, places: NDArray[np.int64], out: Tiles) -> None:
         to[i] = i // PANEL * of_panel + i % PANEL * TILE_NUMBERS
     for block in range(len(x)):
         source, target = x[block].reshape(-1), out[block].reshape(-1)
-        address = np.int64(source.ctypes.data)
         for at in range(0, of_panel, PANEL * TILE_NUMBERS):
             for i in range(n):
-                _fetch(address + (of[i + AHEAD] + at) * 2, 0)
+                _fetch(source, np.uint64(of[i + AHEAD] + at))
                 a, b = np.uint64(of[i] + at), np.uint64(to[i] + at)  # none is negative
                 for k in range(TILE_NUMBERS):
                     target[b + np.uint64(k)] = source[a + np.uint64(k)]
@@ -200,18 +210,18 @@ def _add_block(a: Long, b: Long, out: Long, size: int, parts: int, diagonal: boo
         _load_5(a + at + BYTES, WIDTH)
         _load_6(b + at, WIDTH)
         _load_7(b + at + BYTES, WIDTH)
-        _multiply(0, 0)
+        _multiply()
         if parts > 1:
             _load_6(b + at + 2 * BYTES, WIDTH)
             _load_7(b + at + 3 * BYTES, WIDTH)
-            _multiply(0, 0)
+            _multiply()
             _load_4(a + at + 2 * BYTES, WIDTH)
             _load_5(a + at + 3 * BYTES, WIDTH)
             if diagonal:
-                _multiply(0, 0)
+                _multiply()
             _load_6(b + at, WIDTH)
             _load_7(b + at + BYTES, WIDTH)
-            _multiply(0, 0)
+            _multiply()
     _store_0(out, pitch)
     _store_1(out + WIDTH, pitch)
     _store_2(out + TILE * pitch, pitch)
@@ -230,7 +240,7 @@ def _add(
     n, m, parts = left.shape[1], right.shape[1], left.shape[3]
     to, turned_b = np.int64(out.ctypes.data), np.int64(turned.ctypes.data)
     size, sums = left.shape[2] * parts * 2 * BYTES, PANEL * PANEL * 4
-    _configure(np.int64(tiles.ctypes.data), 0)
+    _configure(np.int64(tiles.ctypes.data))
     for low in range(0, n, STAY):
         for first in range(0, low + 1 if same else m, STAY):
             high, last = min(n, low + STAY), min(m, first + STAY)
@@ -241,4 +251,4 @@ def _add(
                     for i in range(max(low, j) if same else low, high):
                         place = to + (j * n + i) * sums
                         _add_block(a + i * size, turned_b, place, size, parts, same and i == j)
-    _release(0, 0)
+    _release()

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from vitsee_core.grams import amx
 from vitsee_core.grams.arithmetic import Host
 from vitsee_core.grams.fused import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS, put_blocks
 from vitsee_core.grams.syrk import mirror
@@ -68,9 +69,7 @@ class Panels:
         n_columns = blocks * tiles * TILE_NUMBERS
         memory = np.empty(panels_bytes(len(places), n_columns, parts), np.uint8)
         found = Panels.empty(len(places), n_columns, parts, memory)
-        from vitsee_core.grams.amx import take_rows
-
-        take_rows(self.values, places, found.values)
+        amx.take_rows(self.values, places, found.values)
         return found
 
 
@@ -154,8 +153,6 @@ class InPanels(Host):
 
 def in_panels(precision: str) -> InPanels | None:
     """For features in half precision, or for bf16; None where the processor has no matrix unit."""
-    from vitsee_core.grams import amx
-
     return InPanels(amx, 1 if precision == "bf16" else 2) if amx.is_there() else None
 
 
