@@ -128,7 +128,7 @@ def run_side(name: str, data: tuple[Array, Array, Array], memory: int) -> tuple[
         found = nearest(
             lambda: (train[i : i + SLAB] for i in range(0, len(train), SLAB)),
             lambda: (test[i : i + SLAB] for i in range(0, len(test), SLAB)),
-            len(test), train.shape[1], k=K, device=torch.device("cpu"), memory=memory,
+            (len(test), *train.shape), k=K, device="cpu", memory=memory,
         )  # fmt: skip
         return voted(found.cosines, labels[found.rows]), found.rows
     metric = name.split()[1]

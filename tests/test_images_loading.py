@@ -23,7 +23,6 @@ from PIL import Image
 from vitsee_core.images import Batch, DataError, ImageError, batches, open_source, select
 from vitsee_core.images.decoding import hash64
 from vitsee_core.images.selection import Selection
-from vitsee_core.images.transform import make_recipe
 
 TRANSFORM: dict[str, Any] = {
     "input_size": (3, 24, 24),
@@ -237,13 +236,10 @@ def _counting(load_one: Callable[..., Any], loaded: list[Any]) -> Callable[..., 
     return counted
 
 
-# The recipe is given as it is, so that the process needs not import timm.
 SCRIPT = """
-from vitsee_core.images import batches, loading, open_source, select
-from vitsee_core.images.transform import Recipe
-loading.make_recipe = lambda transform: {recipe!r}
+from vitsee_core.images import batches, open_source, select
 selection = select(open_source({folder!r}))
-found = batches(selection, dict(), [slice(0, 4)] * 100000, workers=2)
+found = batches(selection, {transform!r}, [slice(0, 4)] * 100000, workers=2)
 for k, batch in enumerate(found):
     if k == 2:
         print("running", flush=True)
@@ -254,7 +250,7 @@ for k, batch in enumerate(found):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_worker_outlives_an_interrupted_process(folder: Path, how: signal.Signals) -> None:
     """The signal reaches the process group, as Ctrl-C and job schedulers send it."""
-    script = SCRIPT.format(recipe=make_recipe(TRANSFORM), folder=str(folder))
+    script = SCRIPT.format(transform=TRANSFORM, folder=str(folder))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", script],

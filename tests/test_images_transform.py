@@ -16,7 +16,14 @@ from timm.data.transforms_factory import create_transform
 
 from vitsee_core.images import DataError, ImageError, normalise
 from vitsee_core.images.decoding import decode
-from vitsee_core.images.transform import Recipe, make_recipe, to_mode
+from vitsee_core.images.transform import (
+    INTERPOLATIONS,
+    Recipe,
+    make_recipe,
+    steps_of_timm,
+    to_mode,
+    usual_steps,
+)
 
 BASE: dict[str, Any] = {
     "input_size": (3, 64, 64),
@@ -90,6 +97,63 @@ def test_equal_to_timm_at_odd_sizes(
             ours(transform, image)
     else:
         assert torch.equal(ours(transform, image), expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    height=st.integers(1, 600),
+    width=st.one_of(st.none(), st.integers(1, 600)),
+    channels=st.sampled_from([1, 3]),
+    crop_pct=st.one_of(st.floats(0.1, 2.0), st.just(1)),
+    mode=st.sampled_from(["center", "squash", "border"]),
+    interpolation=st.sampled_from(INTERPOLATIONS),
+    border=st.sampled_from([None, 0, 3]),
+    mean=st.floats(0, 1),
+)
+def test_the_usual_steps_are_those_of_timm(
+    height: int, width: int | None, channels: int, crop_pct: float, border: int | None,
+    mode: str, interpolation: str, mean: float,
+) -> None:  # fmt: skip
+    transform = {
+        "input_size": [channels, height, height if width is None else width],
+        "crop_pct": crop_pct,
+        "crop_mode": mode,
+        "crop_border_pixels": border,
+        "interpolation": interpolation,
+        "mean": [mean] * channels,
+        "std": [0.5] * channels,
+    }
+    assert usual_steps(transform) == steps_of_timm(transform)[0]
+    assert steps_of_timm(transform)[1] is None
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        {"crop_mode": None},
+        {"crop_mode": "else"},
+        {"crop_pct": None},
+        {"crop_pct": 0},
+        {"crop_pct": float("nan")},
+        {"crop_pct": "0.9"},
+        {"crop_border_pixels": "3"},
+        {"interpolation": "random"},
+        {"interpolation": None},
+        {"crop_mode": "border", "mean": None},
+        {"crop_mode": "border", "mean": ["a", "b", "c"]},
+    ],
+)
+def test_of_what_is_unusual_timm_is_asked(unusual: dict[str, Any]) -> None:
+    transform = BASE | unusual
+    assert usual_steps(transform) is None
+    try:
+        steps, whole = steps_of_timm(transform)
+    except DataError:
+        with pytest.raises(DataError, match="timm cannot build"):
+            make_recipe(transform)
+    else:
+        recipe = make_recipe(transform)
+        assert recipe.steps == tuple(steps) and repr(recipe.whole) == repr(whole)
 
 
 def test_every_value_is_normalised_as_timm_does() -> None:

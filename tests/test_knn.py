@@ -22,9 +22,10 @@ from tests.stores import CNN_PAIR, write_labelled
 from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
-from vitsee_core.labelled import cpu_neighbours, neighbours
+from vitsee_core.labelled import cpu_neighbours, gpu_neighbours, neighbours
 from vitsee_core.labelled.cpu_neighbours import CpuNeighbours
-from vitsee_core.labelled.neighbours import Neighbours, in_tiles, nearest
+from vitsee_core.labelled.gpu_neighbours import GpuNeighbours
+from vitsee_core.labelled.neighbours import FewNeighbours, Neighbours, in_tiles, nearest
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
@@ -63,14 +64,20 @@ def loop_classes(
 
 
 def search(train: Array, test: Array, k: int, cut: int = 10_000, tile: int = 0) -> Any:
-    """As a CPU finds it, which is compared with what a GPU's passes find."""
-    ways = CpuNeighbours(test, k, tile), Neighbours(test, k, CPU, tile)
+    """As a CPU finds it, which is compared with what numpy and what a GPU's passes find."""
+    ways: list[Neighbours] = [
+        CpuNeighbours(test, k, tile),
+        FewNeighbours(test, k, tile),
+        GpuNeighbours(test, k, CPU, tile),
+    ]
     for start in range(0, len(train), cut):
         for found in ways:
             found.add(train[start : start + cut])
-    (cosines, rows), (other, others) = (found.result() for found in ways)
-    assert np.array_equal(rows, others)
-    np.testing.assert_allclose(cosines, other, rtol=2e-7)
+    cosines, rows = ways[0].result()
+    for way in ways[1:]:
+        other, others = way.result()
+        assert np.array_equal(rows, others)
+        np.testing.assert_allclose(cosines, other, rtol=2e-7)
     return cosines, rows
 
 
@@ -129,7 +136,7 @@ def test_few_candidates_and_all_of_a_tile_agree(monkeypatch: pytest.MonkeyPatch)
     train, test = gauss(4000, 8, 3), gauss(20, 8, 4)
     first = search(train, test, 10, 500)
     for few in (0.0, 1.0):
-        monkeypatch.setattr(neighbours, "FEW", few)
+        monkeypatch.setattr(gpu_neighbours, "FEW", few)
         again = search(train, test, 10, 500)
         assert np.array_equal(first[0], again[0]) and np.array_equal(first[1], again[1])
 
@@ -188,7 +195,11 @@ def test_cuts_and_scale_do_not_matter(n: int, dim: int, cut: int, seed: int, sca
 
 # 64 queries at a time are the least
 @pytest.mark.parametrize(("memory", "passes"), [(1, 3), (40_000, 2), (10**9, 1)])
-def test_memory_does_not_matter(memory: int, passes: int) -> None:
+@pytest.mark.parametrize("few", [0, 150 * 300])
+def test_memory_does_not_matter(
+    memory: int, passes: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "FEW_CELLS", few)
     train, test = gauss(300, 6, 6), gauss(150, 6, 7)
     calls: list[int] = []
 
@@ -196,7 +207,7 @@ def test_memory_does_not_matter(memory: int, passes: int) -> None:
         calls.append(1)
         yield from (train[:100], train[100:])
 
-    found = nearest(rows, lambda: [test], 150, 6, k=3, device=CPU, memory=memory)
+    found = nearest(rows, lambda: [test], (150, 300, 6), k=3, device="cpu", memory=memory)
     whole = search(train, test, 3)
     assert np.array_equal(found.rows, whole[1]) and np.array_equal(found.cosines, whole[0])
     assert len(calls) == passes

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score
 
+from vitsee_core.labelled.exact_cosines import HostCosines
 from vitsee_core.retrieval.counting import Counter, Listed
+from vitsee_core.retrieval.device_cosines import DeviceCosines
 from vitsee_core.retrieval.precision import (
     Ranked,
     average_precision,
@@ -147,18 +149,21 @@ def counted_ranks(
     queries: Array, images: Array, lists: Sequence[dict[str, Any]], cut: int, unread: Any = ()
 ) -> list[list[int]]:
     listed = Listed.of([{k: np.array(v, np.int64) for k, v in own.items()} for own in lists])
-    counter = Counter(queries, listed, CPU)
     there = np.array([i for i in range(len(images)) if i not in unread], np.int64)
-    for step in (counter.find, counter.count):
-        for start in range(0, len(there), cut):
-            places = there[start : start + cut]
-            step(places, images[places])
-    if len(unread):
-        counter.count(np.array(unread, np.int64), None)
-    keys, above = counter.result()
-    right = listed.among(["right"])
-    found = ranked(len(queries), listed.query[right], keys[right], above[right])
-    return [found.rank[found.query == i].tolist() for i in range(len(queries))]
+    right, ranks = listed.among(["right"]), []
+    for cosines in (HostCosines(queries), DeviceCosines(queries, CPU)):
+        counter = Counter(len(queries), listed, cosines)
+        for step in (counter.find, counter.count):
+            for start in range(0, len(there), cut):
+                places = there[start : start + cut]
+                step(places, images[places])
+        if len(unread):
+            counter.count(np.array(unread, np.int64), None)
+        keys, above = counter.result()
+        found = ranked(len(queries), listed.query[right], keys[right], above[right])
+        ranks.append([found.rank[found.query == i].tolist() for i in range(len(queries))])
+    assert ranks[0] == ranks[1]
+    return ranks[0]
 
 
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 99), st.booleans())

@@ -62,7 +62,7 @@ def test_the_last_is_checked_before_the_first_is_read(
 ) -> None:
     run, options = RUNS[name]
     other = made(tmp_path / "other.zarr", 9, 9, model="another")
-    where = "labelled.neighbours.nearest" if name == "knn" else "probing.score.Prober.each"
+    where = "analyses.knn.nearest" if name == "knn" else "probing.score.Prober.each"
     monkeypatch.setattr(f"vitsee_core.{where}", lambda *_: pytest.fail("work began"))
     with pytest.raises(StoreMismatch, match="train and other were made with different models"):
         run(*stores, other, **options)

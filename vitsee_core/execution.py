@@ -52,6 +52,18 @@ class Execution:
         n_threads = getattr(self.map, "n_threads", None)
         return self.jobs if n_threads is None else int(n_threads())
 
+    def check_device(self) -> None:
+        """Refuse a device that is not there before any work; the CPU always is, and torch is not
+        imported to say so.
+
+        Raises:
+            VitseeError: see `resolve_device`.
+        """
+        if self.device not in ("auto", "cpu"):
+            from vitsee_core.device import resolve_device
+
+            resolve_device(self.device)
+
     def rows(self, store: Store, *, whole_slabs: bool = False) -> Rows:
         """The images of a store, see `choose_rows`; remarks about them are logged.
 

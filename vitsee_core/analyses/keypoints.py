@@ -125,16 +125,13 @@ def run(
         SiteError: no site with a grid matches.
         VitseeError: see `spair.read_pairs`, `protocol.choose_protocol`, `located.locate`.
     """
-    from vitsee_core.device import resolve_device
-    from vitsee_core.keypoints.search import n_images, parts_of, search_all
-
     if not stores:
         raise VitseeError("no store was given; expected one or more")
     protocol = choose_protocol(
         preset, match=match, candidates=candidates, threshold=threshold, alphas=alphas,
         pairs_per_class=pairs_per_class, by=by,
     )  # fmt: skip
-    resolve_device(execution.device)  # refused before any work
+    execution.check_device()
     selected = select_each(stores, sites, _with_grid)
     drawn = draw_pairs(read_pairs(pairs, split), protocol.pairs_per_class, execution.seed)
     for word in protocol.by:
@@ -143,6 +140,9 @@ def run(
                 f"the pair {lost[0].name} has no {VARIATIONS[word]}; leave out --by {word}"
             )
     located = [locate(store, drawn, protocol) for store in selected.stores]
+    # Nothing before has needed torch.
+    from vitsee_core.keypoints.search import n_images, parts_of, search_all
+
     parts = [parts_of(store, len(own), execution) for store, own in selected.members]
     total = sum(
         len(own) * n_images(where, part)

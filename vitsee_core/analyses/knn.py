@@ -42,6 +42,7 @@ from vitsee_core.labelled.labelled_rows import (
     check_same_model,
     random_pieces,
 )
+from vitsee_core.labelled.neighbours import Nearest, nearest
 from vitsee_core.machine import counted
 from vitsee_core.plotting import new_figure, styled
 from vitsee_core.progress import counting
@@ -55,7 +56,6 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_core.labelled.neighbours import Nearest
     from vitsee_stores import SiteSpec, Store
 
 log = logging.getLogger(__name__)
@@ -216,9 +216,6 @@ class _Search:
     per_class: bool
 
     def __call__(self, execution: Execution, item: _Item) -> tuple[list[dict[str, Any]], str]:
-        from vitsee_core.device import resolve_device
-        from vitsee_core.labelled.neighbours import nearest
-
         a, query, site = self.train, self.queries[item[0]], item[1]
         b, budget = query.data, execution.budget
         if isinstance(site, int):
@@ -236,9 +233,9 @@ class _Search:
                 for data, features in ((a, ours), (b, theirs))
             ]
         found = nearest(
-            *(pieces[0], pieces[1], len(b), dim),
+            *(pieces[0], pieces[1], (len(b), len(a), dim)),
             k=max(self.ks),
-            device=resolve_device(execution.device),
+            device=execution.device,
             memory=3 * budget // 4,
             progress=execution.progress,
         )

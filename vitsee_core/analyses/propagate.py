@@ -130,10 +130,7 @@ def run(
         SiteError: a site without a grid.
         VitseeError: see `video.davis.find_videos`, `choose_settings`; `save` exists.
     """
-    from vitsee_core.device import resolve_device
     from vitsee_core.video.davis import find_masks, find_videos
-    from vitsee_core.video.video_summary import INTERVAL, SPREAD, describe_blocks
-    from vitsee_core.video.work import VideoWork
 
     settings = choose_settings(
         preset, context=context, radius=radius, radius_px=radius_px, window=window, top=top,
@@ -144,12 +141,18 @@ def run(
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
     if execution.images is not None:
         raise VitseeError("propagate looks at whole videos; choose them with only=, not images=")
+    execution.check_device()
     chosen = sites or PRESETS[preset or "walmer"].sites
     selected = select_each(stores, chosen, _sites_with_grid)
     files = find_masks(Path(masks))
     videos = find_videos(selected.stores, files, None if only is None else Path(only))
     longest = max(len(video.frames) for video in videos)
     used = replace(settings, context=min(settings.context, longest))
+    # Nothing before has needed torch.
+    from vitsee_core.device import resolve_device
+    from vitsee_core.video.video_summary import INTERVAL, SPREAD, describe_blocks
+    from vitsee_core.video.work import VideoWork
+
     with _saving(None if save is None else Path(save), selected.stores, selected.chosen) as folders:
         work = VideoWork(
             selected.stores, selected.chosen, files, used, tuple(dict.fromkeys(baselines)),

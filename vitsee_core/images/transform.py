@@ -1,7 +1,8 @@
 """The model's evaluation transform: timm's own, to uint8 pixels; normalisation on the device.
 
-timm chooses the steps (`timm.data.create_transform`); they are lowered to plain Pillow calls that
-workers run without importing torch. The pixels equal timm's bit for bit, resizing included: Pillow
+The steps are those of `timm.data.create_transform`, as plain Pillow calls, so that workers and
+analyses run them without importing torch: its usual ones are known here, and of anything else timm
+is asked. The pixels equal timm's bit for bit, resizing included: Pillow
 always resizes with antialiasing. The conventions are timm's: RGBA, palette and CMYK images go
 through `convert("RGB")` (alpha is dropped), EXIF orientation is not applied, and models with one
 input channel get `convert("L")`. One is our own, because `convert` clips every value above 255:
@@ -11,6 +12,7 @@ input channel get `convert("L")`. One is our own, because `convert` clips every 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 Step = tuple[str, tuple[Any, ...]]
 _MODES = {1: "L", 3: "RGB"}
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")
 FILLS = ("mean", "black")  # what lies beside an image that does not fill the input
 MOST_PIXELS = 2**27  # a strip of 1 x 60000 pixels would become 3 GB on its way to 224 x 224
@@ -81,33 +84,80 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def make_recipe(transform: Mapping[str, Any]) -> Recipe:
-    """Lower timm's evaluation transform for a resolved data config; with `fill` "black", what
+    """timm's evaluation transform for a resolved data config; with `fill` "black", what
     timm's border mode lays around an image is black in place of the mean.
     The crop mode "corner" is our own: an image on a canvas, see `Canvas` in vitsee_stores.
 
     Raises:
         DataError: the config is none that timm can build, or has not one or three channels.
     """
-    from timm.data.transforms_factory import create_transform
-
     channels, height, width = transform["input_size"]
     if channels not in _MODES:
         raise DataError(f"the model takes {channels} channels; expected 1 (grey) or 3 (RGB)")
+    shape, whole = (channels, height, width), None
     if transform.get("crop_mode") == "corner":
         numbers = transform["short_side"], transform["multiple"], transform["interpolation"]
-        return Recipe((channels, height, width), (("corner", ((height, width), *numbers)),))
+        return Recipe(shape, (("corner", ((height, width), *numbers)),))
+    steps = usual_steps(transform)
+    if steps is None:
+        steps, whole = steps_of_timm(transform)
+    if transform.get("fill") == "black":
+        steps = [(s[0], (s[1][0], 0)) if s[0] == "center_crop" else s for s in steps]
+    return Recipe(shape, tuple(steps), whole)
+
+
+def usual_steps(transform: Mapping[str, Any]) -> list[Step] | None:
+    """What timm does for these settings; None where they hold something unusual, which is its own
+    to judge."""
+    height, width = transform["input_size"][1:]
+    mode, interpolation = transform.get("crop_mode"), transform.get("interpolation")
+    share, border = transform.get("crop_pct"), transform.get("crop_border_pixels")
+    mean = transform.get("mean") or ()
+    known = (
+        all(type(side) is int and side > 0 for side in (height, width))
+        and all(type(number) in (int, float) and math.isfinite(number) for number in (share, *mean))
+        and (border is None or (type(border) is int and border >= 0))
+        and interpolation in INTERPOLATIONS
+    )
+    if not known or share is None or share <= 0:
+        return None
+    size = height, width
+    scaled = math.floor(height / share), math.floor(width / share)
+    trim: list[Step] = [("trim", (border,))] if border else []
+    crop: Step = "center_crop", (size, 0)
+    resize: Step
+    if mode == "squash":
+        resize = "resize", (scaled, interpolation)
+    elif mode == "border" and mean:
+        resize = "resize_keep_ratio", (scaled, 1.0, interpolation)
+        crop = "center_crop", (size, tuple(round(255 * value) for value in mean))
+    elif mode == "center" and scaled[0] == scaled[1]:
+        resize = "resize", (scaled[:1], interpolation)
+    elif mode == "center":
+        resize = "resize_keep_ratio", (scaled, 0.0, interpolation)
+    else:
+        return None
+    return [*trim, resize, crop, ("pixels", ())]
+
+
+def steps_of_timm(transform: Mapping[str, Any]) -> tuple[list[Step], Any]:
+    """timm's steps, and timm's transform itself where one of them is not known here.
+
+    Raises:
+        DataError: the config is none that timm can build.
+    """
+    from timm.data.transforms_factory import create_transform
+
     names = ("interpolation", "crop_pct", "crop_mode", "crop_border_pixels", "mean", "std")
     chosen = {name: transform[name] for name in names if transform.get(name) is not None}
+    size = tuple(transform["input_size"])
     try:
-        built = create_transform((channels, height, width), normalize=False, **chosen)
+        built = create_transform(size, normalize=False, **chosen)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise DataError(f"timm cannot build the transform {chosen}: {error!r}") from None
     steps = [_lower(step) for step in built.transforms]
-    if transform.get("fill") == "black":
-        steps = [(s[0], (s[1][0], 0)) if s and s[0] == "center_crop" else s for s in steps]
     known = [step for step in steps if step is not None]
-    whole = built if len(known) < len(steps) else None
-    return Recipe((channels, height, width), tuple(known), whole)
+    return known, built if len(known) < len(steps) else None
 
 
 def normalise(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,14 +13,19 @@ from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled
 from vitsee_core.grams.bfloat16 import has_bfloat16
+from vitsee_core.labelled.exact_cosines import ORTHOGONAL, normalised
 from vitsee_core.threads import run_split
 from vitsee_core.types import Float32
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 # Products in float64 for each in bfloat16 that take longer than float32 takes in its place.
 TOO_MANY = 1 / 50
 TILE_ROWS = 1024
+MARGIN = np.float32(2.0**-20)  # more than cosines lose that are rounded to float32
+LINE = 64  # cosines that are compared at once
 TILE_QUERIES = 256  # with a tile of rows their products stay in a core's own cache
-ORTHOGONAL = 2.0**-40  # more than the rounding errors of a float64 product
 
 
 class CpuNeighbours:
@@ -32,16 +39,17 @@ class CpuNeighbours:
 
     def __init__(self, queries: Float32, k: int, tile: int = 0) -> None:
         """Queries: (m, dim). tile: queries worked on at a time."""
-        self._tile = min(tile or TILE_QUERIES, TILE_QUERIES)
-        self._queries = normalised(queries)
-        self._fast = _Tile.whole(self._queries)
-        self._coarse: _Tile | None = None
-        self._common = self._queries.mean(axis=0)
-        self._cosines = np.full((len(queries), k), -np.inf, np.float32)
-        self._rows = np.zeros((len(queries), k), np.int64)
-        self._n = 0
+        m, step = len(queries), min(tile or TILE_QUERIES, TILE_QUERIES)
+        self._parts = [slice(start, min(start + step, m)) for start in range(0, m, step)]
+        exact = _each(lambda part: normalised(queries[part]), self._parts)
+        self._common = np.concatenate(exact).mean(axis=0)
+        self._fast = _each(_Tile.whole, exact)
+        self._coarse: list[_Tile] | None = None
         if has_bfloat16("cpu"):
-            self._coarse = _Tile.coarse(self._queries, self._common)
+            self._coarse = _each(lambda part: _Tile.coarse(part, self._common), exact)
+        self._cosines = np.full((m, k), -np.inf, np.float32)
+        self._rows = np.zeros((m, k), np.int64)
+        self._n = 0
 
     @property
     def in_bfloat16(self) -> bool:
@@ -54,35 +62,27 @@ class CpuNeighbours:
             self.add(rows[:TILE_ROWS])
             rows = rows[TILE_ROWS:]
         coarse = self._coarse if self._n > 0 else None
-        left = coarse or self._fast
         common = None if coarse is None else self._common
         starts = range(0, len(rows), TILE_ROWS)
-        tiles: list[_Tile | None] = [None] * len(starts)
+        tiles = _each(lambda at: _Tile.of(rows[at : at + TILE_ROWS], common), starts)
+        looked_at = np.zeros(len(self._cosines), np.int64)
 
-        def prepare(_: int, of: range) -> None:
-            for at in of:
-                tiles[at] = _Tile.of(rows[starts[at] :][:TILE_ROWS], common)
-
-        m, n_threads = len(self._queries), torch.get_num_threads()
-        run_split(prepare, len(tiles), min(n_threads, len(tiles)))
-        looked_at = np.zeros(m, np.int64)
-
-        def search(_: int, queries: range) -> None:
-            for start in range(queries.start, queries.stop, self._tile):
-                of = slice(start, min(start + self._tile, queries.stop))
+        def search(_: int, numbers: range) -> None:
+            memory = _Memory(self._parts[0].stop, TILE_ROWS)
+            for number in numbers:
+                of, left = self._parts[number], (coarse or self._fast)[number]
                 for at, tile in zip(starts, tiles, strict=True):
-                    assert tile is not None
-                    near = (left.factors[of] @ tile.factors.T).float().numpy()
+                    near = memory.products(left, tile)
                     take_nearest(
-                        *(near, left.levels[of], left.errors[of], tile.levels, tile.errors),
-                        *(self._queries[of], tile.exact, self._n + at),
+                        *(near, left.levels, left.errors, tile.levels, tile.errors),
+                        *(left.exact, tile.exact, self._n + at),
                         *(self._cosines[of], self._rows[of], looked_at[of]),
                     )
 
-        run_split(search, m, max(1, min(n_threads, m // self._tile)))
+        _run(search, len(self._parts))
         if coarse is not None:
             usual = TOO_MANY + 2 * self._cosines.shape[1] / self._n
-            if looked_at.sum() > usual * m * len(rows):
+            if looked_at.sum() > usual * looked_at.size * len(rows):
                 self._coarse = None
         self._n += len(rows)
 
@@ -133,11 +133,51 @@ class _Tile:
         return cls(exact, factors, levels.astype(np.float32), errors)
 
 
-def normalised(rows: Float32) -> NDArray[np.float64]:
-    """(n, dim) of length 1; a row of zeros stays, and has cosine 0 with everything."""
-    wide = rows.astype(np.float64)
-    length = np.sqrt(np.einsum("ij,ij->i", wide, wide))[:, None]
-    return np.divide(wide, np.where(length > 0, length, 1.0), out=wide)
+class _Memory:
+    """Of one thread, for products of tiles: new memory would be filled with zeros every time."""
+
+    def __init__(self, n_queries: int, n_rows: int) -> None:
+        self._halves, self._near = (
+            torch.empty(n_queries * n_rows, dtype=dtype)
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+
+    def products(self, left: _Tile, right: _Tile) -> Float32:
+        """(queries, rows), valid until the next ones are made."""
+        shape = len(left.exact), len(right.exact)
+        near = self._near[: math.prod(shape)].view(shape)
+        coarse = left.factors.dtype == torch.bfloat16
+        made = self._halves[: math.prod(shape)].view(shape) if coarse else near
+        torch.mm(left.factors, right.factors.T, out=made)
+        found: Float32 = (near.copy_(made) if coarse else near).numpy()
+        return found
+
+
+def _run(work: Callable[[int, range], None], n: int) -> None:
+    """`run_split` of n items by as many threads as torch has, or as there are items."""
+    run_split(work, n, max(1, min(torch.get_num_threads(), n)))
+
+
+def _each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """`work` of every item, by these threads."""
+    found: dict[int, R] = {}
+
+    def some(_: int, numbers: range) -> None:
+        found.update((k, work(items[k])) for k in numbers)
+
+    _run(some, len(items))
+    return [found[k] for k in range(len(items))]
+
+
+@compiled
+def put(value: np.float32, largest: NDArray[np.float32]) -> int:
+    """Put a value among the largest so far, (k,) descending, after its equals; where it is now."""
+    place = len(largest) - 1
+    while place > 0 and value > largest[place - 1]:
+        largest[place] = largest[place - 1]
+        place -= 1
+    largest[place] = value
+    return place
 
 
 @compiled
@@ -156,6 +196,9 @@ def take_nearest(
 ) -> None:
     """Put the rows of a tile that are among the nearest into their places.
 
+    Products in float64 are made of those that may be among the nearest after all of the tile was
+    seen: k others are not surely nearer.
+
     Args:
         near: (queries, rows) products.
         levels: (queries,) to be added to these, with that of the row, to be cosines.
@@ -170,10 +213,31 @@ def take_nearest(
         looked_at: (queries,) changed: how many products are made in float64.
     """
     dim, last = queries.shape[1], cosines.shape[1] - 1
+    least = np.empty(last + 1, np.float32)
+    candidates = np.empty(near.shape[1], np.int64)
     for i in range(near.shape[0]):
         query, some, best, which = queries[i], near[i], cosines[i], numbers[i]
-        bar, error = best[last] - levels[i], errors[i]
-        for j in range(near.shape[1]):
+        level, error, n = levels[i], errors[i], 0
+        for k in range(last + 1):
+            least[k] = best[k] - level
+        for start in range(0, near.shape[1], LINE):
+            line = slice(start, min(start + LINE, near.shape[1]))
+            a, b, c = some[line], of_rows[line], errors_of_rows[line]
+            above, bar = 0, least[last]
+            for j in range(len(a)):  # vectors are compared at once
+                above += a[j] + b[j] + error * c[j] > bar
+            if above == 0:
+                continue
+            for j in range(len(a)):
+                middle, apart = a[j] + b[j], error * c[j]
+                if middle + apart > least[last]:
+                    candidates[n] = start + j
+                    n += 1
+                    if middle - apart - MARGIN > least[last]:
+                        put(middle - apart - MARGIN, least)
+        for at in range(n):
+            j = candidates[at]
+            bar = max(least[last], best[last] - level)
             if some[j] + of_rows[j] + error * errors_of_rows[j] > bar:
                 looked_at[i] += 1
                 row = rows[j]
@@ -183,11 +247,7 @@ def take_nearest(
                 # Those of orthogonal vectors are ties, which float32 alone would not make so.
                 cosine = np.float32(0.0 if abs(dot) < ORTHOGONAL else dot)
                 if cosine > best[last]:
-                    place = last
-                    while place > 0 and cosine > best[place - 1]:
-                        best[place] = best[place - 1]
-                        which[place] = which[place - 1]
-                        place -= 1
-                    best[place] = cosine
+                    place = put(cosine, best)
+                    for k in range(last, place, -1):
+                        which[k] = which[k - 1]
                     which[place] = first + j
-                    bar = best[last] - levels[i]

@@ -10,13 +10,13 @@ first in the store (its distractors after it) is the nearer one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from vitsee_core.labelled.neighbours import in_tiles, keys_of, rounded
+from vitsee_core.labelled.exact_cosines import keys_of
+from vitsee_core.labelled.neighbours import in_tiles
 from vitsee_core.types import Float32, Integers
 
 TILE_CELLS = 1 << 24
@@ -26,6 +26,9 @@ CELL_BYTES = 32  # cosines in float64 and float32, and once more while they are 
 PAIR_BYTES = 64
 UNREADABLE = -2.0  # less than any cosine
 UNCOUNTED = -np.inf
+
+
+Cosines = Callable[[Float32], Float32]  # (queries, rows) in float32 with rows (rows, dim)
 
 
 @dataclass(frozen=True)
@@ -66,27 +69,13 @@ class Counter:
     the query are nearer. First all that is listed is to be passed to `find`, then everything to
     `count`."""
 
-    def __init__(self, queries: Float32, listed: Listed, device: torch.device) -> None:
-        """Queries: (queries, dim)."""
-        # Metal has no float64.
-        self._device = torch.device("cpu") if device.type == "mps" else device
-        self._listed = listed
-        self._queries = _unit(torch.from_numpy(queries).to(self._device, torch.float64))
-        self._buffer = self._queries.new_empty((0, queries.shape[1]))
+    def __init__(self, n: int, listed: Listed, cosines: Cosines) -> None:
+        """n: queries; cosines: theirs."""
+        self._n, self._listed, self._cosines = n, listed, cosines
         # Until it is found, an image is behind all others, as one that could not be read stays.
         self._scores = np.full(len(listed.place), UNREADABLE, np.float32)
         self._above = np.zeros(len(listed.place), np.int64)
         self._pairs_of: list[Integers] = []
-
-    def _cosines(self, rows: Float32) -> Float32:
-        """(queries, rows)."""
-        if len(self._buffer) < len(rows):
-            self._buffer = self._buffer.new_empty((len(rows), rows.shape[1]))
-        exact = self._buffer[: len(rows)].copy_(torch.from_numpy(rows))
-        length = torch.linalg.vector_norm(exact, dim=1)
-        products = self._queries @ exact.T
-        found: Float32 = rounded(products.div_(torch.where(length > 0, length, 1.0))).cpu().numpy()
-        return found
 
     def find(self, places: Integers, rows: Float32) -> None:
         """Take note of the listed ones of these images; places: (rows,) ascending."""
@@ -97,7 +86,7 @@ class Counter:
     def count(self, places: Integers, rows: Float32 | None) -> None:
         """Count images against all listed ones; rows: None where they could not be read."""
         if rows is None:
-            shape = (len(self._queries), len(places))
+            shape = (self._n, len(places))
             cosines = np.full(shape, UNREADABLE, np.float32)
         else:
             cosines = self._cosines(rows)
@@ -128,7 +117,7 @@ class Counter:
         if not self._pairs_of:
             query = self._listed.query
             order = np.lexsort((self._scores, query))
-            n = np.bincount(query, minlength=len(self._queries))
+            n = np.bincount(query, minlength=self._n)
             self._pairs_of = np.split(order, np.cumsum(n)[:-1])
         return self._pairs_of
 
@@ -143,14 +132,7 @@ class Counter:
 
     def result(self) -> tuple[Integers, Integers]:
         """(pairs,) keys, larger is nearer, and how many images that are not listed are nearer."""
-        scores, places = torch.from_numpy(self._scores), torch.from_numpy(self._listed.place)
-        return keys_of(scores, places).numpy(), self._above
-
-
-def _unit(rows: torch.Tensor) -> torch.Tensor:
-    """Of length 1; a row of zeros stays, and has cosine 0 with everything."""
-    length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return rows / torch.where(length > 0, length, 1.0)
+        return keys_of(self._scores, self._listed.place), self._above
 
 
 def most_queries(memory: int) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from vitsee_core.device import precision_context, resolve_device
 from vitsee_core.execution import Execution
 from vitsee_core.features import SiteFeatures
+from vitsee_core.labelled.exact_cosines import HostCosines
 from vitsee_core.retrieval.counting import (
     PAIR_BYTES,
+    Cosines,
     Counter,
     Listed,
     most_queries,
@@ -22,6 +24,8 @@ from vitsee_core.retrieval.counting import (
 from vitsee_core.retrieval.features import Features
 from vitsee_core.retrieval.rows import Search
 from vitsee_core.types import Float32, Integers, Mask
+
+LITTLE = 1e10  # multiplications, half a second
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,34 @@ def passes(search: Search, features: Features, execution: Execution) -> Iterator
     Raises:
         VitseeError: a number is not finite.
     """
-    device = resolve_device(execution.device)
     work = _Passes(search, features, execution)
     queries = work.queries()
     most = search.most_listed
     of_query = 20 * queries.shape[1] + PAIR_BYTES * most
     at_once = max(1, min(execution.budget // 3 // of_query, most_queries(execution.budget // 4)))
-    with precision_context(device, "fp32"):
+    with _cosines(execution.device, len(queries) * work.n_images * queries.shape[1]) as cosines:
         for start in range(0, len(queries), at_once):
             part = slice(start, start + at_once)
             listed = Listed.of(search.lists[part])
-            counter = Counter(queries[part], listed, device)
+            counter = Counter(len(queries[part]), listed, cosines(queries[part]))
             constant = work.count(counter, listed, len(queries[part]), len(queries))
             blank = np.logical_or(~queries[part].any(1), constant)
             yield Block(listed, *counter.result(), constant, blank)
+
+
+@contextmanager
+def _cosines(text: str, work: int) -> Iterator[Callable[[Float32], Cosines]]:
+    """What makes cosines of queries (m, dim) on a device: by numpy where the work, in
+    multiplications, is so little that torch would not make up for its import."""
+    if work <= LITTLE and text in ("auto", "cpu"):
+        yield HostCosines
+        return
+    from vitsee_core.device import precision_context, resolve_device
+    from vitsee_core.retrieval.device_cosines import DeviceCosines
+
+    device = resolve_device(text)
+    with precision_context(device, "fp32"):
+        yield partial(DeviceCosines, device=device)
 
 
 class _Passes:
@@ -72,6 +90,13 @@ class _Passes:
 
     def __init__(self, search: Search, features: Features, execution: Execution) -> None:
         self.search, self.features, self.execution = search, features, execution
+
+    @property
+    def n_images(self) -> int:
+        """How many are searched, distractors among them."""
+        return len(self.search.readable) + sum(
+            features.store.n_images for features in self.features.distractors
+        )
 
     def queries(self) -> Float32:
         """(queries, dim) in the queries' order."""
