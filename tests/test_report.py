@@ -192,8 +192,7 @@ def test_where_the_page_goes(folder: Path, tmp_path: Path) -> None:
 def test_every_command_has_a_card(
     everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Figures are drawn from the tables where no picture lies beside them; coarsely, which is half
-    of the time."""
+    """Figures are drawn from the tables where no picture lies beside them; coarsely, for speed."""
     monkeypatch.setattr(pictures, "DPI", 50)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(everything)

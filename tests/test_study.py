@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import click
@@ -20,7 +18,6 @@ from vitsee_core.analyses import attn_dist
 from vitsee_core.catalogue import needs_of_analyses
 from vitsee_core.study import demo as demo_module
 from vitsee_core.study.demo import demo_study, tour, with_sets
-from vitsee_core.study.foreign import check_outputs
 from vitsee_core.study.planning import check_choice, plan
 from vitsee_core.study.running import (
     BEGUN,
@@ -160,42 +157,6 @@ def test_a_step_that_does_not_apply_is_no_failure(tmp_path: Path, chain: list[St
     assert found["steps"]["a"]["status"] == LEFT_OUT
 
 
-def test_only_the_studys_own_files_are_replaced(tmp_path: Path) -> None:
-    """Its own also where it was stopped while it wrote them, or the folder was moved since."""
-    asked = study(tmp_path / "out")
-    (tmp_path / "out").mkdir()
-    table = asked.result("a")
-    a = Step("a", ("a",), (), (table, table.with_suffix(".png"), asked.store("vit")))
-    make_folders(asked)
-    asked.store("vit").mkdir()
-    record = Record(asked.folder / "study.json")
-    check_outputs(asked, [a], record)  # a store is extract's to refuse
-    for other in ("a.csv", "a.png", "a.csv.json", "a.replicates.csv"):
-        (table.parent / other).write_text("mine")
-        with pytest.raises(VitseeError, match=f"results/{other} would be replaced, and .*study.j"):
-            check_outputs(asked, [a], record)
-        (table.parent / other).unlink()
-
-    def write(step: Step, code: int = 0) -> Outcome:
-        for path in step.outputs[:2]:
-            path.write_text("made")
-        return Outcome(code)
-
-    table.write_text("mine")
-    carry_out([replace(a, outputs=())], record, lambda step: Outcome(1), print)
-    with pytest.raises(VitseeError, match="would be replaced"):  # a step that failed wrote nothing
-        check_outputs(asked, [a], record)
-    table.unlink()
-    with pytest.raises(Stopped):
-        carry_out([a], record, partial(write, code=130), print)
-    check_outputs(asked, [a], Record.read(asked.folder))
-    carry_out([a], record, write, print)
-    asked.folder.rename(tmp_path / "moved")
-    moved = study(tmp_path / "moved")
-    b = Step("a", ("a",), (), (moved.result("a"),))
-    check_outputs(moved, [b], Record.read(moved.folder))
-
-
 def test_the_record_says_what_was_asked_for(tmp_path: Path) -> None:
     asked = study(tmp_path / "out", images=5)
     make_folders(asked)
@@ -264,24 +225,6 @@ def test_a_model_that_cannot_be_extracted_is_named_and_left_out(tmp_path: Path) 
     assert last.startswith("vitsee study: 1 of 7 steps failed: extract-resnet (")
     assert (folder / "results" / "cka-vit.csv").is_file()
     assert not (folder / "results" / "cka-vit-resnet.csv").exists()
-
-
-def test_files_of_others_are_refused_before_any_work(tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    (folder / "results").mkdir(parents=True)
-    words = ["study", "demo:vit", "--data", "demo:test", "--images", "4", "-o", str(folder),
-             "--analyses", "spectrum"]  # fmt: skip
-    for mine in (folder / "results" / "spectrum.csv", folder / "report.html"):
-        mine.write_text("mine")
-        done = vitsee(*words)
-        assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-        assert f"{mine} would be replaced" in done.stderr and mine.read_text() == "mine"
-        assert not (folder / "stores").exists() and not (folder / "study.json").exists()
-        mine.unlink()
-    assert vitsee(*words).exit_code == 0
-    (folder / "results" / "spectrum.csv").write_text("its own, changed")
-    assert vitsee(*words).exit_code == 0
-    assert (folder / "results" / "spectrum.csv").read_text() != "its own, changed"
 
 
 def test_a_model_whose_classifier_cannot_be_read_has_no_lens(tmp_path: Path) -> None:
