@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -72,9 +72,10 @@ class CpuNeighbours:
             for number in numbers:
                 of, left = self._parts[number], (coarse or self._fast)[number]
                 for at, tile in zip(starts, tiles, strict=True):
-                    near = memory.products(left, tile)
+                    bits = memory.products(left, tile)
+                    shift = np.uint32(32 - 8 * bits.itemsize)
                     take_nearest(
-                        *(near, left.levels, left.errors, tile.levels, tile.errors),
+                        *(bits, shift, left.levels, left.errors, tile.levels, tile.errors),
                         *(left.exact, tile.exact, self._n + at),
                         *(self._cosines[of], self._rows[of], looked_at[of]),
                     )
@@ -137,20 +138,19 @@ class _Memory:
     """Of one thread, for products of tiles: new memory would be filled with zeros every time."""
 
     def __init__(self, n_queries: int, n_rows: int) -> None:
-        self._halves, self._near = (
+        self._halves, self._singles = (
             torch.empty(n_queries * n_rows, dtype=dtype)
             for dtype in (torch.bfloat16, torch.float32)
         )
 
-    def products(self, left: _Tile, right: _Tile) -> Float32:
-        """(queries, rows), valid until the next ones are made."""
+    def products(self, left: _Tile, right: _Tile) -> NDArray[Any]:
+        """(queries, rows) the bits, of bfloat16 or float32; valid until the next are made."""
         shape = len(left.exact), len(right.exact)
-        near = self._near[: math.prod(shape)].view(shape)
         coarse = left.factors.dtype == torch.bfloat16
-        made = self._halves[: math.prod(shape)].view(shape) if coarse else near
+        made = (self._halves if coarse else self._singles)[: math.prod(shape)].view(shape)
         torch.mm(left.factors, right.factors.T, out=made)
-        found: Float32 = (near.copy_(made) if coarse else near).numpy()
-        return found
+        bits: NDArray[Any] = made.view(torch.int16 if coarse else torch.int32).numpy()
+        return bits.view(np.uint16 if coarse else np.uint32)
 
 
 def _run(work: Callable[[int, range], None], n: int) -> None:
@@ -182,7 +182,8 @@ def put(value: np.float32, largest: NDArray[np.float32]) -> int:
 
 @compiled
 def take_nearest(
-    near: NDArray[np.float32],
+    bits: NDArray[Any],
+    shift: np.uint32,
     levels: NDArray[np.float32],
     errors: NDArray[np.float32],
     of_rows: NDArray[np.float32],
@@ -200,7 +201,8 @@ def take_nearest(
     seen: k others are not surely nearer.
 
     Args:
-        near: (queries, rows) products.
+        bits: (queries, rows) of products.
+        shift: by which they become those of float32.
         levels: (queries,) to be added to these, with that of the row, to be cosines.
         errors: (queries,) of these, times that of the row, at most.
         of_rows: (rows,) levels.
@@ -214,31 +216,36 @@ def take_nearest(
     """
     dim, last = queries.shape[1], cosines.shape[1] - 1
     least = np.empty(last + 1, np.float32)
-    candidates = np.empty(near.shape[1], np.int64)
-    for i in range(near.shape[0]):
-        query, some, best, which = queries[i], near[i], cosines[i], numbers[i]
+    candidates = np.empty(bits.shape[1], np.int64)
+    largest = np.empty(bits.shape[1], np.float32)
+    words = np.empty(LINE, np.uint32)
+    a = words.view(np.float32)
+    for i in range(bits.shape[0]):
+        query, some, best, which = queries[i], bits[i], cosines[i], numbers[i]
         level, error, n = levels[i], errors[i], 0
         for k in range(last + 1):
             least[k] = best[k] - level
-        for start in range(0, near.shape[1], LINE):
-            line = slice(start, min(start + LINE, near.shape[1]))
-            a, b, c = some[line], of_rows[line], errors_of_rows[line]
+        for start in range(0, bits.shape[1], LINE):
+            line = slice(start, min(start + LINE, bits.shape[1]))
+            part, b, c = some[line], of_rows[line], errors_of_rows[line]
+            for j in range(len(part)):
+                words[j] = np.uint32(part[j]) << shift
             above, bar = 0, least[last]
-            for j in range(len(a)):  # vectors are compared at once
+            for j in range(len(part)):  # vectors are compared at once
                 above += a[j] + b[j] + error * c[j] > bar
             if above == 0:
                 continue
-            for j in range(len(a)):
+            for j in range(len(part)):
                 middle, apart = a[j] + b[j], error * c[j]
                 if middle + apart > least[last]:
-                    candidates[n] = start + j
+                    candidates[n], largest[n] = start + j, middle + apart
                     n += 1
                     if middle - apart - MARGIN > least[last]:
                         put(middle - apart - MARGIN, least)
         for at in range(n):
             j = candidates[at]
             bar = max(least[last], best[last] - level)
-            if some[j] + of_rows[j] + error * errors_of_rows[j] > bar:
+            if largest[at] > bar:
                 looked_at[i] += 1
                 row = rows[j]
                 dot = 0.0
