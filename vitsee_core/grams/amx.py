@@ -1,7 +1,7 @@
 """x y^T of bfloat16 by the matrix unit of a core, AMX: two tiles of 16 rows times two.
 
 A processor's tiles are 16 rows of 64 bytes; one instruction adds the product of two of them to a
-third, 8,192 multiplications in 16 cycles: 12 times what its vectors do in single precision. No
+third, 8,192 multiplications in 16 cycles: 16 times what its vectors do in single precision. No
 library offers the three products that `halves` sums, nor a triangle, nor sums that stay in single
 precision beside it; so the instructions are emitted here.
 
