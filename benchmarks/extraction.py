@@ -7,9 +7,9 @@
 Three sides in turn on the same images: the bare loop; block outputs, pooled vectors and residual
 products; the same with every attention summary. A ratio of 1 is as fast as the bare loop. Slabs
 have the size of a batch unless --slab says otherwise; all sides start their loading workers within
-the time measured, so take enough images. On a CPU the bare loop's memory is that of glibc as it is;
-an extraction keeps what is freed (`vitsee_core/kept_memory.py`), from its second batch on without
-the page faults of the first.
+the time measured, so take enough images. Every run has a process of its own and goes over one batch
+before: an extraction changes how glibc treats freed memory (`vitsee_core/kept_memory.py`), and a
+bare loop after it in the same process would no longer be a bare loop.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,12 +46,12 @@ def make_images(folder: Path, n: int) -> None:
         small.resize((256, 256), Image.Resampling.BICUBIC).save(folder / f"{i:05d}.jpg")
 
 
-def bare(args: argparse.Namespace, folder: Path) -> float:
+def bare(args: argparse.Namespace, folder: Path, images: int) -> float:
     device = resolve_device(args.device)
     model = load_model(args.model, random_init=0)
     model.module.to(device)
-    selection = select(open_source(str(folder)))
-    ranges = [slice(i, min(i + args.batch, args.images)) for i in range(0, args.images, args.batch)]
+    selection = select(open_source(str(folder)), images=images)
+    ranges = [slice(i, min(i + args.batch, images)) for i in range(0, images, args.batch)]
     workers = default_workers(device) if args.workers is None else args.workers
     loading = batches(selection, model.transform, ranges, workers=workers, on_error="fail")
     began = time.perf_counter()
@@ -59,12 +63,12 @@ def bare(args: argparse.Namespace, folder: Path) -> float:
     return time.perf_counter() - began
 
 
-def ours(args: argparse.Namespace, folder: Path, work: Path, attention: str) -> float:
-    store = work / f"{attention}.zarr"
+def ours(args: argparse.Namespace, folder: Path, images: int, attention: str) -> float:
+    store = folder.with_name(f"{attention}.zarr")
     shutil.rmtree(store, ignore_errors=True)
     outcome = extract(
         ModelOptions(args.model, random_init=0),
-        DataOptions(str(folder)),
+        DataOptions(str(folder), images=images),
         KeepOptions(
             sites=("blocks",),
             attention=attention,
@@ -75,8 +79,23 @@ def ours(args: argparse.Namespace, folder: Path, work: Path, attention: str) -> 
         Shard(),
     )
     stages = ", ".join(f"{k} {v:.1f}" for k, v in sorted(outcome.clock.items()))
-    print(f"    attention {attention}: {outcome.seconds:.1f} s ({stages})", flush=True)
+    if images == args.images:
+        print(f"    attention {attention}: {outcome.seconds:.1f} s ({stages})", file=sys.stderr)
     return outcome.seconds
+
+
+SIDES: dict[str, Callable[[argparse.Namespace, Path, int], float]] = {
+    "bare model(x)": bare,
+    "blocks + residual": partial(ours, attention="none"),
+    "+ attention": partial(ours, attention="summary"),
+}
+
+
+def in_a_process(side: str, folder: Path) -> float:
+    """Seconds of a side, by this script itself."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--folder", str(folder)]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return float(said.splitlines()[-1])
 
 
 def main() -> None:
@@ -90,21 +109,21 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--remark", default="", help="added to the result's title")
+    parser.add_argument("--side", choices=SIDES, help="this one alone, on the images of --folder")
+    parser.add_argument("--folder", type=Path)
     add_record_option(parser)
     args = parser.parse_args()
-    print(machine())
+    if args.side:
+        SIDES[args.side](args, args.folder, min(args.batch, args.images))
+        print(SIDES[args.side](args, args.folder, args.images))
+        return
+    print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as name:
-        folder, work = Path(name) / "images", Path(name)
+        folder = Path(name) / "images"
         folder.mkdir()
         make_images(folder, args.images)
-        seconds = interleaved(
-            {
-                "bare model(x)": lambda: bare(args, folder),
-                "blocks + residual": lambda: ours(args, folder, work, "none"),
-                "+ attention": lambda: ours(args, folder, work, "summary"),
-            },
-            args.repeats,
-        )
+        sides = {side: partial(in_a_process, side, folder) for side in SIDES}
+        seconds = interleaved(sides, args.repeats, warmup=0)
     base = seconds["bare model(x)"]
     print(
         f"{args.model}, {args.images} images, batch {args.batch}, "
