@@ -49,6 +49,20 @@ def _leading(value: np.float32) -> np.uint32:
 
 
 @compiled
+def _shift(
+    raw: NDArray[np.uint16], mean: NDArray[np.float32], x: NDArray[np.float32]
+) -> tuple[np.float32, np.float32]:
+    """x = raw - mean, of one row; its product with `mean`, and its sum."""
+    along, total = np.float32(0), np.float32(0)
+    for k in range(len(raw)):
+        value = _single(raw[k]) - mean[k]
+        x[k] = value
+        along += value * mean[k]
+        total += value
+    return along, total
+
+
+@compiled
 def shift_half(
     raw: NDArray[np.uint16],
     place: int,
@@ -68,16 +82,10 @@ def shift_half(
         sums: (rows, 2), added to: each row's product with `mean`, and its sum; without rows nothing
             is added up.
     """
-    rows, columns = raw.shape[0], raw.shape[2]
-    for i in range(rows):
+    columns = raw.shape[2]
+    for i in range(raw.shape[0]):
         # Parts of rows, which the compiler knows to be contiguous.
-        of, to = raw[i, place], x[i][column : column + columns]
-        along, total = np.float32(0), np.float32(0)
-        for j in range(columns):
-            value = _single(of[j]) - mean[j]
-            to[j] = value
-            along += value * mean[j]
-            total += value
+        along, total = _shift(raw[i, place], mean, x[i][column : column + columns])
         if len(sums):
             sums[i, 0] += along
             sums[i, 1] += total
@@ -142,13 +150,7 @@ def shift_into_panels(
         n, inside = min(columns - start, width - of_block), of_block % TILE_NUMBERS
         less, to = mean[start : start + n], values[inside : inside + n]
         for i in range(rows):
-            some = raw[i, place][start : start + n]
-            along, total = np.float32(0), np.float32(0)
-            for k in range(n):
-                value = _single(some[k]) - less[k]
-                to[k] = value
-                along += value * less[k]
-                total += value
+            along, total = _shift(raw[i, place][start : start + n], less, to)
             if len(sums):
                 sums[i, 0] += along
                 sums[i, 1] += total
