@@ -25,9 +25,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import activations
 import cka_peers as peers
@@ -38,6 +40,7 @@ from cka_peers import Float64
 from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 from threadpoolctl import threadpool_info
 
+from vitsee_core.grams import amx
 from vitsee_core.grams.arithmetic import PRECISIONS
 from vitsee_core.grams.bfloat16 import has_bfloat16
 from vitsee_core.grams.products import GramTile, Workspace, products
@@ -54,6 +57,7 @@ from vitsee_core.similarity import (
 PARTS = ("batch", "repeats", "rate", "right")
 UNCACHED = GramOptions(use_cache=False, device="cpu")
 SEED = 0
+WITHOUT = "without the matrix unit"
 THE = {"published scheme": "the published scheme"}
 
 
@@ -281,22 +285,25 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
 
     workspace = Workspace()
 
-    def gram(precision: str) -> None:
+    def gram(precision: str, unit: bool = True) -> None:
         whole = slice(0, n)
         tile = [GramTile(whole, whole)]
         # as for all sites together
         how = {"device": "cpu", "memory": 1 << 32, "precision": precision, "fused": True}
-        list(products(site, images, tile, workspace=workspace, **how))  # type: ignore[arg-type]
+        with nullcontext() if unit else patch.object(amx, "is_there", lambda: False):
+            list(products(site, images, tile, workspace=workspace, **how))  # type: ignore[arg-type]
 
     def read() -> None:
         for strip in site.strips(16384):
             for k in range(made.store.plan.n_slabs):
                 strip.read(made.store.plan.rows(k))
 
+    there = [amx] if amx.is_there() else []
     size, square = 2048, np.random.default_rng(0).normal(size=(2, 2048, 2048)).astype(np.float32)
     a, b = torch.from_numpy(square[0]), torch.from_numpy(square[1])
     sides: dict[str, Callable[[], float | None]] = {
         **{f"Gram pass, {p}": discard(partial(gram, p)) for p in precisions()},
+        **{f"Gram pass, fp32, {WITHOUT}": discard(partial(gram, "fp32", False)) for _ in there},
         "reading alone": read,
         "numpy x @ x.T, in RAM": discard(lambda: np.matmul(bare, bare.T)),
         "numpy GEMM": discard(lambda: np.matmul(square[0], square[1])),
@@ -309,7 +316,7 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
     print(f"\na Gram matrix of {n} images, p = {p}: {useful / 1e9:.1f} G useful operations")
     for name, spent in seconds.items():
         rate = "" if "reading" in name else f"{statistics.median(rates[name]):7.0f} G/s"
-        print(f"  {name:26} {1e3 * statistics.median(spent):9.1f} ms {rate}")
+        print(f"  {name:40} {1e3 * statistics.median(spent):9.1f} ms {rate}")
     rows = []
     for name in (side for side in sides if side.startswith("Gram pass")):
         ratio = paired_ratio(rates[name], best)
@@ -355,7 +362,7 @@ def table(title: str, seconds: Mapping[str, Sequence[float]], first: str) -> Non
     print(f"\n{title}; medians of {rounds} rounds, load {os.getloadavg()[0]:.1f}")
     for name, spent in seconds.items():
         ratio = paired_ratio(spent, seconds[first])
-        print(f"  {name:26} {statistics.median(spent):9.2f} s  {ratio:8.2f} x", flush=True)
+        print(f"  {name:40} {statistics.median(spent):9.2f} s  {ratio:8.2f} x", flush=True)
 
 
 def agreement(found: Mapping[str, Float64], exact: Float64) -> None:
@@ -363,7 +370,7 @@ def agreement(found: Mapping[str, Float64], exact: Float64) -> None:
     for name, value in found.items():
         n = min(len(value), len(exact))
         print(
-            f"  {name:26} within {largest(value[:n, :n], exact[:n, :n]):.1e} of float64, {n} x {n}"
+            f"  {name:40} within {largest(value[:n, :n], exact[:n, :n]):.1e} of float64, {n} x {n}"
         )
 
 

@@ -34,6 +34,11 @@ SHORT = (
         "one Gram matrix of 1,024 images, against the best float32 GEMM",
     ),
     (
+        "gram",
+        "Gram pass, fp32, without the matrix unit, reading",
+        "the same without AMX, as on most processors",
+    ),
+    (
         "localize",
         "against the published scheme",
         "localize: 196 x 196 maps of 1,024 images, against that scheme",
