@@ -140,7 +140,7 @@ def pair_totals(
                 cuts = [(piece.rows, piece.cols) for piece in blocks]
                 made = starmap(_Sums, memory.sums(values, cuts, n_rows, first_col))
             for piece, of_piece in zip(blocks, made, strict=True):
-                piece.running.add(piece, of_piece, 1 if i == j else 2)
+                piece.running.add(piece, of_piece)
     return [r.finish() for r in totals], (diagonals[:n_rows], diagonals[first_col:])
 
 
@@ -161,7 +161,8 @@ def _tiles(n: int, tile: int) -> Iterator[tuple[slice, slice]]:
 
 class _RowRange(NamedTuple):
     """Some rows of a block of a tile: places within the tile of the images of cell g and of those
-    of cell h, and where in all images the tile begins."""
+    of cell h, and where in all images the tile begins. times: 2 where the transposed block is made
+    by no other, as the matrices are symmetric, else 1."""
 
     running: _Running
     g: int
@@ -170,6 +171,7 @@ class _RowRange(NamedTuple):
     cols: Labels
     first_row: int
     first_col: int
+    times: int
 
 
 class _HostTiles:
@@ -234,19 +236,22 @@ class _Running:
         self.touch_own = np.zeros((cells, n_all))
 
     def pieces(self, i: slice, j: slice) -> Iterator[_RowRange]:
-        """What a tile is cut into."""
+        """What a tile is cut into; of one on the diagonal, the cells on and above its diagonal."""
         labels = self.partition.labels
         of_i, of_j = _cells(labels[i]), _cells(labels[j])
         for g, rows in of_i.items():
             for h, cols in of_j.items():
+                if h < g and i == j:
+                    continue
                 if self.partition.crossing or g == h:
-                    step = max(1, TERMS // len(cols))
+                    step, times = max(1, TERMS // len(cols)), 1 if g == h and i == j else 2
                     for at in range(0, len(rows), step):
                         some = rows[at : at + step]
-                        yield _RowRange(self, g, h, some, cols, i.start, j.start)
+                        yield _RowRange(self, g, h, some, cols, i.start, j.start, times)
 
-    def add(self, piece: _RowRange, sums: _Sums, twice: int) -> None:
-        """A piece's; twice: 2 where the tile below the diagonal is this one transposed, else 1."""
+    def add(self, piece: _RowRange, sums: _Sums) -> None:
+        """A piece's."""
+        twice = piece.times
         self.products += twice * sums.products.astype(np.float64)
         self.own += twice * sums.own.astype(np.float64)
         crossing = self.partition.crossing
