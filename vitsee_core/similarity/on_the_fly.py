@@ -6,8 +6,8 @@ biased and minibatch values, and their spread, are those of `hsic` on the same i
 
 Of some hundred columns a product is bound by memory. On two cores with AMX, 1,024 images, 196
 tokens and 196 patches, all of it reaches 0.4 of the rate of a large product in single precision:
-the pairs' sums take 0.31 of the cores' time, products 0.17 (and 0.09 more to be put row by row),
-reading 0.12, making parts of features 0.11; of the rest most uses one core. Tried without gain: one
+the pairs' sums take 0.27 of the cores' time, products 0.17 (and 0.11 more to be put row by row),
+reading 0.14, making parts of features 0.13; of the rest most uses one core. Tried without gain: one
 triangle by ssyrk (numpy copies it faster to the other side than we do), sums of a block in one
 compiled pass, freed memory kept by the process.
 
