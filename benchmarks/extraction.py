@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int)
     parser.add_argument("--remark", default="", help="added to the result's title")
     parser.add_argument("--side", choices=SIDES, help="this one alone, on the images of --folder")
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder", type=Path, help="of the images of --side")
     add_record_option(parser)
     args = parser.parse_args()
     if args.side:

@@ -23,7 +23,7 @@ N = 30
 def test_every_half_is_the_single_of_the_same_value() -> None:
     raw = np.arange(1 << 16, dtype=np.uint16).reshape(64, 1024)
     x, sums = np.full((64, 1030), 7, np.float32), np.zeros((64, 2), np.float32)
-    shift_half(raw[:, None], 0, np.zeros(1024, np.float32), x, 3, sums)
+    shift_half(raw, np.zeros(1024, np.float32), x, 3, sums)
     want = raw.view(np.float16).astype(np.float32)  # subnormal numbers, infinities and NaN among it
     assert np.array_equal(x[:, 3:1027], want, equal_nan=True)
     assert (x[:, :3] == 7).all() and (x[:, 1027:] == 7).all()
@@ -32,11 +32,11 @@ def test_every_half_is_the_single_of_the_same_value() -> None:
 def test_a_shift_and_its_sums_by_hand() -> None:
     raw = np.array([[1.5, 2.0], [-1.0, 0.25]], np.float16).view(np.uint16)
     x, sums = np.zeros((2, 2), np.float32), np.full((2, 2), 10, np.float32)
-    shift_half(raw[:, None], 0, np.array([0.5, 2.0], np.float32), x, 0, sums)
+    shift_half(raw, np.array([0.5, 2.0], np.float32), x, 0, sums)
     assert x.tolist() == [[1.0, 0.0], [-1.5, -1.75]]
     # x . (0.5, 2): 0.5 and -4.25; sums of x: 1 and -3.25
     assert sums.tolist() == [[10.5, 11.0], [5.75, 6.75]]
-    shift_half(raw[:, None], 0, np.zeros(2, np.float32), x, 0, sums[:0])
+    shift_half(raw, np.zeros(2, np.float32), x, 0, sums[:0])
     assert x.tolist() == [[1.5, 2.0], [-1.0, 0.25]]
 
 

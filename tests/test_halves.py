@@ -38,7 +38,7 @@ def fill(
     x = Panels.empty(n, p, parts, np.full(panels_bytes(n, p, parts), 0xFF, np.uint8))
     for a, b in zip((0, *cuts), (*cuts, p), strict=True):
         raw = np.ascontiguousarray(halves[:, a:b]).view(np.uint16)
-        shift_into_panels(raw[:, None], 0, mean[a:b], x.values, 0, a, np.zeros((0, 2), np.float32))
+        shift_into_panels(raw, mean[a:b], x.values, 0, a, np.zeros((0, 2), np.float32))
     return x
 
 

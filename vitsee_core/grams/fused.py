@@ -65,7 +65,6 @@ def _shift(
 @compiled
 def shift_half(
     raw: NDArray[np.uint16],
-    place: int,
     mean: NDArray[np.float32],
     x: NDArray[np.float32],
     column: int,
@@ -74,18 +73,17 @@ def shift_half(
     """x = raw - mean, from one of its columns on, and its sums.
 
     Args:
-        raw: (rows, places, columns) the bits of float16.
-        place: the one that is taken.
+        raw: (rows, columns) the bits of float16.
         mean: (columns,) what is subtracted.
         x: (rows, width), filled.
         column: where in `x` the first column goes.
         sums: (rows, 2), added to: each row's product with `mean`, and its sum; without rows nothing
             is added up.
     """
-    columns = raw.shape[2]
-    for i in range(raw.shape[0]):
+    rows, columns = raw.shape
+    for i in range(rows):
         # Parts of rows, which the compiler knows to be contiguous.
-        along, total = _shift(raw[i, place], mean, x[i][column : column + columns])
+        along, total = _shift(raw[i], mean, x[i][column : column + columns])
         if len(sums):
             sums[i, 0] += along
             sums[i, 1] += total
@@ -133,7 +131,6 @@ def _into_panels(
 @compiled
 def shift_into_panels(
     raw: NDArray[np.uint16],
-    place: int,
     mean: NDArray[np.float32],
     x: NDArray[np.uint16],
     row: int,
@@ -141,7 +138,7 @@ def shift_into_panels(
     sums: NDArray[np.float32],
 ) -> None:
     """As `shift_half`, from one of the rows and columns of x on, the values of `halves.Panels`."""
-    rows, columns = raw.shape[0], raw.shape[2]
+    rows, columns = raw.shape
     width = x.shape[2] * TILE_NUMBERS
     values = np.zeros(width + TILE_NUMBERS, np.float32)
     start = 0
@@ -150,7 +147,7 @@ def shift_into_panels(
         n, inside = min(columns - start, width - of_block), of_block % TILE_NUMBERS
         less, to = mean[start : start + n], values[inside : inside + n]
         for i in range(rows):
-            along, total = _shift(raw[i, place][start : start + n], less, to)
+            along, total = _shift(raw[i][start : start + n], less, to)
             if len(sums):
                 sums[i, 0] += along
                 sums[i, 1] += total

@@ -46,11 +46,11 @@ class StripMeans:
                 self._sums[strip] = np.zeros((len(x), 2), np.float32)
             sums = self._sums[strip][rows]
         if isinstance(x, Panels) or (self._fused and (raw.dtype, x.dtype) == HALF_TO_SINGLE):
-            bits = np.ascontiguousarray(raw).view(np.uint16)[:, np.newaxis]
+            bits = np.ascontiguousarray(raw).view(np.uint16)
             if isinstance(x, Panels):
-                shift_into_panels(bits, 0, mean, x.values, rows.start, columns.start, sums)
+                shift_into_panels(bits, mean, x.values, rows.start, columns.start, sums)
             else:
-                shift_half(bits, 0, mean, x[rows], columns.start, sums)
+                shift_half(bits, mean, x[rows], columns.start, sums)
             return
         weights, step = _weights(mean), max(1, PIECE // raw.shape[1])
         for at in range(0, len(raw), step):

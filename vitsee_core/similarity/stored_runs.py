@@ -8,7 +8,6 @@ from further away, which takes longer where matrices have some hundred columns.
 from __future__ import annotations
 
 import math
-import threading
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from vitsee_core.grams.fused import (
     shift_into_panels,
 )
 from vitsee_core.grams.halves import InPanels
+from vitsee_core.grams.scratch import Scratch
 from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.similarity.stacks import MEAN_ROWS, Runs, Stack, TokenStack
 from vitsee_core.types import Float32
@@ -33,7 +33,7 @@ class StoredRuns(Runs):
     values, which are scaled as the model's normalisation does: it shifts all of a channel alike,
     which changes nothing either."""
 
-    _scratch = threading.local()
+    _scratch = Scratch()
 
     @staticmethod
     def takes(stack: Stack) -> bool:
@@ -50,19 +50,15 @@ class StoredRuns(Runs):
         if isinstance(self.backend, InPanels):
             panels = self.backend.panels(name, *shape)
             if stored.dtype == np.float16:
-                bits = stored[k].view(np.uint16)[:, np.newaxis]
-                shift_into_panels(bits, 0, mean, panels.values, 0, 0, NO_SUMS)
+                bits = stored[k].view(np.uint16)
+                shift_into_panels(bits, mean, panels.values, 0, 0, NO_SUMS)
             else:
                 shift_bytes_into_panels(stored[k], mean, self._scale, panels.values)
             return panels
         size = math.prod(shape)
-        memory = getattr(self._scratch, name, None)
-        if memory is None or len(memory) < size:
-            memory = np.empty(size, np.float32)
-            setattr(self._scratch, name, memory)
-        x: Float32 = memory[:size].reshape(shape)
+        x: Float32 = self._scratch.take(name, size, np.float32)[:size].reshape(shape)
         if stored.dtype == np.float16:
-            shift_half(stored[k].view(np.uint16)[:, np.newaxis], 0, mean, x, 0, NO_SUMS)
+            shift_half(stored[k].view(np.uint16), mean, x, 0, NO_SUMS)
         else:
             shift_bytes(stored[k], mean, self._scale, x)
         return x
