@@ -17,17 +17,17 @@ With the leading bits alone it is `--precision bf16`.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from vitsee_core.grams import amx
 from vitsee_core.grams.arithmetic import Host
 from vitsee_core.grams.fused import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS, put_blocks
+from vitsee_core.grams.scratch import Scratch
 from vitsee_core.grams.syrk import mirror
 from vitsee_core.types import Float, Float32
 
@@ -88,7 +88,7 @@ class InPanels(Host):
 
     def __init__(self, unit: ModuleType, parts: int) -> None:
         super().__init__()
-        self._unit, self._parts, self._own = unit, parts, threading.local()
+        self._unit, self._parts, self._scratch = unit, parts, Scratch()
 
     def strip_bytes(self, rows: int, columns: int, item: int) -> int:
         """Whole panels and blocks."""
@@ -112,26 +112,21 @@ class InPanels(Host):
         made: Float32 = aligned(out)[: int(np.prod(shape))].reshape(shape)
         for j in range(len(made)):
             made[j, j if left is right else 0 :] = 0
-        turned = aligned(self._memory("turned", PANEL * ROW_NUMBERS * 2 + LINE_BYTES, np.uint8))
+        turned = aligned(
+            self._scratch.take("turned", PANEL * ROW_NUMBERS * 2 + LINE_BYTES, np.uint8)
+        )
         self._unit.add_product(left.values, right.values, made, turned, left is right)
         return made
 
     def whole(self, left: Any, right: Any, out: Float32) -> None:
         """left right^T, of `Panels`, whole, into `out` (contiguous)."""
-        memory = self._memory("product", self.product_size(len(left), len(right)), np.float32)
+        memory = self._scratch.take("product", self.product_size(len(left), len(right)), np.float32)
         put_blocks(self.multiply(left, right, memory), out, left is right)
 
     def panels(self, name: str, rows: int, columns: int) -> Panels:
         """Room for rows, in memory that this thread takes again for the next of this name."""
-        memory = self._memory(name, self.strip_bytes(rows, columns, 4), np.uint8)
+        memory = self._scratch.take(name, self.strip_bytes(rows, columns, 4), np.uint8)
         return self.strip(memory, rows, columns)
-
-    def _memory(self, name: str, n: int, dtype: DTypeLike) -> NDArray[Any]:
-        found: NDArray[Any] | None = getattr(self._own, name, None)
-        if found is None or len(found) < n:
-            found = np.empty(n, dtype)
-            setattr(self._own, name, found)
-        return found
 
     def add(self, total: Any, product: NDArray[Any]) -> None:
         """total += product."""
