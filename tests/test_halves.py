@@ -14,13 +14,9 @@ from tests.reference_cka import gram_hsic1
 from tests.stores import write_sites
 from vitsee_core import machine
 from vitsee_core.grams import amx
-from vitsee_core.grams.fused import (
-    ROW_NUMBERS,
-    shift_bytes,
-    shift_bytes_into_panels,
-    shift_into_panels,
-)
+from vitsee_core.grams.fused import shift_bytes
 from vitsee_core.grams.halves import InPanels, Panels, panels_bytes
+from vitsee_core.grams.panels import ROW_NUMBERS, shift_bytes_into_panels, shift_into_panels
 from vitsee_core.grams.products import GramTile, products
 from vitsee_core.grams.shift import Origin, raw_gram
 from vitsee_core.similarity import Representation
@@ -171,7 +167,7 @@ def test_bytes_are_shifted_and_scaled() -> None:
     mean, scale = np.array([2, 0.5, 7], np.float32), np.array([1, 0.25, 3], np.float32)
     backend = InPanels(amx, 2)
     x = backend.panels("x", 2, 3)
-    shift_bytes_into_panels(raw, mean, scale, x.values)
+    shift_bytes_into_panels(raw, mean, scale, x.values, 0)
     # 254.5 / 4 is 63.5 and 1/8; 70 * 3 is exact in 8 bits
     assert dense(x)[:, :2, :3].tolist() == [
         [[-2, 63.5, 0], [126, 0.125, 210]],
@@ -182,7 +178,7 @@ def test_bytes_are_shifted_and_scaled() -> None:
     mean, scale = (rng.normal(size=768).astype(np.float32) for _ in range(2))
     single, x = np.empty((40, 768), np.float32), backend.panels("x", 40, 768)
     shift_bytes(raw, mean, scale, single)
-    shift_bytes_into_panels(raw, mean, scale, x.values)
+    shift_bytes_into_panels(raw, mean, scale, x.values, 0)
     found = dense(x).astype(np.float64).sum(0)[:40, :768]
     assert np.abs(found - single).max() <= np.abs(single).max() / 2**16
 

@@ -26,7 +26,14 @@ from numpy.typing import NDArray
 
 from vitsee_core.grams import amx
 from vitsee_core.grams.arithmetic import Host
-from vitsee_core.grams.fused import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS, put_blocks
+from vitsee_core.grams.panels import (
+    PANEL,
+    ROW_NUMBERS,
+    TILE,
+    TILE_NUMBERS,
+    put_blocks,
+    take_rows,
+)
 from vitsee_core.grams.scratch import Scratch
 from vitsee_core.grams.syrk import mirror
 from vitsee_core.types import Float, Float32
@@ -69,7 +76,7 @@ class Panels:
         n_columns = blocks * tiles * TILE_NUMBERS
         memory = np.empty(panels_bytes(len(places), n_columns, parts), np.uint8)
         found = Panels.empty(len(places), n_columns, parts, memory)
-        amx.take_rows(self.values, places, found.values)
+        take_rows(self.values, places, found.values)
         return found
 
 
@@ -162,7 +169,7 @@ def aligned(memory: NDArray[Any]) -> NDArray[Any]:
 
 
 def _shape(n_rows: int, n_columns: int, parts: int) -> tuple[int, ...]:
-    """Blocks have as many tiles as a panel of 32 kB takes, or less, all alike."""
+    """Blocks have as many tiles as a panel of 16 kB takes, or less, all alike."""
     n_tiles, most = -(-n_columns // TILE_NUMBERS), ROW_NUMBERS // TILE_NUMBERS // parts
     n_blocks = -(-n_tiles // most)
     of_block = -(-n_tiles // n_blocks)

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.grams.arithmetic import Cast, Staging
-from vitsee_core.grams.fused import shift_half, shift_into_panels
+from vitsee_core.grams.fused import shift_half
 from vitsee_core.grams.halves import Panels
+from vitsee_core.grams.panels import shift_into_panels
 from vitsee_core.grams.shift import Origin, Rows
 
 MEAN_ROWS = 128

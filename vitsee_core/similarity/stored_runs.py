@@ -13,13 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.grams.fused import (
-    shift_bytes,
-    shift_bytes_into_panels,
-    shift_half,
-    shift_into_panels,
-)
+from vitsee_core.grams.fused import shift_bytes, shift_half
 from vitsee_core.grams.halves import InPanels
+from vitsee_core.grams.panels import shift_bytes_into_panels, shift_into_panels
 from vitsee_core.grams.scratch import Scratch
 from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.similarity.stacks import MEAN_ROWS, Runs, Stack, TokenStack
@@ -53,7 +49,7 @@ class StoredRuns(Runs):
                 bits = stored[k].view(np.uint16)
                 shift_into_panels(bits, mean, panels.values, 0, 0, NO_SUMS)
             else:
-                shift_bytes_into_panels(stored[k], mean, self._scale, panels.values)
+                shift_bytes_into_panels(stored[k], mean, self._scale, panels.values, 0)
             return panels
         size = math.prod(shape)
         x: Float32 = self._scratch.take(name, size, np.float32)[:size].reshape(shape)

@@ -1,0 +1,335 @@
+"""Rows of features laid out as the matrix unit takes them: panels of 32 rows, in tiles of the
+bfloat16 parts that `halves` multiplies.
+
+Features are read as they are stored (half precision, bytes, single precision), shifted, and split
+in one pass, whose vectors of 32 numbers are emitted: of loops the compiler makes code that takes
+three times as long. 16 rows of a tile go one after the other, as they lie together, and the lines
+of the next 16 are asked for meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.compiled import compiled, emitted
+
+# Rows of a tile and of a panel; numbers of a row of a tile, and of one of a panel in a block, all
+# parts together.
+TILE, PANEL, TILE_NUMBERS, ROW_NUMBERS = 16, 32, 32, 256
+# Bytes of a row of a tile, and of a part of the tiles that a panel has side by side.
+LINE, PART = 2 * TILE_NUMBERS, 2 * TILE_NUMBERS * PANEL
+# float32 as bfloat16: its upper half, rounded to even; from NOT_A_NUMBER on as it is.
+UPPER, LEADING = 16, 0xFFFF0000
+LAST, BELOW_HALF = 1, 0x7FFF
+MAGNITUDE, NOT_A_NUMBER = 0x7FFFFFFF, 0x7F800001
+# What features are stored in, as `_lay_tile` is told.
+HALF, BYTE, SINGLE = 0, 1, 2
+NOTHING = np.zeros(0, np.float32)
+# Rows that are fetched before they are taken.
+AHEAD = 16
+
+Long = np.int64 | int
+# (blocks, panels, tiles, parts, 2, 16, 32)
+Tiles = NDArray[np.uint16]
+
+
+# A row of a tile: 32 numbers
+
+
+def _at(builder: Any, address: Any, kind: Any) -> Any:
+    """The vector of 32 numbers that a pointer has been made of."""
+    from llvmlite import ir
+
+    return builder.inttoptr(address, ir.VectorType(kind, TILE_NUMBERS).as_pointer())
+
+
+def _of_half(builder: Any, raw: Any, mean: Any, scale: Any) -> Any:
+    """A float16 less a float32."""
+    from llvmlite import ir
+
+    single = ir.VectorType(ir.FloatType(), TILE_NUMBERS)
+    x = builder.fpext(builder.load(_at(builder, raw, ir.HalfType()), align=2), single)
+    return builder.fsub(x, builder.load(_at(builder, mean, ir.FloatType()), align=4))
+
+
+def _of_byte(builder: Any, raw: Any, mean: Any, scale: Any) -> Any:
+    """(byte - mean) scale."""
+    from llvmlite import ir
+
+    single = ir.VectorType(ir.FloatType(), TILE_NUMBERS)
+    x = builder.uitofp(builder.load(_at(builder, raw, ir.IntType(8)), align=1), single)
+    less, by = (builder.load(_at(builder, a, ir.FloatType()), align=4) for a in (mean, scale))
+    return builder.fmul(builder.fsub(x, less), by)
+
+
+def _of_single(builder: Any, raw: Any, mean: Any, scale: Any) -> Any:
+    """A float32 as it is."""
+    from llvmlite import ir
+
+    return builder.load(_at(builder, raw, ir.FloatType()), align=4)
+
+
+def _lay(values: Callable[..., Any], parts: int, sums: bool = False) -> Callable[..., None]:
+    """What reads 32 numbers and writes their parts; with `sums` it adds the numbers' products with
+    `mean` to the first 32 of 64 numbers, the numbers to the others."""
+
+    def lay(builder: Any, raw: Any, mean: Any, scale: Any, to: Any, added: Any) -> None:
+        from llvmlite import ir
+
+        single, bits, short = (
+            ir.VectorType(kind, TILE_NUMBERS)
+            for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(16))
+        )
+        x = rest = values(builder, raw, mean, scale)
+        for part in range(parts):
+            leading = _leading(builder, builder.bitcast(rest, bits))
+            upper = builder.lshr(leading, ir.Constant(bits, [UPPER] * TILE_NUMBERS))
+            place = builder.add(to, to.type(part * PART))
+            builder.store(builder.trunc(upper, short), _at(builder, place, ir.IntType(16)), align=2)
+            rest = builder.fsub(rest, builder.bitcast(leading, single))
+        if sums:
+            weights = builder.load(_at(builder, mean, ir.FloatType()), align=4)
+            for value in (builder.fmul(x, weights), x):
+                place = _at(builder, added, ir.FloatType())
+                total = builder.fadd(builder.load(place, align=4), value)
+                builder.store(total, place, align=4)
+                added = builder.add(added, added.type(4 * TILE_NUMBERS))
+
+    return emitted(lay)
+
+
+def _leading(builder: Any, bits: Any) -> Any:
+    """The bits of the nearest bfloat16, as those of a float32."""
+    from llvmlite import ir
+
+    def constant(value: int) -> Any:
+        return ir.Constant(bits.type, [value] * TILE_NUMBERS)
+
+    last = builder.and_(builder.lshr(bits, constant(UPPER)), constant(LAST))
+    rounded = builder.add(bits, builder.add(last, constant(BELOW_HALF)))
+    size = builder.and_(bits, constant(MAGNITUDE))
+    number = builder.icmp_unsigned("<", size, constant(NOT_A_NUMBER))
+    return builder.and_(builder.select(number, rounded, bits), constant(LEADING))
+
+
+_half_1, _half_2 = _lay(_of_half, 1), _lay(_of_half, 2)
+_half_1_summed, _half_2_summed = _lay(_of_half, 1, True), _lay(_of_half, 2, True)
+_byte_1, _byte_2 = _lay(_of_byte, 1), _lay(_of_byte, 2)
+_single_1, _single_2 = _lay(_of_single, 1), _lay(_of_single, 2)
+
+
+@emitted
+def _fetch(builder: Any, address: Any) -> None:
+    """Ask for a line of memory, which need not be there."""
+    from llvmlite import ir
+
+    number = ir.IntType(32)
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    # To read, into the nearest cache, data.
+    where = builder.inttoptr(address, byte)
+    builder.call(prefetch, [where, number(0), number(3), number(1)])
+
+
+@compiled
+def _lay_tile(
+    kind: int, parts: int, raw: Long, mean: Long, scale: Long, to: Long, added: Long
+) -> None:
+    """A row of a tile; `added`: where its sums are, 0 for none."""
+    if kind == HALF:
+        if added != 0:
+            if parts > 1:
+                _half_2_summed(raw, mean, scale, to, added)
+            else:
+                _half_1_summed(raw, mean, scale, to, added)
+        elif parts > 1:
+            _half_2(raw, mean, scale, to, added)
+        else:
+            _half_1(raw, mean, scale, to, added)
+    elif kind == BYTE:
+        if parts > 1:
+            _byte_2(raw, mean, scale, to, added)
+        else:
+            _byte_1(raw, mean, scale, to, added)
+    elif parts > 1:
+        _single_2(raw, mean, scale, to, added)
+    else:
+        _single_1(raw, mean, scale, to, added)
+
+
+@compiled
+def _address(x: NDArray[Any]) -> Long:
+    """Of the first number."""
+    return np.int64(x.ctypes.data)
+
+
+@compiled
+def _lay_rows(
+    kind: int,
+    raw: NDArray[Any],
+    mean: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    x: Tiles,
+    row: int,
+    column: int,
+    sums: NDArray[np.float32],
+) -> None:
+    """`raw`, whose rows are contiguous, from a row and a column of x on."""
+    parts, n_rows, pitch = x.shape[3], len(raw), raw.strides[0]
+    of, less, by, to = _address(raw), _address(mean), _address(scale), _address(x)
+    added = np.zeros((TILE, 2, TILE_NUMBERS), np.float32)
+    of_tile, last = parts * PART, column + raw.shape[1]
+    low, high, n_tiles = -(-column // TILE_NUMBERS), last // TILE_NUMBERS, x.shape[2]
+    for block in range(low // n_tiles, -(-high // n_tiles)):
+        tiles = range(max(low, block * n_tiles), min(high, (block + 1) * n_tiles))
+        start = 0
+        while start < n_rows:
+            panel, line = divmod(row + start, PANEL)
+            n = min(TILE - line % TILE, n_rows - start)
+            place = to + (block * x.shape[1] + panel) * n_tiles * of_tile
+            place += line // TILE * TILE * LINE + line % TILE * LINE
+            for tile in tiles:
+                k = tile * TILE_NUMBERS - column
+                for i in range(n):
+                    source = of + (start + i) * pitch + k * raw.itemsize
+                    _fetch(source + TILE * pitch)
+                    target = place + tile % n_tiles * of_tile + i * LINE
+                    to_sums = _address(added[i]) if len(sums) else 0
+                    _lay_tile(kind, parts, source, less + 4 * k, by + 4 * k, target, to_sums)
+            if len(sums):
+                _add_up(added, sums[start : start + n])
+            start += n
+    first = column // TILE_NUMBERS
+    _lay_edge(kind, raw, mean, scale, x, row, column, first, sums)
+    if high > first:
+        _lay_edge(kind, raw, mean, scale, x, row, column, high, sums)
+
+
+@compiled
+def _lay_edge(
+    kind: int,
+    raw: NDArray[Any],
+    mean: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    x: Tiles,
+    row: int,
+    column: int,
+    tile: int,
+    sums: NDArray[np.float32],
+) -> None:
+    """What `raw` has of a tile, unless it is all of it or nothing."""
+    low = max(0, tile * TILE_NUMBERS - column)
+    high = min(raw.shape[1], (tile + 1) * TILE_NUMBERS - column)
+    if low >= high or high - low == TILE_NUMBERS:
+        return
+    inside, parts, (block, tile) = column + low, x.shape[3], divmod(tile, x.shape[2])
+    inside %= TILE_NUMBERS
+    some, less = np.zeros(TILE_NUMBERS, raw.dtype), np.zeros(TILE_NUMBERS, np.float32)
+    by, found = np.zeros_like(less), np.zeros((parts, PANEL, TILE_NUMBERS), np.uint16)
+    added = np.zeros((1, 2, TILE_NUMBERS), np.float32)
+    for k in range(high - low if kind != SINGLE else 0):
+        less[inside + k] = mean[low + k]
+        if kind == BYTE:
+            by[inside + k] = scale[low + k]
+    for i in range(len(raw)):
+        for k in range(high - low):
+            some[inside + k] = raw[i, low + k]
+        to_sums = _address(added) if len(sums) else 0
+        of, to = _address(some), _address(found)
+        _lay_tile(kind, parts, of, _address(less), _address(by), to, to_sums)
+        panel, line = divmod(row + i, PANEL)
+        for part in range(parts):
+            for k in range(inside, inside + high - low):
+                x[block, panel, tile, part, line // TILE, line % TILE, k] = found[part, 0, k]
+        if len(sums):
+            _add_up(added, sums[i : i + 1])
+
+
+@compiled
+def _add_up(added: NDArray[np.float32], sums: NDArray[np.float32]) -> None:
+    """Each row's sums += what was added for it, which is 0 then."""
+    for i in range(len(sums)):
+        for of in range(2):
+            total = np.float32(0)
+            for k in range(TILE_NUMBERS):
+                total += added[i, of, k]
+                added[i, of, k] = 0
+            sums[i, of] += total
+
+
+@compiled
+def shift_into_panels(
+    raw: NDArray[np.uint16],
+    mean: NDArray[np.float32],
+    x: Tiles,
+    row: int,
+    column: int,
+    sums: NDArray[np.float32],
+) -> None:
+    """As `fused.shift_half`, from one of the rows and columns of x on, the values of
+    `halves.Panels`: the bits of the nearest bfloat16, and of the nearest to what is left."""
+    _lay_rows(HALF, raw, mean, NOTHING, x, row, column, sums)
+
+
+@compiled
+def shift_bytes_into_panels(
+    raw: NDArray[np.uint8],
+    mean: NDArray[np.float32],
+    scale: NDArray[np.float32],
+    x: Tiles,
+    row: int,
+) -> None:
+    """As `fused.shift_bytes`, from one of the rows of x on, the values of `halves.Panels`."""
+    _lay_rows(BYTE, raw, mean, scale, x, row, 0, np.zeros((0, 2), np.float32))
+
+
+@compiled
+def into_panels(raw: NDArray[np.float32], x: Tiles) -> None:
+    """Numbers as they are."""
+    _lay_rows(SINGLE, raw, NOTHING, NOTHING, x, 0, 0, np.zeros((0, 2), np.float32))
+
+
+@compiled
+def take_rows(x: Tiles, places: NDArray[np.int64], out: Tiles) -> None:
+    """Some rows into others, from its first row on. Lines that are fetched some rows ahead take
+    half the time."""
+    n, of_panel = len(places), x.shape[2] * x.shape[3] * PANEL * TILE_NUMBERS
+    of, to = np.zeros(n + AHEAD, np.int64), np.empty(n, np.int64)
+    for i in range(n):
+        of[i] = places[i] // PANEL * of_panel + places[i] % PANEL * TILE_NUMBERS
+        to[i] = i // PANEL * of_panel + i % PANEL * TILE_NUMBERS
+    for block in range(len(x)):
+        source, target = x[block].reshape(-1), out[block].reshape(-1)
+        start = _address(source)
+        for at in range(0, of_panel, PANEL * TILE_NUMBERS):
+            for i in range(n):
+                _fetch(start + 2 * (of[i + AHEAD] + at))
+                a, b = np.uint64(of[i] + at), np.uint64(to[i] + at)  # none is negative
+                for k in range(TILE_NUMBERS):
+                    target[b + np.uint64(k)] = source[a + np.uint64(k)]
+
+
+@compiled
+def put_blocks(blocks: NDArray[np.float32], out: NDArray[np.float32], symmetric: bool) -> None:
+    """A product as the matrix unit makes it, `halves.Sums.values`, row by row; of a symmetric one
+    what is below the diagonal above it, too."""
+    n, m = out.shape
+    for j in range(len(blocks)):
+        wide = min(PANEL, m - j * PANEL)
+        for i in range(j if symmetric else 0, blocks.shape[1]):
+            high = min(PANEL, n - i * PANEL)
+            block = blocks[j, i]
+            for r in range(high):
+                to = out[i * PANEL + r][j * PANEL : j * PANEL + wide]
+                for c in range(wide):
+                    to[c] = block[r, c]
+            if symmetric:
+                for c in range(wide):
+                    to = out[j * PANEL + c][i * PANEL : i * PANEL + high]
+                    for r in range(c + 1 if i == j else 0, high):
+                        to[r] = block[r, c]
