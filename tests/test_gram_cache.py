@@ -41,6 +41,7 @@ from vitsee_core.similarity.cache import SCRATCH, gram_cache
 from vitsee_core.similarity.exact import leave_one_out
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
+from vitsee_core.similarity.pieces import Partition
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
 
@@ -173,7 +174,7 @@ def test_the_number_of_threads_changes_no_bit(
     monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 64)
     monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 16)
     monkeypatch.setattr("vitsee_core.similarity.pair_sums.FEW", 0)
-    monkeypatch.setattr("vitsee_core.similarity.pair_sums.TERMS", 64)
+    monkeypatch.setattr("vitsee_core.similarity.pieces.TERMS", 64)
     monkeypatch.setattr("vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True)
     found: list[tuple[Any, list[str]]] = []
     for cores in (1, 2, 7):
@@ -445,7 +446,7 @@ def test_a_jackknife_holds_one_block_less_at_a_time() -> None:
     n, rng = 1500, np.random.default_rng(0)
     grams = [x @ x.T for x in rng.normal(size=(4, n, 3)).astype(np.float32)]
     matrices = [batches.InMemory(n, lambda gram=gram: gram) for gram in grams]  # type: ignore[misc]
-    partition = pair_sums.Partition(np.arange(n) * 20 // n, 20, crossing=True)
+    partition = Partition(np.arange(n) * 20 // n, 20, crossing=True)
     tracemalloc.start()
     found = leave_one_out(matrices, None, tile=64, partition=partition, biased=False, device="cpu")
     _, peak = tracemalloc.get_traced_memory()

@@ -15,8 +15,13 @@ from tests.stores import write_sites
 from vitsee_core import machine
 from vitsee_core.grams import amx
 from vitsee_core.grams.fused import shift_bytes
-from vitsee_core.grams.halves import InPanels, Panels, panels_bytes
-from vitsee_core.grams.panels import ROW_NUMBERS, shift_bytes_into_panels, shift_into_panels
+from vitsee_core.grams.halves import InPanels, Panels, in_rows, panels_bytes
+from vitsee_core.grams.panels import (
+    ROW_NUMBERS,
+    into_panels,
+    shift_bytes_into_panels,
+    shift_into_panels,
+)
 from vitsee_core.grams.products import GramTile, products
 from vitsee_core.grams.shift import Origin, raw_gram
 from vitsee_core.similarity import Representation
@@ -51,20 +56,35 @@ def nearest(x: Array) -> Array:
     return np.asarray(np.ldexp(np.round(fraction * 256) / 256, exponent))
 
 
-def by_numpy(left: Array, right: Array, out: Array, turned: Array, same: bool) -> None:
+def by_numpy(
+    left: Array,
+    right: Array,
+    out: Array,
+    turned: Array,
+    symmetric: bool,
+    every: bool,
+    fresh: bool,
+) -> None:
     """What `amx.add_product` does."""
     n, m = left.shape[1] * 32, right.shape[1] * 32
     a, b = dense(Panels(left, n)), dense(Panels(right, m))
     made = a[0] @ b[0].T
+    if len(b) > 1:
+        made += a[0] @ b[1].T
     if len(a) > 1:
-        made += a[0] @ b[1].T + a[1] @ b[0].T
-    blocks = made.reshape(n // 32, 32, m // 32, 32).transpose(2, 0, 1, 3)
+        made += a[1] @ b[0].T
+    second = a[1] @ b[1].T if len(a) == len(b) > 1 else np.zeros_like(made)
+    made, second = (
+        x.reshape(n // 32, 32, m // 32, 32).transpose(2, 0, 1, 3)
+        for x in (made + every * second, (1 - every) * second)
+    )
     for j in range(len(out)):
-        low = j if same else 0
-        out[j, low:] += blocks[j, low:]
-        if same and len(a) > 1:
-            some = slice(32 * j, 32 * j + 32)
-            out[j, j] += a[1][some] @ b[1][some].T
+        low = j if symmetric else 0
+        if fresh:
+            out[j, low:] = 0
+        out[j, low:] += made[j, low:]
+        if symmetric:
+            out[j, j] += second[j, j]
 
 
 UNITS = [pytest.param(amx, marks=needs_unit), SimpleNamespace(add_product=by_numpy)]
@@ -145,21 +165,38 @@ def test_products(unit: Any, parts: int, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("n", [1, 32, 75])
-def test_products_row_by_row(unit: Any, n: int) -> None:
+@pytest.mark.parametrize("parts", [(1, 1), (1, 2), (2, 2)])
+def test_products_of_several_parts(unit: Any, parts: tuple[int, int]) -> None:
+    """Of left and right factors that differ, as of bytes with weights, and of all parts."""
     rng = np.random.default_rng(0)
-    backend = InPanels(unit, 2)
-    for p in (20, 384):
-        halves = [rng.normal(size=(k, p)).astype(np.float16) for k in (n, 40)]
-        x, y = (fill(v, 2) for v in halves)
-        a, b = (v.astype(np.float64) for v in halves)
-        out = np.full((n, 40), np.nan, np.float32)
-        backend.whole(x, y, out)
-        assert out == pytest.approx(a @ b.T, abs=3e-5 * p**0.5)
-        square = np.full((n, n), np.nan, np.float32)
-        backend.whole(x, x, square)
-        assert square == pytest.approx(a @ a.T, abs=3e-5 * p**0.5)
-        assert np.array_equal(square, square.T)
+    backend, n, m, p = InPanels(unit, 2), 70, 40, 650
+    raw = [rng.normal(size=(k, p)).astype(np.float32) for k in (n, m)]
+    left, right = (
+        backend.panels(str(k), len(x), p, parts[k], beside=max(parts)) for k, x in enumerate(raw)
+    )
+    for x, side in zip(raw, (left, right), strict=True):
+        into_panels(x, side.values)
+    a, b = (dense(x).astype(np.float64)[:, : len(x)] for x in (left, right))
+    assert all(
+        np.abs(x.sum(0)[:, :p] - y).max() <= np.abs(y).max() / (2**8 if len(x) == 1 else 2**16)
+        for x, y in zip((a, b), raw, strict=True)
+    )
+    blocks = backend.blocks(n, m, np.full(backend.product_size(n, m), np.nan, np.float32))
+    backend.add_product(left, right, blocks, fresh=True)
+    leading = a[0] @ b[0].T + sum(a[0] @ y.T for y in b[1:]) + sum(x @ b[0].T for x in a[1:])
+    assert in_rows(blocks, n, m) == pytest.approx(leading, abs=2e-4)
+    backend.add_product(left, right, blocks, every=True)
+    both = leading + a.sum(0) @ b.sum(0).T
+    assert in_rows(blocks, n, m) == pytest.approx(both, abs=4e-4)
+    if sum(parts) == 4:
+        assert np.abs(both - 2 * leading).max() > 1e-4  # what `every` adds is seen
+    square = backend.blocks(m, m, np.full(backend.product_size(m, m), np.nan, np.float32))
+    other = backend.panels("other", m, p, parts[0], beside=max(parts))
+    into_panels(raw[1], other.values)
+    backend.add_product(other, right, square, symmetric=True, fresh=True)
+    below = np.tri(m, dtype=bool)
+    want = dense(other).astype(np.float64).sum(0)[:m] @ b.sum(0).T
+    assert in_rows(square, m, m)[below] == pytest.approx(want[below], abs=1e-3)
 
 
 def test_bytes_are_shifted_and_scaled() -> None:

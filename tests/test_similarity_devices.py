@@ -18,7 +18,7 @@ from vitsee_core.device import current_precision
 from vitsee_core.grams import arithmetic, products
 from vitsee_core.grams.arithmetic import Gpu, Staging, full_precision
 from vitsee_core.grams.shift import raw_gram
-from vitsee_core.similarity import device_tiles, estimate, on_the_fly, pair_sums
+from vitsee_core.similarity import device_tiles, estimate, on_the_fly, whole_tiles
 from vitsee_core.similarity.device_tiles import DeviceTiles
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_stores import Store
@@ -49,7 +49,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     for module in (products, on_the_fly):
         monkeypatch.setattr(module, "arithmetic", lambda _device, _work: OnTheCpu("cpu"))
-    monkeypatch.setattr(pair_sums, "_tile_memory", memory)
+    monkeypatch.setattr(whole_tiles, "_memory", memory)
     monkeypatch.setattr(Staging, "send", sent)
     return calls
 

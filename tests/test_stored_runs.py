@@ -36,13 +36,13 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stacks that were kept as they are stored."""
     found: list[str] = []
-    real = StoredRuns._read
+    real = StoredRuns._jobs
 
     def watch(self: StoredRuns, run: slice) -> Any:
         found.append(type(self.stack).__name__)
         return real(self, run)
 
-    monkeypatch.setattr(StoredRuns, "_read", watch)
+    monkeypatch.setattr(StoredRuns, "_jobs", watch)
     return found
 
 
@@ -52,18 +52,22 @@ def both(store: Store, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> tuple[
     monkeypatch.setattr(on_the_fly, "LARGE", 0.0)
     monkeypatch.setattr(on_the_fly, "GOOD_TILE", 11)
     monkeypatch.setattr(on_the_fly, "LARGEST_TILE", 11)
+    monkeypatch.setattr(on_the_fly, "LARGEST_UNIT_TILE", 11)
     return plain, run(store, **kwargs)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("tokens", [("each",), ("1,2", "0,1")])
+@pytest.mark.parametrize("std", [STD, [0.3, 0.3, 0.3]], ids=["", "alike"])
 def test_the_same_maps(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     used: list[str],
     layout: TokenLayout,
     tokens: tuple[str, ...],
+    std: list[float],
 ) -> None:
+    monkeypatch.setattr("tests.test_localize.STD", std)
     acts = tokens_of(PIXELS, 4, layout=layout)
     valid = [int(k not in (2, 17)) for k in range(N)]
     sites = {"blocks.0.out": (acts.astype(np.float16), layout)}

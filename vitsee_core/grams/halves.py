@@ -26,14 +26,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.grams import amx
 from vitsee_core.grams.arithmetic import Host
-from vitsee_core.grams.panels import (
-    PANEL,
-    ROW_NUMBERS,
-    TILE,
-    TILE_NUMBERS,
-    put_blocks,
-    take_rows,
-)
+from vitsee_core.grams.panels import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS, take_rows
 from vitsee_core.grams.scratch import Scratch
 from vitsee_core.grams.syrk import mirror
 from vitsee_core.types import Float, Float32
@@ -52,9 +45,12 @@ class Panels:
     n_rows: int
 
     @classmethod
-    def empty(cls, n_rows: int, n_columns: int, parts: int, memory: NDArray[Any]) -> Panels:
-        """In some memory, with zeros in the places beyond its rows and columns."""
-        shape = _shape(n_rows, n_columns, parts)
+    def empty(
+        cls, n_rows: int, n_columns: int, parts: int, memory: NDArray[Any], beside: int = 0
+    ) -> Panels:
+        """In some memory, with zeros in the places beyond its rows and columns; to be multiplied
+        with panels of `beside` parts, by default as many."""
+        shape = _shape(n_rows, n_columns, parts, beside or parts)
         values = aligned(memory).view(np.uint16)[: int(np.prod(shape))].reshape(shape)
         if n_columns < len(values) * shape[2] * TILE_NUMBERS:
             values[-1] = 0
@@ -115,25 +111,39 @@ class InPanels(Host):
 
     def multiply(self, left: Any, right: Any, out: NDArray[Any]) -> Any:
         """As the blocks of `Sums`."""
-        shape = _blocks(len(left), len(right))
-        made: Float32 = aligned(out)[: int(np.prod(shape))].reshape(shape)
-        for j in range(len(made)):
-            made[j, j if left is right else 0 :] = 0
-        turned = aligned(
-            self._scratch.take("turned", PANEL * ROW_NUMBERS * 2 + LINE_BYTES, np.uint8)
-        )
-        self._unit.add_product(left.values, right.values, made, turned, left is right)
+        made = self.blocks(len(left), len(right), out)
+        self.add_product(left, right, made, symmetric=left is right, fresh=True)
         return made
 
-    def whole(self, left: Any, right: Any, out: Float32) -> None:
-        """left right^T, of `Panels`, whole, into `out` (contiguous)."""
-        memory = self._scratch.take("product", self.product_size(len(left), len(right)), np.float32)
-        put_blocks(self.multiply(left, right, memory), out, left is right)
+    def blocks(self, rows: int, others: int, memory: NDArray[Any]) -> Float32:
+        """Memory as the blocks of a sum, of so many rows times the transpose of so many others."""
+        shape = _blocks(rows, others)
+        made: Float32 = aligned(memory)[: int(np.prod(shape))].reshape(shape)
+        return made
 
-    def panels(self, name: str, rows: int, columns: int) -> Panels:
-        """Room for rows, in memory that this thread takes again for the next of this name."""
-        memory = self._scratch.take(name, self.strip_bytes(rows, columns, 4), np.uint8)
-        return self.strip(memory, rows, columns)
+    def add_product(
+        self,
+        left: Panels,
+        right: Panels,
+        to: Float32,
+        *,
+        symmetric: bool = False,
+        every: bool = False,
+        fresh: bool = False,
+    ) -> None:
+        """`to` += left right^T, in blocks; see `amx.add_product`."""
+        size = PANEL * ROW_NUMBERS * 2 + LINE_BYTES
+        turned = aligned(self._scratch.take("turned", size, np.uint8))
+        of = left.values, right.values, to, turned
+        self._unit.add_product(*of, symmetric, every, fresh)
+
+    def panels(self, name: str, rows: int, columns: int, parts: int = 0, beside: int = 0) -> Panels:
+        """Room for rows, in memory that this thread takes again for the next of this name; with so
+        many parts of each number, as `Panels.empty` has it."""
+        parts = parts or self._parts
+        size = panels_bytes(rows, columns, max(parts, beside))
+        memory = self._scratch.take(name, size, np.uint8)
+        return Panels.empty(rows, columns, parts, memory, beside)
 
     def add(self, total: Any, product: NDArray[Any]) -> None:
         """total += product."""
@@ -143,14 +153,17 @@ class InPanels(Host):
 
     def host(self, total: Any, symmetric: bool) -> Float:
         """The whole sum."""
-        n, m = total.shape
-        blocks = total.values
-        found: Float = np.empty((blocks.shape[1] * PANEL, blocks.shape[0] * PANEL))
-        found.reshape(-1, PANEL, blocks.shape[0], PANEL)[...] = blocks.transpose(1, 2, 0, 3)
-        found = np.ascontiguousarray(found[:n, :m])
+        found: Float = in_rows(total.values, *total.shape)
         if symmetric:
             mirror(found)
         return found
+
+
+def in_rows(blocks: NDArray[Any], n: int, m: int) -> NDArray[Any]:
+    """(n, m) of what lies in blocks of 32 x 32; see `Sums`."""
+    found = np.empty((blocks.shape[1] * PANEL, blocks.shape[0] * PANEL), blocks.dtype)
+    found.reshape(-1, PANEL, blocks.shape[0], PANEL)[...] = blocks.transpose(1, 2, 0, 3)
+    return np.ascontiguousarray(found[:n, :m])
 
 
 def in_panels(precision: str) -> InPanels | None:
@@ -160,7 +173,7 @@ def in_panels(precision: str) -> InPanels | None:
 
 def panels_bytes(n_rows: int, n_columns: int, parts: int) -> int:
     """Of `Panels`, with what it takes to be aligned."""
-    return int(np.prod(_shape(n_rows, n_columns, parts))) * 2 + LINE_BYTES
+    return int(np.prod(_shape(n_rows, n_columns, parts, parts))) * 2 + LINE_BYTES
 
 
 def aligned(memory: NDArray[Any]) -> NDArray[Any]:
@@ -168,9 +181,10 @@ def aligned(memory: NDArray[Any]) -> NDArray[Any]:
     return memory[-memory.ctypes.data % LINE_BYTES // memory.itemsize :]
 
 
-def _shape(n_rows: int, n_columns: int, parts: int) -> tuple[int, ...]:
+def _shape(n_rows: int, n_columns: int, parts: int, beside: int) -> tuple[int, ...]:
     """Blocks have as many tiles as a panel of 16 kB takes, or less, all alike."""
-    n_tiles, most = -(-n_columns // TILE_NUMBERS), ROW_NUMBERS // TILE_NUMBERS // parts
+    n_tiles = -(-n_columns // TILE_NUMBERS)
+    most = ROW_NUMBERS // TILE_NUMBERS // max(parts, beside)
     n_blocks = -(-n_tiles // most)
     of_block = -(-n_tiles // n_blocks)
     return (

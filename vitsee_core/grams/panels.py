@@ -29,8 +29,8 @@ MAGNITUDE, NOT_A_NUMBER = 0x7FFFFFFF, 0x7F800001
 # What features are stored in, as `_lay_tile` is told.
 HALF, BYTE, SINGLE = 0, 1, 2
 NOTHING = np.zeros(0, np.float32)
-# Rows that are fetched before they are taken.
-AHEAD = 16
+# Rows that are fetched before they are taken; bytes of a row.
+AHEAD, FURTHER = 16, 256
 
 Long = np.int64 | int
 # (blocks, panels, tiles, parts, 2, 16, 32)
@@ -40,7 +40,7 @@ Tiles = NDArray[np.uint16]
 # A row of a tile: 32 numbers
 
 
-def _at(builder: Any, address: Any, kind: Any) -> Any:
+def vector_at(builder: Any, address: Any, kind: Any) -> Any:
     """The vector of 32 numbers that a pointer has been made of."""
     from llvmlite import ir
 
@@ -52,8 +52,8 @@ def _of_half(builder: Any, raw: Any, mean: Any, scale: Any) -> Any:
     from llvmlite import ir
 
     single = ir.VectorType(ir.FloatType(), TILE_NUMBERS)
-    x = builder.fpext(builder.load(_at(builder, raw, ir.HalfType()), align=2), single)
-    return builder.fsub(x, builder.load(_at(builder, mean, ir.FloatType()), align=4))
+    x = builder.fpext(builder.load(vector_at(builder, raw, ir.HalfType()), align=2), single)
+    return builder.fsub(x, builder.load(vector_at(builder, mean, ir.FloatType()), align=4))
 
 
 def _of_byte(builder: Any, raw: Any, mean: Any, scale: Any) -> Any:
@@ -61,8 +61,8 @@ def _of_byte(builder: Any, raw: Any, mean: Any, scale: Any) -> Any:
     from llvmlite import ir
 
     single = ir.VectorType(ir.FloatType(), TILE_NUMBERS)
-    x = builder.uitofp(builder.load(_at(builder, raw, ir.IntType(8)), align=1), single)
-    less, by = (builder.load(_at(builder, a, ir.FloatType()), align=4) for a in (mean, scale))
+    x = builder.uitofp(builder.load(vector_at(builder, raw, ir.IntType(8)), align=1), single)
+    less, by = (builder.load(vector_at(builder, a, ir.FloatType()), align=4) for a in (mean, scale))
     return builder.fmul(builder.fsub(x, less), by)
 
 
@@ -70,7 +70,7 @@ def _of_single(builder: Any, raw: Any, mean: Any, scale: Any) -> Any:
     """A float32 as it is."""
     from llvmlite import ir
 
-    return builder.load(_at(builder, raw, ir.FloatType()), align=4)
+    return builder.load(vector_at(builder, raw, ir.FloatType()), align=4)
 
 
 def _lay(values: Callable[..., Any], parts: int, sums: bool = False) -> Callable[..., None]:
@@ -80,21 +80,19 @@ def _lay(values: Callable[..., Any], parts: int, sums: bool = False) -> Callable
     def lay(builder: Any, raw: Any, mean: Any, scale: Any, to: Any, added: Any) -> None:
         from llvmlite import ir
 
-        single, bits, short = (
-            ir.VectorType(kind, TILE_NUMBERS)
-            for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(16))
-        )
-        x = rest = values(builder, raw, mean, scale)
-        for part in range(parts):
-            leading = _leading(builder, builder.bitcast(rest, bits))
-            upper = builder.lshr(leading, ir.Constant(bits, [UPPER] * TILE_NUMBERS))
-            place = builder.add(to, to.type(part * PART))
-            builder.store(builder.trunc(upper, short), _at(builder, place, ir.IntType(16)), align=2)
-            rest = builder.fsub(rest, builder.bitcast(leading, single))
+        bits, short = (ir.VectorType(ir.IntType(n), TILE_NUMBERS) for n in (32, 16))
+        x = values(builder, raw, mean, scale)
+        for part in split(builder, x, parts):
+            upper = builder.lshr(
+                builder.bitcast(part, bits), ir.Constant(bits, [UPPER] * TILE_NUMBERS)
+            )
+            place = vector_at(builder, to, ir.IntType(16))
+            builder.store(builder.trunc(upper, short), place, align=2)
+            to = builder.add(to, to.type(PART))
         if sums:
-            weights = builder.load(_at(builder, mean, ir.FloatType()), align=4)
+            weights = builder.load(vector_at(builder, mean, ir.FloatType()), align=4)
             for value in (builder.fmul(x, weights), x):
-                place = _at(builder, added, ir.FloatType())
+                place = vector_at(builder, added, ir.FloatType())
                 total = builder.fadd(builder.load(place, align=4), value)
                 builder.store(total, place, align=4)
                 added = builder.add(added, added.type(4 * TILE_NUMBERS))
@@ -102,18 +100,30 @@ def _lay(values: Callable[..., Any], parts: int, sums: bool = False) -> Callable
     return emitted(lay)
 
 
-def _leading(builder: Any, bits: Any) -> Any:
-    """The bits of the nearest bfloat16, as those of a float32."""
+def split(builder: Any, x: Any, parts: int) -> list[Any]:
+    """The nearest bfloat16s, the nearest ones to what is left, ..., as float32."""
+    found = []
+    for _ in range(parts):
+        found.append(_nearest(builder, x))
+        x = builder.fsub(x, found[-1])
+    return found
+
+
+def _nearest(builder: Any, x: Any) -> Any:
     from llvmlite import ir
 
-    def constant(value: int) -> Any:
-        return ir.Constant(bits.type, [value] * TILE_NUMBERS)
+    kind = ir.VectorType(ir.IntType(32), TILE_NUMBERS)
 
+    def constant(value: int) -> Any:
+        return ir.Constant(kind, [value] * TILE_NUMBERS)
+
+    bits = builder.bitcast(x, kind)
     last = builder.and_(builder.lshr(bits, constant(UPPER)), constant(LAST))
     rounded = builder.add(bits, builder.add(last, constant(BELOW_HALF)))
     size = builder.and_(bits, constant(MAGNITUDE))
     number = builder.icmp_unsigned("<", size, constant(NOT_A_NUMBER))
-    return builder.and_(builder.select(number, rounded, bits), constant(LEADING))
+    leading = builder.and_(builder.select(number, rounded, bits), constant(LEADING))
+    return builder.bitcast(leading, x.type)
 
 
 _half_1, _half_2 = _lay(_of_half, 1), _lay(_of_half, 2)
@@ -163,7 +173,7 @@ def _lay_tile(
 
 
 @compiled
-def _address(x: NDArray[Any]) -> Long:
+def address(x: NDArray[Any]) -> Long:
     """Of the first number."""
     return np.int64(x.ctypes.data)
 
@@ -181,29 +191,31 @@ def _lay_rows(
 ) -> None:
     """`raw`, whose rows are contiguous, from a row and a column of x on."""
     parts, n_rows, pitch = x.shape[3], len(raw), raw.strides[0]
-    of, less, by, to = _address(raw), _address(mean), _address(scale), _address(x)
+    of, less, by, to = address(raw), address(mean), address(scale), address(x)
     added = np.zeros((TILE, 2, TILE_NUMBERS), np.float32)
     of_tile, last = parts * PART, column + raw.shape[1]
     low, high, n_tiles = -(-column // TILE_NUMBERS), last // TILE_NUMBERS, x.shape[2]
-    for block in range(low // n_tiles, -(-high // n_tiles)):
-        tiles = range(max(low, block * n_tiles), min(high, (block + 1) * n_tiles))
-        start = 0
-        while start < n_rows:
-            panel, line = divmod(row + start, PANEL)
-            n = min(TILE - line % TILE, n_rows - start)
-            place = to + (block * x.shape[1] + panel) * n_tiles * of_tile
-            place += line // TILE * TILE * LINE + line % TILE * LINE
-            for tile in tiles:
-                k = tile * TILE_NUMBERS - column
-                for i in range(n):
-                    source = of + (start + i) * pitch + k * raw.itemsize
-                    _fetch(source + TILE * pitch)
-                    target = place + tile % n_tiles * of_tile + i * LINE
-                    to_sums = _address(added[i]) if len(sums) else 0
-                    _lay_tile(kind, parts, source, less + 4 * k, by + 4 * k, target, to_sums)
-            if len(sums):
-                _add_up(added, sums[start : start + n])
-            start += n
+    start = 0
+    while start < n_rows:
+        panel, line = divmod(row + start, PANEL)
+        n = min(TILE - line % TILE, n_rows - start)
+        of_panel = to + panel * n_tiles * of_tile + line // TILE * TILE * LINE + line % TILE * LINE
+        for tile in range(low, high):
+            block, inside = divmod(tile, n_tiles)
+            place = of_panel + (block * x.shape[1] * n_tiles + inside) * of_tile
+            k = tile * TILE_NUMBERS - column
+            for i in range(n):
+                source = of + (start + i) * pitch + k * raw.itemsize
+                _fetch(source + TILE * pitch)
+                _fetch(source + FURTHER)
+                if kind == SINGLE:
+                    _fetch(source + TILE * pitch + LINE)
+                to_sums = address(added[i]) if len(sums) else 0
+                target = place + i * LINE
+                _lay_tile(kind, parts, source, less + 4 * k, by + 4 * k, target, to_sums)
+        if len(sums):
+            _add_up(added, sums[start : start + n])
+        start += n
     first = column // TILE_NUMBERS
     _lay_edge(kind, raw, mean, scale, x, row, column, first, sums)
     if high > first:
@@ -239,9 +251,9 @@ def _lay_edge(
     for i in range(len(raw)):
         for k in range(high - low):
             some[inside + k] = raw[i, low + k]
-        to_sums = _address(added) if len(sums) else 0
-        of, to = _address(some), _address(found)
-        _lay_tile(kind, parts, of, _address(less), _address(by), to, to_sums)
+        to_sums = address(added) if len(sums) else 0
+        of, to = address(some), address(found)
+        _lay_tile(kind, parts, of, address(less), address(by), to, to_sums)
         panel, line = divmod(row + i, PANEL)
         for part in range(parts):
             for k in range(inside, inside + high - low):
@@ -305,31 +317,10 @@ def take_rows(x: Tiles, places: NDArray[np.int64], out: Tiles) -> None:
         to[i] = i // PANEL * of_panel + i % PANEL * TILE_NUMBERS
     for block in range(len(x)):
         source, target = x[block].reshape(-1), out[block].reshape(-1)
-        start = _address(source)
+        start = address(source)
         for at in range(0, of_panel, PANEL * TILE_NUMBERS):
             for i in range(n):
                 _fetch(start + 2 * (of[i + AHEAD] + at))
                 a, b = np.uint64(of[i] + at), np.uint64(to[i] + at)  # none is negative
                 for k in range(TILE_NUMBERS):
                     target[b + np.uint64(k)] = source[a + np.uint64(k)]
-
-
-@compiled
-def put_blocks(blocks: NDArray[np.float32], out: NDArray[np.float32], symmetric: bool) -> None:
-    """A product as the matrix unit makes it, `halves.Sums.values`, row by row; of a symmetric one
-    what is below the diagonal above it, too."""
-    n, m = out.shape
-    for j in range(len(blocks)):
-        wide = min(PANEL, m - j * PANEL)
-        for i in range(j if symmetric else 0, blocks.shape[1]):
-            high = min(PANEL, n - i * PANEL)
-            block = blocks[j, i]
-            for r in range(high):
-                to = out[i * PANEL + r][j * PANEL : j * PANEL + wide]
-                for c in range(wide):
-                    to[c] = block[r, c]
-            if symmetric:
-                for c in range(wide):
-                    to = out[j * PANEL + c][i * PANEL : i * PANEL + high]
-                    for r in range(c + 1 if i == j else 0, high):
-                        to[r] = block[r, c]

@@ -11,7 +11,7 @@ from vitsee_core.grams.lanes import n_lanes, one_blas_thread
 
 WORTH_SAYING = 5.0  # seconds
 SHARE = 0.6  # of the rate of large products that whole analyses reach
-SIDE = 768
+SIDE = 512
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def say_cost(label: str, n_images: int, multiplications: float) -> None:
 
 
 def cpu_rate() -> float:
-    """Multiplications a second of large products on all cores, from one that takes some 10 ms."""
+    """Multiplications a second of large products on all cores, from one that takes milliseconds."""
     x = np.ones((SIDE, SIDE), np.float32)
     out = np.empty_like(x)
     best = np.inf

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, combinations_with_replacement
+from itertools import combinations_with_replacement
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.grams.products import GramTile, products
 from vitsee_core.grams.shift import Origin
 from vitsee_core.similarity.cache import Tiles
@@ -20,16 +22,19 @@ from vitsee_core.similarity.gram_file import (
     gram_bytes,
     tile_size,
 )
-from vitsee_core.similarity.hsic import Hsic, assembled, stacked
+from vitsee_core.similarity.hsic import Hsic, PairSums, assembled, stacked
 from vitsee_core.similarity.pair_sums import (
-    Matrix,
-    Partition,
     as_one_batch,
     bytes_each,
     pair_totals,
     without_cell,
 )
+from vitsee_core.similarity.pieces import Partition
 from vitsee_core.similarity.representation import Representation
+from vitsee_core.similarity.whole_tiles import Matrix
+
+if TYPE_CHECKING:
+    from vitsee_core.grams.halves import InPanels
 
 BLOCKS = 20
 Work = Callable[..., list[Hsic]]
@@ -142,14 +147,22 @@ def leave_one_out(
     partition: Partition,
     biased: bool,
     device: str,
+    unit: InPanels | None = None,
 ) -> list[Hsic]:
     """HSIC over all images, then without each block (not where fewer than 4 would stay)."""
-    (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile)
+    (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile, unit=unit)
     whole = as_one_batch(total, diagonals)
+
+    def value(sums: PairSums) -> Hsic:
+        return sums.biased() if biased else sums.unbiased()
+
+    def without(cell: int) -> Hsic:
+        return value(without_cell(whole, total, partition.labels, cell))
+
     cells = range(partition.n_cells if len(partition.labels) > 4 else 0)
-    # One at a time: each holds the row sums of all images.
-    sums = chain([whole], (without_cell(whole, total, partition.labels, g) for g in cells))
-    return [one.biased() if biased else one.unbiased() for one in sums]
+    # Few at a time: each holds the row sums of all images.
+    with lane_pool(n_lanes(2)) as pool:
+        return [value(whole), *in_order(without, cells, pool, 2)]
 
 
 def in_groups(

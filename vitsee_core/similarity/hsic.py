@@ -133,7 +133,8 @@ class PairSums:
     """Sums over pairs of different images of every representation against every other.
 
     products: (R, C) <K~, L~>; own_rows (R,), own_cols (C,): <K~, K~>. sums_rows: (R, n) row sums
-    of K~, sums_cols (C, n); diag_rows, diag_cols: the diagonals, likewise.
+    of K~, sums_cols (C, n); diag_rows, diag_cols: the diagonals, likewise. n_images: how many of
+    the n count; what is of others is 0.
     """
 
     products: Float
@@ -143,10 +144,11 @@ class PairSums:
     sums_cols: Float
     diag_rows: Float
     diag_cols: Float
+    n_images: int
 
     def unbiased(self) -> Hsic:
-        """HSIC_1; n >= 4."""
-        n = self.sums_rows.shape[-1]
+        """HSIC_1; of 4 images or more."""
+        n = self.n_images
 
         def value(products: Float, a: Float, b: Float, outer: bool) -> Float:
             q, s = _joint(a, b, outer)
@@ -157,14 +159,14 @@ class PairSums:
         return self._all(value, self.sums_rows, self.sums_cols, self)
 
     def biased(self) -> Hsic:
-        """HSIC_0, diagonals included; n >= 2."""
-        n = self.sums_rows.shape[-1]
+        """HSIC_0, diagonals included; of 2 images or more."""
+        n = self.n_images
         d, e = self.diag_rows, self.diag_cols
         whole = PairSums(
             self.products + d @ e.T,
             self.own_rows + (d * d).sum(1),
             self.own_cols + (e * e).sum(1),
-            *(self.sums_rows, self.sums_cols, d, e),
+            *(self.sums_rows, self.sums_cols, d, e, n),
         )
 
         def value(products: Float, a: Float, b: Float, outer: bool) -> Float:

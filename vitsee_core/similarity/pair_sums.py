@@ -7,58 +7,35 @@ same numbers; features are not read a second time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import starmap
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes, run_all
+from vitsee_core.grams.lanes import lane_pool, n_lanes
 from vitsee_core.similarity.hsic import Hsic, PairSums
+from vitsee_core.similarity.pieces import TERMS, Labels, Partition, Piece, Sums, as_run, pieces
+from vitsee_core.similarity.whole_tiles import Matrix, WholeTiles
 from vitsee_core.types import Float, Float32
 
-Labels = NDArray[np.int64]
+if TYPE_CHECKING:
+    from vitsee_core.grams.halves import InPanels
+    from vitsee_core.similarity.unit_tiles import OnUnit
 
-# Products of float32 are added up in float64 after so many terms: errors stay near 1e-7.
-TERMS = 1 << 14
 # Multiplications of a tile below which threads cost more than they save.
 FEW = 1 << 24
 
 
-class Matrix(Protocol):
-    """A Gram matrix of n images that is read in blocks."""
+class Tiles(Protocol):
+    """Tiles of all matrices, and what is made of them."""
 
-    @property
-    def n(self) -> int:
-        """Number of images."""
-
-    def block(self, i: slice, j: slice) -> Any:
-        """(len(i), len(j)) float32 of its entries, an array, or on the device where it was made."""
-
-
-@runtime_checkable
-class Computed(Protocol):
-    """A matrix whose blocks are made where they are wanted."""
-
-    def compute(self, i: slice, j: slice, out: Float32) -> None:
-        """As `Matrix.block`, into contiguous memory of the host."""
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Images in cells: labels (n,), -1 for those in none; cells count from 0.
-
-    crossing: pairs of images in different cells count too (blocks of a jackknife), not only those
-    within a cell (minibatches).
-    """
-
-    labels: Labels
-    n_cells: int
-    crossing: bool
+    def sums(
+        self, i: slice, j: slice, pieces: Sequence[Piece], pool: ThreadPoolExecutor | None
+    ) -> tuple[Float32 | None, Iterator[Sums]]:
+        """The diagonals (matrices, images) of a tile on the diagonal, and the sums of each
+        piece."""
 
 
 @dataclass
@@ -87,6 +64,7 @@ def pair_totals(
     *,
     device: str,
     tile: int,
+    unit: InPanels | None = None,
 ) -> tuple[list[Totals], tuple[Float, Float]]:
     """The totals of each partition, and the diagonals, (R, n) and (C, n).
 
@@ -103,53 +81,45 @@ def pair_totals(
         partitions: of the n images.
         device: where to multiply: cpu, cuda or cuda:1.
         tile: side of the tiles.
+        unit: makes the matrices, `unit_tiles.OnUnit`, and multiplies them; cells are runs then, and
+            there are columns.
     """
     n, n_rows = rows[0].n, len(rows)
     matrices = list(rows) if cols is None else [*rows, *cols]
     first_col = 0 if cols is None else n_rows
-    side = min(tile, n)
-    memory = _tile_memory(device, len(matrices) * side * side)
-    host = isinstance(memory, _HostTiles)
+    n_cols, side = len(matrices) - first_col, min(tile, n)
+    made: Tiles
+    if unit is None:
+        made = WholeTiles(device, matrices, n_rows, first_col, side)
+    else:
+        from vitsee_core.similarity.unit_tiles import UnitTiles
+
+        made = UnitTiles(unit, cast("Sequence[OnUnit]", matrices), n_rows)
     diagonals = np.empty((len(matrices), n))
-    n_cols = len(matrices) - first_col
     totals = [_Running(len(matrices), n_rows, n_cols, first_col, n, p) for p in partitions]
     work = n_rows * n_cols * side * side
     lanes = 1 if work < FEW else n_lanes(max(1, side * side // TERMS))
-    # Rows and columns in turn: where they are read from different files, two threads read them.
-    order = sorted(range(len(matrices)), key=lambda k: k - first_col if k >= n_rows else k)
     with lane_pool(lanes) as pool:
         for i, j in _tiles(n, tile):
-            shape = len(matrices), i.stop - i.start, j.stop - j.start
-            values = memory.shaped(*shape)
-
-            def load(k: int, i: slice = i, j: slice = j, values: Any = values) -> None:
-                matrix = matrices[k]
-                if host and isinstance(matrix, Computed):
-                    matrix.compute(i, j, values[k])
-                else:
-                    memory.put(values, k, matrix.block(i, j))
-
-            run_all(load, order, pool)
-            if i == j:
-                diagonals[:, i] = memory.without_diagonals(values)
-            blocks = [piece for running in totals for piece in running.pieces(i, j)]
-            if host:
-                sums: partial[_Sums] = partial(_sums, values, n_rows, first_col)
-                made = in_order(sums, blocks, pool, 2 * lanes)
-            else:
-                cuts = [(piece.rows, piece.cols) for piece in blocks]
-                made = starmap(_Sums, memory.sums(values, cuts, n_rows, first_col))
-            for piece, of_piece in zip(blocks, made, strict=True):
-                piece.running.add(piece, of_piece)
+            cut = [(total, piece) for total in totals for piece in pieces(total.partition, i, j)]
+            of_tile, sums = made.sums(i, j, [piece for _, piece in cut], pool)
+            if of_tile is not None:
+                diagonals[:, i] = of_tile
+            for (total, piece), of_piece in zip(cut, sums, strict=True):
+                total.add(piece, of_piece, i.start, j.start)
     return [r.finish() for r in totals], (diagonals[:n_rows], diagonals[first_col:])
 
 
 def bytes_each(n: int, partitions: Sequence[Partition], tile: int) -> int:
     """Memory that `pair_totals` takes for each matrix, and what is made of its sums: a tile, and as
-    much again in pieces; row sums by cell, and eight numbers an image more."""
+    much again in pieces; the sums."""
     side = min(tile, n)
-    sums = sum(n * (p.n_cells if p.crossing else 1) for p in partitions)
-    return 2 * side * side * 4 + 8 * (sums + 8 * n)
+    return 2 * side * side * 4 + sums_bytes(n, partitions)
+
+
+def sums_bytes(n: int, partitions: Sequence[Partition]) -> int:
+    """Of the sums of a matrix: those of rows by cell, and eight numbers an image more."""
+    return 8 * (sum(n * (p.n_cells if p.crossing else 1) for p in partitions) + 8 * n)
 
 
 def _tiles(n: int, tile: int) -> Iterator[tuple[slice, slice]]:
@@ -159,70 +129,9 @@ def _tiles(n: int, tile: int) -> Iterator[tuple[slice, slice]]:
             yield i, j
 
 
-class _RowRange(NamedTuple):
-    """Some rows of a block of a tile: places within the tile of the images of cell g and of those
-    of cell h, and where in all images the tile begins. times: 2 where the transposed block is made
-    by no other, as the matrices are symmetric, else 1."""
-
-    running: _Running
-    g: int
-    h: int
-    rows: Labels
-    cols: Labels
-    first_row: int
-    first_col: int
-    times: int
-
-
-class _HostTiles:
-    """`DeviceTiles` in host memory, but for the sums, which threads share."""
-
-    def __init__(self, n: int) -> None:
-        self._memory = np.empty(n, np.float32)
-
-    def shaped(self, *shape: int) -> Float32:
-        return self._memory[: math.prod(shape)].reshape(shape)
-
-    def put(self, values: Float32, k: int, block: Float32) -> None:
-        values[k] = block
-
-    def without_diagonals(self, values: Float32) -> Float32:
-        within = np.arange(values.shape[1])
-        found: Float32 = values[:, within, within]
-        values[:, within, within] = 0
-        return found
-
-
-def _tile_memory(device: str, n: int) -> Any:
-    """Memory for tiles where they are multiplied."""
-    if device == "cpu":
-        return _HostTiles(n)
-    from vitsee_core.similarity.device_tiles import DeviceTiles
-
-    return DeviceTiles(device, n)
-
-
-class _Sums(NamedTuple):
-    """Of a piece: (R, C) inner products, each matrix's own, sums over its columns and rows."""
-
-    products: Float
-    own: Float
-    over_cols: Float
-    over_rows: Float
-
-
-def _sums(values: Float32, n_rows: int, first_col: int, piece: _RowRange) -> _Sums:
-    """Of a tile (matrices, rows, cols), its diagonal 0."""
-    block = _cut(values, piece.rows, piece.cols)
-    part = block.reshape(len(block), -1)
-    products = np.matmul(part[:n_rows], part[first_col:].T)
-    own = np.linalg.vecdot(part, part) if first_col else np.zeros(len(part))
-    over = [block.sum(axis, dtype=np.float64) for axis in (2, 1)]
-    return _Sums(products, own, over[0], over[1])
-
-
 class _Running:
-    """Totals while they grow. Everything that is kept is in float64 on the host."""
+    """Totals while they grow, products and own those of pairs within a cell. Everything that is
+    kept is in float64 on the host."""
 
     def __init__(
         self, n_all: int, n_rows: int, n_cols: int, first_col: int, n: int, partition: Partition
@@ -235,38 +144,27 @@ class _Running:
         self.touch_products = np.zeros((cells, n_rows, n_cols))
         self.touch_own = np.zeros((cells, n_all))
 
-    def pieces(self, i: slice, j: slice) -> Iterator[_RowRange]:
-        """What a tile is cut into; of one on the diagonal, the cells on and above its diagonal."""
-        labels = self.partition.labels
-        of_i, of_j = _cells(labels[i]), _cells(labels[j])
-        for g, rows in of_i.items():
-            for h, cols in of_j.items():
-                if h < g and i == j:
-                    continue
-                if self.partition.crossing or g == h:
-                    step, times = max(1, TERMS // len(cols)), 1 if g == h and i == j else 2
-                    for at in range(0, len(rows), step):
-                        some = rows[at : at + step]
-                        yield _RowRange(self, g, h, some, cols, i.start, j.start, times)
-
-    def add(self, piece: _RowRange, sums: _Sums) -> None:
-        """A piece's."""
-        twice = piece.times
-        self.products += twice * sums.products.astype(np.float64)
-        self.own += twice * sums.own.astype(np.float64)
+    def add(self, piece: Piece, sums: Sums, first_row: int, first_col: int) -> None:
+        """A piece's, of a tile that begins at these images."""
         crossing = self.partition.crossing
+        if piece.g == piece.h:
+            self.products += sums.products
+            self.own += sums.own
         at_g, at_h = (piece.g, piece.h) if crossing else (0, 0)
-        self.sums[:, at_h][:, _run(piece.first_row + piece.rows)] += sums.over_cols
-        if twice == 2:
-            self.sums[:, at_g][:, _run(piece.first_col + piece.cols)] += sums.over_rows
+        self.sums[:, at_h][:, as_run(first_row + piece.rows)] += sums.over_cols
+        if sums.over_rows is not None:
+            self.sums[:, at_g][:, as_run(first_col + piece.cols)] += sums.over_rows
         if crossing:
             for cell in {piece.g, piece.h}:
-                self.touch_products[cell] += twice * sums.products.astype(np.float64)
-                self.touch_own[cell] += twice * sums.own.astype(np.float64)
+                self.touch_products[cell] += sums.products
+                self.touch_own[cell] += sums.own
 
     def finish(self) -> Totals:
         """The totals as they are handed out."""
         r, c = slice(0, self.n_rows), slice(self.first_col, None)
+        if self.partition.crossing:  # of two cells each pair touches both
+            self.products = (self.products + self.touch_products.sum(0)) / 2
+            self.own = (self.own + self.touch_own.sum(0)) / 2
         if self.first_col == 0:
             # The same sums in the same order as between different ones: CKA with itself is 1.
             self.own = np.diagonal(self.products).copy()
@@ -282,47 +180,27 @@ class _Running:
         )
 
 
-def _cells(labels: Labels) -> dict[int, Labels]:
-    """Cell -> places that are in it."""
-    order = np.argsort(labels, kind="stable")
-    names, starts = np.unique(labels[order], return_index=True)
-    parts = np.split(order, starts[1:])
-    return {int(name): part for name, part in zip(names, parts, strict=True) if name >= 0}
-
-
-def _cut(values: Float32, rows: Labels, cols: Labels) -> Float32:
-    """values[:, rows][:, :, cols], contiguous; by slices where they are runs."""
-    a, b = _run(rows), _run(cols)
-    if isinstance(a, slice) and isinstance(b, slice):
-        return np.ascontiguousarray(values[:, a, b])
-    flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
-    found: Float32 = values.reshape(len(values), -1).take(flat, 1)
-    return found.reshape(len(values), len(rows), len(cols))
-
-
-def _run(places: Labels) -> slice | Labels:
-    first, last = int(places[0]), int(places[-1])
-    return slice(first, last + 1) if last - first + 1 == len(places) else places
-
-
 def as_one_batch(total: Totals, diagonals: tuple[Float, Float]) -> PairSums:
     """All images as one batch."""
     sums = total.rows.sum(2), total.cols.sum(2)
-    return PairSums(total.products, total.own_rows, total.own_cols, *sums, *diagonals)
+    n = total.rows.shape[1]
+    return PairSums(total.products, total.own_rows, total.own_cols, *sums, *diagonals, n)
 
 
 def without_cell(whole: PairSums, total: Totals, labels: Labels, cell: int) -> PairSums:
     """`whole` without the images of one cell."""
     keep = labels != cell
     products, own_rows, own_cols = (part[cell] for part in total.touching)
+    sums = whole.sums_rows - total.rows[:, :, cell], whole.sums_cols - total.cols[:, :, cell]
+    for of_cell in sums:
+        of_cell *= keep
     return PairSums(
         whole.products - products,
         whole.own_rows - own_rows,
         whole.own_cols - own_cols,
-        (whole.sums_rows - total.rows[:, :, cell])[:, keep],
-        (whole.sums_cols - total.cols[:, :, cell])[:, keep],
-        whole.diag_rows[:, keep],
-        whole.diag_cols[:, keep],
+        *sums,
+        *(whole.diag_rows * keep, whole.diag_cols * keep),
+        int(keep.sum()),
     )
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from vitsee_stores.layout import TokenLayout
 
 AT_ONCE = 64
+# Neighbouring pixels: a loop of a fixed length is one instruction. Images whose patches at a place
+# are cut one after the other.
+AT_A_TIME, NEAR = np.uint64(16), 8
 Rows = NDArray[np.int64]
 
 log = logging.getLogger(__name__)
@@ -92,10 +95,12 @@ class PatchPixels:
         """(patches, rows, features) of consecutive rows of the store, before they are normalised;
         0 beyond smaller patches."""
         assert isinstance(self.pixels, NormalisedInputs)
-        images = self.pixels.pixels[rows]
-        out = np.zeros((self.n_matrices, len(images), *self.shape), np.uint8)
-        cut_patches(images, np.array(self._edges()), out)
-        return out.reshape(self.n_matrices, len(images), -1)
+        stored, edges, n = self.pixels.pixels, np.array(self._edges()), rows.stop - rows.start
+        out = np.zeros((self.n_matrices, n, *self.shape), np.uint8)
+        for part in stored.parts((rows, *(slice(0, n) for n in stored.shape[1:]))):
+            begin = np.array([along.start for along in part.target])
+            cut_patches(np.ascontiguousarray(stored.read_part(part)), begin, edges, out)
+        return out.reshape(self.n_matrices, n, -1)
 
     def _edges(self) -> list[tuple[list[int], list[int]]]:
         """Of each patch, the first row and the one after the last, and the same of its columns."""
@@ -107,24 +112,44 @@ class PatchPixels:
 
 @compiled
 def cut_patches(
-    pixels: NDArray[np.uint8], edges: NDArray[np.int64], out: NDArray[np.uint8]
+    pixels: NDArray[np.uint8],
+    begin: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    out: NDArray[np.uint8],
 ) -> None:
-    """The pixels of each patch.
+    """The pixels of each patch, from some of all images, channels, rows and columns.
 
     Args:
-        pixels: (images, channels, height, width).
+        pixels: (images, channels, height, width), contiguous.
+        begin: (4,) its first image, channel, row and column.
         edges: (patches, 2, 2) the first row and the one after the last, the same of columns.
-        out: (patches, images, channels, rows, columns), filled from its first row and column on.
+        out: (patches, images, channels, rows, columns), contiguous: filled from a patch's first row
+            and column on.
     """
-    for image in range(pixels.shape[0]):
+    n, n_channels, height, width = pixels.shape
+    down, across = out.shape[3:]
+    of, to = pixels.reshape(-1), out.reshape(-1)
+    for first in range(0, n, NEAR):
         for k in range(len(edges)):
             (top, bottom), (left, right) = edges[k]
-            for channel in range(pixels.shape[1]):
-                for y in range(top, bottom):
-                    of = pixels[image, channel, y][left:right]
-                    to = out[k, image, channel, y - top]
-                    for x in range(len(of)):
-                        to[x] = of[x]
+            low, high = max(left, begin[3]), min(right, begin[3] + width)
+            some = np.uint64(max(0, high - low))
+            many = some // AT_A_TIME * AT_A_TIME
+            for image in range(first, min(first + NEAR, n)):
+                for channel in range(n_channels):
+                    plane = (image * n_channels + channel) * height
+                    place = (
+                        (k * out.shape[1] + begin[0] + image) * out.shape[2] + begin[1] + channel
+                    ) * down
+                    for y in range(max(top, begin[2]), min(bottom, begin[2] + height)):
+                        # None is negative.
+                        source = np.uint64((plane + y - begin[2]) * width + low - begin[3])
+                        target = np.uint64((place + y - top) * across + low - left)
+                        for start in range(np.uint64(0), many, AT_A_TIME):
+                            for x in range(start, start + AT_A_TIME):
+                                to[target + x] = of[source + x]
+                        for x in range(many, some):
+                            to[target + x] = of[source + x]
 
 
 def patch_shape(layout: TokenLayout, pixels: tuple[int, ...]) -> tuple[int, ...]:

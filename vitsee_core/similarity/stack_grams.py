@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vitsee_core.grams.arithmetic import Arithmetic, Host
-from vitsee_core.grams.halves import in_panels
+from vitsee_core.grams.halves import InPanels
 from vitsee_core.progress import Progress
 from vitsee_core.similarity.comparison import Rows
 from vitsee_core.similarity.stacks import Runs, Stack, TokenStack
@@ -27,6 +27,10 @@ class StackGram:
         """Number of images."""
         return len(self.features.images)
 
+    def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
+        """What is to be done before its blocks are made, in any order; nothing the second time."""
+        return self.features.reading(i, j)
+
     def block(self, i: slice, j: slice) -> Any:
         """(len(i), len(j)) of its entries, where the features are: on the CPU or a GPU."""
         a, b = self._both(i, j)
@@ -34,18 +38,24 @@ class StackGram:
 
     def compute(self, i: slice, j: slice, out: Float32) -> None:
         """The same into `out`, on the CPU."""
-        a, b = self._both(i, j)
         backend = self.features.backend
         assert isinstance(backend, Host)
-        backend.whole(a, b, out)
+        backend.whole(*self._both(i, j), out)
+
+    def product(self, i: slice, j: slice, memory: Float32) -> Float32:
+        """The same, or a multiple of it, as the blocks of `halves.Sums`, in this memory, by the
+        matrix unit; where i is j, on and below the diagonal."""
+        unit, features = self.features.backend, self.features
+        assert isinstance(unit, InPanels) and isinstance(features, StoredRuns)
+        blocks = unit.blocks(i.stop - i.start, j.stop - j.start, memory)
+        left, right = features.sides(self.k, i, j, unit)
+        unit.add_product(left, right, blocks, symmetric=i == j, fresh=True)
+        return blocks
 
     def _both(self, i: slice, j: slice) -> tuple[Any, Any]:
         """Its features of the images in `i` and of those in `j`; one array twice where i is j."""
-        a, b = self.features.both(i, j)
-        if isinstance(self.features, StoredRuns):
-            x = self.features.single(a, self.k, "left")
-            return x, x if a is b else self.features.single(b, self.k, "right")
-        return (a[self.k],) * 2 if a is b else (a[self.k], b[self.k])
+        x = self.features.of(self.k, i, "left")
+        return x, x if i == j else self.features.of(self.k, j, "right")
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,10 @@ class Counted:
         """Number of images."""
         return self.matrix.n
 
+    def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
+        """What is to be done before."""
+        return self.matrix.reading(i, j)
+
     def block(self, i: slice, j: slice) -> Any:
         """(len(i), len(j)) of its entries."""
         self.progress.advance(1)
@@ -69,6 +83,11 @@ class Counted:
         """The same into `out`, on the CPU."""
         self.progress.advance(1)
         self.matrix.compute(i, j, out)
+
+    def product(self, i: slice, j: slice, memory: Float32) -> Float32:
+        """The same in blocks."""
+        self.progress.advance(1)
+        return self.matrix.product(i, j, memory)
 
 
 def bytes_per_value(stack: Stack, stored: bool) -> int:
@@ -89,11 +108,7 @@ def matrices(
     """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
     `kept` tiles' images stay in memory, at least two, and `progress` counts the bytes read. stored:
     they stay as they are stored, where they can be."""
-    unit = in_panels("fp32") if stored else None
     for stack in stacks:
-        features: Runs
-        if stored and StoredRuns.takes(stack):
-            features = StoredRuns(stack, images, kept, unit or backend, progress)
-        else:
-            features = Runs(stack, images, kept, backend, progress)
+        kind = StoredRuns if stored and StoredRuns.takes(stack) else Runs
+        features = kind(stack, images, kept, backend, progress)
         yield from (StackGram(features, k) for k in range(stack.n_matrices))

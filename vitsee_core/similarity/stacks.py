@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,7 +17,7 @@ from vitsee_core.types import Float32
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-MEAN_ROWS = 256
+MEAN_ROWS = 32
 
 
 class Stack(Protocol):
@@ -99,16 +98,28 @@ class Runs:
         self._kept = max(2, kept)
         self._runs: dict[int, Any] = {}
         self._mean: Float32 | None = None
-        self._reading = threading.Lock()
 
-    def both(self, i: slice, j: slice) -> tuple[Any, Any]:
-        """Of the images in `i` and of those in `j`, i <= j; one array twice where i is j."""
-        with self._reading:
-            for run in (i, j):
-                if run.start not in self._runs:
-                    self._make_room(i.start, j.start)
-                    self._runs[run.start] = self.backend.take(self._read(run))
-            return self._runs[i.start], self._runs[j.start]
+    def reading(self, i: slice, j: slice) -> list[Callable[[], None]]:
+        """What is to be done to have both runs, i <= j, in any order; nothing where they are there
+        or have been asked for."""
+        jobs = []
+        for run in (i, j):
+            if run.start not in self._runs:
+                self._make_room(i.start, j.start)
+                self._runs[run.start] = None
+                jobs += self._jobs(run)
+        return jobs
+
+    def _jobs(self, run: slice) -> list[Callable[[], None]]:
+        def read() -> None:
+            self._runs[run.start] = self.backend.take(self._read(run))
+
+        return [read]
+
+    def of(self, k: int, run: slice, name: str) -> Any:
+        """(images, features) of one matrix, once they were read. name: of the memory that this
+        thread takes again where they have to be made."""
+        return self._runs[run.start][k]
 
     def _make_room(self, i: int, j: int) -> None:
         """Tiles come row by row of the upper triangle: runs before i are not needed again, and of
@@ -129,7 +140,11 @@ class Runs:
     def _load(self, run: slice) -> Float32:
         n = run.stop - run.start
         out = np.empty((self.stack.n_matrices, n, self.stack.n_features), np.float32)
-        for some, values in self.pieces(run, self.stack.read):
+        for some, rows in self.spans(run):
+            values = self.stack.read(slice(int(rows[0]), int(rows[-1]) + 1))
+            self._progress.advance(0, values.nbytes)
+            if len(values) > len(rows):
+                values = values[rows - rows[0]]
             if len(values) == n and values.dtype == np.float32:
                 whole = values.swapaxes(0, 1)
                 if whole.flags.c_contiguous and whole.base is not None and whole.flags.writeable:
@@ -137,20 +152,12 @@ class Runs:
             self.backend.cast(out[:, some].swapaxes(0, 1), values)
         return out
 
-    def pieces(
-        self, run: slice, read: Callable[[slice], NDArray[Any]]
-    ) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """What `read` gives of the rows of a run's images, (rows, ...), slab by slab, and which of
-        the run's images they are."""
-        rows, plan = self.images[run], self.stack.store.plan
+    def spans(self, run: slice) -> list[tuple[slice, Rows]]:
+        """Slab by slab, which of a run's images it has, and their rows in the store."""
+        rows, plan, found = self.images[run], self.stack.store.plan, []
         for slab in range(int(rows[0]) // plan.slab, int(rows[-1]) // plan.slab + 1):
             span = plan.rows(slab)
-            low, high = np.searchsorted(rows, [span.start, span.stop])
-            if high == low:
-                continue
-            inside = rows[low:high]
-            values = read(slice(int(inside[0]), int(inside[-1]) + 1))
-            if len(values) > len(inside):
-                values = values[inside - inside[0]]
-            self._progress.advance(0, values.nbytes)
-            yield slice(int(low), int(high)), values
+            low, high = np.searchsorted(rows, [span.start, span.stop]).tolist()
+            if high > low:
+                found.append((slice(low, high), rows[low:high]))
+        return found

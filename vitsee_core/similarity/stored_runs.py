@@ -8,28 +8,43 @@ from further away, which takes longer where matrices have some hundred columns.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.grams.arithmetic import Arithmetic
 from vitsee_core.grams.fused import shift_bytes, shift_half
-from vitsee_core.grams.halves import InPanels
+from vitsee_core.grams.halves import InPanels, Panels
 from vitsee_core.grams.panels import shift_bytes_into_panels, shift_into_panels
 from vitsee_core.grams.scratch import Scratch
+from vitsee_core.progress import Progress
+from vitsee_core.similarity.comparison import Rows
 from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.similarity.stacks import MEAN_ROWS, Runs, Stack, TokenStack
 from vitsee_core.types import Float32
 
-NO_SUMS = np.zeros((0, 2), np.float32)
+NO_SUMS, NO_VALUES = np.zeros((0, 2), np.float32), np.zeros((0, 0, 0))
 
 
 class StoredRuns(Runs):
-    """As `Runs`; `both` gives what `single` takes. Of patches the mean is that of the pixels'
-    values, which are scaled as the model's normalisation does: it shifts all of a channel alike,
-    which changes nothing either."""
+    """As `Runs`, of one matrix at a time. Of patches the mean is that of the pixels' values, which
+    are scaled as the model's normalisation does: it shifts all of a channel alike, which changes
+    nothing either.
+
+    _runs: slab by slab which of the run's images it has, and (matrices, images, features).
+    """
 
     _scratch = Scratch()
+    _runs: dict[int, list[tuple[slice, NDArray[Any]]]]
+
+    def __init__(
+        self, stack: Stack, images: Rows, kept: int, backend: Arithmetic, progress: Progress
+    ) -> None:
+        super().__init__(stack, images, kept, backend, progress)
+        self._means: dict[int, Float32] = {}
 
     @staticmethod
     def takes(stack: Stack) -> bool:
@@ -38,26 +53,66 @@ class StoredRuns(Runs):
             return stack.is_half
         return isinstance(stack, PatchPixels) and stack.scale is not None
 
-    def single(self, stored: NDArray[Any], k: int, name: str) -> Any:
-        """(images, features) of one matrix of a run, in memory that this thread takes again for the
-        next of this name; `Panels` where the backend multiplies these."""
-        assert self._mean is not None
-        shape, mean = stored.shape[1:], self._mean[k]
-        if isinstance(self.backend, InPanels):
-            panels = self.backend.panels(name, *shape)
-            if stored.dtype == np.float16:
-                bits = stored[k].view(np.uint16)
-                shift_into_panels(bits, mean, panels.values, 0, 0, NO_SUMS)
+    def of(self, k: int, run: slice, name: str) -> Float32:
+        """In float32."""
+        shape = run.stop - run.start, self.stack.n_features
+        x: Float32 = self._scratch.take(name, math.prod(shape), np.float32)
+        x = x[: math.prod(shape)].reshape(shape)
+        mean = self._mean_of(k)
+        for some, values in self._runs[run.start]:
+            raw = np.ascontiguousarray(values[k])
+            if raw.dtype == np.float16:
+                shift_half(raw.view(np.uint16), mean, x[some], 0, NO_SUMS)
             else:
-                shift_bytes_into_panels(stored[k], mean, self._scale, panels.values, 0)
-            return panels
-        size = math.prod(shape)
-        x: Float32 = self._scratch.take(name, size, np.float32)[:size].reshape(shape)
-        if stored.dtype == np.float16:
-            shift_half(stored[k].view(np.uint16), mean, x, 0, NO_SUMS)
-        else:
-            shift_bytes(stored[k], mean, self._scale, x)
+                shift_bytes(raw, mean, self._scale, x[some])
         return x
+
+    def sides(self, k: int, i: slice, j: slice, unit: InPanels) -> tuple[Panels, Panels]:
+        """The factors of a Gram matrix, or of a multiple of it, for the matrix unit.
+
+        Differences of bytes have eight bits and a sign: one part has them all. Where the channels
+        are scaled differently, the right factor has the squares of the scales.
+        """
+        parts, weights = (2, 2), None
+        if isinstance(self.stack, PatchPixels):
+            alike = (self._scale == self._scale[0]).all()
+            parts, weights = ((1, 1), None) if alike else ((1, 2), self._scale**2)
+        x = self._panels(k, i, unit, "left", parts, None)
+        if i == j and weights is None:
+            return x, x
+        return x, self._panels(k, j, unit, "right", parts[::-1], weights)
+
+    def _panels(
+        self,
+        k: int,
+        run: slice,
+        unit: InPanels,
+        name: str,
+        parts: tuple[int, int],
+        weights: Float32 | None,
+    ) -> Panels:
+        """In memory of this name; parts: of each number, and of those that they are multiplied
+        with."""
+        mean, n = self._mean_of(k), run.stop - run.start
+        panels = unit.panels(name, n, self.stack.n_features, *parts)
+        by = np.ones_like(mean) if weights is None else weights
+        for some, values in self._runs[run.start]:
+            if values.dtype == np.float16:
+                bits = values[k].view(np.uint16)
+                shift_into_panels(bits, mean, panels.values, some.start, 0, NO_SUMS)
+            else:
+                shift_bytes_into_panels(values[k], mean, by, panels.values, some.start)
+        return panels
+
+    def _mean_of(self, k: int) -> Float32:
+        """What is subtracted of a matrix: the mean over the first rows of the first run, which is
+        there when it is asked for first; of bytes a whole number."""
+        if k not in self._means:
+            x = self._runs[0][0][1][k][:MEAN_ROWS].astype(np.float32)
+            # Of equal rows it is these, to the bit.
+            mean = x[0] + (x - x[0]).mean(0)
+            self._means[k] = mean if isinstance(self.stack, TokenStack) else np.rint(mean)
+        return self._means[k]
 
     @property
     def _scale(self) -> Float32:
@@ -65,28 +120,20 @@ class StoredRuns(Runs):
         assert isinstance(self.stack, PatchPixels) and self.stack.scale is not None
         return self.stack.scale
 
-    def _read(self, run: slice) -> NDArray[Any]:
-        """(matrices, images, features): patches in bytes, tokens in half precision."""
-        stack = self.stack
-        shape = stack.n_matrices, run.stop - run.start, stack.n_features
-        out: NDArray[Any]
+    def _jobs(self, run: slice) -> list[Callable[[], None]]:
+        """Slab by slab."""
+        spans = self.spans(run)
+        slabs = self._runs[run.start] = [(some, NO_VALUES) for some, _ in spans]
+        return [partial(self._take, slabs, k, rows) for k, (_, rows) in enumerate(spans)]
+
+    def _take(self, slabs: list[tuple[slice, NDArray[Any]]], k: int, rows: Rows) -> None:
+        """Read what a run has of a slab: (matrices, images, features)."""
+        stack, span = self.stack, slice(int(rows[0]), int(rows[-1]) + 1)
         if isinstance(stack, PatchPixels):
-            out = np.empty(shape, np.uint8)
-            for some, values in self.pieces(
-                run, lambda rows: stack.read_stored(rows).swapaxes(0, 1)
-            ):
-                out[:, some] = values.swapaxes(0, 1)
+            values = stack.read_stored(span)
         else:
-            out = np.empty(shape, np.float16)
-            for some, values in self.pieces(run, stack.read):
-                out[:, some] = values.swapaxes(0, 1)
-        if self._mean is None:
-            self._mean = np.stack([_mean(x[:MEAN_ROWS]) for x in out])
-        return out
-
-
-def _mean(stored: NDArray[Any]) -> Float32:
-    """Over the rows; of equal ones it is these, to the bit."""
-    x = stored.astype(np.float32)
-    mean: Float32 = x[0] + (x - x[0]).mean(0)
-    return mean
+            values = stack.read(span).swapaxes(0, 1)
+        self._progress.advance(0, values.nbytes)
+        if values.shape[1] > len(rows):
+            values = values[:, rows - rows[0]]
+        slabs[k] = slabs[k][0], values

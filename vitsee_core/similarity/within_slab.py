@@ -13,8 +13,8 @@ import numpy as np
 from vitsee_core.similarity.batches import InMemory, OfBatch, each_batch, own_grams
 from vitsee_core.similarity.comparison import Comparison, Estimator, Rows
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
-from vitsee_core.similarity.pair_sums import Matrix
 from vitsee_core.similarity.representation import Representation
+from vitsee_core.similarity.whole_tiles import Matrix
 from vitsee_core.types import Float32
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 from vitsee_stores.manifest import few

@@ -1,0 +1,85 @@
+"""What a tile of Gram matrices is cut into: the pairs of images of two cells of a partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.types import Float
+
+Labels = NDArray[np.int64]
+
+# Products of float32 are added up in float64 after so many terms: errors stay near 1e-7.
+TERMS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Images in cells: labels (n,), -1 for those in none; cells count from 0.
+
+    crossing: pairs of images in different cells count too (blocks of a jackknife), not only those
+    within a cell (minibatches).
+    """
+
+    labels: Labels
+    n_cells: int
+    crossing: bool
+
+    @property
+    def in_runs(self) -> bool:
+        """Whether all images are in cells, which follow one another."""
+        return bool(self.labels[0] >= 0 and (np.diff(self.labels) >= 0).all())
+
+
+class Piece(NamedTuple):
+    """Some rows of a block of a tile: places within the tile of the images of cell g and of those
+    of cell h. square: both are the images of one cell in the same order, or some of those and all
+    of them, so that pairs below the diagonal are those above it."""
+
+    g: int
+    h: int
+    rows: Labels
+    cols: Labels
+    square: bool
+
+
+class Sums(NamedTuple):
+    """Of a piece, and of the same pairs of images the other way round: (R, C) inner products, each
+    matrix's own, in float64; sums over its columns and over its rows, None where the latter are
+    the former."""
+
+    products: Float
+    own: Float
+    over_cols: NDArray[Any]
+    over_rows: NDArray[Any] | None
+
+
+def pieces(partition: Partition, i: slice, j: slice) -> Iterator[Piece]:
+    """What a tile is cut into; of one on the diagonal, the cells on and below its diagonal."""
+    of_i, of_j = _cells(partition.labels[i]), _cells(partition.labels[j])
+    for g, rows in of_i.items():
+        for h, cols in of_j.items():
+            if h > g and i == j:
+                continue
+            if partition.crossing or g == h:
+                step = max(1, TERMS // len(cols))
+                for at in range(0, len(rows), step):
+                    yield Piece(g, h, rows[at : at + step], cols, g == h and i == j)
+
+
+def _cells(labels: Labels) -> dict[int, Labels]:
+    """Cell -> places that are in it."""
+    order = np.argsort(labels, kind="stable")
+    names, starts = np.unique(labels[order], return_index=True)
+    parts = np.split(order, starts[1:])
+    return {int(name): part for name, part in zip(names, parts, strict=True) if name >= 0}
+
+
+def as_run(places: Labels) -> slice | Labels:
+    """A slice where they follow one another."""
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if last - first + 1 == len(places) else places

@@ -1,0 +1,143 @@
+"""A tile of every Gram matrix whole in memory, on the host or on a GPU, and its sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import starmap
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from vitsee_core.grams.lanes import in_order, run_all
+from vitsee_core.similarity.pieces import Labels, Piece, Sums, as_run
+from vitsee_core.types import Float32
+
+
+class Matrix(Protocol):
+    """A Gram matrix of n images that is read in blocks."""
+
+    @property
+    def n(self) -> int:
+        """Number of images."""
+
+    def block(self, i: slice, j: slice) -> Any:
+        """(len(i), len(j)) float32 of its entries, an array, or on the device where it was made."""
+
+
+@runtime_checkable
+class Computed(Protocol):
+    """A matrix whose blocks are made where they are wanted."""
+
+    def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
+        """What is to be done before, in any order; nothing the second time."""
+
+    def compute(self, i: slice, j: slice, out: Float32) -> None:
+        """As `Matrix.block`, into contiguous memory of the host."""
+
+
+def read(matrices: Sequence[object], i: slice, j: slice, pool: ThreadPoolExecutor | None) -> None:
+    """What blocks of some matrices are made of."""
+    computed = (matrix for matrix in matrices if isinstance(matrix, Computed))
+    jobs = [job for matrix in computed for job in matrix.reading(i, j)]
+    run_all(lambda job: job(), jobs, pool)
+
+
+class WholeTiles:
+    """Tiles of matrices, one at a time."""
+
+    def __init__(
+        self, device: str, matrices: Sequence[Matrix], n_rows: int, first_col: int, side: int
+    ) -> None:
+        self._matrices, self._n_rows, self._first_col = matrices, n_rows, first_col
+        self._memory = _memory(device, len(matrices) * side * side)
+        # Rows and columns in turn: where they are read from different files, two threads read them.
+        self._order = sorted(
+            range(len(matrices)), key=lambda k: k - first_col if k >= n_rows else k
+        )
+
+    def sums(
+        self, i: slice, j: slice, pieces: Sequence[Piece], pool: ThreadPoolExecutor | None
+    ) -> tuple[Float32 | None, Iterator[Sums]]:
+        """The diagonals (matrices, images) of a tile on the diagonal, and the sums of each
+        piece."""
+        memory, n_rows, first_col = self._memory, self._n_rows, self._first_col
+        host = isinstance(memory, _HostTiles)
+        shape = len(self._matrices), i.stop - i.start, j.stop - j.start
+        values = memory.shaped(*shape)
+
+        def load(k: int) -> None:
+            matrix = self._matrices[k]
+            if host and isinstance(matrix, Computed):
+                matrix.compute(i, j, values[k])
+            else:
+                memory.put(values, k, matrix.block(i, j))
+
+        read(self._matrices, i, j, pool)
+        run_all(load, self._order, pool)
+        diagonals = memory.without_diagonals(values) if i == j else None
+        if host:
+            of_piece: partial[Sums] = partial(_sums, values, n_rows, first_col)
+            return diagonals, in_order(of_piece, pieces, pool, 4)
+        cuts = [(piece.rows, piece.cols) for piece in pieces]
+        made = memory.sums(values, cuts, n_rows, first_col)
+        return diagonals, starmap(_both_ways, zip(pieces, made, strict=True))
+
+
+class _HostTiles:
+    """`DeviceTiles` in host memory, but for the sums, which threads share."""
+
+    def __init__(self, n: int) -> None:
+        self._memory = np.empty(n, np.float32)
+
+    def shaped(self, *shape: int) -> Float32:
+        return self._memory[: math.prod(shape)].reshape(shape)
+
+    def put(self, values: Float32, k: int, block: Float32) -> None:
+        values[k] = block
+
+    def without_diagonals(self, values: Float32) -> Float32:
+        within = np.arange(values.shape[1])
+        found: Float32 = values[:, within, within]
+        values[:, within, within] = 0
+        return found
+
+
+def _memory(device: str, n: int) -> Any:
+    """Memory for tiles where they are multiplied."""
+    if device == "cpu":
+        return _HostTiles(n)
+    from vitsee_core.similarity.device_tiles import DeviceTiles
+
+    return DeviceTiles(device, n)
+
+
+def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> Sums:
+    """Of a tile (matrices, rows, cols), its diagonal 0."""
+    block = _cut(values, piece.rows, piece.cols)
+    part = block.reshape(len(block), -1)
+    products = np.matmul(part[:n_rows], part[first_col:].T)
+    own = np.linalg.vecdot(part, part) if first_col else np.zeros(len(part))
+    over_cols, over_rows = (block.sum(axis, dtype=np.float64) for axis in (2, 1))
+    return _both_ways(piece, (products, own, over_cols, over_rows))
+
+
+def _both_ways(piece: Piece, made: tuple[Any, ...]) -> Sums:
+    """Of a piece whose pairs are there one way round, unless it is square."""
+    products, own, over_cols, over_rows = made
+    products, own = (x.astype(np.float64) for x in (products, own))
+    if piece.square:
+        return Sums(products, own, over_cols, None)
+    return Sums(2 * products, 2 * own, over_cols, over_rows)
+
+
+def _cut(values: Float32, rows: Labels, cols: Labels) -> Float32:
+    """values[:, rows][:, :, cols], contiguous; by slices where they are runs."""
+    a, b = as_run(rows), as_run(cols)
+    if isinstance(a, slice) and isinstance(b, slice):
+        return np.ascontiguousarray(values[:, a, b])
+    flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
+    found: Float32 = values.reshape(len(values), -1).take(flat, 1)
+    return found.reshape(len(values), len(rows), len(cols))
