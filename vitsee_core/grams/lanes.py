@@ -7,11 +7,12 @@ What they add up is added in the pieces' order, so that results do not depend on
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from threadpoolctl import ThreadpoolController
@@ -47,8 +48,14 @@ class _SharedLimit:
                     self._restore()
 
 
+@lru_cache(maxsize=1)
+def _libraries(n_modules: int) -> ThreadpoolController:
+    """Those that are loaded, which are looked for anew, in 2 ms, once more modules are."""
+    return ThreadpoolController()
+
+
 def _limit_blas() -> Callable[[], object]:
-    limits: Any = ThreadpoolController().limit(limits=1, user_api="blas")
+    limits: Any = _libraries(len(sys.modules)).limit(limits=1, user_api="blas")
     restore: Callable[[], object] = limits.restore_original_limits
     return restore
 
