@@ -121,18 +121,19 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
     wanted = np.zeros(n, bool)
     wanted[again] = keep
     done = 0
+    every = [*zip(fit_to, fitted, strict=True), *zip(judged_by, held_out, strict=True)]
+    used = [(mask, sums) for mask, sums in every if mask.any()]
 
     def pieces() -> Iterator[tuple[Gathered, Piece]]:
         """Images whose sums are due, as they are read."""
         nonlocal done
         for places, x in source.blocks(part, _union(n, [draw.places for draw in draws])):
-            for d in range(len(draws)):
-                for mask, sums in ((fit_to[d], fitted[d]), (judged_by[d], held_out[d])):
-                    rows, some = _chosen(mask[places], x)
-                    labels = task.labels[places[rows]]
-                    for t in range(tokens if len(labels) else 0):
-                        if (piece := sums[t].wait(some[:, t], labels)) is not None:
-                            yield sums[t], piece
+            for mask, sums in used:
+                rows, some = _chosen(mask[places], x)
+                labels = task.labels[places[rows]]
+                for t in range(tokens if len(labels) else 0):
+                    if (piece := sums[t].wait(some[:, t], labels)) is not None:
+                        yield sums[t], piece
             _, some = _chosen(wanted[places], x)
             kept[done : done + len(some)] = some
             done += len(some)
