@@ -79,6 +79,22 @@ def test_the_same_maps(
     assert stored["token"].tolist() == plain["token"].tolist()
 
 
+@pytest.mark.parametrize("estimator", ["exact", "minibatch"])
+def test_cells_that_are_no_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: list[str], estimator: str
+) -> None:
+    acts = tokens_of(PIXELS, 4).astype(np.float16)
+    sites = {"blocks.0.out": (acts, LAYOUT)}
+    store = write(tmp_path / "a.zarr", sites, PIXELS, dtype="float16", order="dataset")
+    how: dict[str, Any] = {"estimator": estimator}
+    if estimator == "minibatch":
+        how |= {"batch": 8, "repeats": 2}
+    plain, stored = both(store, monkeypatch, **how)
+    assert set(used) == {"TokenStack", "PatchPixels"}
+    for name in ("value", "std"):
+        assert stored[name] == pytest.approx(plain[name], abs=2e-6)
+
+
 def test_what_is_constant_has_no_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: list[str]
 ) -> None:
