@@ -2,15 +2,15 @@
 bfloat16 parts that `halves` multiplies.
 
 Features are read as they are stored (half precision, bytes, single precision), shifted, and split
-in one pass, whose vectors of 32 numbers are emitted: of loops the compiler makes code that takes
-three times as long. 16 rows of a tile go one after the other, as they lie together, and the lines
+in one pass, whose vectors of 32 numbers are emitted: the compiler makes slower code of loops. 16
+rows of a tile go one after the other, as they lie together, and the lines
 of the next 16 are asked for meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ LINE, PART = 2 * TILE_NUMBERS, 2 * TILE_NUMBERS * PANEL
 UPPER, LEADING = 16, 0xFFFF0000
 LAST, BELOW_HALF = 1, 0x7FFF
 MAGNITUDE, NOT_A_NUMBER = 0x7FFFFFFF, 0x7F800001
-# What features are stored in, as `_lay_tile` is told.
+# Types of stored features: float16, uint8, float32.
 HALF, BYTE, SINGLE = 0, 1, 2
 NOTHING = np.zeros(0, np.float32)
 # Rows that are fetched before they are taken; bytes of a row.
@@ -41,7 +41,7 @@ Tiles = NDArray[np.uint16]
 
 
 def vector_at(builder: Any, address: Any, kind: Any) -> Any:
-    """The vector of 32 numbers that a pointer has been made of."""
+    """The pointer to 32 numbers of a type."""
     from llvmlite import ir
 
     return builder.inttoptr(address, ir.VectorType(kind, TILE_NUMBERS).as_pointer())
@@ -178,18 +178,20 @@ def address(x: NDArray[Any]) -> Long:
     return np.int64(x.ctypes.data)
 
 
+class Stored(NamedTuple):
+    """Features as they are stored, their type, and what is made of them. raw: (rows, columns),
+    whose rows are contiguous; mean, scale: (columns,), or () where the type takes none."""
+
+    kind: int
+    raw: NDArray[Any]
+    mean: NDArray[np.float32]
+    scale: NDArray[np.float32]
+
+
 @compiled
-def _lay_rows(
-    kind: int,
-    raw: NDArray[Any],
-    mean: NDArray[np.float32],
-    scale: NDArray[np.float32],
-    x: Tiles,
-    row: int,
-    column: int,
-    sums: NDArray[np.float32],
-) -> None:
-    """`raw`, whose rows are contiguous, from a row and a column of x on."""
+def _lay_rows(stored: Stored, x: Tiles, row: int, column: int, sums: NDArray[np.float32]) -> None:
+    """All of it, from a row and a column of x on."""
+    kind, raw, mean, scale = stored
     parts, n_rows, pitch = x.shape[3], len(raw), raw.strides[0]
     of, less, by, to = address(raw), address(mean), address(scale), address(x)
     added = np.zeros((TILE, 2, TILE_NUMBERS), np.float32)
@@ -217,24 +219,17 @@ def _lay_rows(
             _add_up(added, sums[start : start + n])
         start += n
     first = column // TILE_NUMBERS
-    _lay_edge(kind, raw, mean, scale, x, row, column, first, sums)
+    _lay_edge(stored, x, row, column, first, sums)
     if high > first:
-        _lay_edge(kind, raw, mean, scale, x, row, column, high, sums)
+        _lay_edge(stored, x, row, column, high, sums)
 
 
 @compiled
 def _lay_edge(
-    kind: int,
-    raw: NDArray[Any],
-    mean: NDArray[np.float32],
-    scale: NDArray[np.float32],
-    x: Tiles,
-    row: int,
-    column: int,
-    tile: int,
-    sums: NDArray[np.float32],
+    stored: Stored, x: Tiles, row: int, column: int, tile: int, sums: NDArray[np.float32]
 ) -> None:
-    """What `raw` has of a tile, unless it is all of it or nothing."""
+    """The columns in one tile, unless they fill it or there are none."""
+    kind, raw, mean, scale = stored
     low = max(0, tile * TILE_NUMBERS - column)
     high = min(raw.shape[1], (tile + 1) * TILE_NUMBERS - column)
     if low >= high or high - low == TILE_NUMBERS:
@@ -285,7 +280,7 @@ def shift_into_panels(
 ) -> None:
     """As `fused.shift_half`, from one of the rows and columns of x on, the values of
     `halves.Panels`: the bits of the nearest bfloat16, and of the nearest to what is left."""
-    _lay_rows(HALF, raw, mean, NOTHING, x, row, column, sums)
+    _lay_rows(Stored(HALF, raw, mean, NOTHING), x, row, column, sums)
 
 
 @compiled
@@ -297,19 +292,18 @@ def shift_bytes_into_panels(
     row: int,
 ) -> None:
     """As `fused.shift_bytes`, from one of the rows of x on, the values of `halves.Panels`."""
-    _lay_rows(BYTE, raw, mean, scale, x, row, 0, np.zeros((0, 2), np.float32))
+    _lay_rows(Stored(BYTE, raw, mean, scale), x, row, 0, np.zeros((0, 2), np.float32))
 
 
 @compiled
 def into_panels(raw: NDArray[np.float32], x: Tiles) -> None:
     """Numbers as they are."""
-    _lay_rows(SINGLE, raw, NOTHING, NOTHING, x, 0, 0, np.zeros((0, 2), np.float32))
+    _lay_rows(Stored(SINGLE, raw, NOTHING, NOTHING), x, 0, 0, np.zeros((0, 2), np.float32))
 
 
 @compiled
 def take_rows(x: Tiles, places: NDArray[np.int64], out: Tiles) -> None:
-    """Some rows into others, from its first row on. Lines that are fetched some rows ahead take
-    half the time."""
+    """Some rows of x into `out`, from its first row on; their lines are fetched some rows ahead."""
     n, of_panel = len(places), x.shape[2] * x.shape[3] * PANEL * TILE_NUMBERS
     of, to = np.zeros(n + AHEAD, np.int64), np.empty(n, np.int64)
     for i in range(n):

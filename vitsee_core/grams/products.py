@@ -14,9 +14,9 @@ By ssyrk, which takes 0.27 of 0.34 s, at 0.86 of the rate of the best float32 pr
 from blocks of products, by OpenBLAS or MKL, which are slower the smaller they are (0.74 to 0.82);
 panels of 384 to 2,688 columns cast just before they are multiplied, so that they lie in the second
 cache (no difference); adding one triangle only (none); files mapped instead of read (half the
-speed). By the matrix unit (0.17 s; of the two cores' 0.34 products take 0.19, reading 0.07, laying
-features out 0.05): MKL's product of bfloat16, which has a call for it (0.31 s); fetching what comes
-next into either cache (no difference).
+speed). By the matrix unit: MKL's product of bfloat16, which has a call for it (slower); fetching
+what comes next into either cache (no difference). `benchmarks/cka.py rate` prints what the pass
+takes.
 """
 
 from __future__ import annotations

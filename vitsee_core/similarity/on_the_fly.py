@@ -6,11 +6,10 @@ biased and minibatch values, and their spread, are those of `hsic` on the same i
 
 Where the processor has a matrix unit, and much is to be done of features in half precision and
 pixels in bytes, it multiplies both features and pairs (see `unit_tiles`), in tiles of up to 1,024
-images. On two cores, 1,024 images, 196 tokens and 196 patches, all of it takes 1 s, about what its
-multiplications would at the rate of a large product in single precision: 0.13 s reading, 0.4 s
-products and taking them apart, 0.3 s the pairs, 0.1 s the jackknife. The pairs of all matrices
-(0.8 GB) go to the memory and back once, which is half of those two. Others take tiles that lie
-whole in memory, at 0.3 to 0.4 of that rate: of some hundred columns a product is bound by memory.
+images. The pairs of all matrices go to the memory and back once, which takes about half of the time
+after reading. Other processors take tiles that lie whole in memory: of some hundred columns a
+product is bound by memory. `benchmarks/localize.py` prints the share of the rate of a large product
+in single precision.
 
 Cost: n (n + 1) (sum of features) for the Gram matrices, n (n + 1) R C for the pairs, and reading
 each feature about n / (2 tile) times where they do not all fit the memory.

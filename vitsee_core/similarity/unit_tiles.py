@@ -120,8 +120,8 @@ def unit_bytes(n: int, partitions: Sequence[Partition], tile: int, widest: int) 
 
 
 def _cuts(pieces: Sequence[Piece]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What `take_runs` is told of each piece; where its pairs, its sums over columns and those over
-    rows begin, and in a last line where all end."""
+    """The argument `cuts` of `take_runs`, (pieces, 8), and (pieces + 1, 3) offsets: where each
+    piece's pairs, its sums over columns and its sums over rows begin, and where all of them end."""
     cuts, ends = [], [(0, 0, 0)]
     for piece in pieces:
         (top, bottom), (left, right) = ((p[0], p[-1] + 1) for p in (piece.rows, piece.cols))

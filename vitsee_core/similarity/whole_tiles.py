@@ -39,7 +39,7 @@ class Computed(Protocol):
 
 
 def read(matrices: Sequence[object], i: slice, j: slice, pool: ThreadPoolExecutor | None) -> None:
-    """What blocks of some matrices are made of."""
+    """Read the features that blocks of some matrices are computed from."""
     computed = (matrix for matrix in matrices if isinstance(matrix, Computed))
     jobs = [job for matrix in computed for job in matrix.reading(i, j)]
     run_all(lambda job: job(), jobs, pool)
