@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.grams.halves import InPanels, in_rows
-from vitsee_core.grams.lanes import in_order, run_all
+from vitsee_core.grams.lanes import in_order, n_lanes, run_all
 from vitsee_core.grams.panels import PANEL, TILE_NUMBERS, into_panels
 from vitsee_core.grams.scratch import Scratch
 from vitsee_core.similarity.pair_runs import take_runs
@@ -78,7 +78,7 @@ class UnitTiles:
             products, own = 2 * self._products(values[:, pairs]), 2 * squares[:, p]
             return Sums(products, own, over_cols[:, rows], over_rows[:, cols])
 
-        return diagonals, in_order(sums, range(len(cuts)), pool, 8)
+        return diagonals, in_order(sums, range(len(cuts)), pool, 2 * n_lanes())
 
     def _products(self, pairs: Float32) -> Float:
         """(R, C) inner products of matrices over some pairs."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from vitsee_core.grams.lanes import in_order, run_all
+from vitsee_core.grams.lanes import in_order, n_lanes, run_all
 from vitsee_core.similarity.pieces import Labels, Piece, Sums, as_run
 from vitsee_core.types import Float32
 
@@ -80,7 +80,7 @@ class WholeTiles:
         diagonals = memory.without_diagonals(values) if i == j else None
         if host:
             of_piece: partial[Sums] = partial(_sums, values, n_rows, first_col)
-            return diagonals, in_order(of_piece, pieces, pool, 4)
+            return diagonals, in_order(of_piece, pieces, pool, 2 * n_lanes())
         cuts = [(piece.rows, piece.cols) for piece in pieces]
         made = memory.sums(values, cuts, n_rows, first_col)
         return diagonals, starmap(_both_ways, zip(pieces, made, strict=True))
