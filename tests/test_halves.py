@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.reference_cka import gram_hsic1
 from tests.stores import write_sites
 from vitsee_core import machine
-from vitsee_core.grams import amx
+from vitsee_core.grams import amx, amx_parts
 from vitsee_core.grams.fused import shift_bytes
 from vitsee_core.grams.halves import InPanels, Panels, in_rows, panels_bytes
 from vitsee_core.grams.panels import (
@@ -65,7 +65,7 @@ def by_numpy(
     every: bool,
     fresh: bool,
 ) -> None:
-    """What `amx.add_product` does."""
+    """What `amx_parts.add_product` does."""
     n, m = left.shape[1] * 32, right.shape[1] * 32
     a, b = dense(Panels(left, n)), dense(Panels(right, m))
     made = a[0] @ b[0].T
@@ -87,7 +87,7 @@ def by_numpy(
             out[j, j] += second[j, j]
 
 
-UNITS = [pytest.param(amx, marks=needs_unit), SimpleNamespace(add_product=by_numpy)]
+UNITS = [pytest.param(amx_parts, marks=needs_unit), SimpleNamespace(add_product=by_numpy)]
 
 
 def test_parts_by_hand() -> None:

@@ -19,7 +19,7 @@ from vitsee_core.covariance.spectra import Spectrum, entropy_rank, power_law
 from vitsee_core.covariance.sums import Sums, total
 from vitsee_core.execution import Execution
 from vitsee_core.features import choose_features
-from vitsee_core.grams import syrk
+from vitsee_core.grams import scatter, syrk
 from vitsee_core.labelled.collapse import collapse, halves, nearest_mean_disagrees
 from vitsee_core.results import Table
 from vitsee_core.statistics.intrinsic_dimension import TwoNearest
@@ -150,13 +150,13 @@ def test_spectra_of_sums_and_of_examples(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("with_scipy", [True, False])
-@pytest.mark.parametrize(("n", "dim"), [(1, 1), (7, 3), (600, 70)])
+@pytest.mark.parametrize(("n", "dim"), [(1, 1), (7, 3), (600, 70), (1100, 130)])
 def test_sums_are_the_loops(
     n: int, dim: int, with_scipy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over several pieces of `ROWS_AT_ONCE`, an example without a length among them."""
     if not with_scipy:
-        monkeypatch.setattr(sums, "load_double_syrk", lambda: syrk._add_product)
+        monkeypatch.setattr(scatter, "load_double_syrk", lambda: syrk._add_product)
     x, shift = features(n, dim), np.full(dim, 0.5)
     x[n // 2] = 0
     found = Sums.of(x.astype(np.float32), shift)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from vitsee_core.compiled import compiled
 from vitsee_core.execution import Execution
 from vitsee_core.grams.lanes import n_lanes, one_blas_thread
+from vitsee_core.grams.scatter import Scatter, raise_magnitudes
 from vitsee_core.grams.syrk import load_double_syrk, mirror
 from vitsee_core.kept_memory import freed_memory_kept
 from vitsee_core.streaming import Rows
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from vitsee_core.features import SiteFeatures
     from vitsee_stores import Slab, Store
 
-ROWS_AT_ONCE = 256  # examples in float64 at a time, so few that they stay in cache
+ROWS_AT_ONCE = 1024  # examples in float64 at a time
 
 
 @dataclass
@@ -62,15 +63,16 @@ class Sums:
         """Of examples (n, dim)."""
         found = cls.empty(shift)
         found.n = len(x)
-        add_products = load_double_syrk()
         buffer = np.empty((min(ROWS_AT_ONCE, len(x)), len(shift)))
         for start in range(0, len(x), ROWS_AT_ONCE):
             some = x[start : start + ROWS_AT_ONCE]
             y = buffer[: len(some)]
-            n_long, fourth = add_vectors(some, shift, y, found.first, found.third, found.directions)
+            squares = Scatter(*y.shape)
+            sums = found.first, found.third, found.directions, squares.largest
+            n_long, fourth = add_vectors(some, shift, y, *sums)
             found.n_long += n_long
             found.fourth += fourth
-            add_products(y, found.below)
+            squares.add(y, found.below)
         return found
 
     def add(self, other: Sums, sign: int = 1) -> None:
@@ -193,11 +195,18 @@ def add_below(total: Float, other: Float, sign: int) -> None:
 
 @compiled
 def add_vectors(
-    x: NDArray[Any], shift: Float, y: Float, first: Float, third: Float, directions: Float
+    x: NDArray[Any],
+    shift: Float,
+    y: Float,
+    first: Float,
+    third: Float,
+    directions: Float,
+    largest: Integers,
 ) -> tuple[int, float]:
-    """Put x - shift, (n, dim), into y, and add to the sums that are vectors, see `Sums`; each
-    example is read twice while it is in cache. Returns n_long and `fourth`."""
-    n_long, fourth = 0, 0.0
+    """Put x - shift, (n, dim), into y, add to the sums that are vectors, see `Sums`, and raise
+    `largest` to its magnitudes, see `Scatter`; each example is read while it is in cache. Returns
+    n_long and `fourth`."""
+    n_long, fourth, bits = 0, 0.0, y.view(np.int64)
     for i in range(x.shape[0]):
         length, size = 0.0, 0.0
         for j in range(x.shape[1]):
@@ -213,6 +222,7 @@ def add_vectors(
             first[j] += y[i, j]
             third[j] += size * y[i, j]
             directions[j] += weight * x[i, j]
+        raise_magnitudes(largest, bits[i])
     return n_long, fourth
 
 

@@ -24,19 +24,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.grams import amx
+from vitsee_core.grams import amx, amx_parts
+from vitsee_core.grams.amx import PANEL, TILE
 from vitsee_core.grams.arithmetic import Host
-from vitsee_core.grams.panels import PANEL, ROW_NUMBERS, TILE, TILE_NUMBERS, take_rows
+from vitsee_core.grams.memory import LINE_BYTES, aligned
+from vitsee_core.grams.panels import ROW_NUMBERS, TILE_NUMBERS, take_rows
 from vitsee_core.grams.scratch import Scratch
 from vitsee_core.grams.syrk import mirror
 from vitsee_core.types import Float, Float32
 
-LINE_BYTES = 64
-
 
 @dataclass(frozen=True)
 class Panels:
-    """Rows of features as the matrix unit wants them; see `amx`.
+    """Rows of features as the matrix unit wants them; see `amx_parts`.
 
     values: (blocks, panels, tiles, parts, 2, 16, 32) the bits of bfloat16.
     """
@@ -131,7 +131,7 @@ class InPanels(Host):
         every: bool = False,
         fresh: bool = False,
     ) -> None:
-        """`to` += left right^T, in blocks; see `amx.add_product`."""
+        """`to` += left right^T, in blocks; see `amx_parts.add_product`."""
         size = PANEL * ROW_NUMBERS * 2 + LINE_BYTES
         turned = aligned(self._scratch.take("turned", size, np.uint8))
         of = left.values, right.values, to, turned
@@ -168,17 +168,12 @@ def in_rows(blocks: NDArray[Any], n: int, m: int) -> NDArray[Any]:
 
 def in_panels(precision: str) -> InPanels | None:
     """For features in half precision, or for bf16; None where the processor has no matrix unit."""
-    return InPanels(amx, 1 if precision == "bf16" else 2) if amx.is_there() else None
+    return InPanels(amx_parts, 1 if precision == "bf16" else 2) if amx.is_there() else None
 
 
 def panels_bytes(n_rows: int, n_columns: int, parts: int) -> int:
     """Of `Panels`, with what it takes to be aligned."""
     return int(np.prod(_shape(n_rows, n_columns, parts, parts))) * 2 + LINE_BYTES
-
-
-def aligned(memory: NDArray[Any]) -> NDArray[Any]:
-    """What of some memory begins where a line of the cache does."""
-    return memory[-memory.ctypes.data % LINE_BYTES // memory.itemsize :]
 
 
 def _shape(n_rows: int, n_columns: int, parts: int, beside: int) -> tuple[int, ...]:

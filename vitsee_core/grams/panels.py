@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled, emitted
+from vitsee_core.grams.amx import PANEL, TILE, WIDTH
+from vitsee_core.grams.memory import Long, address, fetch
 
-# Rows of a tile and of a panel; numbers of a row of a tile, and of one of a panel in a block, all
-# parts together.
-TILE, PANEL, TILE_NUMBERS, ROW_NUMBERS = 16, 32, 32, 256
-# Bytes of a row of a tile, and of a part of the tiles that a panel has side by side.
-LINE, PART = 2 * TILE_NUMBERS, 2 * TILE_NUMBERS * PANEL
+# Numbers of a row of a tile, and of one of a panel in a block, all parts together.
+TILE_NUMBERS, ROW_NUMBERS = 32, 256
+# Bytes of a part of the tiles that a panel has side by side.
+PART = WIDTH * PANEL
 # float32 as bfloat16: its upper half, rounded to even; from NOT_A_NUMBER on as it is.
 UPPER, LEADING = 16, 0xFFFF0000
 LAST, BELOW_HALF = 1, 0x7FFF
@@ -32,7 +33,6 @@ NOTHING = np.zeros(0, np.float32)
 # Rows that are fetched before they are taken; bytes of a row.
 AHEAD, FURTHER = 16, 256
 
-Long = np.int64 | int
 # (blocks, panels, tiles, parts, 2, 16, 32)
 Tiles = NDArray[np.uint16]
 
@@ -132,20 +132,6 @@ _byte_1, _byte_2 = _lay(_of_byte, 1), _lay(_of_byte, 2)
 _single_1, _single_2 = _lay(_of_single, 1), _lay(_of_single, 2)
 
 
-@emitted
-def _fetch(builder: Any, address: Any) -> None:
-    """Ask for a line of memory, which need not be there."""
-    from llvmlite import ir
-
-    number = ir.IntType(32)
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    # To read, into the nearest cache, data.
-    where = builder.inttoptr(address, byte)
-    builder.call(prefetch, [where, number(0), number(3), number(1)])
-
-
 @compiled
 def _lay_tile(
     kind: int, parts: int, raw: Long, mean: Long, scale: Long, to: Long, added: Long
@@ -172,12 +158,6 @@ def _lay_tile(
         _single_1(raw, mean, scale, to, added)
 
 
-@compiled
-def address(x: NDArray[Any]) -> Long:
-    """Of the first number."""
-    return np.int64(x.ctypes.data)
-
-
 class Stored(NamedTuple):
     """Features as they are stored, their type, and what is made of them. raw: (rows, columns),
     whose rows are contiguous; mean, scale: (columns,), or () where the type takes none."""
@@ -201,19 +181,19 @@ def _lay_rows(stored: Stored, x: Tiles, row: int, column: int, sums: NDArray[np.
     while start < n_rows:
         panel, line = divmod(row + start, PANEL)
         n = min(TILE - line % TILE, n_rows - start)
-        of_panel = to + panel * n_tiles * of_tile + line // TILE * TILE * LINE + line % TILE * LINE
+        of_panel = to + panel * n_tiles * of_tile + line * WIDTH
         for tile in range(low, high):
             block, inside = divmod(tile, n_tiles)
             place = of_panel + (block * x.shape[1] * n_tiles + inside) * of_tile
             k = tile * TILE_NUMBERS - column
             for i in range(n):
                 source = of + (start + i) * pitch + k * raw.itemsize
-                _fetch(source + TILE * pitch)
-                _fetch(source + FURTHER)
+                fetch(source + TILE * pitch)
+                fetch(source + FURTHER)
                 if kind == SINGLE:
-                    _fetch(source + TILE * pitch + LINE)
+                    fetch(source + TILE * pitch + WIDTH)
                 to_sums = address(added[i]) if len(sums) else 0
-                target = place + i * LINE
+                target = place + i * WIDTH
                 _lay_tile(kind, parts, source, less + 4 * k, by + 4 * k, target, to_sums)
         if len(sums):
             _add_up(added, sums[start : start + n])
@@ -314,7 +294,7 @@ def take_rows(x: Tiles, places: NDArray[np.int64], out: Tiles) -> None:
         start = address(source)
         for at in range(0, of_panel, PANEL * TILE_NUMBERS):
             for i in range(n):
-                _fetch(start + 2 * (of[i + AHEAD] + at))
+                fetch(start + 2 * (of[i + AHEAD] + at))
                 a, b = np.uint64(of[i] + at), np.uint64(to[i] + at)  # none is negative
                 for k in range(TILE_NUMBERS):
                     target[b + np.uint64(k)] = source[a + np.uint64(k)]

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled
-from vitsee_core.grams.syrk import load_double_syrk, mirror
+from vitsee_core.grams.scatter import Scatter, raise_magnitudes
+from vitsee_core.grams.syrk import mirror
 from vitsee_core.types import Float, Integers
 
 WORTH = 4  # times as many images as channels are worth an update of the whole scatter matrix
@@ -114,11 +115,12 @@ class Gathered:
         place = np.cumsum(counts > 0) - 1  # of each class among these
         of_class, scatter = np.zeros((len(present), self.dim)), np.zeros((self.dim, self.dim))
         apart, start = np.empty((sum(len(x) for x, _ in piece), self.dim)), 0
+        squares = Scatter(*apart.shape)
         for x, labels in piece:
             to = apart[start : start + len(x)]
-            subtract_and_add(x, self._shift, to, place[labels], of_class)
+            subtract_and_add(x, self._shift, to, place[labels], of_class, squares.largest)
             start += len(x)
-        load_double_syrk()(apart, scatter)
+        squares.add(apart, scatter)
         return Sums(scatter, present, of_class)
 
     def count(self, sums: Sums) -> None:
@@ -163,16 +165,23 @@ class Gathered:
 
 @compiled
 def subtract_and_add(
-    x: NDArray[np.float32], shift: Float, apart: Float, labels: Integers, sums: Float
+    x: NDArray[np.float32],
+    shift: Float,
+    apart: Float,
+    labels: Integers,
+    sums: Float,
+    largest: Integers,
 ) -> None:
-    """Put x - shift, (m, dim), into `apart`, and add each row of it to that of its class in
-    `sums`."""
+    """Put x - shift, (m, dim), into `apart`, add each row of it to that of its class in `sums`, and
+    raise `largest` to its magnitudes, see `Scatter`."""
+    bits = apart.view(np.int64)
     for i in range(x.shape[0]):
         some, to, own = x[i], apart[i], sums[labels[i]]
         for j in range(x.shape[1]):
             value = some[j] - shift[j]
             to[j] = value
             own[j] += value
+        raise_magnitudes(largest, bits[i])
 
 
 @compiled

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled, emitted
-from vitsee_core.grams.panels import PANEL, TILE_NUMBERS, address, split, vector_at
+from vitsee_core.grams.amx import PANEL
+from vitsee_core.grams.memory import address
+from vitsee_core.grams.panels import TILE_NUMBERS, split, vector_at
 from vitsee_core.types import Float, Float32
-
-Long = np.int64 | int
 
 
 @emitted

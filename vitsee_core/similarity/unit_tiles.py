@@ -15,9 +15,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.grams.amx import PANEL
 from vitsee_core.grams.halves import InPanels, in_rows
 from vitsee_core.grams.lanes import in_order, n_lanes, run_all
-from vitsee_core.grams.panels import PANEL, TILE_NUMBERS, into_panels
+from vitsee_core.grams.panels import TILE_NUMBERS, into_panels
 from vitsee_core.grams.scratch import Scratch
 from vitsee_core.similarity.pair_runs import take_runs
 from vitsee_core.similarity.pieces import TERMS, Partition, Piece, Sums
