@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from tests.features import activations
 from tests.stores import VIT, write_model, write_sites
-from vitsee_core import machine
+from vitsee_core import machine, scipy_routines
 from vitsee_core.grams import arithmetic, products
-from vitsee_core.grams import syrk as syrk_module
 from vitsee_core.grams.shift import Shift
 from vitsee_core.grams.syrk import load_syrk, mirror
 from vitsee_core.similarity import (
@@ -399,7 +398,7 @@ def test_without_that_routine_numpy_multiplies(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = compare(store, use_cache=False)
-    monkeypatch.setattr(syrk_module, "SIGNATURE", b"another")
+    monkeypatch.setitem(scipy_routines.KINDS, "s", "another")
     load_syrk.cache_clear()
     try:
         assert load_syrk() is None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 
 from tests.reference_probe import padded_ridge, ridge
+from vitsee_core import scipy_routines
 from vitsee_core.ridge import (
     GRID,
     Algebra,
@@ -24,6 +25,7 @@ from vitsee_core.ridge import (
 )
 from vitsee_core.ridge.at_l2 import AtL2s, Mixture
 from vitsee_core.ridge.solver import targets
+from vitsee_core.ridge.tridiagonal import Resolvents, three_diagonals
 
 Array = NDArray[Any]
 
@@ -237,9 +239,11 @@ def counted_ranks(scores: Array, labels: Array) -> list[int]:
 
 @pytest.mark.parametrize(("n", "dim"), SHAPES)
 @pytest.mark.parametrize("algebra", [PLAIN, BIG_VISION])
-def test_ranks_at_every_l2(n: int, dim: int, algebra: Algebra) -> None:
+@pytest.mark.parametrize("least", [0.0, GRID[0]])
+def test_ranks_at_every_l2(n: int, dim: int, algebra: Algebra, least: float) -> None:
     x, labels = data(n, dim)
-    factors = Factors.of(gathered(x, labels, classes=9), algebra)  # of five there is no image
+    images = gathered(x, labels, classes=9)  # of five there is no image
+    factors = Factors.of(images, algebra, least)
     others, own = data(200, dim, classes=9, seed=4)
     z = factors.coordinates(others.astype(float))
     found = AtL2s(factors, GRID).ranks(z, own)
@@ -250,35 +254,48 @@ def test_ranks_at_every_l2(n: int, dim: int, algebra: Algebra) -> None:
 def test_scores_that_float32_cannot_tell_apart() -> None:
     # Of class c the score of z is z (1 + c 2^-40): float32 has 24 digits.
     rhs = np.array([[1 + c * 2.0**-40 for c in range(6)]])
-    one = np.ones((1, 1))
-    factors = Factors(one, np.zeros(1), one[0], rhs, np.zeros(6), 8, PLAIN)
+    one, none = np.ones((1, 1)), np.zeros(0)
+    factors = Factors(one, np.zeros(1), one[0], none, rhs, np.zeros(6), 8, PLAIN)
     z, labels = np.array([[3.0], [-3.0], [0.0]]), np.array([1, 1, 1])
     assert AtL2s(factors, (0.5, 4.0)).ranks(z, labels).tolist() == [[4, 1, 1]] * 2
     # beside a weight that makes float32 lose them, in a direction that an image may not have
     wide = np.concatenate([rhs, np.full((1, 6), 1e6)])
-    factors = Factors(np.eye(2), np.zeros(2), np.ones(2), wide, np.zeros(6), 8, PLAIN)
-    z = np.array([[3.0, 1e4], [-3.0, 0.0]])
-    expected = [counted_ranks(factors.scores(z, 1.0), labels[:2])]
-    assert AtL2s(factors, (1.0,)).ranks(z, labels[:2]).tolist() == expected
+    for beside in (0.0, 0.5):
+        more = np.array([beside])
+        factors = Factors(np.eye(2), np.zeros(2), np.ones(2), more, wide, np.zeros(6), 8, PLAIN)
+        z = np.array([[3.0, 1e4], [-3.0, 0.0]])
+        expected = [counted_ranks(factors.scores(z, 1.0), labels[:2])]
+        assert AtL2s(factors, (1.0,)).ranks(z, labels[:2]).tolist() == expected
+
+
+def without(values: Array) -> Array:
+    """Nothing beside the diagonal."""
+    return np.zeros(len(values) - 1)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 60), st.floats(0, 20), st.integers(1, 30))
+@given(
+    st.integers(0, 10**6), st.integers(1, 60), st.floats(0, 20), st.integers(1, 30), st.booleans()
+)
 def test_mixtures_are_off_by_no_more_than_they_say(
-    seed: int, r: int, decades: float, n_l2: int
+    seed: int, r: int, decades: float, n_l2: int, diagonal: bool
 ) -> None:
     rng = np.random.default_rng(seed)
-    eigenvalues = 10 ** rng.uniform(-decades / 2, decades / 2, r)
+    values = 10 ** rng.uniform(-decades / 2, decades / 2, r)
+    beside = without(values) if diagonal else np.sqrt(values[1:] * values[:-1]) / 2
     rhs = rng.normal(size=(r, 4)) * rng.uniform(0, 3, (r, 1))
     rhs[:, 3] = 0  # a class without images
-    inverses = 1 / (eigenvalues + np.array(GRID[:n_l2])[:, np.newaxis])
-    mixture = Mixture.of(inverses, rhs)
-    assert mixture.parts.shape[1] <= n_l2
-    z = rng.normal(size=(20, r))
-    parts, mix, small, some = (of.astype(np.float32) for of in (mixture.parts, mixture.mix, rhs, z))
-    products = np.stack([some @ (small * part[:, np.newaxis]) for part in parts.T])
-    mixed = np.einsum("lq,qmc->lmc", mix, products) if mix.size else products
-    exact = np.stack([z @ (rhs * inverse[:, np.newaxis]) for inverse in inverses])
+    resolvents = Resolvents.of(values, beside, GRID[:n_l2])
+    weights, mixture = resolvents.weights(rhs), Mixture.of(resolvents, rhs)
+    z = rng.normal(size=(20, r)).astype(np.float32)
+    parts = weights.transpose(1, 0, 2).astype(np.float32)
+    if mixture.weights is not None:
+        parts = mixture.weights
+    assert parts.shape[1] <= n_l2
+    mixed = np.einsum("mr,rqc->qmc", z, parts)
+    if mixture.weights is not None:
+        mixed = np.einsum("lq,qmc->lmc", mixture.mix.astype(np.float32), mixed)
+    exact = np.einsum("mr,lrc->lmc", z.astype(np.float64), weights)
     bound = mixture.error * np.linalg.norm(z, axis=1)[:, np.newaxis] * mixture.norms[:, np.newaxis]
     assert (abs(mixed - exact) <= bound).all()
     assert not bound[..., 3].any()
@@ -286,14 +303,100 @@ def test_mixtures_are_off_by_no_more_than_they_say(
 
 def test_how_many_parts_mixtures_have() -> None:
     rng = np.random.default_rng(0)
-    rhs, l2s = rng.normal(size=(300, 5)), np.array(GRID)[:, np.newaxis]
+    rhs = rng.normal(size=(300, 5))
     alike, apart = (10 ** rng.uniform(low, high, 300) for low, high in ((3.8, 4.2), (-6, 9)))
-    assert Mixture.of(1 / (alike + l2s), rhs).parts.shape == (300, 5)
-    wide = Mixture.of(1 / (apart + l2s), rhs)
-    assert wide.parts.shape == (300, 30) and wide.mix.shape == (30, 0)
+
+    def of(values: Array, rhs: Array) -> Mixture:
+        return Mixture.of(Resolvents.of(values, without(values), GRID), rhs)
+
+    weights = of(alike, rhs).weights
+    assert weights is not None and weights.shape == (300, 5, 5)
+    wide = of(apart, rhs)
+    assert wide.weights is None and wide.mix.shape == (30, 0)
     # a single direction is one part, at whatever l2, and of zeros there is none to tell apart
-    assert Mixture.of(1 / (alike[:1] + l2s), rhs[:1]).parts.shape == (1, 1)
-    assert not Mixture.of(1 / (alike + l2s), 0 * rhs).norms.any()
+    single = of(alike[:1], rhs[:1]).weights
+    assert single is not None and single.shape == (1, 1, 5)
+    assert not of(alike, 0 * rhs).norms.any()
+
+
+# ---------------------------------------------------------------- three diagonals
+
+
+def dense(diagonal: Array, beside: Array) -> Array:
+    found = np.diag(diagonal)
+    found[np.arange(len(beside)), np.arange(len(beside)) + 1] = beside
+    return np.asarray(np.triu(found) + np.triu(found, 1).T)
+
+
+def test_three_diagonals_by_hand() -> None:
+    # M + 2 I = [[4, 2], [2, 5]] = L D L^T, D = (4, 4), L = [[1, 0], [1/2, 1]];
+    # its inverse [[5, -2], [-2, 4]] / 16; B = L sqrt(D) = [[2, 0], [1, 2]]
+    found = Resolvents.of(np.array([2.0, 3.0]), np.array([2.0]), [8.0, 2.0])
+    assert found.inverses[1].tolist() == [1 / 4, 1 / 4] and found.below[1].tolist() == [1 / 2]
+    assert found.resolved(np.eye(2))[1].tolist() == [[5 / 16, -1 / 8], [-1 / 8, 1 / 4]]
+    assert found.roots.tolist() == [2, 2]
+    assert found.evened(np.array([[4.0, 2.0]])).tolist() == [[2, 0]]
+    assert found.weights(np.eye(2))[1].tolist() == [[1 / 2, 0], [-1 / 4, 1 / 2]]
+
+
+@pytest.mark.parametrize("r", [1, 2, 3, 9, 70, 130])
+def test_three_diagonals_are_the_matrix(r: int) -> None:
+    rng = np.random.default_rng(r)
+    x = rng.normal(size=(2 * r, r)) * 10 ** rng.uniform(-2, 2, r)
+    square = x.T @ x
+    found = three_diagonals(square.copy())
+    assert found is not None
+    basis, diagonal, beside = found
+    size = float(np.linalg.norm(square))
+    np.testing.assert_allclose(basis @ dense(diagonal, beside) @ basis.T, square, atol=1e-13 * size)
+    np.testing.assert_allclose(basis.T @ basis, np.eye(r), atol=1e-13)
+    l2s = (3.0, 0.25, 100.0)
+    resolvents, rhs, z = Resolvents.of(diagonal, beside, l2s), rng.normal(size=(r, 20)), x @ basis
+    for l2, weights in zip(l2s, resolvents.resolved(rhs), strict=True):
+        expected = np.linalg.solve(square + l2 * np.eye(r), basis @ rhs)
+        tolerance = 1e-11 * size / l2
+        np.testing.assert_allclose(basis @ weights, expected, rtol=tolerance, atol=1e-12)
+    # what is evened has the products that the coordinates have, and lengths that say what they are
+    even = resolvents.evened(z)
+    products = np.einsum("mr,lrc->lmc", even, resolvents.weights(rhs))
+    plain = np.einsum("mr,lrc->lmc", z, resolvents.resolved(rhs))
+    np.testing.assert_allclose(products, plain, rtol=1e-9, atol=1e-9 * abs(plain).max())
+    inverse = np.linalg.inv(square + 0.25 * np.eye(r))
+    np.testing.assert_allclose(even @ even.T, x @ inverse @ x.T, rtol=1e-7, atol=1e-8)
+    blocks = [weights for _, weights in resolvents.by_class(rhs)]
+    np.testing.assert_array_equal(np.concatenate(blocks, axis=2), resolvents.weights(rhs))
+
+
+def test_only_as_far_as_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, labels = data(40, 7)
+    images = gathered(x, labels)
+    eigen, less = Factors.of(images, PLAIN), Factors.of(images, PLAIN, 0.5)
+    assert not eigen.beside.any() and less.beside.all()
+    test = data(30, 7, seed=2)[0].astype(np.float64)
+    for l2 in (0.5, 8.0, 1000.0):
+        expected = eigen.linear(l2).scores(test)
+        for scores in (less.linear(l2).scores(test), less.scores(less.coordinates(test), l2)):
+            np.testing.assert_allclose(scores, expected, rtol=1e-10, atol=1e-11)
+    with pytest.raises(ValueError, match="eigenvalues"):
+        less.leverages(less.coordinates(test), [1.0])
+    # rounding of a matrix as large as 1e4 is no less than 1e-12
+    assert not Factors.of(images, PLAIN, 1e-12).beside.any()
+    monkeypatch.setitem(scipy_routines.KINDS, "d", "another")
+    assert not Factors.of(images, PLAIN, 0.5).beside.any()
+
+
+@pytest.mark.parametrize(("n", "dim"), SHAPES)
+@pytest.mark.parametrize("algebra", [PLAIN, BIG_VISION])
+def test_held_out_images_by_three_diagonals(n: int, dim: int, algebra: Algebra) -> None:
+    x, labels = data(n, dim)
+    others, own = data(60, dim, seed=3)
+    images = gathered(x, labels)
+    eigen, less = (HeldOut(Factors.of(images, algebra, at), GRID) for at in (0.0, GRID[0]))
+    for judge in (eigen, less):
+        judge.add(others, own)
+    assert eigen.right.tolist() == less.right.tolist() and eigen.best() == less.best()
+    for l2 in GRID:
+        assert less.squared_error(l2) == pytest.approx(eigen.squared_error(l2), rel=1e-7)
 
 
 @pytest.mark.parametrize("dim", [3, 40])  # with more channels than images no direction is left

@@ -154,7 +154,7 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
         d, t = pair
         if methods[d] == "given":
             if len(task.l2s) > 1:
-                return Fitted(task.l2s, Factors.of(fitted[d][t], task.algebra))
+                return Fitted(task.l2s, Factors.of(fitted[d][t], task.algebra, min(task.l2s)))
             l2 = task.l2s[0]
         else:
             l2 = judges[pair].best()
@@ -181,10 +181,10 @@ def _judge(
 
     def decompose(pair: tuple[int, int]) -> HeldOut | LeaveOneOut:
         d, t = pair
-        factors = Factors.of(fitted[d][t], task.algebra)
+        images = fitted[d][t]
         if methods[d] == "loo":
-            return LeaveOneOut(factors, GRID, exact=False)
-        return HeldOut(factors, GRID)
+            return LeaveOneOut(Factors.of(images, task.algebra), GRID, exact=False)
+        return HeldOut(Factors.of(images, task.algebra, min(GRID)), GRID)
 
     judges = dict(zip(pairs, list(thread_map(task.jobs)(decompose, pairs)), strict=True))
     masks = np.zeros((len(draws), len(task.labels)), bool)

@@ -6,9 +6,8 @@ both vectors counted; coordinates are brought to about the same length first, wh
 small. Scores that are further apart than their errors keep their order; of the others the products
 are made again in float64. So ranks are those of scores in float64, in half the time.
 
-The weights of direction k at l2 are a right-hand side times 1 / (eigenvalue k + l2), and these, as
-functions of k, are so much alike that those of 20 or 30 l2 are mixtures of some five, but for less
-than float32 leaves (`Mixture`, which counts what is left). Only these five are multiplied.
+The weights at 20 or 30 l2 are so much alike that they are mixtures of some five, but for less than
+float32 leaves (`Mixture`, which counts what is left). Only these five are multiplied.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled
-from vitsee_core.types import Float, Integers
+from vitsee_core.ridge.tridiagonal import Resolvents, resolve_one
+from vitsee_core.types import Float, Float32, Integers
 
 if TYPE_CHECKING:
     from vitsee_core.ridge.solver import Factors
@@ -35,15 +35,14 @@ LEAST_IMAGES = 256  # of which they are made at a time, however many classes the
 class AtL2s:
     """Scores of images at several l2.
 
-    Memory: three times the right-hand sides; in each thread up to six times, and some MB.
+    Memory: the right-hand sides once more and, in float32, times the parts of a mixture; in each
+    thread some MB, and where nothing is mixed the weights of one l2.
     """
 
     def __init__(self, factors: Factors, l2s: Sequence[float]) -> None:
-        self._lengths = np.sqrt(factors.eigenvalues + min(l2s))
-        self._inverses = 1 / (factors.eigenvalues + np.array(l2s)[:, np.newaxis])
-        self._rhs = factors.rhs * self._lengths[:, np.newaxis]
-        self._rows = np.ascontiguousarray(self._rhs.T)
-        self._few = Mixture.of(self._inverses, self._rhs)
+        self._resolvents = factors.resolvents(l2s)
+        self._rhs, self._rows = factors.rhs, np.ascontiguousarray(factors.rhs.T)
+        self._few = Mixture.of(self._resolvents, factors.rhs)
         self._levels = np.stack(
             [factors.algebra.intercept(factors.mean_target, factors.n, l2) for l2 in l2s]
         )
@@ -55,12 +54,14 @@ class AtL2s:
             coordinates: (m, r) of the images, as `Factors.coordinates` has them.
             labels: (m,) their classes.
         """
-        z = coordinates / self._lengths
-        found: Integers = np.empty((len(self._inverses), len(z)), np.int64)
+        z = self._resolvents.evened(coordinates)
+        found: Integers = np.empty((len(self._resolvents), len(z)), np.int64)
         errors = _lengths(z) * self._few.error
-        for some, of, near, mix in self._products(z.astype(np.float32), self._few):
-            about = self._rows, self._inverses[of], self._few.norms[of], self._levels[of]
-            count_before(near, mix, z[some], errors[some], labels[some], *about, found[of, some])
+        inverses, below = self._resolvents.inverses, self._resolvents.below
+        for some, of, near, mix in self._products(z.astype(np.float32), self._few.weights):
+            about = coordinates[some], errors[some], labels[some], self._rows
+            norms, levels = self._few.norms[of], self._levels[of]
+            count_before(near, mix, *about, inverses[of], below[of], norms, levels, found[of, some])
         return found
 
     def squared_errors(
@@ -68,10 +69,10 @@ class AtL2s:
     ) -> tuple[Float, Float]:
         """(l2s, m) of each image, summed over classes, and how far these may be off: 0 where
         `exact`, else what float32 makes of it."""
-        z = coordinates / self._lengths
-        found = np.empty((len(self._inverses), len(z)))
-        mixture = Mixture.of_each(self._inverses, self._rhs) if exact else self._few
-        for some, of, near, mix in self._products(z if exact else z.astype(np.float32), mixture):
+        z = self._resolvents.evened(coordinates)
+        found = np.empty((len(self._resolvents), len(z)))
+        weights = None if exact else self._few.weights
+        for some, of, near, mix in self._products(z if exact else z.astype(np.float32), weights):
             add_squares(near, mix, labels[some], self._levels[of], found[of, some])
         if exact:
             return found, np.zeros_like(found)
@@ -80,80 +81,93 @@ class AtL2s:
         return found, 2 * np.sqrt(found) * apart + np.square(apart)
 
     def _products(
-        self, z: NDArray[Any], mixture: Mixture
+        self, z: NDArray[Any], weights: Float32 | None
     ) -> Iterator[tuple[slice, slice, NDArray[Any], NDArray[Any]]]:
         """Some images and some l2 at a time: which, what the scores less the intercepts are mixed
         of, (images, parts, classes) in the type of `z`, and how, (l2s, parts) or (l2s, 0)."""
-        rhs, parts, mix = (of.astype(z.dtype) for of in (self._rhs, mixture.parts, mixture.mix))
-        (r, n_classes), n_parts = rhs.shape, parts.shape[1]
+        (m, r), n_classes = z.shape, self._rhs.shape[1]
         every, size = slice(None), z.itemsize * n_classes
-
-        def made(some: NDArray[Any], of: slice) -> NDArray[Any]:
-            weights = rhs[:, np.newaxis] * parts[:, of, np.newaxis]
-            n = weights.shape[1]  # r may be 0
-            products: NDArray[Any] = some @ weights.reshape(r, n * n_classes)
-            return products.reshape(len(some), n, n_classes)
-
-        if mix.shape[1] == 0:
-            step = max(1, SCORE_BYTES // (size * max(len(z), r)))
-            for start in range(0, n_parts, step):
+        if weights is None:
+            mix = np.zeros((len(self._resolvents), 0), z.dtype)
+            step = max(1, SCORE_BYTES // (size * max(m, r)))
+            for start in range(0, len(mix), step):
                 of = slice(start, start + step)
-                yield every, of, made(z, of), mix[of]
+                made = self._resolvents.weights(self._rhs, of)
+                flat = made.transpose(1, 0, 2).astype(z.dtype).reshape(r, len(made) * n_classes)
+                yield every, of, (z @ flat).reshape(m, len(made), n_classes), mix[of]
             return
+        mix, n_parts = self._few.mix.astype(z.dtype), weights.shape[1]
+        parts = weights.reshape(r, n_parts * n_classes)
         step = max(LEAST_IMAGES, SCORE_BYTES // (size * n_parts))
-        for start in range(0, len(z), step):
-            yield slice(start, start + step), every, made(z[start : start + step], every), mix
+        for start in range(0, m, step):
+            some = slice(start, start + step)
+            near = z[some] @ parts
+            yield some, every, near.reshape(len(near), n_parts, n_classes), mix
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The inverses (l2s, r) as `mix` (l2s, q) times `parts` (r, q) transposed; where `mix` is
-    (l2s, 0), each is a part.
+    """The weights of all l2, (l2s, r, classes), as `mix` (l2s, parts) times those of parts.
 
-    A score made of these in float32 is off by at most error |z| norms: norms (l2s, classes), in
-    which is counted what the parts leave of the inverses.
+    weights: (r, parts, classes); None where each l2 is by itself. norms: (l2s, classes); a score
+    made of these in float32 is off by at most error |z| norms, in which is counted what the parts
+    leave of the weights.
     """
 
-    parts: Float
+    weights: Float32 | None
     mix: Float
     norms: Float
     error: float
 
     @classmethod
-    def of_each(cls, inverses: Float, rhs: Float) -> Mixture:
+    def of_each(cls, resolvents: Resolvents, rhs: Float) -> Mixture:
         """Every l2 by itself."""
-        norms = np.sqrt(np.square(inverses) @ np.square(rhs))
-        return cls(inverses.T, np.zeros((len(inverses), 0)), norms, _rounding(len(rhs)))
+        norms = np.empty((len(resolvents), rhs.shape[1]))
+        for some, weights in resolvents.by_class(rhs):
+            norms[:, some] = _column_lengths(weights)
+        return cls(None, np.zeros((len(resolvents), 0)), norms, _rounding(len(rhs)))
 
     @classmethod
-    def of(cls, inverses: Float, rhs: Float) -> Mixture:
+    def of(cls, resolvents: Resolvents, rhs: Float) -> Mixture:
         """So few parts that they leave less than the products lose by rounding; every l2 by itself
-        where that saves little.
-
-        The parts are the principal ones of the l2, all of these having the same weight and a
-        direction k that of its right-hand sides, (r, classes).
-        """
-        squares = np.square(rhs)
-        weights = squares.sum(1)
-        lengths = np.sqrt(np.square(inverses) @ weights)[:, np.newaxis]
-        alike = np.divide(inverses, lengths, out=np.zeros_like(inverses), where=lengths > 0)
-        values, vectors = np.linalg.eigh((alike * weights) @ alike.T)
+        where that saves little. The parts are the principal ones of the l2, all of these having the
+        same length."""
+        n_l2, (r, n_classes) = len(resolvents), rhs.shape
+        gram = np.zeros((n_l2, n_l2))
+        for _, weights in resolvents.by_class(rhs):
+            flat = weights.reshape(n_l2, -1)
+            gram += flat @ flat.T
+        lengths = np.sqrt(gram.diagonal())
+        shares = np.divide(1, lengths, out=np.zeros(n_l2), where=lengths > 0)
+        values, vectors = np.linalg.eigh(gram * np.outer(shares, shares))
         values, vectors = np.maximum(values[::-1], 0), vectors[:, ::-1]
         # What the first 0, 1, 2, ... parts leave of an l2, squared, as a share of all of it.
         left = np.cumsum((values * np.square(vectors))[:, ::-1], axis=1)[:, ::-1].max(axis=0)
-        n = max(1, int(np.count_nonzero(left > (_rounding(len(rhs)) / 2) ** 2)))
-        if n > WORTH * len(inverses):
-            return cls.of_each(inverses, rhs)
-        parts, mix = alike.T @ vectors[:, :n], lengths * vectors[:, :n]
-        error = _rounding(len(rhs) + n)
-        norms = np.abs(mix) @ np.sqrt(np.square(parts).T @ squares)
-        norms += np.sqrt(np.square(inverses - mix @ parts.T) @ squares) / error
-        return cls(parts, mix, norms, error)
+        n = max(1, int(np.count_nonzero(left > (_rounding(r) / 2) ** 2)))
+        if n > WORTH * n_l2:
+            return cls.of_each(resolvents, rhs)
+        made = shares[:, np.newaxis] * vectors[:, :n]
+        mix, error = lengths[:, np.newaxis] * vectors[:, :n], _rounding(r + n)
+        found, norms = np.empty((r, n, n_classes), np.float32), np.empty((n_l2, n_classes))
+        for some, weights in resolvents.by_class(rhs):
+            flat = weights.reshape(n_l2, -1)
+            parts = made.T @ flat
+            flat -= mix @ parts
+            parts = parts.reshape(n, *weights.shape[1:])
+            found[:, :, some] = parts.transpose(1, 0, 2)
+            norms[:, some] = np.abs(mix) @ _column_lengths(parts) + _column_lengths(weights) / error
+        return cls(found, mix, norms, error)
 
 
 def _rounding(n: int) -> float:
     """|error| of a float32 product of n terms over the lengths of its factors, at most."""
     return (n + 8) * 2.0**-24
+
+
+def _column_lengths(weights: Float) -> Float:
+    """(n, c) of (n, r, c)."""
+    lengths: Float = np.sqrt(np.einsum("nrc,nrc->nc", weights, weights))
+    return lengths
 
 
 def _lengths(z: Float) -> Float:
@@ -187,6 +201,7 @@ def count_before(
     labels: Integers,
     rows: Float,
     inverses: Float,
+    below: Float,
     norms: Float,
     levels: Float,
     found: Integers,
@@ -200,7 +215,8 @@ def count_before(
         errors: (m,) of products with weights of length 1, at most.
         labels: (m,) own classes.
         rows: (classes, r) right-hand sides.
-        inverses: (l2s, r) what these are multiplied by to be weights.
+        inverses: (l2s, r), and
+        below: (l2s, r - 1), see `Resolvents`.
         norms: (l2s, classes) lengths of the weights, at least.
         levels: (l2s, classes) intercepts.
         found: (l2s, m), changed: the counts.
@@ -219,8 +235,7 @@ def count_before(
                 before += ahead > bound
                 apart += (ahead > bound) | (ahead < -bound)
             if apart < n_classes - 1:  # others than its own are near
-                for k in range(r):
-                    weighted[k] = z[i, k] * inverses[at, k]
+                resolve_one(inverses[at], below[at], z[i], weighted)
                 exact = 0.0
                 for k in range(r):
                     exact += weighted[k] * rows[label, k]

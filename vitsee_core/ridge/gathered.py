@@ -194,6 +194,7 @@ def add_to_classes(x: Float, labels: Integers, sums: Float) -> None:
 
 def n_bytes(n: int, dim: int, n_classes: int) -> int:
     """Memory of one probe while it is gathered and solved, in bytes, roughly: the smaller of rows
-    and scatter matrix three times over (kept, centred, factors), right-hand sides and weights."""
+    and scatter matrix three times over (kept, centred, factors); right-hand sides, weights, and up
+    to a dozen parts of the weights at all l2, in single precision."""
     small = min(n, dim)
-    return 8 * math.ceil(3 * small * dim + small * small + 4 * n_classes * dim)
+    return 8 * math.ceil(3 * small * dim + small * small + (4 + 12 / 2) * n_classes * dim)

@@ -58,7 +58,7 @@ class HeldOut:
     def squared_error(self, l2: float) -> float:
         """Summed over images and classes: from the sum of (b + W'z - t)^2, multiplied out."""
         factors = self.factors
-        weights = factors.rhs / (factors.eigenvalues + l2)[:, np.newaxis]
+        weights = factors.weights(l2)
         level = factors.algebra.intercept(factors.mean_target, factors.n, l2)
         n, every = int(self._counts.sum()), self._sums.sum(0)
         of_levels = self._counts @ (1 - level) ** 2 + (n - self._counts) @ (1 + level) ** 2

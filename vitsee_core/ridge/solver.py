@@ -8,7 +8,8 @@ X centred makes the constant column orthogonal to the others, so its weight is k
 not penalised, the intercept is the mean target; as the weight of a constant column of c that is
 penalised like the others (Kolesnikov et al., big_vision: c = 100) it is that times
 c^2 n / (c^2 n + l2). Where images are fewer than channels the same W comes from the n x n matrix
-XX' (dual). Either matrix is decomposed once for every l2.
+XX' (dual). Either matrix is decomposed once for every l2: into eigenvectors, or for X'X no further
+than to three diagonals, where nobody asks for more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vitsee_core.ridge.gathered import Gathered
+from vitsee_core.ridge.tridiagonal import Resolvents, decomposed, none_beside
 from vitsee_core.types import Float, Integers
 
 EPSILON = 1e-5  # added to standard deviations, as in big_vision
@@ -68,13 +70,15 @@ class Linear:
 class Factors:
     """A training set decomposed, so that any l2 costs little.
 
-    basis: (dim, r) turns features into coordinates. origin: (r,) the mean's coordinates.
-    eigenvalues: (r,) of X'X. rhs: (r, classes), X'Y in these coordinates. mean_target: (classes,).
+    basis: (dim, r) turns features into coordinates. origin: (r,) the mean's coordinates. diagonal,
+    beside: (r,), (r - 1,) X'X in these coordinates has three diagonals, or one of its eigenvalues.
+    rhs: (r, classes), X'Y in these coordinates. mean_target: (classes,).
     """
 
     basis: Float
     origin: Float
-    eigenvalues: Float
+    diagonal: Float
+    beside: Float
     rhs: Float
     mean_target: Float
     n: int
@@ -88,41 +92,60 @@ class Factors:
 
     def scores(self, coordinates: Float, l2: float) -> Float:
         """(m, classes) from coordinates (m, r)."""
-        scores: Float = coordinates @ self._shrunk(l2)
+        scores: Float = coordinates @ self.weights(l2)
         scores += self.algebra.intercept(self.mean_target, self.n, l2)
         return scores
 
     def linear(self, l2: float) -> Linear:
         """The weights at one l2."""
-        shrunk = self._shrunk(l2)
+        shrunk = self.weights(l2)
         bias = self.algebra.intercept(self.mean_target, self.n, l2) - self.origin @ shrunk
         return Linear(self.basis @ shrunk, bias)
 
-    def _shrunk(self, l2: float) -> Float:
-        return self.rhs * (1 / (self.eigenvalues + l2))[:, np.newaxis]
+    def resolvents(self, l2s: Sequence[float]) -> Resolvents:
+        """Of X'X in these coordinates."""
+        return Resolvents.of(self.diagonal, self.beside, l2s)
+
+    def weights(self, l2: float) -> Float:
+        """(r, classes) of the coordinates."""
+        found: Float = self.resolvents([l2]).resolved(self.rhs)[0]
+        return found
 
     def leverages(self, coordinates: Float, l2s: Sequence[float]) -> Float:
-        """(m, l2s) of training images: how much each one's own target counts in its score."""
-        inverses = 1 / (self.eigenvalues[:, np.newaxis] + np.array(l2s))
+        """(m, l2s) of training images: how much each one's own target counts in its score.
+
+        Raises:
+            ValueError: the coordinates are not those of eigenvectors.
+        """
+        if self.beside.any():
+            raise ValueError("leverages are made of eigenvalues")
+        inverses = 1 / (self.diagonal[:, np.newaxis] + np.array(l2s))
         own: Float = np.square(coordinates) @ inverses
         return own + [self.algebra.leverage(self.n, l2) for l2 in l2s]
 
     @classmethod
-    def of(cls, images: Gathered, algebra: Algebra) -> Factors:
-        """Decompose X'X, or XX' where it is the smaller one."""
+    def of(cls, images: Gathered, algebra: Algebra, least: float = 0.0) -> Factors:
+        """Decompose X'X, or XX' where it is the smaller one.
+
+        Args:
+            images: of the training set.
+            algebra: how the intercept and scales are treated.
+            least: of all l2 that will be asked for, where nobody asks for leverages: X'X is then
+                decomposed no further than this l2 allows. 0: into eigenvectors.
+        """
         target = mean_target(images.counts)
         if images.by_rows:
             x, mean, labels, scales = _scaled_rows(images, algebra)
             dual = from_kernel(x @ x.T, labels, images.n_classes, algebra)
-            basis = x.T @ dual.basis
-            values, rhs = dual.eigenvalues, dual.rhs
+            basis, diagonal, beside = x.T @ dual.basis, dual.diagonal, dual.beside
+            rhs = dual.rhs
         else:
             scatter, rhs, mean, scales = _scaled_moments(images, algebra)
-            values, basis = np.linalg.eigh(scatter)
-            values, rhs = np.maximum(values, 0), basis.T @ rhs
+            basis, diagonal, beside = decomposed(scatter, least)
+            rhs = basis.T @ rhs
         if scales is not None:
             basis = basis * scales[:, np.newaxis]
-        return cls(basis, mean @ basis, values, rhs, target, images.n, algebra)
+        return cls(basis, mean @ basis, diagonal, beside, rhs, target, images.n, algebra)
 
 
 def from_kernel(kernel: Float, labels: Integers, n_classes: int, algebra: Algebra) -> Factors:
@@ -143,8 +166,8 @@ def from_kernel(kernel: Float, labels: Integers, n_classes: int, algebra: Algebr
     roots = np.sqrt(values)
     counts = np.bincount(labels, minlength=n_classes)
     rhs = roots[:, np.newaxis] * (vectors.T @ targets(labels, n_classes))
-    origin = np.zeros(len(values))
-    return Factors(vectors / roots, origin, values, rhs, mean_target(counts), n, algebra)
+    origin, beside, target = np.zeros(len(values)), none_beside(values), mean_target(counts)
+    return Factors(vectors / roots, origin, values, beside, rhs, target, n, algebra)
 
 
 def _scaled_rows(images: Gathered, algebra: Algebra) -> tuple[Float, Float, Integers, Float | None]:
