@@ -54,8 +54,21 @@ SHORT = (
         "the same with every attention summary",
     ),
     ("knn", "4000 among 20000", "k-NN of 4,000 among 20,000 images, against scikit-learn's cosine"),
-    ("probe", "probes of 2 layers, against scikit-learn's Ridge ", "ridge probes, against `Ridge`"),
-    ("probe", "probes of 2 layers, against scikit-learn's RidgeCV", "the same, against `RidgeCV`"),
+    (
+        "probe",
+        "probes of 2 layers, against scikit-learn's Ridge over 20 l2",
+        "ridge probes at 20 l2, against a loop of `Ridge`",
+    ),
+    (
+        "probe",
+        "probes of 2 layers, against scikit-learn's Ridge over 20 l2, without",
+        "the same without AMX",
+    ),
+    (
+        "probe",
+        "probes of 2 layers, against scikit-learn's RidgeCV",
+        "ridge probes whose l2 is chosen, against `RidgeCV`",
+    ),
     (
         "similarity-peers",
         "mutual_knn of 28",

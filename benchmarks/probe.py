@@ -17,8 +17,11 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from common import Result, add_record_option, interleaved, machine, paired_ratio, record
@@ -26,6 +29,7 @@ from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 from threadpoolctl import threadpool_limits
 
+from vitsee_core.grams import amx, scatter
 from vitsee_core.machine import memory_bytes
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.fit import Task
@@ -107,6 +111,17 @@ def ours(
     return np.concatenate(found)
 
 
+@contextmanager
+def without_unit() -> Iterator[None]:
+    """The processor's matrix unit is left alone."""
+    least = scatter.LEAST_ROWS
+    scatter.LEAST_ROWS = sys.maxsize
+    try:
+        yield
+    finally:
+        scatter.LEAST_ROWS = least
+
+
 def loop(data: Data) -> NDArray[np.float64]:
     """scikit-learn's Ridge, fitted anew for every l2."""
     targets = 2.0 * np.eye(data.classes)[data.labels] - 1
@@ -133,35 +148,49 @@ def _accuracy(scores: NDArray[np.float64], data: Data) -> float:
 
 
 def compare(name: str, data: Data, per_call: int, rounds: int, threads: int) -> list[Result]:
-    """Two lines: against the loop, and against RidgeCV."""
+    """Lines against the loop, and against RidgeCV; of either without the matrix unit where there
+    is one."""
 
-    def own_of(l2s: tuple[float, ...], choose: str) -> Callable[[], object]:
+    def own_of(l2s: tuple[float, ...], choose: str) -> Callable[[], NDArray[np.float64]]:
         return lambda: ours(data, l2s, choose, per_call, threads)
 
+    def bare_of(own: Callable[[], NDArray[np.float64]]) -> Callable[[], NDArray[np.float64]]:
+        def run() -> NDArray[np.float64]:
+            with without_unit():
+                return own()
+
+        return run
+
     rows = []
-    claims: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    claims = {
         f"Ridge over {len(L2S)} l2": (lambda: loop(data), own_of(L2S, "")),
         "RidgeCV": (lambda: cross_validated(data), own_of((), "loo")),
     }
     for claim, (theirs, own) in claims.items():
+        runs = {"scikit-learn": theirs, "": own}
+        if amx.is_there():
+            runs[", without the matrix unit"] = bare_of(own)
         kept: dict[str, NDArray[np.float64]] = {}
 
-        def keep(side: str, run: Callable[[], object], kept: dict[str, object] = kept) -> None:  # type: ignore[assignment]
+        def keep(
+            side: str,
+            run: Callable[[], NDArray[np.float64]],
+            kept: dict[str, NDArray[np.float64]] = kept,
+        ) -> None:
             kept[side] = run()
 
         seconds = interleaved(
-            {
-                "scikit-learn": lambda run=theirs: keep("theirs", run),  # type: ignore[misc]
-                "vitsee": lambda run=own: keep("ours", run),  # type: ignore[misc]
-            },
-            rounds,
+            {side: partial(keep, side, run) for side, run in runs.items()}, rounds
         )
-        a, b = (statistics.median(seconds[side]) for side in ("scikit-learn", "vitsee"))
-        ratio = paired_ratio(seconds["scikit-learn"], seconds["vitsee"])
-        gap = float(abs(kept["theirs"] - kept["ours"]).max())
-        accuracy = float(kept["ours"].max())
-        print(f"{name:28} {claim:18} {a:9.2f} {b:9.2f} {ratio:7.1f}   {gap:.4f}  {accuracy:.3f}")
-        rows.append(Result(f"probes of {name}, against scikit-learn's {claim}", b, a, ratio, "s"))
+        a = statistics.median(seconds["scikit-learn"])
+        for side in [*runs][1:]:
+            b = statistics.median(seconds[side])
+            ratio = paired_ratio(seconds["scikit-learn"], seconds[side])
+            gap = float(abs(kept["scikit-learn"] - kept[side]).max())
+            accuracy, what = float(kept[side].max()), f"{claim}{side}"
+            print(f"{name:22} {what:44} {a:9.2f} {b:9.3f} {ratio:7.1f}   {gap:.4f}  {accuracy:.3f}")
+            what = f"probes of {name}, against scikit-learn's {what}"
+            rows.append(Result(what, b, a, ratio, "s"))
     return rows
 
 
@@ -181,7 +210,7 @@ def main() -> None:
         f"{args.classes} classes, {args.threads} threads; medians of {args.rounds} rounds"
     )
     head = ("scikit-learn", "vitsee", "ratio")
-    print(f"{'':28} {'':18} {head[0]:>9} {head[1]:>7} {head[2]:>7}   largest difference, best")
+    print(f"{'':67} {head[0]:>9} {head[1]:>9} {head[2]:>7}   largest difference, best")
     how = args.rounds, args.threads
     with threadpool_limits(args.threads):
         rows = compare(f"{args.layers} layers", make(args.layers, args), 1, *how)

@@ -167,9 +167,10 @@ class BlockSums:
             rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
             x, counts = self.examples(x, rows)
         for b in np.unique(labels[labels >= 0]).tolist():
-            own = x[labels == b].reshape(-1, x.shape[-1])
+            chosen = slice(None) if (labels == b).all() else labels == b  # no copy of all of them
+            own = x[chosen].reshape(-1, x.shape[-1])
             if counts is not None:
-                own = own[counts[labels == b].ravel()]
+                own = own[counts[chosen].ravel()]
             self.blocks[b] = Sums.of(own, self.shift)
 
     def merge(self, other: BlockSums) -> None:
