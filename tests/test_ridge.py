@@ -22,6 +22,7 @@ from vitsee_core.ridge import (
     LeaveOneOut,
     from_kernel,
     solve,
+    tridiagonal,
 )
 from vitsee_core.ridge.at_l2 import AtL2s, Mixture
 from vitsee_core.ridge.solver import targets
@@ -340,7 +341,7 @@ def test_three_diagonals_by_hand() -> None:
 
 
 @pytest.mark.parametrize("r", [1, 2, 3, 9, 70, 130])
-def test_three_diagonals_are_the_matrix(r: int) -> None:
+def test_three_diagonals_are_the_matrix(r: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(r)
     x = rng.normal(size=(2 * r, r)) * 10 ** rng.uniform(-2, 2, r)
     square = x.T @ x
@@ -363,8 +364,11 @@ def test_three_diagonals_are_the_matrix(r: int) -> None:
     np.testing.assert_allclose(products, plain, rtol=1e-9, atol=1e-9 * abs(plain).max())
     inverse = np.linalg.inv(square + 0.25 * np.eye(r))
     np.testing.assert_allclose(even @ even.T, x @ inverse @ x.T, rtol=1e-7, atol=1e-8)
-    blocks = [weights for _, weights in resolvents.by_class(rhs)]
-    np.testing.assert_array_equal(np.concatenate(blocks, axis=2), resolvents.weights(rhs))
+    monkeypatch.setattr(tridiagonal, "WEIGHT_BYTES", 8 * 3 * r * 7)  # of 7 columns
+    blocks = [(some, weights.copy()) for some, weights in resolvents.by_class(rhs)]
+    assert [(some.start, some.stop) for some, _ in blocks] == [(0, 6), (6, 13), (13, 20)]
+    whole = np.concatenate([weights for _, weights in blocks], axis=2)
+    np.testing.assert_array_equal(whole, resolvents.weights(rhs))
 
 
 def test_only_as_far_as_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:

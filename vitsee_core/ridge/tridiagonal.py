@@ -96,26 +96,34 @@ class Resolvents:
         divide_by_root(z, 1 / roots, share, out)
         return out
 
-    def resolved(self, rhs: Float, of: slice = slice(None)) -> Float:
-        """(l2s, r, c) (M + l2 I)^-1 of right-hand sides (r, c), at some of the l2."""
-        some = self.inverses[of], self.below[of]
-        out = np.empty((len(some[0]), *rhs.shape))
-        resolve(*some, rhs, out)
+    def resolved(self, rhs: Float) -> Float:
+        """(l2s, r, c) (M + l2 I)^-1 of right-hand sides (r, c)."""
+        out = np.empty((len(self), *rhs.shape))
+        resolve(self.inverses, self.below, rhs, out)
         return out
 
     def weights(self, rhs: Float, of: slice = slice(None)) -> Float:
         """(l2s, r, c) B^T (M + l2 I)^-1 of right-hand sides (r, c), at some of the l2."""
-        out = self.resolved(rhs, of)
-        multiply_by_root(self.roots, self.below[self.least], out)
-        return out
+        out = np.empty((len(self.inverses[of]), *rhs.shape))
+        return self._weights(rhs, of, out)
 
     def by_class(self, rhs: Float) -> Iterator[tuple[slice, Float]]:
-        """All `weights`, of some columns of the right-hand sides at a time."""
+        """All `weights`, of some columns of the right-hand sides at a time; in memory that is
+        taken again for the next of them."""
         n = rhs.shape[1]
         n_blocks = max(1, min(n, -(-8 * n * self.inverses.size // WEIGHT_BYTES)))
+        memory = np.empty(self.inverses.size * -(-n // n_blocks))
         for block in range(n_blocks):
             some = slice(n * block // n_blocks, n * (block + 1) // n_blocks)
-            yield some, self.weights(np.ascontiguousarray(rhs[:, some]))
+            own = np.ascontiguousarray(rhs[:, some])
+            size = self.inverses.size * own.shape[1]
+            out = memory[:size].reshape(*self.inverses.shape, own.shape[1])
+            yield some, self._weights(own, slice(None), out)
+
+    def _weights(self, rhs: Float, of: slice, out: Float) -> Float:
+        resolve(self.inverses[of], self.below[of], rhs, out)
+        multiply_by_root(self.roots, self.below[self.least], out)
+        return out
 
 
 @compiled
