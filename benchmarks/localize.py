@@ -47,7 +47,7 @@ SITE = "blocks.0.out"
 MEAN, STD = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
 
 
-def make(folder: Path, images: int, dim: int) -> Store:
+def make(folder: Path, images: int, dim: int, order: str) -> Store:
     """Smooth pictures; each token sees its patch, its neighbours' and noise."""
     side, n_patches = GRID * PATCH, GRID * GRID
     spec = SiteSpec(
@@ -57,7 +57,7 @@ def make(folder: Path, images: int, dim: int) -> Store:
     index = np.arange(images)
     samples = Samples(index, [str(i) for i in index], index, [""] * images)
     transform = {"mean": MEAN, "std": STD}
-    manifest = new_manifest({"order": "shuffled"}, plan, samples, transform=transform)
+    manifest = new_manifest({"order": order}, plan, samples, transform=transform)
     writer = StoreWriter.create_or_join(folder / "bench.zarr", manifest, samples, durable=False)
     rng = np.random.default_rng(0)
     mixing = rng.normal(size=(3 * PATCH**2, dim)).astype(np.float32) / PATCH
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--order", default="shuffled", help="of the store's images, or dataset")
     parser.add_argument("--memory", default="1G", help="of the command whose peak is measured")
     parser.add_argument("--folder", type=Path)
     add_record_option(parser)
@@ -126,7 +127,7 @@ def main() -> None:
         # Stores are made, and peaks measured, in processes of their own: a new process counts the
         # peak of the one that started it as its own.
         made = "import sys; from pathlib import Path; from localize import make; "
-        made += f"make(Path(sys.argv[1]), {arguments.images}, {arguments.dim})"
+        made += f"make(Path(sys.argv[1]), {arguments.images}, {arguments.dim}, {arguments.order!r})"
         here = Path(__file__).parent
         subprocess.run([sys.executable, "-c", made, folder], check=True, cwd=here)
         memory = peak_of(Path(folder), arguments)

@@ -6,10 +6,11 @@ biased and minibatch values, and their spread, are those of `hsic` on the same i
 
 Where the processor has a matrix unit, and much is to be done of features in half precision and
 pixels in bytes, it multiplies both features and pairs (see `unit_tiles`), in tiles of up to 1,024
-images. The pairs of all matrices go to the memory and back once, which takes about half of the time
-after reading. Other processors take tiles that lie whole in memory: of some hundred columns a
-product is bound by memory. `benchmarks/localize.py` prints the share of the rate of a large product
-in single precision.
+images, which lie cell by cell: as runs of a shuffled store do, else in another order than there.
+The pairs of all matrices go to the memory and back once, which takes about half of the time after
+reading. Other processors take tiles that lie whole in memory: of some hundred columns a product is
+bound by memory. `benchmarks/localize.py` prints the share of the rate of a large product in single
+precision.
 
 Cost: n (n + 1) (sum of features) for the Gram matrices, n (n + 1) R C for the pairs, and reading
 each feature about n / (2 tile) times where they do not all fit the memory.
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.grams.arithmetic import LARGE, arithmetic, choose_device, full_precision
-from vitsee_core.grams.halves import InPanels, in_panels
+from vitsee_core.grams.halves import in_panels
 from vitsee_core.grams.lanes import n_lanes
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import SILENT, Progress
@@ -50,6 +51,8 @@ from vitsee_stores.errors import VitseeError
 
 LARGEST_UNIT_TILE, LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 1024, 512, 256, 32
 TILES_ALONG = 2  # the sums over pairs of a square on the diagonal are made of all of it
+Matrices = Sequence[Matrix]
+# Of two groups of matrices and the partitions of their images, in tiles, by the unit or not.
 Work = Callable[..., list[Hsic]]
 Shape = tuple[int, int]
 
@@ -96,7 +99,7 @@ def hsic_on_the_fly(
         biased = estimator.kind == "biased"
         labels = block_labels(n, None if shuffled else seed)
         partitions = [Partition(labels, int(labels.max()) + 1, crossing=True)]
-        work = partial(leave_one_out, partition=partitions[0], biased=biased, device=device)
+        work = _left_out(biased, device)
         notes = {
             "estimator": "biased" if biased else "exact",
             "hsic": "HSIC_0 (biased) over all images"
@@ -106,10 +109,14 @@ def hsic_on_the_fly(
         }
         spread = "jackknife" if n > 4 else ""
     stored = device == "cpu" and mults > LARGE
-    unit = None
-    if stored and all(map(StoredRuns.takes, (*rows, *cols))) and all(p.in_runs for p in partitions):
+    unit, in_runs = None, all(p.in_runs for p in partitions)
+    if stored and all(map(StoredRuns.takes, (*rows, *cols))) and (in_runs or len(partitions) == 1):
         unit = in_panels("fp32")
     plan = _divide(rows, cols, n, partitions, memory, stored, unit is not None)
+    order = None
+    if unit is not None and not in_runs:
+        order, by_cell = partitions[0].by_cell(plan.tile)
+        partitions = [by_cell]
     read = partial(
         matrices,
         images=images,
@@ -117,8 +124,9 @@ def hsic_on_the_fly(
         backend=unit or backend,
         progress=progress,
         stored=stored,
+        order=order,
     )
-    work = partial(work, unit=unit)
+    work = partial(work, partitions=partitions, unit=unit)
     with full_precision(device), backend.one_thread():
         values = _in_groups(plan, n, work, read, progress)
     counted = int((partitions[0].labels >= 0).sum())  # of a repeat
@@ -145,6 +153,18 @@ def shapes(stacks: Sequence[Stack]) -> list[Shape]:
     return [(stack.n_matrices, stack.n_features) for stack in stacks]
 
 
+def _left_out(biased: bool, device: str) -> Work:
+    """`leave_one_out` of the cells of a partition."""
+
+    def work(
+        rows: Matrices, cols: Matrices, partitions: Sequence[Partition], **how: Any
+    ) -> list[Hsic]:
+        (partition,) = partitions
+        return leave_one_out(rows, cols, partition=partition, biased=biased, device=device, **how)
+
+    return work
+
+
 def _minibatch(
     n: int, estimator: Estimator, seed: int, shuffled: bool, device: str
 ) -> tuple[list[Partition], Work, dict[str, Any]]:
@@ -158,9 +178,9 @@ def _minibatch(
         partitions.append(Partition(labels, len(cells), crossing=False))
 
     def work(
-        rows: Sequence[Matrix], cols: Sequence[Matrix], *, tile: int, unit: InPanels | None
+        rows: Matrices, cols: Matrices, partitions: Sequence[Partition], **how: Any
     ) -> list[Hsic]:
-        totals, _ = pair_totals(rows, cols, partitions, device=device, tile=tile, unit=unit)
+        totals, _ = pair_totals(rows, cols, partitions, device=device, **how)
         return [sum_over_cells(t, p, batch) for t, p in zip(totals, partitions, strict=True)]
 
     notes = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,14 @@ class Partition:
     def in_runs(self) -> bool:
         """Whether all images are in cells, which follow one another."""
         return bool(self.labels[0] >= 0 and (np.diff(self.labels) >= 0).all())
+
+    def by_cell(self, tile: int) -> tuple[Labels, Partition]:
+        """The images of each tile in the order of their cells, so that these are runs within it:
+        (n,) places of the images, and the partition of images in that order."""
+        starts = range(0, len(self.labels), tile)
+        parts = [at + np.argsort(self.labels[at : at + tile], kind="stable") for at in starts]
+        order = np.concatenate(parts)
+        return order, replace(self, labels=self.labels[order])
 
 
 class Piece(NamedTuple):

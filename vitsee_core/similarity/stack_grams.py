@@ -104,11 +104,16 @@ def matrices(
     backend: Arithmetic,
     progress: Progress,
     stored: bool,
+    order: Rows | None = None,
 ) -> Iterator[StackGram]:
     """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
     `kept` tiles' images stay in memory, at least two, and `progress` counts the bytes read. stored:
-    they stay as they are stored, where they can be."""
+    they stay as they are stored, where they can be. order: see `StoredRuns`, which then take all
+    stacks."""
     for stack in stacks:
-        kind = StoredRuns if stored and StoredRuns.takes(stack) else Runs
-        features = kind(stack, images, kept, backend, progress)
+        features: Runs
+        if stored and StoredRuns.takes(stack):
+            features = StoredRuns(stack, images, kept, backend, progress, order)
+        else:
+            features = Runs(stack, images, kept, backend, progress)
         yield from (StackGram(features, k) for k in range(stack.n_matrices))

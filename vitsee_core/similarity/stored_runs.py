@@ -34,16 +34,25 @@ class StoredRuns(Runs):
     are scaled as the model's normalisation does: it shifts all of a channel alike, which changes
     nothing either.
 
-    _runs: slab by slab which of the run's images it has, and (matrices, images, features).
+    order: (n,) in which order the images are wanted, each run's a permutation of its own places;
+    None for the store's. _runs: slab by slab which of the run's images it has, and (matrices,
+    images, features); of images in another order all of them.
     """
 
     _scratch = Scratch()
     _runs: dict[int, list[tuple[slice, NDArray[Any]]]]
 
     def __init__(
-        self, stack: Stack, images: Rows, kept: int, backend: Arithmetic, progress: Progress
+        self,
+        stack: Stack,
+        images: Rows,
+        kept: int,
+        backend: Arithmetic,
+        progress: Progress,
+        order: Rows | None = None,
     ) -> None:
         super().__init__(stack, images, kept, backend, progress)
+        self._order = order
         self._means: dict[int, Float32] = {}
 
     @staticmethod
@@ -123,17 +132,29 @@ class StoredRuns(Runs):
     def _jobs(self, run: slice) -> list[Callable[[], None]]:
         """Slab by slab."""
         spans = self.spans(run)
-        slabs = self._runs[run.start] = [(some, NO_VALUES) for some, _ in spans]
-        return [partial(self._take, slabs, k, rows) for k, (_, rows) in enumerate(spans)]
+        if self._order is None:
+            slabs = self._runs[run.start] = [(some, NO_VALUES) for some, _ in spans]
 
-    def _take(self, slabs: list[tuple[slice, NDArray[Any]]], k: int, rows: Rows) -> None:
-        """Read what a run has of a slab: (matrices, images, features)."""
+            def keep(k: int) -> None:
+                slabs[k] = slabs[k][0], self._read_rows(spans[k][1])
+
+            return [partial(keep, k) for k in range(len(spans))]
+        places = np.argsort(self._order[run])  # of each image, where it is wanted
+        kind = np.float16 if isinstance(self.stack, TokenStack) else np.uint8
+        whole = np.empty((self.stack.n_matrices, len(places), self.stack.n_features), kind)
+        self._runs[run.start] = [(slice(0, len(places)), whole)]
+
+        def put(some: slice, rows: Rows) -> None:
+            whole[:, places[some]] = self._read_rows(rows)
+
+        return [partial(put, *span) for span in spans]
+
+    def _read_rows(self, rows: Rows) -> NDArray[Any]:
+        """(matrices, images, features) of rows of one slab."""
         stack, span = self.stack, slice(int(rows[0]), int(rows[-1]) + 1)
         if isinstance(stack, PatchPixels):
             values = stack.read_stored(span)
         else:
             values = stack.read(span).swapaxes(0, 1)
         self._progress.advance(0, values.nbytes)
-        if values.shape[1] > len(rows):
-            values = values[:, rows - rows[0]]
-        slabs[k] = slabs[k][0], values
+        return values[:, rows - rows[0]] if values.shape[1] > len(rows) else values

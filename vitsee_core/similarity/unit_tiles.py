@@ -113,7 +113,9 @@ def unit_bytes(n: int, partitions: Sequence[Partition], tile: int, widest: int) 
     n_pairs = tile * (tile - 1) // 2 if tile >= n else tile**2
     each = 0
     for partition in partitions:
-        cells, longest = min(tile, 2 + tile * partition.n_cells // n), -(-n // partition.n_cells)
+        cells, longest = min(tile, partition.n_cells), -(-n // partition.n_cells)
+        if partition.in_runs:  # else each tile has images of all cells
+            cells = min(cells, 2 + tile * partition.n_cells // n)
         n_pieces = cells**2 + tile**2 // TERMS
         each += n_pairs + n_pieces * (TILE_NUMBERS + min(tile, longest)) + cells * tile
     products, features = tile**2, 2 * 2 * tile * widest
