@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled
+from vitsee_core.reductions.cpu_arrays import Geometry, HeadSums, OfHeads, OverImages
 
 # The rows of `numbers` and `counts` by name.
 NUMBERS = (
@@ -26,42 +27,32 @@ COUNTS = ("n_queries", "received_argmax")
 @compiled
 def numbers_of(
     images: tuple[int, int],
-    n_prefix: int,
-    unit_per_px: float,
+    geometry: Geometry,
     valid: NDArray[np.bool_],
-    totals: NDArray[np.float64],
-    received: NDArray[np.float64],
-    renormalised: NDArray[np.float64],
-    offsets: NDArray[np.float64],
+    head_sums: HeadSums,
     cls_rows: NDArray[np.float32],
-    numbers: NDArray[np.float32],
-    counts: NDArray[np.int32],
-    received_rows: NDArray[np.float32],
-    aligned: NDArray[np.float64],
-    received_sum: NDArray[np.float64],
-    cls_sum: NDArray[np.float64],
+    found: OfHeads,
+    over: OverImages,
+    part: int,
 ) -> None:
     """What is said of every head by itself, for the images from `images[0]` to `images[1]` - 1.
 
     Args:
         images: the first, and the one after the last.
-        n_prefix: tokens before the grid's.
-        unit_per_px: the ratio of the two distances, 0 where it is not one number.
+        geometry: where tokens lie.
         valid: (batch,) which images enter the sums over images.
-        totals: (batch, heads, 7), as from `sum_heads`; and so the next three.
-        received: (batch, heads, tokens).
-        renormalised: of the same shape.
-        offsets: (batch, heads, offsets).
+        head_sums: as from `sum_heads`.
         cls_rows: (batch, heads, tokens), or of no heads.
-        numbers: (8, batch, heads), filled: `NUMBERS`.
-        counts: (2, batch, heads), filled: `COUNTS`.
-        received_rows: (batch, heads, tokens), filled: the mean over queries.
-        aligned: (heads, offsets), added to: of total mass 1 per image.
-        received_sum: (heads, tokens), added to: `received_rows`.
-        cls_sum: of the same shape, added to: `cls_rows`.
+        found: filled.
+        over: added to.
+        part: of the batch, in which the images are.
     """
+    totals, received, renormalised, offsets = head_sums
+    numbers, counts, received_rows = found
+    aligned, received_sum, cls_sum = over.aligned[part], over.received[part], over.cls[part]
+    unit_per_px = geometry.unit_per_px
     n_heads, n_tokens = received.shape[1], received.shape[2]
-    n, n_cells = n_prefix, n_tokens - n_prefix
+    n, n_cells = geometry.n_prefix, n_tokens - geometry.n_prefix
     for image in range(images[0], images[1]):
         for head in range(n_heads):
             sums, mass, mean = totals[image, head], received[image, head], renormalised[image, head]

@@ -11,8 +11,16 @@ from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled
 from vitsee_core.reductions.buffers import Buffers
+from vitsee_core.reductions.cpu_arrays import (
+    Geometry,
+    HeadSums,
+    InCommon,
+    OfHeads,
+    OverImages,
+    Scores,
+)
 from vitsee_core.reductions.cpu_numbers import numbers_of
-from vitsee_core.reductions.cpu_products import Operands, Places, Product, padded
+from vitsee_core.reductions.cpu_products import Product, padded
 from vitsee_core.reductions.cpu_sums import TOTALS, sum_heads, sum_queries
 from vitsee_core.reductions.grid_distances import GridDistances
 from vitsee_core.reductions.summary import AttentionScores
@@ -26,8 +34,6 @@ if TYPE_CHECKING:
 
 NO_CLS = np.empty((0, 0, 0), np.float32)
 NOT_GIVEN = np.empty(0, np.float32)
-# By head of each image, as `sum_heads` has them.
-SUMMED = ("totals", "received", "renormalised", "offsets")
 
 
 class CpuPasses:
@@ -41,17 +47,16 @@ class CpuPasses:
     pairs_dtype = torch.float64
 
     def __init__(self, layout: TokenLayout, grid: tuple[int, int], apart: GridDistances) -> None:
-        self._n, self._grid = layout.n_prefix, grid
-        self._cls = -1 if layout.cls is None else layout.cls
-        self._px, self._unit = (_padded_rows(x) for x in (apart.px, apart.unit))
-        self._unit_per_px = apart.unit_per_px or 0.0
-        if self._unit_per_px:
-            self._unit = self._unit[:0]
+        px, unit = (_padded_rows(x) for x in (apart.px, apart.unit))
+        unit_per_px = apart.unit_per_px or 0.0
+        cls = -1 if layout.cls is None else layout.cls
+        unit = unit[:0] if unit_per_px else unit
+        self._geometry = Geometry(layout.n_prefix, grid, cls, px, unit, unit_per_px)
         self._buffers = Buffers(torch.device("cpu"))
 
     def pairs_shape(self, n_heads: int) -> tuple[int, ...]:
         """Of what is summed over images for `aligned`."""
-        gh, gw = self._grid
+        gh, gw = self._geometry.grid
         return n_heads, 2 * gh - 1, 2 * gw - 1
 
     def reduce(
@@ -67,29 +72,27 @@ class CpuPasses:
         arrays: Any = {name: tensor.numpy() for name, tensor in out.items()}
         factors = call.factors()
         product = None if factors is None else Product.of(*factors)
+        head_sums = HeadSums(*(arrays[name] for name in HeadSums._fields))
+        common = InCommon(arrays["head_mean"], arrays["spread"], arrays.get("cls_rows", NO_CLS))
         at_once = product is not None and n_threads[1] == 1 and "full" not in out
         if not at_once:
-            self._sum_by_image(call, product, bounds, out, arrays, n_threads)
+            full = out.get("full")
+            self._sum_by_image(call, product, bounds[-1], head_sums, common, full, n_threads)
         n_parts = len(bounds) - 1
         # By part, and then by head.
         pairs = sums["pairs"].numpy().reshape(n_parts, call.n_heads, -1)
         received = sums["received_rows"].numpy()
         of_cls = sums.get("cls_rows", sums["received_rows"]).numpy()
+        counted = np.ones(call.n_images, np.bool_) if valid is None else valid.numpy()
+        found = OfHeads(*(arrays[name] for name in OfHeads._fields))
 
         def arguments(thread: int, parts: range) -> Any:
             here = slice(parts.start, parts.stop)
             return (
-                *(NOT_GIVEN, *(product or Product.none())),
-                *(self._n, self._grid, self._px, self._unit, self._cls),
-                np.asarray(bounds[parts.start : parts.stop + 1]),
-                at_once,
-                self._room(call, thread).numpy(),
-                *(arrays[name] for name in SUMMED),
-                *(arrays["head_mean"], arrays["spread"], arrays.get("cls_rows", NO_CLS)),
-                self._unit_per_px,
-                np.ones(call.n_images, np.bool_) if valid is None else valid.numpy(),
-                *(arrays[name] for name in ("numbers", "counts", "received_rows")),
-                *(pairs[here], received[here], of_cls[here]),
+                *(Scores(NOT_GIVEN, product or Product.none()), self._geometry),
+                *(np.asarray(bounds[parts.start : parts.stop + 1]), at_once),
+                *(self._room(call, thread).numpy(), head_sums, common, counted, found),
+                OverImages(pairs[here], received[here], of_cls[here]),
             )
 
         # All is ready before a thread begins: in its one call none waits for the interpreter.
@@ -102,47 +105,45 @@ class CpuPasses:
         self,
         call: AttentionScores,
         product: Product | None,
-        bounds: Sequence[int],
-        out: Mapping[str, Tensor],
-        arrays: Any,
+        n_images: int,
+        sums: HeadSums,
+        common: InCommon,
+        full: Tensor | None,
         n_threads: tuple[int, int],
     ) -> None:
-        """`sum_heads` and `sum_queries` of each image; threads take images, or of each of them
-        heads and then queries."""
-        about: Any = self._n, self._grid, self._px, self._unit
-        summed: Any = tuple(arrays[name] for name in SUMMED)
-        of_queries = arrays["head_mean"], arrays["spread"], arrays.get("cls_rows", NO_CLS)
-        begin, n_cells = padded(self._n), call.n_tokens - self._n
+        """`sum_heads` and `sum_queries` of each image, and A as a whole; threads take images, or of
+        each of them heads and then queries."""
+        n = self._geometry.n_prefix
+        begin, end = padded(n), padded(n) + call.n_tokens - n
 
         def some_images(thread: int, images: range) -> None:
             room = self._room(call, thread)
             a = room.numpy()
             for image in images:
                 given = NOT_GIVEN if product is not None else self._given(call, image, thread)
-                scores = given, *(product or Product.none())
+                scores = Scores(given, product or Product.none())
 
                 def some_heads(
-                    _: int, heads: range, image: int = image, scores: Any = scores
+                    _: int, heads: range, image: int = image, scores: Scores = scores
                 ) -> None:
                     run = heads.start, heads.stop
-                    every: Any = *scores, *about, image, run, a, *summed
-                    sum_heads(*every)
+                    sum_heads(scores, self._geometry, image, run, a, sums)
 
                 def some_queries(_: int, queries: range, image: int = image) -> None:
                     run = queries.start, queries.stop
-                    sum_queries(a, self._n, self._cls, run, image, *of_queries)
+                    sum_queries(a, self._geometry, run, image, common)
 
                 run_split(some_heads, call.n_heads, min(n_threads[1], call.n_heads))
                 run_split(some_queries, call.n_tokens, min(n_threads[1], call.n_tokens))
-                if "full" in out:
-                    out["full"][image, ..., : self._n] = room[..., : self._n]
-                    out["full"][image, ..., self._n :] = room[..., begin : begin + n_cells]
+                if full is not None:
+                    full[image, ..., :n] = room[..., :n]
+                    full[image, ..., n:] = room[..., begin:end]
 
-        run_split(some_images, bounds[-1], n_threads[0])
+        run_split(some_images, n_images, n_threads[0])
 
     def _room(self, call: AttentionScores, thread: int) -> Tensor:
         """For A of an image, as from `sum_heads`."""
-        width = padded(self._n) + padded(call.n_tokens - self._n)
+        width = padded(self._geometry.n_prefix) + padded(call.n_tokens - self._geometry.n_prefix)
         return self._buffers.get(f"a {thread}", call.n_heads, call.n_tokens, width)
 
     def _given(self, call: AttentionScores, image: int, thread: int) -> Float32:
@@ -152,14 +153,19 @@ class CpuPasses:
         return call.scores(slice(image, image + 1), out=room).numpy().reshape(-1)
 
     def shapes(self, n_images: int, n_heads: int) -> dict[str, tuple[int, ...]]:
-        """Of `SUMMED`, float64: what `reduce` needs in `out` for itself."""
-        (gh, gw), n_tokens = self._grid, self._n + self._grid[0] * self._grid[1]
+        """Of `HeadSums`, float64: what `reduce` needs in `out` for itself."""
+        (gh, gw), n_tokens = (
+            self._geometry.grid,
+            self._geometry.n_prefix + self._geometry.grid[0] * self._geometry.grid[1],
+        )
         last = len(TOTALS), n_tokens, n_tokens, (2 * gh - 1) * (2 * gw - 1)
-        return {name: (n_images, n_heads, n) for name, n in zip(SUMMED, last, strict=True)}
+        return {
+            name: (n_images, n_heads, n) for name, n in zip(HeadSums._fields, last, strict=True)
+        }
 
     def finish(self, out: Mapping[str, Tensor], pairs: Tensor) -> Tensor:
         """As `DevicePasses.finish`."""
-        torch.mean(out["spread"][:, self._n :], -1, out=out["head_std"])
+        torch.mean(out["spread"][:, self._geometry.n_prefix :], -1, out=out["head_std"])
         return pairs
 
 
@@ -172,54 +178,28 @@ def _padded_rows(x: Tensor) -> Float32:
 
 @compiled
 def sum_images(
-    given: NDArray[np.float32],
-    operands: Operands,
-    places: Places,
-    n_prefix: int,
-    grid: tuple[int, int],
-    px: NDArray[np.float32],
-    unit: NDArray[np.float32],
-    cls: int,
+    scores: Scores,
+    geometry: Geometry,
     bounds: NDArray[np.int64],
     anew: bool,
     a: NDArray[np.float32],
-    totals: NDArray[np.float64],
-    received: NDArray[np.float64],
-    renormalised: NDArray[np.float64],
-    offsets: NDArray[np.float64],
-    head_mean: NDArray[np.float32],
-    spread: NDArray[np.float32],
-    cls_rows: NDArray[np.float32],
-    unit_per_px: float,
+    sums: HeadSums,
+    common: InCommon,
     valid: NDArray[np.bool_],
-    numbers: NDArray[np.float32],
-    counts: NDArray[np.int32],
-    received_rows: NDArray[np.float32],
-    aligned: NDArray[np.float64],
-    received_sum: NDArray[np.float64],
-    cls_sum: NDArray[np.float64],
+    found: OfHeads,
+    over: OverImages,
 ) -> None:
     """`numbers_of` some parts of a batch, after `sum_heads` and `sum_queries` of all of their heads
     and queries.
 
     Args of its own:
-        given: nothing.
-        cls: the class token, -1 without one.
         bounds: the first image of each part, and the one after the last.
-        anew: whether heads and queries are still to be summed up.
-        cls_rows: (batch, heads, tokens), filled where there is a class token: its row.
-        aligned: (parts, heads, offsets), added to; and so the two after it.
+        anew: whether heads and queries are still to be summed up; the scores are a product then.
     """
     heads, queries = (0, a.shape[0]), (0, a.shape[1])
     for part in range(bounds.shape[0] - 1):
         images = bounds[part], bounds[part + 1]
         for image in range(images[0], images[1] if anew else images[0]):
-            sum_heads(
-                given, operands, places, n_prefix, grid, px, unit, image, heads, a, totals,
-                received, renormalised, offsets,
-            )  # fmt: skip
-            sum_queries(a, n_prefix, cls, queries, image, head_mean, spread, cls_rows)
-        numbers_of(
-            images, n_prefix, unit_per_px, valid, totals, received, renormalised, offsets, cls_rows,
-            numbers, counts, received_rows, aligned[part], received_sum[part], cls_sum[part],
-        )  # fmt: skip
+            sum_heads(scores, geometry, image, heads, a, sums)
+            sum_queries(a, geometry, queries, image, common)
+        numbers_of(images, geometry, valid, sums, common.cls_rows, found, over, part)

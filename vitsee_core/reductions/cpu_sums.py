@@ -17,15 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.compiled import EXACT, compiled
-from vitsee_core.reductions.cpu_products import (
-    LEAST,
-    QUERIES,
-    Operands,
-    Places,
-    lay_out_keys,
-    multiply,
-    padded,
-)
+from vitsee_core.reductions.cpu_arrays import Geometry, HeadSums, InCommon, Scores
+from vitsee_core.reductions.cpu_products import LEAST, QUERIES, lay_out_keys, multiply, padded
 
 # Sums over an image's queries, by head.
 TOTALS = ("entropy", "within", "reach_raw", "reach", "reach_unit", "query_std", "n_queries")
@@ -118,48 +111,35 @@ def take(
 
 @compiled
 def sum_heads(
-    given: NDArray[np.float32],
-    operands: Operands,
-    places: Places,
-    n_prefix: int,
-    grid: tuple[int, int],
-    px: NDArray[np.float32],
-    unit: NDArray[np.float32],
+    scores: Scores,
+    geometry: Geometry,
     image: int,
     heads: tuple[int, int],
     a: NDArray[np.float32],
-    totals: NDArray[np.float64],
-    received: NDArray[np.float64],
-    renormalised: NDArray[np.float64],
-    offsets: NDArray[np.float64],
+    sums: HeadSums,
 ) -> None:
     """A of an image and its sums over queries, for the heads from `heads[0]` to `heads[1]` - 1.
 
     Args:
-        given: (heads tokens tokens,) the image's scores, or empty where they are a product.
-        operands: as in `Product`.
-        places: as in `Product`.
-        n_prefix: tokens before the grid's.
-        grid: rows and columns of the others.
-        px: (cells padded cells,) distances in pixels, 0 beyond.
-        unit: the same on the unit square, or empty where it is not wanted.
+        scores: of the image, or of all.
+        geometry: where tokens lie.
         image: its place in the batch.
         heads: the first, and the one after the last.
         a: (heads, tokens, width), filled: the softmax of the scores. Of the keys the prefix and
             the grid's begin with a vector each, with zeros up to the next.
-        totals: (batch, heads, 7), filled: `TOTALS`.
-        received: (batch, heads, tokens), filled: the mass that keys receive.
-        renormalised: of the same shape, filled: by renormalised rows.
-        offsets: (batch, heads, (2 rows - 1) (2 columns - 1)), filled: that mass by offset.
+        sums: filled.
     """
+    given, (operands, places) = scores
+    px, unit = geometry.px, geometry.unit
+    totals, received, renormalised, offsets = sums
     n_tokens, width = a.shape[1], a.shape[2]
-    n, (gh, gw), begin = n_prefix, grid, padded(n_prefix)
+    n, (gh, gw), begin = geometry.n_prefix, geometry.grid, padded(geometry.n_prefix)
     n_cells, reach_of = gh * gw, width - begin
     n_rows = 1 + places[10]
     keys = np.empty(0 if given.shape[0] else (heads[1] - heads[0]) * n_rows * width, np.float32)
     if keys.shape[0]:
         lay_out_keys(operands, places, image, heads, n, n_tokens, width, keys)
-    scores = np.empty(QUERIES * width, np.float32)
+    made = np.empty(QUERIES * width, np.float32)
     inverse, share = np.empty(QUERIES, np.float32), np.empty(QUERIES, np.float32)
     middle, apart = np.empty(width, np.float32), np.empty(width, np.float32)
     some, some_weighted = np.empty(width, np.float32), np.empty(width, np.float32)
@@ -182,13 +162,13 @@ def sum_heads(
             if keys.shape[0]:
                 key = (head - heads[0]) * n_rows * width
                 queries = start, n_here
-                multiply(operands, places, image, head, queries, keys, key, width, scores)
+                multiply(operands, places, image, head, queries, keys, key, width, made)
             else:
                 first = (head * n_tokens + start) * n_tokens
-                take(given, first, n_here, n, n_tokens, width, scores)
-            subtract_largest(scores, n_here, width)
+                take(given, first, n_here, n, n_tokens, width, made)
+            subtract_largest(made, n_here, width)
             for k in range(n_here * width):
-                rows[np.uintp(start * width) + np.uintp(k)] = exponential(scores[np.uintp(k)])
+                rows[np.uintp(start * width) + np.uintp(k)] = exponential(made[np.uintp(k)])
             # Rows by themselves: mass, entropies, distances. Flat places instead of rows of their
             # own, each of which would be counted as a reference, by all threads at one place.
             all_totals: Any = 1.0
@@ -200,14 +180,14 @@ def sum_heads(
                 for k in range(begin):
                     x = rows[at + np.uintp(k)]
                     before += x
-                    dot_before += x * scores[at_scores + np.uintp(k)]
+                    dot_before += x * made[at_scores + np.uintp(k)]
                 at, at_scores = at + np.uintp(begin), at_scores + np.uintp(begin)
                 away = np.uintp(max(q, 0) * reach_of)
                 m = dot = far = ZERO
                 for k in range(reach_of):
                     x = rows[at + np.uintp(k)]
                     m += x
-                    dot += x * scores[at_scores + np.uintp(k)]
+                    dot += x * made[at_scores + np.uintp(k)]
                     far += x * px[away + np.uintp(k)]
                 total = np.float64(before) + m
                 part: Any = 1.0 / total
@@ -294,28 +274,22 @@ def sum_heads(
 @compiled
 def sum_queries(
     a: NDArray[np.float32],
-    n_prefix: int,
-    cls: int,
+    geometry: Geometry,
     queries: tuple[int, int],
     image: int,
-    head_mean: NDArray[np.float32],
-    spread: NDArray[np.float32],
-    cls_rows: NDArray[np.float32],
+    common: InCommon,
 ) -> None:
     """What the heads of an image have in common, for queries from `queries[0]` to `queries[1]` - 1.
 
     Args:
         a: (heads, tokens, width), as from `sum_heads`.
-        n_prefix: tokens before the grid's.
-        cls: the class token, -1 without one.
+        geometry: where tokens lie.
         queries: the first, and the one after the last.
         image: its place in the batch.
-        head_mean: (batch, tokens, tokens), filled: the mean over heads.
-        spread: (batch, tokens), filled for the grid's queries: the standard deviation over heads
-            (n - 1; 0 for one), mean over the grid's keys.
-        cls_rows: (batch, heads, tokens), filled where the class token is one of the queries: its
-            row.
+        common: filled; the class token's row where it is one of the queries.
     """
+    head_mean, spread, cls_rows = common
+    n_prefix, cls = geometry.n_prefix, geometry.cls
     n_heads, n_tokens, width = a.shape
     begin = padded(n_prefix)
     part, fewer = ONE / np.float32(n_heads), ONE / np.float32(max(1, n_heads - 1))
