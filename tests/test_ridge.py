@@ -13,6 +13,7 @@ from sklearn.linear_model import Ridge, RidgeCV
 
 from tests.reference_probe import padded_ridge, ridge
 from vitsee_core import scipy_routines
+from vitsee_core.grams import amx
 from vitsee_core.ridge import (
     GRID,
     Algebra,
@@ -26,7 +27,7 @@ from vitsee_core.ridge import (
 )
 from vitsee_core.ridge.at_l2 import AtL2s, Mixture
 from vitsee_core.ridge.solver import targets
-from vitsee_core.ridge.tridiagonal import Resolvents, three_diagonals
+from vitsee_core.ridge.tridiagonal import Resolvents, decomposed, three_diagonals
 
 Array = NDArray[Any]
 
@@ -389,6 +390,44 @@ def test_only_as_far_as_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Factors.of(images, PLAIN, 0.5).beside.any()
 
 
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize(("far", "l2s"), [(3000, GRID), (300, (1e-6, 1e-3, 1.0))])
+def test_a_first_image_far_from_all_others(
+    far: float, l2s: tuple[float, ...], unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are taken about it: rounding then is that of numbers that are no part of the scatter
+    matrix, which has fewer directions than channels, and may be below zero by more than l2."""
+    if not unit:
+        monkeypatch.setattr(amx, "is_there", lambda: False)
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 10, 20_000)
+    some = rng.integers(-3, 4, (len(labels), 20))
+    some[:, :10] += (labels[:, np.newaxis] == np.arange(10)) * 2
+    x = (some @ rng.integers(-4, 5, (20, 128)) / 128).astype(np.float32)
+    x[0] = rng.standard_normal(128) * far
+    images = gathered(x, labels, 10, piece=512)
+    tests, own = x[1:1001].astype(np.float64), labels[1:1001]
+    found = []
+    for factors in (Factors.of(images, PLAIN), Factors.of(images, PLAIN, min(l2s))):
+        probes = AtL2s(factors, l2s)
+        found.append((probes.ranks(factors.coordinates(tests), own) == 0).mean(axis=1))
+    assert found[0].max() < 0.9  # not all are right
+    assert found[1] == pytest.approx(found[0], abs=2e-3)  # rounding decides between near scores
+
+
+def test_only_as_far_as_the_matrix_is_positive() -> None:
+    square = np.array([[1.0, 1.5], [1.5, 1.75]])
+    low = float(np.linalg.eigvalsh(square)[0])
+    assert low < 0
+    _, diagonal, beside = decomposed(square.copy(), -2.5 * low)
+    assert beside.any() and diagonal.min() > 0
+    basis, values, none = decomposed(square.copy(), -1.5 * low)
+    assert not none.any() and values[0] == 0
+    np.testing.assert_allclose(basis * values @ basis.T, square, atol=-1.01 * low)
+    with pytest.raises(ValueError, match="positive definite"):
+        Resolvents.of(diagonal, beside, [-0.5 * low])
+
+
 @pytest.mark.parametrize(("n", "dim"), SHAPES)
 @pytest.mark.parametrize("algebra", [PLAIN, BIG_VISION])
 def test_held_out_images_by_three_diagonals(n: int, dim: int, algebra: Algebra) -> None:
@@ -401,6 +440,15 @@ def test_held_out_images_by_three_diagonals(n: int, dim: int, algebra: Algebra) 
     assert eigen.right.tolist() == less.right.tolist() and eigen.best() == less.best()
     for l2 in GRID:
         assert less.squared_error(l2) == pytest.approx(eigen.squared_error(l2), rel=1e-7)
+
+
+def test_scores_that_are_no_numbers_are_never_right() -> None:
+    x, labels = data(40, 7)
+    factors = Factors.of(gathered(x, labels), PLAIN)
+    z = factors.coordinates(x[:2].astype(np.float64))
+    z[1, 3] = np.nan
+    found = AtL2s(factors, GRID).ranks(z, labels[:2])
+    assert (found[:, 0] < 4).all() and (found[:, 1] >= 3).all()
 
 
 @pytest.mark.parametrize("dim", [3, 40])  # with more channels than images no direction is left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -78,11 +79,25 @@ def test_squares_are_exact_sums(n: int, dim: int) -> None:
     total = np.full((dim, dim), 0.0)
     amx_digits.add_squares(y, abs(y).max(0), total)
     expected, lengths = exact(y), np.linalg.norm(y, axis=0)
-    bound = n * 2.0**-43 * np.outer(*[abs(y).max(0)] * 2)
+    bound = n * 2.0**-41 * np.outer(*[abs(y).max(0)] * 2)
     assert (lower(abs(total - expected)) <= lower(bound)).all()
     assert (lower(abs(total - expected)) <= 1e-13 * lower(np.outer(lengths, lengths))).all()
     amx_digits.add_squares(y, abs(y).max(0), total)  # added
     assert np.allclose(lower(total), 2 * lower(expected), rtol=0, atol=4 * bound.max())
+
+
+@needs_unit
+@pytest.mark.parametrize("digits", [0x010101010101, 0x7F7F7F7F7F7F // 2, 0x808080808080 // 3])
+def test_numbers_chosen_to_be_far_off(digits: int) -> None:
+    """Whose digits that are not multiplied have one sign, just above half of the steps' largest."""
+    y = np.full((256, 3), 0.5 + digits / 2.0**49)
+    y[0] = 0.5 + 2.0**-40
+    total = np.zeros((3, 3))
+    amx_digits.add_squares(y, abs(y).max(0), total)
+    fractions = [Fraction(value) for value in y[:, 0]]
+    expected = float(sum(value * value for value in fractions))
+    assert (lower(abs(total - expected)) <= 256 * 2.0**-41 * y.max() ** 2).all()
+    assert total[2, 0] == total[0, 0]
 
 
 @needs_unit

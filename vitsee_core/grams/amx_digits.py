@@ -6,9 +6,9 @@ A channel whose numbers are at most 2^e is taken in steps of 2^(e - 46), six dig
 
 Products of digits are integers, and so are their sums, without any rounding; those of d_k and d_l
 with k + l <= 5, and of d_3 with itself, are made. Others have random signs. Together with the steps
-the entry of two channels is off by at most n 2^-43 of the product of their largest numbers; as a
-rule by 1e-14 of their lengths', as sums in double precision are, where features are stored with
-2^-24 or less. So K. Ozaki et al., Error-free transformations of matrix multiplication, Numerical
+the entry of two channels is off by at most n 2^-41 of the product of their largest numbers; of
+features in single precision as a rule by 1e-14 of their lengths', as sums in double precision are.
+So K. Ozaki et al., Error-free transformations of matrix multiplication, Numerical
 Algorithms 2012; on integers H. Ootomo, K. Ozaki, R. Yokota, DGEMM on integer matrix multiplication
 unit, 2024.
 
@@ -63,7 +63,7 @@ Digits = NDArray[np.uint8]
 
 
 def add_squares(y: Float, largest: Float, total: Float) -> None:
-    """The lower triangle of y^T y is added to that of `total`.
+    """The lower triangle of y^T y is added to that of `total`; where `amx.is_there` said so.
 
     Memory: 6 bytes for each of up to 2,048 rows' numbers, and 1 MB.
 

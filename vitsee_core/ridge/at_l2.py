@@ -232,7 +232,7 @@ def count_before(
             for c in range(n_classes):
                 ahead = some[c] + level[c] - own
                 bound = error * (norm[c] + norm[label]) + ROUNDING
-                before += ahead > bound
+                before += not (ahead <= bound)  # of no number, too
                 apart += (ahead > bound) | (ahead < -bound)
             if apart < n_classes - 1:  # others than its own are near
                 resolve_one(inverses[at], below[at], z[i], weighted)

@@ -43,14 +43,29 @@ def decomposed(square: Float, least: float) -> tuple[Float, Float, Float]:
     """Q (r, r) and the diagonals (r,), (r - 1,) of M, where Q M Q^T is a matrix that is positive
     semidefinite but for rounding; it is overwritten.
 
-    M has three diagonals where that rounding is nothing beside `least`, which is added to its
-    diagonal; else it has eigenvalues and zeros.
+    M has three diagonals where that rounding is little beside `least`, which is added to its
+    diagonal: no eigenvalue is below -`least` / 2. Else it has eigenvalues, 0 for those below, and
+    zeros beside them.
     """
     r, size = len(square), np.abs(square).sum(axis=0).max(initial=0)
+    basis = None
     if r * ROUNDING * size < least and (found := three_diagonals(square)) is not None:
-        return found
+        basis, diagonal, beside = found
+        # As many of D are negative as eigenvalues of L D L^T (Sylvester's law of inertia). What the
+        # matrix was made of may have been much larger than it is.
+        if is_definite(diagonal, beside, least / 2):
+            return found
+        square = np.diag(diagonal) + np.diag(beside, -1)  # of which the lower triangle is read
     values, vectors = np.linalg.eigh(square)
+    vectors = vectors if basis is None else basis @ vectors
     return vectors, np.maximum(values, 0), none_beside(values)
+
+
+def is_definite(diagonal: Float, beside: Float, more: float) -> bool:
+    """Whether M + more I is positive definite, M with these diagonals."""
+    inverses, below = np.empty((1, len(diagonal))), np.empty((1, len(beside)))
+    factor(diagonal, beside, np.array([more]), inverses, below)
+    return bool(((inverses > 0) & (inverses < np.inf)).all())
 
 
 def none_beside(eigenvalues: Float) -> Float:
@@ -74,9 +89,15 @@ class Resolvents:
 
     @classmethod
     def of(cls, diagonal: Float, beside: Float, l2s: Sequence[float]) -> Resolvents:
-        """Of M with these diagonals, (r,) and (r - 1,), positive definite with the smallest l2."""
+        """Of M with these diagonals, (r,) and (r - 1,).
+
+        Raises:
+            ValueError: it is not positive definite with every l2.
+        """
         inverses, below = np.empty((len(l2s), len(diagonal))), np.empty((len(l2s), len(beside)))
         factor(diagonal, beside, np.array(l2s, np.float64), inverses, below)
+        if not (inverses > 0).all():
+            raise ValueError("a matrix of sums of squares has to be positive definite")
         return cls(inverses, below, int(np.argmin(l2s)))
 
     def __len__(self) -> int:
