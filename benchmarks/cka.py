@@ -29,7 +29,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import activations
 import cka_peers as peers
@@ -37,7 +36,15 @@ import numpy as np
 import torch
 from activations import Activations
 from cka_peers import Float64
-from common import Result, add_record_option, interleaved, machine, paired_ratio, record
+from common import (
+    Result,
+    add_record_option,
+    interleaved,
+    machine,
+    paired_ratio,
+    record,
+    without_unit,
+)
 from threadpoolctl import threadpool_info
 
 from vitsee_core.grams import amx
@@ -289,7 +296,7 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
         tile = [GramTile(whole, whole)]
         # as for all sites together
         how = {"device": "cpu", "memory": 1 << 32, "precision": precision, "fused": True}
-        with nullcontext() if unit else patch.object(amx, "is_there", lambda: False):
+        with nullcontext() if unit else without_unit():
             list(products(site, images, tile, workspace=workspace, **how))  # type: ignore[arg-type]
 
     def read() -> None:

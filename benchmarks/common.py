@@ -26,12 +26,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from vitsee_core.grams import amx
 
 PAUSE = 0.2  # seconds
 RESULTS = Path(__file__).parent / "results"
 THREADS = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # that a result depends on
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+def without_unit() -> Any:
+    """A context in which the processor's matrix unit is left alone."""
+    return patch.object(amx, "is_there", lambda: False)
 
 
 def machine() -> str:

@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--order", default="shuffled", help="of the store's images, or dataset")
+    parser.add_argument("--order", default="shuffled", choices=("shuffled", "dataset"))
     parser.add_argument("--memory", default="1G", help="of the command whose peak is measured")
     parser.add_argument("--folder", type=Path)
     add_record_option(parser)

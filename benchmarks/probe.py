@@ -17,19 +17,25 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from common import Result, add_record_option, interleaved, machine, paired_ratio, record
+from common import (
+    Result,
+    add_record_option,
+    interleaved,
+    machine,
+    paired_ratio,
+    record,
+    without_unit,
+)
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 from threadpoolctl import threadpool_limits
 
-from vitsee_core.grams import amx, scatter
+from vitsee_core.grams import amx
 from vitsee_core.machine import memory_bytes
 from vitsee_core.probing.draws import Draw
 from vitsee_core.probing.fit import Task
@@ -109,17 +115,6 @@ def ours(
             tally = prober.each(InMemory(data.x[some]), InMemory(data.y[some]), "these")
             found.append(tally.right[0, :, :, 0].sum(-1).T / len(data.test_labels))
     return np.concatenate(found)
-
-
-@contextmanager
-def without_unit() -> Iterator[None]:
-    """The processor's matrix unit is left alone."""
-    least = scatter.LEAST_ROWS
-    scatter.LEAST_ROWS = sys.maxsize
-    try:
-        yield
-    finally:
-        scatter.LEAST_ROWS = least
 
 
 def loop(data: Data) -> NDArray[np.float64]:

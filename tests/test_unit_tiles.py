@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.test_halves import UNITS
-from vitsee_core.grams import amx
+from vitsee_core.grams import amx_parts
 from vitsee_core.grams.halves import InPanels
 from vitsee_core.similarity import pair_sums, pieces, unit_tiles
 from vitsee_core.similarity.exact import leave_one_out
@@ -175,7 +175,7 @@ def test_memory_that_is_planned() -> None:
         for i, j in pair_sums._tiles(n, tile):
             _, ends = unit_tiles._cuts(list(pieces.pieces(partition, i, j)))
             n_pairs, rows, cols = ends[-1].tolist()
-            wide = unit_tiles.UnitTiles(InPanels(amx, 2), [], 0)._shaped(1, n_pairs + 32)
+            wide = unit_tiles.UnitTiles(InPanels(amx_parts, 2), [], 0)._shaped(1, n_pairs + 32)
             most = max(most, 4 * (wide.strides[0] // 4 + rows + cols + 2 * 32))
         assert most <= planned <= 1.2 * most + 80_000
 

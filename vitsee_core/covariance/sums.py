@@ -167,7 +167,8 @@ class BlockSums:
             rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
             x, counts = self.examples(x, rows)
         for b in np.unique(labels[labels >= 0]).tolist():
-            chosen = slice(None) if (labels == b).all() else labels == b  # no copy of all of them
+            of_block = labels == b
+            chosen = slice(None) if of_block.all() else of_block  # no copy of all of them
             own = x[chosen].reshape(-1, x.shape[-1])
             if counts is not None:
                 own = own[counts[chosen].ravel()]

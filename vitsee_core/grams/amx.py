@@ -64,20 +64,14 @@ def _memory(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
-def _load(tile: int) -> Callable[..., None]:
-    def load(builder: Any, address: Any, pitch: Any) -> None:
-        """A tile's rows, so many bytes from one to the next."""
-        _emit(builder, "tileloadd64", tile, _memory(builder, address), pitch)
+def _at(instruction: str, tiles: dict[int, int], pitch: int) -> Callable[..., None]:
+    def at(builder: Any, address: Any) -> None:
+        """Tiles and memory, so many bytes from the address on, and from one row to the next."""
+        for tile, offset in tiles.items():
+            place = _memory(builder, builder.add(address, address.type(offset)))
+            _emit(builder, instruction, tile, place, address.type(pitch))
 
-    return emitted(load)
-
-
-def _store(tile: int) -> Callable[..., None]:
-    def store(builder: Any, address: Any, pitch: Any) -> None:
-        """As the tile is loaded."""
-        _emit(builder, "tilestored64", tile, _memory(builder, address), pitch)
-
-    return emitted(store)
+    return emitted(at)
 
 
 @emitted
@@ -131,46 +125,17 @@ def _turn(builder: Any, source: Any, to: Any) -> None:
         to = builder.add(to, to.type(WIDTH))
 
 
-_load_0, _load_1, _load_2, _load_3 = _load(0), _load(1), _load(2), _load(3)
-_load_4, _load_5, _load_6, _load_7 = _load(4), _load(5), _load(6), _load(7)
-_store_0, _store_1, _store_2, _store_3 = _store(0), _store(1), _store(2), _store(3)
+LOAD, STORE = "tileloadd64", "tilestored64"
+# 32 rows of 32 numbers, and tiles 0 to 3.
+_SUMS = {0: 0, 1: WIDTH, 2: TILE * PITCH, 3: TILE * PITCH + WIDTH}
+load_sums, store_sums = _at(LOAD, _SUMS, PITCH), _at(STORE, _SUMS, PITCH)
+# Two tiles that lie together into tiles 4 and 5, or 6 and 7.
+load_left, load_right = _at(LOAD, {4: 0, 5: BYTES}, WIDTH), _at(LOAD, {6: 0, 7: BYTES}, WIDTH)
 # Of bfloat16, summed in single precision, and of signed bytes, summed as they are.
 multiply_bfloat16, multiply_bytes = _multiply("tdpbf16ps"), _multiply("tdpbssd")
 # All eight tiles have 16 rows of 64 bytes (palette 1).
 ALL_TILES = np.zeros(64, np.uint8)
 ALL_TILES[0], ALL_TILES[16:32:2], ALL_TILES[48:56] = 1, WIDTH, TILE
-
-
-@compiled
-def load_sums(place: Long) -> None:
-    """32 rows of 32 numbers into tiles 0 to 3."""
-    _load_0(place, PITCH)
-    _load_1(place + WIDTH, PITCH)
-    _load_2(place + TILE * PITCH, PITCH)
-    _load_3(place + TILE * PITCH + WIDTH, PITCH)
-
-
-@compiled
-def store_sums(place: Long) -> None:
-    """As they are loaded."""
-    _store_0(place, PITCH)
-    _store_1(place + WIDTH, PITCH)
-    _store_2(place + TILE * PITCH, PITCH)
-    _store_3(place + TILE * PITCH + WIDTH, PITCH)
-
-
-@compiled
-def load_left(place: Long) -> None:
-    """Two tiles that lie together into tiles 4 and 5."""
-    _load_4(place, WIDTH)
-    _load_5(place + BYTES, WIDTH)
-
-
-@compiled
-def load_right(place: Long) -> None:
-    """Two tiles that lie together into tiles 6 and 7."""
-    _load_6(place, WIDTH)
-    _load_7(place + BYTES, WIDTH)
 
 
 @compiled

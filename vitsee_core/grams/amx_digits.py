@@ -7,10 +7,9 @@ A channel whose numbers are at most 2^e is taken in steps of 2^(e - 46), six dig
 Products of digits are integers, and so are their sums, without any rounding; those of d_k and d_l
 with k + l <= 5, and of d_3 with itself, are made. Others have random signs. Together with the steps
 the entry of two channels is off by at most n 2^-41 of the product of their largest numbers; of
-features in single precision as a rule by 1e-14 of their lengths', as sums in double precision are.
-So K. Ozaki et al., Error-free transformations of matrix multiplication, Numerical
-Algorithms 2012; on integers H. Ootomo, K. Ozaki, R. Yokota, DGEMM on integer matrix multiplication
-unit, 2024.
+features in single precision as a rule by less than 1e-13 of that of their lengths. So K. Ozaki et
+al., Error-free transformations of matrix multiplication, Numerical Algorithms 2012; on integers H.
+Ootomo, K. Ozaki, R. Yokota, DGEMM on integer matrix multiplication unit, 2024.
 
 Digits lie in tiles as the unit wants its right factor, four rows of a channel side by side:
 (blocks, panels, digits, tiles, 2, 16, 64), of tiles of 64 rows, and panels of 32 channels, of which

@@ -50,7 +50,7 @@ class _SharedLimit:
 
 @lru_cache(maxsize=1)
 def _libraries(n_modules: int) -> ThreadpoolController:
-    """Those that are loaded, which are looked for anew, in 2 ms, once more modules are."""
+    """Those that are loaded, which are looked for anew once more modules are."""
     return ThreadpoolController()
 
 

@@ -1,8 +1,8 @@
 """Symmetric matrices brought to three diagonals, and (M + l2 I)^-1 of such at several l2.
 
-S = Q M Q^T takes a third of the time of an eigendecomposition, and then each l2 costs as little: M
-+ l2 I = L D L^T has two diagonals. Eigenvalues are the case without the outer ones. (G. H. Golub,
-C. F. Van Loan, Matrix Computations, 4th ed., 8.3.1 and 4.3.6.)
+S = Q M Q^T is the first step of an eigendecomposition, the smaller part of its cost, and then each
+l2 costs as little: M + l2 I = L D L^T has two diagonals. Eigenvalues are the case without the outer
+ones. (G. H. Golub, C. F. Van Loan, Matrix Computations, 4th ed., 8.3.1 and 4.3.6.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def three_diagonals(square: Float) -> tuple[Float, Float, Float] | None:
     if reduce is None or expand is None:
         return None
     r = len(square)
-    diagonal, beside, tau = np.zeros(r), np.zeros(max(0, r - 1)), np.zeros(max(0, r - 1))
+    diagonal = np.zeros(r)
+    beside, tau = none_beside(diagonal), none_beside(diagonal)
     work, failed = np.empty(BLOCK * max(1, r)), np.zeros((), np.intc)
     of = b"L", r, square, max(1, r)
     reduce(*of, diagonal, beside, tau, work, len(work), failed)
@@ -68,9 +69,9 @@ def is_definite(diagonal: Float, beside: Float, more: float) -> bool:
     return bool(((inverses > 0) & (inverses < np.inf)).all())
 
 
-def none_beside(eigenvalues: Float) -> Float:
-    """(r - 1,) what is beside a diagonal of eigenvalues."""
-    return np.zeros(max(0, len(eigenvalues) - 1))
+def none_beside(diagonal: Float) -> Float:
+    """(r - 1,) zeros, as are beside a diagonal (r,) of eigenvalues."""
+    return np.zeros(max(0, len(diagonal) - 1))
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,8 @@ def resolve(inverses: Float, below: Float, rhs: Float, out: Float) -> None:
 
 @compiled
 def resolve_one(inverses: Float, below: Float, z: Float, out: Float) -> None:
-    """(M + l2 I)^-1 z at one l2, (r,)."""
+    """(M + l2 I)^-1 z at one l2, (r,): `resolve` of one column, which loops over columns would make
+    some times slower."""
     r = len(z)
     for k in range(r):
         out[k] = z[k] - below[k - 1] * out[k - 1] if k > 0 else z[k]

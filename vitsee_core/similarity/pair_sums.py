@@ -81,8 +81,8 @@ def pair_totals(
         partitions: of the n images.
         device: where to multiply: cpu, cuda or cuda:1.
         tile: side of the tiles.
-        unit: makes the matrices, `unit_tiles.OnUnit`, and multiplies them; cells are runs then, and
-            there are columns.
+        unit: makes the matrices, `unit_tiles.OnUnit`, and multiplies them; in each tile cells are
+            runs then, and there are columns.
     """
     n, n_rows = rows[0].n, len(rows)
     matrices = list(rows) if cols is None else [*rows, *cols]
