@@ -192,6 +192,7 @@ def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
 
 def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> Found:
     """All videos, in groups spread over threads."""
+    from vitsee_core.grams.lanes import one_torch_thread
     from vitsee_core.video.propagation_cost import cost_of, group_bytes
     from vitsee_core.video.spread import check_masks, work_on
     from vitsee_core.video.work import Found, group_videos
@@ -202,7 +203,7 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
     jobs = max(1, min(execution.jobs, execution.budget // group_bytes(work, videos)))
     groups = group_videos(videos, work.stores[0].plan.slab, 2 * max(jobs, execution.width))
     jobs = min(jobs, len(groups))
-    with _one_core_each():
+    with one_torch_thread():
         cost = cost_of(work, videos)
         log.info("%s", cost.line(jobs))
         with counting(execution.progress, cost.n_frames * cost.n_runs, "frames"):
@@ -217,22 +218,10 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
 
 def _group(work: VideoWork, execution: Execution, group: Sequence[Video]) -> Found:
     """Some videos, in another process."""
-    with _one_core_each():
+    from vitsee_core.grams.lanes import one_torch_thread
+
+    with one_torch_thread():
         return replace(work, progress=execution.progress)(group)
-
-
-@contextmanager
-def _one_core_each() -> Iterator[None]:
-    """Threads that start now use one core each: several that share every product wait for each
-    other, and results do not depend on their number."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

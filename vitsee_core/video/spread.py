@@ -1,23 +1,18 @@
-"""Groups of videos spread over threads, which end where one fails or the user stops the run."""
+"""Videos spread over threads, which end where one fails or the user stops the run."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from vitsee_core.grams.lanes import Stopped, run_lanes
 from vitsee_core.progress import Progress
 from vitsee_core.video.davis import MaskFiles, Video
 from vitsee_core.video.work import Found, VideoWork
 
 T = TypeVar("T")
-R = TypeVar("R")
-
-
-class Stopped(Exception):
-    """Raised in a thread whose result nobody waits for any more."""
 
 
 class StoppableProgress:
@@ -53,9 +48,15 @@ def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Fo
         VitseeError: the first that any of them raises.
     """
     progress = StoppableProgress(work.progress)
-    total = Found()
-    for part in _finished(replace(work, progress=progress), groups, jobs, progress):
-        total.merge(part)
+    total, adding = Found(), threading.Lock()
+    stoppable = replace(work, progress=progress)
+
+    def find(group: Sequence[Video]) -> None:
+        part = stoppable(group)
+        with adding:
+            total.merge(part)
+
+    _each(find, groups, jobs, progress)
     return total
 
 
@@ -72,20 +73,17 @@ def check_masks(masks: MaskFiles, videos: Sequence[Video], jobs: int, progress: 
             masks.read(video, range(frame, frame + 1))
             stoppable.advance(1)
 
-    for _ in _finished(check, videos, jobs, stoppable):
-        pass
+    _each(check, videos, jobs, stoppable)
 
 
-def _finished(
-    function: Callable[[T], R], items: Sequence[T], jobs: int, progress: StoppableProgress
-) -> Iterator[R]:
-    """Results in the order in which they come."""
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(function, item) for item in items]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            progress.ended.set()
-            for future in futures:
-                future.cancel()
+def _each(
+    function: Callable[[T], None], items: Sequence[T], jobs: int, progress: StoppableProgress
+) -> None:
+    """`function` of every item, which reports to `progress`: that ends it everywhere at once where
+    it fails in one thread."""
+
+    def lane(_: int, take: Callable[[], int | None]) -> None:
+        while (number := take()) is not None:
+            function(items[number])
+
+    run_lanes(min(jobs, len(items)), lane, len(items), progress.ended.set)
