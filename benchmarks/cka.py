@@ -36,15 +36,7 @@ import numpy as np
 import torch
 from activations import Activations
 from cka_peers import Float64
-from common import (
-    Result,
-    add_record_option,
-    interleaved,
-    machine,
-    paired_ratio,
-    record,
-    without_unit,
-)
+from common import Result, add_record_option, interleaved, machine, no_amx, paired_ratio, record
 from threadpoolctl import threadpool_info
 
 from vitsee_core.grams import amx
@@ -296,7 +288,7 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
         tile = [GramTile(whole, whole)]
         # as for all sites together
         how = {"device": "cpu", "memory": 1 << 32, "precision": precision, "fused": True}
-        with nullcontext() if unit else without_unit():
+        with nullcontext() if unit else no_amx():
             list(products(site, images, tile, workspace=workspace, **how))  # type: ignore[arg-type]
 
     def read() -> None:

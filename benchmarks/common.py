@@ -37,7 +37,7 @@ THREADS = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # that a result depends on
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
-def without_unit() -> Any:
+def no_amx() -> Any:
     """A context in which the processor's matrix unit is left alone."""
     return patch.object(amx, "is_there", lambda: False)
 

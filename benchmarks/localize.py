@@ -1,6 +1,7 @@
 """Localisation: every token of a 14 x 14 grid against every 16-pixel patch, from a store.
 
-    python benchmarks/localize.py [--images 1024] [--dim 384] [--rounds 3] [--folder DIR]
+    python benchmarks/localize.py [--images 1024] [--dim 384] [--rounds 3] [--order dataset]
+                                  [--memory 1G] [--folder DIR]
 
 - Rate: useful operations, n (n + 1) (sum of features + tokens x patches), over the time of `run`
   (reading, casting, centring, jackknife included), against the rate of a plain float32 product of
@@ -42,6 +43,7 @@ from vitsee_stores.layout import arrays
 from vitsee_stores.manifest import new_manifest
 
 GRID, PATCH = 14, 16
+ORDERS = ("shuffled", "dataset")
 LAYOUT = TokenLayout((), (GRID, GRID), stride_px=(float(PATCH), float(PATCH)))
 SITE = "blocks.0.out"
 MEAN, STD = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
@@ -117,7 +119,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--order", default="shuffled", choices=("shuffled", "dataset"))
+    parser.add_argument("--order", default="shuffled", choices=ORDERS, help="of the store")
     parser.add_argument("--memory", default="1G", help="of the command whose peak is measured")
     parser.add_argument("--folder", type=Path)
     add_record_option(parser)

@@ -22,15 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from common import (
-    Result,
-    add_record_option,
-    interleaved,
-    machine,
-    paired_ratio,
-    record,
-    without_unit,
-)
+from common import Result, add_record_option, interleaved, machine, no_amx, paired_ratio, record
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 from threadpoolctl import threadpool_limits
@@ -151,7 +143,7 @@ def compare(name: str, data: Data, per_call: int, rounds: int, threads: int) -> 
 
     def bare_of(own: Callable[[], NDArray[np.float64]]) -> Callable[[], NDArray[np.float64]]:
         def run() -> NDArray[np.float64]:
-            with without_unit():
+            with no_amx():
                 return own()
 
         return run

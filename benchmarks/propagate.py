@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +26,6 @@ from common import interleaved, machine, paired_ratio
 from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage
-
-sys.path.append(str(Path(__file__).parent.parent))
 
 from vitsee_core.device import precision_context
 from vitsee_core.images.placement import Placement

@@ -87,7 +87,8 @@ def by_numpy(
             out[j, j] += second[j, j]
 
 
-UNITS = [pytest.param(amx_parts, marks=needs_unit), SimpleNamespace(add_product=by_numpy)]
+NUMPY_UNIT: Any = SimpleNamespace(add_product=by_numpy)
+UNITS = [pytest.param(amx_parts, marks=needs_unit), NUMPY_UNIT]
 
 
 def test_parts_by_hand() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.test_halves import UNITS, needs_unit
+from tests.test_halves import NUMPY_UNIT, needs_unit
 from tests.test_localize import LAYOUT, PIXELS, STD, N, maps_of, tokens_of, write
 from vitsee_core.analyses.localize import run
 from vitsee_core.features import choose_features
@@ -102,8 +102,7 @@ def test_cells_that_are_no_runs(
         return real(*args, **kwargs)
 
     if by_numpy:
-        unit: Any = UNITS[1]
-        monkeypatch.setattr(on_the_fly, "in_panels", lambda precision: InPanels(unit, 2))
+        monkeypatch.setattr(on_the_fly, "in_panels", lambda _: InPanels(NUMPY_UNIT, 2))
     monkeypatch.setattr(on_the_fly, "matrices", matrices)
     if how:
         how = {"estimator": "minibatch", "batch": 8, **how}

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled
 from vitsee_core.execution import Execution
-from vitsee_core.grams.lanes import n_lanes, one_blas_thread
 from vitsee_core.grams.scatter import Scatter, raise_magnitudes
 from vitsee_core.grams.syrk import load_double_syrk, mirror
 from vitsee_core.kept_memory import freed_memory_kept
+from vitsee_core.lanes import n_lanes, one_blas_thread
 from vitsee_core.streaming import Rows
 from vitsee_core.types import Float, Float32, Integers, Mask
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core import machine
-from vitsee_core.grams.lanes import one_blas_thread, one_torch_thread
 from vitsee_core.grams.syrk import load_syrk, mirror
+from vitsee_core.lanes import one_blas_thread, one_torch_thread
 from vitsee_core.types import Float32
 from vitsee_stores.errors import VitseeError
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from vitsee_core.grams.arithmetic import GOOD_WIDTH, N_WIDTHS, Arithmetic, Gpu, Host
-from vitsee_core.grams.lanes import one_blas_thread, one_torch_thread
+from vitsee_core.lanes import one_blas_thread, one_torch_thread
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

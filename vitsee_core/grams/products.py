@@ -32,9 +32,9 @@ from vitsee_core.features.matrix import FeatureMatrix, Strip
 from vitsee_core.grams.arithmetic import Arithmetic, Staging, arithmetic
 from vitsee_core.grams.bfloat16 import in_bfloat16
 from vitsee_core.grams.halves import in_panels
-from vitsee_core.grams.lanes import Turns, n_lanes, run_lanes
 from vitsee_core.grams.shift import Origin
 from vitsee_core.grams.strip_means import StripMeans
+from vitsee_core.lanes import Turns, n_lanes, run_lanes
 from vitsee_core.machine import human_bytes
 from vitsee_stores.disk import in_this_thread
 from vitsee_stores.errors import VitseeError

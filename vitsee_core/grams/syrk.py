@@ -1,7 +1,7 @@
 """x x^T, one triangle of it: half the work of a product, without the interpreter's lock.
 
 numpy calls the same routine for a @ a.T, and then copies the triangle to the other side element by
-element, which costs a sixth of the time; scipy's wrapper holds the lock.
+element; scipy's wrapper holds the lock.
 """
 
 from __future__ import annotations

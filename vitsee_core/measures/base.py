@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vitsee_core.grams.lanes import one_blas_thread
+from vitsee_core.lanes import one_blas_thread
 from vitsee_core.measures.site_gram import SiteGram
 from vitsee_core.types import Float, Integers, Mask
 

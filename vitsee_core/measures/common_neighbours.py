@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.compiled import compiled
-from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes
+from vitsee_core.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.machine import counted
 from vitsee_core.measures.base import Measure
 from vitsee_core.measures.site_gram import SiteGram

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.execution import Execution
-from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes, one_blas_thread
+from vitsee_core.lanes import in_order, lane_pool, n_lanes, one_blas_thread
 from vitsee_core.measures.base import Measure
 from vitsee_core.measures.grams import Grams
 from vitsee_core.progress import counting

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes
+from vitsee_core.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.measures.base import MOST_DENSE, Measure
 from vitsee_core.measures.site_gram import SiteGram
 from vitsee_core.types import Float, Integers

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.grams.arithmetic import full_precision
-from vitsee_core.grams.lanes import one_blas_thread
+from vitsee_core.lanes import one_blas_thread
 from vitsee_core.measures.site_gram import SiteGram
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity import GramOptions, Representation

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vitsee_core.grams.lanes import one_blas_thread
+from vitsee_core.lanes import one_blas_thread
 from vitsee_core.measures.base import MOST_DENSE, Measure
 from vitsee_core.measures.flattened import inner_products
 from vitsee_core.measures.site_gram import SiteGram

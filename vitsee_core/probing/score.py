@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.grams.syrk import load_double_syrk
+from vitsee_core.lanes import one_blas_thread
 from vitsee_core.machine import human_bytes
 from vitsee_core.probing.concatenated import probe_concatenated
 from vitsee_core.probing.draws import Draw

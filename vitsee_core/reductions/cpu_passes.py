@@ -154,14 +154,11 @@ class CpuPasses:
 
     def shapes(self, n_images: int, n_heads: int) -> dict[str, tuple[int, ...]]:
         """Of `HeadSums`, float64: what `reduce` needs in `out` for itself."""
-        (gh, gw), n_tokens = (
-            self._geometry.grid,
-            self._geometry.n_prefix + self._geometry.grid[0] * self._geometry.grid[1],
-        )
+        gh, gw = self._geometry.grid
+        n_tokens = self._geometry.n_prefix + gh * gw
         last = len(TOTALS), n_tokens, n_tokens, (2 * gh - 1) * (2 * gw - 1)
-        return {
-            name: (n_images, n_heads, n) for name, n in zip(HeadSums._fields, last, strict=True)
-        }
+        of = zip(HeadSums._fields, last, strict=True)
+        return {name: (n_images, n_heads, n) for name, n in of}
 
     def finish(self, out: Mapping[str, Tensor], pairs: Tensor) -> Tensor:
         """As `DevicePasses.finish`."""

@@ -4,7 +4,7 @@ that decides.
 The error of a product z.w of r terms in float32 is at most (r + 8) 2^-24 |z| |w|, the rounding of
 both vectors counted; coordinates are brought to about the same length first, which makes that
 small. Scores that are further apart than their errors keep their order; of the others the products
-are made again in float64. So ranks are those of scores in float64, in half the time.
+are made again in float64. So ranks are those of scores in float64.
 
 The weights at 20 or 30 l2 are so much alike that they are mixtures of some five, but for less than
 float32 leaves (`Mixture`, which counts what is left). Only these five are multiplied.

@@ -188,8 +188,8 @@ def resolve(inverses: Float, below: Float, rhs: Float, out: Float) -> None:
 
 @compiled
 def resolve_one(inverses: Float, below: Float, z: Float, out: Float) -> None:
-    """(M + l2 I)^-1 z at one l2, (r,): `resolve` of one column, which loops over columns would make
-    some times slower."""
+    """(M + l2 I)^-1 z at one l2, (r,): `resolve` of one column, which is slower with a loop over
+    columns in its innermost place."""
     r = len(z)
     for k in range(r):
         out[k] = z[k] - below[k - 1] * out[k - 1] if k > 0 else z[k]

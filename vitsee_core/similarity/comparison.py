@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from vitsee_core.execution import Execution
 from vitsee_core.grams.arithmetic import full_precision
-from vitsee_core.grams.lanes import one_blas_thread
 from vitsee_core.grams.products import Workspace
+from vitsee_core.lanes import one_blas_thread
 from vitsee_core.machine import free_disk_bytes, human_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.cache import GramCache

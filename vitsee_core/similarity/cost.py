@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from vitsee_core.grams.lanes import n_lanes, one_blas_thread
+from vitsee_core.lanes import n_lanes, one_blas_thread
 
 WORTH_SAYING = 5.0  # seconds
 SHARE = 0.6  # of the rate of large products that whole analyses reach

@@ -16,7 +16,7 @@ from vitsee_core.grams.arithmetic import (
     full_precision,
     is_worth_compiling,
 )
-from vitsee_core.grams.lanes import one_blas_thread
+from vitsee_core.lanes import one_blas_thread
 from vitsee_core.machine import counted, free_disk_bytes, human_bytes, memory_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch

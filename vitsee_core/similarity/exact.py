@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.grams.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.grams.products import GramTile, products
 from vitsee_core.grams.shift import Origin
+from vitsee_core.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Rows
 from vitsee_core.similarity.gram_file import (

@@ -7,10 +7,9 @@ biased and minibatch values, and their spread, are those of `hsic` on the same i
 Where the processor has a matrix unit, and much is to be done of features in half precision and
 pixels in bytes, it multiplies both features and pairs (see `unit_tiles`), in tiles of up to 1,024
 images, which lie cell by cell: as runs of a shuffled store do, else in another order than there.
-The pairs of all matrices go to the memory and back once, which takes about half of the time after
-reading. Other processors take tiles that lie whole in memory: of some hundred columns a product is
-bound by memory. `benchmarks/localize.py` prints the share of the rate of a large product in single
-precision.
+The pairs of all matrices go to the memory and back once. Other processors take tiles that lie whole
+in memory: of some hundred columns a product is bound by memory. `benchmarks/localize.py` prints the
+share of the rate of a large product in single precision.
 
 Cost: n (n + 1) (sum of features) for the Gram matrices, n (n + 1) R C for the pairs, and reading
 each feature about n / (2 tile) times where they do not all fit the memory.
@@ -28,7 +27,7 @@ import numpy as np
 
 from vitsee_core.grams.arithmetic import LARGE, arithmetic, choose_device, full_precision
 from vitsee_core.grams.halves import in_panels
-from vitsee_core.grams.lanes import n_lanes
+from vitsee_core.lanes import n_lanes
 from vitsee_core.machine import human_bytes
 from vitsee_core.progress import SILENT, Progress
 from vitsee_core.similarity.batches import batch_sizes, draw_batches

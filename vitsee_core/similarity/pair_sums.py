@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
-from vitsee_core.grams.lanes import lane_pool, n_lanes
+from vitsee_core.lanes import lane_pool, n_lanes
 from vitsee_core.similarity.hsic import Hsic, PairSums
 from vitsee_core.similarity.pieces import TERMS, Labels, Partition, Piece, Sums, as_run, pieces
 from vitsee_core.similarity.whole_tiles import Matrix, WholeTiles

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from vitsee_core.grams.amx import PANEL
 from vitsee_core.grams.halves import InPanels, in_rows
-from vitsee_core.grams.lanes import in_order, n_lanes, run_all
 from vitsee_core.grams.panels import TILE_NUMBERS, into_panels
 from vitsee_core.grams.scratch import Scratch
+from vitsee_core.lanes import in_order, n_lanes, run_all
 from vitsee_core.similarity.pair_runs import take_runs
 from vitsee_core.similarity.pieces import TERMS, Partition, Piece, Sums
 from vitsee_core.similarity.whole_tiles import read

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from vitsee_core.grams.lanes import in_order, n_lanes, run_all
+from vitsee_core.lanes import in_order, n_lanes, run_all
 from vitsee_core.similarity.pieces import Labels, Piece, Sums, as_run
 from vitsee_core.types import Float32
 

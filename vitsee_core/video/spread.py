@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from vitsee_core.grams.lanes import Stopped, run_lanes
+from vitsee_core.lanes import Stopped, run_lanes
 from vitsee_core.progress import Progress
 from vitsee_core.video.davis import MaskFiles, Video
 from vitsee_core.video.work import Found, VideoWork

@@ -1,7 +1,7 @@
 """Threads that each do whole pieces of work, one BLAS thread in each.
 
-A thread that waits for another inside a product (BLAS with a thread a core, beside a reader) loses
-a third of the machine's rate; threads that read, convert and multiply their own piece lose none.
+A thread that waits for another inside a product (BLAS with a thread a core, beside a reader) leaves
+its core idle; threads that read, convert and multiply their own piece do not wait.
 What they add up is added in the pieces' order, so that results do not depend on their number.
 """
 
