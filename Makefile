@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python >= 3.11 with its venv module, and nothing else.
 # The environment is made once, in .venv; PYTHON=... chooses another interpreter for it.
 
-.PHONY: help demo test coverage faults report-check findings docs slurm env clean
+.PHONY: help demo test test-slow test-all coverage faults report-check findings docs slurm env clean
 .DELETE_ON_ERROR:
 # What is given on the command line is for this make, not for one that its tests run.
 MAKEOVERRIDES :=
@@ -15,7 +15,8 @@ USABLE := import sys, venv, ensurepip; assert sys.version_info >= (3, 11)
 
 help:
 	@echo "make demo      study the bundled models; ends with the path of the report"
-	@echo "make test      ruff, mypy, lint-imports, pytest"
+	@echo "make test      ruff, mypy, lint-imports, pytest without the tests marked slow"
+	@echo "make test-all  the same and the slow tests: many processes, training, packaging"
 	@echo "make coverage  the tests again, with the lines that none of them reaches"
 	@echo "make faults    processes killed, disks full, bits flipped, servers failing: many trials of each"
 	@echo "make report-check  the report in a headless Chromium, where there is one"
@@ -33,7 +34,12 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest --numprocesses=auto --maxprocesses=4
+	$(BIN)/pytest -m "not slow" --numprocesses=auto --maxprocesses=4
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -m slow --numprocesses=auto --maxprocesses=4
+
+test-all: test test-slow
 
 coverage: $(STAMP)
 	$(BIN)/pytest --numprocesses=auto --maxprocesses=4 --cov=vitsee_cli --cov=vitsee_core --cov=vitsee_stores --cov-report=term-missing:skip-covered

@@ -5,7 +5,7 @@ Claims, at the sizes that README gives:
     repeats  20 repeats of minibatches of 1024 out of 4096 images, against the published scheme
     rate     useful operations of a Gram pass, n (n + 1) p, over this process's GEMM rate
     right    CKA within 1e-5 of float64, features with a large common offset included
-in float32, and in bfloat16 where the processor has it.
+in float32.
 Made-up activations in a store (float16); the peers get the same values as float32 in RAM, which
 favours them. The packages' cost is per pair: they run on a corner of the sites and are scaled,
 unless --full. Sides alternate in one process; medians, and medians of the rounds' ratios.
@@ -25,9 +25,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import activations
@@ -36,13 +33,9 @@ import numpy as np
 import torch
 from activations import Activations
 from cka_peers import Float64
-from common import Result, add_record_option, interleaved, machine, no_amx, paired_ratio, record
+from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 from threadpoolctl import threadpool_info
 
-from vitsee_core.grams import amx
-from vitsee_core.grams.arithmetic import PRECISIONS
-from vitsee_core.grams.bfloat16 import has_bfloat16
-from vitsee_core.grams.products import GramTile, Workspace, products
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
@@ -52,6 +45,7 @@ from vitsee_core.similarity import (
     hsic,
     summarise,
 )
+from vitsee_core.similarity.products import GramTile, Workspace, products
 
 PARTS = ("batch", "repeats", "rate", "right")
 UNCACHED = GramOptions(use_cache=False, device="cpu")
@@ -131,24 +125,10 @@ def make(folder: Path, images: int, dim: int, sites: int, distinct: int) -> Acti
     return made
 
 
-def ours(made: Activations, estimator: Estimator, precision: str = "fp32") -> Hsic:
+def ours(made: Activations, estimator: Estimator) -> Hsic:
     """From the store to all pairs; no Gram matrix is there yet and none stays."""
     sites = [Representation(made.store, site) for site in made.store.plan.sites]
-    options = replace(UNCACHED, precision=precision)
-    return hsic(sites, estimator=estimator, seed=SEED, options=options)
-
-
-def precisions() -> list[str]:
-    """What this processor has; others are said."""
-    if has_bfloat16("cpu"):
-        return list(PRECISIONS)
-    print("bf16: this processor has none")
-    return ["fp32"]
-
-
-def name_of(precision: str) -> str:
-    """Of ours, in tables."""
-    return "vitsee" if precision == "fp32" else f"vitsee, {precision}"
+    return hsic(sites, estimator=estimator, seed=SEED, options=UNCACHED)
 
 
 def one_batch(made: Activations, rounds: int, corner: int) -> list[Result]:
@@ -163,12 +143,12 @@ def one_batch(made: Activations, rounds: int, corner: int) -> list[Result]:
 
         return side
 
-    def of_engine(precision: str) -> Float64:
-        h = ours(made, batch, precision)
+    def of_engine() -> Float64:
+        h = ours(made, batch)
         return centred_alignment(h.cross, h.rows, h.cols)
 
     sides: dict[str, Callable[[], float | None]] = {
-        **{name_of(p): keep(name_of(p), partial(of_engine, p)) for p in precisions()},
+        "vitsee": keep("vitsee", of_engine),
         "published scheme": keep(
             "published scheme", lambda: peers.alignment(peers.published_hsic(made.sites, [None]))
         ),
@@ -176,8 +156,7 @@ def one_batch(made: Activations, rounds: int, corner: int) -> list[Result]:
     }
     seconds = interleaved(sides, rounds)
     table(f"one batch of {n}, {n_sites} x {n_sites} sites", seconds, "vitsee")
-    own = [name_of(p) for p in precisions()]
-    rows = results(seconds, own, ["published scheme"], ", given float32 in memory")
+    rows = results(seconds, ["vitsee"], ["published scheme"], ", given float32 in memory")
     print("(cast: the same bytes from float16 to float32 in RAM, of which the scheme is spared)")
 
     c = min(corner, n_sites)
@@ -238,8 +217,8 @@ def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> li
     drawn = draw(n, batch, examples, repeats)
     found: dict[str, Float64] = {}
 
-    def of_engine(precision: str) -> None:
-        found[name_of(precision)] = summarise(ours(made, estimator, precision)).cka
+    def of_engine() -> None:
+        found["vitsee"] = summarise(ours(made, estimator)).cka
 
     def published() -> None:
         each = [peers.alignment(peers.published_hsic(made.sites, batches)) for batches in drawn]
@@ -247,7 +226,7 @@ def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> li
 
     title = f"{repeats} repeats, batches of {batch} out of {n}, {made.n_sites} sites"
     sides: dict[str, Callable[[], None]] = {
-        **{name_of(p): partial(of_engine, p) for p in precisions()},
+        "vitsee": of_engine,
         "published scheme": published,
     }
     seconds = interleaved(sides, max(1, rounds // 3), warmup=0)
@@ -260,11 +239,9 @@ def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> li
     }
     exact = np.sum([peers.float64_hsic(made.sites, rows) for rows in drawn[0]], 0)
     agreement(one, peers.alignment(exact))
-    for name in found:
-        off = largest(found[name], found["published scheme"])
-        print(f"over all repeats, {name} and the scheme differ by at most {off:.1e}")
-    own = [name_of(p) for p in precisions()]
-    return results(seconds, own, ["published scheme"], ", given float32 in memory")
+    off = largest(found["vitsee"], found["published scheme"])
+    print(f"over all repeats, vitsee and the scheme differ by at most {off:.1e}")
+    return results(seconds, ["vitsee"], ["published scheme"], ", given float32 in memory")
 
 
 def draw(n: int, batch: int, examples: int, repeats: int) -> list[list[peers.Rows]]:
@@ -283,13 +260,11 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
 
     workspace = Workspace()
 
-    def gram(precision: str, unit: bool = True) -> None:
+    def gram() -> None:
         whole = slice(0, n)
         tile = [GramTile(whole, whole)]
-        # as for all sites together
-        how = {"device": "cpu", "memory": 1 << 32, "precision": precision, "fused": True}
-        with nullcontext() if unit else no_amx():
-            list(products(site, images, tile, workspace=workspace, **how))  # type: ignore[arg-type]
+        how = {"device": "cpu", "memory": 1 << 32, "fused": True}  # as for all sites together
+        list(products(site, images, tile, workspace=workspace, **how))  # type: ignore[arg-type]
 
     def read() -> None:
         for strip in site.strips(16384):
@@ -299,14 +274,12 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
     size, square = 2048, np.random.default_rng(0).normal(size=(2, 2048, 2048)).astype(np.float32)
     a, b = torch.from_numpy(square[0]), torch.from_numpy(square[1])
     sides: dict[str, Callable[[], float | None]] = {
-        **{f"Gram pass, {p}": discard(partial(gram, p)) for p in precisions()},
+        "Gram pass": gram,
         "reading alone": read,
         "numpy x @ x.T, in RAM": discard(lambda: np.matmul(bare, bare.T)),
         "numpy GEMM": discard(lambda: np.matmul(square[0], square[1])),
         "torch GEMM": discard(lambda: torch.mm(a, b)),
     }
-    if amx.is_there():
-        sides["Gram pass, fp32, without the matrix unit"] = discard(partial(gram, "fp32", False))
     work = dict.fromkeys(sides, useful) | dict.fromkeys(("numpy GEMM", "torch GEMM"), 2 * size**3)
     seconds = interleaved(sides, 2 * rounds)
     rates = {k: [work[k] / s / 1e9 for s in spent] for k, spent in seconds.items()}
@@ -315,20 +288,15 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
     for name, spent in seconds.items():
         rate = "" if "reading" in name else f"{statistics.median(rates[name]):7.0f} G/s"
         print(f"  {name:40} {1e3 * statistics.median(spent):9.1f} ms {rate}")
-    rows = []
-    for name in (side for side in sides if side.startswith("Gram pass")):
-        ratio = paired_ratio(rates[name], best)
-        print(f"  {name} over the best GEMM: {ratio:.2f}")
-        medians = statistics.median(rates[name]), statistics.median(best)
-        what = f"{name}, reading and casting included, against the best float32 GEMM"
-        rows.append(Result(what, *medians, ratio, "G/s"))
-        in_memory = "numpy x @ x.T, in RAM"
-        ratio = paired_ratio(seconds[in_memory], seconds[name])
-        medians = statistics.median(seconds[name]), statistics.median(seconds[in_memory])
-        rows.append(
-            Result(f"{name}, against numpy's x @ x.T of float32 in memory", *medians, ratio, "s")
-        )
-    return rows
+    in_memory, what = "numpy x @ x.T, in RAM", "Gram pass, reading and casting included, against"
+    ratio = paired_ratio(rates["Gram pass"], best)
+    print(f"  Gram pass over the best GEMM: {ratio:.2f}")
+    medians = statistics.median(rates["Gram pass"]), statistics.median(best)
+    rows = [Result(f"{what} the best float32 GEMM", *medians, ratio, "G/s")]
+    ratio = paired_ratio(seconds[in_memory], seconds["Gram pass"])
+    print(f"  {in_memory} over the Gram pass: {ratio:.2f}")
+    own, other = (statistics.median(seconds[name]) for name in ("Gram pass", in_memory))
+    return [*rows, Result(f"{what} numpy's x @ x.T of float32 in memory", own, other, ratio, "s")]
 
 
 def offsets(folder: Path) -> None:

@@ -26,29 +26,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
-
-from vitsee_core.grams import amx
+from typing import NamedTuple
 
 PAUSE = 0.2  # seconds
 RESULTS = Path(__file__).parent / "results"
-THREADS = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # that a result depends on
+# Variables that a result depends on.
+VARIABLES = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "ONEDNN_MAX_CPU_ISA")
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")  # that matter to products
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
-def no_amx() -> Any:
-    """A context in which the processor's matrix unit is left alone."""
-    return patch.object(amx, "is_there", lambda: False)
-
-
 def machine() -> str:
-    """One line: processor, cores this process may use, Python."""
+    """One line: processor and which of `FLAGS` it has, cores this process may use, Python."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
+        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+        found = {name.strip(): value.strip() for name, _, value in lines}
+        has = (found.get("flags") or found.get("Features", "")).split()
+        flags = " ".join(flag for flag in FLAGS if flag in has)
+        model = found.get("model name", model) + (f" ({flags})" if flags else "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{model}, {cores} cores, Python {platform.python_version()}"
 
@@ -187,5 +184,5 @@ def _command(argv: Sequence[str]) -> str:
             next(rest, None)
         elif word != "--record" and not word.startswith(("--folder=", "--remark=")):
             words.append(word)
-    chosen = [f"{name}={os.environ[name]} " for name in THREADS if os.environ.get(name)]
+    chosen = [f"{name}={os.environ[name]} " for name in VARIABLES if os.environ.get(name)]
     return f"{''.join(chosen)}python {shlex.join(words)}"

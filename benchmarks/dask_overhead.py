@@ -25,8 +25,8 @@ from common import Result, add_record_option, interleaved, machine, paired_ratio
 from synthetic import write_store
 
 from vitsee_core.analyses import cluster, knn, probe, spectrum
-from vitsee_core.dask_map import dask_map
-from vitsee_core.results import Table
+from vitsee_core.runtime.dask_map import dask_map
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.layout import SiteSpec, StorePlan
 

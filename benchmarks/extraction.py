@@ -8,7 +8,7 @@ Three sides in turn on the same images: the bare loop; block outputs, pooled vec
 products; the same with every attention summary. A ratio of 1 is as fast as the bare loop. Slabs
 have the size of a batch unless --slab says otherwise; all sides start their loading workers within
 the time measured, so take enough images. Every run has a process of its own and goes over one batch
-before: an extraction changes how glibc treats freed memory (`vitsee_core/kept_memory.py`), and a
+before: an extraction changes how glibc treats freed memory (`vitsee_core/runtime/malloc.py`), and a
 bare loop after it in the same process would no longer be a bare loop.
 """
 
@@ -30,12 +30,12 @@ import torch
 from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 from PIL import Image
 
-from vitsee_core.device import precision_context, resolve_device
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.run import default_workers, extract
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.images import batches, normalise, open_source, select
-from vitsee_core.models import load_model
+from vitsee_core.models.load import load_model
+from vitsee_core.runtime.device import precision_context, resolve_device
 
 
 def make_images(folder: Path, n: int) -> None:

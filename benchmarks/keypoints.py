@@ -26,9 +26,9 @@ from common import interleaved, machine, paired_ratio, peak_rss
 from numpy.typing import NDArray
 from torch.nn.functional import interpolate, normalize
 
-from vitsee_core.device import precision_context
-from vitsee_core.keypoints.located import Located
-from vitsee_core.keypoints.search import search
+from vitsee_core.analyses.keypoints.located import Located
+from vitsee_core.analyses.keypoints.search import search
+from vitsee_core.runtime.device import precision_context
 from vitsee_stores import Samples, SiteSpec, Store, StorePlan, StoreWriter, TokenLayout, open_store
 from vitsee_stores.layout import arrays
 from vitsee_stores.manifest import new_manifest

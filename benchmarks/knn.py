@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
 
-from vitsee_core.labelled.neighbours import nearest
+from vitsee_core.labels.neighbours import nearest
 
 Array = NDArray[Any]
 

@@ -22,7 +22,7 @@ import numpy as np
 from common import interleaved, machine, paired_ratio
 
 from vitsee_core.analyses import normratio
-from vitsee_core.machine import human_bytes, n_cores
+from vitsee_core.runtime.machine import human_bytes, n_cores
 from vitsee_stores import Samples, SiteSpec, Store, StorePlan, StoreWriter, TokenLayout, open_store
 from vitsee_stores.layout import arrays, n_bytes
 from vitsee_stores.manifest import new_manifest

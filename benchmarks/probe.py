@@ -7,7 +7,7 @@ with exact leave-one-out; every layer of a model, and every token of one layer.
 
 Everybody gets features in memory, without a disk; both sides have as many threads (one: two
 libraries of BLAS in one process, numpy's and scipy's, wait for each other's threads, which would be
-counted against scikit-learn). scikit-learn computes in float64; ours has the accuracies of float64.
+counted against scikit-learn). Both compute in float64.
 A claim: `loop` reports test accuracy at each of 20 l2; `cv` chooses one of 30 (`vitsee probe`'s
 grid) by leave-one-out and tests it. Random features with a signal for each class.
 """
@@ -22,18 +22,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from common import Result, add_record_option, interleaved, machine, no_amx, paired_ratio, record
+from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 from threadpoolctl import threadpool_limits
 
-from vitsee_core.grams import amx
-from vitsee_core.machine import memory_bytes
-from vitsee_core.probing.draws import Draw
-from vitsee_core.probing.fit import Task
-from vitsee_core.probing.score import Prober
-from vitsee_core.probing.sources import Block
-from vitsee_core.ridge import GRID, Algebra
+from vitsee_core.analyses.probe.draws import Draw
+from vitsee_core.analyses.probe.fit import Task
+from vitsee_core.analyses.probe.score import Prober
+from vitsee_core.analyses.probe.sources import Block
+from vitsee_core.kernels.ridge import GRID, Algebra
+from vitsee_core.runtime.machine import memory_bytes
 
 Float32 = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -135,18 +134,10 @@ def _accuracy(scores: NDArray[np.float64], data: Data) -> float:
 
 
 def compare(name: str, data: Data, per_call: int, rounds: int, threads: int) -> list[Result]:
-    """Lines against the loop, and against RidgeCV; of either without the matrix unit where there
-    is one."""
+    """Lines against the loop, and against RidgeCV."""
 
     def own_of(l2s: tuple[float, ...], choose: str) -> Callable[[], NDArray[np.float64]]:
         return lambda: ours(data, l2s, choose, per_call, threads)
-
-    def bare_of(own: Callable[[], NDArray[np.float64]]) -> Callable[[], NDArray[np.float64]]:
-        def run() -> NDArray[np.float64]:
-            with no_amx():
-                return own()
-
-        return run
 
     rows = []
     claims = {
@@ -154,9 +145,7 @@ def compare(name: str, data: Data, per_call: int, rounds: int, threads: int) -> 
         "RidgeCV": (lambda: cross_validated(data), own_of((), "loo")),
     }
     for claim, (theirs, own) in claims.items():
-        runs = {"scikit-learn": theirs, "": own}
-        if amx.is_there():
-            runs[", without the matrix unit"] = bare_of(own)
+        runs = {"scikit-learn": theirs, "vitsee": own}
         kept: dict[str, NDArray[np.float64]] = {}
 
         def keep(
@@ -169,15 +158,13 @@ def compare(name: str, data: Data, per_call: int, rounds: int, threads: int) -> 
         seconds = interleaved(
             {side: partial(keep, side, run) for side, run in runs.items()}, rounds
         )
-        a = statistics.median(seconds["scikit-learn"])
-        for side in [*runs][1:]:
-            b = statistics.median(seconds[side])
-            ratio = paired_ratio(seconds["scikit-learn"], seconds[side])
-            gap = float(abs(kept["scikit-learn"] - kept[side]).max())
-            accuracy, what = float(kept[side].max()), f"{claim}{side}"
-            print(f"{name:22} {what:44} {a:9.2f} {b:9.3f} {ratio:7.1f}   {gap:.4f}  {accuracy:.3f}")
-            what = f"probes of {name}, against scikit-learn's {what}"
-            rows.append(Result(what, b, a, ratio, "s"))
+        a, b = (statistics.median(seconds[side]) for side in runs)
+        ratio = paired_ratio(*(seconds[side] for side in runs))
+        gap = float(abs(kept["scikit-learn"] - kept["vitsee"]).max())
+        accuracy = float(kept["vitsee"].max())
+        print(f"{name:22} {claim:20} {a:9.2f} {b:9.3f} {ratio:7.1f}   {gap:.4f}  {accuracy:.3f}")
+        what = f"probes of {name}, against scikit-learn's {claim}"
+        rows.append(Result(what, b, a, ratio, "s"))
     return rows
 
 
@@ -197,7 +184,7 @@ def main() -> None:
         f"{args.classes} classes, {args.threads} threads; medians of {args.rounds} rounds"
     )
     head = ("scikit-learn", "vitsee", "ratio")
-    print(f"{'':67} {head[0]:>9} {head[1]:>9} {head[2]:>7}   largest difference, best")
+    print(f"{'':43} {head[0]:>9} {head[1]:>9} {head[2]:>7}   largest difference, best")
     how = args.rounds, args.threads
     with threadpool_limits(args.threads):
         rows = compare(f"{args.layers} layers", make(args.layers, args), 1, *how)

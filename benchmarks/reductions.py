@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 
-from vitsee_core.kept_memory import freed_memory_kept
-from vitsee_core.models import load_model
 from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
+from vitsee_core.models.load import load_model
 from vitsee_core.reductions import AttentionReducer, AttentionSummary, rollout
 from vitsee_core.reductions.grid_distances import distances
+from vitsee_core.runtime.malloc import freed_memory_kept
 from vitsee_stores.layout import TokenLayout
 
 MODELS = ["demo:vit", "vit_small_patch16_224", "vit_base_patch16_224"]

@@ -60,7 +60,7 @@ def compare(distractors: list[int], dim: int, memory: str, most: int) -> None:
         here = [sys.executable, __file__, "--folder", name, "--dim", str(dim), "--memory", memory]
         numbers = [*map(str, distractors)]
         subprocess.run([*here, "--only", "make", "--distractors", *numbers], check=True)
-        modules = "import torch, vitsee_core.analyses.retrieve, vitsee_core.retrieval.search_passes"
+        modules = "import torch, vitsee_core.analyses.retrieve"
         imports = peak_rss([sys.executable, "-c", modules])
         print(f"imports alone: {imports / 1e6:.0f} MB")
         for n in distractors:

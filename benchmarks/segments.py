@@ -26,10 +26,10 @@ import torch
 from common import interleaved, machine, paired_ratio, peak_rss
 
 from vitsee_core.demo.coco import outlines
-from vitsee_core.execution import Execution
-from vitsee_core.machine import human_bytes
-from vitsee_core.segments import LabelledSegments, Segmentation, SegmentFeatures, examples_of
-from vitsee_core.streaming import Rows, each_slab
+from vitsee_core.masks.segments import LabelledSegments, Segmentation, SegmentFeatures, examples_of
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_stores import (
     Samples,
     SiteSpec,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from vitsee_core.torch_dataset import TokenDataset
+from vitsee_core.features.torch_dataset import TokenDataset
 from vitsee_stores import Store, open_store
 
 

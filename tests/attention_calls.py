@@ -60,9 +60,6 @@ class Call:
         part = self.given[images].float()
         return part.clone() if out is None else out.copy_(part)
 
-    def factors(self) -> None:
-        return None
-
 
 def random_scores(
     layout: TokenLayout, n_images: int = 2, n_heads: int = 3, seed: int = 0

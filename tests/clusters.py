@@ -10,7 +10,7 @@ from multiprocessing import forkserver
 
 import pytest
 
-from vitsee_core.dask_map import DaskMap, dask_map
+from vitsee_core.runtime.dask_map import DaskMap, dask_map
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tests.every_command import write_everything
 from tests.processes import Server, server
 from vitsee_cli import console
+from vitsee_core.runtime import progress
 from vitsee_stores import StoreWriter
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
 from vitsee_stores.manifest import Samples, new_manifest
@@ -29,6 +30,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 N_IMAGES, SLAB = 10, 4  # the last of three slabs is not full
 LAYOUT = TokenLayout(prefix=("cls",), grid=(2, 3), stride_px=(16.0, 16.0))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("fault"):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -46,6 +53,14 @@ def interruptible() -> None:
     that: a test that interrupts one would wait for ever."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_said_of_slow_starts() -> Iterator[None]:
+    """What a command says on stderr does not depend on the machine's load."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "SILENCE", 3600.0)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,12 @@ from PIL import Image
 from vitsee_cli.main import main
 from vitsee_core.demo.davis import write_davis
 from vitsee_core.demo.spair import write_spair
+from vitsee_core.report.captions import captions
 
 VIT = ["vit.zarr"]
-# Command -> its arguments in the folder of `write_everything`, once for each of its figures.
-TABLES = {
-    "attn-dist": [VIT],
+# Command -> its arguments in the folder of `write_everything`, once for each of its figures, where
+# that is not the command on one store.
+OTHERS = {
     "attn-map": [
         [*VIT, "--kind", "mean-cls"],
         [*VIT, "--kind", "rollout"],
@@ -28,8 +29,6 @@ TABLES = {
     "cka-heads": [[*VIT, "cnn.zarr"]],
     "cluster": [[*VIT, "--k", "2"]],
     "cosine-map": [[*VIT, "cnn.zarr"], [*VIT, "--at", "0,1", "--to", "3"], [*VIT, "--offsets"]],
-    "erf": [VIT],
-    "head-types": [VIT],
     "keypoints": [["pairs.zarr", "--pairs", "pairs"]],
     "knn": [["train.zarr", *VIT, "--k", "3", "--per-class"]],
     "lens": [["cnn.zarr", "--patches"]],
@@ -44,8 +43,8 @@ TABLES = {
     "similarity": [[*VIT, "cnn.zarr", "--measure", "mutual-knn", "--k", "2"]],
     "spatial": [[*VIT, "cnn.zarr"]],
     "spectrum": [[*VIT, "cnn.zarr"], [*VIT, "--tokens", "all"]],
-    "weights": [VIT],
 }
+TABLES = {command: OTHERS.get(command, [VIT]) for command in captions()}
 
 
 def vitsee(*args: object) -> str:

@@ -31,7 +31,7 @@ def plant_images(
 def plant_bright(folder: Path) -> list[object]:
     """MODEL and the options of data and weights for 12 images of which the last one alone is
     bright, long after the self-check's, and overflows float16 in channel 0 of `embed`."""
-    from vitsee_core.models import load_model
+    from vitsee_core.models.load import load_model
 
     dim = np.random.default_rng(0).integers(0, 2, (12, 32, 48, 3), dtype=np.uint8)
     dim[11] = 255

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models import AttentionBlock, AttentionCall, LoadedModel, Sublayer, load_model
+from vitsee_core.models.attention_watch import AttentionCall
+from vitsee_core.models.load import load_model
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.sites import AttentionBlock, Sublayer
 from vitsee_stores.layout import SiteSpec
 
 SMALL = {"embed_dim": 48, "depth": 3, "num_heads": 3}

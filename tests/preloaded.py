@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from vitsee_core.compiled import compiled
+from vitsee_core.kernels.compiled import compiled
 
 NAMES = (
     "PIL.PngImagePlugin",
@@ -13,9 +13,9 @@ NAMES = (
     "rich.progress",
     "scipy.linalg",
     "timm",
-    "vitsee_cli.commands.cka",
+    "vitsee_core.analyses.cka",
     "vitsee_cli.commands.extract",
-    "vitsee_core.dask_map",
+    "vitsee_core.runtime.dask_map",
     "vitsee_core.extraction.by_workers",
     "vitsee_core.similarity.exact",
     "zarr",

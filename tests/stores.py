@@ -276,6 +276,7 @@ def write_labelled(
     hash_offset: int = 0,
     weights: str = "w",
     model: str = "tiny",
+    identity: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Store:
     """A store of these sites and labels, -1 for none.
@@ -291,6 +292,7 @@ def write_labelled(
         hash_offset: of the images' hashes and ids: stores with the same share images.
         weights: in the identity.
         model: its name, in the identity too.
+        identity: more of it.
         more: of `write_sites`.
     """
     labels = np.asarray(labels, np.int64)
@@ -305,7 +307,8 @@ def write_labelled(
     return write_sites(
         path, sites, labels=labels, class_names=list(names) or None, layout=layout,
         ids=[f"{hash_offset}-{i}" for i in places], hash_offset=hash_offset, model=model,
-        identity={"model": {"architecture": model}, "weights": weights}, **more,
+        identity={"model": {"architecture": model}, "weights": weights, **(identity or {})},
+        **more,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vitsee_core.results import Table
+from vitsee_core.tables.results import Table
 
 
 def equal(a: Table, b: Table, *without: str) -> bool:

@@ -16,11 +16,15 @@ from tests.extractions import RESNET, VIT, array_bytes, extract, extracted, plan
 from tests.models_helpers import SMALL, images, small
 from tests.models_helpers import VIT as TINY
 from vitsee_cli.main import main
-from vitsee_core.models import ModelError, ablation, load_model, self_check, site_table
+from vitsee_core.models import ablation
 from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.branch_only import BranchOnly, branch_only
-from vitsee_core.outputs import describe_run
-from vitsee_core.provenance import model_of
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.load import load_model
+from vitsee_core.models.provenance import model_of
+from vitsee_core.models.selfcheck import self_check
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores import Store, open_store, validate
 
 N = 5

@@ -7,19 +7,22 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.every_command import TABLES, vitsee
-from vitsee_core.answers import measured, number, picked
-from vitsee_core.captions import in_short
-from vitsee_core.redrawing import open_result
-from vitsee_core.results import Table
+from vitsee_core.figures.panels import new_figure
+from vitsee_core.figures.plotting import styled
+from vitsee_core.report.captions import headline
+from vitsee_core.report.redrawing import open_result
+from vitsee_core.tables.headlines import margin, measured, number, observations, picked
+from vitsee_core.tables.results import Table
 
 SITES = [f"blocks.{i}.out" for i in range(6)]
 
 
 def of(analysis: str, table: Table) -> list[tuple[str, str]]:
-    return in_short(importlib.import_module(f"vitsee_core.analyses.{analysis}"), table)
+    return headline(importlib.import_module(f"vitsee_core.analyses.{analysis}"), table)
 
 
 def rows(metric: str, values: list[float], store: str = "vit", **more: Any) -> list[dict[str, Any]]:
@@ -53,6 +56,38 @@ def test_numbers() -> None:
 def test_a_value_with_and_without_its_interval() -> None:
     table = table_of([{"value": 0.5, "low": 0.25, "high": 0.75}, {"value": 1.0, "low": None}])
     assert measured(table, 0) == "0.500 (95 %: 0.250 to 0.750)" and measured(table, 1) == "1.00"
+
+
+def test_few_observations_are_said_in_place_of_the_interval() -> None:
+    row = {"metric": "massive_ratio", "value": 314.0, "low": -918.0, "high": 1546.0}
+    few = table_of([row | {"n_images": 2}, row | {"n_images": 10, "low": 150.0, "high": 470.0}])
+    assert measured(few, 0) == "314 (of 2 images: too few to conclude from)"
+    assert measured(few, 1) == "314 (95 %: 150 to 470; 10 images)", "wider than the value"
+    assert measured(table_of([row | {"n_images": 50, "low": 300.0, "high": 330.0}])) == (
+        "314 (95 %: 300 to 330)"
+    )
+    videos = table_of([row | {"n_videos": 4, "n_images": 400}])
+    assert measured(videos) == "314 (of 4 videos: too few to conclude from)"
+    assert margin(few.take(np.array([0]))) == " (of 2 images: too few to conclude from)"
+    assert margin(few) == " (95 %: ± 1,232 at most)", "some value is of ten"
+    assert observations(table_of([row])) == (math.inf, "images")
+
+
+def test_metrics_that_depend_on_the_number_of_images_say_it() -> None:
+    row = {"value": 12.3, "low": 11.9, "high": 12.7, "n_images": 1000}
+    table = table_of([{"metric": name} | row for name in ("effective_rank", "norm")])
+    assert measured(table, 0) == "12.3 (95 % at 1,000 images: 11.9 to 12.7)"
+    assert measured(table, 1) == "12.3 (95 %: 11.9 to 12.7)"
+
+
+@pytest.mark.parametrize(("n", "foot"), [(9, "of 9 images: too few to conclude from"), (10, "")])
+def test_a_figure_of_few_images_says_so(n: int, foot: str) -> None:
+    @styled
+    def plot(table: Table) -> Any:
+        return new_figure(3, 2)
+
+    label = plot(table_of([{"value": 0.5, "n_images": n}]))._supxlabel
+    assert (label.get_text() if label else "") == foot
 
 
 def test_rows_are_picked_by_what_cells_have() -> None:
@@ -339,6 +374,7 @@ def test_what_commands_write_is_answered(everything: Path, tmp_path: Path, comma
             result = tmp_path / f"{i}.csv"
             vitsee(command, *arguments, "-o", result)
             found += of(command.replace("-", "_"), open_result(result).file.table)
-    assert found or command == "cosine-map"
+    module = importlib.import_module(f"vitsee_core.analyses.{command.replace('-', '_')}")
+    assert found or not hasattr(module, "headline")
     for who, text in found:
         assert who and any(map(str.isdigit, text)) and "nan" not in text and "none" not in text

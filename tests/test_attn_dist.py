@@ -19,13 +19,14 @@ import pytest
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
+from tests.printed_text import flat
 from tests.stores import attention_group, write_attention
 from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses.attn_dist import COLUMNS, METRICS, plot, run
 from vitsee_core.attention.heads import uniform_distance
-from vitsee_core.results import Table
 from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, VitseeError
 
@@ -75,10 +76,11 @@ def test_by_hand(tmp_path: Path) -> None:
     )
     assert table["high"][0] == pytest.approx(10 + half, rel=1e-14)
     assert table["n_images"].tolist() == [3] * 4
-    first = {name: table[name][0] for name in COLUMNS[:7]}
+    first = {name: table[name][0] for name in COLUMNS[:8]}
     assert first == {
         "store": "a",
         "model": "tiny",
+        "weights": "",
         "site": "blocks.0",
         "block": "blocks.0",
         "depth": 0,
@@ -327,19 +329,19 @@ def made_table(label: str, blocks: int, heads: int, metrics: Any = METRICS) -> T
 def test_panels() -> None:
     alone = plot(made_table("a", 6, 4))
     assert len(alone.axes) == 2
-    assert alone.axes[0].get_ylabel() == "attention distance (px)"
+    assert flat(alone.axes[0].get_ylabel()) == "attention distance (px)"
     labels = [line.get_label() for line in alone.axes[0].lines]
-    assert labels[:4] == ["blocks.0", "blocks.1", "blocks.4", "blocks.5"]
+    assert labels[:4] == ["first block", "second block", "last block but one", "last block"]
     heights = np.asarray(alone.axes[0].lines[0].get_ydata())
     assert (np.diff(heights) >= 0).all()
     for n in (2, 4):
         figure = plot(Table.concat([made_table(f"s{i}", 6, 4) for i in range(n)]))
-        assert len(figure.axes) == 2 * n + 1
+        assert sum(axes.get_visible() for axes in figure.axes) == 2 * n + 1
 
 
 def test_the_layer_line_is_the_mean_over_heads() -> None:
     table = made_table("a", 3, 4).where(metric="distance_px")
-    line = next(x for x in plot(table).axes[1].lines if x.get_label() == "layer mean")
+    line = next(x for x in plot(table).axes[1].lines if x.get_label() == "mean of a block's heads")
     expected = table["value"].reshape(3, 4).mean(1)
     assert np.asarray(line.get_ydata()) == pytest.approx(expected)
 

@@ -22,6 +22,7 @@ from PIL import Image
 from tests.attention_maps import Attention, aligned, layout, random_attention, rollout, write
 from tests.extractions import VIT, extracted, plant_images
 from tests.manifests import edited
+from tests.printed_text import colour_bars, flat, flaws
 from tests.stores import write_attention
 from tests.tables import equal
 from vitsee_cli.main import main
@@ -29,8 +30,8 @@ from vitsee_core.analyses.attn_map import KINDS, MAP_COLUMNS, NUMBER_COLUMNS, pl
 from vitsee_core.attention import recompute
 from vitsee_core.attention.recompute import attention_of_images, find_rows
 from vitsee_core.figures.head_tiles import SCALES, Tiles, tile_table
-from vitsee_core.provenance import Provenance
-from vitsee_core.results import Table
+from vitsee_core.models.provenance import Provenance
+from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 
@@ -343,7 +344,7 @@ def test_single_images_of_blocks_on_several_grids(tmp_path: Path) -> None:
     assert table.unique("metric") == ["attention"]
     figure = plot(table)
     # the picture, and each grid's tiles with a colour bar
-    assert len(figure.axes) == 1 + 2 * 2
+    assert len(figure.axes) == 1 + 2
 
 
 # ---------------------------------------------------------------- recomputed
@@ -439,7 +440,7 @@ def test_weights_that_are_others(extractions: Path, tmp_path: Path) -> None:
 def test_weights_of_a_checkpoint_are_found_again(tmp_path: Path) -> None:
     import torch
 
-    from vitsee_core.models import load_model
+    from vitsee_core.models.load import load_model
 
     model = load_model("test_vit", random_init=3, img_size=(32, 48), model_args={"patch_size": 8})
     torch.save(model.module.state_dict(), tmp_path / "w.pth")
@@ -489,7 +490,7 @@ def test_tiles_stand_where_they_belong() -> None:
     shuffled = table.take(np.random.default_rng(1).permutation(len(table)))
     (tiles,) = tile_table(shuffled)
     assert (tiles.row_labels, tiles.column_labels) == (
-        ["blocks.0", "blocks.1", "blocks.2"],
+        ["block 0", "block 1", "block 2"],
         ["0", "1"],
     )
     image = plot(shuffled).axes[0].images[0]
@@ -508,7 +509,8 @@ def test_each_head_over_its_own_range() -> None:
     for row in (slice(0, 3), slice(4, 7)):
         for column in (slice(0, 3), slice(4, 7)):
             assert (drawn[row, column].min(), drawn[row, column].max()) == (0, 1)
-    assert figure.axes[-1].get_ylabel() == "each head scaled to its own range"
+    (bar,) = colour_bars(figure)
+    assert flat(bar.get_ylabel()) == "each head scaled to its own range"
 
 
 def test_aligned_maps_have_midlines() -> None:
@@ -541,7 +543,7 @@ def test_colours_where_all_heads_are_near_uniform() -> None:
     figure = plot(table)
     norm = figure.axes[0].images[0].norm
     assert (norm.vmin, norm.vmax) == (table["value"].min(), table["value"].max())
-    assert "do not start at 0" in figure.axes[-1].get_ylabel().replace("\n", " ")
+    assert "do not start at 0" in flat(colour_bars(figure)[0].get_ylabel())
 
 
 def test_constant_maps_have_one_colour() -> None:
@@ -553,15 +555,15 @@ def test_constant_maps_have_one_colour() -> None:
 
 def test_one_map_says_which_it_is() -> None:
     table = fake_maps(3, 2, (3, 3)).where(depth=2, head=1)
-    texts = [text.get_text() for text in plot(table).texts]
-    assert "a, blocks.2 head 1" in texts and "mean attention of the class token (n = 10)" in texts
+    title = flat(plot(table).get_suptitle())
+    assert title == "a, block 2 head 1: mean attention of the class token (n = 10)"
 
 
 def test_every_token_grid_has_its_own_tiles() -> None:
     coarse = fake_maps(4, 3, (2, 2))
     table = Table.concat([fake_maps(2, 2, (4, 6)), coarse.where(depth=[2, 3])])
     figure = plot(table)
-    assert len(figure.axes) == 3
+    assert len(figure.axes) == len(colour_bars(figure)) == 2
     assert [t.size for t in tile_table(table)] == [(4, 6), (2, 2)]
     assert "4 x 6" in figure.axes[0].get_xlabel()
 
@@ -570,11 +572,11 @@ def test_every_token_grid_has_its_own_tiles() -> None:
 def test_sizes_of_models(size: tuple[int, int]) -> None:
     figure = plot(fake_maps(*size, (4, 4)))
     width, height = figure.get_size_inches()
-    assert width < 14 and height < 24
+    assert width <= 7 and height < 24
     axes = figure.axes[0]
     shown = axes.get_position()
-    # at 200 dots an inch a tile has at least 90
-    assert shown.width * width * 200 / size[1] >= 90
+    # at 200 dots an inch a tile has at least 60
+    assert shown.width * width * 200 / size[1] >= 60
     if size != (1, 1):
         figure.canvas.draw()
         boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
@@ -597,12 +599,8 @@ def test_no_text_leaves_the_picture(
         for i in range(stores)
     ]
     figure = plot(Table.concat(tables), scale, coverage=stores > 1)
-    figure.canvas.draw()
-    width, height = figure.canvas.get_width_height()
-    bar = figure.axes[-1].yaxis.label
-    boxes = [text.get_window_extent() for text in (*figure.texts, bar)]
-    assert len(boxes) > 1 and bar.get_text()
-    assert all(b.x0 >= 0 and b.y0 >= 0 and b.x1 <= width and b.y1 <= height for b in boxes)
+    assert colour_bars(figure)[0].get_ylabel() and figure.get_suptitle()
+    assert flaws(figure) == []
 
 
 def test_a_table_from_csv_draws_the_same(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from tests.attention_maps import Attention, layout, qk_nmi, random_attention, wr
 from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses.attn_map import plot, run
-from vitsee_core.attention.sinks import COLUMNS
-from vitsee_core.metrics import direction
-from vitsee_core.results import Table
+from vitsee_core.analyses.attn_map.sinks import COLUMNS
+from vitsee_core.tables.metrics import direction
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 
 Array = NDArray[Any]
@@ -68,6 +68,10 @@ def test_by_hand(tmp_path: Path) -> None:
         [cell(table, "sink_share", token, h) for token in ("", "cls", "patches")] for h in range(4)
     ]
     assert shares == [[0, 0, 0], [0.5, 0.5, 0], [1, 0, 1], [0, 0, 0]]
+    # None of 2, of 2, of 1 image: Wilson's interval, z^2 / (n + z^2) at its upper end.
+    whole = table.where(metric="sink_share", token="")
+    assert whole["low"].tolist()[0] == 0
+    assert whole["high"].tolist()[0] == pytest.approx(3.841459 / (2 + 3.841459), rel=1e-6)
     # Alike: 0, and without a value where all attend to one key; oneself: 1. In the sink at the
     # class token the rest is even over patches. The other patch's is that of equal rows: 0.
     nmi = [cell(table, "qk_nmi", head=h) for h in range(4)]
@@ -196,5 +200,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert {"sink at the class token", "sink at a patch"} <= {*legend}
     assert png.stat().st_size > 10_000
     refused = CliRunner().invoke(main, [*words, "--coverage"])
-    assert (refused.exit_code, refused.stdout) == (1, "")
-    assert "coverage corrects aligned maps only, not sink" in refused.stderr
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "--coverage/--no-coverage has no effect without --kind aligned" in refused.stderr

@@ -13,12 +13,16 @@ from click.testing import CliRunner, Result
 
 from vitsee_cli.main import main
 from vitsee_core.analyses.best_layer import plot, read, run
-from vitsee_core.figures.depth_curves import curve_numbers, draw_depth_curves, site_kind
-from vitsee_core.figures.redundancy import to_last
-from vitsee_core.layer_tasks import tasks
-from vitsee_core.metrics import direction
-from vitsee_core.plotting import colour, new_figure
-from vitsee_core.results import Table, read_result
+from vitsee_core.analyses.best_layer.layer_tasks import tasks
+from vitsee_core.analyses.best_layer.redundancy import to_last
+from vitsee_core.figures.curve_looks import curve_looks, site_kind
+from vitsee_core.figures.depth_curves import draw_depth_curves
+from vitsee_core.figures.panels import new_figure
+from vitsee_core.figures.plotting import (
+    colour,
+)
+from vitsee_core.tables.metrics import direction
+from vitsee_core.tables.results import Table, read_result
 from vitsee_stores.errors import VitseeError
 
 LAYERS = ("embed", "blocks.0.out", "blocks.1.out", "blocks.2.out")
@@ -158,19 +162,82 @@ def test_metrics_and_classes(tmp_path: Path) -> None:
         run(files, ["iou"])
 
 
-def test_poolings_are_tasks_and_patches_are_not(tmp_path: Path) -> None:
+def test_poolings_are_tasks(tmp_path: Path) -> None:
     rows = [row | {"token": t, "row": ""} for t in ("cls", "mean") for row in scores([0.1, 0.2])]
     both = write(tmp_path / "both.csv", rows)
     assert list(tasks(read([both]))) == ["top1, token = cls", "top1, token = mean"]
     assert list(tasks(read([write(tmp_path / "one.csv", rows[:2])]))) == ["top1"]
-    each = [
-        row | {"token": "", "row": i, "col": 0} for i in range(3) for row in scores([i / 10, 0.1])
+
+
+def probed(store: str, sites: dict[str, list[float]], cls: bool) -> list[dict[str, Any]]:
+    """Rows of `probe --tokens each`: two patches per site, their mean, and a class token."""
+    own = {"token": "cls", "row": None, "col": None}
+    rows = [row | own for row in scores([0.9] * len(sites), store) if cls]
+    for at, values in enumerate(zip(*sites.values(), strict=True)):
+        place = {"token": f"0,{at}", "row": 0, "col": at}
+        rows += [row | place for row in scores(list(values), store)]
+    means = scores([sum(values) / len(values) for values in sites.values()], store)
+    return [*rows, *(row | {"token": "each", "row": None, "col": None} for row in means)]
+
+
+def test_a_layer_is_the_mean_over_its_tokens(tmp_path: Path) -> None:
+    """Raghu et al. 2021, Fig. 11: the second site is better on average, the first has the best
+    token; a model without a class token is in the same task."""
+    vit = probed("vit", {"a": [0.9, 0.1], "b": [0.6, 0.6]}, cls=True)
+    cnn = probed("cnn", {"a": [0.7, 0.1], "b": [0.5, 0.5]}, cls=False)
+    apart = [write(tmp_path / f"{i}.csv", rows) for i, rows in enumerate((vit, cnn))]
+    for paths in ([write(tmp_path / "both.csv", vit + cnn)], apart):
+        files = read(paths)
+        table = run(files)
+        each = table.where(task="top1, token = each")
+        assert each["store"].tolist() == ["vit", "cnn"]
+        assert each["value"].tolist() == [0.6, 0.5]
+        assert each.unique("site") == [scores([0, 0])[1]["site"]]
+        assert table.unique("task") == ["top1, token = cls", "top1, token = each"]
+        assert any(
+            "left out: 8 rows about single tokens" in remark and "--best-token" in remark
+            for remark in table.notes["remarks"]
+        )
+        curve = plot(table, files).axes[1].lines[0]
+        assert np.asarray(curve.get_ydata()).tolist() == [0.5, 0.6]
+        best = run(files, best_token=True)
+        assert best.where(task="top1, token = best")["value"].tolist() == [0.9, 0.7]
+        assert best.where(task="top1, token = best")["token"].tolist() == ["0,0", "0,0"]
+        assert best.where(task="top1, token = each")["value"].tolist() == [0.6, 0.5]
+        assert not any("single tokens" in remark for remark in best.notes["remarks"])
+        assert len(plot(best, files).axes) > len(plot(table, files).axes)
+
+
+def test_tokens_that_were_asked_for_are_tasks(tmp_path: Path) -> None:
+    """`--tokens 0,0 --tokens 1,0`: no mean over all tokens stands for the layer."""
+    some = [
+        row | {"token": f"{i},0", "row": i, "col": 0}
+        for i in (0, 1)
+        for row in scores([i / 10, 0.1])
     ]
-    files = read([write(tmp_path / "each.csv", each)])
-    table = run(files)
-    assert (table["value"].tolist(), table["row"].tolist()) == ([0.2], [2])
-    curve = plot(table, files).axes[0].lines[0]
-    assert np.asarray(curve.get_ydata()).tolist() == [0.2, 0.1]
+    assert list(tasks(read([write(tmp_path / "some.csv", some)]))) == [
+        "top1, token = 0,0", "top1, token = 1,0"
+    ]  # fmt: skip
+
+
+def test_a_site_measured_with_and_without_a_token(tmp_path: Path) -> None:
+    """`lens --patches`: the class token's row, the mean over patches, and every patch."""
+    rows = [row | {"token": "", "row": None, "col": None} for row in scores([0.3, 0.8])]
+    rows += [row | {"token": "patches", "row": None, "col": None} for row in scores([0.1, 0.2])]
+    rows += [
+        row | {"token": "", "row": 0, "col": i} for i in range(2) for row in scores([1.0, 1.0])
+    ]
+    table = run(read([write(tmp_path / "lens.csv", rows)]))
+    assert table["task"].tolist() == ["top1", "top1, token = patches"]
+    assert table["value"].tolist() == [0.8, 0.2]
+
+
+def test_best_token_through_the_command(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.csv", probed("vit", {"a": [0.9, 0.1], "b": [0.6, 0.6]}, cls=False))
+    result = best_layer_command(path, "--best-token")
+    assert result.exit_code == 0 and "token = best" in result.stdout
+    refused = best_layer_command(path, "--best-token", "--paired", "layers")
+    assert refused.exit_code == 2 and "leave --paired out" in refused.stderr
 
 
 # ---------------------------------------------------------------- reading
@@ -293,8 +360,8 @@ def test_the_redundancy_panel(tmp_path: Path) -> None:
     panel = figure.axes[1]
     assert panel.get_title(loc="left").startswith("vit")
     lines = {str(line.get_label()): np.asarray(line.get_ydata()) for line in panel.lines}
-    assert lines["CKA to blocks.2.out"].tolist() == pytest.approx([0.7, 0.8, 0.9, 1.0])
-    assert lines["top1"].tolist() == [0.1, 0.6, 0.7, 0.7]
+    assert lines["CKA with the last layer"].tolist() == pytest.approx([0.7, 0.8, 0.9, 1.0])
+    assert lines["top-1 accuracy"].tolist() == [0.1, 0.6, 0.7, 0.7]
 
 
 # ---------------------------------------------------------------- curves
@@ -324,19 +391,18 @@ def test_curves_keep_their_colour_and_sites_of_no_block_their_place() -> None:
     everything = Table.from_rows(
         [{"baseline": "", **row} for row in [*rows, head, *norms]] + chance
     )
-    numbers = curve_numbers(everything)
-    assert numbers == {
-        ("vit", "out"): 0,
-        ("cnn", "out"): 1,
-        ("vit", "norm1"): 2,
-        ("vit", "head"): 0,
-    }
+    looks = curve_looks(everything)
+    assert {*looks} == {("vit", "out"), ("vit", "head"), ("cnn", "out"), ("vit", "norm1")}
+    # The colour is the store's, the stroke the kind's.
+    tints = {curve: look["color"] for curve, look in looks.items()}
+    assert tints == {curve: colour(int(curve[0] == "cnn")) for curve in looks}
+    assert looks["vit", "norm1"]["linestyle"] != looks["vit", "out"]["linestyle"]
     axes = new_figure(4, 3).add_subplot()
     draw_depth_curves(axes, everything.where(store="cnn"), among=everything, ylabel="top1")
     lines = {
         str(line.get_label()): line for line in axes.lines if len(np.asarray(line.get_xdata()))
     }
-    assert np.asarray(lines["cnn, out"].get_ydata()).tolist() == [0.3] * 4
+    assert np.asarray(lines["cnn, block output"].get_ydata()).tolist() == [0.3] * 4
     axes = new_figure(4, 3).add_subplot()
     draw_depth_curves(axes, everything)
     point = next(line for line in axes.lines if np.asarray(line.get_ydata()).tolist() == [0.9])
@@ -379,7 +445,7 @@ def test_panels_and_stars(tmp_path: Path) -> None:
     )
     assert places == [([ticks["logits"]], [0.95]), ([0.0], [0.5]), ([], [])]
     written = [cell.get_text().get_text() for cell in figure.axes[2].tables[0].get_celld().values()]
-    assert "0.950  logits" in written and "0.500  embed" in written
+    assert "0.950 (logits)" in written and "0.500 (0)" in written
 
 
 # ---------------------------------------------------------------- the command

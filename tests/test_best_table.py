@@ -15,17 +15,25 @@ from PIL import Image
 
 from vitsee_cli.main import main
 from vitsee_core.analyses.best_layer import read, run
-from vitsee_core.figures.best_table import CONTROLS, BestTable
-from vitsee_core.results import Table
+from vitsee_core.analyses.best_layer.best_table import CONTROLS, BestTable
+from vitsee_core.tables.results import Table
 from vitsee_stores.errors import VitseeError
 
 SITES = ("embed", "blocks.0.out", "blocks.1.out", "blocks.2.out")
 
 
 def curve(store: str, metric: str, values: list[float], **more: Any) -> list[dict[str, Any]]:
-    """A value per layer."""
+    """A value per layer, with an interval of a hundredth to either side."""
     return [
-        {"store": store, "model": store, "site": site, "block": "", "depth": depth}
+        {
+            "low": value - 0.01,
+            "high": value + 0.01,
+            "store": store,
+            "model": store,
+            "site": site,
+            "block": "",
+            "depth": depth,
+        }
         | {"rel_depth": depth / 3, "metric": metric, "value": value, "baseline": ""}
         | more
         for depth, (site, value) in enumerate(zip(SITES, values, strict=True))
@@ -86,9 +94,10 @@ def test_a_row_a_model_and_a_column_a_task(tmp_path: Path) -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:6]]
     table = {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in [*rows[2:], rows[0]]}
     assert rows[0] == [
-        *("model", "ROx map_medium ↑", "RPar map_medium ↑", "propagate jf ↑"),
-        *("propagate j_decay ↓", "keypoints pck@0.1 ↑", "knn top1, k = 20 ↑"),
-        "cluster segment_purity, k = 80 ↑",
+        *("model", "ROx: mean average precision (medium) ↑"),
+        *("RPar: mean average precision (medium) ↑", "propagate: mean of J and F ↑"),
+        *("propagate: decay of J ↓", "keypoints: keypoints found (PCK at 0.1) ↑"),
+        *("knn: top-1 accuracy, k = 20 ↑", "cluster: purity of segments, k = 80 ↑"),
     ]
     assert list(table["b16"].values()) == [
         *("0.372 (3)", "0.600 (3)", "**0.590 (1)**", "**0.200 (2)**", "0.283 (2)"),
@@ -103,7 +112,7 @@ def test_a_row_a_model_and_a_column_a_task(tmp_path: Path) -> None:
 def test_the_lowest_is_bold_where_lower_is_better(tmp_path: Path) -> None:
     table = run(read([p.partition("=")[2] or p for p in results(tmp_path)]))
     printed = BestTable.of(table)
-    column = next(i for i, name in enumerate(printed.header) if "j_decay" in name)
+    column = next(i for i, name in enumerate(printed.header) if "decay" in name)
     cells = {row[0].text: row[column] for row in printed.models}
     assert (cells["b16"].text, cells["b16"].bold) == ("0.200 (2)", True)
     assert (cells["l_16"].text, cells["l_16"].bold) == ("0.250 (1)", False)
@@ -116,7 +125,10 @@ def test_controls_are_below_and_said(tmp_path: Path) -> None:
     assert [*controls] == ["chance", "random", "image"]
     assert controls["chance"][0] == "0.020"
     # the stores' controls differ: their range
-    assert controls["random"][printed.header.index("propagate jf ↑") - 1] == "0.060–0.080"
+    assert (
+        controls["random"][printed.header.index("propagate: mean of J and F ↑") - 1]
+        == "0.060–0.080"
+    )
     assert controls["image"][-1] == "0.250" and controls["image"][0] == "–"
     assert not any(cell.bold for row in printed.controls for cell in row)
     assert "Random: Gaussian features of the same shape (Walmer" in printed.note
@@ -124,12 +136,21 @@ def test_controls_are_below_and_said(tmp_path: Path) -> None:
     assert [*table.notes["baselines"]] == ["chance", "image", "random"]
 
 
-def test_equal_values_are_all_bold(tmp_path: Path) -> None:
-    rows = curve("a", "top1", [0.1, 0.2, 0.3, 0.70001]) + curve("b", "top1", [0.1, 0.2, 0.7, 0.3])
-    table = run([write(tmp_path / "r.csv", rows, "knn")])
-    assert [row[1] for row in BestTable.of(table).models] == [
-        *(type(BestTable.of(table).models[0][1])(t, True) for t in ("0.700 (3)", "0.700 (2)")),
-    ]
+def test_bold_only_where_intervals_lie_apart(tmp_path: Path) -> None:
+    for second, half, expected in (
+        (0.5, 0.01, [True, False]),
+        (0.69, 0.01, [False, False]),
+        (0.5, math.nan, [False, False]),
+    ):
+        rows = curve("a", "top1", [0.1, 0.2, 0.3, 0.7])
+        rows += curve("b", "top1", [0.1, 0.2, 0.3, second])
+        for row in rows:
+            row |= {"low": row["value"] - half, "high": row["value"] + half}
+        path = write(tmp_path / "r.csv", rows, "knn")
+        printed = BestTable.of(run([path]))
+        assert [row[1].bold for row in printed.models] == expected
+        tied = "Not told apart by 95 % intervals: knn: top-1 accuracy: a, b." in printed.note
+        assert tied == (not any(expected))
 
 
 def test_latex(tmp_path: Path) -> None:
@@ -140,7 +161,7 @@ def test_latex(tmp_path: Path) -> None:
     assert lines[1:] == [
         r"\begin{tabular}{lr}",
         r"\toprule",
-        r"model & keypoints pck@0.1 $\uparrow$ \\",
+        r"model & keypoints: keypoints found (PCK at 0.1) $\uparrow$ \\",
         r"\midrule",
         r"a\_b \& \$x\$ & 0.300 (2) \\",
         r"\midrule",
@@ -205,8 +226,8 @@ def test_columns_of_the_dense_tasks_are_known() -> None:
     """A column that makes rows about a part of the images, and that best-layer does not know, would
     make such a row the best layer."""
     from vitsee_core.analyses import cluster, keypoints, knn, propagate, retrieve
-    from vitsee_core.columns import PARTS, SITE
-    from vitsee_core.layer_tasks import SETTINGS
+    from vitsee_core.analyses.best_layer.layer_tasks import SETTINGS
+    from vitsee_core.tables.columns import PARTS, SITE
 
     for module in (cluster, keypoints, knn, propagate, retrieve):
         about = module.COLUMNS[len(SITE) : module.COLUMNS.index("metric")]
@@ -214,7 +235,7 @@ def test_columns_of_the_dense_tasks_are_known() -> None:
 
 
 def test_many_columns_stand_below_each_other(tmp_path: Path) -> None:
-    """A page is 11 inches wide at most, whatever is printed; each column once, models again."""
+    """A page is 7 inches wide, whatever is printed; each column once, models again."""
     rows = [
         row
         for at in range(1, 31)
@@ -222,8 +243,9 @@ def test_many_columns_stand_below_each_other(tmp_path: Path) -> None:
     ]
     printed = BestTable.of(run([write(tmp_path / "r.csv", rows, "retrieve")]))
     figure = printed.figure()
-    assert figure.get_size_inches()[0] <= 11.5
-    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert figure.get_size_inches()[0] <= 7
+    cells = [c for t in figure.axes[0].tables for c in t.get_celld().values()]
+    texts = [cell.get_text().get_text() for cell in cells]
     assert [texts.count(f"{0.4 + at / 1000:.3f} (3)") for at in range(1, 31)] == [1] * 30
     assert texts.count("model") == texts.count("a") > 1
     pixels = np.asarray(Image.open(BytesIO(printed.written(Path("t.png")))).convert("L"))

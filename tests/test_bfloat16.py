@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
@@ -15,10 +14,13 @@ from tests.features import activations
 from tests.reference_cka import gram_hsic1, loop_hsic1
 from tests.stores import write_sites
 from vitsee_cli.main import main
-from vitsee_core import machine
-from vitsee_core.grams import bfloat16
-from vitsee_core.grams.arithmetic import Arithmetic
-from vitsee_core.grams.products import GramTile, products
+from vitsee_core.kernels.backend import (
+    BF16_COLUMNS,
+    CudaBfloat16,
+    matmul_backend,
+    product_in,
+    product_size,
+)
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
@@ -37,10 +39,20 @@ SITES = {f"blocks.{i}.out": activations(N, seed=i) + 3 * i for i in range(3)}
 WHOLE = slice(0, N)
 
 
-@pytest.fixture(autouse=True)
+class OnTheCpu(CudaBfloat16):
+    """The arithmetic of a GPU, imitated."""
+
+    def free_bytes(self) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.fixture
 def supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic is the same where it is imitated."""
-    monkeypatch.setattr(bfloat16, "has_bfloat16", lambda device: True)
+    def backend(device: str, precision: str = "fp32") -> Any:
+        return OnTheCpu(device) if precision == "bf16" else matmul_backend(device)
+
+    monkeypatch.setattr("vitsee_core.similarity.products.matmul_backend", backend)
+    monkeypatch.setattr("vitsee_core.similarity.estimate.require_bfloat16", lambda device: None)
 
 
 @pytest.fixture
@@ -55,14 +67,15 @@ def compare(store: Store, precision: str, estimator: str = "exact", **kwargs: An
     return centred_alignment(h.cross, h.rows, h.cols)
 
 
-def multiply(x: Array, y: Array | None = None, backend: Arithmetic | None = None) -> Array:
+def multiply(x: Array, y: Array | None = None) -> Array:
     """By the code under test, all of it."""
-    backend = backend or bfloat16.in_bfloat16("cpu")
+    backend = OnTheCpu("cpu")
     a = backend.take(x.astype(np.float32))
     b = a if y is None else backend.take(y.astype(np.float32))
-    out = backend.buffer(np.full(len(x) * len(x if y is None else y), np.nan, np.float32))
-    total = backend.zeros((len(a), len(b)), y is None)
-    backend.add(total, backend.multiply(a, b, out))
+    memory = backend.buffer(np.full(product_size(len(a), len(b)), np.nan, np.float32))
+    total, product = backend.zeros((len(a), len(b))), product_in(memory, len(a), len(b))
+    backend.multiply(a, b, product)
+    backend.add(total, product)
     return backend.host(total, y is None)
 
 
@@ -87,15 +100,15 @@ def test_products_are_those_of_rounded_factors(shape: tuple[int, int], symmetric
     x, y = rng.normal(size=shape), None if symmetric else rng.normal(size=(33, shape[1]))
     other = x if y is None else y
     f, g = (rounded(v.astype(np.float32)) for v in (x, other))
-    pieces = [slice(k, k + bfloat16.COLUMNS) for k in range(0, shape[1], bfloat16.COLUMNS)]
+    pieces = [slice(k, k + BF16_COLUMNS) for k in range(0, shape[1], BF16_COLUMNS)]
     want = f @ g.T
     # each call's result is rounded to 8 bits, by a 256th of itself at most
     most = 2**-8 * sum(np.abs(f[:, k] @ g[:, k].T) for k in pieces) + 1e-6 * np.abs(f) @ np.abs(g.T)
-    for backend in (bfloat16.in_bfloat16("cpu"), bfloat16._Gpu("cpu")):
-        error = np.abs(multiply(x, y, backend) - want)
-        assert (error <= most).all() and error.max() > 0
+    error = np.abs(multiply(x, y) - want)
+    assert (error <= most).all() and error.max() > 0
 
 
+@pytest.mark.usefixtures("supported")
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_cka_is_within_4e_6_of_double_precision(tmp_path: Path, offset: float) -> None:
     n, p, rng = 512, 12600, np.random.default_rng(0)
@@ -121,6 +134,7 @@ def test_the_oracle_is_the_double_loop() -> None:
     assert gram_hsic1(x @ x.T, y @ y.T) == pytest.approx(loop_hsic1(x, y), rel=1e-9)
 
 
+@pytest.mark.usefixtures("supported")
 @pytest.mark.parametrize("estimator", ["exact", "minibatch", "biased"])
 def test_every_estimator_is_near_single_precision(store: Store, estimator: str) -> None:
     want = compare(store, "fp32", estimator, use_cache=False)
@@ -129,25 +143,7 @@ def test_every_estimator_is_near_single_precision(store: Store, estimator: str) 
     assert found == pytest.approx(want, abs=5e-4) and not np.array_equal(found, want)
 
 
-def test_the_number_of_threads_changes_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = np.random.default_rng(0)
-    sites = {f"x{i}": rng.normal(1, 1, size=(40, 7, 600)) for i in range(2)}
-    store = write_sites(tmp_path / "a.zarr", sites)
-    features = Representation(store, store.select(["all"])[0]).features
-    monkeypatch.setattr("vitsee_core.grams.products.GOOD_COLUMNS", 256)
-    tile = [GramTile(slice(0, 40), slice(0, 40))]
-    before = torch.get_num_threads()
-    found: list[Array] = []
-    for cores in (1, 3):
-        monkeypatch.setattr(machine, "n_cores", lambda cores=cores: cores)
-        found += products(
-            *(features, np.arange(40), tile), device="cpu", memory=1 << 28, precision="bf16"
-        )
-    assert np.array_equal(found[0], found[1]) and torch.get_num_threads() == before
-
-
+@pytest.mark.usefixtures("supported")
 def test_matrices_of_both_precisions_are_kept_apart(store: Store) -> None:
     single = compare(store, "fp32")
     half = compare(store, "bf16")
@@ -163,6 +159,7 @@ def test_matrices_of_both_precisions_are_kept_apart(store: Store) -> None:
     assert not np.array_equal(single, half)
 
 
+@pytest.mark.usefixtures("supported")
 def test_the_sidecar_says_it(store: Store) -> None:
     sites = [Representation(store, site) for site in store.select(["all"])]
     h = hsic(sites, options=GramOptions(use_cache=False, precision="bf16"))
@@ -172,19 +169,16 @@ def test_the_sidecar_says_it(store: Store) -> None:
 # Refusals
 
 
-def test_a_processor_without_it_is_refused(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bfloat16, "has_bfloat16", lambda device: False)
+def test_a_cpu_is_refused(store: Store, tmp_path: Path) -> None:
     out = tmp_path / "r.csv"
     args = ["cka", str(store.path), "--sites", "all", "--precision", "bf16", "-o", str(out)]
     done = CliRunner().invoke(main, args)
     assert done.exit_code == 1 and done.stdout == "" and not out.exists()
-    assert "--precision bf16: this CPU has no products of bfloat16" in done.stderr
-    assert "use --precision fp32" in done.stderr
+    assert "--precision bf16 is slower than fp32 on a CPU; leave it out" in done.stderr
     assert not list(tmp_path.glob("*.grams/*"))
 
 
+@pytest.mark.usefixtures("supported")
 def test_what_needs_more_is_refused(store: Store, tmp_path: Path) -> None:
     with pytest.raises(VitseeError, match="no precision 'fp16'; expected fp32 or bf16"):
         compare(store, "fp16")

@@ -6,16 +6,11 @@ import re
 
 import pytest
 
-from tests.every_command import TABLES
 from vitsee_core.analyses import attn_map
-from vitsee_core.captions import caption, captions
-from vitsee_core.results import Table
+from vitsee_core.report.captions import caption, captions
+from vitsee_core.tables.results import Table
 
 CAPTIONS = captions()
-
-
-def test_every_analysis_has_one() -> None:
-    assert {*CAPTIONS} == {*TABLES}
 
 
 @pytest.mark.parametrize("command", CAPTIONS)

@@ -9,17 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.models_helpers import VIT, Keeper, images, small
-from vitsee_core.models import (
-    AttentionBlock,
-    AttentionCall,
-    Capture,
-    CaptureError,
-    LoadedModel,
-    SiteTable,
-    Sublayer,
-    site_table,
-)
-from vitsee_core.models.attention_watch import AttentionWatch
+from vitsee_core.models.attention_watch import AttentionCall, AttentionWatch
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.hook_points import CaptureError
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_stores.layout import SiteSpec, select_names
 
 
@@ -195,7 +190,7 @@ def test_gradients_reach_the_input(vit: tuple[LoadedModel, SiteTable]) -> None:
 
 
 def test_autocast_keeps_the_models_own_types(vit: tuple[LoadedModel, SiteTable]) -> None:
-    from vitsee_core.models import self_check
+    from vitsee_core.models.selfcheck import self_check
 
     model, table = vit
 

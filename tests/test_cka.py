@@ -19,16 +19,20 @@ from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
 from tests.features import activations, cnn_sites, vit_sites
+from tests.printed_text import colour_bars, flat
 from tests.reference_cka import biased_cka, loop_cka, loop_hsic1, loop_jackknife
 from tests.stores import CNN, write_model, write_sites
 from tests.tables import equal
 from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.analyses.cka import COLUMNS, plot, run
-from vitsee_core.plotting import figure_bytes
-from vitsee_core.results import Table
+from vitsee_core.figures.heatmaps import data_limits
+from vitsee_core.figures.plotting import (
+    figure_bytes,
+)
 from vitsee_core.similarity.presets import choose_estimator
 from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
@@ -220,7 +224,7 @@ def test_constant_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_tokens_are_given_once(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["cka", "a", "--tokens", "cls", "--tokens", "mean"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "--tokens was given as cls and mean; it takes one value" in result.stderr
+    assert "--tokens is given 2 times; expected once" in result.stderr
 
 
 def test_constant_features_have_no_value_and_are_drawn(tmp_path: Path) -> None:
@@ -361,7 +365,7 @@ def test_shortcuts_of_a_cnn(folder: Path) -> None:
     table = compare(folder, "cnn", pairs="branch")
     assert table["site_a"].tolist() == ["layer1.0.shortcut"] * 2 + ["layer1.1.shortcut"] * 2
     assert table["site_b"].tolist() == ["layer1.0.branch", "layer1.1.branch"] * 2
-    assert title(plot(table).axes[0]) == "block: all tokens, n = 24"
+    assert flat(title(plot(table).axes[0])) == "branch: all tokens, n = 24"
 
 
 def test_mixers_and_parallel_blocks(tmp_path: Path) -> None:
@@ -373,7 +377,7 @@ def test_mixers_and_parallel_blocks(tmp_path: Path) -> None:
         ("blocks.0.in", "blocks.0.token.branch"),
         ("blocks.0.mid", "blocks.0.channel.branch"),
     ]
-    titles = [title(axes) for axes in plot(table).axes[:2]]
+    titles = [flat(title(axes)) for axes in plot(table).axes[:2]]
     assert titles == ["token mixing: all tokens, n = 24", "channel mixing: all tokens, n = 24"]
     sites = {f"blocks.0.{name}": activations(N, seed=k) for k, name in enumerate(("in", "branch"))}
     table = run(write_model(tmp_path / "p.zarr", sites), pairs="branch", no_cache=True)
@@ -408,7 +412,7 @@ def test_aliases_keep_the_name_that_was_given(folder: Path) -> None:
 
 
 def test_minibatches_are_noisy_and_say_so(folder: Path) -> None:
-    table = compare(folder, "vit", batch=8, examples=16, repeats=5)
+    table = compare(folder, "vit", estimator="minibatch", batch=8, examples=16, repeats=5)
     assert set(table["spread"].tolist()) == {"repeats"}
     assert np.isfinite(table["std"]).all()
     assert np.isnan(table["low"]).all()
@@ -418,7 +422,10 @@ def test_minibatches_are_noisy_and_say_so(folder: Path) -> None:
     assert equal(
         table, compare(folder, "vit", estimator="minibatch", batch=8, examples=16, repeats=5)
     )
-    assert not equal(table, compare(folder, "vit", batch=8, examples=16, repeats=5, seed=1))
+    assert not equal(
+        table,
+        compare(folder, "vit", estimator="minibatch", batch=8, examples=16, repeats=5, seed=1),
+    )
 
 
 def test_presets(folder: Path, tmp_path: Path) -> None:
@@ -479,7 +486,7 @@ def test_walmers_code_rescales_each_batch(folder: Path, tmp_path: Path) -> None:
     assert table.notes["rescaled"]
     bar = plot(table).axes[0].images[0].colorbar
     assert bar is not None
-    assert bar.ax.get_ylabel() == "CKA (debiased, rescaled Grams)"
+    assert flat(bar.ax.get_ylabel()).startswith("CKA (debiased, rescaled Grams), colours from")
 
 
 def _hsic_of_grams(k: Array, m: Array) -> float:
@@ -493,6 +500,10 @@ def _hsic_of_grams(k: Array, m: Array) -> float:
 def test_choices_that_do_not_go_together(folder: Path) -> None:
     with pytest.raises(VitseeError, match="--batch belongs to --estimator minibatch, not to exact"):
         compare(folder, "vit", estimator="exact", batch=8)
+    for sizes in ({"batch": 8}, {"examples": 16}, {"repeats": 2}):
+        name = f"--{next(iter(sizes))}"
+        with pytest.raises(VitseeError, match=f"{name} belongs to --estimator minibatch: give th"):
+            compare(folder, "vit", **sizes)
     for kwargs in ({"estimator": "linear"}, {"preset": "nguyen"}, {"pairs": "diagonal"}):
         with pytest.raises(VitseeError, match=r"^no .*; expected "):
             compare(folder, "vit", **kwargs)
@@ -549,23 +560,27 @@ def test_figure_of_one_store(folder: Path) -> None:
     figure = plot(compare(folder, "vit", sites=["norms", "blocks"]))
     axes = figure.axes[0]
     (image,) = axes.images
-    assert image.get_clim() == (0, 1)
+    low, high = image.get_clim()
+    values = np.asarray(image.get_array())
+    assert 0 < low <= values.min() < low + 0.05 and high == 1
+    (bar,) = colour_bars(figure)
+    assert flat(bar.get_ylabel()) == f"CKA (debiased), colours from {low:.3g} to 1"
     assert axes.get_ylim()[0] < axes.get_ylim()[1]  # the input is at the bottom
-    assert axes.get_xlabel() == axes.get_ylabel() == "vit, site (blocks.*)"
+    assert axes.get_xlabel() == axes.get_ylabel() == "vit, block"
     texts = [text.get_text() for text in axes.get_xticklabels()]
-    assert texts == ["embed", "0.norm1", "0.norm2", "0.out", "1.norm1", "1.norm2", "1.out"]
+    assert texts == ["embedding", "0 norm 1", "0 norm 2", "0", "1 norm 1", "1 norm 2", "1"]
     assert len(axes.lines) == 2 * 2  # around block 0: after embed, before block 1
     assert title(axes) == "all tokens, n = 24"
 
 
 def test_figure_of_two_stores(folder: Path) -> None:
     axes = plot(compare(folder, "vit", "cnn", tokens="mean")).axes[0]
-    assert axes.get_ylabel() == "vit, block (blocks.*.out)"
-    assert axes.get_xlabel() == "cnn, block (layer*.*.out)"
+    assert axes.get_ylabel() == "vit, block"
+    assert flat(axes.get_xlabel()) == "cnn, block (layer.block)"
     assert [text.get_text() for text in axes.get_xticklabels()] == ["stem", "1.0", "1.1"]
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["embed", "0", "1"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["embedding", "0", "1"]
     assert not axes.lines
-    assert title(axes) == "mean over patches, n = 24"
+    assert flat(title(axes)) == "mean over patches, n = 24"
 
 
 def test_figure_of_many_stores(folder: Path) -> None:
@@ -579,12 +594,12 @@ def test_figure_of_many_stores(folder: Path) -> None:
 
 def test_figure_of_skips_and_branches(folder: Path) -> None:
     panels = plot(compare(folder, "vit", pairs="branch")).axes[:2]
-    assert [title(axes) for axes in panels] == [
+    assert [flat(title(axes)) for axes in panels] == [
         "attention: all tokens, n = 24",
         "MLP: all tokens, n = 24",
     ]
-    assert panels[0].get_ylabel() == "vit, skip (blocks.*.in)"
-    assert panels[1].get_xlabel() == "vit, branch (blocks.*.mlp.branch)"
+    assert flat(panels[0].get_ylabel()) == "vit, skip, input"
+    assert flat(panels[1].get_xlabel()) == "vit, branch, MLP"
 
 
 def test_figure_over_depth(folder: Path) -> None:
@@ -597,10 +612,19 @@ def test_figure_over_depth(folder: Path) -> None:
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == [
         "against other",
-        "against cnn, block (layer*.*.out)",
+        "against cnn, block (layer.block)",
         "95 % interval over images",
     ]
-    noisy = compare(folder, "vit", "other", pairs="same-depth", batch=8, examples=16, repeats=3)
+    noisy = compare(
+        folder,
+        "vit",
+        "other",
+        pairs="same-depth",
+        estimator="minibatch",
+        batch=8,
+        examples=16,
+        repeats=3,
+    )
     texts = [text.get_text() for text in plot(noisy).legends[0].get_texts()]
     assert texts[-1] == "std over minibatch repeats (the estimator's noise)"
 
@@ -642,15 +666,16 @@ def test_sizes_of_models(n: int, m: int) -> None:
     assert sides.width / m == pytest.approx(sides.height / n)
 
 
-def test_values_beyond_the_scale_are_pointed_at() -> None:
-    names = ["pooled", "logits"]
-    for value, extend in ((0.5, "neither"), (1.2, "max"), (-0.1, "min")):
-        figure = plot(made_table(names, names, lambda i, j, v=value: v))
-        bar = figure.axes[0].images[0].colorbar
-        assert bar is not None
-        assert bar.extend == extend
-    outside = plot(made_table(names, names, lambda i, j: 3 * i - 1.0))
-    assert outside.axes[0].images[0].colorbar.extend == "both"  # type: ignore[union-attr]
+def test_colours_span_the_values() -> None:
+    for values, limits in (
+        ((0.5, 0.62), (0.5, 0.65)),
+        ((0.03, 0.43), (0.0, 0.45)),
+        ((0.2, 1.0000001), (0.2, 1.0)),
+        ((-0.3, 0.1), (-0.3, 0.1)),
+        ((0.5, 0.5), (0.5, 0.55)),
+        ((np.nan, np.nan), (0.0, 1.0)),
+    ):
+        assert data_limits([np.array(values)]) == pytest.approx(limits)
 
 
 # ---------------------------------------------------------------- the command

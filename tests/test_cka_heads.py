@@ -19,9 +19,11 @@ from tests.stores import CNN, write_model
 from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.analyses.cka_heads import COLUMNS, over_groups, plot, run
-from vitsee_core.plotting import figure_bytes
-from vitsee_core.results import Table
+from vitsee_core.figures.plotting import (
+    figure_bytes,
+)
 from vitsee_core.similarity import Hsic
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
@@ -147,11 +149,11 @@ def test_biased_and_minibatch_groups(folder: Path) -> None:
     biased = compare(folder, window=3, estimator="biased", sites_b=["stem"])
     expected = biased_cka(outputs_of(biased["heads"][0]), site("stem"))
     assert biased["value"][0] == pytest.approx(expected, abs=TOLERANCE)
-    noisy = compare(folder, window=3, batch=8, examples=16, repeats=4)
+    noisy = compare(folder, window=3, estimator="minibatch", batch=8, examples=16, repeats=4)
     assert set(noisy["spread"].tolist()) == {"repeats"}
     assert np.isfinite(noisy["std"]).all()
     # one batch of everything is the exact value
-    once = compare(folder, window=3, batch=N, examples=N, repeats=1)
+    once = compare(folder, window=3, estimator="minibatch", batch=N, examples=N, repeats=1)
     assert once["value"] == pytest.approx(compare(folder, window=3)["value"], abs=TOLERANCE)
 
 
@@ -264,14 +266,13 @@ def test_figure(folder: Path) -> None:
     assert np.asarray(curves[0].get_xdata()).tolist() == table["distance_px"][::2].tolist()
     assert np.asarray(curves[1].get_ydata()).tolist() == table["value"][1::2].tolist()
     assert axes.get_title(loc="left").startswith("windows of 2 heads, n = ")
-    assert "(px)" in axes.get_xlabel() and "vit, blocks.0" in axes.get_xlabel()
+    assert "(px)" in axes.get_xlabel() and "vit, block 0" in axes.get_xlabel()
     assert axes.get_ylabel() == "CKA (debiased)"
-    legend = figure.legends[0]
-    assert legend.get_title().get_text() == "cnn"
-    assert [text.get_text() for text in legend.get_texts()] == ["layer1.0.out", "stem"]
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["cnn, stem", "cnn, layer1.0"]
     figure_bytes(figure)
     plot(Table(table.columns))
-    noisy = plot(compare(folder, window=2, batch=8, examples=16, repeats=3))
+    noisy = plot(compare(folder, window=2, estimator="minibatch", batch=8, examples=16, repeats=3))
     assert "std over minibatch repeats" in noisy.axes[0].get_title(loc="left")
 
 

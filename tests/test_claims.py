@@ -20,10 +20,11 @@ from vitsee_cli.main import main
 from vitsee_core.extraction import claimed
 from vitsee_core.extraction.claimed import claimed_rounds
 from vitsee_core.extraction.signals import StopRequest
-from vitsee_stores import StoreWriter, claims, describe, open_store, validate
-from vitsee_stores.claims import Claims
+from vitsee_stores import StoreWriter, describe, open_store, validate
+from vitsee_stores import leases as claims
 from vitsee_stores.folder import Folder
-from vitsee_stores.owners import tag
+from vitsee_stores.leases import Claims
+from vitsee_stores.temp_files import tag
 
 MakeStore = Callable[..., Path]
 N, SLAB = 16, 2
@@ -80,7 +81,7 @@ def test_a_claim_that_does_not_change_is_lost(
     for _ in range(3):
         assert b.take([7], 1) == []
         now += claims.LOST_SECONDS - 1
-        a.beat()
+        a.renew()
     assert b.take([7], 1) == []
     now += claims.LOST_SECONDS - 1
     assert b.take([7], 1) == []

@@ -157,7 +157,8 @@ def test_closed_stdout_is_said(make_store: Callable[..., Path], command: str) ->
 
 def test_closed_streams_that_nobody_needs(make_store: Callable[..., Path], tmp_path: Path) -> None:
     store = make_store()
-    done = shell(f"vitsee attn-dist $S -o {tmp_path}/r.csv >&- <&-", store)
+    # Quiet: on a slow machine its progress is said.
+    done = shell(f"vitsee -q attn-dist $S -o {tmp_path}/r.csv >&- <&-", store)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "r.csv").read_text().startswith("store,")
     done = shell("vitsee info $S 2>&-", store)
@@ -205,11 +206,11 @@ def test_demo_into_a_file_is_refused(tmp_path: Path) -> None:
         assert result.stderr.count("\n") == 1
 
 
-def test_help_lists_every_command_file() -> None:
+def test_help_lists_every_command_file_and_analysis() -> None:
     result = CliRunner().invoke(main, ["--help"])
-    files = Path(options.__file__).with_name("commands").glob("[!_]*.py")
-    for name in (file.stem.replace("_", "-") for file in files):
-        assert f"\n  {name} " in result.stdout
+    for package in (commands, analyses):
+        for module in pkgutil.iter_modules(package.__path__):
+            assert f"\n  {module.name.replace('_', '-')} " in result.stdout
     assert "..." not in result.stdout.split(QUESTIONS[0])[1], "a summary is too long for its line"
 
 
@@ -258,9 +259,24 @@ def test_unknown_command_suggests(typed: str, hint: str) -> None:
 
 
 def test_version() -> None:
-    result = CliRunner().invoke(main, ["--version"], prog_name="vitsee")
-    assert result.exit_code == 0
-    assert result.stdout.startswith("vitsee 0.")
+    for option in ("--version", "-V"):
+        result = CliRunner().invoke(main, [option], prog_name="vitsee")
+        assert result.exit_code == 0
+        assert result.stdout.startswith("vitsee 0.")
+
+
+def test_help_is_a_command_too() -> None:
+    def shown(*words: str) -> str:
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    assert shown("help") == shown("--help")
+    assert shown("help", "cka") == shown("cka", "--help")
+    assert shown("help", "cache", "rm") == shown("cache", "rm", "--help")
+    assert "Start here: `vitsee demo --quick`" in shown("help")
+    result = CliRunner().invoke(main, ["help", "validat"])
+    assert result.exit_code == 2 and "did you mean validate?" in result.stderr
 
 
 @pytest.mark.parametrize("name", main.list_commands(click.Context(main)))

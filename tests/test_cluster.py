@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 from itertools import combinations
 from pathlib import Path
@@ -151,9 +152,9 @@ def test_what_is_not_clustered_is_not_counted(
     for k in ("1", "4"):
         result = CliRunner().invoke(main, ["cluster", str(store.path), "--k", k, "--seeds", "1"])
         assert result.exit_code == 0, result.stderr
-        (ends[k],) = (line for line in result.stderr.splitlines() if "rows" in line)
-    assert ends["1"].startswith("cluster: 0/0 rows")
-    assert ends["4"].startswith("cluster: 160/160 rows")
+        (ends[k],) = (line for line in result.stderr.splitlines() if "images x sites" in line)
+    assert ends["1"].startswith("cluster: 0/0 images x sites")
+    assert ends["4"].startswith("cluster: 160/160 images x sites")
 
 
 def test_columns_and_baselines(tmp_path: Path) -> None:
@@ -196,6 +197,17 @@ def test_values_are_means_over_seeds(tmp_path: Path) -> None:
     one = run(store, n_seeds=1)
     assert np.isnan(one["std"]).all() and not np.isnan(one["value"]).any()
     plot(one)
+
+
+def test_k_counts_the_classes_that_occur(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Four classes of a data set that names twelve: four clusters."""
+    store = made(tmp_path / "a.zarr", classes=list("abcdefghijkl"))
+    with caplog.at_level(logging.INFO):
+        table = run(store, n_seeds=1)
+    assert "a: 4 of its 12 classes occur, so k = 4" in caplog.messages
+    assert set(table["k"].tolist()) == {4}
+    (tmp_path / "b").mkdir()
+    assert equal(table, run(made(tmp_path / "b" / "a.zarr"), n_seeds=1))
 
 
 def test_slabs_jobs_and_invalid_rows(tmp_path: Path) -> None:
@@ -309,7 +321,7 @@ def test_curves(tmp_path: Path) -> None:
         lines = {str(line.get_label()): line for line in axes.lines}
         expected = table.where(metric=metric, baseline="")["value"].tolist()
         assert np.asarray(lines["a"].get_ydata()).tolist() == expected
-        assert {"baseline: shuffled", "baseline: random"} <= set(lines)
+        assert {"baseline: shuffled labels", "baseline: random features"} <= set(lines)
         assert axes.get_ylim()[0] <= 0
 
 
@@ -341,7 +353,7 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     for args, phrase in (
         ((plain.path,), "plain has no label"),
         ((store.path, "--k", "99"), "at most 40"),
-        ((store.path, "--memory", "500"), "--images"),
+        ((store.path, "--memory", "500"), "reading a chunk of"),
         ((store.path, "--seed", "4294967295", "--seeds", "2"), "k-means takes 0 to 4294967295"),
         ((store.path, "--tokens", "5,5"), "5,5"),
         ((tmp_path / "none.zarr",), "none.zarr"),

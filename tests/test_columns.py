@@ -14,10 +14,10 @@ import pytest
 
 import vitsee_core.analyses
 from tests.every_command import TABLES, vitsee
-from vitsee_core.columns import block_of_sublayer
+from vitsee_core.tables.columns import block_of_sublayer
 
 # Written out anew, as a reader of the documentation has them.
-SITE = ["store", "model", "site", "block", "depth", "rel_depth"]
+SITE = ["store", "model", "weights", "site", "block", "depth", "rel_depth"]
 PAIR = [f"{name}_a" for name in SITE] + [f"{name}_b" for name in SITE]
 ABOUT = ["token", "row", "col", "head", "class", "query", "video", "object", "segment"]
 VALUES = ["metric", "value", "std", "low", "high", "spread"]
@@ -51,7 +51,7 @@ def tables() -> list[tuple[str, tuple[str, ...]]]:
 def test_every_analysis_names_its_columns_in_order(what: str, columns: tuple[str, ...]) -> None:
     assert list(columns) == in_order(columns), what
     assert {"metric", "value"} <= {*columns}
-    assert columns[:6] == tuple(SITE) or columns[:12] == tuple(PAIR) or what == "weights.COLUMNS"
+    assert columns[:7] == tuple(SITE) or columns[:14] == tuple(PAIR) or what == "weights.COLUMNS"
 
 
 @pytest.mark.parametrize("command", TABLES)
@@ -63,9 +63,9 @@ def test_one_grammar(command: str, everything: Path, monkeypatch: pytest.MonkeyP
         assert names == in_order(names)
         assert {"metric", "value"} <= {*names}
         if command == "weights":  # of a tensor, not of a place in depth
-            assert names[:3] == SITE[:3]
+            assert names[:4] == SITE[:4]
         else:
-            assert names[:12] == PAIR if "site_a" in names else names[:6] == SITE
+            assert names[:14] == PAIR if "site_a" in names else names[:7] == SITE
             for row in rows:
                 check_blocks(row)
 
@@ -77,6 +77,7 @@ def check_blocks(row: dict[str, str]) -> None:
         match = re.match(r"(blocks|layer\d)\.\d+", site)
         assert block == (match[0] if match else "")
         assert row[f"model{side}"] in ("test_vit", "test_resnet")
+        assert row[f"weights{side}"] == "random 0"
 
 
 def test_tables_join_on_store_and_block(everything: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from vitsee_core.command_lines import resuming, without_options
+from vitsee_core.runtime.command_lines import resuming, without_options
 
 
 def test_options_in_every_form() -> None:

@@ -17,11 +17,13 @@ from tests.command_line import said
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
 from vitsee_core.analyses.cosine_map import plot, run
-from vitsee_core.patch_maps.cosines import map_statistics, offset_means, unit_vectors
-from vitsee_core.patch_maps.spots import Spot
+from vitsee_core.analyses.cosine_map.cosines import map_statistics, offset_means, unit_vectors
+from vitsee_core.analyses.cosine_map.spots import Spot
+from vitsee_core.figures.plotting import (
+    figure_bytes,
+)
 from vitsee_core.patch_maps.views import View
-from vitsee_core.plotting import figure_bytes
-from vitsee_core.results import Table
+from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout

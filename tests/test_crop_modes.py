@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.extractions import VIT, extract, extracted, plant_images
 from vitsee_core.images.placement import place
-from vitsee_core.provenance import Pictures, model_of
+from vitsee_core.models.provenance import Pictures, model_of
 from vitsee_stores import open_store
 
 SIZE = (32, 48)  # of VIT's input; the images are (50, 60)

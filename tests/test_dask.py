@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+import vitsee_core
+import vitsee_stores
 from tests.attention_maps import layout, random_attention
 from tests.attention_maps import write as write_heads
 from tests.clusters import two_workers
@@ -24,16 +30,15 @@ from tests.tables import equal
 from vitsee_cli import console
 from vitsee_cli.analysis import spread_over
 from vitsee_cli.main import CommandGroup, main
-from vitsee_core import dask_map as module
-from vitsee_core import dask_worker
 from vitsee_core.analyses import attn_dist
-from vitsee_core.dask_map import DaskMap, dask_map, parse_address
-from vitsee_core.dask_worker import DaskError
-from vitsee_core.execution import Execution
-from vitsee_core.machine import n_cores
-from vitsee_core.progress import Tally
+from vitsee_core.runtime import dask_map as module
+from vitsee_core.runtime.dask_map import DaskMap, dask_map, parse_address
+from vitsee_core.runtime.dask_worker import DaskError
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.machine import n_cores
+from vitsee_core.runtime.progress import Tally
+from vitsee_core.runtime.versions import worker_versions
 from vitsee_core.similarity.gram_file import DamagedGram
-from vitsee_core.versions import worker_versions
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, VitseeError
 
@@ -43,6 +48,7 @@ distributed = pytest.importorskip("distributed")
 # or run other commands.
 WITHOUT = {
     "best-layer",
+    "cache",
     "demo",
     "erf",
     "export",
@@ -50,6 +56,7 @@ WITHOUT = {
     "models",
     "plot",
     "report",
+    "rerun",
     "sites",
     "study",
     "validate",
@@ -114,12 +121,8 @@ def killed_once_with(data: bytes, folder: Path, x: int) -> int:
     return killed_once(folder, x)
 
 
-def forgotten() -> None:
-    dask_worker.held.clear()
-
-
-def held() -> int:
-    return len(dask_worker.held)
+def n_plugins(dask_worker: Any) -> int:
+    return len(dask_worker.plugins)
 
 
 def always_killed(x: int) -> None:
@@ -139,8 +142,11 @@ def long_bytes(data: bytes, x: int) -> tuple[int, int]:
     return len(data), x
 
 
-def tasks(dask_scheduler: Any) -> list[str]:
-    return [key for key in dask_scheduler.tasks if key.startswith("vitsee")]
+def waiting(folder: Path, x: int) -> int:
+    (folder / f"begun{x}").touch()
+    while x and not (folder / "go").exists():
+        time.sleep(0.01)
+    return x
 
 
 # ------------------------------------------------------------------------------------- the map
@@ -169,11 +175,10 @@ def test_a_large_function_goes_once(two: DaskMap) -> None:
 
 def test_a_worker_that_comes_later_is_given_a_large_function(two: DaskMap, tmp_path: Path) -> None:
     work = partial(killed_once_with, os.urandom(1 << 20), tmp_path)
+    before = set(two.client.run(n_plugins).values())
     assert list(two(work, range(12))) == list(range(12))
     assert (tmp_path / "killed").exists()
-    two.client.run(forgotten)
-    assert list(two(work, range(12))) == list(range(12))
-    assert set(two.client.run(held).values()) == {0}, "it is forgotten at the end"
+    assert set(two.client.run(n_plugins).values()) == before, "it is forgotten at the end"
 
 
 def test_a_users_mistake_is_the_very_error(two: DaskMap, tmp_path: Path) -> None:
@@ -212,16 +217,17 @@ def test_work_that_ends_every_worker(two: DaskMap) -> None:
         list(two(always_killed, [0]))
 
 
-def test_what_is_left_is_cancelled(two: DaskMap) -> None:
-    before = set(two.client.run_on_scheduler(tasks))
-    results = iter(two(squared, range(100)))
-    next(results)
-    results.close()  # type: ignore[attr-defined]
-    for _ in range(100):
-        if not (left := set(two.client.run_on_scheduler(tasks)) - before):
-            break
-        time.sleep(0.1)
-    assert not left
+def test_what_is_left_is_cancelled(two: DaskMap, tmp_path: Path) -> None:
+    """Of 8 tasks that are handed out and wait, two have begun; each worker may begin another
+    before it hears of the end. What is handed out later runs after all of them."""
+    results = iter(two(partial(waiting, tmp_path), range(100)))
+    try:
+        assert next(results) == 0
+        results.close()  # type: ignore[attr-defined]
+    finally:
+        (tmp_path / "go").touch()
+    assert list(two(squared, range(4))) == [0, 1, 4, 9]
+    assert len(list(tmp_path.glob("begun*"))) <= 1 + 2 + 2
 
 
 def test_spread_passes_progress_and_remarks_on(
@@ -290,28 +296,103 @@ def test_no_workers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
 
 
 def test_other_versions() -> None:
-    ours = worker_versions()
-    asked: list[Any] = []
+    ours = dict(worker_versions())
 
     class Client:
         def run(self, function: Any, on_error: str) -> dict[str, Any]:
-            asked.append(on_error)
+            assert (function, on_error) == (worker_versions, "return")
             return answers
 
-    answers: dict[str, Any] = {"tcp://w:1": {**ours, "vitsee": "0.0.1", "numpy": "1.0"}}
-    with pytest.raises(DaskError, match=r"w:1 has vitsee 0\.0\.1, numpy 1\.0; here: vitsee"):
-        module._check_versions(Client(), "tcp://s:1")
+        def nthreads(self) -> dict[str, int]:
+            return dict.fromkeys(answers, 1)
+
+        def submit(self, *given: Any, **how: Any) -> Future[bytes]:
+            failed: Future[bytes] = Future()
+            failed.set_exception(TypeError("done() takes 2 positional arguments"))
+            return failed
+
+    made = DaskMap(Client(), "tcp://s:1")
+    answers: dict[str, Any] = {"tcp://w:1": ours}
+    made.check_versions()
+    answers = {"tcp://v:1": ours, "tcp://w:1": {**ours, "torch": "0.1", "numpy": "1.0"}}
+    with pytest.raises(DaskError, match=r"w:1 has numpy 1\.0, torch 0\.1; here: numpy .* \(start"):
+        made.check_versions()
     answers = {"tcp://w:1": ModuleNotFoundError("No module named 'vitsee_core'")}
     with pytest.raises(DaskError, match=r"cannot run vitsee .*No module named 'vitsee_core'"):
-        module._check_versions(Client(), "tcp://s:1")
-    answers = {"tcp://w:1": {**ours, "numpy": "1.0"}}
-    module._check_versions(Client(), "tcp://s:1")
-    assert asked == ["return"] * 3
+        made.check_versions()
+    with pytest.raises(DaskError, match="cannot run vitsee"):
+        list(made(squared, [1]))
+    answers = {"tcp://w:1": ours}
+    with pytest.raises(TypeError, match="2 positional"):
+        list(made(squared, [1]))
+
+
+@contextmanager
+def worker_of(folder: Path, scheduler: str) -> Iterator[str]:
+    """A worker that imports from `folder` first: its name."""
+    name = f"worker of {folder.name}"
+    words = [scheduler, "--nthreads", "4", "--no-nanny", "--name", name]
+    path = os.pathsep.join([str(folder), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distributed.cli.dask_worker", *words, "--no-dashboard"],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=folder,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield name
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_worker_of_other_code_that_joins_during_the_work(tmp_path: Path) -> None:
+    """A checkout of the same version with a changed line."""
+    folder = tmp_path / "checkout"
+    for package in (vitsee_core, vitsee_stores):
+        (source,) = package.__path__
+        shutil.copytree(source, folder / Path(source).name, ignore=shutil.ignore_patterns("*.npz"))
+    changed = folder / "vitsee_core" / "__init__.py"
+    changed.write_text(changed.read_text() + "# changed")
+    with two_workers() as made, ExitStack() as stack:
+
+        def items() -> Iterator[int]:
+            yield from range(3)
+            name = stack.enter_context(worker_of(folder, address(made)))
+            made.client.wait_for_workers(3, timeout=300)
+            workers = made.client.scheduler_info(n_workers=-1)["workers"]
+            names.update({w["name"]: where for where, w in workers.items()})
+            assert name in names
+            yield from range(2_000)
+
+        names = dict[str, str]()
+        with pytest.raises(DaskError) as caught:
+            list(made(squared, items()))
+    ours = worker_versions()["vitsee's code"]
+    where = re.escape(names["worker of checkout"])
+    assert re.fullmatch(
+        rf"the Dask worker at {where} has vitsee's code (?!{ours})\w+; here: vitsee's code {ours} "
+        r"\(start workers from the same environment\)",
+        str(caught.value),
+    )
 
 
 def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     line = r"run: pip install 'vitsee\[dask\]'"
+    with pytest.raises(DaskError, match=line), dask_map("local:1"):
+        pass
+
+
+def test_processes_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk."""
+
+    def full(**_: Any) -> None:
+        raise RuntimeError("Cluster failed to start: [Errno 28] No space left on device: '/tmp/x'")
+
+    monkeypatch.setattr("distributed.LocalCluster", full)
+    line = "no Dask processes on this machine: Cluster failed to start: .*No space left on device"
     with pytest.raises(DaskError, match=line), dask_map("local:1"):
         pass
 

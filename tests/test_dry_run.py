@@ -15,8 +15,9 @@ from vitsee_core.extraction.dry_run import UNCHECKED, dry_run
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.prepare import prepare
 from vitsee_core.extraction.small_weights import small_weights
-from vitsee_core.models import load_model, site_table
-from vitsee_core.models.stand_ins import stand_in
+from vitsee_core.models.dummy_weights import stand_in
+from vitsee_core.models.load import load_model
+from vitsee_core.models.site_tables import site_table
 from vitsee_stores.layout import arrays
 
 # Class token, attention pooling, maps, registers, positions of several kinds, windows.
@@ -24,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "test_vit": {},
     "test_vit3": {},
     "test_resnet": {},
+    "vit_small_r26_s32_224": {"depth": 1},  # tokens of maps
     "test_convnext": {},
     "test_efficientnet": {},
     "test_mambaout": {},
@@ -39,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant_images(tmp_path_factory.mktemp("images"), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_arrays_are_those_of_an_extraction(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,8 +20,10 @@ from tests.random_stores import create, expected, slab_of, tokens_site
 from vitsee_cli.main import main
 from vitsee_core.analyses import erf
 from vitsee_core.analyses.erf import COLUMNS, METRICS, centre_of_mass, offset, plot, radius, run
-from vitsee_core.results import Table
+from vitsee_core.figures.fitting import all_axes
+from vitsee_core.figures.panels import small_maps
 from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import ErfPlan, StorePlan, TokenLayout
@@ -273,16 +275,15 @@ def test_figure_from_the_columns_alone(tmp_path: Path) -> None:
     figure = plot(round_trip(run(a, b)))
     every = [axes for axes in figure.get_axes() if axes.get_images() and axes.get_title()]
     assert len(every) == 6
-    labels = {axes.get_ylabel() for axes in figure.get_axes()}
-    assert {"a\nout", "b\nattn.branch", "radius of 50 % of the mass (px)"} <= labels
-    assert "gradient / its largest (log)" in labels
+    labels = {axes.get_ylabel().replace("\n", " ") for axes in all_axes(figure)}
+    assert {"gradient / its largest", "radius of 50 % of the mass (px)"} <= labels
+    titles = {part.get_suptitle() for part in figure.subfigs}
+    assert {"a (n = 8)", "b, attention (n = 48)"} <= titles
     for metric in METRICS:
         plot(run(a, metrics=[metric]))
 
 
 def test_many_blocks_are_thinned_out(tmp_path: Path) -> None:
-    from vitsee_core.figures.field_pictures import MOST_ACROSS
-
     rows = [
         {
             "store": "deep", "site": f"blocks.{i}.out", "rel_depth": i / 39, "row": 2 * y,
@@ -292,10 +293,9 @@ def test_many_blocks_are_thinned_out(tmp_path: Path) -> None:
     ]  # fmt: skip
     figure = plot(Table.from_rows(rows))
     titles = [a.get_title() for a in figure.get_axes() if a.get_title()]
-    assert len(titles) == MOST_ACROSS
-    assert titles[0] == "blocks.0"
-    assert titles[-1] == "blocks.39"
-    assert any("14 of 40" in axes.get_ylabel() for axes in figure.get_axes())
+    assert 5 < len(titles) == small_maps(99).across
+    assert (titles[0], titles[-1]) == ("block 0", "block 39")
+    assert f"n = 5; {len(titles)} of 40 blocks" in figure.get_suptitle()
 
 
 # what a user sees -----------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_command(tmp_path: Path) -> None:
     assert "centre of mass" in sidecar["notes"]["radius"]
     only = command(tmp_path / "a.zarr", "--metric", "radius50_px", "--sites", "blocks.*.out")
     assert len(only.stdout.splitlines()) == 3
-    assert only.stdout.splitlines()[1].startswith("a,random,blocks.0.out,blocks.0,2,0.6")
+    assert only.stdout.splitlines()[1].startswith("a,random,,blocks.0.out,blocks.0,2,0.6")
 
 
 def test_missing_input_and_mistakes(tmp_path: Path) -> None:

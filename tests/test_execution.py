@@ -30,9 +30,9 @@ from vitsee_core.analyses import (
     spatial,
     spectrum,
 )
-from vitsee_core.execution import Execution
-from vitsee_core.progress import Silent, counting
-from vitsee_core.results import Table
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.progress import Silent, counting
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 
 N = 12

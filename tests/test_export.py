@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from tests.features import vit_sites
 from tests.stores import write_model
 from vitsee_cli.main import main
-from vitsee_core.exporting import export
-from vitsee_core.torch_dataset import TokenDataset
+from vitsee_core.features.exporting import export
+from vitsee_core.features.torch_dataset import TokenDataset
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import SiteError, VitseeError
 

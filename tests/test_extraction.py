@@ -23,7 +23,7 @@ from tests.extractions import (
     plant_bright,
     plant_images,
 )
-from vitsee_core.models import load_model
+from vitsee_core.models.load import load_model
 from vitsee_stores import IncompleteStore, Store, open_store
 
 N, SLAB = 10, 4

@@ -24,8 +24,8 @@ from vitsee_core.extraction.run import extract
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.slab import Overflow, check_peaks
 from vitsee_core.extraction.timing import Clock
-from vitsee_core.machine import is_out_of_memory
-from vitsee_core.models import site_table
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.runtime.machine import is_out_of_memory
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec
 
@@ -145,7 +145,7 @@ def test_stages_of_an_extraction_add_up(tmp_path: Path) -> None:
     data = DataOptions(str(plant_images(tmp_path / "images", 4)))
     model, run = ModelOptions("test_vit", random_init=0), RunOptions(tmp_path / "s.zarr")
     outcome = extract(model, data, KeepOptions(slab=2), run, Shard())
-    stages = {"loading", "model", "reductions", "waiting for the writer", "the rest"}
+    stages = {"loading", "model", "reductions", "waiting for the writer", "setting up"}
     assert set(outcome.clock) == stages and set(outcome.beside) == {"writing"}
     # What is outside is the end of the progress bar.
     assert 0.5 * outcome.seconds < sum(outcome.clock.values()) <= outcome.seconds

@@ -19,7 +19,10 @@ from tests.manifests import edited
 from tests.models_helpers import images, small
 from vitsee_cli.main import main
 from vitsee_core.extraction.erf import ErfCost, ErfPasses, ErfSums
-from vitsee_core.models import LoadedModel, SiteTable, load_model, site_table
+from vitsee_core.models.load import load_model
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sites import SiteTable
 from vitsee_stores import Store, open_store, validate
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.layout import SiteSpec

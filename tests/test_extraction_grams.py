@@ -32,7 +32,8 @@ from vitsee_core.extraction.gram_strategy import (
     choose_strategy,
 )
 from vitsee_core.extraction.slab_grams import GramProducts
-from vitsee_core.models import load_model, site_table
+from vitsee_core.models.load import load_model
+from vitsee_core.models.site_tables import site_table
 from vitsee_stores import Store, open_store, validate
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, StorePlan, n_bytes
@@ -251,7 +252,7 @@ def test_a_disk_without_room_for_the_scratch_file(
     path = tmp_path / "store.zarr"
     command = options(folder, path, "--tokens", "pooled", "--batch-size", 3)
     monkeypatch.setattr(gram_strategy, "memory_bytes", lambda: 1000)
-    monkeypatch.setattr(run, "room", lambda manifest, block: 5000)
+    monkeypatch.setattr(run, "max_disk_bytes", lambda manifest, block: 5000)
     monkeypatch.setattr(run, "free_disk_bytes", lambda _path: 6000)
     result = extract(*command)
     assert result.exit_code == 1
@@ -301,7 +302,7 @@ def test_reading(whole: Path, folder: Path, tmp_path: Path) -> None:
 
 def test_joining(whole: Path, folder: Path, tmp_path: Path) -> None:
     before = array_bytes(whole)
-    result = extract(*options(folder, whole), "--no-grams")
+    result = extract(*options(folder, whole)[:-1], "--no-grams")
     assert result.exit_code == 1
     assert "grams is true, given false" in result.stderr
     assert array_bytes(whole) == before

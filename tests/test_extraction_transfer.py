@@ -18,9 +18,9 @@ from vitsee_core.extraction import transfer
 from vitsee_core.extraction.host_memory import HostMemory, block_bytes
 from vitsee_core.extraction.slab_grams import GramProducts
 from vitsee_core.extraction.transfer import HostCopies, PixelFeed
-from vitsee_core.grams import arithmetic
-from vitsee_core.grams.arithmetic import Gpu
 from vitsee_core.images import Batch
+from vitsee_core.kernels import backend
+from vitsee_core.kernels.backend import Cuda
 from vitsee_core.reductions import largest_magnitude
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
@@ -160,7 +160,7 @@ def test_pinned_memory_is_as_large_as_what_it_holds(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("width", [5, 64, 64 * 3, 64 * 3 + 7])
 def test_products_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "TERMS", 64)
+    monkeypatch.setattr(backend, "TERMS", 64)
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(0))
     shapes: list[int] = []
 
@@ -174,7 +174,7 @@ def test_products_in_pieces(width: int, monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("mm", "bmm"):
         monkeypatch.setattr(torch, name, watched(getattr(torch, name)))
     total = torch.ones(6, 6, dtype=torch.float64)
-    Gpu("cpu").add_gram(total, x)
+    Cuda("cpu").add_gram(total, x)
     assert max(shapes) <= 64
     torch.testing.assert_close(total - 1, x.double() @ x.double().T, rtol=1e-6, atol=1e-5)
 
@@ -183,7 +183,7 @@ def test_products_of_many_columns_keep_their_digits() -> None:
     """All of one sign, as a diagonal is; columns of a site of ViT-B/16."""
     x = torch.rand(4, 197 * 768, generator=torch.Generator().manual_seed(0))
     total = torch.zeros(4, 4, dtype=torch.float64)
-    Gpu("cpu").add_gram(total, x)
+    Cuda("cpu").add_gram(total, x)
     want = x.double() @ x.double().T
     assert float(((total - want) / want).abs().max()) < 3e-6
 

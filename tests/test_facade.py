@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from torch import nn
 from torchvision import transforms as v1
@@ -21,12 +23,14 @@ from torchvision.transforms import v2
 import vitsee
 import vitsee_core.analyses
 from tests.extractions import VIT, array_bytes, extracted, plant_images
+from vitsee_cli.main import main
 from vitsee_core.extraction.options import OptionError
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.torch_transforms import transform_config
 from vitsee_core.images.transform import make_recipe, normalise
-from vitsee_core.models import ModelError, load_model
-from vitsee_core.provenance import model_of
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.load import load_model
+from vitsee_core.models.provenance import model_of
 from vitsee_stores.errors import IdentityMismatch, MissingInput
 
 ANALYSES = {m.name for m in pkgutil.iter_modules(vitsee_core.analyses.__path__)}
@@ -54,6 +58,38 @@ def test_importing_it_imports_nothing() -> None:
         [sys.executable, "-c", code.format(heavy)], capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_a_table_that_was_made_in_python_has_a_sidecar(tmp_path: Path) -> None:
+    """plot and report take it as a command's; there is no command line to run again."""
+    data, place = plant_images(tmp_path / "data", 6), tmp_path / "a.zarr"
+    extracted(*VIT, "--data", data, "-o", place)
+    table = vitsee.attn_dist(place, sites="blocks.-1", images=4)
+    table.write(tmp_path / "dist.csv")
+    found = json.loads((tmp_path / "dist.csv.json").read_text())
+    assert found["command"] == ["vitsee", "attn-dist"] and found["notes"] == table.notes
+    assert found["python"] == f"vitsee.attn_dist({str(place)!r}, ...)"
+    given = found["parameters"]
+    assert given["sites"] == ["blocks.-1"] and given["images"] == 4 and given["seed"] == 0
+    (store,) = found["stores"]
+    assert store["store_id"] == vitsee.open_store(place).manifest.store_id
+    with pytest.raises(vitsee.VitseeError, match="exists; give another name"):
+        table.write(tmp_path / "dist.csv")
+    run = CliRunner()
+    words = [str(tmp_path / "dist.csv"), "-o", str(tmp_path / "dist.png")]
+    assert run.invoke(main, ["plot", *words]).exit_code == 0
+    assert run.invoke(main, ["report", str(tmp_path)]).exit_code == 0
+    assert "vitsee.attn_dist(" in (tmp_path / "report.html").read_text()
+    again = run.invoke(main, ["rerun", f"{words[0]}.json", "--force"])
+    assert again.exit_code == 1 and again.stdout == "" and again.stderr.count("\n") == 1
+    assert "was made in Python, by vitsee.attn_dist(" in again.stderr
+    part = table.take(np.array([0]))
+    part.write(tmp_path / "part.csv")
+    assert vitsee.Table.read(tmp_path / "part.csv").notes == table.notes
+    assert "command" not in json.loads((tmp_path / "part.csv.json").read_text())
 
 
 # ---------------------------------------------------------------- extract
@@ -286,3 +322,19 @@ def test_a_transform_that_no_store_can_keep(transform: Any, line: str) -> None:
 def test_the_signature_says_what_comes_first() -> None:
     names = list(inspect.signature(vitsee.extract).parameters)
     assert names[:3] == ["model", "data", "output"]
+
+
+@pytest.mark.parametrize(
+    ("analysis", "keyword", "expected"),
+    [
+        ("attn_dist", "site", "attn_dist() has no keyword 'site'; did you mean sites?"),
+        ("cka", "image", "cka() has no keyword 'image'; did you mean images?"),
+        ("knn", "zz", "knn() has no keyword 'zz'; it takes train, tests, "),
+    ],
+)
+def test_a_wrong_keyword_names_the_function_and_the_nearest(
+    analysis: str, keyword: str, expected: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        getattr(vitsee, analysis)("nowhere.zarr", **{keyword: 1})
+    assert str(caught.value).startswith(expected)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vitsee_core.formats import TABLE_ENDINGS, table_bytes
-from vitsee_core.outputs import Outputs, check_outputs
-from vitsee_core.results import Table, read_result
+from vitsee_core.report.outputs import Outputs, check_outputs
+from vitsee_core.tables.formats import TABLE_ENDINGS, table_bytes
+from vitsee_core.tables.results import Table, read_result
 from vitsee_stores.errors import VitseeError
 
 
@@ -136,4 +136,5 @@ def test_to_csv_takes_a_path(tmp_path: Path) -> None:
     assert len(Table.read(tmp_path / "r.csv")) == 1
     with pytest.raises(VitseeError, match=r"ends in \.csv, \.csv\.gz or \.tsv"):
         table().to_csv(tmp_path / "r.json")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.csv", "r.tsv"]
+    names = ["r.csv", "r.csv.json", "r.tsv", "r.tsv.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names

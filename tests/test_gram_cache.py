@@ -20,10 +20,7 @@ from numpy.typing import NDArray
 
 from tests.features import activations
 from tests.stores import VIT, write_model, write_sites
-from vitsee_core import machine, scipy_routines
-from vitsee_core.grams import arithmetic, products
-from vitsee_core.grams.shift import Shift
-from vitsee_core.grams.syrk import load_syrk, mirror
+from vitsee_core.runtime import machine
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
@@ -33,6 +30,7 @@ from vitsee_core.similarity import (
     hsic,
     pair_sums,
     pearson,
+    products,
     raw_gram,
     summarise,
 )
@@ -41,6 +39,7 @@ from vitsee_core.similarity.exact import leave_one_out
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
 from vitsee_core.similarity.pieces import Partition
+from vitsee_core.similarity.shift import Shift
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
 
@@ -169,7 +168,7 @@ def test_the_number_of_threads_changes_no_bit(
 ) -> None:
     rng = np.random.default_rng(0)
     sites = {f"x{i}": rng.normal(1, 1, size=(40, 7, 600)) for i in range(3)}
-    monkeypatch.setattr("vitsee_core.grams.products.GOOD_COLUMNS", 256)
+    monkeypatch.setattr("vitsee_core.similarity.products.GOOD_COLUMNS", 256)
     monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 64)
     monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 16)
     monkeypatch.setattr("vitsee_core.similarity.pair_sums.FEW", 0)
@@ -358,57 +357,6 @@ def test_small_and_cached_comparisons_need_no_torch(tmp_path: Path, command: str
         assert list(folder_of(a).glob("*.json"))
 
 
-# One triangle
-
-
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (64, 100), (130, 9)])
-def test_the_triangle_is_that_of_the_product(n: int, k: int) -> None:
-    syrk = load_syrk()
-    assert syrk is not None
-    wide = np.random.default_rng(n).normal(size=(n, k + 5)).astype(np.float32)
-    x = wide[:, :k]  # rows that do not follow each other
-    out = np.full((n, n), np.nan, np.float32)
-    syrk(x, out)
-    double = x.astype(np.float64)
-    want = np.array([[float(np.dot(p, q)) for q in double] for p in double])
-    assert np.tril(out) == pytest.approx(np.tril(want), abs=1e-5 * k)
-    assert np.isnan(out[np.triu_indices(n, 1)]).all()
-    total = out.astype(np.float64)
-    mirror(total)
-    assert total == pytest.approx(want, abs=1e-5 * k) and np.array_equal(total, total.T)
-
-
-def test_large_products_take_one_triangle(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    want = compare(store, use_cache=False)
-    used: list[int] = []
-    real = load_syrk()
-    assert real is not None
-
-    def watch(x: Any, out: Any) -> None:
-        used.append(len(x))
-        real(x, out)
-
-    monkeypatch.setattr(arithmetic, "MEDIUM", 0)
-    monkeypatch.setattr(arithmetic, "load_syrk", lambda: watch)
-    assert compare(store, use_cache=False) == pytest.approx(want, abs=2e-7)
-    assert used == [N] * 6  # the class token and the grid, of three sites
-
-
-def test_without_that_routine_numpy_multiplies(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want = compare(store, use_cache=False)
-    monkeypatch.setitem(scipy_routines.KINDS, "s", "another")
-    load_syrk.cache_clear()
-    try:
-        assert load_syrk() is None
-        monkeypatch.setattr(arithmetic, "MEDIUM", 0)
-        assert compare(store, use_cache=False) == pytest.approx(want, abs=2e-7)
-    finally:
-        monkeypatch.undo()
-        load_syrk.cache_clear()
-
-
 # Memory
 
 
@@ -419,12 +367,12 @@ def test_what_a_pass_plans_fits(store: Store, n: int, megabytes: int) -> None:
     edges = [slice(at, at + side) for at in range(0, n, side)]
     tiles_ = [products.GramTile(a, b) for k, a in enumerate(edges) for b in edges[k:]]
     features = Representation(store, store.select(["all"])[0]).features
-    plan = products.StripPlan.of(features, n, tiles_, memory, 4, lambda rows: rows * rows)
+    plan = products.StripPlan.of(features, n, tiles_, memory, 4)
     sums = plan.at_once * side * side * 8
     pairs = [(a, b) for a in range(len(edges)) for b in range(a, len(edges))]
     groups = [pairs[at : at + plan.at_once] for at in range(0, len(pairs), plan.at_once)]
     rows = max(side * len({edge for pair in group for edge in pair}) for group in groups)
-    a_lane = rows * plan.columns * 4 + side * side * 4 + features.chunk_bytes + side * side
+    a_lane = rows * plan.columns * 4 + side * side * 4 + features.chunk_bytes
     assert 0 < sums + plan.lanes * a_lane <= memory * 3 / 4
     assert plan.at_once == 1 or sums > memory / 4  # and uses it
 
@@ -436,7 +384,7 @@ def test_strips_are_as_wide_as_the_rows_of_one_group_allow(tmp_path: Path) -> No
     features = Representation(store, store.site("rows")).features
     batches_ = [np.arange(at, at + 1024) for at in range(0, 1_000_000 - 1024, 1024)]
     tiles_ = [products.GramTile(places, places) for places in batches_]
-    plan = products.StripPlan.of(features, 1_000_000, tiles_, 512 * 10**6, 4, lambda rows: 0)
+    plan = products.StripPlan.of(features, 1_000_000, tiles_, 512 * 10**6, 4)
     assert plan.at_once == 22
     assert plan.columns > 700  # 22 batches of 1024 rows, two lanes in 192 MB; of a million rows 23
 

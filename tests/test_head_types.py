@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from tests.attention_maps import Attention, Float, aligned, layout, random_attention, write
 from tests.stores import write_attention
-from vitsee_cli.commands import head_types as head_types_command
 from vitsee_cli.main import main
 from vitsee_core.analyses.head_types import AGREEMENT, COLUMNS, SCORES, plot, run
-from vitsee_core.attention.head_geometry import (
+from vitsee_core.analyses.head_types.head_geometry import (
     DIRECTIONS,
     SHAPE_SCORES,
     TYPES,
@@ -36,6 +35,7 @@ from vitsee_core.attention.head_geometry import (
     repetition,
 )
 from vitsee_core.attention.head_maps import query_coverage
+from vitsee_core.runtime.options import options_of
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores.errors import MissingInput
 
@@ -404,6 +404,19 @@ def test_thresholds_decide() -> None:
     assert classify(wide, few, replace(base, repetition=0.95))[0] == "global"
 
 
+def test_a_radius_beyond_the_grid_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, _ = typed_store(tmp_path / "a.zarr")
+    with caplog.at_level(logging.INFO):
+        run(store, radius=2)
+    assert "finds no focus" not in caplog.text
+    with caplog.at_level(logging.INFO):
+        table = run(store, radius=1000)
+    assert "--radius 1000 takes in every key of 7 x 7 tokens: it finds no focus" in (caplog.text)
+    # the square is the whole map, whose mass is 1 for every head
+    focus = table.where(metric="focus_mass")["value"]
+    assert focus == pytest.approx(np.ones(len(focus)), abs=1e-6)
+
+
 def test_a_head_without_spatial_mass_is_undefined(tmp_path: Path) -> None:
     made = random_attention(layout((3, 3)), 4, [2])
     made.a[0][:, 1] = [1] + [0] * 9
@@ -491,6 +504,14 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "r.csv").exists()
     assert head_types_cli(path, "--strict", "0").exit_code == 2
+    for name, value, range_ in (
+        ("strict", "2", "above 0, at most 1"),
+        ("keys", "1.01", "above 0, at most 1"),
+        ("elongation", "0.5", "1 or more"),
+    ):
+        result = head_types_cli(path, f"--{name}", value, "-o", tmp_path / "r.csv")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr == f"vitsee head-types: --{name} is {value}; expected {range_}\n"
     with pytest.raises(MissingInput):
         from vitsee_stores import open_store
 
@@ -498,4 +519,4 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
 
 
 def test_every_threshold_has_its_option() -> None:
-    assert set(head_types_command.THRESHOLDS) == set(asdict(Thresholds()))
+    assert set(options_of(Thresholds)) == set(asdict(Thresholds()))

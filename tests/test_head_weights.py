@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from tests.extractions import extract, extracted, plant_images
 from tests.models_helpers import VIT, Keeper, images, small
-from vitsee_core.classifiers import of_model
 from vitsee_core.extraction import small_weights as keeping
-from vitsee_core.head_weights import HeadWeights, of_store
-from vitsee_core.models import Capture, LoadedModel, site_table
+from vitsee_core.models.capture import Capture
 from vitsee_core.models.classifier import find_classifier
+from vitsee_core.models.classifiers import of_model
+from vitsee_core.models.head_weights import HeadWeights, of_store
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.site_tables import site_table
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import TokenLayout

@@ -194,3 +194,27 @@ def test_a_store_of_boxes(tmp_path: Path) -> None:
     rows[1][1] = "1 2 5 6"
     other = extract(*VIT, "--data", write_list(data, rows), "-o", tmp_path / "s.zarr", *options)
     assert other.exit_code == 1 and "samples_fingerprint is" in other.stderr
+
+
+@pytest.mark.parametrize("inner", ["", "val/", "ILSVRC/Data/CLS-LOC/val/"])
+def test_imagenets_labels_of_the_validation_images(tmp_path: Path, inner: str) -> None:
+    names = ["ILSVRC2012_val_00000002", "ILSVRC2012_val_00000001"]
+    plant(tmp_path, *(f"{inner}{name}.JPEG" for name in names))
+    rows = [
+        ["ImageId", "PredictionString"],
+        [names[0], "n01978287 85 1 272 425 "],
+        [names[1], "n01440764 1 2 3 4 n01440764 5 6 7 8 "],
+    ]
+    source = open_source(str(write_list(tmp_path / "LOC_val_solution.csv", rows)))
+    assert source.ids == [f"{name}.JPEG" for name in names]
+    assert source.class_names == ["n01440764", "n01978287"]
+    assert source.labels.tolist() == [1, 0]
+    assert all(source.read(k)[0].size == (6, 4) for k in range(2))
+
+
+def test_a_text_list_with_wordnet_ids(tmp_path: Path) -> None:
+    plant(tmp_path, "a b.png", "c.png")
+    (tmp_path / "val.txt").write_text("a b.png n01978287\nc.png n01440764\n")
+    source = open_source(str(tmp_path / "val.txt"))
+    assert source.ids == ["a b.png", "c.png"] and source.labels.tolist() == [1, 0]
+    assert source.class_names == ["n01440764", "n01978287"]

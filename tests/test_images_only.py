@@ -30,6 +30,7 @@ def lines(path: Path, *texts: str) -> Path:
         ("480p/bear/", [0, 1]),
         ("./480p/bus", [2]),
         ("bus", [2]),  # the folder's own name
+        ("bus autobus, coach\nbear  bear", [0, 1, 2]),  # as LOC_synset_mapping.txt
         ("480p", [0, 1, 2, 3]),
         ("bear", [0, 1]),  # a folder, before the file of that name
         ("00001", [1]),  # a file's name that occurs once

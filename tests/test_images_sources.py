@@ -107,12 +107,13 @@ def test_the_hash_is_blake2b_and_never_the_mark_of_a_bad_image() -> None:
     assert hash64(b"abc") == int.from_bytes(bytes.fromhex("d8bb14d833d59559"), "little")
 
 
-def test_name_that_is_not_utf8(tmp_path: Path) -> None:
+def test_name_that_is_not_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     try:
         (tmp_path / os.fsdecode(b"caf\xe9.png")).write_bytes(encoded(0))
     except OSError:
         pytest.skip("the file system refuses such names")
-    assert "not UTF-8" in refused(tmp_path)
+    assert "no images below" in refused(tmp_path)
+    assert "not UTF-8" in caplog.text
 
 
 def test_what_is_no_data_set(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_several_stores(make_store: MakeStore) -> None:
         [
             "store",
             "model",
+            "weights",
             "data",
             "attention",
             "classes",

@@ -12,7 +12,7 @@ import torch
 
 from tests.extractions import VIT, extracted, plant_images
 from vitsee_core.extraction import loop
-from vitsee_core.kept_memory import freed_memory_kept
+from vitsee_core.runtime.malloc import freed_memory_kept
 
 N_BYTES = 96 << 20  # more than glibc ever keeps by itself
 needs_glibc = pytest.mark.skipif(

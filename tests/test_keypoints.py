@@ -31,16 +31,18 @@ from tests.spair_sets import (
 from tests.stores import write_sites
 from tests.tables import equal
 from vitsee_core.analyses.keypoints import COLUMNS, run
+from vitsee_core.analyses.keypoints.candidates import Cells, candidates, cells_of
+from vitsee_core.analyses.keypoints.located import locate
+from vitsee_core.analyses.keypoints.matching import find, sample, unit
+from vitsee_core.analyses.keypoints.protocol import choose_protocol
+from vitsee_core.analyses.keypoints.scoring import KeypointScorer
+from vitsee_core.analyses.keypoints.search import search
+from vitsee_core.analyses.keypoints.spair import draw_pairs, read_pairs
 from vitsee_core.images.placement import place
-from vitsee_core.keypoints.candidates import Cells, candidates, cells_of
-from vitsee_core.keypoints.located import locate
-from vitsee_core.keypoints.matching import find, sample, unit
-from vitsee_core.keypoints.protocol import choose_protocol
-from vitsee_core.keypoints.scoring import KeypointScorer
-from vitsee_core.keypoints.search import search
-from vitsee_core.keypoints.spair import draw_pairs, read_pairs
-from vitsee_core.progress import Tally
-from vitsee_core.results import Table
+from vitsee_core.labels.labelled_rows import random_features
+from vitsee_core.runtime.progress import Tally
+from vitsee_core.statistics.shares import share_interval
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -174,7 +176,7 @@ def _transform() -> dict[str, Any]:
 def test_results_do_not_depend_on_slabs_and_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vitsee_core.keypoints import matching
+    from vitsee_core.analyses.keypoints import matching
 
     tables = []
     for i, slab in enumerate((2, 5, 6)):
@@ -347,7 +349,8 @@ def test_values_and_errors_are_those_of_leaving_out_images_in_a_loop(tmp_path: P
         assert row["value"] == pytest.approx(values[name], abs=1e-12)
         assert row["std"] == pytest.approx(errors[name], abs=1e-12)
         # t with 10 images less 2 categories
-        assert row["high"] - row["value"] == pytest.approx(2.306004135 * row["std"])
+        ends = share_interval(values[name], errors[name], 10, 2.306004135)
+        assert (row["low"], row["high"]) == pytest.approx(ends)
 
 
 def test_intervals_are_over_images_not_over_pairs(tmp_path: Path) -> None:
@@ -518,3 +521,26 @@ def test_parts_of_the_images_by_other_processes(tmp_path: Path, n_sites: int) ->
     assert equal(here, there)
     assert len(three.sent) == {1: 3, 2: 4, 3: 3}[n_sites]
     assert seen.count >= expected.count > 0  # sources are read for each part
+
+
+@pytest.mark.parametrize("preset", [None, "walmer"])
+def test_random_features_are_a_baseline(tmp_path: Path, preset: str | None) -> None:
+    """As a store of such tokens scores, at every site of that many channels."""
+    dim = 4
+    pairs, ids, sizes = all_pairs(seed=0)
+    folder = write_pairs(tmp_path / "SPair-71k", pairs)
+    noise = [random_features(GRID * GRID, dim, (7, row)) for row in range(len(ids))]
+    grids = np.stack([one.reshape(GRID, GRID, dim) for one in noise]).astype(np.float64)
+    known = write_store(tmp_path / "n.zarr", {"blocks.0.out": grids}, ids, sizes)
+    own = {f"blocks.{i}.out": grids * 0 + np.arange(1.0 + i, dim + 1 + i) for i in range(2)}
+    store = write_store(tmp_path / "a.zarr", own, ids, sizes)
+    options = {"pairs": folder, "preset": preset, "seed": 7}
+    drawn = run(store, baselines=["random"], **options).where(baseline="random")
+    plain = run(known, **options).where(baseline="")
+    assert len(drawn) == 2 * len(plain)
+    for _, of_site in drawn.groups("site"):
+        for name in ("metric", "value", "low", "high", "n_points"):
+            assert np.array_equal(of_site[name], plain[name], equal_nan=name != "metric")
+    assert "random" not in run(store, **options).unique("baseline")
+    with pytest.raises(VitseeError, match="no baseline 'uniform'; expected random"):
+        run(store, baselines=["uniform"], **options)

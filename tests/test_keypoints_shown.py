@@ -18,17 +18,17 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from tests.extractions import extracted
+from tests.printed_text import flat
 from tests.spair_sets import GRID, all_pairs, annotation, transform, write_pairs, write_store
 from tests.stores import write_sites
 from vitsee_cli.main import main
-from vitsee_core.analyses.keypoints import plot, run
+from vitsee_core.analyses.keypoints import plot, run, spair
+from vitsee_core.analyses.keypoints.located import locate
+from vitsee_core.analyses.keypoints.protocol import choose_protocol
+from vitsee_core.analyses.keypoints.search import search
+from vitsee_core.analyses.keypoints.spair import draw_pairs, read_pairs
 from vitsee_core.demo.spair import CATEGORIES, write_spair
-from vitsee_core.keypoints import spair
-from vitsee_core.keypoints.located import locate
-from vitsee_core.keypoints.protocol import choose_protocol
-from vitsee_core.keypoints.search import search
-from vitsee_core.keypoints.spair import draw_pairs, read_pairs
-from vitsee_core.results import Table
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, VitseeError
 
@@ -349,7 +349,7 @@ def test_from_files_to_a_table_and_a_figure(tmp_path: Path) -> None:
     notes = json.loads((tmp_path / "pck.csv.json").read_text())["notes"]
     assert notes["protocol"]["match"].startswith("smooth: ")
     with Image.open(png) as image:
-        assert min(image.size) > 500
+        assert min(image.size) > 300
     best = CliRunner().invoke(main, ["best-layer", str(csv_file), "--paired", "layers"])
     assert best.exit_code == 0, best.output
     other = command(stores[0], "--pairs", root, "--preset", "walmer", "--alpha", "0.1")
@@ -374,14 +374,15 @@ def test_panels_of_the_figure() -> None:
     rows.append({**rows[0], "class": "cat", "value": 0.99})
     figure = plot(Table.from_rows(rows))
     near, far = figure.axes
-    assert [axes.get_title(loc="left") for axes in (near, far)] == [
-        "PCK at 0.1 (7 pairs)", "PCK at 0.01 (7 pairs)",
+    assert [flat(axes.get_ylabel()) for axes in (near, far)] == [
+        "keypoints found (PCK at 0.1)", "keypoints found (PCK at 0.01)",
     ]  # fmt: skip
+    assert {axes.get_title(loc="right") for axes in (near, far)} == {"n = 7 pairs"}
     drawn = [
         sorted({y for line in axes.lines for y in np.asarray(line.get_ydata(), float).tolist()})
         for axes in (near, far)
     ]
-    assert drawn == [[0.1, 0.3, 0.45], [0.001, 0.02]]
+    assert drawn == [[0.1, 0.2, 0.3, 0.45], [0.001, 0.02]]
     assert [text.get_text() for text in far.texts] == ["ceiling (grid): 0.90 ↑"]
     assert not near.texts and far.get_ylim()[1] < 0.04
 

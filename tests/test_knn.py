@@ -22,10 +22,8 @@ from tests.stores import CNN_PAIR, write_labelled
 from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
-from vitsee_core.labelled import cpu_neighbours, gpu_neighbours, neighbours
-from vitsee_core.labelled.cpu_neighbours import CpuNeighbours
-from vitsee_core.labelled.gpu_neighbours import GpuNeighbours
-from vitsee_core.labelled.neighbours import FewNeighbours, Neighbours, in_tiles, nearest
+from vitsee_core.kernels.neighbours import PAD, Neighbours
+from vitsee_core.labels.neighbours import in_tiles, nearest
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
@@ -64,21 +62,10 @@ def loop_classes(
 
 
 def search(train: Array, test: Array, k: int, cut: int = 10_000, tile: int = 0) -> Any:
-    """As a CPU finds it, which is compared with what numpy and what a GPU's passes find."""
-    ways: list[Neighbours] = [
-        CpuNeighbours(test, k, tile),
-        FewNeighbours(test, k, tile),
-        GpuNeighbours(test, k, CPU, tile),
-    ]
+    found = Neighbours(test, k, CPU, tile)
     for start in range(0, len(train), cut):
-        for found in ways:
-            found.add(train[start : start + cut])
-    cosines, rows = ways[0].result()
-    for way in ways[1:]:
-        other, others = way.result()
-        assert np.array_equal(rows, others)
-        np.testing.assert_allclose(cosines, other, rtol=2e-7)
-    return cosines, rows
+        found.add(train[start : start + cut])
+    return found.result()
 
 
 def test_threads_of_the_search_do_not_matter() -> None:
@@ -104,41 +91,27 @@ def test_search_against_a_loop(n: int, cut: int, tile: int) -> None:
         assert cosines[i] == pytest.approx([c for c, _ in expected], rel=2e-7)
 
 
-@pytest.mark.parametrize("offset", [0.0, 3.0, 300.0])
-def test_products_in_bfloat16_find_the_same(offset: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    train, test = gauss(5000, 24, 1) + np.float32(offset), gauss(300, 24, 2) + np.float32(offset)
-    found = []
-    for there in (True, False):
-        monkeypatch.setattr(cpu_neighbours, "has_bfloat16", lambda device, there=there: there)
-        for cut in (5000, 1024, 1300):
-            found.append(search(train, test, 7, cut))
-    for cosines, rows in found[1:]:
-        assert np.array_equal(cosines, found[0][0]) and np.array_equal(rows, found[0][1])
+@pytest.mark.parametrize("spread", [1.0, 1e-2, 1e-4])
+def test_vectors_that_float32_cannot_tell_apart(spread: float) -> None:
+    """Around one vector: the rounding of float32 hides neighbours behind the candidates."""
+    train, test = (
+        (1 + spread * gauss(n, 24, seed)).astype(np.float32) for n, seed in ((3000, 1), (6, 2))
+    )
+    for cut in (3000, 1024, 700):
+        cosines, rows = search(train, test, 7, cut)
+        for i, expected in enumerate(loop_neighbours(train, test, 7)):
+            assert rows[i].tolist() == [row for _, row in expected]
+            assert cosines[i] == pytest.approx([c for c, _ in expected], rel=2e-7)
 
 
-def test_products_in_bfloat16_end_where_they_decide_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cpu_neighbours, "has_bfloat16", lambda device: True)
-    ways = []
-    for spread in (1.0, 1e-4):  # around one vector
-        train, test = (1 + spread * gauss(n, 24, seed) for n, seed in ((3000, 1), (4, 2)))
-        way = CpuNeighbours(test.astype(np.float32), 3)
-        for start in range(0, 3000, 1000):
-            way.add(train[start : start + 1000].astype(np.float32))
-        ways.append(way)
-        expected = loop_neighbours(train.astype(np.float32), test.astype(np.float32), 3)
-        assert way.result()[1].tolist() == [[row for _, row in found] for found in expected]
-    assert [way.in_bfloat16 for way in ways] == [True, False]
-
-
-def test_few_candidates_and_all_of_a_tile_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    train, test = gauss(4000, 8, 3), gauss(20, 8, 4)
-    first = search(train, test, 10, 500)
-    for few in (0.0, 1.0):
-        monkeypatch.setattr(gpu_neighbours, "FEW", few)
-        again = search(train, test, 10, 500)
-        assert np.array_equal(first[0], again[0]) and np.array_equal(first[1], again[1])
+def test_more_ties_than_candidates() -> None:
+    """Equal vectors, more than are looked at again, the nearest behind all of them."""
+    n = 3 * (4 + PAD)
+    train = np.repeat(np.array([[1.0, 1.0]], np.float32), n, 0)
+    train[-1], train[n // 2] = (1, 1.0001), (0, 0)
+    cosines, rows = search(train, np.array([[1, 1], [0, 3]], np.float32), 4)
+    assert rows.tolist() == [[0, 1, 2, 3], [n - 1, 0, 1, 2]]
+    assert cosines[0].tolist() == [1.0] * 4 and cosines[1, 0] > cosines[1, 1]
 
 
 def test_ties_go_to_the_lower_row_however_the_rows_are_cut() -> None:
@@ -195,11 +168,7 @@ def test_cuts_and_scale_do_not_matter(n: int, dim: int, cut: int, seed: int, sca
 
 # 64 queries at a time are the least
 @pytest.mark.parametrize(("memory", "passes"), [(1, 3), (40_000, 2), (10**9, 1)])
-@pytest.mark.parametrize("few", [0, 150 * 300])
-def test_memory_does_not_matter(
-    memory: int, passes: int, few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(neighbours, "FEW_CELLS", few)
+def test_memory_does_not_matter(memory: int, passes: int) -> None:
     train, test = gauss(300, 6, 6), gauss(150, 6, 7)
     calls: list[int] = []
 
@@ -341,7 +310,7 @@ def test_columns_and_places(tmp_path: Path) -> None:
     chance = table.where(baseline="random", metric="top1")
     # one draw for each number of channels, and all sites have four
     assert len(chance) == 3 and len(set(chance["value"].tolist())) == 1
-    assert table.notes["tokens"] == dict.fromkeys(real["site"].tolist(), "cls")
+    assert table.notes["compared"]["tokens"] == dict.fromkeys(real["site"].tolist(), "cls")
 
 
 def test_separable_and_unlearnable(tmp_path: Path) -> None:
@@ -400,7 +369,7 @@ def test_cnn_one_test_image_and_one_neighbour(tmp_path: Path) -> None:
     # nothing to say about a class without a test image
     assert math.isnan(table["value"][2]) and table["n_images"][2] == 0
     assert math.isnan(table["std"][0]) and table["low"][0] < 1
-    assert table.notes["tokens"] == {"stem": "mean"}
+    assert table.notes["compared"]["tokens"] == {"stem": "mean"}
 
 
 def test_constant_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -453,7 +422,7 @@ def test_panels(tmp_path: Path) -> None:
     figure = plot(table)
     assert [axes.get_ylabel() for axes in figure.axes] == ["top-1 accuracy", "top-5 accuracy"]
     lines = {str(line.get_label()): line for line in figure.axes[0].lines}
-    assert {"test, k = 1", "test, k = 9", "baseline: random"} <= set(lines)
+    assert {"test, k = 1", "test, k = 9", "baseline: random features"} <= set(lines)
     drawn = np.asarray(lines["test, k = 9"].get_ydata())
     curve = table.where(metric="top1", k=9, baseline="")
     assert drawn.tolist() == curve["value"][:3].tolist()
@@ -476,7 +445,7 @@ def test_command(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, "")
     lines = csv.read_text().splitlines()
     assert lines[0] == ",".join(name for name in COLUMNS if name != "class")
-    assert len(lines) == 1 + 2 * 3 * 2 and lines[1].startswith("mine,tiny,embed,,0,0.0,5,top1,")
+    assert len(lines) == 1 + 2 * 3 * 2 and lines[1].startswith("mine,tiny,,embed,,0,0.0,5,top1,")
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert sidecar["parameters"]["ks"] == [5]
     assert [store["label"] for store in sidecar["stores"]] == ["train", "mine"]

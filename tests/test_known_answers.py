@@ -166,9 +166,9 @@ def two_nearest(x: Array) -> float:
     """Facco et al. 2017: the slope through the origin of -log(1 - F) on log(r2 / r1)."""
     far = NearestNeighbors(n_neighbors=3).fit(x).kneighbors(x)[0]
     ratio = np.sort(far[:, 2] / far[:, 1])
-    a, b = np.log(ratio), -np.log(1 - np.arange(len(ratio)) / len(ratio))
     kept = int(0.9 * len(ratio))
-    return float(np.linalg.lstsq(a[:kept, None], b[:kept], rcond=None)[0][0])
+    a, b = np.log(ratio), -np.log(1 - np.arange(1, kept + 1) / len(ratio))
+    return float(np.linalg.lstsq(a[:kept, None], b, rcond=None)[0][0])
 
 
 def bimodality(x: Array) -> float:

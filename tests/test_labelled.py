@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from tests.stores import CNN_PAIR, write_labelled
 from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.labelled.labelled_rows import (
+from vitsee_core.labels.labelled_rows import (
     accuracy_interval,
     check_disjoint,
     check_label_spaces,
-    check_same_model,
     labelled_rows,
     random_features,
     random_pieces,
@@ -138,18 +137,6 @@ def test_shared_images(tmp_path: Path) -> None:
     assert check_disjoint(a, b, allow_shared=True) == 2
     # only rows that are used count
     assert check_disjoint(labelled_rows(train, images=4), b) == 0
-
-
-def test_models(tmp_path: Path) -> None:
-    stores = [
-        write_labelled(tmp_path / f"{i}.zarr", features(2), [0, 1], weights=w, model=m)
-        for i, (w, m) in enumerate([("w", "vit"), ("w", "vit"), ("v", "vit"), ("w", "cnn")])
-    ]
-    check_same_model(stores[0], stores[1])
-    with pytest.raises(StoreMismatch, match=r"different weights \(both vit\)"):
-        check_same_model(stores[0], stores[2])
-    with pytest.raises(StoreMismatch, match=r"different models \(vit against cnn\)"):
-        check_same_model(stores[0], stores[3])
 
 
 # ---------------------------------------------------------------- vectors

@@ -7,7 +7,7 @@ import sys
 
 LIBRARIES_ARE_FOUND = """
 from threadpoolctl import threadpool_info
-from vitsee_core.lanes import one_blas_thread
+from vitsee_core.runtime.lanes import one_blas_thread
 
 def threads():
     return [found["num_threads"] for found in threadpool_info() if found["user_api"] == "blas"]

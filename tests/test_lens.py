@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from tests.extractions import RESNET, VIT, extracted, plant_images
 from tests.stores import write_sites
 from vitsee_cli.main import main
-from vitsee_core import classifiers
 from vitsee_core.analyses.lens import METRICS, _scores, plot, run
-from vitsee_core.models import load_model
-from vitsee_core.provenance import model_of
-from vitsee_core.results import Table
+from vitsee_core.models import classifiers
+from vitsee_core.models.load import load_model
+from vitsee_core.models.provenance import model_of
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 

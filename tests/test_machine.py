@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
-from vitsee_core import machine
 from vitsee_core.extraction.run import default_workers
-from vitsee_core.machine import local_processes, memory_bytes
+from vitsee_core.runtime import machine
+from vitsee_core.runtime.machine import local_processes, memory_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -55,14 +54,3 @@ def test_workers_by_cores(
     monkeypatch.setattr(machine, "local_processes", lambda _environ: processes)
     assert default_workers(CUDA) == workers
     assert default_workers(CPU) == 0
-
-
-def test_what_the_processor_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "processor\t: 0\nvmx flags\t: ept\nflags\t\t: fpu avx512f amx_bf16\nbugs\t: flags\n"
-    monkeypatch.setattr(Path, "read_text", lambda path: text)
-    assert machine.cpu_flags() == {"fpu", "avx512f", "amx_bf16"}
-    monkeypatch.setattr(Path, "read_text", lambda path: "model name: another\n")
-    assert machine.cpu_flags() == set()
-    monkeypatch.undo()
-    monkeypatch.setattr("vitsee_core.machine.Path", lambda path: tmp_path / "none")
-    assert machine.cpu_flags() == set()

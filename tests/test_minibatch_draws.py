@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.stores import VIT, write_model
-from vitsee_core.grams import products
-from vitsee_core.similarity import Estimator, GramOptions, Representation, batches, hsic
+from vitsee_core.similarity import Estimator, GramOptions, Representation, batches, hsic, products
 from vitsee_core.similarity.batches import draw_batches
 from vitsee_stores.folder import Folder
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.models_helpers import VIT, Keeper, images, small
-from vitsee_core.models import Capture, CaptureError, LoadedModel, site_table
 from vitsee_core.models.attention_watch import (
     AttentionEvent,
     AttentionWatch,
@@ -19,6 +18,10 @@ from vitsee_core.models.attention_watch import (
     _at_once,
     _by_image,
 )
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.hook_points import CaptureError
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.site_tables import site_table
 
 SERVED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "vit": ("vit_tiny_patch16_224", (32, 48), VIT),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import pkgutil
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from vitsee_cli.main import main
-from vitsee_core import analyses, catalogue
-from vitsee_core.models import load_model, site_table
+from vitsee_core import analyses
 from vitsee_core.models.create import without_weights
-from vitsee_core.models.site_tables import sketch
+from vitsee_core.models.load import load_model
+from vitsee_core.models.site_tables import site_table, sketch
+from vitsee_core.study import catalogue
 from vitsee_stores.errors import VitseeError
 
 VIT = "vit_tiny_patch16_224"
@@ -40,6 +42,10 @@ def test_a_vit() -> None:
     block = 4 * d + (3 * d * d + 3 * d) + (d * d + d) + (8 * d * d + 5 * d)
     embed = 16 * 16 * 3 * d + d + d + 197 * d
     assert int(row["n_params"]) == embed + 12 * block + 2 * d + 1000 * d + 1000
+    assert (row["heads"], row["grid"]) == ("3", "14x14")
+    # Twice the multiply-adds: patches, and of each block linear layers and both attention products.
+    linear, products = 12 * d * d * 197, 2 * 197 * 197 * d
+    assert int(row["flops"]) == 2 * (196 * 768 * d + 12 * (linear + products) + d * 1000)
     assert set(row["analyses"].split()) == set(catalogue.needs_of_analyses())
     assert row["left_out"] == ""
     assert "augreg_in21k_ft_in1k" in row["tags"].split()
@@ -48,6 +54,7 @@ def test_a_vit() -> None:
 def test_a_resnet_says_what_it_lacks() -> None:
     (row,) = rows(models("test_resnet"))
     served = set(row["analyses"].split())
+    assert row["heads"] == "" and int(row["flops"]) > 0 and "x" in row["grid"]
     assert {"cka", "probe", "knn", "cluster", "normratio", "localize", "erf", "weights"} <= served
     assert not served & ATTENTION
     assert "attn-dist attn-map" in row["left_out"]
@@ -145,3 +152,12 @@ def test_what_shapes_cannot_tell_is_proven_on_request() -> None:
 def test_a_pattern_that_matches_nothing_in_python() -> None:
     with pytest.raises(VitseeError, match="no timm model matches"):
         catalogue.run("nothing*")
+
+
+def test_the_command_as_json() -> None:
+    done = CliRunner().invoke(main, ["models", "deit3_base*", "--names", "--json"])
+    assert done.exit_code == 0, done.stderr
+    first = json.loads(done.stdout)[0]
+    assert (first["model"], first["height"]) == ("deit3_base_patch16_224", 224)
+    done = CliRunner().invoke(main, ["models", "deit3_base*", "--json", "-o", "x.csv"])
+    assert done.exit_code == 2 and "give -o a .json file instead" in done.stderr

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.models_helpers import VIT, redraw
-from vitsee_core.models import ModelError, load_model
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.load import load_model
 
 NAME = "vit_tiny_patch16_224"
 State = dict[str, Tensor]
@@ -163,7 +164,7 @@ def test_position_tables_of_another_size_are_resampled(tmp_path: Path) -> None:
     torch.testing.assert_close(model.module.state_dict()["pos_embed"], expected)
     assert model.input_size == (3, 48, 48)
     assert model.weights["resampled"] == ["pos_embed (1, 17, 48) to (1, 37, 48)"]
-    assert model.notes() == ["w.pth: resampled: pos_embed (1, 17, 48) to (1, 37, 48)"]
+    assert model.notes()[1:] == ["w.pth: resampled: pos_embed (1, 17, 48) to (1, 37, 48)"]
     assert "resampled" not in loaded(path).weights
 
 
@@ -186,14 +187,14 @@ def test_the_key_may_be_named_and_is_said(tmp_path: Path) -> None:
     both = saved(tmp_path / "both.pth", {"model": state, "model_ema": averaged})
     model = loaded(both, checkpoint_key="model_ema")
     assert holds(model, averaged) and model.weights["key"] == "model_ema"
-    (note,) = model.notes()
+    _, note = model.notes()  # the first is about normalisation
     assert note == (
         "both.pth: taken: model_ema; other weights in the file: model (--checkpoint-key)"
     )
-    assert "taken: model;" in loaded(both).notes()[0]
+    assert "taken: model;" in loaded(both).notes()[1]
     alone = loaded(saved(tmp_path / "alone.pth", {"state_dict_ema": averaged}))
-    assert alone.notes() == ["alone.pth: taken: state_dict_ema"]
-    assert loaded(saved(tmp_path / "one.pth", {"model": state})).notes() == []
+    assert alone.notes()[1:] == ["alone.pth: taken: state_dict_ema"]
+    assert loaded(saved(tmp_path / "one.pth", {"model": state})).notes()[1:] == []
     text = refused(both, checkpoint_key="teacher")
     assert "no state dict under 'teacher'" in text and "it has: model, model_ema" in text
     with pytest.raises(ModelError, match="give --checkpoint FILE too"):

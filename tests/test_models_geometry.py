@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from tests.extractions import extracted, plant_images
 from tests.models_helpers import SMALL, VIT, Keeper, images, small
 from vitsee_core.extraction.prepare import unseen_pixels
-from vitsee_core.models import Capture, LoadedModel, SiteTable, self_check, site_table
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.patches import Patches, cells
+from vitsee_core.models.selfcheck import self_check
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.steps import Step, Steps
 from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_stores import open_store
@@ -112,15 +116,15 @@ def test_grids_that_are_padded_on_the_way() -> None:
 
 def test_steps_from_sizes_alone() -> None:
     steps = Steps((100, 150))
-    assert steps.of((100, 150)).px == (1.0, 1.0)
-    assert steps.of((104, 152)).px == (1.0, 1.0)  # padded
-    assert steps.of((26, 38)).px == (4.0, 4.0)  # 104 / 4
-    assert steps.of((13, 19)).px == (8.0, 8.0)
-    assert steps.of((14, 20)).px == (8.0, 8.0)
-    assert steps.of((7, 10)).px == (16.0, 16.0)
+    assert steps.of((100, 150)).stride_px == (1.0, 1.0)
+    assert steps.of((104, 152)).stride_px == (1.0, 1.0)  # padded
+    assert steps.of((26, 38)).stride_px == (4.0, 4.0)  # 104 / 4
+    assert steps.of((13, 19)).stride_px == (8.0, 8.0)
+    assert steps.of((14, 20)).stride_px == (8.0, 8.0)
+    assert steps.of((7, 10)).stride_px == (16.0, 16.0)
     resized = Steps((240, 240))
     assert resized.of((224, 224)) == Step((240 / 224, 240 / 224), 0)
-    assert resized.of((14, 14)).px == pytest.approx((240 / 14, 240 / 14))
+    assert resized.of((14, 14)).stride_px == pytest.approx((240 / 14, 240 / 14))
 
 
 class Embedding(nn.Module):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.models_helpers import VIT
-from vitsee_core.models import ModelError, load_model
-from vitsee_core.models.load import hash_weights
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.load import hash_weights, load_model
 
 NAME = "vit_tiny_patch16_224"
 

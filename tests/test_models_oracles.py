@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.models_helpers import VIT, Keeper, images, small
-from vitsee_core.models import Capture, LoadedModel, SiteTable, site_table
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sites import SiteTable
 
 # One matrix product summed in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
@@ -235,12 +238,37 @@ def test_maps_come_rows_first(name: str) -> None:
         assert any(torch.allclose(outs[n], turned, atol=1e-5) for n in same)
 
 
+# A head each: one linear layer, with a batch norm around it, two of these, a norm before or after
+# pooling, a hidden layer, a convolution after pooling, attention pooling.
+HEADS: list[tuple[str, int | None, dict[str, Any]]] = [
+    ("deit_tiny_distilled_patch16_224", 32, VIT),
+    ("vit_base_patch16_siglip_gap_224", 32, VIT),
+    ("vit_base_patch16_siglip_224", 32, VIT),
+    ("beit_base_patch16_224", 32, VIT),
+    ("efficientvit_m0", None, {}),
+    ("shvit_s1", 64, {}),
+    ("levit_128s", None, {}),
+    ("repvit_m0_9", 64, {}),
+    ("test_convnext", 64, {}),
+    ("convnext_atto", 64, {"head_hidden_size": 16, "depths": (1, 1, 1, 1), "dims": (8,) * 4}),
+    ("mobilenetv3_small_050", 64, {}),
+    ("test_resnet", 64, {}),
+    ("test_nfnet", 64, {}),
+    ("efficientvit_b0", 64, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "args"), HEADS, ids=[head[0] for head in HEADS])
 @torch.no_grad()
-def test_distilled_pooled_is_timms_pre_logits() -> None:
-    model = small("deit_tiny_distilled_patch16_224", 32, **VIT)
+def test_pooled_is_timms_pre_logits(name: str, size: int | None, args: dict[str, Any]) -> None:
+    model = small(name, size, **args)
     table, x = site_table(model), images(model)
-    kept = captured(model, table, x)
-    module: Any = model.module
-    expected = module.forward_head(module.forward_features(x), pre_logits=True)
+    keeper = Keeper()
+    sites = [site for site in table.sites if site.name in ("pooled", "logits")]
+    with Capture(model, table, sites=sites) as capture:
+        capture.run(x, keeper)
+    kept, module = keeper, cast("Any", model.module)
+    expected = module.forward_head(module.forward_features(x), pre_logits=True).flatten(1)
     torch.testing.assert_close(kept.sites["pooled"][1], expected)
-    torch.testing.assert_close(kept.sites["logits"][1], module(x))
+    if "logits" in kept.sites:
+        torch.testing.assert_close(kept.sites["logits"][1], module(x))

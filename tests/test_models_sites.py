@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.models_helpers import SMALL, VIT, small
-from vitsee_core.models import LoadedModel, ModelError, SiteTable, site_table
 from vitsee_core.models.geometry import Geometry
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.steps import whole_stride
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 
@@ -159,6 +162,9 @@ def test_resnet_parts_and_strides(resnet: SiteTable) -> None:
     assert [x.grid for x in grids if x] == [(16, 16), (8, 8), (4, 4), (2, 2)]
     assert [x.stride_px for x in grids if x] == [(4.0, 4.0), (8.0, 8.0), (16.0, 16.0), (32.0, 32.0)]
     assert {"bn1", "layer1.0.bn1", "layer1.0.branch"} <= set(names(resnet, "norms"))
+    stem = [resnet[name] for name in ("conv1", "bn1", "act1", "stem", "layer1.0.bn1")]
+    assert [(site.depth, site.rel_depth) for site in stem] == [(0, 0.0)] * 5
+    assert (resnet["pooled"].depth, resnet["pooled"].rel_depth) == (8, 1.0)
     assert resnet.residual_refusal is None and resnet.attention_refusal is not None
     assert [s.name for s in resnet.sublayers[:2]] == ["layer1.0", "layer1.1"]
 

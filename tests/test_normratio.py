@@ -21,9 +21,9 @@ from tests.residuals import SITES, cnn, products_of, random_branches, vit
 from tests.stores import write_residuals
 from tests.tables import equal
 from vitsee_core.analyses.normratio import COLUMNS, DEFAULT_METRICS, METRICS, plot, run
-from vitsee_core.results import Table
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.statistics.skip_branch import quantities
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -62,10 +62,11 @@ def test_by_hand(tmp_path: Path) -> None:
     without = [math.sqrt(8), 2.0, math.sqrt(2)]
     error = math.sqrt(2 / 3 * sum((v - sum(without) / 3) ** 2 for v in without))
     assert table["std"][2] == pytest.approx(math.sqrt(3) * error, rel=1e-13)
-    first = {name: table[name][0] for name in COLUMNS[:10]}
+    first = {name: table[name][0] for name in COLUMNS[:11]}
     assert first == {
         "store": "a",
         "model": "tiny",
+        "weights": "",
         "site": "blocks.0.attn",
         "block": "blocks.0",
         "depth": 0,

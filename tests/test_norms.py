@@ -19,15 +19,15 @@ from tests.stores import VIT as LAYOUT
 from tests.stores import write_residuals, write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses.norms import METRICS, OF_ACTIVATIONS, OF_NORMS, plot, run
-from vitsee_core.results import Table
-from vitsee_core.statistics.moments import t_quantile
-from vitsee_core.statistics.outliers import (
+from vitsee_core.analyses.norms.outliers import (
     bimodality,
     histogram,
     mad_threshold,
     pooled_median,
     share_above_mad,
 )
+from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout

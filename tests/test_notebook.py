@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 import vitsee_core.analyses
 from vitsee_core.analyses import attn_dist
-from vitsee_core.arguments import analysis
-from vitsee_core.results import Table
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import StoreError, VitseeError
 
@@ -196,4 +196,5 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     frame = shown[-3]
     stages = [f"layer{i}.{j}.out" for i in range(1, 5) for j in range(2)]
     assert frame["site"].tolist() == ["stem", *stages]
-    assert shown[-1] == ["distances.csv", "similarity.csv"]
+    tables = ["distances.csv", "similarity.csv"]
+    assert shown[-1] == [f"{name}{end}" for name in tables for end in ("", ".json")]

@@ -16,6 +16,9 @@ from click.testing import CliRunner
 from vitsee_cli import console, options, values
 from vitsee_cli.main import main
 from vitsee_cli.model_options import model_options
+from vitsee_core import analyses
+from vitsee_core.runtime.options import tokens_option
+from vitsee_stores.errors import VitseeError
 
 
 @pytest.mark.parametrize(
@@ -143,24 +146,24 @@ def test_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def declared(file: Path) -> dict[str, str]:
-    """{flag: call in one line} of the options that a file declares by `click.option`."""
+    """{call in one line: flag or help} of the options that a file declares."""
     calls = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
-    found = {}
-    for call in calls:
-        if ast.unparse(call.func) == "click.option":
-            texts = [a.value for a in call.args if isinstance(a, ast.Constant)]
-            found.update({str(text): ast.unparse(call) for text in texts if str(text)[:2] == "--"})
-    return found
+    return {
+        ast.unparse(call): ast.unparse(call.args[0])
+        for call in calls
+        if ast.unparse(call.func) in ("click.option", "Option") and call.args
+    }
 
 
 def test_no_option_is_declared_twice() -> None:
     """Two commands whose option means the same take it from one place."""
-    folder = Path(options.__file__).parent
-    seen: dict[str, str] = {}
-    for file in sorted((*folder.glob("*options.py"), *folder.glob("commands/*.py"))):
-        for flag, call in declared(file).items():
-            assert call not in seen, f"{flag} of {file.name} is also in {seen[call]}"
-            seen[call] = file.name
+    cli = Path(options.__file__).parent
+    core = Path(analyses.__file__ or "").parents[1]
+    seen: dict[str, Path] = {}
+    for file in sorted((*cli.glob("*options.py"), *cli.glob("commands/*.py"), *core.rglob("*.py"))):
+        for call, what in declared(file).items():
+            assert call not in seen, f"{what} of {file} is also in {seen[call]}"
+            seen[call] = file
     assert len(seen) > 60, "the options were found"
 
 
@@ -183,7 +186,10 @@ def test_the_table_of_shared_options_is_whole() -> None:
         exported[file.stem] = {
             n
             for n in names
-            if re.search("^[a-z].*_(options?|argument|stores)$|^verbosity$|^defaults_of$", n)
+            if re.search(
+                "^[a-z].*_(options?|argument|stores)$|^verbosity$|^defaults_of$|^only_with$|^refuse_twice$",
+                n,
+            )
         }
     exported["model_options"].remove("check_weight_options")
     assert table == exported
@@ -285,10 +291,11 @@ def test_the_shell_completes_paths_and_words(
 
 
 def test_tokens() -> None:
-    parse = values.token_parser(("all", "cls"))
+    parse = tokens_option(("all", "cls")).parse
+    assert parse is not None
     assert [parse(t) for t in ("all", "cls", "3,10")] == ["all", "cls", "3,10"]
     for text in ("patches", "3", "-1,2", "3,4,5"):
-        with pytest.raises(click.BadParameter, match="expected all, cls or ROW,COL"):
+        with pytest.raises(VitseeError, match="expected all, cls or ROW,COL"):
             parse(text)
 
 
@@ -324,3 +331,58 @@ def test_model_options_are_gathered() -> None:
     clash = runner.invoke(command, ["vit", "--random-init", "3", "--checkpoint", "x.pth"])
     assert clash.exit_code == 2
     assert "exclude each other" in clash.stderr
+
+
+@pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
+def test_an_option_that_takes_one_value_is_given_once(name: str, tmp_path: Path) -> None:
+    """Whatever the command: `-o a -o b` is refused, not taken for `-o b`."""
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    single = [
+        param
+        for param in command.params
+        if isinstance(param, click.Option)
+        and not (param.multiple or param.is_flag or param.is_eager)
+    ]
+    for param in single:
+        args = [name, param.opts[-1], "1", param.opts[-1], "2"]
+        result = CliRunner().invoke(main, args)
+        assert (result.exit_code, result.stdout) == (2, ""), args
+        assert f"{'/'.join(param.opts)} is given 2 times; expected once" in result.stderr
+
+
+def test_once_counts_short_and_long_names_and_both_sides_of_a_switch(tmp_path: Path) -> None:
+    store, out = str(tmp_path / "a.zarr"), str(tmp_path / "r.csv")
+    twice: list[list[str]] = [
+        ["cka", store, "-o", out, "--output", out],
+        ["cka", store, f"--output={out}", f"-o{out}"],
+        ["attn-map", store, "--coverage", "--no-coverage"],
+    ]
+    for args in twice:
+        result = CliRunner().invoke(main, args)
+        assert result.exit_code == 2 and "is given 2 times; expected once" in result.stderr
+    for args in (["cka", store, "--force", "--force"], ["cka", store, "-v", "-q", "-v"]):
+        result = CliRunner().invoke(main, args)
+        assert result.exit_code == 1 and "a.zarr" in result.stderr  # only the store is missing
+    given = CliRunner().invoke(main, ["cka", store, "--sites", "a", "--sites", "b"])
+    assert given.exit_code == 1
+    after = CliRunner().invoke(main, ["cka", "--", "-o", "-o", store])
+    assert "is given" not in after.stderr
+
+
+def test_the_shell_completes_names(tmp_path: Path) -> None:
+    def values(*words: str) -> list[str]:
+        return [value for _, value in completions(*words)]
+
+    assert "vit_small_patch16_224" in values("extract", "vit_small_p")
+    assert {"demo:vit", "demo:vit-gap"} <= {*values("models", "demo:")}
+    assert values("extract", "m", "--tokens", "norms=") == ["norms=all", "norms=pooled"]
+    assert values("cka", "x", "--tokens", "mean") == ["mean", "mean-all"]
+    assert values("attn-dist", "x", "--sites", "st") == ["stage:"]
+    assert values("extract", "m", "--sites", "res") == ["residual"]
+    assert values("study", "m", "--analyses", "attn-") == ["attn-dist", "attn-map"]
+    assert values("norms", "x", "--metric", "outlier_share_") == ["outlier_share_mad"]
+    table = tmp_path / "r.csv"
+    table.write_text("store,site,metric,value\na,x,top1,0.5\na,x,top5,0.5\na,x,iou,0.5\n")
+    assert values("best-layer", str(table), "--metric", "t") == ["top1", "top5"]
+    assert values("best-layer", str(tmp_path / "none"), "--metric", "t") == []

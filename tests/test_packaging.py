@@ -40,11 +40,13 @@ def wheel(built: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(built.glob("*.whl")))
 
 
+@pytest.mark.slow
 def test_top_level_names(wheel: zipfile.ZipFile) -> None:
     names = {name.split("/")[0] for name in wheel.namelist()}
     assert {n for n in names if not n.endswith(".dist-info")} == PACKAGES
 
 
+@pytest.mark.slow
 def test_every_file_of_the_packages_ships(wheel: zipfile.ZipFile) -> None:
     """Modules and data alike: a pattern in .gitignore can drop either without an error."""
     shipped = set(wheel.namelist())
@@ -54,6 +56,7 @@ def test_every_file_of_the_packages_ships(wheel: zipfile.ZipFile) -> None:
                 assert f"{package}/{file.relative_to(folder).as_posix()}" in shipped
 
 
+@pytest.mark.slow
 def test_data_files_ship(wheel: zipfile.ZipFile) -> None:
     shipped = set(wheel.namelist())
     assert "vitsee_stores/FORMAT.md" in shipped
@@ -64,10 +67,12 @@ def test_data_files_ship(wheel: zipfile.ZipFile) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= shipped
 
 
+@pytest.mark.slow
 def test_the_wheel_is_small(built: Path) -> None:
     assert next(built.glob("*.whl")).stat().st_size < 15e6
 
 
+@pytest.mark.slow
 def test_metadata(wheel: zipfile.ZipFile) -> None:
     name = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
     metadata = email.message_from_bytes(wheel.read(name))
@@ -80,6 +85,7 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     assert "Copyright (c) 2026 the vitsee authors" in license_text
 
 
+@pytest.mark.slow
 def test_console_script(wheel: zipfile.ZipFile) -> None:
     name = next(n for n in wheel.namelist() if n.endswith(".dist-info/entry_points.txt"))
     entry_points = configparser.ConfigParser()
@@ -87,6 +93,7 @@ def test_console_script(wheel: zipfile.ZipFile) -> None:
     assert dict(entry_points["console_scripts"]) == {"vitsee": "vitsee_cli.__main__:main"}
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_what_its_tests_need(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}

@@ -13,9 +13,10 @@ from click.testing import CliRunner, Result
 
 from tests.stores import write_labelled
 from vitsee_cli.main import main
-from vitsee_core import replicates
 from vitsee_core.analyses.best_layer import compare, plot, read
-from vitsee_core.results import Table
+from vitsee_core.statistics.simultaneous import largest_t
+from vitsee_core.tables import replicates
+from vitsee_core.tables.results import Table
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
 T_3 = 3.182446305284263  # t(0.975) of 3 degrees of freedom
@@ -60,6 +61,21 @@ def test_by_hand(tmp_path: Path) -> None:
     assert row["low"] == pytest.approx(0.3 - T_3 * math.sqrt(0.015))
     assert row["high"] == pytest.approx(0.3 + T_3 * math.sqrt(0.015))
     assert (row["n_blocks"], row["n_images"], row["spread"]) == (4, 40, "jackknife")
+
+
+def test_intervals_allow_for_the_choice(tmp_path: Path) -> None:
+    """Of three layers: all pairs of them, or of those of both stores."""
+    sites = {"embed": LOW, "blocks.0.out": HIGH, "blocks.1.out": [0.7, 0.7, 0.9, 0.2, 0.8]}
+    other = {"embed": [0.6, 0.4, 0.6, 0.6, 0.8]}
+    files = read([write(tmp_path / "r.csv", vit=sites, cnn=other)])
+    own = np.array([of[1:] for of in sites.values()])
+    for among, family in (("layers", own), ("models", np.array([*own, other["embed"][1:]]))):
+        table = compare(files, among=among)
+        reach = largest_t(family) * table["std"].astype(float)
+        assert largest_t(family) > T_3
+        assert table["high"] - table["value"] == pytest.approx(reach)
+        assert table["value"] - table["low"] == pytest.approx(reach)
+    assert "simultaneous" in str(table.notes["interval"])
 
 
 def test_what_is_shared_cancels(tmp_path: Path) -> None:
@@ -154,8 +170,8 @@ def test_the_figure(tmp_path: Path) -> None:
     panel = plot(table).axes[0]
     labels = [text.get_text() for text in panel.get_yticklabels()]
     assert labels == [
-        *("vit: blocks.0.out less", "blocks.1.out", "embed"),
-        *("cnn: blocks.0.out less", "embed"),
+        *("vit: block 0 less", "block 1", "embedding"),
+        *("cnn: block 0 less", "embedding"),
     ]
     points: list[Any] = [line for line in panel.get_lines() if line.get_linestyle() == "None"]
     places = [(round(line.get_xdata()[0], 9), line.get_ydata()[0]) for line in points]
@@ -172,7 +188,7 @@ def test_the_figure(tmp_path: Path) -> None:
     assert len(bars) == 2
     both = compare(read([path]), among="models")
     labels = [text.get_text() for text in plot(both).axes[0].get_yticklabels()]
-    assert labels == ["vit: blocks.0.out less", "cnn: blocks.0.out"]
+    assert labels == ["vit: block 0 less", "cnn: block 0"]
 
 
 def test_the_command_draws_it_and_misses_replicates(tmp_path: Path) -> None:

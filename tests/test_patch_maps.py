@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
-from vitsee_core.embedded_pictures import decode, encode
+from vitsee_core.images.embedded_pictures import decode, encode
 from vitsee_core.patch_maps.colours import Colours, matched, rotation_to
 from vitsee_core.patch_maps.photos import Shown, describe_sheet
 from vitsee_core.patch_maps.views import View, grid_sites, union

@@ -19,11 +19,13 @@ from tests.command_line import said
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
 from vitsee_core.analyses.pca import plot, run
-from vitsee_core.covariance.axes import principal_axes
-from vitsee_core.covariance.sums import Sums
+from vitsee_core.figures.plotting import (
+    figure_bytes,
+)
 from vitsee_core.patch_maps.colours import Colours
-from vitsee_core.plotting import figure_bytes
-from vitsee_core.results import Table
+from vitsee_core.statistics.covariance.axes import principal_axes
+from vitsee_core.statistics.covariance.sums import CovarianceSums
+from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -72,17 +74,17 @@ def colours_of(table: Table, image: str, grid: tuple[int, int], store: str, site
 def test_axes_by_hand() -> None:
     """Along (3, 4) / 5 there are -10, 10, along (4, -3) / 5 -5, 5: shares 0.8 and 0.2."""
     x = np.array([[6.0, 8.0, 1], [-6, -8, 1], [4, -3, 1], [-4, 3, 1]]) + 2
-    found = principal_axes(Sums.of(x, x[0]), 3)
+    found = principal_axes(CovarianceSums.of(x, x[0]), 3)
     assert np.allclose(found.axes, [[0.6, 0.8, 0.0], [0.8, -0.6, 0.0], [0.0, 0.0, 1.0]], atol=1e-14)
     assert np.allclose(found.shares, [0.8, 0.2, 0], atol=1e-14)
     assert np.allclose(found.scores(x), [[10, 0, 0], [-10, 0, 0], [0, 5, 0], [0, -5, 0]])
-    alike = principal_axes(Sums.of(np.ones((4, 3)), np.ones(3)), 3)
+    alike = principal_axes(CovarianceSums.of(np.ones((4, 3)), np.ones(3)), 3)
     assert np.isnan(alike.shares).all()
 
 
 def test_axes_are_scikit_learns() -> None:
     x = tokens().reshape(-1, DIM)
-    found = principal_axes(Sums.of(x, x[3].astype(np.float64)), 4)
+    found = principal_axes(CovarianceSums.of(x, x[3].astype(np.float64)), 4)
     expected = scikit(x, 4)
     assert np.allclose(found.axes, signed(expected.components_), atol=1e-9)
     assert np.allclose(found.shares, expected.explained_variance_ratio_, rtol=1e-10)
@@ -286,12 +288,14 @@ def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
         ("a.zarr", "--image", "dog.png"): "a has no image 'dog.png'",
         ("a.zarr", "other.zarr"): "other has no image 'image0'",
         ("a.zarr", "--reference", "pooled"): "pooled of a has no grid of patches to map",
-        ("a.zarr", "--memory", "1K"): "the axes of embed of a (6 channels) take",
+        ("a.zarr", "--memory", "1K"): "reading a chunk of a takes",
         ("a.zarr", "--no-align", "--reference", "embed"): "a reference is for aligned colours",
     }
     for args, line in cases.items():
         stderr = said(tmp_path, "pca", *args, "--png", "x.png", code=1)
         assert line in stderr and "Traceback" not in stderr, stderr
+    with pytest.raises(VitseeError, match=r"the axes of embed of a \(6 channels\) take"):
+        run(tmp_path / "a.zarr", memory=1000)
         assert not (tmp_path / "x.png").exists()
     assert "--components" in said(tmp_path, "pca", "a.zarr", "--components", "2", code=2)
     store = open_store(tmp_path / "a.zarr")

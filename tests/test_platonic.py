@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from tests.stores import VIT, write_model
 from vitsee_cli.main import main
 from vitsee_core.analyses.similarity import run
-from vitsee_core.execution import Execution
+from vitsee_core.analyses.similarity.platonic import without_outliers
 from vitsee_core.features.clamped import clamped, quantile_of_sizes
-from vitsee_core.measures.platonic import without_outliers
-from vitsee_core.results import Table
+from vitsee_core.runtime.execution import Execution
 from vitsee_core.similarity import Representation
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
 

@@ -21,12 +21,12 @@ from tests.reference_probe import padded_ridge, ridge, shots_of, top
 from tests.stores import VIT
 from vitsee_cli.main import main
 from vitsee_core.analyses.probe import COLUMNS, plot, run
+from vitsee_core.analyses.probe.draws import draw_images, split_rows
+from vitsee_core.analyses.probe.rows import _mean_l2
 from vitsee_core.features.last_stage import adaptive_average, flatten_patches, largest_patch
-from vitsee_core.labelled.labelled_rows import accuracy_interval, labelled_rows
-from vitsee_core.probing.draws import draw_images, split_rows
-from vitsee_core.probing.rows import _mean_l2
-from vitsee_core.results import Table
-from vitsee_core.ridge import Linear
+from vitsee_core.kernels.ridge import Linear
+from vitsee_core.labels.labelled_rows import accuracy_interval, labelled_rows
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
@@ -464,7 +464,7 @@ def test_bad_pairs(tmp_path: Path, pair: Pair) -> None:
     other = write_labelled(tmp_path / "m.zarr", sites, pair.labels, hash_offset=500, model="big")
     with pytest.raises(StoreMismatch, match="different model"):
         run(pair.train, other)
-    with pytest.raises(VitseeError, match="expected one of a second store"):
+    with pytest.raises(VitseeError, match="give exactly one of TEST"):
         run(pair.train)
 
 
@@ -703,9 +703,8 @@ def test_maps_and_curves(pair: Pair, tmp_path: Path) -> None:
 def test_curves_against_l2(pair: Pair) -> None:
     axes = plot(run(pair.train, pair.test, l2=["grid"])).axes
     assert [(panel.get_xlabel(), len(panel.lines)) for panel in axes] == [("l2", 1)]
-    axes = plot(run(pair.train, pair.test, l2=["grid"], shots=[2, 5], seeds=1)).axes
-    legend = axes[0].get_legend()
-    assert legend is not None
+    figure = plot(run(pair.train, pair.test, l2=["grid"], shots=[2, 5], seeds=1))
+    axes, (legend,) = figure.axes, figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["shots = 2", "shots = 5"]
     assert len({str(line.get_marker()) for line in axes[0].lines}) == 2
 
@@ -758,8 +757,8 @@ def test_command_refuses_in_one_line(pair: Pair, tmp_path: Path) -> None:
         ((train, "--test-split", "val"), 1, "no split 'val'; its data has no splits"),
         ((train, test, "--sites", "blocks.7"), 1, "no site matches 'blocks.7'"),
         ((train, test, "--preset", "raghu", "--solver", "sgd", "--l2", 3), 1, "--solver ridge"),
-        ((train,), 2, "exactly one of TEST"),
-        ((train, test, "--holdout", 0.2), 2, "exactly one of TEST"),
+        ((train,), 1, "exactly one of TEST"),
+        ((train, test, "--holdout", 0.2), 1, "exactly one of TEST"),
         ((train, test, "--l2", "-1"), 2, "expected a number above 0, holdout, loo, grid"),
         ((train, test, "--intercept", "x"), 2, "expected free or a number"),
         ((train, test, "--tokens", "prefix"), 2, "expected cls, mean"),

@@ -20,12 +20,13 @@ import vitsee
 from tests.reference_davis import evaluated, pixels_of, propagated
 from tests.videos import CELL, METRICS, Array, plant, store_of, two_videos, value
 from vitsee_core.analyses.propagate import COLUMNS, plot, run
-from vitsee_core.device import current_precision, precision_context
+from vitsee_core.analyses.propagate.davis import find_masks, find_videos
+from vitsee_core.analyses.propagate.work import group_videos
 from vitsee_core.indexed_masks import write_mask
-from vitsee_core.progress import Silent
+from vitsee_core.runtime.device import current_precision, precision_context
+from vitsee_core.runtime.progress import Silent
 from vitsee_core.statistics.jackknife import interval
-from vitsee_core.video.davis import find_masks, find_videos
-from vitsee_core.video.work import group_videos
+from vitsee_core.statistics.shares import jackknife_share
 
 
 def scene(n_frames: int = 6, seed: int = 0) -> tuple[Array, Array]:
@@ -136,8 +137,10 @@ def test_rows_of_videos_and_objects(tmp_path: Path) -> None:
         without = table.replicates[(table["metric"] == metric) & (table["baseline"] == "")][0]
         assert without.tolist() == pytest.approx([b, a])
         limits = (-1.0, 1.0) if metric.endswith("decay") else (0.0, 1.0)
-        _, low, high = interval(np.asarray(row["value"][0]), np.array([b, a]), limits)
-        assert [row["low"][0], row["high"][0]] == pytest.approx([low, high])
+        _, *ends = interval(np.asarray(row["value"][0]), np.array([b, a]), limits)
+        if metric.endswith("recall"):
+            ends = [*map(np.asarray, jackknife_share(row["value"][0], np.array([b, a]), 2))]
+        assert [row["low"][0], row["high"][0]] == pytest.approx([*map(float, ends)])
     counts = table.where(metric="j", baseline="")
     assert counts["n_objects"].tolist() == [3, 2, 1, 1, 1, 1]
     assert counts["n_videos"].tolist() == [2, 1, 1, 1, 1, 1]

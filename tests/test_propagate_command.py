@@ -25,12 +25,12 @@ from tests.stores import write_sites
 from tests.videos import CELL, METRICS, plant, store_of, two_videos, value
 from vitsee_cli.main import main
 from vitsee_core.analyses.propagate import run
+from vitsee_core.analyses.propagate.davis import find_masks, find_videos
+from vitsee_core.analyses.propagate.work import VideoWork
 from vitsee_core.demo.davis import CLIPS, write_davis
 from vitsee_core.indexed_masks import palette
-from vitsee_core.progress import Silent
-from vitsee_core.results import Table
-from vitsee_core.video.davis import find_masks, find_videos
-from vitsee_core.video.work import VideoWork
+from vitsee_core.runtime.progress import Silent
+from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 from vitsee_stores.layout import TokenLayout

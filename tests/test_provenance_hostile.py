@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.extractions import extracted, plant_images
-from vitsee_core.models import load_model
+from vitsee_core.models.load import load_model
+from vitsee_core.models.provenance import model_of, source_of
 from vitsee_core.models.timm_arguments import KNOWN, LOADING
-from vitsee_core.provenance import model_of, source_of
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
 
@@ -125,6 +125,27 @@ def test_nothing_of_a_strangers_runs(made: Path, trap: Path) -> None:
 )
 def test_a_manifest_of_other_types(made: Path, trap: Path, model: dict[str, Any]) -> None:
     refusal(hostile(made, **model))
+
+
+@pytest.mark.parametrize("size", [[3, 97, 48], [3, 32, 145], [3, 8192, 48]])
+def test_an_input_that_the_sites_do_not_cover_is_not_made(
+    made: Path, size: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is of 32 x 48 pixels."""
+    loads = "vitsee_core.models.load.load_model"
+    monkeypatch.setattr(loads, lambda *_, **__: pytest.fail("the model was made"))
+    text = refusal(hostile(made, input_size=size))
+    assert f"its input has {size[1]} x {size[2]} pixels, and its sites cover" in text
+
+
+def test_an_input_beyond_the_memory_is_not_made(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitsee_core.models.provenance.memory_bytes", lambda: 300_000)
+    text = refusal(open_store(made))
+    assert "made of 32 x 48 pixels: its model takes about 393 kB, this machine has 300 kB" in text
+    monkeypatch.undo()
+    assert model_of(open_store(made)).input_size == (3, 32, 48)
 
 
 def test_a_folder_is_opened_where_the_user_says_so(made: Path, trap: Path) -> None:

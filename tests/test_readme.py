@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -17,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from vitsee_cli.main import main
-from vitsee_core.captions import captions
+from vitsee_core.report.captions import captions
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -112,10 +114,11 @@ def test_readme_runs(first_look: Path) -> None:
     for picture in ("dist.png", "cka.png", "probe.png"):
         assert (first_look / picture).read_bytes().startswith(b"\x89PNG")
     header = (first_look / "dist.csv").read_text().splitlines()[0]
-    assert header.startswith("store,model,site,block,depth,rel_depth,head,metric,value")
+    assert header.startswith("store,model,weights,site,block,depth,rel_depth,head,metric,value")
     assert (first_look / "report.html").read_text().count("<figure") >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, text in PAGES.items() if blocks_of(text)])
 def test_a_page_runs_on_the_stores_of_readme(name: str, first_look: Path, tmp_path: Path) -> None:
     for path in first_look.iterdir():
@@ -129,6 +132,29 @@ def test_a_page_runs_on_the_stores_of_readme(name: str, first_look: Path, tmp_pa
             assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG"), line
 
 
+def test_pages_can_run_one_after_another_in_one_folder() -> None:
+    """No two commands write one file, so that none is refused; but a store may be resumed."""
+    written: dict[str, str] = {}
+    for page in TEXTS.values():
+        for line in (
+            x for language, text in blocks_of(page) if language == "sh" for x in lines_of(text)
+        ):
+            words = shlex.split(line, comments=True)
+            for option, place in pairwise(words):
+                if option in ("-o", "--png", "--table") and not place.endswith(".zarr"):
+                    assert place not in written, f"{line}: {written[place]}"
+                    written[place] = line
+
+
+def test_tables_of_recipes_have_sidecars() -> None:
+    """What a shell redirects has none, and report and plot cannot use it."""
+    for page in TEXTS.values():
+        for line in vitsee_lines(page):
+            words = shlex.split(line, comments=True)
+            if ">" in words:
+                assert words[1] in ("extract", "info", "sites", "study"), line
+
+
 def test_every_command_is_run_by_a_page() -> None:
     """The demo goes through them all in its own tests."""
     blocks = [text for page in TEXTS.values() for language, text in blocks_of(page)]
@@ -136,8 +162,9 @@ def test_every_command_is_run_by_a_page() -> None:
     assert {*main.list_commands(click.Context(main))} - run == {"demo"}
 
 
-def test_every_command_has_a_page_in_readme() -> None:
-    """One row of the table at the start names it and leads to where it is explained."""
+def test_readme_leads_to_the_commands() -> None:
+    """Rows of the table at the start name them and lead to where they are explained; each that is
+    no analysis, and most analyses."""
     rows = re.findall(r"^\| [A-Z][^|]*\? \| (.*) \|$", README, re.MULTILINE)
     linked = [
         (name, target)
@@ -145,7 +172,9 @@ def test_every_command_has_a_page_in_readme() -> None:
         for names, target in re.findall(r"\[([^\]]*)\]\(docs/([^)]*)\)", row)
         for name in names.split(", ")
     ]
-    assert sorted(name for name, _ in linked) == main.list_commands(click.Context(main))
+    names = [name for name, _ in linked]
+    missing = {*main.list_commands(click.Context(main))} - {*names}
+    assert len({*names}) == len(names) and missing <= {*captions()} and len(missing) < 5
     for name, target in linked:
         expected = f"analyses/{name}.md" if name in captions() else target
         assert target == expected
@@ -159,11 +188,11 @@ def test_pages_of_analyses_begin_alike() -> None:
         *(f"analyses/{name}.md" for name in captions()),
     }
     for name in captions():
-        file = f"{name.replace('-', '_')}.py"
+        module = name.replace("-", "_")
+        definition = importlib.import_module(f"vitsee_core.analyses.{module}").__file__ or ""
         assert PAGES[f"analyses/{name}.md"].startswith(
-            f"# {name}\n\n[Definition and how to read the figure]"
-            f"(../../vitsee_core/analyses/{file}), [all options]"
-            f"(../../cli/vitsee_cli/commands/{file})\n\n"
+            f"# {name}\n\n[Definition, options and how to read the figure]"
+            f"(../../{Path(definition).relative_to(ROOT)})\n\n"
         )
         headings = re.findall(r"^## (.*)", PAGES[f"analyses/{name}.md"], re.MULTILINE)
         assert headings[0] == "Recipes" and headings[-1] == "Traps"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -183,17 +184,51 @@ def test_threads_do_not_matter() -> None:
     layout = TokenLayout(("cls",), (5, 4), stride_px=(16.0, 16.0))
     scores = random_scores(layout, n_images=37)
     valid = [image != 4 for image in range(37)]
+
+    def summary() -> dict[str, Tensor]:
+        # Inference mode is a thread's own: what it makes may only be written inside it.
+        with torch.inference_mode():
+            return everything(reduce(layout, scores, valid, block_bytes=1))
+
+    assert_equal_for_any_threads(summary)
+
+
+def assert_equal_for_any_threads(summary: Callable[[], dict[str, Tensor]]) -> None:
     before, found = torch.get_num_threads(), []
     try:
         for n_threads in (1, 2, 5, 40):
             torch.set_num_threads(n_threads)
-            # Inference mode is a thread's own: what it makes may only be written inside it.
-            with torch.inference_mode():
-                found.append(everything(reduce(layout, scores, valid, block_bytes=1)))
+            found.append(summary())
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
-        assert all(torch.equal(value, other[name]) for name, value in found[0].items())
+        for name, value in found[0].items():
+            assert torch.equal(value, other[name]), name
+
+
+@dataclasses.dataclass
+class ProductCall(Call):
+    """Attention whose scores are nothing but a product."""
+
+    query: Tensor
+    key: Tensor
+
+    def factors(self) -> tuple[Tensor, Tensor, float]:  # type: ignore[override]
+        return self.query, self.key, 0.3
+
+
+def test_threads_do_not_matter_to_large_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which one thread takes each alone, and several share each."""
+    layout = TokenLayout(("cls",), (14, 14), stride_px=(16.0, 16.0))
+    generator = torch.Generator().manual_seed(0)
+    shape = 3, 3, layout.n_tokens, 64
+    query, key = (torch.randn(shape, generator=generator) for _ in range(2))
+    call = ProductCall(0.3 * query @ key.transpose(-1, -2), query, key)
+    monkeypatch.setattr("vitsee_core.reductions.attention.THREAD_BYTES", 1)
+    valid = torch.ones(3, dtype=torch.bool)
+    assert_equal_for_any_threads(
+        lambda: everything(AttentionReducer(layout, "cpu", rows=True).reduce(call, valid))
+    )
 
 
 def test_large_images_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:

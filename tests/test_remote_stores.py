@@ -34,7 +34,7 @@ from vitsee_stores import (
     validate,
 )
 from vitsee_stores import objects as remote
-from vitsee_stores.claims import Claims, claims_of
+from vitsee_stores.leases import Claims, claims_of
 from vitsee_stores.manifest import Manifest
 from vitsee_stores.url import Url, parse_place
 
@@ -170,7 +170,7 @@ def test_claims_in_a_bucket(bucket: str) -> None:
     others = b.take(range(PLAN.n_slabs), 9)
     assert sorted(taken + others) == list(range(PLAN.n_slabs))
     assert a.take(taken, 1) == []
-    a.beat()
+    a.renew()
     assert claims_of(writer.files)[taken[0]]["beat"] == 1
     a.release()
     assert sorted(claims_of(writer.files)) == others

@@ -19,7 +19,6 @@ from tests.attention_rows import random_rows, save_mask
 from tests.stores import write_labelled, write_residuals, write_sites
 from tests.test_erf import write as write_fields
 from vitsee_cli.main import main
-from vitsee_core import replicates
 from vitsee_core.analyses import (
     cka,
     erf,
@@ -30,7 +29,6 @@ from vitsee_core.analyses import (
     probe,
     saliency,
 )
-from vitsee_core.results import Table, read_replicates, read_result
 from vitsee_core.statistics.jackknife import (
     SHARE,
     Blocks,
@@ -38,6 +36,8 @@ from vitsee_core.statistics.jackknife import (
     means_without,
     standard_error,
 )
+from vitsee_core.tables import replicates
+from vitsee_core.tables.results import Table, read_replicates, read_result
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -25,17 +26,19 @@ from PIL import Image
 from tests.every_command import TABLES, vitsee
 from tests.stores import write_sites
 from vitsee_cli.main import main
-from vitsee_core.captions import captions
-from vitsee_core.machine import human_bytes
-from vitsee_core.redrawing import open_result
-from vitsee_core.report import pictures
+from vitsee_core.figures.plotting import figure_bytes, stores_in_order
+from vitsee_core.report import earlier, pictures
+from vitsee_core.report.captions import captions
 from vitsee_core.report.charts import MOST_MARKS, charts_of
 from vitsee_core.report.facts import cautions, n_images
 from vitsee_core.report.materials import find_materials
 from vitsee_core.report.page import json_for_html
 from vitsee_core.report.pictures import STEP
+from vitsee_core.report.redrawing import open_result
 from vitsee_core.report.tables import CARRIED_BYTES
-from vitsee_core.results import Table
+from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.tables.results import Table
+from vitsee_core.tables.words import site_words
 from vitsee_stores.errors import VitseeError
 
 HOSTILE = "<script>pwned=1</script>\"'><img src=x onerror=pwned=1>\u202e&amp;"
@@ -278,10 +281,12 @@ def rows_of(**columns: list[Any]) -> Table:
 def test_a_heatmap_has_each_value_where_it_belongs(folder: Path) -> None:
     table = Table.read(folder / "deep" / "er" / "cka.csv")
     (chart,) = charts_of(table)
-    assert chart["kind"] == "heat" and chart["rows"] == chart["cols"] == table.unique("site_a")
+    assert chart["kind"] == "heat" and chart["rows"] == chart["cols"]
+    sites = table.unique("site_a")
+    assert chart["rows"] == [site_words(site) for site in sites]
     lines = csv.DictReader(io.StringIO((folder / "deep" / "er" / "cka.csv").read_text()))
     for line in lines:
-        i, j = (chart["rows"].index(line[f"site_{side}"]) for side in "ab")
+        i, j = (sites.index(line[f"site_{side}"]) for side in "ab")
         value, low, high, n = chart["cells"][i][j]
         expected = [float(line[name] or "nan") for name in ("value", "low", "high")]
         assert value == pytest.approx(expected[0], rel=1e-5) and n == 8
@@ -297,7 +302,9 @@ def test_curves_in_order_of_depth_one_line_for_each_setting() -> None:
         value=[4.0, 3.0, 2.0, 1.0, 7.0, float("nan")], low=[3.0] * 6, n_images=[9] * 6,
     )  # fmt: skip
     (chart,) = charts_of(table)
-    assert [line["name"] for line in chart["lines"]] == ["a, cls", "a, mean", "b, mean"]
+    assert [line["name"] for line in chart["lines"]] == [
+        *("a, class token", "a, mean over patches", "b, mean over patches"),
+    ]
     assert chart["lines"][0]["points"] == [
         [0.5, 3.0, 3.0, None, 9.0, "x"], [1.0, 4.0, 3.0, None, 9.0, "y"]
     ]  # fmt: skip
@@ -331,6 +338,10 @@ def test_heads_are_dots_and_baselines_are_lines_of_their_own() -> None:
     )  # fmt: skip
     (chart,) = charts_of(scored)
     assert [line["baseline"] for line in chart["lines"]] == [False, True]
+    assert chart["lines"][1]["name"] == "a, baseline: random features"
+    assert (chart["key"], chart["title"]) == ("top1", "top-1 accuracy")
+    with stores_in_order(["b", "a"]):
+        assert charts_of(scored)[0]["lines"][0]["colour"] == 1
 
 
 def test_tables_without_a_chart() -> None:
@@ -368,7 +379,7 @@ def test_what_a_reader_is_warned_of(folder: Path, tmp_path: Path, make_store: An
     lines = "\n".join(cautions(find_materials(own)))
     assert "half is not complete: 2 of 3 slabs are committed." in lines
     assert "half.csv: made from an unfinished store (half, --allow-partial)." in lines
-    assert "dist.csv: the table was changed after the command had written it." in lines
+    assert "dist.csv: table or sidecar were changed after the command had written them." in lines
     assert "half has no self-check" in lines
     sidecar = json.loads((own / "half.csv.json").read_text())
     sidecar["stores"][0]["store_id"] = "0" * 64
@@ -390,6 +401,47 @@ def test_results_of_one_second_are_in_the_order_of_their_making(
             (made,) = (r.file.path for r in find_materials(own).results if r.command == command)
             os.utime(made, (at, at))
         assert [r.command for r in find_materials(own).results] == order
+
+
+def test_a_page_is_not_made_again_where_nothing_changed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What changed is: a result, the title, the code; of the figures only those that changed are
+    packed again. A page that somebody changed is no source of figures."""
+    own, page = tmp_path / "own", tmp_path / "page.html"
+    shutil.copytree(folder, own)
+    packed: list[int] = []
+    pack = pictures.packed
+
+    def count(png: bytes) -> tuple[bytes, str]:
+        packed.append(len(png))
+        return pack(png)
+
+    monkeypatch.setattr(pictures, "packed", count)
+
+    def again(*options: object) -> tuple[bool, int]:
+        """Whether the page was made again, and how many figures were packed."""
+        packed.clear()
+        done = report(own, "-o", page, "--force", *options)
+        assert done.exit_code == 0 and done.stdout == "", done.output
+        return "nothing has changed since it was written" not in done.stderr, len(packed)
+
+    assert again() == (True, 2)
+    first = page.read_bytes()
+    assert again() == (False, 0) and page.read_bytes() == first
+    assert again("--title", "another") == (True, 0)
+    assert again() == (True, 0) and page.read_bytes() == first
+    dist = own / "dist.png"
+    dist.write_bytes(figure_bytes(plt.figure(figsize=(1, 1)), ".png"))
+    assert again() == (True, 1) and page.read_bytes() != first
+    (own / "study.json").write_text('{"models": {"a": "b"}, "left_out": {"erf": "why"}}')
+    assert again() == (True, 0)
+    page.write_bytes(page.read_bytes().replace(b"<title>", b"<title>changed "))
+    assert again() == (True, 2) and again() == (False, 0)
+    monkeypatch.setattr(earlier, "worker_versions", lambda: {"vitsee's code": "other"})
+    assert again() == (True, 2)
+    shutil.rmtree(own / "vit.zarr")
+    assert again() == (True, 0)
 
 
 def test_materials_of_a_folder(folder: Path, tmp_path: Path) -> None:

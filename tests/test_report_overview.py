@@ -18,11 +18,11 @@ from PIL import Image
 from tests.every_command import vitsee
 from tests.stores import write_sites
 from tests.test_report import Outline, page_of
-from vitsee_core.progress import SILENT
 from vitsee_core.report.cards import OTHER, Group, groups_of
 from vitsee_core.report.materials import find_materials
 from vitsee_core.report.overview import overview, stores_by_model
 from vitsee_core.report.pictures import STEP, packed
+from vitsee_core.runtime.progress import SILENT
 
 SECTIONS = {"Similarity": ["cka"], "Attention": ["attn-dist", "norms"]}
 
@@ -46,7 +46,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def grouped(folder: Path) -> dict[str, list[Group]]:
     found = find_materials(folder)
-    return groups_of(found.results, SECTIONS, folder / "r.html", {}, SILENT)
+    return groups_of(found.results, SECTIONS, folder / "r.html", {}, SILENT, {})
 
 
 def test_results_are_told_apart_by_models_and_kind(study: Path) -> None:
@@ -68,7 +68,7 @@ def test_what_is_named_alike_has_the_name_of_its_file(study: Path, tmp_path: Pat
 
 def test_analyses_without_a_heading_come_last(study: Path) -> None:
     found = find_materials(study)
-    groups = groups_of(found.results, {"Rest": ["norms"]}, study / "r.html", {}, SILENT)
+    groups = groups_of(found.results, {"Rest": ["norms"]}, study / "r.html", {}, SILENT, {})
     assert list(groups) == ["Rest", OTHER] and groups[OTHER][0].command == "cka"
 
 
@@ -100,7 +100,7 @@ def test_tiles_on_the_page_lead_to_their_cards(study: Path, tmp_path: Path) -> N
     for one in (one for one in page.all("span") if "data-curve" in one):
         data = json.loads("".join(page.text["script"][0]))
         charts = [chart for card in one["data-from"].split() for chart in data[card]]
-        assert one["data-curve"] in [chart["title"] for chart in charts]
+        assert one["data-curve"] in [chart["key"] for chart in charts]
     assert len(page.all("img")) == 5, "no picture twice"
     words = html.unescape(re.sub(r"<[^>]+>", "", text))
     assert "Linear CKA: a" in words and "Token norms: a, b" in words, "in the contents"

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from vitsee_core.files import check_new_files, renamed, write_files
-from vitsee_core.outputs import Outputs, check_outputs, describe_run, write_results
-from vitsee_core.results import Table
+from vitsee_core.report.outputs import Outputs, check_outputs, write_results
+from vitsee_core.tables.files import check_new_files, renamed, write_files
+from vitsee_core.tables.results import Table, read_result
+from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores.errors import VitseeError
 
 
@@ -105,8 +106,14 @@ def test_files_and_nothing_on_stdout(tmp_path: Path) -> None:
     assert (tmp_path / "r.csv").read_text() == csv_of(table())
     assert (tmp_path / "r.png").read_bytes()[1:4] == b"PNG"
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
-    assert {*sidecar.pop("columns")} == {*table().columns}
-    assert sidecar.pop("sha256") == hashlib.sha256((tmp_path / "r.csv").read_bytes()).hexdigest()
+    assert {*sidecar["columns"]} == {*table().columns}
+    assert sidecar["sha256"] == hashlib.sha256((tmp_path / "r.csv").read_bytes()).hexdigest()
+    digest = sidecar.pop("digest")
+    assert read_result(tmp_path / "r.csv").as_written
+    for edited in ({**sidecar, "rows": 4, "digest": digest}, {**sidecar, "digest": "x"}):
+        (tmp_path / "r.csv.json").write_text(json.dumps(edited))
+        assert read_result(tmp_path / "r.csv").changed
+    del sidecar["columns"], sidecar["sha256"]
     assert sidecar == {"command": ["vitsee"], "rows": 3, "notes": {"seed": 7}}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.csv", "r.csv.json", "r.png"]
 
@@ -270,3 +277,29 @@ def test_the_sidecar_says_what_columns_hold(tmp_path: Path) -> None:
     (tmp_path / "r.csv.json").unlink()
     assert Table.read(out)["type"].tolist() == [7, 8]  # inferred
     assert Table.read(out)["store"].tolist() == ["5", "6"]
+
+
+@pytest.mark.parametrize("rest", ["", "5"])
+def test_whole_numbers_beyond_64_bits_are_floats(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text(f"store,k\na,{10**30}\nb,{rest}\n")
+    found = read_result(path).table["k"]
+    assert found.dtype == np.float64 and found[0] == 1e30
+    assert np.isnan(found[1]) if not rest else found[1] == 5
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("rows", "shown"), [(2000, 2000), (2001, 50)])
+def test_a_terminal_is_not_flooded(rows: int, shown: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Pipes and files get the whole table."""
+    table = Table({"value": np.arange(rows)})
+    for stdout, expected in ((Terminal(), shown), (io.StringIO(), rows)):
+        caplog.clear()
+        write_results(table, Outputs(), figure=Figure, sidecar={}, stdout=stdout)
+        assert stdout.getvalue() == "\n".join(["value", *map(str, range(expected))]) + "\n"
+        said = f"the first 50 of {rows:,} rows, as this is a terminal; -o FILE keeps them all"
+        assert (said in caplog.text) == (expected < rows)

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score
 
-from vitsee_core.labelled.exact_cosines import HostCosines
-from vitsee_core.retrieval.counting import Counter, Listed
-from vitsee_core.retrieval.device_cosines import DeviceCosines
-from vitsee_core.retrieval.precision import (
+from vitsee_core.analyses.retrieve.counted_ranks import Counter, Listed
+from vitsee_core.analyses.retrieve.precision import (
     Ranked,
     average_precision,
     chance_precision,
@@ -27,6 +25,7 @@ from vitsee_core.retrieval.precision import (
     precision_at,
     ranked,
 )
+from vitsee_core.kernels.neighbours import Cosines
 
 Array = NDArray[Any]
 CPU = torch.device("cpu")
@@ -150,20 +149,25 @@ def counted_ranks(
 ) -> list[list[int]]:
     listed = Listed.of([{k: np.array(v, np.int64) for k, v in own.items()} for own in lists])
     there = np.array([i for i in range(len(images)) if i not in unread], np.int64)
-    right, ranks = listed.among(["right"]), []
-    for cosines in (HostCosines(queries), DeviceCosines(queries, CPU)):
-        counter = Counter(len(queries), listed, cosines)
-        for step in (counter.find, counter.count):
-            for start in range(0, len(there), cut):
-                places = there[start : start + cut]
-                step(places, images[places])
-        if len(unread):
-            counter.count(np.array(unread, np.int64), None)
-        keys, above = counter.result()
-        found = ranked(len(queries), listed.query[right], keys[right], above[right])
-        ranks.append([found.rank[found.query == i].tolist() for i in range(len(queries))])
-    assert ranks[0] == ranks[1]
-    return ranks[0]
+    right, cosines = listed.among(["right"]), Cosines(queries, CPU)
+    counter = Counter(len(queries), listed, cosines)
+    for step in (counter.find, counter.count):
+        for start in range(0, len(there), cut):
+            places = there[start : start + cut]
+            step(places, images[places])
+    if len(unread):
+        counter.count(np.array(unread, np.int64), None)
+    keys, above, in_block = counter.result()
+    counted = Counter(len(queries), listed, cosines, np.arange(len(images)) % 3)
+    for step in (counted.find, counted.count):
+        step(there, images[there])
+    if len(unread):
+        counted.count(np.array(unread, np.int64), None)
+    by_block = counted.result()
+    assert np.array_equal(by_block[0], keys) and np.array_equal(by_block[1], above)
+    assert np.array_equal(by_block[2].sum(1), above) and in_block.shape[1] == 0
+    found = ranked(len(queries), listed.query[right], keys[right], above[right])
+    return [found.rank[found.query == i].tolist() for i in range(len(queries))]
 
 
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 99), st.booleans())

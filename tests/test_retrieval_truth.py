@@ -21,10 +21,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitsee_core.demo.revisited import write_revisited
-from vitsee_core.retrieval import plain_pickle
-from vitsee_core.retrieval.plain_pickle import load_plain
-from vitsee_core.retrieval.retrieval_truth import (
+from vitsee_core.analyses.retrieve import plain_pickle
+from vitsee_core.analyses.retrieve.plain_pickle import load_plain
+from vitsee_core.analyses.retrieve.retrieval_truth import (
     JUNK,
     LANDMARKS,
     ONE,
@@ -33,7 +32,8 @@ from vitsee_core.retrieval.retrieval_truth import (
     RetrievalTruth,
     as_json,
 )
-from vitsee_core.retrieval.truth_files import export, read_truth
+from vitsee_core.analyses.retrieve.truth_files import export, read_truth
+from vitsee_core.demo.revisited import write_revisited
 from vitsee_stores.errors import VitseeError
 
 RAN = Path("ran")

@@ -15,8 +15,8 @@ from PIL import Image
 from tests.test_segments import random_objects, store_of, vectors_of, write_coco
 from vitsee_cli.main import main
 from vitsee_core.analyses import knn, probe
-from vitsee_core.segments import Segmentation
-from vitsee_core.statistics.jackknife import interval
+from vitsee_core.masks.segments import Segmentation
+from vitsee_core.statistics.shares import jackknife_share
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
@@ -94,8 +94,8 @@ def test_knn_against_a_loop(pair: tuple[Store, Store, list[Path]]) -> None:
     assert len(with_one) < 20  # each is a block
     without = [np.mean(np.array(right)[images != image]) for image in with_one]
     assert table.replicates[0] == pytest.approx(np.array(without), abs=1e-12)
-    _, low, high = interval(np.array(row["value"]), np.array(without))
-    assert (row["low"], row["high"]) == pytest.approx((float(low), float(high)))
+    ends = jackknife_share(row["value"], np.array(without), len(with_one))
+    assert (row["low"], row["high"]) == pytest.approx(ends)
     classes = table.where(metric="top1_class")
     assert classes["class"].tolist() == [f"kind {i}" for i in range(4)]
     assert classes["n_segments"].tolist() == np.bincount(own, minlength=4).tolist()
@@ -121,8 +121,8 @@ def test_ridge_against_the_normal_equations(pair: tuple[Store, Store, list[Path]
     assert (row["n_segments"], row["n_images"]) == (len(own), len(set(images.tolist())))
     assert row["token"] == ""
     assert table.replicates is not None
-    _, low, high = interval(np.array(row["value"]), table.replicates[0])
-    assert (row["low"], row["high"]) == pytest.approx((float(low), float(high)))
+    ends = jackknife_share(row["value"], table.replicates[0], len(np.unique(images)))
+    assert (row["low"], row["high"]) == pytest.approx(ends)
 
 
 def test_l2_is_chosen_and_shots_are_segments(pair: tuple[Store, Store, list[Path]]) -> None:

@@ -16,10 +16,12 @@ import vitsee
 from vitsee_cli.main import main
 from vitsee_core.analyses import cluster, probe
 from vitsee_core.demo.coco import write_coco
-from vitsee_core.execution import Execution
-from vitsee_core.plotting import save_figure
-from vitsee_core.results import Table
-from vitsee_core.segments import LabelledSegments, Segmentation, examples_of
+from vitsee_core.figures.plotting import (
+    save_figure,
+)
+from vitsee_core.masks.segments import LabelledSegments, Segmentation, examples_of
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.models_helpers import SMALL, VIT, images, small
-from vitsee_core.models import Capture, LoadedModel, SelfCheck, SiteTable, self_check, site_table
+from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import HookPoint
-from vitsee_core.models.sites import Point
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.selfcheck import SelfCheck, self_check
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sites import Point, SiteTable
 
 CONVNET: dict[str, Any] = {}
 # id -> timm name, image size, arguments, number of residual sublayers, of attention blocks

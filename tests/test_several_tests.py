@@ -62,7 +62,7 @@ def test_the_last_is_checked_before_the_first_is_read(
 ) -> None:
     run, options = RUNS[name]
     other = made(tmp_path / "other.zarr", 9, 9, model="another")
-    where = "analyses.knn.nearest" if name == "knn" else "probing.score.Prober.each"
+    where = "analyses.knn.nearest" if name == "knn" else "analyses.probe.score.Prober.each"
     monkeypatch.setattr(f"vitsee_core.{where}", lambda *_: pytest.fail("work began"))
     with pytest.raises(StoreMismatch, match="train and other were made with different models"):
         run(*stores, other, **options)
@@ -74,7 +74,7 @@ def test_the_last_is_checked_before_the_first_is_read(
 def test_something_has_to_test(stores: list[Store]) -> None:
     with pytest.raises(VitseeError, match="no store to test on"):
         knn.run(stores[0])
-    with pytest.raises(VitseeError, match="expected one of a second store"):
+    with pytest.raises(VitseeError, match="give exactly one of TEST"):
         probe.run(stores[0])
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 from tests.features import activations
 from tests.reference_cka import loop_hsic1
 from tests.stores import CNN, write_sites
-from vitsee_core import machine
-from vitsee_core.progress import Silent
+from vitsee_core.runtime import machine
+from vitsee_core.runtime.progress import Silent
 from vitsee_core.similarity import (
     Estimator,
     GramOptions,
@@ -147,7 +148,7 @@ def test_tokens_that_are_not_there(store: Store, tmp_path: Path) -> None:
     with pytest.raises(SiteError, match="9,9"):
         representations(store, "9,9")
     pooled = write_sites(tmp_path / "p.zarr", {"x": activations(8)}, tokens="pooled")
-    with pytest.raises(MissingInput, match=r"--tokens x=all, or with --grams"):
+    with pytest.raises(MissingInput, match=r"--tokens x=all .*, or with --grams"):
         representations(pooled)
     assert one_of(representations(pooled, "cls")) == pytest.approx(1)
 
@@ -283,8 +284,8 @@ def test_tiles_groups_and_strips_do_not_matter(
     whole = [hsic(a, options=options()), hsic(a, b, options=options())]
     monkeypatch.setattr("vitsee_core.similarity.gram_file.LARGEST_TILE", 8)
     monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 7)
-    monkeypatch.setattr("vitsee_core.grams.products.MOST_COLUMNS", 6)
-    monkeypatch.setattr("vitsee_core.grams.products.FEWEST_COLUMNS", 1)
+    monkeypatch.setattr("vitsee_core.similarity.products.MOST_COLUMNS", 6)
+    monkeypatch.setattr("vitsee_core.similarity.products.FEWEST_COLUMNS", 1)
     monkeypatch.setattr("vitsee_core.similarity.exact.bytes_each", lambda n, p, t: 1 << 20)
     small = options(memory=4 << 20)
     again = [hsic(a, options=small), hsic(a, b, options=small)]
@@ -495,13 +496,18 @@ def test_rescaled_batches_in_order(tmp_path: Path) -> None:
 # Which estimator
 
 
-def test_exact_gives_way_where_the_disk_is_small(
+def test_the_estimator_is_chosen_by_the_number_of_images(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(estimate_module, "free_disk_bytes", lambda path: 1000)
-    h = hsic(representations(store), options=options())
-    assert h.notes["estimator"] == "minibatch"
-    assert "--estimator exact makes them" in caplog.text and "1.0 kB free" in caplog.text
+    """Neither a small disk nor matrices that are there already change it."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(VitseeError, match=r"take .*, .* has 1\.0 kB free; choose another --cache"):
+        hsic(representations(store), options=options())
+    monkeypatch.undo()
+    assert hsic(representations(store), options=options()).notes["estimator"] == "exact"
+    monkeypatch.setattr(estimate_module, "MOST_EXACT", len(store.samples) - 1)
+    assert hsic(representations(store), options=options()).notes["estimator"] == "minibatch"
+    assert "in place of exact (--estimator exact, or --images N" in caplog.text
 
 
 def test_exact_that_does_not_fit_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,7 +565,7 @@ def test_a_place_that_cannot_be_written_is_said(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    h = hsic(representations(store), options=GramOptions(cache=tmp_path / "file" / "sub"))
+    h = hsic(representations(store), options=GramOptions(cache=tmp_path / "file"))
     assert summarise(h).cka == pytest.approx(expected(), abs=1e-6)
     assert caplog.text.count("are not kept") == 1 and "--cache DIR" in caplog.text
 

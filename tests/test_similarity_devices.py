@@ -14,22 +14,23 @@ from tests.features import activations
 from tests.stores import CNN, write_model
 from tests.test_cka_heads import CNN_SITES, N, distances, vit
 from vitsee_core.analyses import cka, cka_heads
-from vitsee_core.device import current_precision
-from vitsee_core.grams import arithmetic, products
-from vitsee_core.grams.arithmetic import Gpu, Staging, full_precision
-from vitsee_core.grams.shift import raw_gram
-from vitsee_core.similarity import device_tiles, estimate, on_the_fly, whole_tiles
+from vitsee_core.kernels import backend
+from vitsee_core.kernels.backend import Cuda, full_precision, product_in, product_size
+from vitsee_core.kernels.staging import Staging
+from vitsee_core.runtime.device import current_precision
+from vitsee_core.similarity import device_tiles, estimate, on_the_fly, products, whole_tiles
 from vitsee_core.similarity.device_tiles import DeviceTiles
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
+from vitsee_core.similarity.shift import raw_gram
 from vitsee_stores import Store
 
 CPU = torch.device("cpu")
 
 
-class OnTheCpu(Gpu):
+class OnTheCpu(Cuda):
     """The arithmetic of a GPU, on the CPU."""
 
-    def free_bytes(self) -> None:
+    def free_bytes(self) -> None:  # type: ignore[override]
         return None
 
 
@@ -48,7 +49,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return send(self, *args)
 
     for module in (products, on_the_fly):
-        monkeypatch.setattr(module, "arithmetic", lambda _device, _work: OnTheCpu("cpu"))
+        monkeypatch.setattr(module, "matmul_backend", lambda *_: OnTheCpu("cpu"))
     monkeypatch.setattr(whole_tiles, "_memory", memory)
     monkeypatch.setattr(Staging, "send", sent)
     return calls
@@ -125,18 +126,20 @@ def test_what_a_cache_keeps_beside_its_matrix(
 def test_symmetric_products_are_whole_after_half_the_work(
     n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arithmetic, "GOOD_WIDTH", 4)
-    device = Gpu("cpu")
+    monkeypatch.setattr(backend, "GOOD_WIDTH", 4)
+    device = Cuda("cpu")
     x = torch.randn(n, 30, generator=torch.Generator().manual_seed(0))
     y = torch.randn(n + 3, 30, generator=torch.Generator().manual_seed(1))
-    memory = torch.full((n * (n + 3),), torch.nan)  # as it may lie on a GPU
-    total = device.zeros((n, n), True)
-    device.add(total, device.multiply(x, x, memory))
-    device.add(total, device.multiply(x, x, memory))
+    memory = torch.full((product_size(n, n + 3),), torch.nan)  # as it may be on a GPU
+    total, product = device.zeros((n, n)), product_in(memory, n, n)
+    for _ in range(2):
+        device.multiply(x, x, product)
+        device.add(total, product)
     found = device.host(total, symmetric=True)
     want = 2 * (x.double() @ x.double().T).numpy()
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
-    other = device.multiply(x, y, memory)
+    other = product_in(memory, n, n + 3)
+    device.multiply(x, y, other)
     np.testing.assert_allclose(other, x @ y.T, rtol=1e-5, atol=1e-5)
 
 

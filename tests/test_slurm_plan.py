@@ -154,7 +154,8 @@ def test_options_stay_before_a_double_dash() -> None:
 def test_what_cannot_be_planned(
     more: list[str], code: int, phrase: str, folder: Path, tmp_path: Path
 ) -> None:
-    words = [*VIT, "--data", folder, "-o", tmp_path / "s.zarr", *more, "--plan=slurm"]
+    output = [] if "-o" in more else ["-o", tmp_path / "s.zarr"]
+    words = [*VIT, "--data", folder, *output, *more, "--plan=slurm"]
     result = extract(*words)
     assert (result.exit_code, result.stdout) == (code, "")
     assert phrase in result.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,16 @@ from tests.extractions import VIT, extracted, plant_images
 from tests.stores import write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses.spatial import METRICS, plot, run
-from vitsee_core.masks import BACKGROUND, FOREGROUND, VOID, ground_truth, open_masks
-from vitsee_core.results import Table
-from vitsee_core.spatial.shares import TokenSums
-from vitsee_core.spatial.structure import (
+from vitsee_core.analyses.spatial.shares import TokenSums
+from vitsee_core.analyses.spatial.structure import (
     foreground_cosines,
     frequencies,
     image_structure,
     scaled,
 )
-from vitsee_core.streaming import choose_rows
+from vitsee_core.masks import BACKGROUND, FOREGROUND, VOID, ground_truth, open_masks
+from vitsee_core.runtime.streaming import choose_rows
+from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -292,7 +293,14 @@ def test_masks_through_the_command(tmp_path: Path) -> None:
     args = ["--model-arg", "patch_size=4", "--dtype", "float32"]
     extracted(*VIT, "--data", images, *args, "-o", tmp_path / "a.zarr")
     out = ["-o", str(tmp_path / "s.csv"), "--png", str(tmp_path / "s.png"), "--replicates"]
-    masks = ["--masks", str(tmp_path / "masks")]
+    rest = next((tmp_path / "masks").rglob("*.png"))  # one of the masks in a folder of its own
+    other = tmp_path / "rest" / rest.relative_to(tmp_path / "masks")
+    other.parent.mkdir(parents=True)
+    shutil.copy(rest, other)
+    apart = tmp_path / "apart"
+    shutil.copytree(tmp_path / "masks", apart)
+    (apart / rest.relative_to(tmp_path / "masks")).unlink()
+    masks = ["--masks", str(apart), "--masks", str(tmp_path / "rest")]
     result = CliRunner().invoke(main, ["spatial", str(tmp_path / "a.zarr"), *masks, *out])
     assert result.exit_code == 0, result.output
     table = Table.read(tmp_path / "s.csv")

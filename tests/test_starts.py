@@ -4,22 +4,29 @@ no command does before it has read something."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.every_command import TABLES
+from tests.extractions import VIT, extract, extracted, plant_images
+from vitsee_core.runtime import progress
 
 HEAVY = ("torch", "torchvision", "timm", "matplotlib", "sklearn", "pandas", "dask", "numba")
 # What the work of some commands is made of; pandas comes with scikit-learn where it is installed.
 USED = {
     "cluster": {"sklearn", "pandas"},
     "keypoints": {"torch"},
+    "knn": {"torch"},
     "pca": {"numba"},
-    "probe": {"numba"},
     "propagate": {"torch"},
+    "retrieve": {"torch"},
     "spectrum": {"numba"},
 }
 
@@ -70,3 +77,44 @@ def test_nothing_slow_is_imported_that_the_work_does_not_deserve(everything: Pat
         assert not first, f"{run} imports {first} before it reads an array"
         used = USED.get(run[0], set())
         assert end <= used, f"{run} imports {end - used}"
+
+
+def test_a_complete_store_is_known_by_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command that made it imports no torch and needs no images; another command does."""
+    monkeypatch.chdir(tmp_path)
+    plant_images(tmp_path / "data", 3)
+    words = [*VIT, "--data", "data", "--tokens", "pooled", "-o", "a.zarr"]
+    extracted(*words)
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    ((_, end),) = imported(tmp_path, [["extract", *words]])
+    assert end == set()
+    again = extracted(*words, "--device", "cpu", "--shard", "0/1")
+    assert again.stderr.startswith("a.zarr is complete (3 images): nothing to do (this command")
+    assert again.stderr.count("\n") == 1
+    other = extract(*words, "--images", 2)
+    assert other.exit_code == 1 and "data" in other.stderr
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    words[-1] = str(tmp_path / "a.zarr")
+    assert extract(*words).exit_code == 1, "data is another folder here"
+
+
+def test_only_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = threading.Event()
+    lines: list[str] = []
+
+    class Noted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            said.set()
+
+    handler, logger = Noted(), logging.getLogger(progress.__name__)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    with progress.soon_said("loading the model"):  # within an hour, see conftest.py
+        pass
+    monkeypatch.setattr(progress, "SILENCE", 0.0)
+    with progress.soon_said("listing the images"):
+        assert said.wait(60)
+    assert lines == ["listing the images ..."]

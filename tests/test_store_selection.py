@@ -17,7 +17,7 @@ from tests.residuals import cnn, vit
 from tests.stores import attention_group, write_attention, write_labelled, write_residuals
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist, cluster, normratio
-from vitsee_core.store_selection import select_each, sites_of
+from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_stores import SiteSpec, Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError
 
@@ -143,7 +143,8 @@ def test_places_on_two_families_from_extract_to_cka(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["cka", *args])
     assert result.exit_code == 0, result.output
     (row,) = result.stdout.splitlines()[1:]
-    assert row.startswith("vit,test_vit,blocks.5.out,blocks.5,6,1.0,cnn,test_resnet,layer4.0.out,")
+    assert row.startswith("vit,test_vit,random 0,blocks.5.out,blocks.5,6,1.0,cnn,test_resnet,")
+    assert ",random 0,layer4.0.out," in row
 
 
 def test_one_selector_is_asked_once(two: list[Store]) -> None:

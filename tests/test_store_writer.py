@@ -22,13 +22,13 @@ from vitsee_stores import (
     disk,
     folder,
     open_store,
-    owners,
     remove_store,
     validate,
 )
+from vitsee_stores import temp_files as owners
 from vitsee_stores.folder import Folder
 from vitsee_stores.layout import arrays
-from vitsee_stores.owners import is_left, tag
+from vitsee_stores.temp_files import is_left, tag
 
 VIT = PLANS["vit"]
 

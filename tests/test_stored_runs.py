@@ -8,15 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.test_halves import NUMPY_UNIT, needs_unit
 from tests.test_localize import LAYOUT, PIXELS, STD, N, maps_of, tokens_of, write
 from vitsee_core.analyses.localize import run
 from vitsee_core.features import choose_features
-from vitsee_core.grams import amx
-from vitsee_core.grams.halves import InPanels
-from vitsee_core.similarity import on_the_fly, stack_grams
+from vitsee_core.similarity import on_the_fly
 from vitsee_core.similarity.patch_pixels import PatchPixels
-from vitsee_core.similarity.pieces import Partition
 from vitsee_core.similarity.stack_grams import bytes_per_value
 from vitsee_core.similarity.stacks import TokenStack
 from vitsee_core.similarity.stored_runs import StoredRuns
@@ -25,13 +21,6 @@ from vitsee_stores.layout import TokenLayout
 
 # Patches of 5 pixels, cut to 2 and 3 at two edges.
 UNEVEN = TokenLayout((), (2, 3), stride_px=(5.0, 5.0), offset_px=(0.0, 0.0))
-
-
-@pytest.fixture(params=["vectors", pytest.param("matrix unit", marks=needs_unit)], autouse=True)
-def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What multiplies."""
-    if request.param == "vectors":
-        monkeypatch.setattr(amx, "is_there", lambda: False)
 
 
 @pytest.fixture
@@ -54,7 +43,6 @@ def both(store: Store, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> tuple[
     monkeypatch.setattr(on_the_fly, "LARGE", 0.0)
     monkeypatch.setattr(on_the_fly, "GOOD_TILE", 11)
     monkeypatch.setattr(on_the_fly, "LARGEST_TILE", 11)
-    monkeypatch.setattr(on_the_fly, "LARGEST_UNIT_TILE", 11)
     return plain, run(store, **kwargs)
 
 
@@ -82,28 +70,13 @@ def test_the_same_maps(
 
 
 @pytest.mark.parametrize("how", [{}, {"repeats": 1}, {"repeats": 2}], ids=str)
-@pytest.mark.parametrize("by_numpy", [False, True])
 def test_cells_that_are_no_runs(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    used: list[str],
-    by_numpy: bool,
-    how: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: list[str], how: dict[str, Any]
 ) -> None:
-    """The matrix unit, or what does the same, takes images of a single partition by cell."""
     acts = tokens_of(PIXELS, 4).astype(np.float16)
     valid = [int(k not in (3, 11)) for k in range(N)]
     sites = {"blocks.0.out": (acts, LAYOUT)}
     store = write(tmp_path / "a.zarr", sites, PIXELS, valid=valid, dtype="float16", order="dataset")
-    orders, real = [], stack_grams.matrices
-
-    def matrices(*args: Any, **kwargs: Any) -> Any:
-        orders.append(kwargs["order"])
-        return real(*args, **kwargs)
-
-    if by_numpy:
-        monkeypatch.setattr(on_the_fly, "in_panels", lambda _: InPanels(NUMPY_UNIT, 2))
-    monkeypatch.setattr(on_the_fly, "matrices", matrices)
     if how:
         how = {"estimator": "minibatch", "batch": 8, **how}
     plain, stored = both(store, monkeypatch, **how)
@@ -111,16 +84,6 @@ def test_cells_that_are_no_runs(
     for name in ("value", "std"):
         # of eight images in a batch sums cancel more
         assert stored[name] == pytest.approx(plain[name], abs=1e-5 if how else 2e-6, nan_ok=True)
-    in_order = not (by_numpy or amx.is_there()) or how.get("repeats") == 2
-    assert all((order is None) == in_order for order in orders[len(orders) // 2 :])
-
-
-def test_images_by_cell() -> None:
-    partition = Partition(np.array([1, 0, -1, 0, 2, 1, 0]), 3, crossing=True)
-    order, sorted_ = partition.by_cell(4)
-    assert order.tolist() == [2, 1, 3, 0, 6, 5, 4]
-    assert sorted_.labels.tolist() == [-1, 0, 0, 1, 0, 1, 2]
-    assert (sorted_.n_cells, sorted_.crossing) == (3, True) and not partition.in_runs
 
 
 def test_what_is_constant_has_no_value(

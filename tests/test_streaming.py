@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.stores import attention_group, write_attention
-from vitsee_core.progress import Silent
-from vitsee_core.streaming import choose_rows, each_slab, fold
+from vitsee_core.runtime.progress import Silent
+from vitsee_core.runtime.streaming import choose_rows, each_slab, fold
 from vitsee_stores import Store
 from vitsee_stores.errors import StoreMismatch, VitseeError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from pathlib import Path
@@ -15,8 +16,8 @@ from timm.models import save_for_hf
 from tests.studies import NO_ATTENTION, study
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist
-from vitsee_core.catalogue import needs_of_analyses
 from vitsee_core.study import demo as demo_module
+from vitsee_core.study.catalogue import needs_of_analyses
 from vitsee_core.study.demo import demo_study, tour, with_sets
 from vitsee_core.study.planning import check_choice, plan
 from vitsee_core.study.running import (
@@ -33,6 +34,7 @@ from vitsee_core.study.running import (
 )
 from vitsee_core.study.steps import Step
 from vitsee_core.study.surveyed import survey
+from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 
 
@@ -271,6 +273,7 @@ def test_a_study_of_less_or_more_in_the_same_folder(tmp_path: Path) -> None:
     ("error", "code", "said"),
     [
         (KeyboardInterrupt("SIGTERM"), 75, "vitsee study: interrupted; finished steps are kept"),
+        (KeyboardInterrupt("SIGINT"), 75, "vitsee study: interrupted; finished steps are kept"),
         (ValueError("boom"), 1, "attn-dist (ValueError: boom; run it by itself: vitsee attn-dist "),
     ],
 )
@@ -279,6 +282,7 @@ def test_a_signal_or_a_bug_in_a_step(
 ) -> None:
     """The one ends the study, resumable; the other only the step."""
 
+    @functools.wraps(attn_dist.run)
     def fail(*stores: object, **options: object) -> None:
         raise error
 
@@ -289,7 +293,36 @@ def test_a_signal_or_a_bug_in_a_step(
     assert done.exit_code == code and said in done.stderr, done.output
     steps = json.loads((tmp_path / "out" / "study.json").read_text())["steps"]
     assert steps["extract-vit"]["status"] == DONE
-    assert ("weights" in steps) == (tmp_path / "out" / "report.html").exists() == (code == 1)
+    page = tmp_path / "out" / "report.html"
+    assert ("weights" in steps) == page.exists() == (code == 1)
+    if code == 1:  # before all that is less urgent
+        first = page.read_text().partition('<h2 id="care">')[2].partition("</summary>")[0]
+        assert "Failed: attn-dist: ValueError: boom" in first
+
+
+def test_options_in_a_models_name(tmp_path: Path) -> None:
+    """As extract's own: of the weights, and of the input's size."""
+    words = ["study", "demo:vit", "a=demo:vit?random-init=3&img-size=40", "--data", "demo:test"]
+    some = ["--images", "4", "--analyses", "attn-dist"]
+    done = vitsee(*words, "-o", tmp_path, *some)
+    assert done.exit_code == 0, done.output
+    trained, random = (open_store(tmp_path / "stores" / f"{n}.zarr").manifest for n in ("vit", "a"))
+    assert random.model["weights"]["source"] == "random" and random.model["weights"]["seed"] == 3
+    assert trained.model["weights"]["source"] == "local-dir"
+    sizes = [m.identity["transform"]["input_size"][1:] for m in (trained, random)]
+    assert sizes == [[32, 32], [40, 40]]
+    for name, expected in (
+        ("demo:vit?random-init", "expected MODEL?OPTION=VALUE"),
+        ("demo:vit?seed=3", "no option 'seed' of a model; expected checkpoint, "),
+        ("demo:vit?random-init=x", "'x' is not a valid whole number"),
+        ("demo:vit?random-init=1&random-init=2", "random-init takes one value"),
+    ):
+        for refused in (
+            vitsee("study", name, *words[2:], "-o", tmp_path / "no"),
+            vitsee("extract", name, "--data", "demo:test", "-o", tmp_path / "no"),
+        ):
+            assert refused.exit_code == 2 and expected in refused.stderr, refused.output
+            assert refused.stdout == "" and not (tmp_path / "no").exists()
 
 
 def test_the_plan_as_commands(tmp_path: Path) -> None:

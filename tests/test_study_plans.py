@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.studies import NO_ATTENTION, cnn, model, study
-from vitsee_core.catalogue import needs_of_analyses
-from vitsee_core.study.cost import EFFICIENCY, Cost, cost
+from vitsee_core.study.catalogue import needs_of_analyses
+from vitsee_core.study.cost import EFFICIENCY, STEP_SECONDS, TOKEN_RATE, Cost, cost
 from vitsee_core.study.planning import BEST, check_choice, plan, reasons
-from vitsee_core.study.steps import Plan, Step, check_labels, label_of
+from vitsee_core.study.steps import Plan, Setting, Step, check_labels, label_of, with_controls
 from vitsee_core.study.surveyed import survey
 from vitsee_stores.errors import VitseeError
+
+ERF = Setting(("--erf",), ("--erf", "9"))
+NO_INPUTS = Setting(("--inputs", "--no-inputs"), ("--no-inputs",))
 
 
 def lines(steps: Sequence[Step]) -> list[str]:
@@ -111,6 +115,76 @@ def test_a_model_without_a_classifier_or_any_grid() -> None:
     assert "--erf" not in found.extractions[0].words
 
 
+def test_receptive_fields_take_no_longer_than_the_other_passes() -> None:
+    """Of three sites: a third of the images, at least 4, at most 64."""
+    for images, fields in ((3, 3), (9, 4), (60, 20), (190, 63), (2000, 64)):
+        found = plan(study(images=images, analyses=("erf",)), [model("vit")], labelled=True)
+        words = found.extractions[0].words
+        assert words[words.index("--erf") + 1] == str(fields)
+        said = f"over {fields} images, so that they take no longer than the rest of an extraction; "
+        said += "smooth ones: --set extract.erf=256"
+        assert [said in note for note in found.notes] == [True] * (images > fields)
+    asked = study(images=60, analyses=("erf",), settings={"extract": [ERF]})
+    found = plan(asked, [model("vit")], labelled=True)
+    assert found.extractions[0].line.endswith("--erf 9") and found.notes == []
+
+
+def test_what_the_user_sets_takes_the_place_of_what_a_study_chooses() -> None:
+    tokens = Setting(("--tokens",), ("--tokens", "cls"))
+    settings = {"normratio": [tokens], "extract": [tokens, NO_INPUTS], "erf": [tokens]}
+    found = plan(study(settings=settings), [model("vit")], labelled=True)
+    words = named(found, "normratio").words
+    assert words[1:4] == ("out/stores/vit.zarr", "--tokens", "cls") and words[4] == "-o"
+    assert named(found, "erf").words[2:6] == ("--sites", "blocks", "--tokens", "cls")
+    own, train = found.extractions
+    assert own.line.endswith("-o out/stores/vit.zarr --erf 64 --tokens cls --no-inputs")
+    assert train.line.endswith("--tokens pooled --attention none --no-residual"), "pooled alone"
+
+
+def test_masks_pairs_and_a_truth_are_named_by_settings() -> None:
+    """Without labels too; of attention, saliency reads that of single images."""
+    options = {"saliency": "--masks", "propagate": "--masks", "keypoints": "--pairs"}
+    options |= {"cluster": "--masks", "retrieve": "--truth"}
+    without = plan(study(analyses=(*options,)), [model("vit")], labelled=True)
+    assert without.left_out == {
+        name: f"it needs {what} beside the images; name them with --set {name}.{option}=PATH"
+        for name, option, what in (
+            ("saliency", "masks", "masks of objects"),
+            ("propagate", "masks", "masks of the frames of videos"),
+            ("keypoints", "pairs", "keypoints of pairs of images"),
+        )
+    }
+    settings = {name: [Setting((option,), (option, "x"))] for name, option in options.items()}
+    asked = study(analyses=(*options,), settings=settings)
+    found = plan(asked, [model("vit"), cnn("cnn")], labelled=False)
+    assert {step.command for step in found.analyses} == {*options}
+    for step in found.analyses:
+        assert options[step.command] in step.words and step.words.count("--truth") <= 1
+    levels = ["rows" in step.words for step in found.extractions]
+    assert levels == [True, False] and "none" in found.extractions[1].words
+
+
+def test_a_thorough_study_keeps_the_sites_of_all_figures() -> None:
+    asked = study(thorough=True, images=400)
+    models = [model("vit"), cnn("cnn")]
+    found = plan(asked, models, labelled=True)
+    sites = "--sites blocks --sites head --sites blocks.0.attn.heads --sites norms --sites hidden "
+    assert f"{sites}--sites residual --inputs --erf 256" in found.extractions[0].line
+    assert "--sites head --sites norms --sites residual --inputs" in found.extractions[2].line
+    names = {step.name for step in found.analyses}
+    assert names - {step.name for step in plan(study(), models, labelled=True).analyses} == {
+        "cka-all-vit", "cka-all-cnn", "cka-all-vit-cnn", "cka-norms-vit", "cka-norms-cnn",
+        "cka-branches-vit", "cka-branches-cnn", "cka-depth-vit-cnn", "erf-residual",
+        "attn-map-rollout-vit",
+    }  # fmt: skip
+    assert "hidden" not in named(found, "cka-all-cnn").words
+    assert "hidden" in named(found, "cka-all-vit-cnn").words
+    more = cost(asked, found, models, speed=1e6).size_bytes
+    assert more - cost(asked, replace(found, keeps=set()), models, speed=1e6).size_bytes == (
+        2 * 400 * 5000
+    )
+
+
 def test_choosing_analyses() -> None:
     found = plan(study(analyses=("cka", "erf"), skip=("erf",)), [model("vit")], labelled=True)
     assert {step.command for step in found.analyses} == {"cka"} and found.left_out == {}
@@ -126,11 +200,40 @@ def test_what_it_takes() -> None:
     needed = cost(study(images=100), found, models, speed=1e6)
     grams = 2 * (2 + 1) * 4 * 100**2  # of cka and similarity, of two blocks and the embedding
     assert needed.size_bytes == 100 * (1000 + 3 * 8 * 12) + 100 * 10 + grams
-    # forward passes of both stores, and the backward ones of 64 images for each of two blocks
-    assert needed.seconds == pytest.approx((100 + 64 * 2 + 100) / EFFICIENCY)
-    assert "2 models over 5 images: about 1.0 kB on disk" in Cost(1000, 5).describe(2, 5)
-    assert "about 3 minutes" in Cost(1, 170).describe(1, 1)
-    assert "about 2.0 hours" in Cost(1, 7200).describe(1, 1)
+    # forward passes of both stores, and the backward ones of 33 images for each of three sites
+    assert needed.seconds == pytest.approx((100 + 33 * 3 + 100) / EFFICIENCY)
+    assert Cost(1000, 5, 170).describe(2, 5) == (
+        "2 models over 5 images: about 1.0 kB on disk, less than a minute of extraction and about "
+        "3 minutes of analyses on this machine"
+    )
+    assert "about 2.0 hours of analyses" in Cost(1, 1, 7200).describe(1, 1)
+
+
+def test_what_analyses_take() -> None:
+    """weights: no token is read; norms: those of both models; cka: also products of all pairs of
+    100 images, 500 values of each model, for every step's models."""
+
+    def seconds(*analyses: str) -> float:
+        asked = study(images=100, analyses=analyses)
+        models = [model("vit"), cnn("cnn")]
+        return cost(asked, plan(asked, models, labelled=True), models, speed=1e6).analyses
+
+    read = 100 * 1000 / TOKEN_RATE
+    assert seconds("weights") == STEP_SECONDS
+    assert seconds("norms") == pytest.approx(STEP_SECONDS + 2 * read)
+    products = 500 * 100**2 / (EFFICIENCY * 1e6)
+    assert seconds("cka") == pytest.approx(3 * STEP_SECONDS + 4 * (read + products))
+
+
+def test_untrained_twins() -> None:
+    """Of the same geometry; none of what is untrained already."""
+    named = {"a": "vit?checkpoint=x.pth&checkpoint-key=ema&img-size=64", "b": "vit?random-init=3"}
+    assert with_controls({**named, "c": "resnet50"}, 7) == {
+        **{"a": named["a"], "a-untrained": "vit?img-size=64&random-init=7", "b": named["b"]},
+        **{"c": "resnet50", "c-untrained": "resnet50?random-init=7"},
+    }
+    with pytest.raises(VitseeError, match="two models are called 'c-untrained'"):
+        with_controls({"c": "resnet50", "c-untrained": "resnet50?random-init=1"}, 0)
 
 
 def test_what_shapes_say_of_a_model() -> None:
@@ -173,7 +276,7 @@ def test_few_images() -> None:
     few = study(images=100, there={"photos": 12, "others": 9})
     models = [model("vit"), cnn("cnn")]
     found = plan(few, models, labelled=True)
-    assert "--images 100" in found.extractions[0].line and "--erf 12" in found.extractions[0].line
+    assert "--images 100" in found.extractions[0].line and "--erf 4" in found.extractions[0].line
     assert "--k 5" in named(found, "similarity-vit-cnn").line
     assert "--k 4" in named(found, "knn-vit").line
     grams = 2 * 2 * (2 + 1) * 4 * 12**2

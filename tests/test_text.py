@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitsee_core.formats import write_csv
-from vitsee_core.text import figure_text, from_cell, spreadsheet_cell, visible
+from vitsee_core.tables.formats import write_csv
+from vitsee_core.tables.text import figure_text, from_cell, spreadsheet_cell, visible
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from vitsee_core.threads import run_split
+from vitsee_core.runtime.threads import run_split
 
 
 @pytest.mark.parametrize("inference", [True, False])

@@ -20,8 +20,8 @@ from tests.image_files import plant
 from vitsee_core.extraction.tiles import n_tiles, starts, tiles_of
 from vitsee_core.images import normalise
 from vitsee_core.images.placement import place
-from vitsee_core.models import load_model
-from vitsee_core.provenance import Pictures, model_of
+from vitsee_core.models.load import load_model
+from vitsee_core.models.provenance import Pictures, model_of
 from vitsee_stores import open_store, validate
 from vitsee_stores.canvas import Canvas, corner_size
 from vitsee_stores.errors import MissingInput, VitseeError

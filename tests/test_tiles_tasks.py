@@ -15,8 +15,8 @@ from tests.extractions import extracted
 from vitsee_core.analyses import best_layer, cluster, propagate
 from vitsee_core.demo.coco import write_coco
 from vitsee_core.demo.davis import write_davis
-from vitsee_core.execution import Execution
-from vitsee_core.segments import Segmentation, examples_of
+from vitsee_core.masks.segments import Segmentation, examples_of
+from vitsee_core.runtime.execution import Execution
 from vitsee_stores import Store, open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,21 @@ def test_unfinished_is_no_damage_but_said(make_store: MakeStore) -> None:
     assert result.exit_code == 0, result.output
     assert "1 of 3 slabs" in result.stdout
     assert "unfinished" in result.stdout
+
+
+def test_as_json(make_store: MakeStore, tmp_path: Path) -> None:
+    whole, part, cut = make_store(), make_store("p.zarr", slabs=[1]), make_store("c.zarr")
+    a_chunk(cut, "pooled/embed/cls").unlink()
+    places = (whole, part, cut, tmp_path / "none")
+    done = validate(*places, "--json")
+    assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1
+    records = json.loads(done.stdout)
+    assert [record["store"] for record in records] == [str(place) for place in places]
+    assert [record["ok"] for record in records] == [True, True, False, False]
+    assert [record["complete"] for record in records] == [True, False, None, None]
+    assert [len(record["damage"]) for record in records] == [0, 0, 1, 1]
+    assert "pooled/embed/cls" in records[2]["damage"][0]
+    assert validate(whole, "--json").exit_code == 0
 
 
 def test_flipped_bit(make_store: MakeStore) -> None:

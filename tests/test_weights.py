@@ -26,10 +26,11 @@ from tests.tables import equal
 from vitsee_cli.main import main
 from vitsee_core.analyses import weights
 from vitsee_core.analyses.weights import COLUMNS, cosines, plot, principal_components, run
-from vitsee_core.figures.weights_figure import SCALES, colours, labels, percent
-from vitsee_core.input_weights import InputWeights, of_model, of_store
-from vitsee_core.models import LoadedModel, load_model
-from vitsee_core.results import Table
+from vitsee_core.analyses.weights.weights_figure import SCALES, colours, labels, percent
+from vitsee_core.models.input_weights import InputWeights, of_model, of_store
+from vitsee_core.models.load import load_model
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 
@@ -66,6 +67,7 @@ def made(monkeypatch: pytest.MonkeyPatch, vit: LoadedModel) -> Any:
         own = InputWeights(
             store="",
             model="tiny",
+            weights="random 0",
             arrays={k: np.asarray(v, np.float32) for k, v in given.items() if v is not None},
             sites={"filters": "conv", "positions": "pos_embed"},
             kind="learned",
@@ -249,11 +251,12 @@ def test_the_csv_has_whole_numbers_and_empty_cells(made: Any) -> None:
     made(np.random.default_rng(0).normal(size=(3, 1, 1, 2)), np.eye(2)[None]).to_csv(text)
     rows = list(csv.DictReader(io.StringIO(text.getvalue())))
     assert {name: rows[0][name] for name in COLUMNS if rows[0][name]}.keys() == {
-        *("model", "site", "metric", "component", "value")
+        *("model", "weights", "site", "metric", "component", "value")
     }
     last = {name: value for name, value in rows[-1].items() if value}
     assert last == {
         "model": "tiny",
+        "weights": "random 0",
         "site": "pos_embed",
         "metric": "cosine",
         "row": "0",
@@ -315,9 +318,11 @@ def test_percent() -> None:
 
 def texts(table: Table, scale: str = "shared") -> str:
     figure = plot(table, scale)
-    found = [text.get_text() for text in figure.texts]
+    parts = [figure, *figure.subfigs]
+    found = [part.get_suptitle().replace("\n", " ") for part in parts]
+    found += [axes.get_title(loc="left").replace("\n", " ") for axes in figure.axes]
     all_axes = [a for axes in figure.axes for a in (axes, *axes.child_axes)]
-    found += [a.get_xlabel() + a.get_ylabel() for a in all_axes]
+    found += [(a.get_xlabel() + a.get_ylabel()).replace("\n", " ") for a in all_axes]
     return "\n".join(found)
 
 
@@ -350,7 +355,7 @@ def test_the_figure_comes_back_from_the_csv(made: Any) -> None:
     text = io.StringIO()
     table.to_csv(text)
     rows = list(csv.DictReader(io.StringIO(text.getvalue())))
-    kinds = {"store": str, "model": str, "site": str, "metric": str, "value": float}
+    kinds = {"store": str, "model": str, "weights": str, "site": str, "metric": str, "value": float}
     back = Table.from_rows(
         [{k: kinds.get(k, int)(v) for k, v in row.items() if v}
          for row in rows],
@@ -434,7 +439,7 @@ def test_command_of_a_store(stores: Path, tmp_path: Path) -> None:
     assert "position embeddings (pos_embed): learned" in result.stderr
     lines = csv_file.read_text().splitlines()
     assert lines[0] == ",".join(COLUMNS)
-    assert lines[1].startswith("mine,test_vit,patch_embed.proj,,,0,,,,,variance_share,")
+    assert lines[1].startswith("mine,test_vit,random 0,patch_embed.proj,,,0,,,,,variance_share,")
     sidecar = json.loads((tmp_path / "w.csv.json").read_text())
     assert sidecar["stores"][0]["label"] == "mine"
     notes = sidecar["notes"]["sources"]["mine"]
@@ -451,7 +456,8 @@ def test_command_of_a_model(tmp_path: Path) -> None:
     model = load_model("test_vit", random_init=3, img_size=(32, 48), model_args={"patch_size": 8})
     torch.save(model.module.state_dict(), tmp_path / "w.pth")
     args[1:3] = ["--checkpoint", str(tmp_path / "w.pth")]
-    assert weights_command(*args, "--what", "positions").stdout == result.stdout
+    again = weights_command(*args, "--what", "positions").stdout
+    assert again == result.stdout.replace(",random 3,", ",w.pth,")
     square = load_model("test_vit", random_init=3, img_size=32, model_args={"patch_size": 8})
     torch.save(square.module.state_dict(), tmp_path / "w.pth")
     args[args.index("32x48")] = "64"

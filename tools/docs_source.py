@@ -27,14 +27,14 @@ from pictures import ELSEWHERE, PICTURES
 import vitsee
 from vitsee_cli import sections
 from vitsee_cli.main import main as vitsee_command
-from vitsee_core.captions import caption, captions
-from vitsee_core.results import Table
+from vitsee_core.report.captions import caption, captions
+from vitsee_core.tables.results import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
 GUIDES = (
-    "study", "extraction", "tables", "notebook", "export", "cluster", "dask", "bucket", "faults",
-    "papers",
+    "study", "extraction", "tables", "intervals", "notebook", "export", "cluster", "dask", "bucket",
+    "faults", "papers",
 )  # fmt: skip
 # Other files of the repository that are pages of the site, and how they are called there.
 PAGES = {
@@ -102,6 +102,8 @@ def relinked(text: str, folder: Path) -> str:
         if target.startswith(("http://", "https://", "#")):
             return match[0]
         path, _, anchor = target.partition("#")
+        if not (folder / path).resolve().is_relative_to(ROOT):
+            return match[0]  # of an example, written for another folder
         place = (folder / path).resolve().relative_to(ROOT)
         if mark:
             return f"![{words}](/pictures/{place.name})"
@@ -113,6 +115,7 @@ def relinked(text: str, folder: Path) -> str:
 
 def place_in_site(place: Path) -> str | None:
     """The page of the site that shows a file of the repository, if one does."""
+    place = place.parent if place.name == "__init__.py" else place
     name, folder = place.as_posix(), place.parent.as_posix()
     if name in PAGES:
         return f"/{PAGES[name]}.md"

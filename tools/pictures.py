@@ -19,9 +19,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from vitsee_core.files import write_files
-from vitsee_core.plotting import figure_bytes
-from vitsee_core.redrawing import redraw
+from vitsee_core.figures.plotting import (
+    figure_bytes,
+)
+from vitsee_core.report.redrawing import redraw
+from vitsee_core.tables.files import write_files
 
 DOCS = Path(__file__).parents[1] / "docs"
 ELSEWHERE = {

@@ -14,11 +14,21 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vitsee_core.analyses.similarity import LABELS
-from vitsee_core.grams.shift import Shift
-from vitsee_core.measures import Cka, Measure, MutualKnn, Procrustes, Rsa, Svcca
-from vitsee_core.measures.calibration import calibrate
-from vitsee_core.measures.site_gram import SiteGram
-from vitsee_core.plotting import colour, marker, new_figure, reference_line, save_figure, styled
+from vitsee_core.analyses.similarity.base import Measure
+from vitsee_core.analyses.similarity.calibration import calibrate
+from vitsee_core.analyses.similarity.common_neighbours import MutualKnn
+from vitsee_core.analyses.similarity.factors import Procrustes, Svcca
+from vitsee_core.analyses.similarity.flattened import Cka, Rsa
+from vitsee_core.analyses.similarity.site_gram import SiteGram
+from vitsee_core.figures.panels import handles_of, legend_below, panels
+from vitsee_core.figures.plotting import (
+    colour,
+    marker,
+    reference_line,
+    save_figure,
+    styled,
+)
+from vitsee_core.similarity.shift import Shift
 from vitsee_core.types import Float
 
 DIM = 5000
@@ -69,10 +79,9 @@ def values() -> dict[str, list[tuple[float, float]]]:
 @styled
 def draw(found: dict[str, list[tuple[float, float]]]) -> Figure:
     """Left as they are, right calibrated."""
-    figure = new_figure(7.6, 3.4)
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, every = panels(2, widest=32, height=18)
     titles = (f"as they are ({DIM} channels)", f"calibrated ({PERMUTATIONS} permutations)")
-    for at, (axes, title) in enumerate(zip(panels, titles, strict=True)):
+    for at, (axes, title) in enumerate(zip(every, titles, strict=True)):
         for i, (label, pairs) in enumerate(found.items()):
             own = [pair[at] for pair in pairs]
             axes.plot(IMAGES, own, color=colour(i), marker=marker(i), label=label)
@@ -83,9 +92,8 @@ def draw(found: dict[str, list[tuple[float, float]]]) -> Figure:
         axes.set_ylim(-0.05, 1.05)
         axes.set_title(title)
         axes.set_xlabel("images")
-    panels[0].set_ylabel("similarity of independent features")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, columnspacing=1.4)
+    every[0].set_ylabel("similarity of independent features")
+    legend_below(figure, handles_of(every[:1]))
     return figure
 
 

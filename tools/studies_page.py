@@ -39,7 +39,7 @@ MODELS = (
     Studied("ResNet-50", "resnet50.a1_in1k", "labels"),
     Studied("DINO-B/16", "vit_base_patch16_224.dino", "self-distillation"),
     Studied("MAE-B/16", "vit_base_patch16_224.mae", "reconstruction of masked patches"),
-    Studied("CLIP-B/16", "vit_base_patch16_clip_224.openai", "captions"),
+    Studied("CLIP-B/16", "vit_base_patch16_clip_quickgelu_224.openai", "captions"),
     Studied("DINOv2-B/14", "vit_base_patch14_dinov2.lvd142m", "self-distillation, at 518 pixels"),
 )
 LEAN = KeepOptions(tokens=("pooled",), attention="none", residual=False)
@@ -53,7 +53,7 @@ vitsee extract vit_base_patch16_224.mae --data imagenet/val --images 5000 -o mae
 # everything from here to the report; repeat it after an interruption
 vitsee study ViT=vit_base_patch16_224.augreg_in21k_ft_in1k ResNet=resnet50.a1_in1k \\
     DINO=vit_base_patch16_224.dino MAE=vit_base_patch16_224.mae \\
-    CLIP=vit_base_patch16_clip_224.openai DINOv2=vit_base_patch14_dinov2.lvd142m \\
+    CLIP=vit_base_patch16_clip_quickgelu_224.openai DINOv2=vit_base_patch14_dinov2.lvd142m \\
     --data imagenet/val --train imagenet/train --images 5000 \\
     --train-images 100000 -o study
 

@@ -37,7 +37,7 @@ from timm.layers.config import set_fused_attn
 from timm.models import save_for_hf
 from torch import nn
 
-from vitsee_core.files import renamed
+from vitsee_core.tables.files import renamed
 
 Split = tuple[np.ndarray, np.ndarray]  # (n, 32, 32) uint8, (n,) int64
 EPOCH = 60_000  # images seen

@@ -6,8 +6,10 @@ Of each of timm's module files the architecture with the fewest parameters (timm
 models aside) is extracted with random weights, three images and default options: at its own input
 size, and at one that its patches do not divide, where it takes one. Then, independent of the
 hooks, the store is validated, and its `logits` and `pooled` are compared with the model's output
-and timm's pre-logits features of the same images. A row names what was left out or refused and
-why; a traceback, a failed self-check, damage or a difference is a FAILURE, and the exit code 1.
+and timm's pre-logits features of the same images; once more with norms, running statistics and
+position tables redrawn, whose initial values make many hook points equal. A row names what was left
+out or refused and why; a traceback, a failed self-check, damage or a difference is a FAILURE, and
+the exit code 1.
 
 WORK_DIR keeps a file for each row, so that the run can be stopped and goes on where it was; remove
 a row's file to try it again. About an hour on two cores; several GB of memory.
@@ -31,10 +33,15 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
+from tests.models_helpers import Keeper, redraw
 from vitsee_cli.main import main as vitsee
 from vitsee_core.images import normalise
-from vitsee_core.models import LoadedModel, ModelError, load_model
-from vitsee_core.provenance import Pictures
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.load import load_model
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.provenance import Pictures
+from vitsee_core.models.site_tables import site_table
 from vitsee_stores import Store, VitseeError, open_store
 
 N_IMAGES = 3
@@ -93,10 +100,28 @@ def extract(
 
 
 def compare(store: Store, model: LoadedModel) -> str | None:
-    """Where the store's vectors differ from what the model itself gives; None if nowhere."""
-    rows = np.arange(store.n_images)
-    pixels = torch.from_numpy(Pictures(store)(rows))
+    """Where the store's vectors differ from what the model itself gives, or those captured with
+    redrawn weights; None if nowhere."""
+    pixels = torch.from_numpy(Pictures(store)(np.arange(store.n_images)))
     x = normalise(pixels, model.transform, "cpu")
+    names: list[str] = [name for name in ("logits", "pooled") if name in store.sites]
+    stored = {name: torch.from_numpy(np.asarray(store.vectors(name)[:])) for name in names}
+    return difference(model, x, stored) or redrawn(model, x)
+
+
+def redrawn(model: LoadedModel, x: torch.Tensor) -> str | None:
+    """Redraw the model's weights, and compare what is captured then."""
+    redraw(model.module)
+    table, keeper = site_table(model), Keeper()
+    sites = [site for site in table.sites if site.name in ("logits", "pooled")]
+    with torch.inference_mode(), Capture(model, table, sites=sites) as capture:
+        capture.run(x, keeper)
+    found = difference(model, x, {name: body for name, (_, body) in keeper.sites.items()})
+    return found and f"with redrawn weights {found}"
+
+
+def difference(model: LoadedModel, x: torch.Tensor, found: dict[str, torch.Tensor]) -> str | None:
+    """Where `found`, by site, differs from the model's output and its pre-logits."""
     wanted: dict[str, Any] = {}
     with torch.inference_mode():
         wanted["logits"] = model.module(x)
@@ -106,9 +131,9 @@ def compare(store: Store, model: LoadedModel) -> str | None:
         except (AttributeError, TypeError, NotImplementedError):
             pass
     for name, value in wanted.items():
-        if name not in store.sites or not isinstance(value, torch.Tensor):
+        if name not in found or not isinstance(value, torch.Tensor):
             continue
-        stored = torch.from_numpy(np.asarray(store.vectors(name)[:]))
+        stored = found[name]
         flat = value.flatten(1).float()
         if stored.shape != flat.shape:
             return f"{name} is {tuple(stored.shape)}, timm's {tuple(flat.shape)}"
@@ -218,7 +243,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{failures} failures. The second row of a family has an image size that its patches do",
         "not divide, or says why it takes none. In every run that is `ok` the self-check passed,",
         "the store validates, and `logits` and `pooled` equal what the model and timm's",
-        "`forward_head` give.",
+        "`forward_head(pre_logits=True)` give, with initial weights and with norms, running",
+        "statistics and position tables redrawn.",
         "",
         "Input: pixels. Grids: of the block outputs, cells, stride and offset in pixels, prefix",
         "tokens. Attention: blocks whose attention is kept, or why none is. Residual: sublayers.",

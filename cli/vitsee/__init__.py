@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.keywords import extract as extract
-    from vitsee_core.results import Table as Table
-    from vitsee_core.segments import Segmentation as Segmentation
+    from vitsee_core.masks.segments import Segmentation as Segmentation
+    from vitsee_core.tables.results import Table as Table
     from vitsee_stores import Store as Store
     from vitsee_stores import VitseeError as VitseeError
     from vitsee_stores import open_store as open_store
 
 _HOME = {
-    "Segmentation": "vitsee_core.segments",
+    "Segmentation": "vitsee_core.masks.segments",
     "Store": "vitsee_stores",
-    "Table": "vitsee_core.results",
+    "Table": "vitsee_core.tables.results",
     "VitseeError": "vitsee_stores",
     "extract": "vitsee_core.extraction.keywords",
     "open_store": "vitsee_stores",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -13,14 +13,15 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.values import StorePath
+from vitsee_core.runtime.machine import human_bytes
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.url import lies_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_core.outputs import Outputs
-    from vitsee_core.results import Table
+    from vitsee_core.report.outputs import Outputs
+    from vitsee_core.tables.results import Table
+    from vitsee_stores import Store
 
 
 @contextmanager
@@ -34,8 +35,8 @@ def spread_over(dask: str | None, progress: console.Reporter) -> Iterator[dict[s
     if dask is None:
         yield {}
         return
-    from vitsee_core.dask_map import dask_map
-    from vitsee_core.machine import counted
+    from vitsee_core.runtime.dask_map import dask_map
+    from vitsee_core.runtime.machine import counted
 
     with dask_map(dask) as over_workers:
         progress.beside = lambda: counted(over_workers.n_workers(), "workers")
@@ -53,6 +54,15 @@ def absolute(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: absolute(getattr(value, f.name)) for f in fields(value)})
     return value
+
+
+def paths_in(value: Any) -> Iterator[Path]:
+    """Every path, and every text that may be one, in the values of options."""
+    if isinstance(value, (str, Path)):
+        yield Path(value)
+    elif isinstance(value, (dict, list, tuple)):
+        for own in value.values() if isinstance(value, dict) else value:
+            yield from paths_in(own)
 
 
 def run_analysis(
@@ -83,17 +93,16 @@ def run_analysis(
     Raises:
         VitseeError: an output exists, a store cannot be read, or the analysis lacks its input.
     """
-    from vitsee_core.outputs import check_outputs, describe_run, write_results
+    from vitsee_core.report.outputs import check_outputs, write_results
+    from vitsee_core.tables.sidecars import describe_run
 
-    check_outputs(outputs)
+    check_outputs(outputs, inputs=paths_in(parameters), images=str(parameters.get("data") or ""))
     if outputs.csv is None:
         console.require_stdout()
-    for store in stores:
-        if any(lies_in(path, store.place) for path in outputs.paths()):
-            raise VitseeError(f"results do not go into a store ({store.place}); name another place")
     if resumes:
         click.get_current_context().meta[console.RESUMES] = resumes
     opened = options.open_stores(stores, allow_partial=allow_partial)
+    _check_memory(opened, parameters.get("memory"))
     progress = console.Reporter(click.get_current_context().info_name or "vitsee")
     given = parameters if dask is None else absolute(parameters)
     with spread_over(dask, progress) as own:
@@ -111,3 +120,19 @@ def run_analysis(
         return plot(table, **(drawing or {}))
 
     write_results(table, outputs, figure=figure, sidecar=sidecar, stdout=sys.stdout)
+
+
+def _check_memory(stores: Sequence[Store], memory: int | None) -> None:
+    """Refuse less memory than reading one chunk of a store takes, in float16 and float32.
+
+    Raises:
+        VitseeError: names what is needed.
+    """
+    for store in stores:
+        specs = (spec for spec in store.arrays.values() if spec.per in ("image", "slab"))
+        need = 3 * max((spec.chunk_bytes for spec in specs), default=0)
+        if memory is not None and memory < need:
+            raise VitseeError(
+                f"--memory is {human_bytes(memory)}, but reading a chunk of {store.label} takes "
+                f"{human_bytes(need)}; give that or more"
+            )

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vitsee_core.machine import counted
-from vitsee_core.machine import human_bytes as human_bytes
-from vitsee_core.text import visible
+from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import human_bytes as human_bytes
+from vitsee_core.tables.text import visible
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -47,13 +47,39 @@ def _is_progress(record: logging.LogRecord) -> bool:
     return record.levelno > logging.INFO or getattr(record, "progress", False)
 
 
+_ALL: set[str] = set()  # always empty: every line is shown
+_shown = _ALL
+_rewrite: Callable[[str], str] = str
+
+
+@contextmanager
+def of_a_step(shown: set[str], rewrite: Callable[[str], str]) -> Iterator[None]:
+    """Show the lines of a command that another one runs with the other's words, each line once.
+
+    Args:
+        shown: the lines that were shown; added to.
+        rewrite: a line as the other command puts it.
+    """
+    global _shown, _rewrite
+    _shown, _rewrite = shown, rewrite
+    try:
+        yield
+    finally:
+        _shown, _rewrite = _ALL, str
+
+
 class _StderrHandler(logging.Handler):
     """One record, one line on stderr, through rich so that a progress bar stays whole."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-            line = visible(prefix + self.format(record), keep="\n\t")
+            text = _rewrite(self.format(record))
+            if text in _shown:
+                return
+            if _shown is not _ALL:
+                _shown.add(text)
+            line = visible(prefix + text, keep="\n\t")
             stderr().print(line, markup=False, highlight=False, soft_wrap=True)
         except Exception:
             self.handleError(record)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from vitsee_cli.options import Decorator, apply
-from vitsee_cli.values import SEED, parse_path, parse_words
+from vitsee_cli.values import SEED, WholeNumber, parse_path, parse_words
 from vitsee_core.images.selection import ORDERS
 
 
@@ -35,13 +35,13 @@ _DATA_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--images",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=WholeNumber(min=1),
         help="Take N images: the first of the order.  [default: all]",
     ),
     click.option(
         "--per-class",
         metavar="K",
-        type=click.IntRange(min=1),
+        type=WholeNumber(min=1),
         help="Take K images of every class.  [default: all]",
     ),
     click.option(
@@ -65,14 +65,14 @@ _DATA_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--short-side",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=WholeNumber(min=1),
         help="No crop: resize each image so that its short side has N pixels, and its long side, "
         "in proportion, a multiple of M.  [default: bring every image to the model's input]",
     ),
     click.option(
         "--multiple",
         metavar="M",
-        type=click.IntRange(min=1),
+        type=WholeNumber(min=1),
         help="Of --short-side.  [default: the model's patch]",
     ),
     click.option(

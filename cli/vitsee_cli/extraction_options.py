@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from vitsee_cli.options import Decorator, apply, dask_option, device_option
-from vitsee_cli.values import parse_place
+from vitsee_cli.completion import one_of
+from vitsee_cli.options import SITE_WORDS, Decorator, apply, dask_option, device_option
+from vitsee_cli.values import WholeNumber, parse_place
 from vitsee_core.extraction.options import (
     ATTENTION_LEVELS,
     DEFAULT_SITES,
@@ -18,6 +19,10 @@ from vitsee_core.extraction.options import (
 from vitsee_core.images.loading import ON_ERROR
 from vitsee_stores.layout import CODECS
 from vitsee_stores.selectors import GROUPS
+
+TOKEN_WORDS = [
+    f"{of}{kept}" for of in ("", *(f"{g}=" for g in GROUPS)) for kept in ("all", "pooled")
+]
 
 
 def keep_options(command: Any) -> Any:
@@ -55,6 +60,7 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
         "--sites",
         metavar="GLOB",
         multiple=True,
+        shell_complete=one_of(SITE_WORDS),
         help=f"Sites by name, glob or group ({', '.join(GROUPS)}), or by place (first, last, "
         "stage:I, depth:F); !NAME leaves out; see `vitsee sites MODEL`. Repeatable, or a comma "
         f"list.  [default: {' '.join(DEFAULT_SITES)}]",
@@ -63,6 +69,7 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
         "--tokens",
         metavar="[GROUP=]all|pooled",
         multiple=True,
+        shell_complete=one_of(TOKEN_WORDS),
         help="Keep every token, or only pooled vectors; norms=pooled for some sites. "
         "Repeatable.  [default: all]",
     ),
@@ -92,7 +99,7 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--erf",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=WholeNumber(min=1),
         help="Keep effective receptive fields of the sites with a grid, over the first N images "
         "(256 gives smooth ones): one backward pass per site and batch.  [default: none]",
     ),
@@ -116,7 +123,7 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--slab",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=WholeNumber(min=1),
         help=f"Images per slab, the unit of work and of commit.  [default: {DEFAULT_SLAB}, halved "
         "until two fit a quarter of the memory]",
     ),
@@ -139,7 +146,7 @@ _RUN_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--batch-size",
         metavar="N",
-        type=click.IntRange(min=1),
+        type=WholeNumber(min=1),
         help="Images per forward pass.  [default: 32, on CUDA 128; with --grams a whole slab "
         "where that suits the memory]",
     ),
@@ -147,7 +154,7 @@ _RUN_OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "--workers",
         metavar="N",
-        type=click.IntRange(min=0),
+        type=WholeNumber(min=0),
         help="Loading processes; 0 loads in a thread.  [default: 0 on the CPU, else up to 8]",
     ),
     click.option(

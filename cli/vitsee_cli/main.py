@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
-import importlib
 import os
-import pkgutil
 import select
 import sys
 from typing import Any
@@ -14,8 +12,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from vitsee_cli import commands, console, options, sections, signals
-from vitsee_core.machine import is_out_of_memory
+from vitsee_cli import console, options, sections, signals
+from vitsee_core.runtime.machine import is_out_of_memory
 from vitsee_stores.errors import NotOffered, VitseeError, reason
 
 # Conditions of a path or a disk that the user named; any other OSError keeps its traceback.
@@ -37,23 +35,22 @@ PATH_ERRNOS = frozenset(
 
 
 class CommandGroup(click.Group):
-    """A group whose commands are the files of `vitsee_cli.commands`.
+    """A group whose commands are the analyses, and the files of `vitsee_cli.commands`.
 
-    `commands/attn_dist.py` holds the click command `command`, called `vitsee attn-dist`, and under
-    `QUESTION` the heading of the help that lists it. Every command also takes the group's -v and
-    -q.
+    `vitsee_core/analyses/attn_dist.py` is `vitsee attn-dist`, see `signature`; `commands/info.py`
+    holds the click command `command`. `QUESTION` of either is the heading of the help that lists
+    it. Every command also takes the group's -v and -q.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands' names, sorted."""
-        found = pkgutil.iter_modules(commands.__path__)
-        return sorted(m.name.replace("_", "-") for m in found if not m.name.startswith("_"))
+        return sections.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name, or None."""
         if cmd_name not in self.list_commands(ctx):
             return None
-        command: click.Command = importlib.import_module(sections.module_of(cmd_name)).command
+        command = sections.command_named(cmd_name)
         command.name = cmd_name
         if not any(p.name == "verbose" for p in command.params):
             options.verbosity(command)
@@ -64,10 +61,7 @@ class CommandGroup(click.Group):
         names = self.list_commands(ctx)
         width = max(map(len, names), default=0)
         for question, some in sections.commands_by_question(names).items():
-            rows = [
-                (name.ljust(width), shown.get_short_help_str(formatter.width - width - 6))
-                for name, shown in some.items()
-            ]
+            rows = [(name.ljust(width), _first_line(shown)) for name, shown in some.items()]
             if rows:
                 with formatter.section(question):
                     formatter.write_dl(rows)
@@ -75,22 +69,24 @@ class CommandGroup(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The commands that begin so, and options, without importing any command."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        items = [
-            CompletionItem(n, help=sections.described(n)[0].get_short_help_str()) for n in names
-        ]
+        items = [CompletionItem(n, help=_first_line(sections.described(n)[0])) for n in names]
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's `resolve_command`, with near matches in the message for an unknown command."""
+        """As click's `resolve_command`, with near matches in the message for an unknown command;
+        refuses an option that is given twice and takes one value."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             names = self.list_commands(ctx)
             near = difflib.get_close_matches(name.replace("_", "-"), names, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(names)}"
             raise click.UsageError(f"no command {name!r}; {hint}", ctx)
-        return super().resolve_command(ctx, args)
+        found_name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not ctx.resilient_parsing:
+            options.refuse_twice(command, click.Context(command, ctx, name), rest)
+        return found_name, command, rest
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """As click's `main`, on streams that take any text."""
@@ -104,7 +100,10 @@ class CommandGroup(click.Group):
             sys.exit(1)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's `parse_args`; keeps the arguments for `console.command_line`."""
+        """As click's `parse_args`; keeps the arguments for `console.command_line`. `help` and
+        `help COMMAND` are --help."""
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
         ctx.meta[console.ARGUMENTS] = list(args)
         return super().parse_args(ctx, args)
 
@@ -133,6 +132,11 @@ class CommandGroup(click.Group):
                 _fail(ctx, f"interrupted; {resumes}", signals.EXIT_RESUMABLE)
             _fail(ctx, "interrupted", signals.exit_code(stop))
         return result
+
+
+def _first_line(command: click.Command) -> str:
+    """What a command does, in one sentence, whole."""
+    return command.get_short_help_str(limit=1000)
 
 
 def _first_word(ctx: click.Context) -> str:
@@ -182,13 +186,17 @@ def _stdout_is_closed() -> bool:
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="vitsee", message="%(prog)s %(version)s")
+@click.version_option(
+    None, "-V", "--version", package_name="vitsee", message="%(prog)s %(version)s"
+)
 @options.verbosity
 def main() -> None:
     """See what a vision transformer sees, and how it differs from a CNN.
 
     One command runs a timm model over images and keeps its activations in a store; the others
     compute tables and figures from stores, without the model.
+
+    Start here: `vitsee demo --quick` makes a report of the models and images that ship with vitsee.
 
     \b
       vitsee extract vit_base_patch16_224 --data imagenet/val -o b16.zarr

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from vitsee_cli.completion import model_names, one_of
 from vitsee_cli.data_options import recompute_data_option
 from vitsee_cli.options import Decorator, apply, device_option
 from vitsee_cli.values import (
@@ -19,6 +20,7 @@ from vitsee_cli.values import (
     parse_path,
     parse_positive_floats,
 )
+from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
@@ -28,16 +30,42 @@ def model_options(command: Any) -> Any:
     """MODEL and the options that decide its weights and input, as `model`: a ModelOptions."""
 
     @functools.wraps(command)
-    def gathered(*args: Any, model_name: str, model_args: Any, **kwargs: Any) -> Any:
-        from vitsee_core.extraction.options import ModelOptions
-
-        fields = ("checkpoint", "checkpoint_key", "random_init", "img_size", "img_mean", "img_std")
-        own = {field: kwargs.pop(field) for field in (*fields, "crop_pct", "crop_mode", "fill")}
-        check_weight_options(own)
-        options: ModelOptions = ModelOptions(name=model_name, model_args=dict(model_args), **own)
-        return command(*args, model=options, **kwargs)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        own = {name: kwargs.pop(name) for name in ("model_name", *OPTION_NAMES)}
+        return command(*args, model=model_of(own), **kwargs)
 
     return apply(gathered, _MODEL_OPTIONS)
+
+
+def model_of(given: Mapping[str, Any]) -> ModelOptions:
+    """The ModelOptions of click's parameters."""
+    from vitsee_core.extraction.options import ModelOptions
+
+    check_weight_options(given)
+    own = {name: given[name] for name in OPTION_NAMES}
+    return ModelOptions(given["model_name"], **{**own, "model_args": dict(own["model_args"])})
+
+
+def _options_in_name(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    """MODEL of `MODEL?random-init=0`, whose options become defaults of this command line."""
+    from vitsee_core.extraction.options import split_model
+
+    try:
+        name, options = split_model(text)
+    except VitseeError as error:
+        raise click.BadParameter(str(error)) from None
+    known = {own.opts[0]: own for own in ctx.command.params if own.name in NAMED_OPTIONS}
+    given: dict[str, Any] = {}
+    for key, values in options.items():
+        option = known.get(f"--{key}")
+        if option is None:
+            expected = ", ".join(word.removeprefix("--") for word in known)
+            raise click.BadParameter(f"{text!r}: no option {key!r} of a model; expected {expected}")
+        if len(values) > 1 and not option.multiple:
+            raise click.BadParameter(f"{text!r}: {key} takes one value")
+        given[str(option.name)] = values if option.multiple else values[0]
+    ctx.default_map = {**(ctx.default_map or {}), **given}
+    return name
 
 
 def check_weight_options(given: Mapping[str, Any]) -> None:
@@ -53,7 +81,8 @@ _WEIGHT_OPTIONS: tuple[Decorator, ...] = (
         "--checkpoint",
         metavar="FILE",
         type=parse_path,
-        help="Weights from a .pth, .pt or .safetensors file.  [default: timm's pretrained ones]",
+        help="Weights from a .pth, .pt or .safetensors file; a published layout brings its "
+        "normalisation, of others it is assumed and logged.  [default: timm's pretrained ones]",
     ),
     click.option(
         "--checkpoint-key",
@@ -86,7 +115,13 @@ _MODEL_ARG_OPTION: Decorator = click.option(
 )
 
 _MODEL_OPTIONS: tuple[Decorator, ...] = (
-    click.argument("model_name", metavar="MODEL"),
+    click.argument(
+        "model_name",
+        metavar="MODEL[?OPTION=VALUE]",
+        callback=_options_in_name,
+        shell_complete=one_of(model_names),
+        is_eager=True,  # its options are defaults of the others
+    ),
     *_WEIGHT_OPTIONS,
     click.option(
         "--img-mean",
@@ -132,18 +167,22 @@ def weight_options(command: Any) -> Any:
     return apply(command, (*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION))
 
 
+# By click's names. An option in a name is one of these, or of the forward pass.
+OPTION_NAMES = (
+    "checkpoint", "checkpoint_key", "random_init", "img_size", "img_mean", "img_std", "crop_pct",
+    "crop_mode", "fill", "model_args",
+)  # fmt: skip
+NAMED_OPTIONS = (*OPTION_NAMES, "ablate_skip", "precision")
+
+
 def recompute_options(command: Any) -> Any:
     """From where to recompute what a store lacks: `data`, `checkpoint`, `trust_store`,
     `device`."""
     return apply(command, _RECOMPUTE_OPTIONS)
 
 
-def rebuild_options(command: Any) -> Any:
-    """From where to build a store's model again: `checkpoint`, `trust_store`."""
-    return apply(command, _REBUILD_OPTIONS)
-
-
-_REBUILD_OPTIONS: tuple[Decorator, ...] = (
+_RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
+    recompute_data_option,
     click.option(
         "--checkpoint",
         metavar="FILE",
@@ -157,9 +196,5 @@ _REBUILD_OPTIONS: tuple[Decorator, ...] = (
         help="For your own store: take its model from the folder or the hub that it names.  "
         "[default: only timm's models and files that this machine has, no network]",
     ),
-)
-_RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
-    recompute_data_option,
-    *_REBUILD_OPTIONS,
     device_option,
 )

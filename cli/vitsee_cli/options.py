@@ -1,26 +1,20 @@
 """Options that several commands share, each declared once: those of every subject, and a table.
 
-An option of one command alone is declared in that command. The others:
+What analyses take beside their execution is declared in their signatures (`signature`), an option
+of one command alone in that command. The others:
 
-    options             every command   verbosity, defaults_of
+    options             every command   verbosity, defaults_of, only_with, refuse_twice
                         stores          stores_argument, allow_partial_option, open_stores
                         results         output_options, table_options, force_option,
-                                        replicates_option
-                        what to read    sites_option, blocks_option, side_option, tokens_option,
-                                        images_option, image_option, metric_option
+                                        json_option, replicates_option
+                        what to read    sites_option, blocks_option, tokens_option, images_option,
+                                        image_option
                         how to work     seed_option, device_option, memory_option, jobs_option,
                                         dask_option
-    model_options       a model         model_options, weight_options, rebuild_options,
-                                        recompute_options
+    model_options       a model         model_options, weight_options, recompute_options
     data_options        images          data_options, recompute_data_option
     extraction_options  what extract    store_output_option, keep_options, ablate_skip_option,
                         stores, how     precision_option, run_options
-    similarity_options  pairs of sites  estimator_options, gram_options, pair_options,
-                                        precision_option
-    accuracy_options    accuracies      tests_argument, random_baseline_option, per_class_option,
-                                        allow_shared_option
-    mask_options        masks           background_option, void_option, panoptic_option,
-                                        segment_options
 
 A command takes what it needs as decorators: `@options.stores_argument`, `@model_options`, ...
 """
@@ -36,25 +30,29 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console
+from vitsee_cli.declared import Decorator as Decorator
+from vitsee_cli.declared import option_of
 from vitsee_cli.values import (
     SEED,
     StorePath,
+    WholeNumber,
     parse_dask,
     parse_device,
     parse_output,
     parse_path,
     parse_size,
     parse_store,
-    token_parser,
 )
-from vitsee_core import machine
-from vitsee_stores.selectors import GROUPS
+from vitsee_core.runtime import machine
+from vitsee_core.runtime import options as declarations
+from vitsee_core.runtime.options import FEATURE_TOKENS as FEATURE_TOKENS
+from vitsee_core.runtime.options import SITE_WORDS as SITE_WORDS
+from vitsee_core.runtime.options import Declared
 from vitsee_stores.token_selection import WORDS as TOKENS
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-Decorator = Callable[[Any], Any]
 VERBOSITY = "vitsee.verbosity"  # in the click context, shared by the group and its command
 
 
@@ -86,6 +84,48 @@ def verbosity(command: Any) -> Any:
     for option in both if isinstance(command, click.Command) else reversed(both):
         command = option(command)
     return command
+
+
+def only_with(needs: str, met: bool, *names: str) -> None:
+    """Refuse options of the running command that would have no effect.
+
+    Args:
+        needs: what they belong to.
+        met: whether that was chosen.
+        names: of parameters.
+
+    Raises:
+        UsageError: the command line gives one of them, and `met` is false.
+    """
+    context = click.get_current_context()
+    on_line = click.core.ParameterSource.COMMANDLINE
+    for param in () if met else context.command.params:
+        if param.name in names and context.get_parameter_source(param.name) is on_line:
+            option = "/".join([*param.opts, *param.secondary_opts])
+            raise click.UsageError(f"{option} has no effect without {needs}")
+
+
+def refuse_twice(command: click.Command, ctx: click.Context, args: Sequence[str]) -> None:
+    """Refuse options that take one value and are given several.
+
+    Raises:
+        UsageError: names the option.
+    """
+    try:
+        _, _, order = command.make_parser(ctx).parse_args(list(args))
+    except click.UsageError:  # the command says it, with its own context
+        return
+    for param in dict.fromkeys(order):
+        repeatable = (
+            param.multiple or (param.is_flag and not param.secondary_opts)
+            if isinstance(param, click.Option)
+            else True
+        )
+        if not repeatable and order.count(param) > 1:
+            names = "/".join([*param.opts, *param.secondary_opts])
+            raise click.UsageError(
+                f"{names} is given {order.count(param)} times; expected once", ctx
+            )
 
 
 _UNSET = click.Option(["--x"]).default  # None, or click's own word for it from 8.3 on
@@ -188,7 +228,7 @@ def output_options(command: Any) -> Any:
     def gathered(
         *args: Any, output: Any, png: Any, force: bool, replicates: bool = False, **kwargs: Any
     ) -> Any:
-        from vitsee_core.outputs import Outputs
+        from vitsee_core.report.outputs import Outputs
 
         output = None if output == Path("-") else output
         if replicates and output is None:
@@ -197,6 +237,10 @@ def output_options(command: Any) -> Any:
 
     return _output_option(_png_option(force_option(gathered)))
 
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON for programs.  [default: for people]"
+)
 
 replicates_option = click.option(
     "--replicates",
@@ -211,7 +255,7 @@ def table_options(command: Any) -> Any:
 
     @functools.wraps(command)
     def gathered(*args: Any, output: Any, force: bool, **kwargs: Any) -> Any:
-        from vitsee_core.outputs import Outputs
+        from vitsee_core.report.outputs import Outputs
 
         output = None if output == Path("-") else output
         return command(*args, outputs=Outputs(csv=output, force=force), **kwargs)
@@ -222,9 +266,6 @@ def table_options(command: Any) -> Any:
 # ---------------------------------------------------------------- what to look at
 
 
-_PLACES = "first, last, stage:I, depth:F (0 to 1)"
-
-
 def sites_option(*default: str, show_default: str | None = None) -> Decorator:
     """--sites, repeatable, as `sites`: a tuple of globs, groups and names.
 
@@ -232,37 +273,14 @@ def sites_option(*default: str, show_default: str | None = None) -> Decorator:
         default: the sites without the option.
         show_default: the default in words, where that is clearer.
     """
-    return click.option(
-        "--sites",
-        metavar="GLOB",
-        multiple=True,
-        default=default,
-        show_default=show_default or " ".join(default),
-        help=f"Sites by name, glob or group ({', '.join(GROUPS)}), or by place: {_PLACES}. "
-        "blocks.-1.out counts from the end, !NAME leaves out. Repeatable, or a comma list.",
-    )
+    about = declarations.sites_option(show_default)
+    return option_of(Declared("sites", "Sequence[str]", default, None, about))
 
 
 def blocks_option(show_default: str, default: tuple[str, ...] = ("blocks",)) -> Decorator:
     """--sites of an analysis of whole blocks, repeatable, as `sites`."""
-    return click.option(
-        "--sites",
-        metavar="BLOCK",
-        multiple=True,
-        default=default,
-        show_default=show_default,
-        help=f"Blocks by path or glob (blocks.0, 'blocks.1?'), or by place: {_PLACES}. blocks.-1 "
-        "counts from the end, !BLOCK leaves out. Repeatable, or a comma list.",
-    )
-
-
-_TOKEN_WORDS = {
-    "prefix": "class token and registers",
-    "mean": "of the patches",
-    "mean-all": "of all tokens",
-    "rest": "mean of all but the first",
-    "each": "one by one",
-}
+    about = declarations.blocks_option(show_default)
+    return option_of(Declared("sites", "Sequence[str]", default, None, about))
 
 
 def tokens_option(
@@ -280,40 +298,10 @@ def tokens_option(
         multiple: take several; `tokens` is then a tuple.
         show_default: the default in words.
     """
-    words = tuple(choices)
-    listed = ", ".join(f"{w} ({_TOKEN_WORDS[w]})" if w in _TOKEN_WORDS else w for w in words)
-    return click.option(
-        "--tokens",
-        metavar="TOKENS",
-        multiple=True,
-        default=(default,) if default else (),
-        show_default=show_default or default or True,
-        type=token_parser(words),
-        callback=None if multiple else _one_value,
-        help=f"Tokens: {listed}, or ROW,COL of the grid." + (" Repeatable." if multiple else ""),
-    )
-
-
-def _one_value(_ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """The value of an option that takes one; several are refused, not silently dropped."""
-    if len(values) > 1:
-        given = " and ".join(map(str, values))
-        raise click.UsageError(f"{param.opts[0]} was given as {given}; it takes one value")
-    return values[0] if values else None
-
-
-# What makes an image's features one vector; `each` does not.
-FEATURE_TOKENS = tuple(word for word in TOKENS if word != "each")
-
-
-def side_option(side: str, which: str, show_default: str = "as --sites") -> Decorator:
-    """--sites-a or --sites-b, repeatable, as `sites_a` or `sites_b`: sites of `which` only."""
-    return click.option(
-        f"--sites-{side}",
-        metavar="GLOB",
-        multiple=True,
-        help=f"Sites of {which}. Repeatable.  [default: {show_default}]",
-    )
+    kind, value = ("Sequence[str]", (default,) if default else ()) if multiple else ("str", default)
+    about = declarations.tokens_option(choices, show_default)
+    instead = {} if show_default else {"show_default": True}
+    return option_of(Declared("tokens", kind, value, None, about), **instead)
 
 
 def image_option(what: str, show_default: str, store: str, about: str = "") -> Decorator:
@@ -327,22 +315,10 @@ def image_option(what: str, show_default: str, store: str, about: str = "") -> D
     )
 
 
-def metric_option(metrics: Iterable[str], show_default: str, about: str = "") -> Decorator:
-    """--metric, repeatable, as `metrics`: some of `metrics`; about: what they are."""
-    return click.option(
-        "--metric",
-        "metrics",
-        multiple=True,
-        type=click.Choice(list(metrics)),
-        show_default=show_default,
-        help=f"{about} Repeatable.".lstrip(),
-    )
-
-
 images_option = click.option(
     "--images",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     show_default="all",
     help="Use N images: the first rows of a shuffled store, a random sample of an ordered one.",
 )
@@ -381,7 +357,7 @@ jobs_option = click.option(
     "-j",
     "--jobs",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     default=machine.n_cores,
     show_default="the cores of this process",
     help="Slabs to work on at a time, by threads (--dask local:N: by processes); the result does "

@@ -3,44 +3,71 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
+import pkgutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
-# In the order of `vitsee --help`. A command names its own: `QUESTION = ATTENTION`.
-STORES = "Make and inspect stores"
-SIMILARITY = "How similar layers and models are"
-ATTENTION = "Where attention looks"
-FLOW = "What flows through the layers"
-KNOWLEDGE = "What a layer knows"
-RESULTS = "Results of several commands"
-QUESTIONS = (STORES, SIMILARITY, ATTENTION, FLOW, KNOWLEDGE, RESULTS)
+from vitsee_core.runtime import options as headings
+from vitsee_core.runtime.options import ATTENTION as ATTENTION
+from vitsee_core.runtime.options import FLOW as FLOW
+from vitsee_core.runtime.options import KNOWLEDGE as KNOWLEDGE
+from vitsee_core.runtime.options import QUESTIONS as QUESTIONS
+from vitsee_core.runtime.options import RESULTS as RESULTS
+from vitsee_core.runtime.options import SIMILARITY as SIMILARITY
+from vitsee_core.runtime.options import STORES as STORES
+
 OTHER_COMMANDS = "Other commands"
-_COMMANDS = "vitsee_cli.commands"
+_COMMANDS, _ANALYSES = "vitsee_cli.commands", "vitsee_core.analyses"
 
 REST = "Other options"
 
 
+def names() -> list[str]:
+    """The commands' names, sorted: the files of `vitsee_cli.commands` and the analyses."""
+    folders = [importlib.import_module(package).__path__ for package in (_COMMANDS, _ANALYSES)]
+    found = {m.name for folder in folders for m in pkgutil.iter_modules(folder)}
+    return sorted(name.replace("_", "-") for name in found if not name.startswith("_"))
+
+
 def module_of(name: str) -> str:
-    """The name of a command's module."""
-    return f"{_COMMANDS}.{name.replace('-', '_')}"
+    """The name of the module that declares a command: its own file, else its analysis."""
+    stem = name.replace("-", "_")
+    own = f"{_COMMANDS}.{stem}"
+    return own if importlib.util.find_spec(own) is not None else f"{_ANALYSES}.{stem}"
+
+
+def command_named(name: str) -> click.Command:
+    """The command, its module imported."""
+    module = module_of(name)
+    if module.startswith(_COMMANDS):
+        command: click.Command = importlib.import_module(module).command
+        return command
+    from vitsee_cli.signature import command_of
+
+    return command_of(name.replace("-", "_"))
 
 
 def described(name: str) -> tuple[click.Command, str]:
-    """A command's name and help, and its question, read from its file: commands import their
-    analyses, whose constants are choices and defaults, and the list of all commands is to be quick.
+    """A command's name and help, and its question, read from its file: importing all analyses
+    would take seconds, and the list of all commands is to be quick.
     """
     help_text, question = "", OTHER_COMMANDS
     spec = importlib.util.find_spec(module_of(name))
     assert spec is not None and spec.origin is not None
     for node in ast.parse(Path(spec.origin).read_bytes()).body:
+        target = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
         if isinstance(node, ast.FunctionDef) and node.name == "command":
             help_text = ast.get_docstring(node) or ""
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "QUESTION":
-            question = globals()[ast.unparse(node.value)]
+        elif isinstance(node, ast.Assign) and target == "HELP":
+            help_text = inspect.cleandoc(ast.literal_eval(node.value))
+        elif isinstance(node, ast.Assign) and target == "QUESTION":
+            question = getattr(headings, ast.unparse(node.value))
     return click.Command(name, help=help_text), question
 
 

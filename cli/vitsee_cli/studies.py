@@ -5,14 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from vitsee_cli import console, options, signals
+from vitsee_cli.study_settings import commands_of, in_a_study
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
+    from vitsee_core.extraction.options import ModelOptions
     from vitsee_core.study.running import Outcome
     from vitsee_core.study.steps import Plan, Step, Study
     from vitsee_core.study.surveyed import SurveyedModel
@@ -44,7 +48,9 @@ def run_study(
     from vitsee_core.study import cost, foreign, kept, planning, running
 
     words = console.command_line()
+    ctx.meta[console.RESUMES] = "repeat the command to go on"
     planning.check_choice(study)
+    check_train(study)
     models = _survey(study)
     study, labelled = _counted(study)
 
@@ -62,8 +68,8 @@ def run_study(
         running.make_folders(study)
     needed = cost.cost(study, own, models, cost.measured_speed(study.device))
     console.say(needed.describe(len(models), study.n_images()))
-    for line in planning.reasons(plan.left_out):
-        console.say(f"left out: {line}")
+    for line in (*plan.notes, *(f"left out: {x}" for x in planning.reasons(plan.left_out))):
+        console.say(line)
     if dry_run:
         folders = shlex.join(["mkdir", "-p", *map(str, running.folders(study))])
         lines = [step.line for step in (*plan.steps, report_step(study))]
@@ -106,12 +112,14 @@ def report_step(study: Study) -> Step:
 
 
 class Performer:
-    """Runs the command of a step as if it were typed. Its remarks are not shown, unless with -v."""
+    """Runs the command of a step as if it were typed. Its remarks are not shown, unless with -v,
+    and each warning once."""
 
     def __init__(self, ctx: click.Context) -> None:
         """`ctx`: of the study's command."""
         self.ctx = ctx
         self.verbosity = ctx.meta.get(options.VERBOSITY, 0)
+        self.shown: set[str] = set()
 
     def __call__(self, step: Step) -> Outcome:
         """How the command ended."""
@@ -119,6 +127,8 @@ class Performer:
 
         self.ctx.meta.pop(console.REASON, None)
         self.ctx.meta.pop(console.NOT_OFFERED, None)
+        command = commands_of(self.ctx)(step.command) or self.ctx.command
+        own_words = partial(in_a_study, command=command, own=self.ctx.command)
         # Bars vanish; in a log only what takes longest says how far it is.
         shown = step.command == "extract" or console.stderr().is_terminal
         quiet = console.PROGRESS_ONLY if shown else -1
@@ -128,13 +138,14 @@ class Performer:
                 step.make()
                 return Outcome(0)
             group = self.ctx.find_root().command
-            code = group.main(
-                list(step.words), prog_name="vitsee", standalone_mode=False, parent=self.ctx
-            )
+            with console.of_a_step(self.shown, own_words):
+                code = group.main(
+                    list(step.words), prog_name="vitsee", standalone_mode=False, parent=self.ctx
+                )
         except click.ClickException as error:
             return Outcome(2, error.format_message())
         except (VitseeError, OSError) as error:
-            return Outcome(1, " ".join(str(error).split()))
+            return Outcome(1, own_words(" ".join(str(error).split())))
         except Exception as error:  # a bug in one step: the others go on
             console.debug_traceback()
             return Outcome(1, f"{type(error).__name__}: {error}; run it by itself: {step.line}")
@@ -145,11 +156,30 @@ class Performer:
         # A study has no --force: what it would delete, its user does.
         anew = f"remove {shlex.join(map(str, step.outputs))} to extract anew"
         reason = self.ctx.meta.get(console.REASON, "").replace("start anew with --force", anew)
-        return Outcome(code or 0, reason, applies=not self.ctx.meta.get(console.NOT_OFFERED))
+        return Outcome(
+            code or 0, own_words(reason), applies=not self.ctx.meta.get(console.NOT_OFFERED)
+        )
 
 
 def _outputs(steps: Sequence[Step]) -> set[object]:
     return {path for step in steps for path in step.outputs}
+
+
+def check_train(study: Study) -> None:
+    """Refuse the images themselves as those to learn from.
+
+    Raises:
+        VitseeError: they are the same.
+    """
+    if study.train is None:
+        return
+    places = [Path(data).expanduser() for data in (study.data, study.train)]
+    same = all(place.exists() for place in places) and places[0].samefile(places[1])
+    if same or study.data == study.train:
+        raise VitseeError(
+            f"--train {study.train} has the images of --data: what learns from them cannot be "
+            "tested on them; leave --train out, or name other images of the same classes"
+        )
 
 
 def _survey(study: Study) -> list[SurveyedModel]:
@@ -163,12 +193,23 @@ def _survey(study: Study) -> list[SurveyedModel]:
     found, unknown = [], []
     for label, name in study.models.items():
         try:
-            found.append(survey(label, name))
+            found.append(survey(label, name, vars(model_options_of(name))))
         except VitseeError as error:
             unknown.append(str(error))
     if unknown:
         raise VitseeError("; ".join(unknown))
     return found
+
+
+def model_options_of(name: str) -> ModelOptions:
+    """The options in a model's name, as extract reads them."""
+    from vitsee_cli.model_options import model_of
+
+    ctx = click.get_current_context()
+    extract = commands_of(ctx)("extract")
+    assert extract is not None
+    words = [name, "--data", "images", "-o", "store"]
+    return model_of(extract.make_context("extract", words, ctx).params)
 
 
 def _counted(study: Study) -> tuple[Study, bool]:
@@ -197,6 +238,6 @@ def named(models: Sequence[str]) -> dict[str, str]:
     pairs = []
     for text in models:
         label, sign, name = text.partition("=")
-        given = sign and "/" not in label and ":" not in label
+        given = sign and not {"/", ":", "?"} & set(label)
         pairs.append((label, name) if given else (label_of(text), text))
     return check_labels(pairs)

@@ -10,7 +10,6 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from vitsee_stores import url
-from vitsee_stores.errors import SiteError, StoreError
-from vitsee_stores.token_selection import TokenSelection
+from vitsee_stores.errors import StoreError, VitseeError
 from vitsee_stores.url import Place, is_url
 
 if TYPE_CHECKING:
@@ -63,7 +61,10 @@ class PathType(ParamType):
             self.fail("- is not a path here; write ./- for a file of that name", param, ctx)
         if is_url(text):
             self.fail(f"{text} is a URL, which only stores have; expected a path", param, ctx)
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise VitseeError(f"{text} is a pipe or a device; expected a file or a folder")
+        return path
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -174,8 +175,16 @@ parse_named_file = NamedFileType()
 parse_store = StoreType()
 
 
+class WholeNumber(click.IntRange):
+    """A whole number within a range, called so in messages."""
+
+    name = "whole number"
+
+
 class FiniteRange(click.FloatRange):
     """A number within a range; `inf` and `nan` are refused."""
+
+    name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number."""
@@ -185,7 +194,7 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-SEED = click.IntRange(0, 2**63 - 1)  # what every generator takes
+SEED = WholeNumber(0, 2**63 - 1)  # what every generator takes
 POSITIVE = FiniteRange(min=0, min_open=True)
 SHARE = FiniteRange(0, 1, min_open=True, max_open=True)
 
@@ -226,8 +235,8 @@ def parse_device(text: str) -> str:
 
 def parse_dask(text: str) -> str:
     """`local:N`, or a scheduler's address; whether anyone answers there is seen later."""
-    from vitsee_core.dask_map import parse_address
-    from vitsee_core.dask_worker import DaskError
+    from vitsee_core.runtime.dask_map import parse_address
+    from vitsee_core.runtime.dask_worker import DaskError
 
     try:
         parse_address(text)
@@ -294,17 +303,3 @@ def parse_model_arg(text: str | tuple[str, Any]) -> tuple[str, Any]:
         except (ValueError, SyntaxError):
             continue
     return key, value
-
-
-def token_parser(choices: Iterable[str]) -> Callable[[str], TokenSelection]:
-    """A parser of --tokens that takes these words, and ROW,COL of the grid."""
-    words = tuple(choices)
-
-    def parse_tokens(text: str) -> TokenSelection:
-        try:
-            return TokenSelection.parse(text, words)
-        except SiteError:
-            expected = f"{', '.join(words)} or ROW,COL of the grid"
-            raise click.BadParameter(f"{text!r}; expected {expected}") from None
-
-    return parse_tokens

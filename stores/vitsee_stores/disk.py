@@ -22,7 +22,7 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores.owners import temporary_name
+from vitsee_stores.temp_files import temporary_name
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -26,13 +26,15 @@ from vitsee_stores.disk import (
     write_new,
     write_whole,
 )
+from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.files import Files, Pieces, Put
-from vitsee_stores.owners import temporary_name
+from vitsee_stores.temp_files import temporary_name
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 CREATING, REMOVING = ".creating", ".removing"
+EFFECTIVE = os.access in os.supports_effective_ids
 _thread = threading.local()
 
 
@@ -171,13 +173,22 @@ class Folder(Files):
         remove_files(self._prefix + name for name in names)
 
     def remove_store(self, incomplete: bytes) -> None:
-        """Renamed first, so that a removal cut short leaves nothing that reads as a store.
-        Leftovers beside it go too."""
+        """Renamed first, so that a removal cut short leaves nothing that reads as a store; a store
+        with a folder that may not be changed stays as it is. Leftovers beside it go too."""
         place = Path(os.path.realpath(self.place))
         if os.path.lexists(self.place):
+            for here, *_ in os.walk(place):
+                if not os.access(here, os.W_OK | os.X_OK, effective_ids=EFFECTIVE):
+                    raise StoreError(f"{place} stays as it is: {here} is write-protected")
             os.rename(place, _sibling(place, REMOVING))
         for leftover in _beside(place):
-            shutil.rmtree(leftover)
+            try:
+                shutil.rmtree(leftover)
+            except OSError as error:
+                raise StoreError(
+                    f"{place} is removed but for {leftover}, which cannot be: {reason(error)}; "
+                    "delete that yourself"
+                ) from None
 
     def sweep(self, folders: Iterable[str], chosen: Callable[[str], bool]) -> int:
         """Files ending in .partial."""

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 from vitsee_stores import metadata
-from vitsee_stores.claims import claims_of
 from vitsee_stores.errors import StoreError, Unreachable
 from vitsee_stores.files import Files
 from vitsee_stores.layout import ArraySpec, n_bytes
+from vitsee_stores.leases import claims_of
 from vitsee_stores.places import files_at
 from vitsee_stores.plan import SiteSpec, StorePlan
-from vitsee_stores.sealed import SealedChunks
+from vitsee_stores.sealed import VerifiedChunks
 from vitsee_stores.url import Url
+from vitsee_stores.weights_names import weights_name
 
 
 def describe(
@@ -41,7 +42,7 @@ def describe(
     files = files_at(path)
     manifest, complete = metadata.read_root(files)
     markers = metadata.read_markers(files, manifest)
-    plan, chunks = manifest.plan, SealedChunks(files, manifest, markers)
+    plan, chunks = manifest.plan, VerifiedChunks(files, manifest, markers)
     sizes = n_bytes(plan)
     text: dict[str, Any] = manifest.to_json()
     return {
@@ -57,6 +58,7 @@ def describe(
         "codec": plan.codec,
         "size_bytes": sum(sizes.values()),
         "model": text["model"],
+        "weights": weights_name(text["model"]),
         "sites": {site.name: _site(site) for site in plan.sites},
         "attention": _attention(plan),
         "residual": [name for name, _ in plan.sublayers],
@@ -148,7 +150,7 @@ def _array(spec: ArraySpec, size: int) -> dict[str, Any]:
 
 
 def _n_valid(
-    chunks: SealedChunks, slabs: Sequence[int], report: Callable[[int, int], None]
+    chunks: VerifiedChunks, slabs: Sequence[int], report: Callable[[int, int], None]
 ) -> int | None:
     """None where the counts cannot be read: `vitsee validate` says why."""
     done = itertools.count(1)
@@ -167,7 +169,7 @@ def _n_valid(
         return None
 
 
-def _labels(chunks: SealedChunks, names: list[str] | None) -> list[dict[str, Any]] | None:
+def _labels(chunks: VerifiedChunks, names: list[str] | None) -> list[dict[str, Any]] | None:
     """Each label with its name and number of images, those without any (label null) last; None
     where the labels cannot be read."""
     try:

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 from vitsee_stores.chunks import Box
 from vitsee_stores.indexing import Cut, Index, cut_out
 from vitsee_stores.layout import ArraySpec
-from vitsee_stores.sealed import ChunkPart, SealedChunks, chunk_parts
+from vitsee_stores.sealed import ChunkPart, VerifiedChunks, chunk_parts
 
 
 class LazyArray:
@@ -107,7 +107,7 @@ class StoredArray(LazyArray):
 
     def __init__(
         self,
-        chunks: SealedChunks,
+        chunks: VerifiedChunks,
         spec: ArraySpec,
         committed: NDArray[np.bool_],
         fixed: Mapping[int, int] | None = None,

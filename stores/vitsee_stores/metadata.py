@@ -122,9 +122,11 @@ def check_ours(files: Files) -> dict[str, Any]:
         document = parse(files.read(ZARR_JSON, MOST_BYTES))
     except FileNotFoundError:
         if not _is_there(files):
+            named = "/" in str(files) or str(files).endswith(".zarr")
+            run = f"MODEL --data DATA -o {files}" if named else f"{files} --data DATA -o NAME.zarr"
+            of_model = "" if named else ", if that is a model"
             raise NoStore(
-                f"no store at {files}: nothing is there (run: vitsee extract MODEL --data DATA "
-                f"-o {files})"
+                f"no store at {files}: nothing is there (run: vitsee extract {run}{of_model})"
             ) from None
         raise StoreError(
             f"{files} is no vitsee store: the folder has no {ZARR_JSON} (a store is what vitsee "

@@ -61,7 +61,8 @@ def open_store(
     committed = np.full(n_slabs, complete)
     if not complete:
         committed[list(metadata.read_markers(files, manifest))] = True
-        done = f"{files} is incomplete: {committed.sum()} of {n_slabs} slabs are committed"
+        slabs = "slab is" if n_slabs == 1 else "slabs are"
+        done = f"{files} is incomplete: {committed.sum()} of {n_slabs} {slabs} committed"
         if not allow_partial:
             raise IncompleteStore(
                 f"{done} (repeat the vitsee extract command to go on, or read those with "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 from vitsee_stores.errors import StoreError
 from vitsee_stores.files import Files
 from vitsee_stores.folder import Folder
+from vitsee_stores.metadata import ZARR_JSON
 from vitsee_stores.url import Url, parse_place
 
 
@@ -26,3 +28,9 @@ def files_at(place: str | os.PathLike[str] | Url, *, durable: bool = True) -> Fi
 
         return Objects(parsed)
     return Folder(parsed, durable=durable)
+
+
+def store_around(path: Path) -> Path | None:
+    """The store (a folder with a zarr.json) that a path is inside of; None without one."""
+    folders = reversed(path.resolve().parents)  # the root's zarr.json, not that of a group in it
+    return next((folder for folder in folders if (folder / ZARR_JSON).is_file()), None)

@@ -58,7 +58,7 @@ def chunk_parts(spec: ArraySpec, box: Box) -> list[ChunkPart]:
     return found
 
 
-class SealedChunks:
+class VerifiedChunks:
     """The chunks of one store. Rows of `checksums` are kept once read: four bytes a chunk.
     markers: what was read already of the slabs' markers, by slab."""
 

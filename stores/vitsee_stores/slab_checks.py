@@ -22,7 +22,7 @@ from vitsee_stores.chunks import (
 from vitsee_stores.errors import StoreError, Unreachable, reason
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
-from vitsee_stores.sealed import SealedChunks
+from vitsee_stores.sealed import VerifiedChunks
 
 Chunk = tuple[ArraySpec, tuple[int, ...]]
 
@@ -35,7 +35,7 @@ ALWAYS_READ = ("valid", "n_valid", "size")
 class SlabChecks:
     """Checks slab after slab: the last four bytes of every chunk; with `deep`, all of them."""
 
-    def __init__(self, chunks: SealedChunks, deep: bool):
+    def __init__(self, chunks: VerifiedChunks, deep: bool):
         self.chunks, self.deep = chunks, deep
 
     def problems(self, slab: int) -> Iterator[str]:

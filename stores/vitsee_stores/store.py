@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import absent, metadata
+from vitsee_stores import metadata
+from vitsee_stores import missing_input as absent
 from vitsee_stores.errors import MissingInput, SiteError, StoreError
 from vitsee_stores.files import Files
 from vitsee_stores.layout import ArraySpec
@@ -22,7 +23,7 @@ from vitsee_stores.manifest import Manifest
 from vitsee_stores.notebook import site_table
 from vitsee_stores.plan import AttentionGroup, SiteSpec
 from vitsee_stores.samples import StoreSamples
-from vitsee_stores.sealed import SealedChunks
+from vitsee_stores.sealed import VerifiedChunks
 from vitsee_stores.store_sites import StoreSites
 from vitsee_stores.token_selection import describe_layout
 from vitsee_stores.tokens import Tokens, token_array
@@ -52,7 +53,7 @@ class Store(StoreSites):
         self.committed = committed
         self.complete = complete
         self.sites: dict[str, SiteSpec] = {site.name: site for site in self.plan.sites}
-        self.chunks = SealedChunks(files, manifest)
+        self.chunks = VerifiedChunks(files, manifest)
         self.arrays: dict[str, ArraySpec] = self.chunks.specs
 
     def __repr__(self) -> str:
@@ -203,7 +204,7 @@ class Store(StoreSites):
         if spec.tokens != "all":
             raise MissingInput(
                 f"{self.label} keeps {spec.name} pooled only: extract it with "
-                f"--tokens {spec.name}=all"
+                f"--tokens {spec.name}=all (every site: --tokens all)"
             )
         if not partial and not self.fills.all():
             n = int((~self.fills).sum())

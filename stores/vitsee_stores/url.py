@@ -80,8 +80,3 @@ def folder_of(place: Place) -> Path:
     if isinstance(place, Url):
         raise StoreError(f"{place} is in no folder of this machine")
     return place
-
-
-def lies_in(path: Path, place: Place) -> bool:
-    """Whether a path is that of a store's folder, or below it."""
-    return isinstance(place, Path) and path.resolve().is_relative_to(place.resolve())

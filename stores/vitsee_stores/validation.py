@@ -20,7 +20,7 @@ from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.manifest import ATTRIBUTE, Manifest, few, samples_from_arrays
 from vitsee_stores.places import files_at
-from vitsee_stores.sealed import SealedChunks
+from vitsee_stores.sealed import VerifiedChunks
 from vitsee_stores.slab_checks import SlabChecks, listed, without_advice
 from vitsee_stores.url import Url
 from vitsee_stores.zarr_metadata import KEYS, documents
@@ -78,7 +78,7 @@ def _problems(
     deep: bool,
     report: Callable[[int, int], None],
 ) -> Iterator[str]:
-    chunks = SealedChunks(files, manifest)
+    chunks = VerifiedChunks(files, manifest)
     committed = list(metadata.read_markers(files, manifest))
     yield from _markers(files, manifest, committed, complete)
     yield from _metadata(files, chunks.specs)
@@ -177,7 +177,7 @@ def _is_chunk(name: str, spec: ArraySpec) -> bool:
     )
 
 
-def _written_once(chunks: SealedChunks) -> Iterator[str]:
+def _written_once(chunks: VerifiedChunks) -> Iterator[str]:
     read: dict[str, NDArray[Any]] = {}
     for path, spec in chunks.specs.items():
         if spec.per == "once":

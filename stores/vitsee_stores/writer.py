@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from vitsee_stores import creation, metadata
 from vitsee_stores.chunks import boxes, checksum, chunk_name, encode, padded
-from vitsee_stores.claims import remove_claims
 from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.files import Files
 from vitsee_stores.layout import ArraySpec
+from vitsee_stores.leases import remove_claims
 from vitsee_stores.manifest import Manifest, Samples, check_identity, jsonable, samples_arrays
-from vitsee_stores.owners import is_left, is_mine
 from vitsee_stores.places import files_at
-from vitsee_stores.sealed import SealedChunks
+from vitsee_stores.sealed import VerifiedChunks
 from vitsee_stores.slab_checks import SlabChecks
+from vitsee_stores.temp_files import is_left, is_mine
 from vitsee_stores.url import Url
 
 # How often a slab is written anew that another process writes at the same time.
@@ -41,7 +41,7 @@ class StoreWriter:
         self.place = files.place
         self.manifest = manifest
         self.plan = manifest.plan
-        self._sealed = SealedChunks(files, manifest)
+        self._sealed = VerifiedChunks(files, manifest)
         self.arrays = self._sealed.specs
 
     @classmethod
@@ -217,7 +217,7 @@ class StoreWriter:
     def _settled(self, k: int, attempt: int) -> bool:
         """Whether the marker that is there seals the chunks that are there. Where two processes
         made other bytes of one slab, each may have overwritten some of the other's."""
-        checks = SlabChecks(SealedChunks(self.files, self.manifest), deep=False)
+        checks = SlabChecks(VerifiedChunks(self.files, self.manifest), deep=False)
         if checks.agree(k):
             return True
         time.sleep(random.uniform(0, 0.2 * 2**attempt))  # the other one may be about to

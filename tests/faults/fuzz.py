@@ -124,12 +124,64 @@ def make_store(path: Path, commit: bool = True) -> None:
     writer.finish()
 
 
-class Fuzzer:
+class Changes:
+    """Random changes of bytes and of JSON."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+
+    def noise(self, body: bytes) -> bytes:
+        """A few bytes changed, lost or added."""
+        data, rng = bytearray(body), self.random
+        for _ in range(rng.choice((1, 4, 16))):
+            data[rng.randrange(len(data))] = rng.choice((0, 255, 128, rng.randrange(256)))
+        if rng.random() < 0.1:
+            del data[rng.randrange(len(data)) :]
+        if rng.random() < 0.1:
+            data += rng.randbytes(8)
+        return bytes(data)
+
+    def change(self, tree: Any) -> None:
+        """One change somewhere in a tree of lists and objects."""
+        places = [tree]
+        for place in places:
+            inner = place.values() if isinstance(place, dict) else place
+            places += [item for item in inner if isinstance(item, (dict, list)) and item]
+        place, rng = self.random.choice(places), self.random
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key, action = rng.choice(keys), rng.randrange(7)
+        if action == 0:
+            del place[key]
+        elif action == 1 and isinstance(place, dict):
+            place[f"{key}x"] = place[key]
+        elif action == 1:
+            place.append(copy.deepcopy(place[key]))
+        elif action == 2 and isinstance(place[key], (int, float)):
+            place[key] = rng.choice(
+                (place[key] + 1, place[key] - 1, place[key] * 10**6, -place[key])
+            )
+        elif action == 3:
+            other = rng.choice(places)
+            if isinstance(other, dict):
+                place[key] = copy.deepcopy(rng.choice(list(other.values())))
+        elif action == 4 and rng.random() < 0.2:
+            place[key] = DEEP
+        elif action == 4:
+            deep: Any = rng.choice(VALUES)
+            for _ in range(rng.choice((1, 5, 40))):
+                deep = [deep]
+            place[key] = deep
+        else:
+            place[key] = copy.deepcopy(rng.choice(VALUES))
+
+
+class Fuzzer(Changes):
     """Variants of one small store in `folder`, and what reads them; `readers`: more that do, each
     twentieth variant."""
 
     def __init__(self, folder: Path, seed: int, readers: dict[str, Callable[[Path], object]]):
-        self.store, self.random = folder / "fuzzed.zarr", random.Random(seed)
+        super().__init__(seed)
+        self.store = folder / "fuzzed.zarr"
         make_store(self.store)
         own: dict[str, Callable[[Path], object]] = {
             **{"open": read_everything, "describe": describe, "validate": check}
@@ -231,50 +283,6 @@ class Fuzzer:
         value = int(google_crc32c.value(body))
         (self.store / name).write_bytes(body + value.to_bytes(4, "little"))
         return value
-
-    def noise(self, body: bytes) -> bytes:
-        """A few bytes changed, lost or added."""
-        data, rng = bytearray(body), self.random
-        for _ in range(rng.choice((1, 4, 16))):
-            data[rng.randrange(len(data))] = rng.choice((0, 255, 128, rng.randrange(256)))
-        if rng.random() < 0.1:
-            del data[rng.randrange(len(data)) :]
-        if rng.random() < 0.1:
-            data += rng.randbytes(8)
-        return bytes(data)
-
-    def change(self, tree: Any) -> None:
-        """One change somewhere in a tree of lists and objects."""
-        places = [tree]
-        for place in places:
-            inner = place.values() if isinstance(place, dict) else place
-            places += [item for item in inner if isinstance(item, (dict, list)) and item]
-        place, rng = self.random.choice(places), self.random
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        key, action = rng.choice(keys), rng.randrange(7)
-        if action == 0:
-            del place[key]
-        elif action == 1 and isinstance(place, dict):
-            place[f"{key}x"] = place[key]
-        elif action == 1:
-            place.append(copy.deepcopy(place[key]))
-        elif action == 2 and isinstance(place[key], (int, float)):
-            place[key] = rng.choice(
-                (place[key] + 1, place[key] - 1, place[key] * 10**6, -place[key])
-            )
-        elif action == 3:
-            other = rng.choice(places)
-            if isinstance(other, dict):
-                place[key] = copy.deepcopy(rng.choice(list(other.values())))
-        elif action == 4 and rng.random() < 0.2:
-            place[key] = DEEP
-        elif action == 4:
-            deep: Any = rng.choice(VALUES)
-            for _ in range(rng.choice((1, 5, 40))):
-                deep = [deep]
-            place[key] = deep
-        else:
-            place[key] = copy.deepcopy(rng.choice(VALUES))
 
     def _chunk(self, path: str) -> str:
         return "c.0.0" if path == "samples/id" else "c.0"

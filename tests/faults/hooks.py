@@ -7,7 +7,9 @@ import random
 import time
 
 from vitsee_core.extraction import claimed
-from vitsee_stores import claims, objects, owners
+from vitsee_stores import leases as claims
+from vitsee_stores import objects
+from vitsee_stores import temp_files as owners
 
 
 def look_often() -> None:

@@ -14,8 +14,9 @@ from tests.faults.conftest import Ends, Whole
 from tests.faults.test_damaged_files import DAMAGES, damaged, invoke
 from tests.faults.trials import check_finished, extraction, seeds
 from vitsee_core.extraction import claimed
-from vitsee_stores import StoreWriter, claims, open_store
-from vitsee_stores.claims import Claims
+from vitsee_stores import StoreWriter, open_store
+from vitsee_stores import leases as claims
+from vitsee_stores.leases import Claims
 
 TRIALS_AT_ONCE = 8
 

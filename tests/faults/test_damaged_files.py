@@ -18,7 +18,7 @@ from vitsee_cli.main import main
 from vitsee_stores import StoreError, disk, folder, validate
 
 DAMAGES = ("flip", "flip", "cut", "empty")
-KINDS_AT_ONCE = 25  # of array, in `make test`; each seed takes other ones
+KINDS_AT_ONCE = 25  # of array, in `make test-all`; each seed takes other ones
 # Asked for by an option, or where fuller arrays are absent; `damage.py` reads every array.
 UNREAD = {
     *("attention/cls_map/c", "attention/cls_rows/c", "attention/received/c"),
@@ -28,8 +28,13 @@ UNREAD = {
 COMMANDS = [
     "info S --json",
     "attn-dist S",
-    "attn-map S --kind mean-cls --kind mean-spatial --kind aligned --kind rollout",
-    "attn-map S --kind prefix-mass --kind entropy --kind sink",
+    "attn-map S --kind mean-cls",
+    "attn-map S --kind mean-spatial",
+    "attn-map S --kind aligned",
+    "attn-map S --kind rollout",
+    "attn-map S --kind prefix-mass",
+    "attn-map S --kind entropy",
+    "attn-map S --kind sink",
     "attn-map S --image 3",
     "head-types S",
     "cka S --no-cache",

@@ -107,7 +107,7 @@ def test_what_a_killed_extraction_started_ends(
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
         pytest.skip("this system does not list a process' children")
     before = set(Path("/dev/shm").glob("*"))
-    process = run.start(*extraction(images, tmp_path / "s.zarr"), "--workers", 2)
+    process = run.start(*extraction(images, tmp_path / "s.zarr", "--workers", 2))
     until = time.monotonic() + 60
     while not (started := children(process.pid)) and process.running():
         assert time.monotonic() < until

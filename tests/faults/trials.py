@@ -1,8 +1,8 @@
 """How many trials of each fault, from which seeds; and extractions that trials disturb.
 
-`make test` does few, `make faults` many: VITSEE_TRIALS times as many as a test asks for. A test's
-name ends in its seed, so that `VITSEE_SEED=7 pytest tests/faults -k seed7` does that trial again:
-the same choices, but for moments, which depend on the machine too.
+`make test-all` does few, `make faults` many: VITSEE_TRIALS times as many as a test asks for. A
+test's name ends in its seed, so that `VITSEE_SEED=7 pytest tests/faults -k seed7` does that trial
+again: the same choices, but for moments, which depend on the machine too.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def seeds(n: int) -> pytest.MarkDecorator:
 
 def extraction(images: Path, store: object, *more: object) -> list[object]:
     """The words of an extraction in twelve slabs."""
-    return [
-        *("extract", *VIT, "--data", images, "-o", store, "--slab", SLAB),
-        *("--batch-size", 2, "--workers", 0, *more),
-    ]
+    given = {"--slab": SLAB, "--batch-size": 2, "--workers": 0}
+    own = [word for pair in given.items() if pair[0] not in more for word in pair]
+    return ["extract", *VIT, "--data", images, "-o", store, *own, *more]
 
 
 def n_committed(store: Path) -> int:

@@ -24,32 +24,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.answers import Answer, by_store, extremes, margin, number, picked
-from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import blocks_of_each
 from vitsee_core.attention.heads import StoredAttention, read_heads, uniform_distance
-from vitsee_core.columns import SITE, site_columns
-from vitsee_core.execution import DEFAULT, Execution
-from vitsee_core.metrics import asked_for
-from vitsee_core.plotting import (
-    COLOURS,
+from vitsee_core.figures.panels import Grid, em, handles_of, legend_below, note_count, stack
+from vitsee_core.figures.plotting import (
     colour,
+    ink,
     integer_ticks,
-    legend_above_data,
     marker,
-    new_figure,
     reference_line,
-    shorten,
+    store_order,
     styled,
 )
-from vitsee_core.progress import counting
-from vitsee_core.results import Table
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.options import ATTENTION, Offers, blocks_option, metrics_option
+from vitsee_core.runtime.progress import counting
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
+from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.headlines import Answer, by_store, extremes, margin, number, picked
+from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.results import Table
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import metric_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,6 +61,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+QUESTION = ATTENTION
+HELP = """
+Measure how far each attention head looks.
+
+The mean distance between a patch and the patches it attends to, weighted by the attention, averaged
+over patches and images (Raghu et al. 2021, Figs. 3, 4; Walmer et al. 2023, Figs. 4, 15; Dosovitskiy
+et al. 2021, Figs. 7, 10). One row per head; class and register tokens are left out. Reads the
+summaries that extract stores by default; takes seconds. The figure shows the heads of the lowest
+and highest blocks, all heads against depth, and the means of all stores.
+
+  $ vitsee attn-dist b16.zarr -o dist.csv --png dist.png
+  $ vitsee attn-dist b16.zarr dino=runs/vits16.zarr --png both.png > both.csv
+  $ vitsee attn-dist b16.zarr --metric distance_px --sites blocks.0 | sort -t, -k10 -g
+"""
 NEEDS = ("attention",)
 READING = (
     "Left, each line is one block: its heads, sorted by how far they attend on average. Right, "
@@ -77,22 +93,27 @@ COLUMNS = (
     *(*SITE, "head"),
     *("metric", "value", "std", "low", "high", "n_images"),
 )
-UNITS = {
-    "distance_px": "attention distance (px)",
-    "distance_px_raw": "attention distance, not renormalised (px)",
-    "distance_unit": "attention distance (unit square)",
-    "distance_relative": "attention distance / uniform",
-}
 # Two lowest and two highest blocks: cold and warm, the outermost darker.
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
+ENDS = ("first block", "second block", "last block but one", "last block")
 
 
 @analysis
 def run(
     *stores: Store,
-    metrics: Sequence[str] = METRICS,
-    sites: Sequence[str] = ("blocks",),
-    execution: Execution = DEFAULT,
+    metrics: Annotated[
+        Sequence[str],
+        metrics_option(
+            METRICS,
+            "all",
+            "distance_px in pixels; _raw without renormalising over patches; _unit on a unit "
+            "square; _relative to uniform attention.",
+        ),
+    ] = METRICS,
+    sites: Annotated[Sequence[str], blocks_option()] = ("blocks",),
+    execution: Annotated[
+        Execution, Offers("images seed jobs memory", dask="slabs", replicates=False)
+    ] = DEFAULT,
 ) -> Table:
     """One row per store, metric, block and head: mean over images, spread and 95 % interval.
 
@@ -102,9 +123,6 @@ def run(
 
     Args:
         stores: with attention summaries; those without are left out where others have them.
-        metrics: some of `METRICS`.
-        sites: block paths, globs of them, `blocks`; `blocks.-1` counts from the end.
-        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no store has attention summaries.
@@ -173,32 +191,26 @@ def plot(table: Table) -> Figure:
     """
     metric = next(m for m in METRICS if m in table.unique("metric"))
     labels = table.unique("store")
-    lines = -(-len(labels) // 3)
-    across = -(-len(labels) // lines)
     several = len(labels) > 1
-    figure = new_figure(*((3.2 * across, 5.4 * lines + 3.0) if several else (7.4, 3.1)))
-    grid = figure.add_gridspec(*((2 * lines + 1, across) if several else (1, 2)))
-    pairs: list[tuple[Axes, Axes]] = []
+    grids = [Grid(2 * len(labels), most=4 if several else 2, widest=24)]
+    if several:
+        grids.append(Grid(1, widest=48))
+    figure, parts = stack(*grids)
+    every = grids[0].axes(parts[0])
     for i, (label, rows) in enumerate(table.groups("store")):
         uniform, drawn = _uniform_of(rows, metric), rows.where(metric=metric)
-        line, column = divmod(i, across)
-        above = figure.add_subplot(grid[line, column])
-        below = figure.add_subplot(grid[lines + line, column] if several else grid[0, 1])
-        _draw_sorted(above, drawn, uniform)
-        _draw_depth(below, drawn, uniform)
-        for axes in (above, below):
-            axes.set_title(f"{shorten(label, 22)} (n = {_count(drawn)})")
-            axes.set_ylabel(UNITS[metric] if column == 0 else "")
-        pairs.append((above, below))
-    _same_scale(pairs)
+        left, right = every[2 * i : 2 * i + 2]
+        _draw_sorted(left, drawn, uniform)
+        _draw_depth(right, drawn, uniform)
+        left.set_title(shorten(label, 28))
+        note_count(right, drawn)
+        left.set_ylabel(metric_words(metric))
+    _same_scale(list(zip(every[::2], every[1::2], strict=True)))
     if several:
-        _draw_layers(figure.add_subplot(grid[-1, :]), table, metric)
+        every += grids[1].axes(parts[1])
+        _draw_layers(every[-1], table, metric)
+    legend_below(figure, handles_of(every))
     return figure
-
-
-def _count(rows: Table) -> str:
-    low, high = rows["n_images"].min(), rows["n_images"].max()
-    return str(high) if low == high else f"{low} to {high}"
 
 
 def _uniform_of(rows: Table, metric: str) -> dict[str, float]:
@@ -236,55 +248,60 @@ def _draw_uniform(axes: Axes, values: Iterable[float]) -> None:
 
 def _draw_sorted(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
     sites = rows.unique("site")
-    shown = list(dict.fromkeys(sites[:2] + sites[-2:]))
-    for i, site in enumerate(shown):
+    n = min(len(sites), len(ENDS))
+    shown = [*sites[: -(-n // 2)], *sites[len(sites) - n // 2 :]]
+    looks = [*range(-(-n // 2)), *range(len(ENDS) - n // 2, len(ENDS))]
+    for i, site in zip(looks, shown, strict=True):
         heads = rows.where(site=site)
         heads = heads.take(np.argsort(heads["value"], kind="stable"))
-        rank = np.arange(1, len(heads) + 1)
-        tint = SHADES[i if i < len(shown) / 2 else i - len(shown)]
-        axes.fill_between(rank, heads["low"], heads["high"], color=tint, alpha=0.2, linewidth=0)
-        axes.plot(rank, heads["value"], color=tint, marker=marker(i), label=site)
+        rank = np.arange(len(heads))
+        axes.fill_between(
+            rank, heads["low"], heads["high"], color=SHADES[i], alpha=0.2, linewidth=0
+        )
+        axes.plot(rank, heads["value"], color=SHADES[i], marker=marker(i), label=ENDS[i])
     _draw_uniform(axes, [uniform[site] for site in shown if site in uniform])
-    integer_ticks(axes, [1, max(rows["head"]) + 1])
+    integer_ticks(axes, [0, max(rows["head"])])
     axes.set_xlabel("heads of a block, sorted")
-    legend_above_data(axes, 2)
 
 
 def _draw_depth(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
     axes.scatter(
-        rows["depth"], rows["value"], s=16, color=COLOURS[0], alpha=0.5, linewidth=0, label="head"
-    )
-    axes.plot(*_layer_means(rows, "depth"), color="black", label="layer mean")
+        rows["depth"], rows["value"], s=em(72) ** 2 * 0.15, color=colour(0), alpha=0.5,
+        linewidth=0, label="head",
+    )  # fmt: skip
+    axes.plot(*_layer_means(rows, "depth"), color=ink(), label="mean of a block's heads")
     _draw_uniform(axes, uniform.values())
     integer_ticks(axes, rows["depth"])
     axes.set_xlabel("block")
-    legend_above_data(axes, 2)
 
 
 def _draw_layers(axes: Axes, table: Table, metric: str) -> None:
     uniform = [v for _, rows in table.groups("store") for v in _uniform_of(rows, metric).values()]
     if uniform and max(uniform) > 1.02 * min(uniform):
         metric, uniform = "distance_relative", [1.0]
-    for i, (label, rows) in enumerate(table.where(metric=metric).groups("store")):
+    order = store_order(table)
+    for label, rows in table.where(metric=metric).groups("store"):
         x, y = _layer_means(rows, "rel_depth")
+        i = order.index(label)
         axes.plot(x, y, color=colour(i), marker=marker(i), label=shorten(label, 28))
     _draw_uniform(axes, uniform)
-    axes.set_xlabel("relative depth (first block 0, last block 1)")
-    axes.set_ylabel(UNITS[metric])
+    axes.set_xlabel("relative depth")
+    axes.set_ylabel(metric_words(metric))
     axes.set_title("mean over heads")
-    legend_above_data(axes, 3)
+    axes.set_ylim(0, 1.06 * max(axes.dataLim.y1, *uniform, 0))
+    note_count(axes, table)
 
 
 def _same_scale(pairs: Sequence[tuple[Axes, Axes]]) -> None:
     """All panels on one y axis from 0, unless that would flatten a store below a third of it."""
-    tops = [max(axes.get_ylim()[1] for axes in pair) for pair in pairs]
+    tops = [1.06 * max(axes.dataLim.y1 for axes in pair) for pair in pairs]
     alike = min(tops) > max(tops) / 3
     for pair, top in zip(pairs, tops, strict=True):
         for axes in pair:
             axes.set_ylim(0, max(tops) if alike else top)
 
 
-def in_short(table: Table) -> list[Answer]:
+def headline(table: Table) -> list[Answer]:
     """The nearest and the farthest head of the lowest and of the highest block, relative to uniform
     attention where the table has that."""
     units = {"distance_relative": "times as far as uniform attention", "distance_px": "px"}

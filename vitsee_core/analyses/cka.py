@@ -23,23 +23,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from vitsee_core.answers import Answer, alike
-from vitsee_core.arguments import analysis
-from vitsee_core.columns import PAIR, VALUES, pair_columns
-from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.heatmaps import describe_scale, describe_scope, draw_heatmaps
-from vitsee_core.figures.site_pairs import draw_curves, one_to_one, panels_of, put_legend_below
-from vitsee_core.plotting import new_figure, styled
-from vitsee_core.replicates import WORD
-from vitsee_core.results import Table
+from vitsee_core.figures.panels import legend_below, panels
+from vitsee_core.figures.plotting import (
+    styled,
+)
+from vitsee_core.figures.site_pairs import (
+    draw_curves,
+    one_to_one,
+    panels_of,
+)
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.options import SIMILARITY, Offers
 from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
+from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.hsic import without_value
 from vitsee_core.similarity.pairs import SitePairs, choose_pairs
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
+from vitsee_core.tables.columns import PAIR, VALUES, pair_columns
+from vitsee_core.tables.headlines import Answer, alike
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.results import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +57,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+QUESTION = SIMILARITY
+HELP = """
+Compare representations by linear CKA.
+
+One store: all its sites with each other (Raghu et al. 2021, Fig. 1; Walmer et al. 2023, Figs.
+20 to 22). Two: the first one's sites (rows) with the second one's (columns; Raghu Fig. 2).
+Three and more: one site of each, model by model (Walmer Fig. 6). An image is an example, all
+tokens' channels are its features; --tokens takes fewer. The stores must hold the same images in
+the same order, or images of the same names with --pair-by id.
+
+  $ vitsee cka b16.zarr -o b16.csv --png b16.png
+  $ vitsee cka b16.zarr r50.zarr --png cross.png > cross.csv
+  $ vitsee cka b16.zarr --sites norms --sites hidden --sites blocks --png fig1.png > fig1.csv
+  $ vitsee cka fs=a.zarr dino=b.zarr mae=c.zarr --sites blocks.-1.out --tokens cls
+  $ vitsee cka full.zarr 10pc.zarr 3pc.zarr --pairs same-depth --png fig12.png > fig12.csv
+  $ vitsee cka clean.zarr blurred.zarr --pair-by id --pairs same-depth > blur.csv
+  $ vitsee cka b16.zarr --pairs branch --png fig23.png > fig23.csv
+
+Debiased (HSIC_1) over all images where there are at most 16384, with a jackknife's standard
+error and 95 % interval; otherwise over minibatches, whose spread is the estimator's own noise.
+Gram matrices are cached beside each store and reused.
+"""
+MEANING = {"high": ""}
 NEEDS = ("sites",)
 READING = (
     "Each cell compares two layers over the same images: 1 is the same representation up to "
@@ -66,21 +98,23 @@ NUMBERS = {"value": "cka", "std": "std", "low": "low", "high": "high"}
 @analysis
 def run(
     *stores: Store,
-    sites: Sequence[str] = (),
-    sites_a: Sequence[str] = (),
-    sites_b: Sequence[str] = (),
-    tokens: str = "all",
-    pairs: str = "all",
-    pair_by: str = "image",
-    estimator: str | None = None,
-    batch: int | None = None,
-    examples: int | None = None,
-    repeats: int | None = None,
-    preset: str | None = None,
-    cache: Path | None = None,
-    no_cache: bool = False,
-    precision: str = "fp32",
-    execution: Execution = DEFAULT,
+    sites: Annotated[Sequence[str], pairwise.SITES] = (),
+    sites_a: Annotated[Sequence[str], pairwise.SITES_A] = (),
+    sites_b: Annotated[Sequence[str], pairwise.SITES_B] = (),
+    tokens: Annotated[str, pairwise.TOKENS] = "all",
+    pairs: Annotated[str, pairwise.PAIRS] = "all",
+    pair_by: Annotated[str, pairwise.PAIR_BY] = "image",
+    estimator: Annotated[str | None, pairwise.ESTIMATOR] = None,
+    batch: Annotated[int | None, pairwise.BATCH] = None,
+    examples: Annotated[int | None, pairwise.EXAMPLES] = None,
+    repeats: Annotated[int | None, pairwise.REPEATS] = None,
+    preset: Annotated[str | None, pairwise.preset(*PRESETS)] = None,
+    cache: Annotated[Path | None, pairwise.CACHE] = None,
+    no_cache: Annotated[bool, pairwise.NO_CACHE] = False,
+    precision: Annotated[str, pairwise.PRECISION] = "fp32",
+    execution: Annotated[
+        Execution, Offers("images seed device memory", dask="Gram matrices")
+    ] = DEFAULT,
 ) -> Table:
     """One row per pair of sites: their CKA and its spread.
 
@@ -94,21 +128,6 @@ def run(
     Args:
         stores: of the same images in the same order, or paired by id; see `pairs.choose_pairs` for
             how many.
-        sites: selectors, by default `blocks` or what the preset compares.
-        sites_a: of the rows, in place of `sites`.
-        sites_b: of the columns, in place of `sites`.
-        tokens: the tokens whose channels are an image's features; see `Representation`.
-        pairs: "all", "same-depth" or "branch".
-        pair_by: "image", or "id" for other pictures of the same ids; see `paired_rows`.
-        estimator: "exact", "minibatch" or "biased"; None: by the number of images.
-        batch: images per minibatch.
-        examples: images per repeat.
-        repeats: how often they are drawn.
-        preset: "raghu", "walmer" or "vit_analysis".
-        cache: folder for Gram matrices; by default beside each store.
-        no_cache: keep none.
-        precision: of the products of features, "fp32" or "bf16"; see `grams.bfloat16`.
-        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         StoreMismatch: the stores do not have the same images in the same order.
@@ -201,16 +220,15 @@ def plot(table: Table) -> Figure:
     """
     if not one_to_one(table):
         return draw_heatmaps(panels_of(table), describe_scale(table))
-    figure = new_figure(5.6, 3.8)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, widest=48, height=18)
     handles = draw_curves(axes, table)
     axes.set_ylabel(describe_scale(table))
     axes.set_title(describe_scope(table))
-    axes.set_ylim(min(0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
-    put_legend_below(figure, handles)
+    axes.set_ylim(min(0, axes.dataLim.y0), 1.05 * axes.dataLim.y1)
+    legend_below(figure, handles)
     return figure
 
 
-def in_short(table: Table) -> list[Answer]:
+def headline(table: Table) -> list[Answer]:
     """Lowest and highest layers among themselves, first with last; the most similar of two."""
     return alike(table, "cka")

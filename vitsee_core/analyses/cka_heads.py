@@ -19,26 +19,34 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.answers import Answer, measured, number, picked
-from vitsee_core.arguments import analysis
 from vitsee_core.attention.head_maps import chosen_blocks
 from vitsee_core.attention.heads import StoredAttention, read_heads
-from vitsee_core.columns import PAIR, VALUES, pair_columns
-from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.figures.heatmaps import COLOUR_MAP, describe_scale, describe_scope
-from vitsee_core.plotting import marker, new_figure, shorten, styled
-from vitsee_core.progress import counting
-from vitsee_core.replicates import WORD
-from vitsee_core.results import Table
+from vitsee_core.figures.panels import legend_below, panels
+from vitsee_core.figures.plotting import (
+    marker,
+    styled,
+)
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.options import SIMILARITY, Offers, Option
+from vitsee_core.runtime.progress import counting
 from vitsee_core.similarity import GramOptions, Hsic, Representation, hsic, summarise
+from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.hsic import without_value
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
 from vitsee_core.statistics.moments import SlabMoments
+from vitsee_core.tables.columns import PAIR, VALUES, pair_columns
+from vitsee_core.tables.headlines import Answer, measured, number, picked
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.results import Table
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import block_words, site_words
 from vitsee_stores import require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
 
@@ -50,6 +58,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+QUESTION = SIMILARITY
+HELP = """
+Compare local and global heads with another model.
+
+The heads of the first block, from those that look at their neighbourhood to those that look
+everywhere (by mean attention distance), in groups: CKA between the outputs of a group's heads
+and the lower sites of a second store, usually a CNN, against the group's mean distance (Raghu
+et al. 2021, Fig. 5). One row per group and site.
+
+  $ vitsee extract MODEL --sites blocks --sites blocks.0.attn.heads -o b16.zarr ...
+  $ vitsee cka-heads b16.zarr r50.zarr -o heads.csv --png heads.png
+  $ vitsee cka-heads b16.zarr r50.zarr --sites-b 'layer1.*.out' --window 2
+  $ vitsee cka-heads b16.zarr r50.zarr --cumulative --png cumulative.png > cumulative.csv
+"""
+MEANING = {"heads": "from the most local on", "distance_px": "their mean", "high": ""}
 NEEDS = ("attention", "heads")
 READING = (
     "Each point is a group of heads of one block: how far they attend, and how similar their "
@@ -65,19 +88,40 @@ LEGEND_ENTRIES = 10
 @analysis
 def run(
     *stores: Store,
-    block: str | None = None,
-    window: int | None = None,
-    cumulative: bool = False,
-    sites_b: Sequence[str] = (),
-    estimator: str | None = None,
-    batch: int | None = None,
-    examples: int | None = None,
-    repeats: int | None = None,
-    preset: str | None = None,
-    cache: Path | None = None,
-    no_cache: bool = False,
-    precision: str = "fp32",
-    execution: Execution = DEFAULT,
+    block: Annotated[
+        str | None,
+        Option(
+            "The block of the first store whose heads are compared: blocks.0, blocks.-1.",
+            metavar="BLOCK",
+            default="the first with attention",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        Option(
+            "Heads in a group: W neighbours in the order of distance.",
+            metavar="W",
+            least=1,
+            default="a third of the heads",
+        ),
+    ] = None,
+    cumulative: Annotated[
+        bool, Option("Groups of the k most local heads, k from 1 to all.  [default: windows]")
+    ] = False,
+    sites_b: Annotated[
+        Sequence[str], pairwise.side("the second store", "its blocks in the lower half by depth")
+    ] = (),
+    estimator: Annotated[str | None, pairwise.ESTIMATOR] = None,
+    batch: Annotated[int | None, pairwise.BATCH] = None,
+    examples: Annotated[int | None, pairwise.EXAMPLES] = None,
+    repeats: Annotated[int | None, pairwise.REPEATS] = None,
+    preset: Annotated[str | None, pairwise.preset("raghu")] = None,
+    cache: Annotated[Path | None, pairwise.CACHE] = None,
+    no_cache: Annotated[bool, pairwise.NO_CACHE] = False,
+    precision: Annotated[str, pairwise.PRECISION] = "fp32",
+    execution: Annotated[
+        Execution, Offers("images seed device memory", dask="Gram matrices and slabs")
+    ] = DEFAULT,
 ) -> Table:
     """One row per group of heads and site of the second store, from the most local group on.
 
@@ -87,19 +131,6 @@ def run(
 
     Args:
         stores: the one with heads, and the one they are compared with.
-        block: path of the block; by default the first with attention.
-        window: heads per group; by default a third of them.
-        cumulative: groups of the k most local heads, k from 1 to all of them.
-        sites_b: selectors; by default those `blocks` whose relative depth is at most a half.
-        estimator: as for `cka.run`, and so are the following.
-        batch: images per minibatch.
-        examples: images per repeat.
-        repeats: how often they are drawn.
-        preset: "raghu".
-        cache: folder for Gram matrices; by default beside each store.
-        no_cache: keep none.
-        precision: of the products of features, "fp32" or "bf16"; see `grams.bfloat16`.
-        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         StoreMismatch: the stores do not have the same images in the same order.
@@ -273,8 +304,7 @@ def plot(table: Table) -> Figure:
     import matplotlib
     from matplotlib.lines import Line2D
 
-    figure = new_figure(6.6, 3.8)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(1, widest=48, height=20)
     sites = table.unique("site_b")
     colours = matplotlib.colormaps[COLOUR_MAP]
     places = np.linspace(0.1, 0.82, len(sites)) if len(sites) > 1 else [0.4]
@@ -282,21 +312,22 @@ def plot(table: Table) -> Figure:
     for i, (place, (_, rows)) in enumerate(zip(places, table.groups("site_b"), strict=True)):
         _draw_curve(axes, rows, colours(place), marker(i), spread)
     shown = sites[:: -(-len(sites) // LEGEND_ENTRIES)]
-    handles = [
-        Line2D([], [], color=colours(places[i]), marker=marker(i) if spread else "o", label=site)
-        for i, site in reversed([(sites.index(site), site) for site in shown])
-    ]
     first = {name: str(table[name][0]) for name in ("store_a", "block_a", "store_b")}
-    figure.legend(handles=handles, loc="outside right upper", title=shorten(first["store_b"], 20))
-    block = first["block_a"]
-    heads = f"{shorten(first['store_a'], 22)}, {block}"
-    axes.set_xlabel(f"local   {ARROW}   mean attention distance (px)   {ARROW}   global\n{heads}")
+    handles = {
+        f"{shorten(first['store_b'], 20)}, {site_words(sites[i])}": Line2D(
+            [], [], color=colours(places[i]), marker=marker(i) if spread else "o"
+        )
+        for i in map(sites.index, shown)
+    }
+    legend_below(figure, handles)
+    heads = f"{shorten(first['store_a'], 22)}, {block_words(first['block_a'])}"
+    axes.set_xlabel(f"mean attention distance (px), local {ARROW} global\n{heads}")
     axes.set_ylabel(describe_scale(table))
     axes.set_title(
         f"{table.notes.get('groups', 'heads')}, {describe_scope(table)}"
         + (_describe_spread(table) if spread else "")
     )
-    axes.set_ylim(min(0.0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
+    axes.set_ylim(min(0.0, axes.dataLim.y0), 1.05 * axes.dataLim.y1)
     return figure
 
 
@@ -323,7 +354,7 @@ def _describe_spread(table: Table) -> str:
     return ""
 
 
-def in_short(table: Table) -> list[Answer]:
+def headline(table: Table) -> list[Answer]:
     """The most local and the most global group of heads, with the other model's lowest site."""
     found = []
     for store_a, of_a in picked(table, metric="cka").groups("store_a"):

@@ -24,34 +24,48 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.answers import best_layers
-from vitsee_core.arguments import analysis
-from vitsee_core.columns import SITE, site_columns
-from vitsee_core.execution import DEFAULT, Execution
-from vitsee_core.features import SiteFeatures
-from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.labelled.labelled_rows import (
+from vitsee_core.features import SiteFeatures, check_alike, compared, require_comparable
+from vitsee_core.figures.depth_curves import (
+    draw_depth_panels,
+)
+from vitsee_core.figures.plotting import (
+    styled,
+)
+from vitsee_core.labels.labelled_rows import (
     LabelledRows,
     accuracy_interval,
     check_disjoint,
-    check_same_model,
     random_pieces,
 )
-from vitsee_core.labelled.neighbours import Nearest, nearest
-from vitsee_core.machine import counted
-from vitsee_core.plotting import new_figure, styled
-from vitsee_core.progress import counting
-from vitsee_core.replicates import WORD
-from vitsee_core.results import Table
-from vitsee_core.segments import Examples, Segmentation, as_segmentation, examples_of
+from vitsee_core.labels.neighbours import Nearest, nearest
+from vitsee_core.labels.options import ALLOW_SHARED, PER_CLASS, RANDOM_BASELINE
+from vitsee_core.masks.segments import Examples, Segmentation, as_segmentation, examples_of
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.options import (
+    CLS_OR_MEAN,
+    KNOWLEDGE,
+    SITES,
+    Gather,
+    Offers,
+    Option,
+    tokens_option,
+)
+from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.headlines import best_layers
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.results import Table
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,6 +74,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+QUESTION = KNOWLEDGE
+HELP = """
+Classify images or segments by their nearest neighbours.
+
+A test image gets the class that the k training images nearest by cosine vote for (Walmer et
+al. 2023, Figs. 9 left, 28; Caron et al. 2021). TRAIN and each TEST are stores of the same model
+over different images of the same classes. Neighbours are exact; memory stays bounded.
+
+  $ vitsee extract vit_base_patch16_224 --data imagenet/train --tokens pooled -o train.zarr
+  $ vitsee extract vit_base_patch16_224 --data imagenet/val -o b16.zarr
+  $ vitsee knn train.zarr b16.zarr -o knn.csv --png knn.png
+  $ vitsee knn train.zarr b16.zarr --k 10 --k 100 --sites pooled --baseline random
+  $ vitsee knn train.zarr val.zarr --masks instances_train.json --masks instances_val.json
+
+With --masks segments vote for segments, the vectors of cluster --masks; intervals are over
+images, and the column n_segments counts.
+
+top5 needs k >= 5 and more than 5 classes, and counts only classes that a neighbour has. The figure
+shows accuracy against depth.
+"""
+MEANING = {"store": "TEST", "class": "with --per-class", "high": "95 % interval over test images"}
 NEEDS = ("sites",)
 READING = (
     "The share of test images whose class their nearest training images vote for, against depth. "
@@ -67,7 +102,7 @@ READING = (
     "that the class is made in the last blocks."
 )
 SOURCE = "Walmer et al. 2023, Figs. 9 left, 28; Caron et al. 2021"
-in_short = partial(best_layers, units={"top1": "of the images right", "top5": "with it among five"})
+headline = partial(best_layers, units={"top1": "of the images right", "top5": "with it among five"})
 
 VOTES = ("softmax", "majority")
 BASELINES = ("random",)
@@ -77,7 +112,7 @@ COLUMNS = (
     *("metric", "value", "std", "low", "high", "n_images", "baseline"),
 )
 SEGMENT_COLUMNS = (*COLUMNS[:-1], "n_segments", "baseline")
-UNITS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
+DRAWN = ("top1", "top5")
 VOTED_AT_ONCE = 4096
 
 
@@ -85,16 +120,26 @@ VOTED_AT_ONCE = 4096
 def run(
     train: Store,
     *tests: Store,
-    masks: Segmentation | Path | str | Sequence[Path] | None = None,
-    sites: Sequence[str] = ("blocks",),
-    tokens: str | None = None,
-    ks: Sequence[int] = (20,),
-    vote: str = "softmax",
-    temperature: float = 0.07,
-    baselines: Sequence[str] = (),
-    per_class: bool = False,
-    allow_shared: bool = False,
-    execution: Execution = DEFAULT,
+    masks: Annotated[
+        Segmentation | Path | str | Sequence[Path] | None, Gather(Segmentation)
+    ] = None,
+    sites: Annotated[Sequence[str], SITES] = ("blocks",),
+    tokens: Annotated[str | None, tokens_option(VECTOR_WORDS, CLS_OR_MEAN)] = None,
+    ks: Annotated[Sequence[int], Option("Number of neighbours.", "--k", metavar="K", least=1)] = (
+        20,
+    ),
+    vote: Annotated[
+        str, Option("A neighbour's vote: exp(cosine / temperature), or 1.", choices=VOTES)
+    ] = "softmax",
+    temperature: Annotated[
+        float, Option("Of the softmax vote.", metavar="T", above=0, only_with=("vote", "softmax"))
+    ] = 0.07,
+    baselines: Annotated[Sequence[str], RANDOM_BASELINE] = (),
+    per_class: Annotated[bool, PER_CLASS] = False,
+    allow_shared: Annotated[bool, ALLOW_SHARED] = False,
+    execution: Annotated[
+        Execution, Offers("images seed device jobs memory", dask="sites, and the masks of --masks,")
+    ] = DEFAULT,
 ) -> Table:
     """One row per site, k and metric: the accuracy on the test images and its 95 % interval.
 
@@ -110,16 +155,6 @@ def run(
             same model.
         masks: classify segments in place of images; a `Segmentation`, or the paths of the masks
             of all stores.
-        sites: names, globs and groups; with masks those with a grid.
-        tokens: which token stands for an image; see `features.choose_features`.
-        ks: numbers of neighbours.
-        vote: one of `VOTES`.
-        temperature: of the softmax vote.
-        baselines: `random`: standard normal features of the same shape (one draw for each number
-            of channels).
-        per_class: add the `top1_class` of each class.
-        allow_shared: go on where an image is both trained and tested on.
-        execution: which images, and what the work may use; see `Execution`.
 
     Raises:
         MissingInput: no labels, or a store lacks a site.
@@ -135,7 +170,11 @@ def run(
     examples = examples_of(choice, read, execution)
     a = examples.rows(train)
     # Everything is checked before any work.
-    queries = [_query(examples, a, test, sites, tokens, seed, allow_shared) for test in tests]
+    require_comparable(train, tests)
+    queries = [
+        _query(examples, a, tests, number, sites, tokens, seed, allow_shared)
+        for number in range(len(tests))
+    ]
     ks = _checked(a, ks, vote, temperature, baselines)
     n_top = [k for k in ks if k >= TOP and a.n_classes > TOP]
     if not n_top:
@@ -145,10 +184,11 @@ def run(
     drawn = [(q, dim) for q, query in enumerate(queries) for dim in query.dims if baselines]
     rows: list[dict[str, Any]] = []
     random_rows: list[dict[str, Any]] = []
+    words = {name: str(ours.selection) for q in queries for name, (ours, _) in q.read.items()}
     remarks = [remark for query in queries for remark in query.remarks]
     found: dict[_Item, list[dict[str, Any]]] = {}
     n_rows = len(a) * (len(items) + len(drawn))
-    with counting(execution.progress, n_rows, "rows"):
+    with counting(execution.progress, n_rows, SITE_IMAGES):
         some = [*items, *drawn]
         for item, (scores, remark) in zip(some, execution.spread(work, some), strict=True):
             found[item] = scores
@@ -165,9 +205,7 @@ def run(
         "interval": a.INTERVAL,
         "train": {"store": train.label, **a.describe()},
         "tests": [query.describe() for query in queries],
-        "tokens": {
-            name: ours.selection for query in queries for name, (ours, _) in query.read.items()
-        },
+        "compared": compared((train, *tests), words, asked=tokens),
         "seed": seed,
         WORD: {query.data.store.label: query.blocks.describe() for query in queries},
         "remarks": remarks,
@@ -253,25 +291,28 @@ class _Search:
 def _query(
     examples: Examples,
     train: LabelledRows,
-    test: Store,
+    tests: Sequence[Store],
+    number: int,
     sites: Sequence[str],
     tokens: str | None,
     seed: int,
     allow_shared: bool,
 ) -> _Query:
-    """Refuses what does not fit the training images."""
-    data = examples.rows(test)
-    check_same_model(train.store, test)
+    """One of the stores that test; refuses what does not fit the training images."""
+    data = examples.rows(tests[number])
     remarks = examples.check_classes(train, data)
     for remark in remarks:
         log.info("%s", remark)
     n_shared = check_disjoint(train, data, allow_shared)
-    chosen = test.select(list(sites))
+    chosen = tests[number].select(list(sites))
     read = {}
     for site in chosen:
-        theirs = examples.features(data, site, tokens, one_vector=True)
-        word = tokens if tokens is None else theirs.selection
-        read[site.name] = (examples.features(train, site, word, one_vector=True), theirs)
+        ours, theirs = (
+            examples.features(own, site, tokens, among=(train.store, *tests), one_vector=True)
+            for own in (train, data)
+        )
+        check_alike(ours, theirs)
+        read[site.name] = (ours, theirs)
     return _Query(data, chosen, read, n_shared, remarks, data.jackknife(seed))
 
 
@@ -380,14 +421,7 @@ def ranks(
 def plot(table: Table) -> Figure:
     """Accuracy against relative depth, one panel per metric and one curve per store and k, with the
     95 % interval as a band and the baseline dashed (Walmer et al. 2023, Figs. 9 left, 28)."""
-    metrics = [metric for metric in UNITS if metric in table.unique("metric")]
-    figure = new_figure(0.6 + 4.4 * len(metrics), 3.6)
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
-    for axes, metric in zip(panels, metrics, strict=True):
-        rows = table.where(metric=metric)
-        draw_depth_curves(axes, rows, by=["k"], ylabel=UNITS[metric], among=table)
-        segments = "n_segments" in table.columns
-        n = rows["n_segments" if segments else "n_images"].max()
-        axes.set_title(f"nearest neighbours ({metric}, n = {n}{' segments' if segments else ''})")
-    add_curve_legend(figure, list(panels))
-    return figure
+    metrics = [metric for metric in DRAWN if metric in table.unique("metric")]
+    segments = "n_segments" in table.columns
+    counts = ("n_segments", "segments") if segments else ("n_images", "")
+    return draw_depth_panels(table, metrics, by=["k"], counts=counts)

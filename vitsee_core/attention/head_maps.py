@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
-from vitsee_core.columns import site_columns
-from vitsee_core.store_selection import StoreSelection, select_each
-from vitsee_core.streaming import Rows, each_slab
+from vitsee_core.runtime.store_selection import StoreSelection, select_each
+from vitsee_core.runtime.streaming import Rows, each_slab
+from vitsee_core.tables.columns import site_columns
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.manifest import by_reason
 
 if TYPE_CHECKING:
-    from vitsee_core.execution import Execution
+    from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab, Store
     from vitsee_stores.layout import TokenLayout
 

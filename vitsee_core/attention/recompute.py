@@ -22,15 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
-from vitsee_core.machine import counted
-from vitsee_core.progress import SILENT, Progress
-from vitsee_core.provenance import Pictures, Provenance, model_of
+from vitsee_core.images.only import shorter_ids
+from vitsee_core.models.provenance import Pictures, Provenance, model_of
+from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitsee_core.models import AttentionBlock, AttentionCall
+    from vitsee_core.models.attention_watch import AttentionCall
+    from vitsee_core.models.sites import AttentionBlock
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,8 @@ class Attended:
 
 
 def find_rows(store: Store, names: Sequence[str]) -> Rows:
-    """The rows of these images, each named by its id or by its row number in the store.
+    """The rows of these images, each named by its id, its row number in the store, or by its id
+    without folder or ending where only one image has that.
 
     Raises:
         VitseeError: no such image, or it could not be read when the store was made.
@@ -64,6 +67,13 @@ def find_rows(store: Store, names: Sequence[str]) -> Rows:
         rows = np.flatnonzero(ids == name)
         if not len(rows) and name.isdigit() and int(name) < len(ids):
             rows = np.array([int(name)])
+        elif not len(rows):
+            rows = np.flatnonzero([name in shorter_ids(str(own)) for own in ids])
+        if len(rows) > 1:
+            raise VitseeError(
+                f"{store.label} has {len(rows)} images {name!r}; expected an id, as "
+                f"{' or '.join(repr(str(own)) for own in ids[rows[:2]])}"
+            )
         if not len(rows):
             raise VitseeError(
                 f"{store.label} has no image {name!r}; expected an id like {str(ids[0])!r} or a "
@@ -175,10 +185,10 @@ def _computed(
 ) -> Iterator[Attended]:
     import torch
 
-    from vitsee_core.device import precision_context, resolve_device
     from vitsee_core.images import normalise
-    from vitsee_core.models import site_table
     from vitsee_core.models.capture import Capture
+    from vitsee_core.models.site_tables import site_table
+    from vitsee_core.runtime.device import precision_context, resolve_device
 
     where = resolve_device(device)
     model = model_of(store, origin.checkpoint, trust=origin.trust)

@@ -23,8 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.dask_worker import on_this_worker
-from vitsee_core.execution import Execution
 from vitsee_core.extraction import claimed
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.outcome import Outcome
@@ -32,12 +30,14 @@ from vitsee_core.extraction.prepare import Prepared, prepare
 from vitsee_core.extraction.run import announce, fill, made_or_joined, stopped
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import StopRequest
-from vitsee_core.machine import counted
-from vitsee_core.progress import SILENT, Progress, counting
-from vitsee_core.streaming import Map
+from vitsee_core.runtime.dask_worker import on_this_worker
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.progress import SILENT, Progress, counting
+from vitsee_core.runtime.streaming import Map
 from vitsee_stores import StoreWriter
-from vitsee_stores.claims import Claims
 from vitsee_stores.errors import NoStore, VitseeError
+from vitsee_stores.leases import Claims
 
 log = logging.getLogger(__name__)
 

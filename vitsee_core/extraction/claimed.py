@@ -11,10 +11,10 @@ from collections.abc import Generator, Iterator
 import numpy as np
 
 from vitsee_core.extraction.signals import StopRequest
-from vitsee_core.machine import counted
-from vitsee_core.progress import Progress
+from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.progress import Progress
 from vitsee_stores import StoreWriter
-from vitsee_stores.claims import Claims
+from vitsee_stores.leases import Claims
 
 log = logging.getLogger(__name__)
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vitsee_core.device import resolve_device
 from vitsee_core.extraction.gram_strategy import choose_strategy
 from vitsee_core.extraction.image_layout import ImageLayout
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
-from vitsee_core.extraction.prepare import chosen_images, cut_sides, plan_contents, prepare
+from vitsee_core.extraction.prepare import (
+    check_output,
+    chosen_images,
+    cut_sides,
+    plan_contents,
+    prepare,
+)
 from vitsee_core.extraction.run import default_batch, erf_cost, strategy_of
-from vitsee_core.extraction.same_images import first_images
-from vitsee_core.models import ModelError
+from vitsee_core.models.checkpoints import Checkpoint
 from vitsee_core.models.create import resolve, skips_left_out
+from vitsee_core.models.dummy_weights import stand_in
+from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.listing import from_shapes
 from vitsee_core.models.load import check_model_options
-from vitsee_core.models.stand_ins import stand_in
+from vitsee_core.models.same_images import first_images
+from vitsee_core.runtime.device import resolve_device
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import StorePlan
@@ -66,15 +73,25 @@ def needs_weights(
     """Whether what was asked for is decided on weights, whatever the architecture."""
     canvas = data.short_side is not None or data.tiles or data.multiple is not None
     ablated = model.ablate_skip or skips_left_out(resolve(model.name), model.name)
-    if canvas or ablated or keep.erf:
+    if canvas or ablated or keep.erf or _brings_arguments(model):
         return True
     return not run.force and StoreWriter.join(run.output) is not None
+
+
+def _brings_arguments(model: ModelOptions) -> bool:
+    """Whether a checkpoint has a layout whose arguments are not the architecture's own."""
+    try:
+        file = model.checkpoint and Checkpoint.read(model.checkpoint, model.checkpoint_key)
+    except ModelError:
+        return False  # for the extraction to refuse
+    return bool(file and file.layout and file.layout.args)
 
 
 def _from_shapes(
     options: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
 ) -> DryRun | None:
     """The plan without weights; None where shapes do not suffice."""
+    check_output(run, data)
     device, selection = resolve_device(run.device), chosen_images(data, {})
     listing = from_shapes(options.name, vars(options))
     if listing is None:

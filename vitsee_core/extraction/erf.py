@@ -28,17 +28,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitsee_core.device import precision_context
 from vitsee_core.images import normalise
-from vitsee_core.machine import human_bytes, is_out_of_memory, memory_bytes
 from vitsee_core.models.capture import Capture
+from vitsee_core.runtime.device import precision_context
+from vitsee_core.runtime.machine import human_bytes, is_out_of_memory, memory_bytes
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import ErfPlan, SiteSpec, StorePlan
 from vitsee_stores.manifest import by_reason
 
 if TYPE_CHECKING:
-    from vitsee_core.models import AttentionCall, LoadedModel, SiteTable
-    from vitsee_core.models.sites import AttentionBlock, Sublayer
+    from vitsee_core.models.attention_watch import AttentionCall
+    from vitsee_core.models.loaded import LoadedModel
+    from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 
 log = logging.getLogger(__name__)
 

@@ -28,8 +28,14 @@ from vitsee_core.extraction.host_memory import HostMemory, block_bytes
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.slab_grams import BufferedGrams, LiveGrams, SlabGrams
 from vitsee_core.extraction.timing import Clock
-from vitsee_core.machine import free_disk_bytes, human_bytes, memory_bytes, scratch_folder
-from vitsee_core.models import SiteTable
+from vitsee_core.models.sites import SiteTable
+from vitsee_core.runtime.machine import (
+    counted,
+    free_disk_bytes,
+    human_bytes,
+    memory_bytes,
+    scratch_folder,
+)
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.layout import ArraySpec, StorePlan, arrays
 from vitsee_stores.url import Place
@@ -111,7 +117,7 @@ class InHostMemory(GramStrategy):
         """In words, with the bytes."""
         if not self.set_bytes:
             return f"{_of_sites(plan)}: from the slab buffers"
-        slabs, size = f"{self.n_sets} slabs", human_bytes(self.n_sets * self.set_bytes)
+        slabs, size = counted(self.n_sets, "slabs"), human_bytes(self.n_sets * self.set_bytes)
         return f"{_of_sites(plan)}: activations of {slabs} wait in {size} of host memory"
 
     @contextmanager

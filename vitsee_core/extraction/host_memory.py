@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitsee_core.machine import human_bytes
+from vitsee_core.runtime.machine import human_bytes
 from vitsee_stores.errors import VitseeError
 
 ALIGNED = 64

@@ -8,7 +8,7 @@ from typing import Any
 from vitsee_core.extraction.options import DataOptions, KeepOptions
 from vitsee_core.extraction.plan import Choices
 from vitsee_core.images import Selection
-from vitsee_core.models import LoadedModel
+from vitsee_core.models.loaded import LoadedModel
 from vitsee_stores import StoreWriter
 from vitsee_stores.canvas import Canvas
 from vitsee_stores.errors import IdentityMismatch

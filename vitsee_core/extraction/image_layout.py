@@ -19,8 +19,11 @@ from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOption
 from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
 from vitsee_core.images.transform import MOST_PIXELS
-from vitsee_core.machine import counted
-from vitsee_core.models import LoadedModel, SiteTable, load_model, site_table
+from vitsee_core.models.load import load_model
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sites import SiteTable
+from vitsee_core.runtime.machine import counted
 from vitsee_stores.canvas import Canvas, Size
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec, TokenLayout

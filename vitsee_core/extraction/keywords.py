@@ -26,9 +26,10 @@ from vitsee_core.extraction.run import log
 from vitsee_core.extraction.sharding import parse_shard
 from vitsee_core.images.loading import ON_ERROR
 from vitsee_core.images.transform import CROP_MODES, FILLS
-from vitsee_core.models import LoadedModel, own_model
-from vitsee_core.progress import SILENT, Progress
-from vitsee_core.streaming import Map
+from vitsee_core.models.load import own_model
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.runtime.streaming import Map
 from vitsee_stores import Store, open_store
 from vitsee_stores.layout import CODECS
 from vitsee_stores.url import parse_place

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from numpy.typing import NDArray
 
-from vitsee_core.device import precision_context
 from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy
@@ -29,10 +28,11 @@ from vitsee_core.extraction.tiles import TiledObserver
 from vitsee_core.extraction.timing import Clock, TimedObserver
 from vitsee_core.extraction.transfer import PixelFeed
 from vitsee_core.images import Batch, normalise
-from vitsee_core.kept_memory import freed_memory_kept
-from vitsee_core.machine import counted, is_out_of_memory
 from vitsee_core.models.capture import Capture
-from vitsee_core.progress import Progress
+from vitsee_core.runtime.device import precision_context
+from vitsee_core.runtime.machine import counted, is_out_of_memory
+from vitsee_core.runtime.malloc import freed_memory_kept
+from vitsee_core.runtime.progress import Progress
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import StorePlan

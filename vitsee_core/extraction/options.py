@@ -91,6 +91,25 @@ class RunOptions:
     command: str = ""
 
 
+def split_model(text: str) -> tuple[str, dict[str, list[str]]]:
+    """`NAME?OPTION=VALUE&OPTION=VALUE` as the name and the values of each option.
+
+    Raises:
+        OptionError: no name, or something behind `?` that is no OPTION=VALUE.
+    """
+    name, mark, rest = text.partition("?")
+    options: dict[str, list[str]] = {}
+    for part in rest.split("&") if mark else ():
+        key, equals, value = part.partition("=")
+        if not (name and key and equals and value):
+            raise OptionError(
+                f"{text!r}; expected MODEL?OPTION=VALUE, further ones after &, as in "
+                "vit_small_patch16_224?random-init=0&img-size=384"
+            )
+        options.setdefault(key, []).append(value)
+    return name, options
+
+
 def parse_tokens(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
     """`--tokens` values as (default, {selector: "all" | "pooled"}).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vitsee_core.machine import counted
+from vitsee_core.runtime.machine import counted
 
 
 @dataclass

@@ -16,7 +16,7 @@ from vitsee_core.extraction.options import (
     parse_dtypes,
     parse_tokens,
 )
-from vitsee_core.machine import human_bytes, memory_bytes
+from vitsee_core.runtime.machine import human_bytes, memory_bytes
 from vitsee_stores.canvas import Canvas
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import (

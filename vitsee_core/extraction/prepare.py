@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from vitsee_core.device import precision_context, resolve_device
 from vitsee_core.extraction.erf import ErfCost, ErfPasses, prepare_erf
 from vitsee_core.extraction.gram_strategy import gram_notes
 from vitsee_core.extraction.identity import (
@@ -22,11 +22,16 @@ from vitsee_core.extraction.identity import (
 from vitsee_core.extraction.image_layout import ImageLayout, lay_out
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
-from vitsee_core.extraction.same_images import FirstImages, check_same_images, first_images
 from vitsee_core.extraction.small_weights import SmallWeights, small_weights
 from vitsee_core.images import Selection, normalise, open_source, select
-from vitsee_core.models import LoadedModel, SelfCheck, SiteTable, self_check
-from vitsee_core.versions import store_versions
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.same_images import FirstImages, check_same_images, first_images
+from vitsee_core.models.selfcheck import SelfCheck, self_check
+from vitsee_core.models.sites import SiteTable
+from vitsee_core.runtime.device import precision_context, resolve_device
+from vitsee_core.runtime.progress import soon_said
+from vitsee_core.runtime.versions import store_versions
+from vitsee_core.tables.files import check_place
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan
@@ -77,8 +82,19 @@ def prepare(
     """
     writer = None if run.force else StoreWriter.join(run.output)
     if writer is None:
+        check_output(run, data)
         return plan_store(options, data, keep, run)
     return join_store(writer, options, data, keep, run)
+
+
+def check_output(run: RunOptions, data: DataOptions) -> None:
+    """Refuse a new store inside another store, or inside the folder of its images.
+
+    Raises:
+        VitseeError: names the folder.
+    """
+    if isinstance(run.output, Path):
+        check_place(run.output, images=data.data)
 
 
 def join_store(
@@ -97,7 +113,8 @@ def join_store(
     stored = writer.manifest.identity
     plan = writer.manifest.plan
     device, selection = resolve_device(run.device), chosen_images(data, stored)
-    layout = lay_out(options, data, keep, selection, plan.canvas)
+    with soon_said("loading the model"):
+        layout = lay_out(options, data, keep, selection, plan.canvas)
     model, table = layout.model, layout.table
     check_same_model(writer, model)
     choices = choose_of(layout, keep, stored)
@@ -131,7 +148,8 @@ def plan_store(
         VitseeError: as `prepare`.
     """
     device, selection = resolve_device(run.device), chosen_images(data, {})
-    layout = lay_out(options, data, keep, selection)
+    with soon_said("loading the model"):
+        layout = lay_out(options, data, keep, selection)
     model, table = layout.model, layout.table
     choices, plan, weights, notes = plan_contents(layout, keep, len(selection.samples))
     notes += [*model.notes(), *cut_sides(options, model), *unseen_pixels(model, table)]
@@ -208,14 +226,15 @@ def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any])
 
 def chosen_images(data: DataOptions, stored: Mapping[str, Any]) -> Selection:
     """The images; a joined store's (`stored`: its identity) seed and order where none are given."""
-    return select(
-        open_source(data.data, split=data.split),
-        images=data.images,
-        per_class=data.per_class,
-        seed=data.seed if data.seed is not None else stored.get("seed", 0),
-        order=data.order or stored.get("order", "shuffled"),
-        only=data.only,
-    )
+    with soon_said(f"listing the images of {data.data}"):
+        return select(
+            open_source(data.data, split=data.split),
+            images=data.images,
+            per_class=data.per_class,
+            seed=data.seed if data.seed is not None else stored.get("seed", 0),
+            order=data.order or stored.get("order", "shuffled"),
+            only=data.only,
+        )
 
 
 def run_self_check(
@@ -235,7 +254,11 @@ def run_self_check(
     chosen = {name for name, _ in plan.sublayers}
     _, height, width = model.input_size  # of the first tile, where there are several
     pixels = pixels[..., :height, :width]
-    with torch.inference_mode(), precision_context(device, precision):
+    with (
+        soon_said(f"checking {model.name} on the first images"),
+        torch.inference_mode(),
+        precision_context(device, precision),
+    ):
         check = self_check(
             model,
             table,

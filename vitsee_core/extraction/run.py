@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from vitsee_core.device import device_name
 from vitsee_core.extraction.claimed import Together, claimed_rounds
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
@@ -28,14 +27,16 @@ from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOption
 from vitsee_core.extraction.outcome import Outcome
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.prepare import Prepared, prepare
-from vitsee_core.extraction.same_images import check_same_images
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
 from vitsee_core.extraction.slab_locks import without_writer
 from vitsee_core.extraction.tiles import n_tiles
 from vitsee_core.extraction.timing import REST
 from vitsee_core.images import batches
-from vitsee_core.machine import (
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.same_images import check_same_images
+from vitsee_core.runtime.device import device_name
+from vitsee_core.runtime.machine import (
     counted,
     disk_block_bytes,
     free_disk_bytes,
@@ -43,14 +44,13 @@ from vitsee_core.machine import (
     n_cores,
     scratch_folder,
 )
-from vitsee_core.models import LoadedModel
-from vitsee_core.progress import SILENT, Progress
-from vitsee_core.versions import store_versions
+from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import StoreWriter, remove_store
+from vitsee_stores.disk_usage import max_disk_bytes
 from vitsee_stores.errors import IdentityMismatch, VitseeError
 from vitsee_stores.layout import StorePlan, n_bytes
 from vitsee_stores.manifest import by_reason
-from vitsee_stores.room import room
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
     sizes = n_bytes(prepared.plan)
     need, free, taken = sum(sizes.values()), free_disk_bytes(scratch_folder(run.output)), 0
     if isinstance(run.output, Path):  # of this machine's disk
-        taken = room(prepared.manifest, disk_block_bytes(run.output))
+        taken = max_disk_bytes(prepared.manifest, disk_block_bytes(run.output))
     strategy = strategy_of(prepared, run)
     log.info("%s takes %s: %s", run.output, human_bytes(need), by_folder(sizes))
     for path, size in sizes.items():
@@ -305,8 +305,8 @@ def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interru
     """What a run that a signal ended says. others: who may commit more, "" for nobody."""
     until_now = f" until now ({others})" if others else ""
     return Interrupted(
-        f"stopped by {stop.signal_name} with {int(writer.committed().sum())} of {writer.n_slabs} "
-        f"slabs committed{until_now}; repeat the command to resume"
+        f"stopped by {stop.signal_name} with {int(writer.committed().sum())} of "
+        f"{counted(writer.n_slabs, 'slabs')} committed{until_now}; repeat the command to resume"
     )
 
 

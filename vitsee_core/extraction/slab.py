@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitsee_core.device import precision_context, to_device
 from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, feature_paths, is_sum
 from vitsee_core.extraction.slab_grams import SlabGrams
 from vitsee_core.extraction.transfer import HostCopies
@@ -29,7 +28,8 @@ from vitsee_core.reductions import (
     rollout,
     take_tokens,
 )
-from vitsee_core.threads import by_chunks
+from vitsee_core.runtime.device import precision_context, to_device
+from vitsee_core.runtime.threads import by_chunks
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitsee_core.device import precision_context
 from vitsee_core.extraction.buffers import SlabBuffers, feature_paths
 from vitsee_core.extraction.timing import Clock
 from vitsee_core.extraction.transfer import HostCopies
-from vitsee_core.grams.arithmetic import arithmetic
+from vitsee_core.kernels.backend import matmul_backend
+from vitsee_core.runtime.device import precision_context
 from vitsee_stores.layout import StorePlan
 
 # On the CPU a chunk stays near the caches; on a GPU it is large enough to fill it.
@@ -136,7 +136,7 @@ class GramProducts:
         self._device = device
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         self._buffer = torch.empty(0, device=device)
-        self._arithmetic = arithmetic(device.type, 0)
+        self._backend = matmul_backend(device.type)
 
     def gram(self, parts: Sequence[Tensor], valid: Tensor) -> Tensor:
         """(n, n) float32 on the device, exactly symmetric, n the number of valid images.
@@ -169,9 +169,9 @@ class GramProducts:
             x -= x.mean(0)
             if self._device.type == "cpu":
                 with np.errstate(all="ignore"):  # `check_peaks` reports what is not finite
-                    self._arithmetic.add_gram(total.numpy(), x.numpy())
+                    self._backend.add_gram(total.numpy(), x.numpy())
             else:
-                self._arithmetic.add_gram(total, x)
+                self._backend.add_gram(total, x)
 
     def _near(self, part: Tensor) -> Tensor:
         """The part on the device where it fits, in one copy; else as it is, to be fetched in

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core import input_weights
-from vitsee_core.machine import human_bytes
-from vitsee_core.models import LoadedModel, SiteTable
+from vitsee_core.models import input_weights
 from vitsee_core.models.classifier import find_classifier
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.sites import SiteTable
+from vitsee_core.runtime.machine import human_bytes
 from vitsee_stores.errors import VitseeError
 
 HEAD_BYTES = 16 << 20  # the largest classifier that is kept without being asked for

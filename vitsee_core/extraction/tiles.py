@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitsee_core.device import to_device
 from vitsee_core.extraction.buffers import SlabBuffers
 from vitsee_core.extraction.slab import SlabObserver
 from vitsee_core.reductions import largest_magnitude
+from vitsee_core.runtime.device import to_device
 from vitsee_stores.canvas import Canvas, Size
 from vitsee_stores.layout import SiteSpec, TokenLayout
 

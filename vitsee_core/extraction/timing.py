@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vitsee_core.models.sites import AttentionBlock, Sublayer
 
 
-REST = "the rest"
+REST = "setting up"  # mostly compiled loops, which are read or made, and buffers
 
 
 class Clock:

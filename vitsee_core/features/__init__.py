@@ -1,5 +1,6 @@
 """Features of images: some tokens of a site, as vectors, as groups of tokens, or as one matrix."""
 
+from vitsee_core.features.compared import compared, model_key, require_comparable
 from vitsee_core.features.last_stage import Matching
 from vitsee_core.features.matrix import FeatureMatrix, Strip
 from vitsee_core.features.reader import SiteFeatures, check_alike, choose_features
@@ -11,4 +12,7 @@ __all__ = [
     "Strip",
     "check_alike",
     "choose_features",
+    "compared",
+    "model_key",
+    "require_comparable",
 ]

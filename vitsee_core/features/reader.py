@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.features.compared import default_token
 from vitsee_core.features.last_stage import Matching
 from vitsee_core.features.last_stage import match_last_stage as match
 from vitsee_core.features.matrix import FeatureMatrix
 from vitsee_core.features.widened import widened
-from vitsee_core.streaming import Rows, each_slab
+from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.types import Float32, Mask
 from vitsee_stores.errors import SiteError, StoreMismatch, VitseeError
 from vitsee_stores.token_selection import Token, TokenSelection, layout_tokens
@@ -253,6 +254,7 @@ def choose_features(
     site: SiteSpec,
     tokens: str | None = None,
     *,
+    among: Sequence[Store] = (),
     one_vector: bool = False,
     match_last_stage: bool = False,
     partial: bool = False,
@@ -265,6 +267,7 @@ def choose_features(
         site: one of its sites, an alias too.
         tokens: by default `cls` where the site has a class token and `mean` (over patches)
             elsewhere; a site without tokens is read as it is.
+        among: stores that it is compared with; the default is then the same in all of them.
         one_vector: refuse tokens that are several vectors per image.
         match_last_stage: bring a CNN's grids and channels to the last stage's; see `last_stage`.
         partial: whether images may be smaller than their canvas; see `Store.acts`.
@@ -279,7 +282,7 @@ def choose_features(
     if layout is None:
         found = SiteFeatures(store, site, TokenSelection.parse("all"))
     else:
-        default = "cls" if layout.cls is not None else "mean"
+        default = default_token((store, *among), site.name)
         found = SiteFeatures(
             store,
             site,

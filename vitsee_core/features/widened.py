@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.compiled import compiled
+from vitsee_core.kernels.compiled import compiled
 from vitsee_core.types import Float32
 
 # Numbers above which a compiled loop is worth its import: it reads them once, numpy twice and at a

@@ -2,28 +2,85 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.plotting import GREY, colour, marker, shorten
+from vitsee_core.figures.curve_looks import (
+    Curve,
+    Look,
+    baseline_name,
+    cells_of,
+    curve_label,
+    curve_looks,
+    curves_of,
+    dashes_of,
+    shared_baselines,
+    site_kind,
+)
+from vitsee_core.figures.panels import Grid, handles_of, legend_below, note_count, small, stack
+from vitsee_core.figures.plotting import (
+    GREY,
+)
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import (
+    baseline_words,
+    metric_words,
+    site_words,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.results import Table
+    from vitsee_core.tables.results import Table
 
-DEPTH_LABEL = "relative depth (embedding or stem 0, last block 1)"
-OTHER_LABEL = "relative depth (first 0, last 1)"
-FIRST = ("embed", "stem")  # belong to the curve of the blocks' outputs
-DASHES = ((0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (3, 1)))
-Dashes = dict[str, Any]
-BASELINE, BEST = "baseline: ", "best layer"
-ALIKE = 1e-9  # values nearer than this are one
-HEAD_STEP = 0.09  # of the x axis, a place for each site after the last block
+DEPTH_LABEL = "relative depth"
+BASELINE, BEST, NOTHING = "baseline: ", "best layer", "no value"
+HEAD_STEP = 0.2  # of the x axis, a place for each site after the last block
+MOST_INTERVALS = 8  # curves of a panel; the intervals of more would hide them
+DODGE = 0.016  # of the x axis, between intervals of different curves
+INTERVAL = "95 % interval"
+
+
+def draw_depth_panels(
+    table: Table,
+    metrics: Sequence[str],
+    finish: Callable[[Axes, Table, str], None] | None = None,
+    *,
+    by: Sequence[str] = (),
+    spread: str = INTERVAL,
+    counts: tuple[str, str] = ("n_images", ""),
+) -> Figure:
+    """A figure of a panel per metric, of curves over depth with one legend.
+
+    Args:
+        table: rows of these metrics.
+        metrics: in order.
+        finish: called with each panel, its rows and metric; before the legend is made.
+        by: see `draw_depth_curves`.
+        spread: see there.
+        counts: the column whose number stands at the upper right, and what it counts.
+    """
+    among = table.where(metric=list(metrics))
+    grid = depth_grid(len(metrics), among)
+    figure, (box,) = stack(grid)
+    every = grid.axes(box)
+    for axes, metric in zip(every, metrics, strict=False):
+        rows = table.where(metric=metric)
+        draw_depth_curves(axes, rows, by=by, among=among, spread=spread, counts=counts)
+        if finish is not None:
+            finish(axes, rows, metric)
+    add_curve_legend(figure, every)
+    return figure
+
+
+def depth_grid(n: int, table: Table) -> Grid:
+    """The room of n panels of a table's curves: taller where sites outside the blocks are named
+    below the axis."""
+    names = [len(_head_words(site)) for site in table.unique("site") if site_kind(site) == "head"]
+    return Grid(n, height=14 + 0.5 * max(names, default=0))
 
 
 def draw_depth_curves(
@@ -31,199 +88,207 @@ def draw_depth_curves(
     table: Table,
     *,
     by: Sequence[str] = (),
-    ylabel: str = "",
+    ylabel: str | None = None,
     among: Table | None = None,
+    spread: str = INTERVAL,
+    counts: tuple[str, str] = ("n_images", ""),
 ) -> None:
-    """Draw `value` against `rel_depth`, the interval `low` to `high` as a band where there is one.
+    """Draw `value` against `rel_depth`, with the interval `low` to `high` where there is one: as a
+    band, or as bars beside each other where bands of several curves would lie on one another.
 
     A curve joins the sites of one kind (the blocks' outputs with what enters the first block); the
     legend distinguishes the kinds where there are several. Sites that belong to no block (`norm`,
     `pooled`, `logits`) are single points right of depth 1, each named on the axis. Rows with a
-    `baseline` are dashed lines of their curve's colour, grey where one value is all curves'.
+    `baseline` are dashed lines of their curve's colour, grey where one value is all curves'. A
+    cross at the lower edge is a row without a value.
 
     Args:
         axes: the panel; `add_curve_legend` draws the legend.
         table: rows of one metric, with the columns store, site, rel_depth, value.
         by: further columns whose values make curves of their own (`k`, `shots`).
-        ylabel: of the y axis.
+        ylabel: of the y axis; by default the metric's words.
         among: the rows of all panels of a figure, so that a curve looks the same in each.
+        spread: what `low` and `high` are.
+        counts: the column whose number stands at the upper right, and what it counts.
     """
     among = table if among is None else among
-    numbers, own = curve_numbers(among, by), _curves(table, by)
-    names = np.array([_baseline(name) for name in _column(table, "baseline")], object)
-    dashes, shared = _dashes(among), _shared(table, own, names)
+    looks, own = curve_looks(among, by), curves_of(table, by)
+    names = np.array([baseline_name(name) for name in cells_of(table, "baseline")], object)
+    dashes, shared = dashes_of(among), shared_baselines(table, own, names)
     heads = [s for s in dict.fromkeys(table["site"].tolist()) if site_kind(s) == "head"]
     places = {site: 1 + HEAD_STEP * (i + 1) for i, site in enumerate(heads)}
-    several_kinds = len({kind for *_, kind in numbers if kind != "head"}) > 1
-    for curve, i in numbers.items():
-        rows = np.array([other == curve for other in own], bool)
-        text = _label(among, by, curve, several_kinds)
-        if curve[-1] == "head":
-            _draw_heads(axes, table, rows, names, dashes, i, places, text)
-        else:
-            _draw(axes, table, rows, names, dashes, i, text, shared)
+    rows_of = {
+        curve: table.take(np.array([other == curve for other in own], bool)) for curve in looks
+    }
+    real = {curve: rows.take(_real(rows)) for curve, rows in rows_of.items()}
+    moves, banded = _intervals(among, by)
+    metric = str(table["metric"][0]) if len(table) and "metric" in table.columns else ""
+    texts: list[str] = []
+    for curve, look in looks.items():
+        rows, text = rows_of[curve], curve_label(among, by, curve)
+        if text in texts and curve[-1] == "head":
+            text = "_nolegend_"
+        texts.append(text)
+        _draw_baselines(axes, rows, curve, look, dashes, shared, places)
+        _draw_curve(axes, real[curve], curve, {**look, "label": text}, places,
+                    moves.get(curve, 0.0), banded)  # fmt: skip
     for name in dict.fromkeys(n for n in names.tolist() if n):
-        label = f"{BASELINE}{name}"
-        axes.plot([], [], color=GREY, linestyle=dashes[name], linewidth=1, label=label)
-    _finish(axes, places, ylabel)
-    axes.set_xlabel(DEPTH_LABEL if any(kind == "out" for *_, kind in numbers) else OTHER_LABEL)
+        axes.plot([], [], color=GREY, linestyle=dashes[name], linewidth=1,
+                  label=baseline_words(name, metric))  # fmt: skip
+    if moves and spread:
+        _explain(axes, spread, banded, hidden=banded is None)
+    _finish(axes, places, metric_words(metric) if ylabel is None else ylabel)
+    _mark_missing(axes, [rows for rows in real.values() if len(rows)], places)
+    note_count(axes, table, *counts)
 
 
-def curve_numbers(table: Table, by: Sequence[str] = ()) -> dict[tuple[Any, ...], int]:
-    """(store, values of `by`, kind of site) -> index of its colour and marker; sites that belong to
-    no block share the first index of their store."""
-    curves = dict.fromkeys(_curves(table, by))
-    numbers = {curve: i for i, curve in enumerate(c for c in curves if c[-1] != "head")}
-    for curve in curves:
-        if curve[-1] == "head":
-            same = [i for other, i in numbers.items() if other[:-1] == curve[:-1]]
-            numbers[curve] = min(same) if same else max(numbers.values(), default=-1) + 1
-    return numbers
+def add_curve_legend(figure: Figure, every: Sequence[Axes]) -> None:
+    """One legend below all panels: curves, then lines and marks that are no store's."""
+    found = handles_of(every)
+    last = (BASELINE, BEST, "band: ", "bars: ", NOTHING)
+    curves = {label: found[label] for label in found if not label.startswith(last)}
+    legend_below(figure, curves | found)
 
 
-def add_curve_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """One legend below all panels, each label once."""
-    curves: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for axes in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            (others if label.startswith((BASELINE, BEST)) else curves).setdefault(label, handle)
-    if found := curves | others:
-        widest = max(map(len, found))
-        columns = max(1, min(len(found), int(figure.bbox.width / figure.dpi * 13 / (widest + 6))))
-        figure.legend(
-            found.values(), found.keys(), loc="outside lower center", ncols=columns,
-            columnspacing=1.4,
-        )  # fmt: skip
+def _head_words(site: str) -> str:
+    return shorten(site_words(site), 16)
 
 
-def site_kind(site: str) -> str:
-    """The part of a site's name after its block's path: `out`, `norm1`, `attn.branch`; `out` for
-    what enters the first block; `head` for sites that belong to no block."""
-    if site in FIRST:
-        return "out"
-    match = re.fullmatch(r".*?\.\d+\.(.+)", site)
-    # The last number ends the block's path: stages.0.blocks.1.out.
-    while match is not None and (deeper := re.fullmatch(r".*?(?:^|\.)\d+\.(.+)", match[1])):
-        match = deeper
-    return match[1] if match is not None else "block" if re.search(r"\.\d+$", site) else "head"
+def _real(table: Table) -> Any:
+    """(rows,) whether a row is no baseline's."""
+    return np.array([not baseline_name(name) for name in cells_of(table, "baseline")], bool)
 
 
-def _column(table: Table, name: str) -> list[Any]:
-    return table[name].tolist() if name in table.columns else [None] * len(table)
+def _bounds(rows: Table) -> tuple[Any, Any]:
+    """`low` and `high`, NaN where the table has none."""
+    nothing = np.full(len(rows), np.nan)
+    return tuple(rows.columns.get(name, nothing).astype(float) for name in ("low", "high"))  # type: ignore[return-value]
 
 
-def _baseline(name: Any) -> str:
-    return "" if name is None or name != name else str(name)
+def _intervals(among: Table, by: Sequence[str]) -> tuple[dict[Curve, float], bool | None]:
+    """Of the curves that have intervals: how far each is moved to the right, and whether they are
+    bands in all panels; None where they are so many that none is drawn."""
+    among = among.take(_real(among) & np.isfinite(_bounds(among)[0]))
+    metrics = among.groups("metric") if "metric" in among.columns else [("", among)]
+    ends: dict[Curve, float] = {}
+    crowded = False
+    places = among["rel_depth"].astype(float)
+    grid = np.linspace(places.min(initial=0), places.max(initial=1), 41)
+    for _, rows in metrics:
+        own, bands = curves_of(rows, by), []
+        for curve in dict.fromkeys(c for c in own if c[-1] != "head"):
+            ends[curve] = 0.0
+            picked = rows.take(np.array([other == curve for other in own], bool))
+            picked = picked.take(np.argsort(picked["rel_depth"], kind="stable"))
+            depth = picked["rel_depth"].astype(float)
+            bands.append([np.interp(grid, depth, side) for side in _bounds(picked)])
+        crowded |= len(bands) <= MOST_INTERVALS and any(
+            (np.minimum(a[1], b[1]) > np.maximum(a[0], b[0])).mean() > 0.4
+            for i, a in enumerate(bands)
+            for b in bands[:i]
+        )
+    if len(ends) > MOST_INTERVALS:
+        return ends, None
+    if not crowded:
+        return ends, True
+    if places.max() > 1:  # no depth, but an attribute of the stores
+        return ends, False
+    middle = (len(ends) - 1) / 2
+    return {curve: DODGE * (i - middle) for i, curve in enumerate(ends)}, False
 
 
-def _curves(table: Table, by: Sequence[str]) -> list[tuple[Any, ...]]:
-    """Each row's curve: its store, the values of `by`, the kind of its site."""
-    kinds = [site_kind(site) for site in table["site"].tolist()]
-    return list(
-        zip(table["store"].tolist(), *(_column(table, name) for name in by), kinds, strict=True)
-    )
+def _explain(axes: Axes, spread: str, banded: bool | None, *, hidden: bool) -> None:
+    if hidden:
+        axes.plot([], [], linestyle="none", label=f"bars: {spread} in the table alone")
+    elif banded:
+        axes.fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label=f"band: {spread}")
+    else:
+        axes.plot([], [], linestyle="none", marker="|", color=GREY, label=f"bars: {spread}")
 
 
-def _dashes(table: Table) -> Dashes:
-    """Baseline -> its dash pattern."""
-    names = dict.fromkeys(filter(None, map(_baseline, _column(table, "baseline"))))
-    return {name: DASHES[i % len(DASHES)] for i, name in enumerate(names)}
+def _places(rows: Table, curve: Curve, places: dict[str, float]) -> Any:
+    if curve[-1] == "head":
+        return np.array([places[site] for site in rows["site"].tolist()])
+    return rows["rel_depth"].astype(float)
 
 
-def _label(table: Table, by: Sequence[str], curve: tuple[Any, ...], kinds: bool) -> str:
-    """The store, and every other column in which the table has several values."""
-    parts = [shorten(str(curve[0]), 28)]
-    if kinds and curve[-1] != "head":
-        parts.append(curve[-1])
-    for name, value in zip(by, curve[1:-1], strict=True):
-        if len(set(_column(table, name))) > 1:
-            parts.append(f"{name} = {value}")
-    return ", ".join(parts)
-
-
-def _shared(table: Table, curves: Sequence[tuple[Any, ...]], names: Any) -> set[str]:
-    """The baselines of which several curves have the same value everywhere."""
-    found = set()
-    lines = np.array([curve[-1] != "head" for curve in curves], bool)
-    for name in dict.fromkeys(n for n in names.tolist() if n):
-        picked = lines & (names == name)
-        values = table["value"][picked].astype(float)
-        several = len({curve for curve, own in zip(curves, picked, strict=True) if own}) > 1
-        if several and float(np.ptp(values)) < ALIKE:
-            found.add(name)
-    return found
-
-
-def _draw(
+def _draw_baselines(
     axes: Axes,
-    table: Table,
-    picked: Any,
-    names: Any,
-    dashes: Dashes,
-    i: int,
-    text: str,
+    rows: Table,
+    curve: Curve,
+    look: Look,
+    dashes: Look,
     shared: set[str],
-) -> None:
-    for name in dict.fromkeys(names[picked].tolist()):
-        rows = table.take(picked & (names == name))
-        rows = rows.take(np.argsort(rows["rel_depth"], kind="stable"))
-        x, y = rows["rel_depth"], rows["value"].astype(float)
-        if len(rows) == 1:  # a line or band of one point would be invisible
-            _draw_points(axes, x, rows, i, dashes.get(name))
-        elif name:
-            tint = GREY if name in shared else colour(i)
-            axes.plot(x, y, color=tint, linestyle=dashes[name], linewidth=1)
-        elif "low" in rows.columns and "high" in rows.columns:
-            low, high = rows["low"].astype(float), rows["high"].astype(float)
-            axes.fill_between(x, low, high, color=colour(i), alpha=0.18, linewidth=0)
-        if not name:
-            axes.plot(x, y, color=colour(i), marker=marker(i), label=text)
-
-
-def _draw_heads(
-    axes: Axes,
-    table: Table,
-    picked: Any,
-    names: Any,
-    dashes: Dashes,
-    i: int,
     places: dict[str, float],
-    text: str,
 ) -> None:
-    known = axes.get_legend_handles_labels()[1]
-    for name in dict.fromkeys(names[picked].tolist()):
-        rows = table.take(picked & (names == name))
-        x = np.array([places[site] for site in rows["site"].tolist()])
-        _draw_points(axes, x, rows, i, dashes.get(name))
-        if name:
-            continue
-        y = rows["value"].astype(float)
-        label = "_nolegend_" if any(other.startswith(text) for other in known) else text
-        axes.plot(x, y, linestyle="none", color=colour(i), marker=marker(i), label=label)
+    names = np.array([baseline_name(name) for name in cells_of(rows, "baseline")], object)
+    for name in dict.fromkeys(n for n in names.tolist() if n):
+        own = rows.take(names == name)
+        own = own.take(np.argsort(own["rel_depth"], kind="stable"))
+        x, y = _places(own, curve, places), own["value"].astype(float)
+        tint = GREY if name in shared else look["color"]
+        line: Look = {"color": tint, "linestyle": dashes[name], "linewidth": 1}
+        if curve[-1] == "head" or len(own) == 1:  # a line of one point would be invisible
+            axes.hlines(y, x - 0.4 * HEAD_STEP, x + 0.4 * HEAD_STEP, **line)
+        else:
+            axes.plot(x, y, **line)
 
 
-def _draw_points(axes: Axes, x: Any, rows: Table, i: int, dash: Any) -> None:
-    """For each point what its curve has beside the line: a baseline's dashes, or the interval."""
-    if dash is not None:
-        left, right = x - 0.4 * HEAD_STEP, x + 0.4 * HEAD_STEP
-        values = rows["value"].astype(float)
-        axes.hlines(values, left, right, color=colour(i), linestyle=dash, linewidth=1)
-    elif "low" in rows.columns and "high" in rows.columns:
-        axes.vlines(x, rows["low"].astype(float), rows["high"].astype(float), color=colour(i))
+def _draw_curve(
+    axes: Axes,
+    rows: Table,
+    curve: Curve,
+    look: Look,
+    places: dict[str, float],
+    move: float,
+    banded: bool | None,
+) -> None:
+    if not len(rows):
+        return
+    rows = rows.take(np.argsort(rows["rel_depth"], kind="stable"))
+    x, y, bounds = _places(rows, curve, places), rows["value"].astype(float), _bounds(rows)
+    points = curve[-1] == "head"
+    if np.isfinite(bounds[0]).any() and banded is not None:
+        if banded and not points and len(rows) > 1:
+            axes.fill_between(x, *bounds, color=look["color"], alpha=0.18, linewidth=0)
+        else:
+            x = x + move
+            axes.vlines(x, *bounds, color=look["color"], linewidth=0.8, alpha=0.75)
+    axes.plot(x, y, **look | ({"linestyle": "none"} if points else {}))
 
 
 def _finish(axes: Axes, places: dict[str, float], ylabel: str) -> None:
     """Ticks, labels, and a y axis that starts at 0, or below where a value does."""
     ticks = {f"{t:g}": t for t in ((0, 0.5, 1) if places else (0, 0.25, 0.5, 0.75, 1))}
-    axes.set_xticks([*ticks.values(), *places.values()], [*ticks, *places])
+    names = [_head_words(site) for site in places]
+    axes.set_xticks([*ticks.values(), *places.values()], [*ticks, *names])
     if places:
         axes.axvline(1 + HEAD_STEP / 2, color=GREY, linewidth=0.6)
         for label in axes.get_xticklabels()[len(ticks) :]:
-            label.set(rotation=90, fontsize=7)
+            label.set(rotation=90, fontsize=small())
+    axes.set_xlabel(DEPTH_LABEL)
     axes.set_ylabel(ylabel)
     low, high = axes.dataLim.y0, axes.dataLim.y1
     if np.isfinite([low, high]).all():
         low, high = min(low, 0.0), max(high, 0.0)
         margin = 0.05 * (high - low or 1)
         axes.set_ylim(low - (margin if low < 0 else 0), high + margin)
+
+
+def _mark_missing(axes: Axes, rows: Sequence[Table], places: dict[str, float]) -> None:
+    """Crosses at the lower edge where there is no value; in words where there is none at all."""
+    values = [own["value"].astype(float) for own in rows]
+    if values and all(np.isnan(of).all() for of in values):
+        axes.text(0.5, 0.5, NOTHING, transform=axes.transAxes, ha="center", color=GREY)
+        return
+    x = [
+        places.get(site, float(depth))
+        for own, of in zip(rows, values, strict=True)
+        for site, depth, value in zip(own["site"], own["rel_depth"], of, strict=True)
+        if value != value
+    ]
+    if x:
+        axes.plot(
+            sorted({*x}), [0.03] * len({*x}), "x", transform=axes.get_xaxis_transform(),
+            color=GREY, label=NOTHING, markersize=4, clip_on=False,
+        )  # fmt: skip

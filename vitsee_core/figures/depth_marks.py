@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.depth_curves import curve_numbers, site_kind
-from vitsee_core.plotting import GREY, colour
-from vitsee_core.results import Table
+from vitsee_core.figures.curve_looks import (
+    curve_looks,
+    site_kind,
+)
+from vitsee_core.figures.plotting import (
+    GREY,
+)
+from vitsee_core.tables.results import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +37,7 @@ def draw_marks(
     """
     if label:
         axes.plot([], [], color=GREY, label=label, **look)
-    for (store, kind), i in curve_numbers(among).items():
+    for (store, kind), drawn in curve_looks(among).items():
         if kind == "head":
             continue
         own = rows.where(store=store)
@@ -40,4 +45,4 @@ def draw_marks(
         own = own.take(np.array([one == kind for one in kinds], bool))
         own = own.take(np.argsort(own["rel_depth"], kind="stable"))
         x, y = own["rel_depth"].astype(float), own[column].astype(float)
-        axes.plot(x, y, color=colour(i), **look)
+        axes.plot(x, y, color=drawn["color"], **look)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.figures.site_axes import CHARACTER_INCHES
-from vitsee_core.plotting import GREY, new_figure, shorten
+from vitsee_core.figures.panels import Grid, colour_bar, count, name_part, room, stack
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
@@ -21,15 +21,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-    from vitsee_core.results import Table
+    from vitsee_core.tables.results import Table
 
 
 SCALES = ("shared", "head")
 GAP = 0.08  # of a tile
 MIDLINE = "#E8002B"
 NOT_FROM_ZERO = "colours do not start at 0"
-TITLE_INCHES = 0.08  # of a character of the title, and of the colour bar's label
-LARGEST, ALONE = 1.1, 3.2  # inches of a tile, and of a single one
+LARGEST, ALONE = 8.5, 26.0  # ems of a tile, and of a single one
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,8 @@ def tile_table(table: Table, convert: Callable[[Float], Float] | None = None) ->
             for layer, h, _, values in entries
         }
         labels = [
-            (f"{shorten(layer[0], 14)} " if len(stores) > 1 else "") + shorten(sites[layer], 18)
+            (f"{shorten(layer[0], 14)} " if len(stores) > 1 else "")
+            + shorten(site_words(sites[layer]), 18)
             for layer in layers
         ]
         found.append(Tiles(maps, labels, [str(h) for h in heads]))
@@ -130,7 +130,6 @@ def draw_tiles(
     scale: str,
     limits: tuple[float, float],
     midlines: bool = False,
-    every: int = 1,
 ) -> AxesImage:
     """Draw the tiles into `axes`, which loses its frame; returns what `imshow` returns.
 
@@ -145,7 +144,6 @@ def draw_tiles(
             range, 0 its least and 1 its largest value.
         limits: of the colours, unless "head".
         midlines: red lines through the middle of each tile.
-        every: label every n-th column.
     """
     from matplotlib.colors import Normalize, PowerNorm
 
@@ -165,9 +163,8 @@ def draw_tiles(
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.tick_params(length=0, pad=2)
-    columns = range(0, len(tiles.column_labels), every)
-    axes.set_xticks([tiles.centre(0, c)[1] for c in columns])
-    axes.set_xticklabels([tiles.column_labels[c] for c in columns])
+    columns = range(len(tiles.column_labels))
+    axes.set_xticks([tiles.centre(0, c)[1] for c in columns], tiles.column_labels)
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
     axes.set_yticks([tiles.centre(r, 0)[0] for r in range(len(tiles.row_labels))])
@@ -219,21 +216,19 @@ def mark_cell(axes: Axes, tiles: Tiles, cell: tuple[int, int]) -> None:
     )
 
 
-def style_bar(bar: Any, unit: str, scale: str) -> None:
-    """The style and the label of the colour bar beside tiles."""
-    bar.set_label(_bar_label(unit, scale, bar.norm.vmin))
+def add_bar(axes: Axes, image: AxesImage, unit: str, scale: str) -> None:
+    """A colour bar beside tiles."""
+    bar = colour_bar(axes, image, _bar_label(unit, scale, image.get_clim()[0]))
     if scale == "head":
         bar.set_ticks([0, 1])
         bar.set_ticklabels(["least", "most"])
-    bar.outline.set_linewidth(0.5)
-    bar.outline.set_edgecolor(GREY)
 
 
-def _bar_label(unit: str, scale: str, low: float) -> str:
+def _bar_label(unit: str, scale: str, low: float | None) -> str:
     """What a colour bar beside tiles says; low: where its colours start."""
     if scale == "head":
         return "each head scaled to its own range"
-    if low != 0:
+    if low:
         return f"{unit} ({NOT_FROM_ZERO})"
     return f"{unit} (cube-root colours)" if scale == "shared" else unit
 
@@ -267,45 +262,22 @@ def draw_grid(
     limits = value_range(all_tiles)
     if alone:
         scale = "plain"
-    sizes = [_inches(tiles) for tiles in all_tiles]
-    labels = [label for tiles in all_tiles for label in tiles.row_labels]
-    left = 0.2 + (0 if alone else CHARACTER_INCHES * max(map(len, labels)))
-    low, high = table["n_images"].min(), table["n_images"].max()
-    n = f"n = {high}" if low == high else f"n = {low} to {high}"
-    stores = table.unique("store")
-    who = shorten(str(stores[0]), 28) if len(stores) == 1 else f"{len(stores)} stores"
-    text = f"{who}: {title} ({n})"
-    # Laid out by hand: the sizes of the tiles and of their labels are known.
-    above = 0.25 if alone else 0.5
-    height = 0.3 + sum(h + above for h, _ in sizes) + 0.15
-    long = min(sizes[0][0], 5.0)
-    middle = 0.3 + above + long / 2  # of the colour bar, below the upper edge
-    words = _bar_label(unit, scale, limits[0])
-    lines = wrap(words, max(8, int(2 * min(middle, height - middle) / TITLE_INCHES)))
-    beside = left + max(w for _, w in sizes) + 0.15
-    title_width = 0 if alone else 0.3 + TITLE_INCHES * len(text)
-    width = max(beside + 0.95 + 0.15 * (len(lines) - 1), title_width, 4.8)
-    figure = new_figure(width, height)
-    figure.set_layout_engine("none")
-    top = height - 0.3
-    for tiles, (tall, wide) in zip(all_tiles, sizes, strict=True):
-        top -= above + tall
-        axes = figure.add_axes((left / width, top / height, wide / width, tall / height))
-        every = -(-len(tiles.column_labels) // 32)
-        image = draw_tiles(axes, tiles, scale=scale, limits=limits, midlines=midlines, every=every)
+    grids = [tile_grid(tiles) for tiles in all_tiles]
+    figure, parts = stack(*grids)
+    for tiles, grid, part in zip(all_tiles, grids, parts, strict=True):
+        (axes,) = grid.axes(part)
+        image = draw_tiles(axes, tiles, scale=scale, limits=limits, midlines=midlines)
         rows, columns = tiles.size
         of = "" if len(all_tiles) == 1 else f" of the blocks with maps of {rows} x {columns}"
         axes.set_xlabel(f"head{of}")
         if alone:
             axes.set(xticks=[], yticks=[], xlabel="")
+        add_bar(axes, image, unit, scale)
+    stores = table.unique("store")
+    who = shorten(str(stores[0]), 28) if len(stores) == 1 else f"{len(stores)} stores"
     if alone:
-        text = f"{shorten(str(table['store'][0]), 28)}, {all_tiles[0].row_labels[0]}{_head(table)}"
-        figure.text(0.15 / width, 1 - 0.42 / height, f"{title} ({n})", fontsize=8)
-    figure.text(0.15 / width, 1 - 0.25 / height, text, fontsize=10)
-    place = (beside / width, 1 - (middle + long / 2) / height, 0.16 / width, long / height)
-    bar = figure.colorbar(image, cax=figure.add_axes(place))
-    style_bar(bar, unit, scale)
-    bar.set_label("\n".join(lines))
+        who = f"{who}, {all_tiles[0].row_labels[0]}{_head(table)}"
+    name_part(figure, f"{who}: {title} (n = {count(table)})")
     return figure
 
 
@@ -315,10 +287,11 @@ def _head(table: Table) -> str:
     return "" if head is None or head != head else f" head {int(head)}"
 
 
-def _inches(tiles: Tiles) -> tuple[float, float]:
-    """Height and width of the tiles' picture: tiles as large as is useful, together at most 20 x 11
-    inches."""
+def tile_grid(tiles: Tiles) -> Grid:
+    """The room of one picture of tiles in a figure: tiles as large as is useful."""
     height, width = tiles.shape()
     side = LARGEST if len(tiles.maps) > 1 else ALONE
-    cell = min(side / max(tiles.size), 11 / width, 20 / height)
-    return height * cell, width * cell
+    around = 0.52 * max(map(len, tiles.row_labels)) + 9
+    cell = min(side / max(tiles.size), (room() - around) / width, 110 / height)
+    whole = width * cell + around
+    return Grid(1, width=whole, widest=whole, height=height * cell + 5)

@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.figures.site_axes import CHARACTER_INCHES, SMALL_INCHES, SiteAxis, Ticks
-from vitsee_core.plotting import GREY, new_figure
+from vitsee_core.figures.panels import (
+    Grid,
+    colour_bar,
+    count,
+    em,
+    legend_below,
+    map_axes,
+    room,
+    small,
+    stack,
+)
+from vitsee_core.figures.site_axes import SiteAxis, Ticks
+from vitsee_core.tables.words import token_words
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
@@ -21,185 +32,167 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-    from vitsee_core.results import Table
+    from vitsee_core.tables.results import Table
 
 
 COLOUR_MAP = "magma"
 NO_VALUE = "#9FB4BD"  # bluish grey: not a colour of the map
 BOUNDARY = "#A0A0A0"  # seen on both ends of the map
 MOST_LABELS = 24
-LABEL_INCHES = 0.17  # a line of tick labels, with its gap
-TOKENS = {
-    "all": "all tokens",
-    "patches": "patches",
-    "cls": "class token",
-    "prefix": "prefix tokens",
-    "mean": "mean over patches",
-    "mean-all": "mean over all tokens",
-    "first": "first token",
-    "rest": "mean of all but the first token",
-    "vectors": "vectors",
-}
+BAR, NUMBER = 6.0, 2.2  # ems of a colour bar with its label, and of a cell with a number
+LARGEST = 2.8  # ems of a cell's side
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One heatmap. values: (rows, cols), NaN for none; numbers: written into the cells. limits: of
-    the colours; label: of a colour bar of its own, "" where all panels have one together."""
+    """One heatmap.
+
+    Attributes:
+        values: (rows, cols), NaN for none.
+        rows, cols: the sites.
+        title: above it.
+        numbers: whether they are written into the cells where there is room.
+        limits: of the colours; None: those of the values of all panels without limits.
+        label: of a colour bar of its own, "" where all panels have one together.
+    """
 
     values: Float
     rows: SiteAxis
     cols: SiteAxis
     title: str = ""
     numbers: bool = False
-    limits: tuple[float, float] = (0.0, 1.0)
+    limits: tuple[float, float] | None = None
     label: str = ""
 
-    @property
-    def cell_inches(self) -> float:
-        """Side of a cell: as large as is useful, the panel's longer side up to 6 inches, or more
-        where numbers have to be read."""
-        longest = max(len(self.rows), len(self.cols))
-        if self.numbers:
-            return max(1.5 / longest, min(max(5 / longest, 0.31), 0.5))
-        return max(1.5 / longest, min(6 / longest, 0.3 if longest > 8 else 0.42))
-
-    def ticks(self) -> tuple[Ticks, Ticks]:
-        """The ticks of the rows and of the columns, as many as can be read."""
-        most = 60 if self.numbers else MOST_LABELS
+    def ticks(self, cell: float = LARGEST) -> tuple[Ticks, Ticks]:
+        """The ticks of the rows and of the columns, as many as can be read beside cells whose side
+        is so many ems."""
         y, x = (
-            side.ticks(
-                min(most, max(2, int(n * self.cell_inches / LABEL_INCHES))),
-                int(n * self.cell_inches / SMALL_INCHES),
-            )
+            side.ticks(min(MOST_LABELS, max(2, int(n * cell / 1.3))))
             for side, n in zip((self.rows, self.cols), self.values.shape, strict=True)
         )
         return y, x
 
+    def around(self) -> tuple[float, float]:
+        """Ems beside and below the cells, for labels and a colour bar."""
+        y, x = self.ticks()
+        return y.longest + 4.5 + BAR, (x.longest if x.upright else 1.5) + 4.5
+
+    def side(self, width: float) -> float:
+        """Ems of a cell in a panel of this width."""
+        rows, cols = self.values.shape
+        return float(
+            min((width - self.around()[0]) / cols, 34 / rows, max(LARGEST, 10 / max(rows, cols)))
+        )
+
 
 def draw_heatmaps(
-    panels: Sequence[Panel],
-    label: str = "",
-    absent: str = "a self-HSIC is not positive",
-    across: int | None = None,
+    panels: Sequence[Panel], label: str = "", absent: str = "a self-HSIC is not positive"
 ) -> Figure:
-    """The panels side by side, or so many `across`, cells square, each with a colour bar of its own
-    or with one called `label` for all of them.
+    """The panels side by side, cells square, each with a colour bar of its own or with those called
+    `label` for all of them.
 
-    The scale is that of the panels' limits, 0 to 1 unless they say others, whatever the values are;
-    where some lie outside, the colour bar has an arrow at that end. Cells without a value are grey,
-    and a legend explains them with `absent`. Call it inside a function decorated with `styled`.
+    Colours span the values, unless the panels say otherwise; their ends are rounded, and in the
+    label of the bar where they are not 0 and 1. Cells without a value are grey, and a legend
+    explains them with `absent`. Call it inside a function decorated with `styled`.
     """
     from matplotlib.patches import Patch
 
-    across = across or len(panels)
-    figure = new_figure(*_figure_size(panels, across))
-    figure.set_layout_engine("compressed")
-    all_axes = figure.subplots(-(-len(panels) // across), across, squeeze=False).ravel()
-    for axes in all_axes[len(panels) :]:
-        axes.set_axis_off()
-    all_axes = all_axes[: len(panels)]
-    images = [_draw(axes, panel) for axes, panel in zip(all_axes, panels, strict=True)]
-    if panels[0].label:
-        for axes, image, panel in zip(all_axes, images, panels, strict=True):
-            _add_bar(figure, axes, image, panel, [panel], panel.label)
-    else:
-        _add_bar(figure, all_axes[-1], images[-1], panels[-1], panels, label)
+    limits = data_limits([panel.values for panel in panels if not panel.label])
+    grid = _grid(panels)
+    figure, (box,) = stack(grid)
+    figure.set_layout_engine("compressed", w_pad=em(0.6), h_pad=em(0.5))
+    every = grid.axes(box)
+    width = grid.size[0] / em() / grid.across
+    for i, (axes, panel) in enumerate(zip(every, panels, strict=True)):
+        span = panel.limits or (data_limits([panel.values]) if panel.label else limits)
+        image = _draw(axes, panel, span, panel.side(width))
+        if panel.label or i % grid.across == grid.across - 1 or i == len(panels) - 1:
+            of = [panel] if panel.label else panels
+            _add_bar(axes, image, span, of, panel.label or label)
     if any(np.isnan(panel.values).any() for panel in panels):
-        patch = Patch(facecolor=NO_VALUE, label=f"no value: {absent}")
-        figure.legend(handles=[patch], loc="outside lower left")
+        legend_below(figure, {f"no value: {absent}": Patch(facecolor=NO_VALUE)})
     return figure
 
 
+def data_limits(values: Sequence[Float]) -> tuple[float, float]:
+    """The range of values, rounded to twentieths; from 0 or to 1 where they come near."""
+    every = np.concatenate([np.ravel(of) for of in values] or [np.zeros(0)])
+    every = every[np.isfinite(every)]
+    if not len(every):
+        return 0.0, 1.0
+    low, high = float(every.min()), float(every.max())
+    low = 0.0 if -0.05 < low < 0.15 else np.floor(low / 0.05 + 1e-9) * 0.05
+    high = 1.0 if 0.85 < high < 1.05 else np.ceil(high / 0.05 - 1e-9) * 0.05
+    return float(low), float(high if high > low else low + 0.05)
+
+
+def _grid(panels: Sequence[Panel]) -> Grid:
+    """Cells as large as is useful, and so many panels on a line that they can be read."""
+    beside = max(panel.around()[0] for panel in panels)
+    cols = max(panel.values.shape[1] for panel in panels)
+    longest = max(max(panel.values.shape) for panel in panels)
+    wanted = min(
+        max(LARGEST, 10 / longest),
+        max(26 / longest, NUMBER if any(p.numbers for p in panels) else 0.45),
+    )
+    width = min(room(), max(beside + cols * wanted, 16.0))
+    grid = Grid(len(panels), width=width, widest=width, most=3)
+    wide = grid.size[0] / em() / grid.across
+    height = max(len(p.rows) * p.side(wide) + p.around()[1] for p in panels) + 2
+    return Grid(len(panels), width=width, widest=width, most=3, height=max(height, 11.0))
+
+
+def with_range(label: str, span: tuple[float, float]) -> str:
+    """The label of a colour bar with its ends, where they are not 0 and 1."""
+    name = label.partition(", colours from")[0]
+    return name if span == (0.0, 1.0) else f"{name}, colours from {span[0]:.3g} to {span[1]:.3g}"
+
+
 def _add_bar(
-    figure: Figure, axes: Axes, image: AxesImage, panel: Panel, of: Sequence[Panel], label: str
+    axes: Axes, image: AxesImage, span: tuple[float, float], of: Sequence[Panel], label: str
 ) -> None:
     """A colour bar beside a panel, of the values of these."""
     values = np.concatenate([one.values.ravel() for one in of])
-    low, high = panel.limits
+    low, high = span
     # Rounding lifts the CKA of a site with itself slightly above 1.
     outside = (bool((values < low - 1e-9).any()), bool((values > high + 1e-9).any()))
     extend = {(False, False): "neither", (True, False): "min", (False, True): "max"}
-    bar = figure.colorbar(
-        image,
-        cax=_beside(axes, panel),
-        extend=extend.get(outside, "both"),
-        ticks=np.linspace(low, high, 6 if _bar_inches(panel) > 1.8 else 3)
-        if panel.limits == (0.0, 1.0)
-        else None,
-    )
-    bar.set_label(label)
-    bar.outline.set_linewidth(0.5)  # type: ignore[operator]
+    colour_bar(axes, image, with_range(label, span), extend=extend.get(outside, "both"))
 
 
-def _bar_inches(panel: Panel) -> float:
-    """Length of the colour bar: the panel's height, or what its labels need."""
-    return max(len(panel.rows) * panel.cell_inches, 1.2)
-
-
-def _beside(axes: Axes, panel: Panel) -> Axes:
-    """A place for the colour bar to the right of a panel, of one width whatever the panel's."""
-    height, width = (n * panel.cell_inches for n in panel.values.shape)
-    length = _bar_inches(panel) / height
-    return axes.inset_axes((1 + 0.1 / width, (1 - length) / 2, 0.12 / width, length))
-
-
-def _figure_size(panels: Sequence[Panel], across: int) -> tuple[float, float]:
-    """Figure size in inches that fits the panels and their labels."""
-    shared = 0.0 if panels[0].label else 0.85  # the colour bar of all
-    widest = total = 0.0
-    for at in range(0, len(panels), across):
-        width, height = shared, 0.0
-        for panel in panels[at : at + across]:
-            y, x = panel.ticks()
-            cols = len(panel.cols) * panel.cell_inches + (0.85 if panel.label else 0)
-            width += cols + 0.45 + CHARACTER_INCHES * max(map(len, y.texts))
-            names = CHARACTER_INCHES * max(map(len, x.texts))
-            height = max(height, _bar_inches(panel) + 0.6 + names)
-        widest, total = max(widest, width), total + height
-    if any(np.isnan(panel.values).any() for panel in panels):
-        total += 0.25
-    return max(widest, 3.4), max(total, 2.2)
-
-
-def _draw(axes: Axes, panel: Panel) -> AxesImage:
+def _draw(axes: Axes, panel: Panel, span: tuple[float, float], cell: float) -> AxesImage:
     import matplotlib
 
     colours = matplotlib.colormaps[COLOUR_MAP].with_extremes(bad=NO_VALUE)
-    low, high = panel.limits
-    image = axes.imshow(panel.values, cmap=colours, vmin=low, vmax=high, aspect="equal")
-    axes.grid(False)
-    y, x = panel.ticks()
-    x.put_on(axes.xaxis, panel.cell_inches)
-    y.put_on(axes.yaxis, panel.cell_inches)
+    image = axes.imshow(panel.values, cmap=colours, vmin=span[0], vmax=span[1], aspect="equal")
+    map_axes(axes)
+    y, x = panel.ticks(cell)
+    x.put_on(axes.xaxis)
+    y.put_on(axes.yaxis)
     for edge in panel.rows.boundaries():
         axes.axhline(edge, color=BOUNDARY, linewidth=0.5, alpha=0.6)
     for edge in panel.cols.boundaries():
         axes.axvline(edge, color=BOUNDARY, linewidth=0.5, alpha=0.6)
-    for spine in axes.spines.values():
-        spine.set(visible=True, linewidth=0.5, color=GREY)
     axes.set_title(panel.title)
-    if panel.numbers:
-        _write_numbers(axes, panel)
+    if panel.numbers and cell >= NUMBER:
+        _write_numbers(axes, panel, span)
     return image
 
 
-def _write_numbers(axes: Axes, panel: Panel) -> None:
-    size = min(8.5, panel.cell_inches * 72 / 3)
+def _write_numbers(axes: Axes, panel: Panel, span: tuple[float, float]) -> None:
     for (i, j), value in np.ndenumerate(panel.values):
         if not np.isnan(value):
             text = f"{value:.2f}".replace("-0.00", "0.00")
-            share = (value - panel.limits[0]) / (panel.limits[1] - panel.limits[0])
-            ink = "black" if share > 0.62 else "white"
-            axes.text(j, i, text, ha="center", va="center", fontsize=size, color=ink)
+            ink = "black" if (value - span[0]) / (span[1] - span[0]) > 0.62 else "white"
+            axes.text(j, i, text, ha="center", va="center", fontsize=small(), color=ink)
 
 
 def describe_scope(table: Table) -> str:
     """What the similarities of a table are about: `class token, n = 2000`."""
     tokens = table.notes.get("tokens")
-    low, high = table["n_images"].min(), table["n_images"].max()
-    n = f"n = {low}" if low == high else f"n = {low} to {high}"
-    return n if tokens is None else f"{TOKENS.get(tokens, f'token {tokens}')}, {n}"
+    n = f"n = {count(table)}"
+    return n if tokens is None else f"{token_words(tokens)}, {n}"
 
 
 def describe_scale(table: Table) -> str:

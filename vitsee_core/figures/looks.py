@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from vitsee_core.plotting import GREY, styled
-from vitsee_core.text import figure_text
+from vitsee_core.figures.fitting import all_axes
+from vitsee_core.figures.heatmaps import with_range
+from vitsee_core.figures.panels import medium
+from vitsee_core.figures.plotting import (
+    GREY,
+)
+from vitsee_core.tables.text import figure_text
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
 
-THEMES = ("light", "dark")
 AXES = ("x", "y")
-# The dark theme: black becomes light, white dark, and two colours that it would swallow lighter.
-PAPER, INK, GRID = "#16181d", "#e8e6e3", "#3a3d45"
-DARK = {"#000000": INK, "#ffffff": PAPER, "#0072b2": "#4aa8e8", "#009e73": "#2fc296"}
 
 
 @dataclass(frozen=True)
 class Look:
-    """Changes to a figure that is drawn; without any it stays as it is.
+    """Changes to figures; without any they stay as they are.
 
-    theme: one of `THEMES`. cmap: a colour map's name, for all panels that have one. range: lowest
-    and highest value of the colours, or of the y axes where a figure has no colours. title: above
-    all panels. log: which axes of panels with curves become logarithmic, of `AXES`.
+    Attributes:
+        theme: one of `plotting.THEMES`.
+        cmap: a colour map's name, for all panels that have one.
+        range: lowest and highest value of the colours, or of the y axes where there are none.
+        title: above all panels.
+        log: which axes of panels with curves become logarithmic, of `AXES`.
     """
 
     theme: str = "light"
@@ -41,15 +43,14 @@ class Look:
     title: str | None = None
     log: tuple[str, ...] = ()
 
-    @styled
     def put_on(self, figure: Figure) -> None:
-        """Change the figure.
+        """Change a figure in all but its theme, which it has from `plotting.drawn_as`.
 
         Raises:
             VitseeError: no such colour map, one for a figure without colours, or a logarithmic axis
                 without positive values.
         """
-        bars = [bar for axes in _all_axes(figure) if (bar := _bar_of(axes)) is not None]
+        bars = [bar for axes in all_axes(figure) if (bar := _bar_of(axes)) is not None]
         coloured = _mappables(figure, bars)
         if self.cmap is not None:
             _recolour(coloured, self.cmap)
@@ -58,21 +59,12 @@ class Look:
         if self.range is not None:
             _limit(figure, coloured, bars, *self.range)
         if self.title is not None:
+            below = f"\n{figure.get_suptitle()}" if figure.get_suptitle() else ""
             # Where titles of panels begin at the left, so does this one.
-            figure.suptitle(figure_text(self.title), x=0.01, ha="left", fontweight="bold")
-        if self.theme == "dark":
-            _darken(figure)
-
-
-def _all_axes(figure: Figure) -> list[Axes]:
-    """The figure's panels with those inside them, such as colour bars beside a heatmap."""
-    found: list[Axes] = []
-    queue: list[Axes] = list(figure.axes)
-    for axes in queue:
-        if axes not in found:
-            found.append(axes)
-            queue += cast("list[Axes]", axes.child_axes)
-    return found
+            above = figure.suptitle(
+                f"{figure_text(self.title)}{below}", x=0.01, ha="left", fontweight="bold"
+            )
+            above.set_fontsize(medium().font)
 
 
 def _bar_of(axes: Axes) -> Colorbar | None:
@@ -89,13 +81,13 @@ def _is_picture(axes: Axes) -> bool:
 
 
 def _curves(figure: Figure) -> list[Axes]:
-    return [axes for axes in _all_axes(figure) if not _is_picture(axes) and axes.axison]
+    return [axes for axes in all_axes(figure) if not _is_picture(axes) and axes.axison]
 
 
 def _mappables(figure: Figure, bars: list[Colorbar]) -> list[ScalarMappable]:
     """What gives numbers a colour; neither photographs nor cells of one colour ("no value")."""
     found: list[ScalarMappable] = [bar.mappable for bar in bars]
-    for axes in _all_axes(figure):
+    for axes in all_axes(figure):
         if _bar_of(axes) is None:
             found += [*axes.images, *axes.collections]
     numbers: list[ScalarMappable] = []
@@ -154,7 +146,9 @@ def _renew(figure: Figure, bar: Colorbar, outside: tuple[bool, bool]) -> None:
     new = figure.colorbar(
         bar.mappable, cax=axes, orientation=bar.orientation, extend=ends.get(outside, "neither")
     )
-    new.set_label(label)
+    new.set_label(
+        with_range(label, bar.mappable.get_clim()) if ", colours from" in label else label
+    )
     new.outline.set(linewidth=0.5, edgecolor=GREY)  # type: ignore[operator]
 
 
@@ -188,65 +182,3 @@ def _make_logarithmic(figure: Figure, which: str) -> None:
             side = axes.yaxis if which == "y" else axes.xaxis
             side.set_major_formatter(ScalarFormatter())
             side.set_minor_formatter(ScalarFormatter())
-    if which == "y":
-        _legends_beside(panels)
-
-
-def _legends_beside(panels: list[Axes]) -> None:
-    """Legends that stood in a strip of a linear axis go where there is room."""
-    for axes in panels:
-        legend = axes.get_legend()
-        if legend is not None:
-            legend.set_loc("best")
-
-
-# ------------------------------------------------------------------------------ the dark theme
-
-
-def _darken(figure: Figure) -> None:
-    figure.set_facecolor(PAPER)
-    on_pictures: set[int] = set()
-    for axes in _all_axes(figure):
-        if _is_picture(axes):
-            drawn = [*axes.lines, *axes.texts, *axes.patches, *axes.collections, *axes.images]
-            on_pictures |= {id(one) for one in drawn}
-        axes.set_facecolor(PAPER)
-        axes.tick_params(which="both", colors=INK)
-        for line in (*axes.get_xgridlines(), *axes.get_ygridlines()):
-            line.set_color(GRID)
-    for artist in _descendants(figure):
-        if id(artist) not in on_pictures:
-            _invert(artist)
-
-
-def _descendants(artist: Artist) -> Iterator[Artist]:
-    for child in artist.get_children():
-        yield child
-        yield from _descendants(child)
-
-
-def _invert(artist: Artist) -> None:
-    """Give an artist the colours of `DARK`."""
-    for name in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
-        read, write = (getattr(artist, f"{verb}_{name}", None) for verb in ("get", "set"))
-        if read is None or write is None:
-            continue
-        changed = _inverted(read())
-        if changed is not None:
-            write(changed)
-
-
-def _inverted(colour: Any) -> Any:
-    """The colour, or the array of colours, in the dark theme; None where it stays."""
-    from matplotlib.colors import to_hex, to_rgba, to_rgba_array
-
-    try:
-        before = to_rgba_array(colour)
-    except (ValueError, TypeError):  # "none", "auto"
-        return None
-    names = [to_hex(one) for one in before]
-    if not {*names} & {*DARK}:
-        return None
-    alphas = before[:, 3].tolist()
-    after = [to_rgba(DARK.get(name, name), a) for name, a in zip(names, alphas, strict=True)]
-    return after[0] if len(after) == 1 else after

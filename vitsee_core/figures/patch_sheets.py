@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.embedded_pictures import decode
+from vitsee_core.figures.panels import em, new_figure, room, small
+from vitsee_core.figures.plotting import (
+    GREY,
+    styled,
+)
+from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.patch_maps.colours import Colours
-from vitsee_core.plotting import GREY, new_figure, shorten, styled
-from vitsee_core.results import Table
+from vitsee_core.tables.results import Table
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
@@ -22,11 +28,13 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 MOST_ACROSS = 13
-TILE = 1.05  # inches of a map's width
+TILE = 6.5  # ems of a map's width, and of a photograph's beside one store's maps
 TALLEST = 1.5  # of a map's height over its width, before it gets narrower
-PHOTO = 1.35
-MARGIN, GAP, LINE_GAP, TITLE, LABEL = 0.1, 0.06, 0.1, 0.17, 0.2
-LETTERS = 18.0  # of the caption, per inch
+PHOTO = 8.5  # ems
+MARGIN, GAP, LINE_GAP, TITLE, LABEL = 0.8, 0.5, 0.8, 1.3, 1.7  # ems
+LETTERS = 1.85  # of the caption, per em
+FOOT = 1.8  # ems, with room for the note on few images
+BAR = 7.0  # ems of the colour bar with its label
 MARK = "#FF3B30"
 WHOLE = (0.0, 0.0, 1.0, 1.0)
 
@@ -55,7 +63,7 @@ class SheetLine:
 
 @dataclass
 class Sheet:
-    """Lines of maps, laid out in inches from the upper left corner. about: image -> what the notes
+    """Lines of maps, laid out in ems from the upper left corner. about: image -> what the notes
     say of it. look: colours of the maps; bar: what the colour bar says."""
 
     lines: Sequence[SheetLine]
@@ -69,13 +77,13 @@ class Sheet:
         """The figure; call it inside a function decorated with `styled`."""
         several = self._several()
         across = max(len(tiles) for line in self.lines for _, tiles in line.maps)
-        start = MARGIN + (self._photo_width() + 0.12) * self.photos + LABEL * several
+        start = MARGIN + (self._photo_width() + 1.0) * self.photos + LABEL * several
         width = start + across * (TILE + GAP) + MARGIN
-        total = max(width + (0.75 if self.bar else 0.0), 3.4)
+        total = max(width + (BAR if self.bar else 0.0), 26.0)
         caption = [part for text in self.caption for part in wrap(text, int(total * LETTERS))]
         heights = [self._height(line, first=not k) for k, line in enumerate(self.lines)]
-        size = total, MARGIN + sum(heights) + 0.16 * len(caption) + MARGIN
-        figure = new_figure(*size)
+        size = total, MARGIN + sum(heights) + 1.25 * len(caption) + FOOT
+        figure = new_figure(em(size[0]), em(size[1]))
         figure.set_layout_engine("none")
         box = _Box(figure, size)
         image, top = None, MARGIN
@@ -85,8 +93,8 @@ class Sheet:
         if self.bar and image is not None:
             self._draw_bar(box, image, width, sum(heights))
         for k, text in enumerate(caption):
-            x, y = box.at(MARGIN, top + 0.08 + 0.16 * k)
-            figure.text(x, y, text, fontsize=7, color=GREY, va="center")
+            x, y = box.at(MARGIN, top + 0.6 + 1.25 * k)
+            figure.text(x, y, text, fontsize=small(), color=GREY, va="center")
         return figure
 
     def _several(self) -> bool:
@@ -94,11 +102,11 @@ class Sheet:
         return len({store for line in self.lines for store, _ in line.maps}) > 1
 
     def _head(self, first: bool) -> float:
-        """Inches of the text above a photograph and its first maps."""
+        """Ems of the text above a photograph and its first maps."""
         return TITLE * max(self._titles(), 1) if first else TITLE * self.photos
 
     def _height(self, line: SheetLine, first: bool) -> float:
-        """Inches of a line of images, with the text above it and the room below."""
+        """Ems of a line of images, with the text above it and the room below."""
         maps = len(line.maps) * (self._tile(line.image)[1] + GAP) - GAP
         if first:
             maps += (len(line.maps) - 1) * TITLE * self._titles()
@@ -136,30 +144,35 @@ class Sheet:
         for i, (store, tiles) in enumerate(line.maps):
             at += TITLE * self._titles() if first and i else 0.0
             if named:
-                x, y = box.at(start - 0.11, at + tall / 2)
+                x, y = box.at(start - 0.9, at + tall / 2)
                 box.figure.text(
-                    x, y, shorten(store, max(6, int(tall * 14))),
-                    rotation=90, ha="center", va="center", fontsize=7.5,
+                    x, y, shorten(store, max(6, int(tall * 1.9))),
+                    rotation=90, ha="center", va="center", fontsize=small(),
                 )  # fmt: skip
             for k, tile in enumerate(tiles):
                 left = start + k * (TILE + GAP) + (TILE - wide) / 2
                 axes = box.axes(left, at, wide, tall)
                 last = self._draw_tile(axes, line.image, tile)
                 if first:
-                    axes.set_title(tile.title, fontsize=7, loc="center", pad=3, linespacing=1.15)
+                    axes.set_title(
+                        tile.title, fontsize=small(), loc="center", pad=3, linespacing=1.1
+                    )
             at += tall + GAP
         return last
 
     def _draw_photo(self, axes: Axes, line: SheetLine) -> None:
         about = self.about.get(line.image, {})
-        axes.set_title(
-            shorten(line.title, 26 if self._several() else 20), fontsize=7, loc="center", pad=3
+        axes.set_title(  # as wide as the photograph
+            shorten(line.title, int(self._photo_width() / 0.56)),
+            fontsize=small(),
+            loc="center",
+            pad=3,
         )
         _frame(axes, about.get("frame", WHOLE))
         if "picture" not in about:
             axes.text(
                 0.5, 0.5, "no picture", transform=axes.transAxes,
-                ha="center", va="center", color=GREY, fontsize=7,
+                ha="center", va="center", color=GREY, fontsize=small(),
             )  # fmt: skip
         else:
             pixels = decode(about["picture"])
@@ -185,10 +198,10 @@ class Sheet:
         return drawn
 
     def _draw_bar(self, box: _Box, image: AxesImage, left: float, height: float) -> None:
-        tall = min(height - 0.5, 2.2)
-        bar = box.figure.colorbar(image, cax=box.axes(left + 0.08, 0.3, 0.12, tall))
-        bar.set_label(str(self.bar), fontsize=8)
-        bar.ax.tick_params(labelsize=7, length=2, width=0.5)
+        top = MARGIN + self._head(True)
+        tall = max(height - self._head(True) - LINE_GAP, 6.0)
+        bar = box.figure.colorbar(image, cax=box.axes(left, top, 0.8, tall))
+        bar.set_label(str(self.bar))
         bar.outline.set_linewidth(0.5)  # type: ignore[operator]
 
 
@@ -197,7 +210,7 @@ _FLAT: dict[str, Any] = {"origin": "upper", "aspect": "auto"}
 
 @dataclass(frozen=True)
 class _Box:
-    """A figure in inches from its upper left corner, were it of the `size` it was laid out for."""
+    """A figure in ems from its upper left corner, were it of the `size` it was laid out for."""
 
     figure: Figure
     size: tuple[float, float]
@@ -234,7 +247,8 @@ def _frame(axes: Axes, edges: Sequence[float]) -> None:
 def shown_sites(rows: Table) -> list[str]:
     """The sites that are drawn: all, or evenly spaced ones with the first and the last."""
     every = rows.unique("site")
-    places = np.linspace(0, len(every) - 1, min(len(every), MOST_ACROSS)).round().astype(int)
+    most = min(MOST_ACROSS, int((room() - PHOTO - BAR - 5) / (TILE + GAP)))
+    places = np.linspace(0, len(every) - 1, min(len(every), most)).round().astype(int)
     return [every[k] for k in places]
 
 
@@ -256,7 +270,7 @@ def place_values(rows: Table, shape: Sequence[int]) -> Float:
 
 def layer_name(site: str) -> str:
     """A site as a short title."""
-    return shorten(site.removesuffix(".out"), 15)
+    return shorten(site_words(site), int(TILE / 0.56))
 
 
 # ---------------------------------------------------------------- principal components

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from vitsee_core.plotting import shorten
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import PARTS, site_words
 
 if TYPE_CHECKING:
     from matplotlib.axis import XAxis, YAxis
 
-CHARACTER_INCHES = 0.068  # of a tick label
-SMALL, SMALL_INCHES = 5.5, 0.095  # size in points of labels in a dense axis, and a line of them
 STEPS = (1, 2, 4, 5, 10, 20, 25, 50, 100, 200)
 
 
@@ -27,32 +24,24 @@ class Ticks:
     places: list[float]
     texts: list[str]
     label: str
-    small: bool = False
 
-    def put_on(self, axis: XAxis | YAxis, unit_inches: float) -> None:
-        """Label the axis; below a panel, labels that are too long for their place are rotated.
+    @property
+    def upright(self) -> bool:
+        """Whether there are words among several labels, which need more room than numbers."""
+        return len(self.texts) > 2 and not all(map(_is_number, self.texts))
 
-        Args:
-            axis: an x or a y axis.
-            unit_inches: how long one unit of the data is.
-        """
+    @property
+    def longest(self) -> float:
+        """Ems of the longest text."""
+        return 0.55 * max(map(len, self.texts))
+
+    def put_on(self, axis: XAxis | YAxis) -> None:
+        """Label the axis, below a panel with words upright."""
         axis.set_ticks(self.places, self.texts)
         axis.set_label_text(self.label)
-        axis.set_tick_params(length=2, width=0.5)
-        if self.small:
-            axis.set_tick_params(labelsize=SMALL)
-        gaps = np.abs(np.subtract.outer(self.places, self.places))
-        np.fill_diagonal(gaps, np.inf)
-        too_long = {
-            text
-            for text, gap in zip(self.texts, gaps.min(axis=1), strict=True)
-            if (len(text) + 0.6) * CHARACTER_INCHES > gap * unit_inches
-        }
-        if axis.axis_name == "y" or not too_long:
-            return
-        upright = too_long | {text for text in self.texts if not _is_number(text)}
-        for label, text in zip(axis.get_ticklabels(), self.texts, strict=True):
-            label.set_rotation(90 if text in upright else 0)
+        if axis.axis_name == "x" and self.upright:
+            for label, text in zip(axis.get_ticklabels(), self.texts, strict=True):
+                label.set_rotation(0 if _is_number(text) else 90)
 
 
 @dataclass(frozen=True)
@@ -93,13 +82,10 @@ class SiteAxis:
         edges = {e for block, at, n in self.runs() if n > 1 for e in (at, at + n)}
         return [edge - 0.5 for edge in sorted(edges - {0, len(self)})]
 
-    def ticks(self, most: int, small: int = 0) -> Ticks:
-        """At most about `most` labels, or `small` ones in small type where these name every site:
-        every site's, or every block's, or some of those."""
-        if most < len(self) <= small:
-            return replace(self.ticks(len(self)), small=True)
+    def ticks(self, most: int) -> Ticks:
+        """At most about `most` labels: every site's, or every block's, or some of those."""
         if len(set(zip(self.stores, self.sites, strict=True))) == 1:
-            return self._labelled([(0, self.sites[0])], "site", "")
+            return self._labelled([(0, site_words(self.sites[0], self.blocks[0]))], "site")
         if len(set(self.stores)) > 1:
             return self._store_ticks(most)
         if not any(self.blocks):
@@ -107,44 +93,59 @@ class SiteAxis:
         pattern, numbers = _numbered([block for block in self.blocks if block])
         parts = {_part(s, b) for s, b in zip(self.sites, self.blocks, strict=True) if b}
         alike = len(parts) == 1
-        if alike:
-            pattern = f"{pattern or '*'}.{next(iter(parts))}"
+        what = f"block {_names_of(pattern)}".strip()
+        part = next(iter(parts))
+        if alike and (part := PARTS.get(part, part)):
+            what = f"{what}, {part}"
         if len(self) <= most:
             texts = [
-                site if not block else numbers[block] + ("" if alike else f".{_part(site, block)}")
+                site_words(site) if not block
+                else numbers[block] if alike
+                else f"{numbers[block]} {PARTS.get(_part(site, block), _part(site, block))}".strip()
                 for site, block in zip(self.sites, self.blocks, strict=True)
-            ]
-            return self._labelled(enumerate(texts), "block" if alike else "site", pattern)
+            ]  # fmt: skip
+            return self._labelled(enumerate(texts), what)
         runs = [(at + (n - 1) / 2, numbers[block]) for block, at, n in self.runs() if block]
         shown = runs[:: _step(len(runs), most)]
         # Sites outside the blocks, where there is room for their labels.
         gap = 0.9 * len(self) / most
         for block, at, _ in self.runs():
             if not block and min(abs(at - other) for other, _ in shown) >= gap:
-                shown.append((at, self.sites[at]))
-        return self._labelled(sorted(shown), "block", pattern)
+                shown.append((at, site_words(self.sites[at])))
+        return self._labelled(sorted(shown), what)
 
     def _plain_ticks(self, most: int) -> Ticks:
         """The sites outside of all known blocks."""
         pattern, numbers = _numbered(self.sites)
         step = _step(len(self), most)
         shown = ((k, numbers[self.sites[k]]) for k in range(0, len(self), step))
-        return self._labelled(shown, "site", pattern)
+        return self._labelled(shown, f"site ({pattern})" if pattern else "site")
 
-    def _labelled(self, shown: Iterable[tuple[float, str]], word: str, pattern: str) -> Ticks:
+    def _labelled(self, shown: Iterable[tuple[float, str]], what: str) -> Ticks:
         places, texts = zip(*shown, strict=True)
-        where = f" ({pattern})" if "*" in pattern else ""
-        label = f"{shorten(self.stores[0], 22)}, {self.role or word}{where}"
+        if self.role:
+            what = what.replace("block", self.role, 1) if "block" in what else self.role
+        label = f"{shorten(self.stores[0], 22)}, {what}"
         return Ticks(list(map(float, places)), list(texts), label)
 
     def _store_ticks(self, most: int) -> Ticks:
         """Names of stores; of their sites too where these differ."""
         alike = len(set(self.sites)) == 1
         pairs = zip(self.stores, self.sites, strict=True)
-        texts = [shorten(st, 24) if alike else f"{shorten(st, 24)}: {si}" for st, si in pairs]
+        texts = [
+            shorten(st, 24) if alike else f"{shorten(st, 24)}: {site_words(si)}" for st, si in pairs
+        ]
         every = range(0, len(self), _step(len(self), most))
-        label = self.sites[0] if alike else ""
+        label = site_words(self.sites[0], self.blocks[0]) if alike else ""
         return Ticks([float(k) for k in every], [texts[k] for k in every], label)
+
+
+def _names_of(pattern: str) -> str:
+    """What the numbers of blocks are where they are two: `(stage.block)` of `stages.*.blocks.*`."""
+    names = [name.rstrip("s.") for name in re.findall(r"[a-z]+", pattern)]
+    if pattern.count("*") < 2:
+        return f"({pattern})" if pattern not in ("", "blocks.*") else ""
+    return f"({names[0]}.{'block' if len(names) < 2 else names[1]})"
 
 
 def _is_number(text: str) -> bool:

@@ -8,24 +8,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.heatmaps import MOST_LABELS, Panel, describe_scope
+from vitsee_core.figures.plotting import (
+    GREY,
+    colour,
+    marker,
+)
 from vitsee_core.figures.site_axes import SiteAxis
-from vitsee_core.plotting import GREY, colour, marker, shorten
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import PARTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-    from vitsee_core.results import Table
+    from vitsee_core.tables.results import Table
 
 MOST_NUMBERS = 16  # cells of a single row or column that have room for their numbers
-# Titles of panels, by the part of a block that their columns are.
-SUBLAYERS = {
-    "attn.branch": "attention",
-    "mlp.branch": "MLP",
-    "token.branch": "token mixing",
-    "channel.branch": "channel mixing",
-    "branch": "block",
-}
 
 
 def panels_of(table: Table, column: str = "value", about: str | None = None) -> list[Panel]:
@@ -60,7 +57,7 @@ def _panel(
     if branch:
         site = cols[0][1]
         part = site.removeprefix(f"{blocks.get(site, '')}.")
-        title = f"{SUBLAYERS.get(part, part)}: {about}"
+        title = f"{PARTS.get(part, part)}: {about}"
     return Panel(
         np.array([[values[row, col] for col in cols] for row in rows], np.float64),
         SiteAxis.of(rows, blocks, roles[0]),
@@ -97,9 +94,10 @@ def _blocks(table: Table) -> dict[str, str]:
     return {site: block for site, block in found.items() if block}
 
 
-def draw_curves(axes: Axes, table: Table) -> list[Any]:
-    """One curve per store that the first is compared with, over the first store's sites, with the
-    95 % interval as a band or the estimator's noise as bars; handles for a legend."""
+def draw_curves(axes: Axes, table: Table) -> dict[str, Any]:
+    """One curve per pair of stores, over the sites of the one that all are compared with, else over
+    relative depth, with the 95 % interval as a band or the estimator's noise as bars; label ->
+    handle for a legend."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -107,12 +105,20 @@ def draw_curves(axes: Axes, table: Table) -> list[Any]:
     first = list(dict.fromkeys(_cells(table, "a")))
     places = {cell: k for k, cell in enumerate(first)}
     handles: list[Any] = []
-    for i, (store, rows) in enumerate(table.groups("store_b")):
+    references = table.unique("store_a")
+    order = list(dict.fromkeys([*references, *table["store_b"].tolist()]))
+    pairs = [
+        (a, b, rows) for a, of_a in table.groups("store_a") for b, rows in of_a.groups("store_b")
+    ]
+    for number, (reference, store, rows) in enumerate(pairs):
+        i = number if len(references) > 1 else order.index(store)
         x = [places[cell] for cell in _cells(rows, "a")]
         text = f"against {shorten(store, 28)}"
         if rows["site_a"].tolist() != rows["site_b"].tolist():
             others = SiteAxis.of([(store, site) for site in rows["site_b"].tolist()], blocks)
             text = f"against {others.ticks(len(others)).label}"
+        if len(references) > 1:
+            x, text = rows["rel_depth_a"].tolist(), f"{shorten(reference, 28)} {text}"
         if np.isfinite(rows["low"]).any():
             axes.fill_between(x, rows["low"], rows["high"], color=colour(i), alpha=0.2, linewidth=0)
         elif np.isfinite(rows["std"]).any():
@@ -129,13 +135,9 @@ def draw_curves(axes: Axes, table: Table) -> list[Any]:
     if "tau" in table.columns and np.isfinite(table["tau"]).any():
         for dash, label in ((4, "mean with images permuted"), (1, "its 5 % threshold")):
             handles.append(Line2D([], [], color=GREY, linestyle=(0, (dash, 1.5)), label=label))
-    ticks = SiteAxis.of(first, blocks).ticks(MOST_LABELS)
-    ticks.put_on(axes.xaxis, 4.6 / len(first))
-    return handles
-
-
-def put_legend_below(figure: Figure, handles: Sequence[Any], characters: int = 72) -> None:
-    """In as many columns as fit a line of so many characters."""
-    longest = max(len(handle.get_label()) for handle in handles)
-    columns = max(1, min(len(handles), characters // (longest + 6)))
-    figure.legend(handles=list(handles), loc="outside lower left", ncols=columns)
+    if len(references) > 1:
+        axes.set_xlabel("relative depth")
+    else:
+        ticks = SiteAxis.of(first, blocks).ticks(MOST_LABELS)
+        ticks.put_on(axes.xaxis)
+    return {handle.get_label(): handle for handle in handles}

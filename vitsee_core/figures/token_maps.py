@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
+from vitsee_core.figures.plotting import (
+    GREY,
+)
 from vitsee_core.figures.site_axes import SiteAxis, Ticks
-from vitsee_core.plotting import GREY
+from vitsee_core.tables.words import token_words
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ NO_VALUE = "#C9C9C9"
 SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
 # Heights, the patches' being 1: of each prefix token, and of the line below them.
 PREFIX_SHARE, GAP = 0.08, 0.012
-LABELS_INCHES = 0.75
+MOST_TICKS = 7
 MEANS = ("patches", "registers", "flat")  # are means over several tokens
 
 
@@ -66,11 +69,6 @@ class MapPanel:
             kind,
         )
 
-    @property
-    def width_inches(self) -> float:
-        """Of the panel, its labels included."""
-        return max(1.6, min(0.22 * len(self.sites), 4)) + LABELS_INCHES
-
     def all_values(self) -> Float:
         """Every value, in one row."""
         return np.concatenate([self.prefix_values.ravel(), *self.bodies])
@@ -78,7 +76,7 @@ class MapPanel:
     def ticks(self) -> Ticks:
         """Of the columns."""
         axis = SiteAxis.of([(self.store, site) for site in self.sites], {})
-        return axis.ticks(max(2, int((self.width_inches - LABELS_INCHES) / 0.24)))
+        return axis.ticks(MOST_TICKS)
 
 
 def colour_scale(metric: str, values: Float) -> Normalize:
@@ -111,17 +109,13 @@ def value_ticks(axis: Axis, scale: Normalize) -> None:
     plain_log_ticks(axis, FINE if decades < 2.5 else DECADES)
 
 
-def draw_map(
-    axes: Axes, panel: MapPanel, scale: Normalize, *, title: bool, first: bool
-) -> AxesImage:
+def draw_map(axes: Axes, panel: MapPanel, scale: Normalize) -> AxesImage:
     """Draw the panel, below `styled`; its image, for a colour bar.
 
     Args:
         axes: an empty panel.
         panel: what to draw.
         scale: from `colour_scale`.
-        title: whether to write the title.
-        first: whether to label the y axis.
     """
     n = len(panel.sites)
     tops = [-GAP - PREFIX_SHARE * (len(panel.prefix) - i) for i in range(len(panel.prefix))]
@@ -132,13 +126,10 @@ def draw_map(
             image = _image(axes, values[:, np.newaxis], scale, (k - 0.5, k + 0.5), (0, 1))
     axes.set_xlim(-0.5, n - 0.5)
     axes.set_ylim(1, min([0.0, *tops]))
-    if title:
-        axes.set_title(panel.title)
-    ticks = panel.ticks()
-    ticks.put_on(axes.xaxis, (panel.width_inches - LABELS_INCHES) / n)
-    names = ticks.label.partition("(")
-    axes.set_xlabel(f"block {names[1]}{names[2]}".strip())
-    _label_tokens(axes, panel, tops, first)
+    axes.set_title(panel.title)
+    panel.ticks().put_on(axes.xaxis)
+    axes.set_xlabel("block")
+    _label_tokens(axes, panel, tops)
     axes.grid(False)
     for spine in axes.spines.values():
         spine.set(visible=True, linewidth=0.5, color=GREY)
@@ -167,13 +158,13 @@ def _image(
     )
 
 
-def _label_tokens(axes: Axes, panel: MapPanel, tops: Sequence[float], first: bool) -> None:
+def _label_tokens(axes: Axes, panel: MapPanel, tops: Sequence[float]) -> None:
     """Prefix tokens by name; rows of the grid where all columns have one, else its ends."""
     places = [top + PREFIX_SHARE / 2 for top in tops]
-    texts = ["CLS" if name == "cls" else name for name in panel.prefix]
+    texts = ["CLS" if name == "cls" else token_words(name) for name in panel.prefix]
     if panel.cells:
         starts = [k for k, (_, col) in enumerate(panel.cells) if col == panel.cells[0][1]]
-        shown = starts[:: -(-len(starts) // 8)]
+        shown = starts[:: -(-len(starts) // 6)]
         places += [(k + 0.5) / len(panel.cells) for k in shown]
         texts += [str(panel.cells[k][0]) for k in shown]
         word = "patches, by row of the grid"
@@ -183,5 +174,4 @@ def _label_tokens(axes: Axes, panel: MapPanel, tops: Sequence[float], first: boo
         word = "location, row by row"
     axes.set_yticks(places, texts)
     axes.tick_params(length=2, width=0.5)
-    if first:
-        axes.set_ylabel(word)
+    axes.set_ylabel(word)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vitsee_core.images.decoding import ArrayOpener, one_line
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.image_source import ImageSource
+from vitsee_core.runtime.machine import human_bytes, memory_bytes
 
 log = logging.getLogger(__name__)
 
@@ -82,25 +83,25 @@ def _read(path: Path, name: str) -> dict[str, NDArray[Any]]:
     if not zipfile.is_zipfile(path):
         raise DataError(f"{name} cannot be read as .npz: it is no zip file, or cut short")
     try:
+        with zipfile.ZipFile(path) as archive:
+            size, most = sum(member.file_size for member in archive.infolist()), memory_bytes()
+        if size > most:
+            raise DataError(
+                f"{name} unpacks to {human_bytes(size)}, this machine has {human_bytes(most)} of "
+                "memory; expected fewer images, or a folder of them"
+            )
         with np.load(path, allow_pickle=False) as file:
             extra = [key for key in file.files if key not in _NAMES]
             if extra:
                 found, known = ", ".join(map(repr, extra)), ", ".join(_NAMES)
                 raise DataError(f"{name} has {found}; expected only: {known}")
             return {key: file[key] for key in file.files}
-    except DataError:
+    except (DataError, MemoryError):
         raise
-    except ValueError as error:
+    except Exception as error:  # numpy and zipfile raise nearly anything on damaged files
         if "allow_pickle" in str(error):
             raise DataError(f"{name} has Python objects; expected plain arrays") from None
-        raise _damaged(name, error) from None
-    except (OSError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise _damaged(name, error) from None
-
-
-def _damaged(name: str, error: Exception) -> DataError:
-    reason = one_line(error).rstrip(".")
-    return DataError(f"{name} cannot be read as .npz: {reason}")
+        raise DataError(f"{name} cannot be read as .npz: {one_line(error).rstrip('.')}") from None
 
 
 def _labels(

@@ -24,12 +24,13 @@ from PIL import Image, UnidentifiedImageError
 from vitsee_core.images.errors import ImageError
 from vitsee_core.images.shared import SharedBlock
 from vitsee_core.images.sides import Size
-from vitsee_stores.disk import open_regular
+from vitsee_stores.disk import open_regular, read_regular
 from vitsee_stores.errors import reason
 
 # The process or the machine ran out of something: the image is not to blame.
 _NOT_THE_IMAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _REASON_LENGTH = 200
+MOST_BYTES = 1 << 30  # of an encoded image
 _ZIP_HEADER, _ZIP_MAGIC = 30, b"PK\x03\x04"
 
 ZipMember = tuple[int, str, int, int, int, bool, int]
@@ -90,8 +91,7 @@ class FileOpener(Opener):
         return decode(location, self._bytes(location))
 
     def _bytes(self, location: str) -> bytes:
-        with open(open_regular(os.path.join(self.root, location)), "rb") as file:
-            return file.read()
+        return read_regular(os.path.join(self.root, location), MOST_BYTES)
 
     def _size(self, location: str) -> Size:
         with open(open_regular(os.path.join(self.root, location)), "rb") as file:
@@ -109,6 +109,7 @@ class TarOpener(Opener):
 
     def _bytes(self, location: tuple[int, str, int, int]) -> bytes:
         tar, name, offset, size = location
+        _check_bytes(name, size)
         with open(self.tars[tar], "rb") as file:
             file.seek(offset)
             encoded = file.read(size)
@@ -129,6 +130,7 @@ class ZipOpener(Opener):
 
     def _bytes(self, location: ZipMember) -> bytes:
         which, name, offset, packed, size, deflated, crc = location
+        _check_bytes(name, max(packed, size))
         with open(self.zips[which], "rb") as file:
             file.seek(offset)
             header = file.read(_ZIP_HEADER)
@@ -246,18 +248,23 @@ def _read_of(location: Any) -> Iterator[None]:
         raise ImageError(str(location), one_line(error)) from None
 
 
+def _check_bytes(name: str, size: int) -> None:
+    if size > MOST_BYTES:
+        raise ImageError(name, f"has {size} bytes, expected at most {MOST_BYTES}")
+
+
 def decode(name: str, encoded: bytes) -> tuple[Image.Image, int]:
     """The decoded image in its own mode and the hash of `encoded`.
 
     EXIF orientation is left alone, as timm's and torchvision's evaluation do.
 
     Raises:
-        ImageError: the bytes are no whole image of at most twice `Image.MAX_IMAGE_PIXELS`.
+        ImageError: the bytes are no whole image of at most `Image.MAX_IMAGE_PIXELS`.
     """
     if not encoded:
         raise ImageError(name, "the file is empty")
     with _pillow(name):
-        image = Image.open(io.BytesIO(encoded))
+        image = _opened(name, io.BytesIO(encoded))
         image.load()
     return image, hash64(encoded)
 
@@ -268,8 +275,17 @@ def header_size(name: str, file: IO[bytes]) -> Size:
     Raises:
         ImageError: it is no image, or too large to be one.
     """
-    with _pillow(name), Image.open(file) as image:
+    with _pillow(name), _opened(name, file) as image:
         return image.height, image.width
+
+
+def _opened(name: str, file: IO[bytes]) -> Image.Image:
+    """An image whose header was read, and no pixel."""
+    image, most = Image.open(file), Image.MAX_IMAGE_PIXELS
+    if most and image.width * image.height > most:
+        size = f"{image.width} x {image.height}"
+        raise ImageError(name, f"too many pixels: {size}, expected at most {most}; make it smaller")
+    return image
 
 
 @contextmanager
@@ -277,7 +293,7 @@ def _pillow(name: str) -> Iterator[None]:
     """A context in which whatever Pillow raises becomes an ImageError."""
     try:
         yield
-    except MemoryError:
+    except (MemoryError, ImageError):
         raise
     except UnidentifiedImageError:
         raise ImageError(name, "not an image, or of a format that Pillow does not read") from None

@@ -3,6 +3,8 @@ and splits follow from their paths, for tar files too."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +17,15 @@ from vitsee_core.images import splits as split_rules
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.image_source import ImageSource
+from vitsee_core.tables.formats import TABLE_ENDINGS
+from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import reason
+from vitsee_stores.manifest import few
+from vitsee_stores.metadata import MOST_BYTES, ZARR_JSON
+
+STUDY, SIDECARS = "study.json", tuple(f"{ending}.json" for ending in TABLE_ENDINGS)
+
+log = logging.getLogger(__name__)
 
 EXTENSIONS = frozenset(
     f".{kind}"
@@ -32,7 +42,7 @@ def open_folder(path: Path, name: str) -> ImageSource:
     A sample's id is its path below the folder; `classify` finds its class and split.
 
     Raises:
-        DataError: no images, a folder that cannot be read, or a name that is not UTF-8.
+        DataError: no images, or a folder that cannot be read.
     """
     paths = walk(str(path))
     if not paths:
@@ -84,32 +94,59 @@ def walk(root: str) -> list[str]:
     """Paths of all images below `root`, with forward slashes, sorted by code point.
 
     Links are followed unless they lead back to a folder they lie in; names that start with a dot
-    are ignored.
+    are ignored. Left out with a warning: images whose name is not UTF-8, as ids are, and folders
+    below `root` that hold a store, a study or results of vitsee, whose pictures are no data.
 
     Raises:
-        DataError: a folder cannot be read, or a name is not UTF-8.
+        DataError: a folder cannot be read.
     """
-    return sorted(_walk(root, "", frozenset()))
+    left_out: list[str] = []
+    found = sorted(_walk(root, "", frozenset(), left_out))
+    if left_out:
+        log.warning("left out of %s: %s", root, few(sorted(left_out)))
+    return found
 
 
-def _walk(root: str, below: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+def _walk(
+    root: str, below: str, above: frozenset[tuple[int, int]], left_out: list[str]
+) -> Iterator[str]:
     folder = os.path.join(root, below)
     try:
         status = os.stat(folder)
         here = (status.st_dev, status.st_ino)
         if here in above:
             return
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                path = f"{below}/{entry.name}" if below else entry.name
-                if entry.is_dir():
-                    yield from _walk(root, path, above | {here})
-                elif is_image(entry.name):
+        with os.scandir(folder) as scanned:
+            entries = [entry for entry in scanned if not entry.name.startswith(".")]
+        if below and (ours := _written_by_us(entries)):
+            left_out.append(f"{below} ({ours})")
+            return
+        for entry in entries:
+            path = f"{below}/{entry.name}" if below else entry.name
+            if entry.is_dir():
+                yield from _walk(root, path, above | {here}, left_out)
+            elif is_image(entry.name):
+                try:
                     yield utf8(path)
+                except DataError as error:
+                    left_out.append(str(error))
     except OSError as error:
         raise DataError(f"cannot read the folder {folder}: {reason(error)}") from None
+
+
+def _written_by_us(entries: Sequence[os.DirEntry[str]]) -> str:
+    """What vitsee wrote into the folder of these entries; "" where it wrote nothing."""
+    for entry in entries:
+        if entry.name == ZARR_JSON:
+            return "a store"
+        if entry.name == STUDY or entry.name.endswith(SIDECARS):
+            try:
+                record = json.loads(read_regular(entry.path, MOST_BYTES))
+                if record["command"][0] == "vitsee":
+                    return "a study" if entry.name == STUDY else "results"
+            except (OSError, ValueError, LookupError, TypeError, RecursionError):
+                continue  # another program's
+    return ""
 
 
 def utf8(path: str) -> str:

@@ -28,6 +28,9 @@ _COLUMNS = {
     "id": ("id", "image_id", "key"),
     "box": ("box",),
 }
+# ImageNet's file of labels: its header, and where the images are, from its folder.
+_SOLUTION = ("imageid", "predictionstring")
+_SOLUTION_FOLDERS = ("", "val", "ILSVRC/Data/CLS-LOC/val")
 _WITHOUT_HEADER = ("path", "label", "split")
 _PATHS_TRIED = 16
 _LARGEST_LABEL = 2**62
@@ -45,7 +48,9 @@ def open_list(path: Path, name: str) -> ImageSource:
     everything else; an empty one is the whole. A sample's id is its `id` column, or else the path
     as it is written; with a box `#x0,y0,x1,y1` follows.
 
-    A text list (.txt) has a path a line, or, where all lines end in one, a path and a class number.
+    A text list (.txt) has a path a line, or, where all lines end in one, a path and a class number
+    or a WordNet id (n01440764). Of ImageNet's LOC_val_solution.csv the images are found beside it,
+    in its folder val, or where the archive has them, and the first WordNet id is the label.
 
     Raises:
         DataError: an unreadable or uneven list, an id that occurs twice, a missing file, a box that
@@ -69,7 +74,17 @@ def open_list(path: Path, name: str) -> ImageSource:
         lines.append(line)
         for key, column in columns.items():
             fields[key].append(row[column].strip())
+    if _names(first[1]) == _SOLUTION:
+        fields = _solution(path.absolute().parent, fields)
     return _source(path, name, fields, lines)
+
+
+def _solution(folder: Path, fields: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Paths, ids and labels of a file whose labels are `n01978287 85 1 272 425`, with boxes."""
+    ids = [f"{name}.JPEG" for name in fields["path"]]
+    inner = next((f for f in _SOLUTION_FOLDERS for i in ids[:1] if (folder / f / i).exists()), "")
+    labels = [text.partition(" ")[0] for text in fields["label"]]
+    return {"path": [f"{inner}/{i}".lstrip("/") for i in ids], "id": ids, "label": labels}
 
 
 def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int]) -> ImageSource:
@@ -157,9 +172,15 @@ def _labels(values: list[str] | None, n: int) -> tuple[NDArray[np.int64], list[s
     return np.array(numbers, np.int64), None
 
 
+def _names(row: list[str]) -> tuple[str, ...]:
+    return tuple(cell.strip().lower() for cell in row)
+
+
 def _header(row: list[str]) -> dict[str, int] | None:
     """Column numbers by meaning, if the row names a path column."""
-    names = [cell.strip().lower() for cell in row]
+    names = _names(row)
+    if names == _SOLUTION:
+        return {"path": 0, "label": 1}
     columns = {}
     for key, known in _COLUMNS.items():
         found = next((names.index(name) for name in known if name in names), None)
@@ -191,10 +212,10 @@ def _rows(path: Path, name: str) -> Iterator[Row]:
 
 
 def _text_rows(text: str) -> Iterator[Row]:
-    """A path a line, and its label where every line ends in a whole number, as ImageNet's lists."""
+    """A path a line, and its label where every line ends in a number, as ImageNet's lists."""
     lines = [(k, line.strip()) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
     parts = [(k, line.rsplit(maxsplit=1)) for k, line in lines]
-    if all(len(part) == 2 and re.fullmatch("-?[0-9]+", part[1]) for _, part in parts):
+    if all(len(part) == 2 and re.fullmatch("-?[0-9]+|n[0-9]{8}", part[1]) for _, part in parts):
         yield from parts
     else:
         yield from ((k, [line]) for k, line in lines)

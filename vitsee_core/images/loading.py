@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _AHEAD = 2
-_HUGE_NAMED = 3
-_HUGE = (
-    "%s has %d x %d pixels, so many that Pillow takes it for an attack; it is read, and refused "
-    "from twice Pillow's limit on"
-)
 ON_ERROR = ("nan", "fail")
 
 
@@ -95,14 +90,8 @@ def _batches(
             return load_with_workers(source.opener, places, recipe, workers, stopped)
         return _load_here(source.opener, places, recipe, stopped)
 
-    huge, n_huge = Image.MAX_IMAGE_PIXELS or np.inf, 0
     with closing(_ahead(produce)) as loaded:
         for part, (pixels, valid, hashes, sizes, errors) in zip(ranges, loaded, strict=True):
-            for k in np.flatnonzero(np.prod(sizes, axis=1, dtype=np.int64) > huge):
-                n_huge += 1
-                if n_huge <= _HUGE_NAMED:
-                    height, width = sizes[k]
-                    log.warning(_HUGE, ids[part.start + k], width, height)
             named = [(part.start + k, ids[part.start + k], reason) for k, reason in errors]
             if named and on_error == "fail":
                 raise ImageError(*named[0][1:])
@@ -113,7 +102,7 @@ def _load_here(
     opener: Opener, places: Sequence[Sequence[Any]], recipe: Recipe, stopped: threading.Event
 ) -> Generator[Loaded]:
     """The batches one after another, in this thread; ends early when `stopped`."""
-    # A line that names the image comes instead, from `_batches`.
+    # An ImageError that names the image comes instead.
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     for locations in places:
         pixels = np.empty((len(locations), *recipe.shape), np.uint8)

@@ -44,7 +44,8 @@ def named_only(path: Path, ids: Sequence[str], name: str) -> NDArray[np.bool_]:
     """(images,) which of `ids` the lines of a file name.
 
     A line is an id; an id without its ending; a folder of ids, also by the last parts of its path;
-    or a file's name without folders and ending, where one image has it.
+    or a file's name without folders and ending, where one image has it. Of a line that is none of
+    these, the first word counts: lists of classes have its name in words behind it.
 
     Args:
         path: the file.
@@ -61,6 +62,7 @@ def named_only(path: Path, ids: Sequence[str], name: str) -> NDArray[np.bool_]:
     unmatched = []
     for number, line in lines:
         keys = [line, line.removeprefix("./").strip("/")]  # `bear/` is the folder bear
+        keys.append(line.split()[0])  # `n01440764 tench, Tinca tinca`
         found = next((f[key] for f in finders for key in keys if key in f), None)
         if found is None:
             unmatched.append((number, line))
@@ -97,6 +99,11 @@ def _by_folder(ids: Sequence[str]) -> Places:
             for start in range(stop):
                 found.setdefault("/".join(parts[start:stop]), []).append(place)
     return found
+
+
+def shorter_ids(own: str) -> set[str]:
+    """An image's id without its ending, without its folders, without both."""
+    return {_stem(own), own.rpartition("/")[2], _file(own)}
 
 
 def _stem(name: str) -> str:

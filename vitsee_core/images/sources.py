@@ -50,10 +50,13 @@ def _open_path(path: Path, data: str) -> ImageSource:
     if not path.exists():
         raise DataError(f"no file or folder {data}; expected {_EXPECTED}")
     if path.is_dir():
-        tars, zips = sorted(path.glob("*.tar")), sorted(path.glob("*.zip"))
+        files = sorted(file for file in path.iterdir() if file.is_file())
+        tars, zips = ([f for f in files if f.suffix == end] for end in (".tar", ".zip"))
         if (tars or zips) and not walk(str(path)):
             return open_tars(tars, data) if tars else open_zips(zips, data)
         return open_folder(path, data)
+    if not path.is_file():
+        raise DataError(f"{data} is a pipe or a device; expected {_EXPECTED}")
     suffixes = "".join(path.suffixes[-2:]).lower()
     suffix = path.suffix.lower()
     if suffix in (".csv", ".tsv", ".txt"):

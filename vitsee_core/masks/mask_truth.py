@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.execution import DEFAULT, Execution
 from vitsee_core.images import DataError
 from vitsee_core.images.boxes import box_pixels
 from vitsee_core.images.folders import EXTENSIONS
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource
 from vitsee_core.masks.token_labels import as_seen, mask_recipe, token_labels
-from vitsee_core.progress import counting
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.progress import counting
 from vitsee_core.types import Mask
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
     from vitsee_core.images.transform import Recipe
-    from vitsee_core.streaming import Rows
+    from vitsee_core.runtime.streaming import Rows
     from vitsee_stores import Store
     from vitsee_stores.layout import TokenLayout
 

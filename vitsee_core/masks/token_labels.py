@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.cell_edges import Edges, cell_edges
 from vitsee_core.images import ImageError
+from vitsee_core.images.cell_edges import Edges, cell_edges
 from vitsee_core.images.transform import Recipe, make_recipe
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_stores.errors import VitseeError

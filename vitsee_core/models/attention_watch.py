@@ -40,11 +40,6 @@ class AttentionCall(ABC):
         """The input of the softmax for these images: (images, heads, tokens, tokens) float32,
         scaled, with mask, bias and causality applied; written to `out` if given (contiguous)."""
 
-    def factors(self) -> tuple[Tensor, Tensor, float] | None:
-        """Queries (images, heads, tokens, channels), keys (heads may be fewer, each shared by
-        neighbours) and a number whose product is all there is to the scores; else None."""
-        return None
-
     @abstractmethod
     def heads_output(self) -> Tensor | None:
         """The model's own product of weights and values: (images, heads, tokens, head dim)."""
@@ -120,11 +115,6 @@ class KernelCall(AttentionCall):
             scores.masked_fill_(~mask, float("-inf"))
         else:
             scores.add_(mask)
-
-    def factors(self) -> tuple[Tensor, Tensor, float] | None:
-        """As in `AttentionCall`: without a mask."""
-        plain = self.mask is None and not self.causal
-        return (self.query, self.key, self.scale) if plain else None
 
     def heads_output(self) -> Tensor | None:
         """The product the model made."""

@@ -7,22 +7,18 @@ model's own tensor names; renaming and resampling of position tables is timm's.
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import pathlib
-import pickle
-import re
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
+from vitsee_core.models.checkpoint_files import read_file
+from vitsee_core.models.checkpoint_layouts import Layout, recognise
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
 
@@ -30,91 +26,70 @@ from vitsee_core.models.hook_points import ModelError
 # one its authors evaluate. Averaged weights (EMA) are taken only where a file has nothing else.
 KEY_ORDER = ("state_dict", "model", "model_state_dict", "teacher", "student", "encoder")
 COPY_ORDER = ("teacher", "base_encoder", "student", "momentum_encoder")
-# Training arguments that such files carry beside the tensors; making one runs no foreign code.
-_HARMLESS: list[Any] = [
-    argparse.Namespace,
-    pathlib.PosixPath,
-    np.dtype,
-    np.float64,
-    np.int64,
-    type(np.dtype(np.float64)),
-    type(np.dtype(np.int64)),
-    np.core.multiarray.scalar if np.__version__ < "2" else np._core.multiarray.scalar,  # type: ignore[attr-defined]
-]
 SHOWN = 4
 
 State = dict[str, Tensor]
 
 
-def load_checkpoint(model: nn.Module, path: Path, key: str | None = None) -> dict[str, Any]:
-    """Put a file's weights into the model; only the classifier may be missing, and the counters of
-    batches that older files lack.
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights of a file, before they are a model's.
 
-    `key`, or `FILE#KEY`, names which of a file's state dicts to take. Comes back: file, key (of the
-    file's dict, "" if the file is the state dict itself), other_keys, prefix (cut from the names),
-    missing (the model's tensors that keep their random values), unexpected (the file's tensors
-    that the model has no use for, those under another prefix summed up as "prefix.* (n)") and,
-    where there are any, resampled (tensors of another size in the file, position tables above all).
-
-    Raises:
-        ModelError: unreadable file, or weights that do not fit; names what is missing or left over.
+    key: of the file's state dict, "" if the file is that itself. others: keys of the others.
+    layout: of a known publication, which says how its images are prepared; None for other files.
     """
-    path, in_name = _split_key(Path(path))
-    content = read_file(path)
-    key, state, others = _state_dict(content, key if key is not None else in_name, path)
-    model_keys = set(model.state_dict())
-    prefix = _prefix(state, model_keys)
-    kept = {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}
-    outside = Counter(_top(name) for name in state if prefix and not name.startswith(prefix))
-    filtered = _filtered(model, kept, path)
-    missing, unexpected = _fit(model, filtered, path)
-    renamed = not set(kept) & set(filtered)
-    unexpected += [name for name in kept if not renamed and name not in filtered]
-    unexpected += [f"{top}.* ({n})" for top, n in outside.items()]
-    return {
-        "file": path.name,
-        "key": key,
-        "other_keys": others,
-        "prefix": prefix,
-        "missing": missing,
-        "unexpected": unexpected,
-        **({"resampled": resampled} if (resampled := _resampled(kept, filtered)) else {}),
-    }
 
+    path: Path
+    key: str
+    state: State
+    others: list[str]
+    layout: Layout | None
 
-def read_file(path: Path) -> Any:
-    """The content of a .safetensors file or a torch file; no code of the file is run.
+    @classmethod
+    def read(cls, path: Path, key: str | None = None) -> Checkpoint:
+        """`key`, or `FILE#KEY`, names which of a file's state dicts to take.
 
-    Raises:
-        ModelError: no such file, or not readable as either.
-    """
-    if not path.is_file():
-        raise ModelError(f"no checkpoint at {path}; expected a .pth, .pt or .safetensors file")
-    if not path.stat().st_size:
-        raise ModelError(f"{path} is empty; expected a .pth, .pt or .safetensors file")
-    if path.suffix in (".npz", ".npy"):
-        raise ModelError(f"{path} is a NumPy archive; expected .pth, .pt or .safetensors")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+        Raises:
+            ModelError: an unreadable file, or none of these weights in it.
+        """
+        path, in_name = _split_key(Path(path))
+        content = read_file(path)
+        found, state, others = _state_dict(content, key if key is not None else in_name, path)
+        whole = {str(name): x for name, x in content.items()}
+        layout = recognise(whole, found, whole[found] if found else whole)
+        return cls(path, found, state, others, layout)
 
-            return load_file(path)
-        with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the errors below say what matters, in one line
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        match = re.search(r"(?:GLOBAL|global) (\S+)", str(error))
-        what = f" ({match[1]})" if match else ""
-        raise ModelError(
-            f"{path} holds objects besides tensors and plain values{what}; expected a file that "
-            "torch.load(weights_only=True) reads: save its state dict alone"
-        ) from error
-    except Exception as error:
-        text = " ".join(str(error).split())[:120]
-        raise ModelError(
-            f"{path} is no readable checkpoint ({type(error).__name__}: {text}); expected a whole "
-            "file of torch.save or safetensors"
-        ) from error
+    def put_into(self, model: nn.Module) -> dict[str, Any]:
+        """Load the weights; only the classifier may be missing, and the counters of batches that
+        older files lack.
+
+        Comes back: file, key, other_keys, prefix (cut from the names), missing (the model's tensors
+        that keep their random values), unexpected (the file's tensors that the model has no use
+        for, those under another prefix summed up as "prefix.* (n)") and, where there are any,
+        resampled (tensors of another size in the file, position tables above all).
+
+        Raises:
+            ModelError: the weights do not fit; names what is missing or left over.
+        """
+        model_keys = set(model.state_dict())
+        prefix = _prefix(self.state, model_keys)
+        kept = {name[len(prefix) :]: x for name, x in self.state.items() if name.startswith(prefix)}
+        others = [name for name in self.state if prefix and not name.startswith(prefix)]
+        filtered = _filtered(model, kept, self.path)
+        missing, unexpected = _fit(model, filtered, self.path)
+        renamed = not set(kept) & set(filtered)
+        unexpected += [name for name in kept if not renamed and name not in filtered]
+        unexpected += [f"{top}.* ({n})" for top, n in Counter(map(_top, others)).items()]
+        resampled = _resampled(kept, filtered)
+        return {
+            "file": self.path.name,
+            "key": self.key,
+            "other_keys": self.others,
+            "prefix": prefix,
+            "missing": missing,
+            "unexpected": unexpected,
+            **({"resampled": resampled} if resampled else {}),
+        }
 
 
 def _split_key(path: Path) -> tuple[Path, str | None]:
@@ -140,6 +115,8 @@ def _state_dict(content: Any, wanted: str | None, path: Path) -> tuple[str, Stat
     found = {str(key): value for key, value in content.items() if _is_state(value)}
     if wanted is not None and wanted not in found:
         held = ", ".join(found) or "none"
+        if _is_state(content) and not found:
+            raise ModelError(f"{path} is itself one state dict: leave out --checkpoint-key")
         raise ModelError(
             f"{path} has no state dict under {wanted!r} (--checkpoint-key); it has: {held}"
         )

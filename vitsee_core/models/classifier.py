@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitsee_core.head_weights import POOLS, HeadWeights
 from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.head import classifiers
+from vitsee_core.models.head_weights import POOLS, HeadWeights
 from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer

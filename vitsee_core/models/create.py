@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitsee_core.machine import human_bytes, memory_bytes
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.input_transform import checked_size, input_transform
 from vitsee_core.models.timm_arguments import refuse_loading
 from vitsee_core.models.weight_sources import NotHere, local_only, needs_network, why_unreachable
+from vitsee_core.runtime.machine import human_bytes, memory_bytes
+from vitsee_stores.metadata import ZARR_JSON
 
 _DEMO = "demo:"
 _HUB = ("hf-hub:", "hf_hub:")
@@ -158,12 +159,33 @@ def not_as_pretrained(module: nn.Module, full: str, wanted: dict[str, Any]) -> d
     return {key: entries for key, entries in found.items() if entries}
 
 
+def heads_no_shape_shows(module: nn.Module, full: str, wanted: dict[str, Any]) -> int | None:
+    """How many heads the blocks of a module have, where its tensors would have the same shapes with
+    another number, which no checkpoint then shows; None where shapes tell, heads differ by block,
+    or their number was given."""
+    counts = {n for m in module.modules() if isinstance(n := getattr(m, "num_heads", None), int)}
+    if len(counts) != 1 or "num_heads" in wanted:
+        return None
+    (heads,) = counts
+    shapes = {key: x.shape for key, x in module.state_dict().items()}
+    for other in (2 * heads, heads // 2):
+        try:
+            changed = on_meta(full, {**wanted, "num_heads": other})
+        except Exception:  # not a number of heads that this architecture can have, or no argument
+            continue
+        if {key: x.shape for key, x in changed.state_dict().items()} == shapes:
+            return heads
+    return None
+
+
 def _known(full: str, name: str) -> None:
     import timm
 
     if not full.startswith((*_HUB, _FOLDER)) and not timm.is_model(full):
         import difflib
 
+        if (Path(name) / ZARR_JSON).is_file():
+            raise ModelError(f"{name} is a store; expected a model (of which it is: vitsee info)")
         base = full.partition(".")[0]
         near = difflib.get_close_matches(base, timm.list_models(), n=3, cutoff=0.5)
         hint = f"; near names: {', '.join(near)}" if near else ""
@@ -221,8 +243,10 @@ def _accepted(full: str, wanted: dict[str, Any], foreign: bool) -> dict[str, Any
     except NotImplementedError:  # an architecture that cannot be made without memory
         return wanted
     need = sum(x.numel() * x.element_size() for x in module.state_dict().values())
-    if foreign and need > memory_bytes():
-        raise ModelError(f"its weights would take {human_bytes(need)}, more than the memory")
+    if need > memory_bytes():
+        raise ModelError(
+            f"the weights of {full} would take {human_bytes(need)}, more than the memory"
+        )
     embed = getattr(module, "patch_embed", None)
     patch: Any = getattr(embed, "patch_size", None)
     size: Any = wanted.get("img_size")

@@ -38,7 +38,7 @@ class Geometry:
             if measured.grid == grid:
                 return TokenLayout(prefix, grid, 0, measured.stride_px, measured.offset_px)
         steps = self.steps or Steps(self.image)
-        return TokenLayout(prefix, grid, stride_px=steps.of(grid).px)
+        return TokenLayout(prefix, grid, stride_px=steps.of(grid).stride_px)
 
     def exact(self, grid: Grid) -> bool:
         """Whether both axes are reduced alike, to the cell."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 from torch import nn
@@ -29,12 +30,26 @@ def _each(found: object) -> Iterator[nn.Module]:
         yield found
 
 
-def _layer(model: nn.Module, trace: Trace, name: str) -> str:
-    """The classifier itself if a vector goes into it, else the last layer inside it that has a
-    weight matrix (it pools first)."""
+def _takes_vector(trace: Trace, name: str) -> bool:
     seen = trace.by_image(trace.entered(name))
-    if seen and all(n == 1 for n in seen.shape[2:]):
-        return name
+    return seen is not None and all(n == 1 for n in seen.shape[2:])
+
+
+def _layer(model: nn.Module, trace: Trace, name: str) -> str:
+    """The module whose input is timm's pre-logits.
+
+    The classifier itself if a vector goes into it, or the module around it that also has its norm
+    (timm's NormLinear), unless that is a head that returns pre-logits from within; else the last
+    layer inside of the classifier that has a weight matrix (it pools first).
+    """
+    if _takes_vector(trace, name):
+        around = [name]
+        while around[-1].count("."):
+            around.append(around[-1].rpartition(".")[0])
+        forwards = [model.get_submodule(path).forward for path in around]
+        if any("pre_logits" in inspect.signature(forward).parameters for forward in forwards):
+            return name
+        return [path for path in around if _takes_vector(trace, path)][-1]
     inner = [
         below
         for below, module in model.get_submodule(name).named_modules(prefix=name)
@@ -48,8 +63,8 @@ def head_hook_points(
 ) -> tuple[dict[str, tuple[HookPoint, ...]], dict[str, str]]:
     """Taps of `norm`, `pooled` and `logits`, and the reason for each that the model has not.
 
-    pooled: what goes into the classifier; where there are two (distillation), the mean of what
-    goes into each, which is timm's own pre-logits output.
+    pooled: timm's pre-logits, forward_head(pre_logits=True): what goes into the classifier, before
+    a norm that is part of it; where there are two (distillation), the mean of what goes into each.
     """
     hook_points: dict[str, tuple[HookPoint, ...]] = {}
     missing: dict[str, str] = {}

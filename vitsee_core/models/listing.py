@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from vitsee_core.models.create import resolve, skips_left_out, without_weights
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import check_model_options, load_model, model_arguments
@@ -58,10 +60,35 @@ def from_shapes(name: str, options: Mapping[str, Any]) -> Listing | None:
     Raises:
         ModelError: unknown model, or arguments that it does not take.
     """
-    given = {key.removeprefix("img_"): options.get(key) for key in INPUT}
-    wanted = model_arguments(options.get("model_args"), options.get("img_size"))
-    module, size = without_weights(name, wanted, given)
+    module, size = sketched_module(name, options)
     try:
         return Listing(sketch(module, size, doubtful=False), size, proven=False)
     except (ModelError, NotImplementedError, RuntimeError):
         return None  # whatever is wrong shows again, in one line, once there are values
+
+
+def sketched_module(
+    name: str, options: Mapping[str, Any]
+) -> tuple[nn.Module, tuple[int, int, int]]:
+    """The module on torch's meta device, and its input size. options: of `load_model`.
+
+    Raises:
+        ModelError: unknown model, or arguments that it does not take.
+    """
+    given = {key.removeprefix("img_"): options.get(key) for key in INPUT}
+    wanted = model_arguments(options.get("model_args"), options.get("img_size"))
+    return without_weights(name, wanted, given)
+
+
+def flops_of(module: nn.Module, size: tuple[int, int, int]) -> int:
+    """Floating-point operations of one image's forward pass of a module on torch's meta device.
+
+    Raises:
+        NotImplementedError, RuntimeError: it does not run without values.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(torch.empty(1, *size, device="meta"))
+    return int(counter.get_total_flops())

@@ -14,8 +14,14 @@ import torch
 from torch import nn
 
 from vitsee_core.models.ablation import ablate_skips
-from vitsee_core.models.checkpoints import load_checkpoint
-from vitsee_core.models.create import create_model, not_as_pretrained, resolve, skips_left_out
+from vitsee_core.models.checkpoints import Checkpoint
+from vitsee_core.models.create import (
+    create_model,
+    heads_no_shape_shows,
+    not_as_pretrained,
+    resolve,
+    skips_left_out,
+)
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.loaded import LoadedModel
@@ -54,24 +60,46 @@ def load_model(
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the
             architecture does not take, or a skip that cannot be ablated.
     """
-    args = dict(model_args or {})
+    args: dict[str, Any] = dict(model_args or {})
     if foreign is not None:
         check_foreign(name, args, foreign)
     _check_options(args, checkpoint, checkpoint_key, random_init, crop_pct)
     full = resolve(name)
     fresh = checkpoint is not None or random_init is not None
+    file = None if checkpoint is None else Checkpoint.read(checkpoint, checkpoint_key)
+    layout = None if file is None else file.layout
+    if layout is not None:
+        args = {**layout.args, **args}
     wanted = model_arguments(args, img_size)
-    module = create_model(
-        *(full, name),
-        pretrained=not fresh,
-        seed=random_init or 0,
-        wanted=wanted,
-        foreign=foreign is not None,
-    )
+    try:
+        module = create_model(
+            *(full, name),
+            pretrained=not fresh,
+            seed=random_init or 0,
+            wanted=wanted,
+            foreign=foreign is not None,
+        )
+    except ModelError as error:
+        if layout is None or not layout.args:
+            raise
+        raise ModelError(f"{checkpoint} is a checkpoint of {layout.name}, but {error}") from error
+    given: dict[str, Any] = {"mean": img_mean, "std": img_std, "crop_pct": crop_pct}
+    given |= {"crop_mode": crop_mode, "fill": fill}
+    transform = input_transform(module, name, wanted.get("img_size"), given)
     weights: dict[str, Any]
-    if checkpoint is not None:
-        loaded = load_checkpoint(module, checkpoint, checkpoint_key)
-        weights = {"source": "checkpoint", **loaded}
+    if file is not None:
+        weights = {"source": "checkpoint", **file.put_into(module)}
+        if layout is not None:
+            weights["layout"] = layout.name
+            own = layout.preprocessing(transform["input_size"][1])
+            own |= {key: x for key, x in given.items() if x is not None}
+            transform = input_transform(module, name, wanted.get("img_size"), own)
+        if layout is None or not layout.sure:
+            names = ("mean", "std") if layout is None else ("mean", "std", "crop_pct")
+            heads = heads_no_shape_shows(module, full, wanted)
+            assumed = {key: transform[key] for key in names if given[key] is None}
+            assumed |= {} if heads is None else {"num_heads": heads}
+            weights |= {"assumed": assumed} if assumed else {}
     elif random_init is not None:
         weights = {"source": "random", "seed": random_init}
     else:
@@ -79,9 +107,6 @@ def load_model(
     refuse_compiled(module)
     _still(module)
     weights["sha256"] = hash_weights(module)
-    given: dict[str, Any] = {"mean": img_mean, "std": img_std, "crop_pct": crop_pct}
-    given |= {"crop_mode": crop_mode, "fill": fill}
-    transform = input_transform(module, name, wanted.get("img_size"), given)
     config: dict[str, Any] = getattr(module, "pretrained_cfg", {}) or {}
     model = LoadedModel(
         name=name,
@@ -195,7 +220,12 @@ def _pretrained_record(module: nn.Module, full: str) -> dict[str, Any]:
         return {"source": "local-dir"}
     config: dict[str, Any] = getattr(module, "pretrained_cfg", None) or {}
     named = [str(config[key]) for key in ("architecture", "tag") if config.get(key)]
-    return {"source": "pretrained", "pretrained": ".".join(named) or full}
+    # timm's configuration repeats its advice on the variants that follow it.
+    advice = [str(note) for note in config.get("notes") or ()]
+    if not any(isinstance(child, nn.GELU) for child in module.modules()):
+        advice = [note for note in advice if "QuickGELU" not in note]
+    record = {"source": "pretrained", "pretrained": ".".join(named) or full}
+    return {**record, **({"notes": advice} if advice else {})}
 
 
 def hash_weights(module: nn.Module) -> str:

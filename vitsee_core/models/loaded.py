@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from vitsee_stores.manifest import few
@@ -17,9 +19,10 @@ class LoadedModel:
     input_size: (channels, rows, cols). transform: input_size, interpolation, crop_pct, crop_mode,
     mean, std. weights: source ("pretrained", "random", "checkpoint", "local-dir", or "module" for a
     caller's own), sha256 of all tensors, for a checkpoint its file, the key used, and what was
-    missing or unexpected; missing (tensors left random) and resampled (tensors of another size in
-    the weights, "NAME (shape) to (shape)") also of pretrained weights that were fitted to other
-    arguments.
+    missing or unexpected, its layout if that is a known one (see checkpoint_layouts.py), and
+    `assumed`, preprocessing and heads that neither the file nor the caller states; missing (tensors
+    left random) and resampled (tensors of another size in the weights, "NAME (shape) to (shape)")
+    also of pretrained weights that were fitted to other arguments.
     ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
     trained_without: blocks or sublayers whose skip a folder's config.json leaves out.
     """
@@ -36,8 +39,9 @@ class LoadedModel:
     trained_without: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
-        """What to know of the model, a line each: skips that its own configuration leaves out; of
-        its weights the key taken where a file has several, tensors left random, resampled or
+        """What to know of the model, a line each: what is assumed of a checkpoint, or follows from
+        its layout; what timm's configuration advises; skips that its own configuration leaves out;
+        of its weights the key taken where a file has several, tensors left random, resampled or
         without use."""
         weights, parts = self.weights, []
         others, key = weights.get("other_keys"), weights.get("key", "")
@@ -52,8 +56,35 @@ class LoadedModel:
         if unexpected := weights.get("unexpected"):
             parts.append(f"left over: {few(unexpected)}")
         where = weights.get("file") or weights.get("pretrained") or "weights"
-        lines = [f"{where}: {'; '.join(parts)}"] if parts else []
+        lines = [*self._assumed(), *(f"{where}: {note}" for note in weights.get("notes", ()))]
+        lines += [f"{where}: {'; '.join(parts)}"] if parts else []
         if self.trained_without:
             blocks = few(self.trained_without)
             lines.append(f"{self.name} has no skip connections in {blocks} (its config.json)")
         return lines
+
+    def _assumed(self) -> list[str]:
+        """A line about the layout of a checkpoint, and what was taken for lack of a better."""
+        weights = self.weights
+        layout, assumed = weights.get("layout"), weights.get("assumed")
+        if weights.get("source") != "checkpoint" or (layout is None and not assumed):
+            return []
+        if not assumed:
+            taken = {name: self.transform[name] for name in ("mean", "std", "crop_pct")}
+            return [f"{weights['file']} is a checkpoint of {layout}: {_settings(taken)}"]
+        options = {"mean": "--img-mean", "std": "--img-std", "crop_pct": "--crop-pct"}
+        options["num_heads"] = "--model-arg num_heads=N"
+        others = ", ".join(option for name, option in options.items() if name in assumed)
+        known = f"may be {layout}" if layout else f"has no known layout: as {self.name} has them"
+        return [
+            f"{weights['file']} {known}, assumed are {_settings(assumed)} "
+            f"(a file of weights does not say them; for others: {others})"
+        ]
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    """`mean 0.5, 0.5, 0.5; std 0.5, 0.5, 0.5; num_heads 3`."""
+    return "; ".join(
+        f"{name} {', '.join(f'{x:g}' for x in np.atleast_1d(value))}"
+        for name, value in values.items()
+    )

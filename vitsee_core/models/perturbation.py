@@ -27,7 +27,7 @@ class Candidate:
     changed: Callable[[float, float], AbstractContextManager[None]]
 
 
-class Runner:
+class PerturbationRunner:
     """Runs a model repeatedly on the same images and captures the inputs of its modules."""
 
     def __init__(self, module: nn.Module, images: Tensor) -> None:

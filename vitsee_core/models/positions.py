@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitsee_core.models.geometry import model_geometry
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.perturbation import LEARNED, Candidate, Runner
+from vitsee_core.models.perturbation import LEARNED, Candidate, PerturbationRunner
 
 SINE_COSINE = "sine-cosine"
 _SINE_COSINE_TOLERANCE = 5e-3  # float16 checkpoints
@@ -49,7 +49,7 @@ def find_positions(model: LoadedModel) -> Positions | str:
     generator = torch.Generator().manual_seed(0)
     images = torch.zeros(2, channels, rows, cols)
     images[1] = torch.randn(channels, rows, cols, generator=generator)
-    runner = Runner(model.module, images)
+    runner = PerturbationRunner(model.module, images)
     found: dict[int, list[Candidate]] = {}
     refused: list[str] = []
     for candidate in runner.candidates():
@@ -120,7 +120,9 @@ def _on_grid(values: Tensor, model: LoadedModel) -> NDArray[np.float32] | None:
     return values.float().contiguous().numpy()
 
 
-def _in_order(runner: Runner, call: int, shape: tuple[int, ...], model: LoadedModel) -> bool:
+def _in_order(
+    runner: PerturbationRunner, call: int, shape: tuple[int, ...], model: LoadedModel
+) -> bool:
     """Whether what goes in at a call lies on the grid as in the image: a change in the top right
     patch and one in the bottom left patch are seen most in those quarters."""
     channels, height, width = model.input_size

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitsee_core.device import current_precision
 from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import CaptureError, first_tensor
@@ -20,6 +19,7 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.patches import disproof
 from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+from vitsee_core.runtime.device import current_precision
 from vitsee_stores.layout import SiteSpec
 from vitsee_stores.manifest import few
 

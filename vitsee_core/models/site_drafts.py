@@ -91,11 +91,14 @@ def _shape(draft: SiteDraft) -> tuple[str, tuple[int, ...], TokenLayout | None]:
 
 
 def _depths(drafts: Sequence[SiteDraft]) -> dict[str, tuple[int, float]]:
-    """depth and rel_depth by name: sites of one kind are counted together."""
+    """depth and rel_depth by name: sites of one kind are counted together; modules outside of
+    blocks have the depth of the tokens that come to them, 0 before the first block."""
     kinds: dict[str, list[SiteDraft]] = defaultdict(list)
     for draft in drafts:
-        if draft.module_only:
-            kinds[f"{draft.part} module" if draft.block else "modules"].append(draft)
+        if draft.module_only and draft.block:
+            kinds[f"{draft.part} module"].append(draft)
+        elif draft.module_only:
+            continue
         elif draft.part in ENTRANCES:
             kinds["out"].append(draft)
         elif draft.block:
@@ -110,7 +113,11 @@ def _depths(drafts: Sequence[SiteDraft]) -> dict[str, tuple[int, float]]:
             depths[draft.name] = (i + offset, (i + offset) / last if last else 0.0)
         if kind == "out":
             last_out = last
+    depth = 0
     for draft in drafts:
-        if draft.part in HEAD and not draft.module_only:
-            depths.setdefault(draft.name, (last_out, 1.0))
+        if draft.block and draft.part == "out":
+            depth = depths[draft.name][0]
+        if draft.name not in depths:
+            at = last_out if draft.part in HEAD and not draft.module_only else depth
+            depths[draft.name] = (at, at / last_out if last_out else 0.0)
     return depths

@@ -18,10 +18,10 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Step:
-    """px: between neighbouring cells, (y, x). reductions: strided layers between image and grid;
-    one is a patch embedding."""
+    """stride_px: between neighbouring cells, (y, x). reductions: strided layers between image and
+    grid; one is a patch embedding."""
 
-    px: Pair
+    stride_px: Pair
     reductions: int
 
 
@@ -44,7 +44,7 @@ class Steps:
             if left not in self.known:
                 before = self.of(entered)
                 self.known[left] = Step(
-                    (before.px[0] * factor[0], before.px[1] * factor[1]),
+                    (before.stride_px[0] * factor[0], before.stride_px[1] * factor[1]),
                     before.reductions + (max(factor) > 1),
                 )
 
@@ -69,7 +69,7 @@ class Steps:
                     return self.known[known]
         before = self.known[nearest]
         ratio = factor or (nearest[0] / grid[0], nearest[1] / grid[1])
-        px = before.px[0] * ratio[0], before.px[1] * ratio[1]
+        px = before.stride_px[0] * ratio[0], before.stride_px[1] * ratio[1]
         return Step(px, before.reductions + (factor is not None and max(factor) > 1))
 
 

@@ -44,12 +44,12 @@ def survey(module: nn.Module, size: tuple[int, int, int]) -> Survey:
 def needs_pixels(module: nn.Module, seen: Trace, blocks: list[str], geometry: Geometry) -> bool:
     """Whether shapes alone do not show which dimensions of the tokens are the image's."""
     known = geometry.grid and math.prod(geometry.grid) + len(geometry.prefix)
-    plain = not hasattr(module, "reroll")
     shapes = {x.shape for x in map(seen.left, blocks) if x}
-    if plain and shapes and all(len(s) == 3 and s[1] == known for s in shapes):
-        return False
-    if any(len(shape) == 3 for shape in shapes):
+    tokens = {shape for shape in shapes if len(shape) == 3}
+    if tokens and (hasattr(module, "reroll") or any(s[1] != known for s in tokens)):
         return True
+    if tokens and tokens == shapes:
+        return False
     calls = (call for calls in seen.calls.values() for call in calls)
     maps = (x.shape for call in calls for x in (call.entered, call.left) if x)
     return any(
@@ -70,7 +70,7 @@ def measured(module: nn.Module, size: tuple[int, int, int], found: Survey) -> Su
         step = geometry.steps.of(grid)
         first = first_seen(trace, grid, geometry.prefix) if step.reductions == 1 else None
         if first is not None:
-            patches.append(measure(module, size, *first, step.px))
+            patches.append(measure(module, size, *first, step.stride_px))
     known = tuple(one for one in patches if one is not None)
     return replace(found, geometry=replace(geometry, patches=known))
 

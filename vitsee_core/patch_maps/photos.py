@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.recompute import find_rows
-from vitsee_core.embedded_pictures import encode
-from vitsee_core.execution import Execution
+from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.images.transform import to_mode
+from vitsee_core.models.provenance import Pictures, source_of
 from vitsee_core.patch_maps.views import Edges, View, union
-from vitsee_core.provenance import Pictures, source_of
+from vitsee_core.runtime.execution import Execution
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

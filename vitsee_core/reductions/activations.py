@@ -8,23 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vitsee_core.device import no_autocast
-from vitsee_core.reductions.cpu_tokens import (
-    LANES,
-    dot_products,
-    means_and_peak,
-    memory_of,
-    narrows,
-)
-from vitsee_core.threads import by_chunks
+from vitsee_core.reductions.cpu_tokens import dot_products, means_and_peak, memory_of
+from vitsee_core.runtime.device import no_autocast
+from vitsee_core.runtime.threads import by_chunks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vitsee_stores.layout import TokenLayout
-
-
-NOT_KEPT = np.empty(0, np.uint16)
 
 
 def residual_products(z: Tensor, f: Tensor) -> Tensor:
@@ -111,19 +102,15 @@ def take_tokens(body: Tensor, mean: Tensor, kept: Tensor | None) -> Tensor:
     rows = body.flatten(1, -2)
     memory, shape = memory_of(rows), (rows.shape[1], rows.shape[2])
     places = int(rows.storage_offset()), rows.stride(0), rows.stride(1)
-    narrowed = kept is not None and kept.dtype == torch.float16 and shape[1] >= LANES and narrows()
-    halves = NOT_KEPT
-    if kept is not None and narrowed:
-        halves = kept.view(torch.uint16).flatten().numpy()
     means, peaks = mean.numpy(), np.zeros(len(rows), np.float32)
 
     def take(images: slice) -> None:
         run = images.start, images.stop
-        peaks[images.start] = means_and_peak(memory, places, shape, run, means, halves)
+        peaks[images.start] = means_and_peak(memory, places, shape, run, means)
+        if kept is not None:
+            kept[images] = body[images]
 
-    by_chunks(take, len(rows), 4 * shape[0] * shape[1], body.device, at_once=True)
-    if kept is not None and not narrowed:
-        kept.copy_(body)
+    by_chunks(take, len(rows), 4 * shape[0] * shape[1], body.device)
     return torch.tensor(peaks.max())
 
 

@@ -149,7 +149,8 @@ class AttentionReducer:
         and of threads that share an image."""
         image_bytes = 4 * call.n_heads * call.n_tokens**2
         if not is_cpu(self.device) or image_bytes > THREAD_BYTES:
-            return 1, 1, torch.get_num_threads()
+            # Two even for one thread: images that are shared have loops of their own.
+            return 1, 1, max(2, torch.get_num_threads())
         n_parts = max(1, min(MAX_PARTS, call.n_images * image_bytes // PART_BYTES))
         n_parts = min(n_parts, max(1, call.n_images))
         return n_parts, min(torch.get_num_threads(), n_parts), 1

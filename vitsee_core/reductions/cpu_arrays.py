@@ -7,15 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.reductions.cpu_products import Product
-
-
-class Scores(NamedTuple):
-    """Of an image. given: (heads tokens tokens,), or empty where they are a product."""
-
-    given: NDArray[np.float32]
-    product: Product
-
 
 class Geometry(NamedTuple):
     """Where tokens lie.

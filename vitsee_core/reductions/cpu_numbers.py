@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.compiled import compiled
+from vitsee_core.kernels.compiled import compiled
 from vitsee_core.reductions.cpu_arrays import Geometry, HeadSums, OfHeads, OverImages
 
 # The rows of `numbers` and `counts` by name.

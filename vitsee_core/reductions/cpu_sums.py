@@ -1,8 +1,8 @@
 """A on a CPU, and its sums: loops that go through it while it lies in the caches.
 
 Written as torch calls the same work is some twenty passes over A, and for small images mostly the
-calls themselves. Here the scores of a few queries at a time are made, made probabilities and summed
-up next to the core; A of one image is then read twice more, for spreads. Sums over keys are
+calls themselves. Here the scores of a few queries at a time are made probabilities and summed up
+next to the core; A of one image is then read twice more, for spreads. Sums over keys are
 in float32 (some hundred terms, in vector lanes), those over queries in float32 over eight of them
 and then in float64.
 """
@@ -16,13 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.compiled import EXACT, compiled
-from vitsee_core.reductions.cpu_arrays import Geometry, HeadSums, InCommon, Scores
-from vitsee_core.reductions.cpu_products import LEAST, QUERIES, lay_out_keys, multiply, padded
+from vitsee_core.kernels.compiled import EXACT, compiled
+from vitsee_core.reductions.cpu_arrays import Geometry, HeadSums, InCommon
 
 # Sums over an image's queries, by head.
 TOTALS = ("entropy", "within", "reach_raw", "reach", "reach_unit", "query_std", "n_queries")
 
+# Numbers in a vector: of the widest units one register, of others two or four.
+LANES = 16
+QUERIES = 8  # at a time
+LEAST = np.float32(-np.inf)
 TINY = np.float32(np.finfo(np.float32).tiny)
 ZERO, ONE = np.float32(0), np.float32(1)
 
@@ -38,6 +41,12 @@ EXP_2, EXP_3, EXP_4, EXP_5, EXP_6 = (
 ROUND, BITS_OF_ONE = np.float32(1.5 * 2**23), 127 << 23
 LEAST_EXPONENT, LEAST_SCORE = np.float32(-87.3), np.float32(-104)
 SMALLEST, MAGNITUDE = np.int32(-(2**31)), np.int32(2**31 - 1)
+
+
+@compiled
+def padded(n: int) -> int:
+    """The length of a row of `n` numbers in whole vectors."""
+    return -(-n // LANES) * LANES
 
 
 @partial(compiled, flags=EXACT)
@@ -88,7 +97,7 @@ def take(
     width: int,
     scores: NDArray[np.float32],
 ) -> None:
-    """Given scores as `multiply` leaves them.
+    """Scores of a few queries, in rows of whole vectors.
 
     Args:
         given: (anything,) with the queries' rows one after another.
@@ -111,7 +120,7 @@ def take(
 
 @compiled
 def sum_heads(
-    scores: Scores,
+    given: NDArray[np.float32],
     geometry: Geometry,
     image: int,
     heads: tuple[int, int],
@@ -121,7 +130,7 @@ def sum_heads(
     """A of an image and its sums over queries, for the heads from `heads[0]` to `heads[1]` - 1.
 
     Args:
-        scores: of the image, or of all.
+        given: (heads tokens tokens,) scores of the image.
         geometry: where tokens lie.
         image: its place in the batch.
         heads: the first, and the one after the last.
@@ -129,16 +138,11 @@ def sum_heads(
             the grid's begin with a vector each, with zeros up to the next.
         sums: filled.
     """
-    given, (operands, places) = scores
     px, unit = geometry.px, geometry.unit
     totals, received, renormalised, offsets = sums
     n_tokens, width = a.shape[1], a.shape[2]
     n, (gh, gw), begin = geometry.n_prefix, geometry.grid, padded(geometry.n_prefix)
     n_cells, reach_of = gh * gw, width - begin
-    n_rows = 1 + places[10]
-    keys = np.empty(0 if given.shape[0] else (heads[1] - heads[0]) * n_rows * width, np.float32)
-    if keys.shape[0]:
-        lay_out_keys(operands, places, image, heads, n, n_tokens, width, keys)
     made = np.empty(QUERIES * width, np.float32)
     inverse, share = np.empty(QUERIES, np.float32), np.empty(QUERIES, np.float32)
     middle, apart = np.empty(width, np.float32), np.empty(width, np.float32)
@@ -159,13 +163,8 @@ def sum_heads(
         n_queries = 0
         for start in range(0, n_tokens, QUERIES):
             n_here = min(QUERIES, n_tokens - start)
-            if keys.shape[0]:
-                key = (head - heads[0]) * n_rows * width
-                queries = start, n_here
-                multiply(operands, places, image, head, queries, keys, key, width, made)
-            else:
-                first = (head * n_tokens + start) * n_tokens
-                take(given, first, n_here, n, n_tokens, width, made)
+            first = (head * n_tokens + start) * n_tokens
+            take(given, first, n_here, n, n_tokens, width, made)
             subtract_largest(made, n_here, width)
             for k in range(n_here * width):
                 rows[np.uintp(start * width) + np.uintp(k)] = exponential(made[np.uintp(k)])

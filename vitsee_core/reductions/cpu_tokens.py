@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import platform
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.compiled import compiled, emitted
+from vitsee_core.kernels.compiled import compiled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,8 +16,6 @@ ZERO = np.float32(0)
 MAGNITUDE = np.int32(2**31 - 1)
 # Tokens that are summed up by themselves: sums of sums lose fewer digits than one long sum.
 RUN = 16
-# Numbers of a vector.
-LANES = 16
 
 
 def memory_of(x: Tensor) -> NDArray[np.float32]:
@@ -57,28 +53,6 @@ def dot_products(
         out[to], out[to + np.uintp(1)], out[to + np.uintp(2)] = of_z, of_f, of_both
 
 
-@functools.cache
-def narrows() -> bool:
-    """Whether the processor makes float16 of float32 by itself, which `narrow` needs."""
-    if platform.machine().lower() in ("aarch64", "arm64"):
-        return True
-    from llvmlite import binding
-
-    return bool(binding.get_host_cpu_features().get("f16c"))
-
-
-@emitted
-def narrow(builder: Any, memory: Any, at: Any, out: Any, to: Any) -> None:
-    """`LANES` numbers from a place on, rounded to float16, to another."""
-    from llvmlite import ir
-
-    wide, half = (ir.VectorType(kind(), LANES) for kind in (ir.FloatType, ir.HalfType))
-    found = builder.load(builder.bitcast(builder.gep(memory, [at]), wide.as_pointer()))
-    found.align = 4
-    where = builder.bitcast(builder.gep(out, [to]), half.as_pointer())
-    builder.store(builder.fptrunc(found, half), where).align = 2
-
-
 @compiled
 def means_and_peak(
     memory: NDArray[np.float32],
@@ -86,7 +60,6 @@ def means_and_peak(
     shape: tuple[int, int],
     images: tuple[int, int],
     means: NDArray[np.float32],
-    halves: NDArray[np.uint16],
 ) -> np.float32:
     """The mean over tokens of every image; returns the largest |x| of all, NaN where one is NaN.
 
@@ -96,8 +69,6 @@ def means_and_peak(
         shape: tokens, channels.
         images: the first, and the one after the last.
         means: (images, channels), filled.
-        halves: (images tokens channels,), filled: the tokens as the bits of float16, of `LANES`
-            channels or more; or empty.
     """
     n_tokens, n_channels = shape
     # Without their sign bits the order of numbers is that of their bits; NaN is above infinity.
@@ -115,11 +86,6 @@ def means_and_peak(
                     k = np.uintp(channel)
                     some[k] += memory[at + k]
                     largest = np.int32(max(largest, np.int32(bits[at + k] & MAGNITUDE)))
-                if halves.shape[0]:
-                    to = np.uintp((image * n_tokens + token) * n_channels)
-                    for channel in range(0, n_channels, LANES):
-                        k = np.uintp(min(channel, n_channels - LANES))
-                        narrow(memory, at + k, halves, to + k)
             for channel in range(n_channels):
                 total[channel] += some[channel]
         for channel in range(n_channels):

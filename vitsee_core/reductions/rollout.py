@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from vitsee_core.compiled import compiled
-from vitsee_core.device import no_autocast
-from vitsee_core.threads import by_chunks
+from vitsee_core.runtime.device import no_autocast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,8 +43,6 @@ def _carried(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool) 
         row[..., layout.cls] = 1.0
     else:
         row[..., layout.n_prefix :] = 1.0 / (layout.n_tokens - layout.n_prefix)
-    if all(x.device.type == "cpu" and x.dtype == torch.float32 for x in head_means):
-        return _carried_by_image(head_means, row.squeeze(1), residual)
     for mean in reversed(head_means):
         total = mean.sum(-1).unsqueeze(1)
         if residual:
@@ -58,49 +52,3 @@ def _carried(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool) 
         else:
             row = torch.bmm(row / total, mean)
     return row.squeeze(1)
-
-
-def _carried_by_image(head_means: Sequence[Tensor], rows: Tensor, residual: bool) -> Tensor:
-    """The same in one pass over each matrix; `rows` (images, tokens) are changed."""
-    n_tokens, found = rows.shape[1], rows.numpy()
-    means = [mean.contiguous().numpy() for mean in reversed(head_means)]
-
-    def some_images(images: slice) -> None:
-        run = images.start, images.stop
-        for mean in means:
-            carry(mean.reshape(-1), residual, run, found)
-
-    by_chunks(some_images, len(rows), 4 * len(means) * n_tokens**2, rows.device, at_once=True)
-    return rows
-
-
-@compiled
-def carry(
-    mean: NDArray[np.float32],
-    residual: bool,
-    images: tuple[int, int],
-    rows: NDArray[np.float32],
-) -> None:
-    """Each image's row times its matrix, whose rows are made to sum to 1.
-
-    Args:
-        mean: (images tokens tokens,).
-        residual: whether the identity is added to it.
-        images: the first, and the one after the last.
-        rows: (images, tokens), changed.
-    """
-    n_tokens = rows.shape[1]
-    found = np.empty(n_tokens, np.float32)
-    one = np.float32(1 if residual else 0)
-    for image in range(images[0], images[1]):
-        found[:] = np.float32(0)
-        for query in range(n_tokens):
-            at = np.uintp((image * n_tokens + query) * n_tokens)
-            total = np.float32(0)
-            for key in range(n_tokens):
-                total += mean[at + np.uintp(key)]
-            weight = rows[image, query] / (total + one)
-            found[query] += one * weight
-            for key in range(n_tokens):
-                found[key] += weight * mean[at + np.uintp(key)]
-        rows[image] = found

@@ -60,11 +60,6 @@ class AttentionScores(Protocol):
         """The scores before the softmax: (images, heads, tokens, tokens) float32, in `out`."""
         ...
 
-    def factors(self) -> tuple[Tensor, Tensor, float] | None:
-        """Queries (images, heads, tokens, channels), keys (heads may be fewer, each shared by
-        neighbours) and a number whose product is all there is to the scores; else None."""
-        ...
-
 
 @dataclass
 class AttentionSummary:

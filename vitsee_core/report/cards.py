@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitsee_core.answers import Answer
-from vitsee_core.captions import Caption, caption, in_short
-from vitsee_core.formats import TABLE_ENDINGS
-from vitsee_core.progress import Progress, counting
-from vitsee_core.redrawing import Result
+from vitsee_core.report.captions import Caption, caption, headline
 from vitsee_core.report.charts import charts_of
 from vitsee_core.report.facts import n_images, result_cautions, stores_of
-from vitsee_core.report.pictures import Picture, picture
+from vitsee_core.report.pictures import Addresses, Picture, picture
+from vitsee_core.report.redrawing import Result
 from vitsee_core.report.tables import command_of, first_rows, link_of, short_notes
-from vitsee_core.text import visible
+from vitsee_core.runtime.progress import Progress, counting
+from vitsee_core.tables.formats import TABLE_ENDINGS
+from vitsee_core.tables.headlines import Answer
+from vitsee_core.tables.same_labels import tell_apart
+from vitsee_core.tables.text import visible
 
 SHOWN_NAMES = 4  # of models in a title
 SHOWN_ANSWERS = 4  # of a tile
@@ -101,12 +103,12 @@ class Group:
         """The metric whose curves stand for the analysis in place of its figure, "" for none."""
         wanted = self.caption.glance
         curves = [chart for chart in self.cards[0].charts if chart["kind"] == "curves"]
-        metric = curves[0]["title"] if curves and wanted is None else wanted
+        metric = curves[0]["key"] if curves and wanted is None else wanted
         lines = [
             line
             for card in self.alike
             for chart in card.charts
-            if chart["kind"] == "curves" and chart["title"] == metric
+            if chart["kind"] == "curves" and chart["key"] == metric
             for line in chart["lines"]
             if not line["baseline"]
         ]
@@ -139,19 +141,31 @@ def groups_of(
     output: Path,
     known: Mapping[str, Any],
     progress: Progress,
+    left_out: dict[Path, str],
+    earlier: Mapping[str, str] | None = None,
 ) -> dict[str, list[Group]]:
-    """Heading -> its analyses, in the order of the commands; those of no heading last."""
+    """Heading -> its analyses, in the order of the commands; those of no heading last. `left_out`
+    gets the results that were changed into something that cannot be shown, and why. `earlier`:
+    digest of a PNG -> its address on an earlier page."""
     places = {name: heading for heading, names in sections.items() for name in names}
     order = list(places)
     results = sorted(
         results, key=lambda one: order.index(one.command) if one.command in order else len(order)
     )
+    files = tell_apart([result.file for result in results])
+    results = [replace(one, file=file) for one, file in zip(results, files, strict=True)]
     cards: dict[str, list[Card]] = {}
     labels = _labels(results)
-    with counting(progress, len(results), "results"):
+    addresses = Addresses(earlier or {}, results)
+    with counting(progress, len(results), "results"), closing(addresses):
         for number, result in enumerate(results):
-            card = _card(result, f"r{number}", labels[number], output, known)
-            cards.setdefault(result.command, []).append(card)
+            try:
+                card = _card(result, f"r{number}", labels[number], output, known, addresses)
+                cards.setdefault(result.command, []).append(card)
+            except Exception as error:
+                if result.file.as_written:
+                    raise  # our bug
+                left_out[result.file.path] = f"changed since: {type(error).__name__}: {error}"
             progress.advance(1)
     found: dict[str, list[Group]] = {heading: [] for heading in (*sections, OTHER)}
     for number, (command, some) in enumerate(cards.items()):
@@ -159,7 +173,14 @@ def groups_of(
     return {heading: groups for heading, groups in found.items() if groups}
 
 
-def _card(result: Result, id: str, label: str, output: Path, known: Mapping[str, Any]) -> Card:
+def _card(
+    result: Result,
+    id: str,
+    label: str,
+    output: Path,
+    known: Mapping[str, Any],
+    addresses: Addresses,
+) -> Card:
     table = result.file.table
     path = result.file.path
     link, beside = link_of(path, output)
@@ -170,11 +191,11 @@ def _card(result: Result, id: str, label: str, output: Path, known: Mapping[str,
         file=visible(path.name),
         caption=caption(result.analysis, table),
         command=command_of(result),
-        picture=picture(result),
+        picture=picture(result, addresses),
         charts=charts_of(table),
         n_stores=len(_stores(result)),
         n_images=n_images(result),
-        answers=_answers(result),
+        answers=headline(result.analysis, table),
         cautions=result_cautions(result, known),
         notes=short_notes(table.notes),
         table=first_rows(table),
@@ -183,16 +204,6 @@ def _card(result: Result, id: str, label: str, output: Path, known: Mapping[str,
         link_name=visible(path.name),
         beside=beside,
     )
-
-
-def _answers(result: Result) -> list[Answer]:
-    try:
-        return in_short(result.analysis, result.file.table)
-    except Exception:
-        # A table as its command wrote it is always answered: if not, this is our bug.
-        if "sha256" in result.file.sidecar and not result.file.changed:
-            raise
-        return []
 
 
 # ------------------------------------------------------------------------------------ labels

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.results import Table
+from vitsee_core.figures.heatmaps import data_limits
+from vitsee_core.figures.plotting import (
+    store_order,
+)
+from vitsee_core.tables.results import Table
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import PARTS as WORDS
+from vitsee_core.tables.words import baseline_words, metric_words, site_words, token_words
 
 MOST_MARKS = 6000  # of one table: more than that no browser shows at once without delay
 MOST_LINES = 24  # of one panel
@@ -61,13 +68,13 @@ def _pairs(table: Table) -> list[dict[str, Any]]:
         values = values[np.isfinite(values)]
         if not len(values):
             continue
-        low, high = min(0.0, float(values.min())), max(1.0, float(values.max()))
+        low, high = data_limits([values])
         names = {"a": _short(store_a), "b": _short(store_b)}
         found.append(
-            {"kind": "heat", "title": f"{names['a']} × {names['b']}", "metric": _text(metric),
-             "y": names["a"], "x": names["b"], "rows": _texts(axes[0]), "cols": _texts(axes[1]),
-             "cells": cells, "range": [low, high],
-             "n_marks": len(rows)}
+            {"kind": "heat", "title": f"{names['a']} × {names['b']}",
+             "metric": metric_words(metric), "y": names["a"], "x": names["b"],
+             "rows": [*map(site_words, axes[0])], "cols": [*map(site_words, axes[1])],
+             "cells": cells, "range": [low, high], "n_marks": len(rows)}
         )  # fmt: skip
     return found
 
@@ -84,7 +91,7 @@ def _curves(table: Table) -> list[dict[str, Any]]:
                 kept &= np.array([_empty(value) for value in table[name].tolist()], bool)
         table = table.take(kept)
     table = Table({**table.columns, PART: np.array(_parts(table), object)})
-    found = []
+    stores, found = store_order(table), []
     for (metric,), rows in _grouped(table, ("metric",)):
         by_head = _varies(rows, "head")
         about = _keys(rows, by_head)
@@ -96,7 +103,7 @@ def _curves(table: Table) -> list[dict[str, Any]]:
             own = own.take(order)
             depths = own["rel_depth"].astype(float).tolist()
             points = [
-                [round(x, 5), *mark, _text(site), *(_head(own, i) if by_head else ())]
+                [round(x, 5), *mark, site_words(_text(site)), *(_head(own, i) if by_head else ())]
                 for i, (x, mark, site) in enumerate(
                     zip(depths, _marks(own), own["site"].tolist(), strict=True)
                 )
@@ -105,12 +112,19 @@ def _curves(table: Table) -> list[dict[str, Any]]:
             baseline = "baseline" in about and not _empty(key[about.index("baseline")])
             if points:
                 name = ", ".join(_label(n, v) for n, v in zip(about, key, strict=True) if v != "")
-                lines.append({"name": name, "points": points, "baseline": baseline})
+                lines.append(
+                    {"name": name, "points": points, "baseline": baseline}
+                    | {"store": stores.index(own["store"][0])}
+                )
         else:
+            shown = [line["store"] for line in lines if not line["baseline"]]
+            for i, line in enumerate(lines):  # the store's colour, where each has one line
+                line["colour"] = line.pop("store") if len({*shown}) == len(shown) > 0 else i
             depths = {point[0] for line in lines for point in line["points"]}
             if 0 < len(lines) <= MOST_LINES and len(depths) > 1:
                 found.append(
-                    {"kind": "curves", "title": _text(metric), "metric": _text(metric),
+                    {"kind": "curves", "key": metric, "title": metric_words(metric),
+                     "metric": metric_words(metric),
                      "heads": by_head, "lines": lines,
                      "n_marks": sum(len(line["points"]) for line in lines)}
                 )  # fmt: skip
@@ -148,7 +162,13 @@ def _head(rows: Table, i: int) -> tuple[Any, ...]:
 
 
 def _label(name: str, value: Any) -> str:
-    if name in ("store", "token", "type", "class", PART):
+    if name == "baseline":
+        return baseline_words(str(value))
+    if name == "token":
+        return token_words(_short(value))
+    if name == PART:
+        return WORDS.get(value, value) or "block output"
+    if name in ("store", "type", "class"):
         return _short(value)
     return f"{name} {_text(value)}"
 
@@ -200,11 +220,5 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _texts(values: Sequence[Any]) -> list[str]:
-    return [_text(value) for value in values]
-
-
 def _short(value: Any) -> str:
-    from vitsee_core.plotting import shorten
-
     return shorten(_text(value), SHOWN_STORES)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.machine import counted, human_bytes
-from vitsee_core.redrawing import Result
 from vitsee_core.report.materials import FoundStore, Materials
+from vitsee_core.report.redrawing import Result
+from vitsee_core.runtime.machine import counted, human_bytes
 from vitsee_stores.manifest import by_reason
 
 FEW_IMAGES = 1000
@@ -33,8 +33,7 @@ def store_facts(store: FoundStore) -> list[tuple[str, str]]:
     )
     facts = [
         ("Model", _named(model)),
-        ("Weights", " ".join([_text(weights.get("source")), _hash(weights.get("sha256"))]).strip()),
-        ("Without skips", ", ".join(map(_text, model.get("ablate_skip") or ()))),
+        ("Weights", " ".join([record["weights"], _hash(weights.get("sha256"))]).strip()),
         ("Data", _text(_mapping(info.get("data")).get("data"))),
         ("Images", f"{images} ({order})" if order else images),
         ("Preprocessing", _preprocessing(transform)),
@@ -121,7 +120,8 @@ def cautions(materials: Materials) -> list[str]:
         record = store.record
         if not record["complete"]:
             done, of = record["n_committed"], record["n_slabs"]
-            found.append(f"{store.name} is not complete: {done} of {of} slabs are committed.")
+            slabs = counted(of, "slabs")
+            found.append(f"{store.name} is not complete: {done} of {slabs} are committed.")
         if not record["selfcheck"]:
             found.append(f"{store.name} has no self-check: its sites were not proven on pixels.")
         if record["n_valid"] is not None and record["complete"]:
@@ -146,12 +146,12 @@ def result_cautions(result: Result, known: Mapping[str, FoundStore]) -> list[str
     """What to know of one result. known: the report's stores, by their id."""
     found = []
     if result.file.changed:
-        found.append("the table was changed after the command had written it.")
+        found.append("table or sidecar were changed after the command had written them.")
     for store in stores_of(result):
         label = _text(store.get("label"))
         if store.get("complete") is False:
             found.append(f"made from an unfinished store ({label}, --allow-partial).")
-        if known and store.get("store_id") not in known:
+        if known and _text(store.get("store_id")) not in known:
             same = [s for s in known.values() if s.name == label]
             if same:
                 found.append(f"the store {label} was made anew since: these are older numbers.")

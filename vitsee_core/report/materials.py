@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitsee_core.formats import FIGURE_ENDINGS, TABLE_ENDINGS
-from vitsee_core.redrawing import Result, open_result
-from vitsee_core.replicates import WORD
+from vitsee_core.report.redrawing import Result, open_result
+from vitsee_core.tables.formats import FIGURE_ENDINGS, TABLE_ENDINGS
+from vitsee_core.tables.replicates import WORD
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.info import describe
 
@@ -53,7 +53,7 @@ def find_materials(folder: Path) -> Materials:
     results: list[Result] = []
     stores: list[FoundStore] = []
     left_out: dict[Path, str] = {}
-    for path in _candidates(folder):
+    for path in candidates(folder):
         try:
             if path.is_dir():
                 stores.append(FoundStore(path, describe(path)))
@@ -77,18 +77,18 @@ def _made(result: Result) -> tuple[str, int, str]:
     return str(result.file.sidecar.get("created", "")), path.stat().st_mtime_ns, str(path)
 
 
-def picture_of(result: Result) -> Path | None:
+def picture_beside(table: Path) -> Path | None:
     """The figure beside a table (`r.png`, else `r.svg`), if there is one."""
-    name = result.file.path.name
+    name = table.name
     ending = next((e for e in TABLE_ENDINGS if name.lower().endswith(e)), "")
     for kind in FIGURE_ENDINGS[:2]:
-        place = result.file.path.with_name(name[: len(name) - len(ending)] + kind)
+        place = table.with_name(name[: len(name) - len(ending)] + kind)
         if place.is_file():
             return place
     return None
 
 
-def _candidates(folder: Path) -> Iterator[Path]:
+def candidates(folder: Path) -> Iterator[Path]:
     """Stores, and files that may be tables of results."""
     for here, folders, files in os.walk(folder):
         place = Path(here)

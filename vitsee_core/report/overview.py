@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from vitsee_core.machine import counted, human_bytes
 from vitsee_core.report.materials import FoundStore, Materials
-from vitsee_core.text import visible
+from vitsee_core.runtime.machine import counted, human_bytes
+from vitsee_core.tables.text import visible
 from vitsee_stores.manifest import by_reason
 
 STUDY_FILE = "study.json"
@@ -56,6 +56,16 @@ def read_study(folder: Path) -> Mapping[str, Any]:
     return found if models and isinstance(models, dict) else {}
 
 
+def failed_steps(folder: Path) -> list[str]:
+    """Steps that failed of the study in the folder, a line each."""
+    steps = read_study(folder).get("steps")
+    return [
+        f"Failed: {name}: {entry.get('reason') or 'no reason is recorded'}."
+        for name, entry in (steps.items() if isinstance(steps, dict) else ())
+        if isinstance(entry, dict) and entry.get("status") == "failed"
+    ]
+
+
 def not_in_study(folder: Path) -> list[str]:
     """Analyses that the study in the folder left out, a line a reason."""
     left_out = read_study(folder).get("left_out")
@@ -80,7 +90,7 @@ def _images(materials: Materials, study: Mapping[str, Any]) -> list[str]:
     ]
     if found or not of_data:
         return found
-    models = {str(store.record["model"].get("name")) for store in materials.stores}
+    models = {*map(_model, materials.stores)}
     most = max(of_data.values())
     return [counted(len(models), "models"), f"{most:,} image{'' if most == 1 else 's'}"]
 
@@ -120,13 +130,13 @@ class StoreRow:
 
 
 def stores_by_model(materials: Materials) -> dict[str, list[StoreRow]]:
-    """Model -> its stores."""
+    """Model with its weights -> its stores."""
     found: dict[str, list[StoreRow]] = {}
     for store in materials.stores:
         record = store.record
         lacks = []
         if not record["complete"]:
-            lacks.append(f"{record['n_committed']} of {record['n_slabs']} slabs")
+            lacks.append(f"{record['n_committed']} of {counted(record['n_slabs'], 'slabs')}")
         if not record["selfcheck"]:
             lacks.append("no self-check")
         row = StoreRow(
@@ -139,5 +149,11 @@ def stores_by_model(materials: Materials) -> dict[str, list[StoreRow]]:
             command=visible(str(record["info"].get("command") or "")),
             store=store,
         )
-        found.setdefault(visible(str(record["model"].get("name"))), []).append(row)
+        found.setdefault(_model(store), []).append(row)
     return found
+
+
+def _model(store: FoundStore) -> str:
+    """`demo:vit (random 0)`."""
+    name, weights = str(store.record["model"].get("name")), store.record["weights"]
+    return visible(f"{name} ({weights})" if weights else name)

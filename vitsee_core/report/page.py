@@ -9,18 +9,24 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vitsee_core.files import check_new_files, write_files
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.figures.plotting import (
+    stores_in_order,
+)
 from vitsee_core.report.cards import Sections, groups_of
+from vitsee_core.report.earlier import UNSEALED, code_digest, inputs_digest, read_page, sealed
 from vitsee_core.report.facts import cautions, store_facts
 from vitsee_core.report.materials import Materials, find_materials
-from vitsee_core.report.overview import not_in_study, overview, stores_by_model
+from vitsee_core.report.overview import failed_steps, not_in_study, overview, stores_by_model
 from vitsee_core.report.tables import command_of, relative
-from vitsee_core.text import visible
+from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.tables.files import check_new_files, write_files
+from vitsee_core.tables.text import visible
 
 
 def write_report(
@@ -31,8 +37,9 @@ def write_report(
     title: str = "",
     force: bool = False,
     progress: Progress = SILENT,
-) -> Materials:
-    """Write the report of a folder; returns what it shows.
+) -> Materials | None:
+    """Write the report of a folder; returns what it shows, None where the page at `output` shows
+    that already. Figures that are on that page are not packed again.
 
     Args:
         folder: with results and stores, anywhere below.
@@ -45,19 +52,38 @@ def write_report(
     Raises:
         VitseeError: nothing to show, or the file exists or cannot be written.
     """
-    check_new_files([output], force=force)
+    if folder.is_dir():  # else there is nothing to find
+        check_new_files([output], force=force)
+    sections = {heading: list(commands) for heading, commands in (sections or {}).items()}
+    earlier = read_page(output)
+    inputs = inputs_digest(folder, output, [title, sections]) if folder.is_dir() else ""
+    if earlier.inputs and earlier.inputs == inputs:
+        return None
     materials = find_materials(folder)
-    page = render(materials, output, sections or {}, title, progress)
-    write_files({output: page.encode()}, force=force)
+    made_of = f"{code_digest()} {inputs} {UNSEALED}"
+    page = render(materials, output, sections, title, made_of, earlier.pictures, progress)
+    write_files({output: sealed(page)}, force=force)
     return materials
 
 
 def render(
-    materials: Materials, output: Path, sections: Sections, title: str, progress: Progress = SILENT
+    materials: Materials,
+    output: Path,
+    sections: Sections,
+    title: str,
+    made_of: str,
+    earlier: Mapping[str, str],
+    progress: Progress = SILENT,
 ) -> str:
-    """The page as text."""
+    """The page as text. made_of, earlier: see `report.earlier`."""
     known = {store.record["store_id"]: store for store in materials.stores}
-    found = groups_of(materials.results, sections, output, known, progress)
+    left_out = materials.left_out
+    tables = [result.file.table for result in materials.results]
+    stores = [s for table in tables if "store" in table.columns for s in table.unique("store")]
+    with stores_in_order(list(dict.fromkeys(map(str, stores)))):
+        found = groups_of(materials.results, sections, output, known, progress, left_out, earlier)
+    shown = [r for r in materials.results if r.file.path not in materials.left_out]
+    materials = replace(materials, results=tuple(shown))
     cards = [card for groups in found.values() for group in groups for card in group.cards]
     script, style = _asset("script.js"), _asset("style.css")
     page: str = _template().render(
@@ -65,9 +91,14 @@ def render(
         sections=found,
         stores=stores_by_model(materials),
         facts=store_facts,
-        cautions=[*cautions(materials), *not_in_study(materials.folder)],
+        cautions=[
+            *failed_steps(materials.folder),
+            *cautions(materials),
+            *not_in_study(materials.folder),
+        ],
         left_out={relative(p, materials.folder): why for p, why in materials.left_out.items()},
         commands=[line for line in map(command_of, materials.results) if line],
+        made_of=made_of,
         data=json_for_html({card.id: card.charts for card in cards if card.charts}),
         script=script,
         style=style,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from vitsee_core.plotting import DPI, figure_bytes
-from vitsee_core.redrawing import Result
-from vitsee_core.report.materials import picture_of
-from vitsee_core.text import visible
+from vitsee_core.figures.plotting import DPI, figure_bytes, store_order
+from vitsee_core.report.materials import picture_beside
+from vitsee_core.report.redrawing import Result
+from vitsee_core.runtime.machine import n_cores
+from vitsee_core.tables.text import visible
 
 PIXELS_AN_INCH = 110  # of a figure on the page
 # Of lossless WebP: how hard it is tried. Slower settings gain some percent more.
@@ -20,19 +24,54 @@ STEP = 4
 @dataclass(frozen=True)
 class Picture:
     """A figure on the page. address: "" where there is none; width, height: in CSS pixels, 0 where
-    the image has its own; trouble: why there is none."""
+    the image has its own; trouble: why there is none;
+    digest: of the PNG."""
 
     address: str
     width: int = 0
     height: int = 0
     trouble: str = ""
+    digest: str = ""
 
 
-def picture(result: Result) -> Picture:
+class Addresses:
+    """Of PNG images: those of an earlier page, others packed by threads from the start on."""
+
+    def __init__(self, earlier: Mapping[str, str], results: Sequence[Result]) -> None:
+        """earlier: digest -> address. results: whose pictures will be asked for."""
+        self._found: dict[str, Future[str]] = {}
+        self._pool = ThreadPoolExecutor(n_cores())
+        for digest, address in earlier.items():
+            self._found[digest] = Future()
+            self._found[digest].set_result(address)
+        for result in results:
+            place = picture_beside(result.file.path)
+            if place is not None and place.suffix.lower() == ".png":
+                self._pack(place.read_bytes())
+
+    def of(self, png: bytes) -> tuple[str, str]:
+        """Its address and digest."""
+        digest = self._pack(png)
+        return self._found[digest].result(), digest
+
+    def close(self) -> None:
+        """Start nothing that was not asked for."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _pack(self, png: bytes) -> str:
+        digest = hashlib.sha256(png).hexdigest()
+        if digest not in self._found:
+            self._found[digest] = self._pool.submit(lambda: carried(*packed(png)))
+        return digest
+
+
+def picture(result: Result, addresses: Addresses) -> Picture:
     """The figure beside a table, else drawn from it."""
-    place = picture_of(result)
+    place = picture_beside(result.file.path)
     if place is not None and place.suffix.lower() == ".svg":
         return Picture(carried(place.read_bytes(), "image/svg+xml"))
+    if place is not None and not _coloured_alike(result):
+        place = None
     try:
         png = place.read_bytes() if place else figure_bytes(result.figure(), ".png", DPI)
     except Exception as error:  # a stranger's table may be anything: the page says so
@@ -40,7 +79,17 @@ def picture(result: Result) -> Picture:
         return Picture("", trouble=reason)
     width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
     size = (round(width * PIXELS_AN_INCH / DPI), round(height * PIXELS_AN_INCH / DPI))
-    return Picture(carried(*packed(png)), *size)
+    address, digest = addresses.of(png)
+    return Picture(address, *size, digest=digest)
+
+
+def _coloured_alike(result: Result) -> bool:
+    """Whether its stores have the colours that they have in the other figures of the report."""
+    table = result.file.table
+    if not {"store", "rel_depth"} <= table.columns.keys() or "row" in table.columns:
+        return True
+    stores = table.unique("store")
+    return store_order(table)[: len(stores)] == stores
 
 
 def packed(png: bytes) -> tuple[bytes, str]:

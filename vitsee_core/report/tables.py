@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from vitsee_core.machine import human_bytes
-from vitsee_core.redrawing import Result
 from vitsee_core.report.pictures import carried
-from vitsee_core.results import Table
-from vitsee_core.text import visible
+from vitsee_core.report.redrawing import Result
+from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.tables.results import Table
+from vitsee_core.tables.sidecars import PYTHON
+from vitsee_core.tables.text import visible
 
 SHOWN_ROWS = 60
 CARRIED_BYTES = 400_000  # a larger table is linked, not carried along
@@ -40,7 +41,9 @@ def relative(path: Path, folder: Path) -> str:
 
 
 def command_of(result: Result) -> str:
-    """The command that made a result, "" where it is not known."""
+    """The command, or the call in Python, that made a result; "" where it is not known."""
+    if call := result.file.sidecar.get(PYTHON):
+        return visible(str(call))
     words = result.file.sidecar.get("command")
     return visible(shlex.join(map(str, words)) if isinstance(words, list) else "")
 

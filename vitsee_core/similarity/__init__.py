@@ -1,6 +1,5 @@
 """Representation similarity: Gram matrices, HSIC and CKA, out of core."""
 
-from vitsee_core.grams.shift import Shift, cosine, pearson, raw_gram
 from vitsee_core.similarity.comparison import Estimator, GramOptions
 from vitsee_core.similarity.estimate import hsic
 from vitsee_core.similarity.hsic import (
@@ -12,6 +11,7 @@ from vitsee_core.similarity.hsic import (
     weighted_sum,
 )
 from vitsee_core.similarity.representation import Representation
+from vitsee_core.similarity.shift import Shift, cosine, pearson, raw_gram
 
 __all__ = [
     "Estimator",

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.grams.products import GramTile, products
-from vitsee_core.grams.shift import Origin, Shift
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Estimator, Rows
 from vitsee_core.similarity.exact import full_grams, in_groups
@@ -24,7 +22,9 @@ from vitsee_core.similarity.gram_file import GramFile
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
 from vitsee_core.similarity.pair_sums import as_one_batch, pair_totals, sum_over_cells
 from vitsee_core.similarity.pieces import Partition
+from vitsee_core.similarity.products import GramTile, products
 from vitsee_core.similarity.representation import Representation
+from vitsee_core.similarity.shift import FeatureOffset, Shift
 from vitsee_core.similarity.whole_tiles import Matrix
 from vitsee_core.types import Float32
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
@@ -218,7 +218,7 @@ def _from_file(file: GramFile, batch: int) -> Matrix:
 def _make(batches: Sequence[Rows], comparison: Comparison, of: Representation) -> GramFile:
     lengths = tuple(map(len, batches))
 
-    def make(origin: Origin) -> Tiles:
+    def make(origin: FeatureOffset) -> Tiles:
         return enumerate(
             products(
                 of.features,

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features.matrix import FeatureMatrix
-from vitsee_core.files import renamed
-from vitsee_core.grams.shift import Origin
+from vitsee_core.runtime.streaming import Map
 from vitsee_core.similarity.gram_file import (
     FORMAT,
     GramFile,
@@ -37,7 +36,8 @@ from vitsee_core.similarity.gram_file import (
     write_tiles,
 )
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
-from vitsee_core.streaming import Map
+from vitsee_core.similarity.shift import FeatureOffset
+from vitsee_core.tables.files import check_place, renamed
 from vitsee_stores.errors import VitseeError, reason
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class GramCache:
     def _find(self, store: Store) -> Path:
         if not self.persistent:
             return self.scratch
-        wanted = self.folder or _own_folder(store)
+        wanted = self.folder or own_folder(store)
         try:
             wanted.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=wanted):
@@ -125,7 +125,7 @@ class GramCache:
         features: FeatureMatrix,
         rows: Rows,
         tile: int,
-        make: Callable[[Origin], Tiles],
+        make: Callable[[FeatureOffset], Tiles],
         batches: tuple[int, ...] = (),
     ) -> GramFile:
         """Keep a matrix while it is made; it exists only when it is whole. Where its folder goes
@@ -166,7 +166,7 @@ class GramCache:
         features: FeatureMatrix,
         rows: Rows,
         tile: int,
-        make: Callable[[Origin], Tiles],
+        make: Callable[[FeatureOffset], Tiles],
         batches: tuple[int, ...],
     ) -> GramFile:
         key = self._key(features)
@@ -182,7 +182,7 @@ class GramCache:
         try:  # from the file's first moment on: an interrupt comes at any
             with renamed(places):
                 owned = create_owned(tiles)
-                origin = Origin(0 if batches else len(rows))
+                origin = FeatureOffset(0 if batches else len(rows))
                 checksums = write_tiles(owned, make(origin), tile)
                 header = Header(
                     _revision(features.store),
@@ -214,20 +214,31 @@ class GramCache:
         return re.sub(r"[^A-Za-z0-9._-]", "_", text)
 
 
-def _own_folder(store: Store) -> Path:
+def own_folder(store: Store) -> Path:
     """Beside a store in a folder; for one at a URL in the user's cache folder, by its identity."""
     if isinstance(store.place, Path):
         return store.place.with_name(f"{store.place.name}.grams")
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    name = f"{store.place.stem}-{store.manifest.store_id[:12]}.grams"
-    return Path(home).expanduser() / "vitsee" / name
+    return user_caches() / f"{store.place.stem}-{store.manifest.store_id[:12]}.grams"
+
+
+def user_caches() -> Path:
+    """The folder of the caches of stores at URLs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vitsee"
 
 
 @contextmanager
 def gram_cache(
     folder: Path | None, persistent: bool, precision: str = "fp32"
 ) -> Iterator[GramCache]:
-    """A cache; what was put into its scratch folder is gone at the end."""
+    """A cache; what was put into its scratch folder is gone at the end.
+
+    Raises:
+        VitseeError: `folder` is inside a store, or in a folder that does not exist.
+    """
+    if folder is not None:
+        check_place(folder / OWNER)
+        if not folder.absolute().parent.is_dir():
+            raise VitseeError(f"--cache {folder}: there is no folder {folder.absolute().parent}")
     for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
         if owned_by_none(left / OWNER):
             shutil.rmtree(left, ignore_errors=True)

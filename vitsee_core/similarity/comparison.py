@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.execution import Execution
-from vitsee_core.grams.arithmetic import full_precision
-from vitsee_core.grams.products import Workspace
-from vitsee_core.lanes import one_blas_thread
-from vitsee_core.machine import free_disk_bytes, human_bytes
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.kernels.backend import full_precision
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.lanes import one_blas_thread
+from vitsee_core.runtime.machine import free_disk_bytes, human_bytes
+from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.runtime.streaming import Map
 from vitsee_core.similarity.cache import GramCache
 from vitsee_core.similarity.gram_file import GramFile
+from vitsee_core.similarity.products import Workspace
 from vitsee_core.similarity.representation import Representation
-from vitsee_core.streaming import Map
 from vitsee_stores.errors import VitseeError
 
 FOUND_SECONDS = 60.0  # until a shared file system shows what another machine wrote
@@ -38,8 +38,8 @@ class Estimator:
 
     kind: "exact", the unbiased HSIC_1 over all images; "minibatch", its mean over batches (Raghu
     et al. 2021: 10 batches of 1024 images drawn without replacement, 20 times); "biased", HSIC_0
-    over all images (Kornblith et al. 2019); "auto": exact for up to 16384 images whose Gram
-    matrices fit half the free disk, else minibatch; within slabs where only that was kept.
+    over all images (Kornblith et al. 2019); "auto": exact for up to 16384 images, else
+    minibatch; within slabs where only that was kept.
     batch, examples, repeats: of minibatch; None: 1024, 10240, 20, or what the data allow.
     rescale: batches in the store's order, features not centred, every batch's Gram matrix scaled
     to [0, 1] by its smallest and largest entry, as the code of Walmer et al. 2023 does. It weighs
@@ -59,7 +59,7 @@ class GramOptions:
     for Gram matrices, None: `<store>.grams` beside each store. use_cache: off, nothing is kept.
     memory: bytes to stay within, None: a quarter of the machine's. map: by whose processes Gram
     matrices are made; see `Execution`. precision: of the products, see
-    `grams.arithmetic.PRECISIONS`."""
+    `kernels.backend.PRECISIONS`."""
 
     cache: Path | None = None
     use_cache: bool = True
@@ -182,8 +182,8 @@ class Comparison:
             if need > free:
                 raise VitseeError(
                     f"the Gram matrices of {len(sizes)} sites take {human_bytes(need)}, {place} "
-                    f"has {human_bytes(free)} free; choose another --cache DIR, fewer --sites, "
-                    "--images or --examples"
+                    f"has {human_bytes(free)} free; choose another --cache DIR, fewer --sites or "
+                    "--images, or --estimator minibatch with fewer --examples"
                 )
             kept = "" if self.cache.persistent and place != self.cache.scratch else "temporary "
             log.info("%sGram matrices to make: %s in %s", kept, human_bytes(need), place)

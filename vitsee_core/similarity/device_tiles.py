@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitsee_core.device import to_device
+from vitsee_core.runtime.device import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor

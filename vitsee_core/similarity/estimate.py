@@ -10,25 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.grams.arithmetic import (
+from vitsee_core.features import compared
+from vitsee_core.kernels.backend import (
     PRECISIONS,
     choose_device,
     full_precision,
     is_worth_compiling,
+    require_bfloat16,
 )
-from vitsee_core.lanes import one_blas_thread
-from vitsee_core.machine import counted, free_disk_bytes, human_bytes, memory_bytes
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.runtime.lanes import one_blas_thread
+from vitsee_core.runtime.machine import counted, memory_bytes
+from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch
 from vitsee_core.similarity.cache import gram_cache
 from vitsee_core.similarity.comparison import Comparison, Estimator, GramOptions, Rows
 from vitsee_core.similarity.exact import over_all_images
-from vitsee_core.similarity.gram_file import DamagedGram, gram_bytes
+from vitsee_core.similarity.gram_file import DamagedGram
 from vitsee_core.similarity.hsic import METHODS, Hsic, symmetric, without
 from vitsee_core.similarity.pairing import Paired, paired_rows
 from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.within_slab import within_slabs
-from vitsee_core.streaming import choose_rows
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import few
 
@@ -117,6 +119,9 @@ def comparing(
     paired, own, shuffled, remarks = _images(representations, images, seed, by_slab, pair_by)
     counted = next(iter(paired.rows.values()))
     notes: dict[str, Any] = {"images": len(counted), "seed": seed, **paired.notes}
+    words = dict.fromkeys(r.tokens for r in representations if r.site.kind != "vector")
+    of_stores = [r.store for r in representations]
+    notes["compared"] = compared(of_stores, ", ".join(words) or "vectors")
     if options.precision != "fp32":
         notes["precision"] = options.precision
     if remarks:
@@ -157,8 +162,6 @@ def _require(precision: str, device: str, of: Sequence[Representation]) -> None:
                 "--precision bf16 is of Gram matrices that are made now; what extract --grams kept "
                 "is there already"
             )
-        from vitsee_core.grams.bfloat16 import require_bfloat16
-
         require_bfloat16(device)
 
 
@@ -207,7 +210,14 @@ def _by_kind(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsi
     kind = estimator.kind
     if kind == "auto":
         asked = estimator.batch or estimator.examples or estimator.repeats or estimator.rescale
-        kind = "minibatch" if asked else _automatic(comparison)
+        kind = "minibatch" if asked or comparison.n_images > MOST_EXACT else "exact"
+        if kind == "minibatch" and not asked:
+            n = comparison.n_images
+            log.warning(
+                "%d images: minibatch CKA (%d images in batches of %d, %d times) in place of exact "
+                "(--estimator exact, or --images N with N up to %d)",
+                *(n, min(n, EXAMPLES), min(n, BATCH), REPEATS, MOST_EXACT),
+            )
     if kind == "minibatch":
         return minibatch(comparison, estimator)
     return over_all_images(comparison, biased=kind == "biased")
@@ -223,24 +233,6 @@ def _work(comparison: Comparison) -> float:
     ]
     columns = sum(r.features.n_features for r in missing)
     return n * n / 2 * (columns + len(rows) * len(cols or rows))
-
-
-def _automatic(comparison: Comparison) -> str:
-    """Exact, unless it would cost too much, which is logged."""
-    n = comparison.n_images
-    missing = comparison.missing()
-    if not missing:
-        return "exact"
-    need = sum(gram_bytes(len(comparison.own_rows(r))) for r in missing.values())
-    free = min(free_disk_bytes(comparison.cache.place(r.store)) for r in missing.values())
-    if n <= MOST_EXACT and need <= free / 2:
-        return "exact"
-    log.warning(
-        "%d images: minibatch CKA (%d images in batches of %d, %d times) in place of exact, whose "
-        "Gram matrices take %s (%s free); --estimator exact makes them, --images N takes fewer",
-        *(n, min(n, EXAMPLES), min(n, BATCH), REPEATS, human_bytes(need), human_bytes(free)),
-    )
-    return "minibatch"
 
 
 def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, float]]:

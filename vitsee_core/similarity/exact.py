@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.grams.products import GramTile, products
-from vitsee_core.grams.shift import Origin
-from vitsee_core.lanes import in_order, lane_pool, n_lanes
+from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Rows
 from vitsee_core.similarity.gram_file import (
@@ -30,11 +27,10 @@ from vitsee_core.similarity.pair_sums import (
     without_cell,
 )
 from vitsee_core.similarity.pieces import Partition
+from vitsee_core.similarity.products import GramTile, products
 from vitsee_core.similarity.representation import Representation
+from vitsee_core.similarity.shift import FeatureOffset
 from vitsee_core.similarity.whole_tiles import Matrix
-
-if TYPE_CHECKING:
-    from vitsee_core.grams.halves import InPanels
 
 BLOCKS = 20
 Work = Callable[..., list[Hsic]]
@@ -93,7 +89,7 @@ def _make(comparison: Comparison, of: Representation) -> GramFile:
     order = sorted(numbered, key=_along_blocks)
     tiles = [GramTile(edges[a], edges[b]) for a, b in order]
 
-    def make(origin: Origin) -> Tiles:
+    def make(origin: FeatureOffset) -> Tiles:
         made = products(
             of.features,
             rows,
@@ -147,10 +143,9 @@ def leave_one_out(
     partition: Partition,
     biased: bool,
     device: str,
-    unit: InPanels | None = None,
 ) -> list[Hsic]:
     """HSIC over all images, then without each block (not where fewer than 4 would stay)."""
-    (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile, unit=unit)
+    (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile)
     whole = as_one_batch(total, diagonals)
 
     def value(sums: PairSums) -> Hsic:

@@ -25,6 +25,9 @@ from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.types import Float
 from vitsee_stores.manifest import few
 
+# A self-HSIC below this part of its sum of squares is rounding. It is 0 where features are the same
+# in all images but one, whose pairs cancel.
+ROUNDING = 1e-6
 JACKKNIFE = (
     "delete-a-block jackknife over images: std its standard error, low and high cka -+ t(0.975, "
     "blocks - 1) * std, cut at -1 and 1"
@@ -89,8 +92,8 @@ def without_value(names: Sequence[str], own: Float) -> list[str]:
         return []
     some = "every site" if len(lost) == len(names) > 1 else few(lost)
     return [
-        f"no CKA for {some}: the HSIC with itself is not positive (the features of all images are "
-        "the same, or noise of too few images)"
+        f"no CKA for {some}: the HSIC with itself is not positive (the features of all images, or "
+        "of all but one, are the same, or noise of too few images)"
     ]
 
 
@@ -181,9 +184,14 @@ class PairSums:
     def _all(value: Any, a: Float, b: Float, sums: PairSums) -> Hsic:
         return Hsic(
             value(sums.products, a, b, True),
-            value(sums.own_rows, a, a, False),
-            value(sums.own_cols, b, b, False),
+            self_hsic(value(sums.own_rows, a, a, False), sums.own_rows, sums.n_images),
+            self_hsic(value(sums.own_cols, b, b, False), sums.own_cols, sums.n_images),
         )
+
+
+def self_hsic(own: Float, products: Float, n: int) -> Float:
+    """Self-HSICs `own`, 0 where they are rounding; products: <K~, K~> over n images."""
+    return np.where(own * n**2 > ROUNDING * products, own, 0.0)
 
 
 def _joint(a: Float, b: Float, outer: bool) -> tuple[Float, Float]:

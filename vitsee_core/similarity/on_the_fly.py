@@ -4,12 +4,8 @@ For each tile of images the features of both its sides are read once for all rep
 centred, and multiplied; `pair_totals` takes the tiles as it does those from disk. So exact,
 biased and minibatch values, and their spread, are those of `hsic` on the same images.
 
-Where the processor has a matrix unit, and much is to be done of features in half precision and
-pixels in bytes, it multiplies both features and pairs (see `unit_tiles`), in tiles of up to 1,024
-images, which lie cell by cell: as runs of a shuffled store do, else in another order than there.
-The pairs of all matrices go to the memory and back once. Other processors take tiles that lie whole
-in memory: of some hundred columns a product is bound by memory. `benchmarks/localize.py` prints the
-share of the rate of a large product in single precision.
+A product of some hundred columns is bound by memory. `benchmarks/localize.py` prints the share of
+the rate of a large product in single precision.
 
 Cost: n (n + 1) (sum of features) for the Gram matrices, n (n + 1) R C for the pairs, and reading
 each feature about n / (2 tile) times where they do not all fit the memory.
@@ -25,11 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.grams.arithmetic import LARGE, arithmetic, choose_device, full_precision
-from vitsee_core.grams.halves import in_panels
-from vitsee_core.lanes import n_lanes
-from vitsee_core.machine import human_bytes
-from vitsee_core.progress import SILENT, Progress
+from vitsee_core.kernels.backend import LARGE, choose_device, full_precision, matmul_backend
+from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.similarity.batches import batch_sizes, draw_batches
 from vitsee_core.similarity.comparison import Estimator, Rows
 from vitsee_core.similarity.exact import block_labels, leave_one_out
@@ -38,20 +32,17 @@ from vitsee_core.similarity.pair_sums import (
     bytes_each,
     pair_totals,
     sum_over_cells,
-    sums_bytes,
 )
 from vitsee_core.similarity.pieces import Partition
 from vitsee_core.similarity.stack_grams import Counted, StackGram, bytes_per_value, matrices
 from vitsee_core.similarity.stacks import Stack
-from vitsee_core.similarity.stored_runs import StoredRuns
-from vitsee_core.similarity.unit_tiles import unit_bytes
 from vitsee_core.similarity.whole_tiles import Matrix
 from vitsee_stores.errors import VitseeError
 
-LARGEST_UNIT_TILE, LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 1024, 512, 256, 32
+LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 512, 256, 32
 TILES_ALONG = 2  # the sums over pairs of a square on the diagonal are made of all of it
 Matrices = Sequence[Matrix]
-# Of two groups of matrices and the partitions of their images, in tiles, by the unit or not.
+# (rows, columns, partitions=, tile=): two groups of matrices in tiles.
 Work = Callable[..., list[Hsic]]
 Shape = tuple[int, int]
 
@@ -89,7 +80,7 @@ def hsic_on_the_fly(
     n = len(images)
     mults = multiplications(shapes(rows), shapes(cols), n)
     device = choose_device(device, mults)
-    backend = arithmetic(device, mults)
+    backend = matmul_backend(device)
     memory = min(memory, backend.free_bytes() or memory)
     if estimator.kind == "minibatch":
         partitions, work, notes = _minibatch(n, estimator, seed, shuffled, device)
@@ -108,24 +99,16 @@ def hsic_on_the_fly(
         }
         spread = "jackknife" if n > 4 else ""
     stored = device == "cpu" and mults > LARGE
-    unit, in_runs = None, all(p.in_runs for p in partitions)
-    if stored and all(map(StoredRuns.takes, (*rows, *cols))) and (in_runs or len(partitions) == 1):
-        unit = in_panels("fp32")
-    plan = _divide(rows, cols, n, partitions, memory, stored, unit is not None)
-    order = None
-    if unit is not None and not in_runs:
-        order, by_cell = partitions[0].by_cell(plan.tile)
-        partitions = [by_cell]
+    plan = _divide(rows, cols, n, partitions, memory, stored)
     read = partial(
         matrices,
         images=images,
         kept=plan.kept,
-        backend=unit or backend,
+        backend=backend,
         progress=progress,
         stored=stored,
-        order=order,
     )
-    work = partial(work, partitions=partitions, unit=unit)
+    work = partial(work, partitions=partitions)
     with full_precision(device), backend.one_thread():
         values = _in_groups(plan, n, work, read, progress)
     counted = int((partitions[0].labels >= 0).sum())  # of a repeat
@@ -211,7 +194,6 @@ def _divide(
     partitions: Sequence[Partition],
     memory: int,
     stored: bool,
-    on_unit: bool,
 ) -> _Division:
     """Everything at once in large tiles if it fits; else smaller tiles, then groups of matrices
     (each group of rows makes the columns' Gram matrices again, and the other way round), then
@@ -224,12 +206,7 @@ def _divide(
     def needs(tile: int, parts: tuple[int, int]) -> tuple[int, int]:
         """Bytes of the tiles and sums, and of the features of one side of a tile."""
         sums = side = 0
-        if on_unit:
-            widest = max(stack.n_features for stack in (*rows, *cols))
-            each, thread = unit_bytes(n, partitions, tile, widest)
-            each, sums = each + sums_bytes(n, partitions), thread * n_lanes()
-        else:
-            each = bytes_each(n, partitions, tile)
+        each = bytes_each(n, partitions, tile)
         for stacks, n_parts in zip((rows, cols), parts, strict=True):
             share = 1 / n_parts
             sums += int(share * sum(s.n_matrices for s in stacks) + 1) * each
@@ -244,8 +221,8 @@ def _divide(
 
     counts = sum(s.n_matrices for s in rows), sum(s.n_matrices for s in cols)
     tile, parts = int(np.clip(-(-n // TILES_ALONG), min(n, GOOD_TILE), LARGEST_TILE)), (1, 1)
-    if on_unit:
-        tile = -(-n // -(-n // LARGEST_UNIT_TILE))
+    if tile % 64 == 0 and tile < n:
+        tile += 8  # at strides of a power of two, columns of a product share lines of the cache
     while tile > GOOD_TILE and not fits(tile, parts):
         tile = max(GOOD_TILE, -(-tile // 2))
     while not fits(tile, parts):
@@ -298,7 +275,7 @@ def _in_groups(
     """`work` on every group of rows with every group of columns, put together again."""
     along = -(-n // plan.tile)
     steps = len(plan.rows) * len(plan.cols) * along * (along + 1) // 2
-    progress.start(steps, unit="steps")
+    progress.start(steps, unit="pairs of tiles")
     grid = []
     try:
         for of_rows in plan.rows:

@@ -8,34 +8,18 @@ same numbers; features are not read a second time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
-from vitsee_core.lanes import lane_pool, n_lanes
-from vitsee_core.similarity.hsic import Hsic, PairSums
-from vitsee_core.similarity.pieces import TERMS, Labels, Partition, Piece, Sums, as_run, pieces
+from vitsee_core.runtime.lanes import lane_pool, n_lanes
+from vitsee_core.similarity.hsic import Hsic, PairSums, self_hsic
+from vitsee_core.similarity.pieces import TERMS, BlockSums, Labels, Partition, Piece, as_run, pieces
 from vitsee_core.similarity.whole_tiles import Matrix, WholeTiles
-from vitsee_core.types import Float, Float32
-
-if TYPE_CHECKING:
-    from vitsee_core.grams.halves import InPanels
-    from vitsee_core.similarity.unit_tiles import OnUnit
+from vitsee_core.types import Float
 
 # Multiplications of a tile below which threads cost more than they save.
 FEW = 1 << 24
-
-
-class Tiles(Protocol):
-    """Tiles of all matrices, and what is made of them."""
-
-    def sums(
-        self, i: slice, j: slice, pieces: Sequence[Piece], pool: ThreadPoolExecutor | None
-    ) -> tuple[Float32 | None, Iterator[Sums]]:
-        """The diagonals (matrices, images) of a tile on the diagonal, and the sums of each
-        piece."""
 
 
 @dataclass
@@ -64,7 +48,6 @@ def pair_totals(
     *,
     device: str,
     tile: int,
-    unit: InPanels | None = None,
 ) -> tuple[list[Totals], tuple[Float, Float]]:
     """The totals of each partition, and the diagonals, (R, n) and (C, n).
 
@@ -81,20 +64,12 @@ def pair_totals(
         partitions: of the n images.
         device: where to multiply: cpu, cuda or cuda:1.
         tile: side of the tiles.
-        unit: makes the matrices, `unit_tiles.OnUnit`, and multiplies them; in each tile cells are
-            runs then, and there are columns.
     """
     n, n_rows = rows[0].n, len(rows)
     matrices = list(rows) if cols is None else [*rows, *cols]
     first_col = 0 if cols is None else n_rows
     n_cols, side = len(matrices) - first_col, min(tile, n)
-    made: Tiles
-    if unit is None:
-        made = WholeTiles(device, matrices, n_rows, first_col, side)
-    else:
-        from vitsee_core.similarity.unit_tiles import UnitTiles
-
-        made = UnitTiles(unit, cast("Sequence[OnUnit]", matrices), n_rows)
+    made = WholeTiles(device, matrices, n_rows, first_col, side)
     diagonals = np.empty((len(matrices), n))
     totals = [_Running(len(matrices), n_rows, n_cols, first_col, n, p) for p in partitions]
     work = n_rows * n_cols * side * side
@@ -111,15 +86,11 @@ def pair_totals(
 
 
 def bytes_each(n: int, partitions: Sequence[Partition], tile: int) -> int:
-    """Memory that `pair_totals` takes for each matrix, and what is made of its sums: a tile, and as
-    much again in pieces; the sums."""
+    """Memory that `pair_totals` takes per matrix: a tile and as much again in pieces; row sums by
+    cell, and eight numbers more per image."""
     side = min(tile, n)
-    return 2 * side * side * 4 + sums_bytes(n, partitions)
-
-
-def sums_bytes(n: int, partitions: Sequence[Partition]) -> int:
-    """Of the sums of a matrix: those of rows by cell, and eight numbers an image more."""
-    return 8 * (sum(n * (p.n_cells if p.crossing else 1) for p in partitions) + 8 * n)
+    sums = sum(n * (p.n_cells if p.crossing else 1) for p in partitions) + 8 * n
+    return 2 * side * side * 4 + 8 * sums
 
 
 def _tiles(n: int, tile: int) -> Iterator[tuple[slice, slice]]:
@@ -144,7 +115,7 @@ class _Running:
         self.touch_products = np.zeros((cells, n_rows, n_cols))
         self.touch_own = np.zeros((cells, n_all))
 
-    def add(self, piece: Piece, sums: Sums, first_row: int, first_col: int) -> None:
+    def add(self, piece: Piece, sums: BlockSums, first_row: int, first_col: int) -> None:
         """A piece's, of a tile that begins at these images."""
         crossing = self.partition.crossing
         if piece.g == piece.h:
@@ -217,6 +188,6 @@ def sum_over_cells(total: Totals, partition: Partition, size: int) -> Hsic:
     a, b = total.rows[:, :, 0], total.cols[:, :, 0]
     return Hsic(
         value(total.products, a, b, True),
-        value(total.own_rows, a, a, False),
-        value(total.own_cols, b, b, False),
+        self_hsic(value(total.own_rows, a, a, False), total.own_rows, size),
+        self_hsic(value(total.own_cols, b, b, False), total.own_cols, size),
     )

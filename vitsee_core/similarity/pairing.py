@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.streaming import Rows as Chosen
+from vitsee_core.runtime.streaming import Rows as Chosen
 from vitsee_stores import require_paired
 from vitsee_stores.errors import StoreMismatch, VitseeError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vitsee_core.store_selection import select_each, sites_of
+from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_stores.errors import MissingInput, VitseeError
 
 if TYPE_CHECKING:

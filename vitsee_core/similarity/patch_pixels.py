@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.cell_edges import cell_edges
-from vitsee_core.compiled import compiled
-from vitsee_core.machine import free_disk_bytes, human_bytes
-from vitsee_core.progress import SILENT, Progress
-from vitsee_core.provenance import Pictures
+from vitsee_core.images.cell_edges import cell_edges
+from vitsee_core.kernels.compiled import compiled
+from vitsee_core.models.provenance import Pictures
+from vitsee_core.runtime.machine import free_disk_bytes, human_bytes
+from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.types import Float32
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.lazy import LazyArray, NormalisedInputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,19 +29,6 @@ class Partition:
     n_cells: int
     crossing: bool
 
-    @property
-    def in_runs(self) -> bool:
-        """Whether all images are in cells, which follow one another."""
-        return bool(self.labels[0] >= 0 and (np.diff(self.labels) >= 0).all())
-
-    def by_cell(self, tile: int) -> tuple[Labels, Partition]:
-        """The images of each tile in the order of their cells, so that these are runs within it:
-        (n,) places of the images, and the partition of images in that order."""
-        starts = range(0, len(self.labels), tile)
-        parts = [at + np.argsort(self.labels[at : at + tile], kind="stable") for at in starts]
-        order = np.concatenate(parts)
-        return order, replace(self, labels=self.labels[order])
-
 
 class Piece(NamedTuple):
     """Some rows of a block of a tile: places within the tile of the images of cell g and of those
@@ -55,7 +42,7 @@ class Piece(NamedTuple):
     square: bool
 
 
-class Sums(NamedTuple):
+class BlockSums(NamedTuple):
     """Of a piece, and of the same pairs of images the other way round: (R, C) inner products, each
     matrix's own, in float64; sums over its columns and over its rows, None where the latter are
     the former."""

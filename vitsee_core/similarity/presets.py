@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.similarity import Estimator
 from vitsee_core.similarity.pairing import paired_rows
-from vitsee_core.streaming import choose_rows
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ def choose_estimator(
 ) -> Estimator:
     """The estimator that a preset and a user's own choices, which count more, describe.
 
-    Sizes without a kind mean minibatch.
-
     Args:
         stores: to be compared.
         preset: one of `PRESETS`.
@@ -85,10 +83,11 @@ def choose_estimator(
         raise VitseeError(f"no estimator {kind!r}; expected {', '.join(KINDS)}")
     sizes = {"--batch": batch, "--examples": examples, "--repeats": repeats}
     given = [name for name, value in sizes.items() if value is not None]
-    if given and kind not in (None, "minibatch"):
-        raise VitseeError(f"{given[0]} belongs to --estimator minibatch, not to {kind}")
+    if given and kind != "minibatch" and (preset is None or kind is not None):
+        instead = f", not to {kind}" if kind else ": give that too"
+        raise VitseeError(f"{given[0]} belongs to --estimator minibatch{instead}")
     if preset is None:
-        return Estimator(kind or ("minibatch" if given else "auto"), batch, examples, repeats)
+        return Estimator(kind or "auto", batch, examples, repeats)
     if preset not in PRESETS:
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
     if kind not in (None, "minibatch"):

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vitsee_core.grams.arithmetic import Arithmetic, Host
-from vitsee_core.grams.halves import InPanels
-from vitsee_core.progress import Progress
+from vitsee_core.kernels.backend import MatmulBackend
+from vitsee_core.runtime.progress import Progress
 from vitsee_core.similarity.comparison import Rows
 from vitsee_core.similarity.stacks import Runs, Stack, TokenStack
 from vitsee_core.similarity.stored_runs import StoredRuns
@@ -28,7 +27,7 @@ class StackGram:
         return len(self.features.images)
 
     def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
-        """What is to be done before its blocks are made, in any order; nothing the second time."""
+        """Jobs to run, in any order, before its blocks are made; none the second time."""
         return self.features.reading(i, j)
 
     def block(self, i: slice, j: slice) -> Any:
@@ -38,19 +37,7 @@ class StackGram:
 
     def compute(self, i: slice, j: slice, out: Float32) -> None:
         """The same into `out`, on the CPU."""
-        backend = self.features.backend
-        assert isinstance(backend, Host)
-        backend.whole(*self._both(i, j), out)
-
-    def product(self, i: slice, j: slice, memory: Float32) -> Float32:
-        """The same, or a multiple of it, as the blocks of `halves.Sums`, in this memory, by the
-        matrix unit; where i is j, on and below the diagonal."""
-        unit, features = self.features.backend, self.features
-        assert isinstance(unit, InPanels) and isinstance(features, StoredRuns)
-        blocks = unit.blocks(i.stop - i.start, j.stop - j.start, memory)
-        left, right = features.sides(self.k, i, j, unit)
-        unit.add_product(left, right, blocks, symmetric=i == j, fresh=True)
-        return blocks
+        self.features.backend.multiply(*self._both(i, j), out)
 
     def _both(self, i: slice, j: slice) -> tuple[Any, Any]:
         """Its features of the images in `i` and of those in `j`; one array twice where i is j."""
@@ -71,7 +58,7 @@ class Counted:
         return self.matrix.n
 
     def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
-        """What is to be done before."""
+        """See `StackGram`."""
         return self.matrix.reading(i, j)
 
     def block(self, i: slice, j: slice) -> Any:
@@ -84,14 +71,9 @@ class Counted:
         self.progress.advance(1)
         self.matrix.compute(i, j, out)
 
-    def product(self, i: slice, j: slice, memory: Float32) -> Float32:
-        """The same in blocks."""
-        self.progress.advance(1)
-        return self.matrix.product(i, j, memory)
-
 
 def bytes_per_value(stack: Stack, stored: bool) -> int:
-    """What a number of a stack takes in memory; see `matrices`."""
+    """Bytes of memory per number of a stack; see `matrices`."""
     if not stored or not StoredRuns.takes(stack):
         return 4
     return 2 if isinstance(stack, TokenStack) else 1
@@ -101,19 +83,17 @@ def matrices(
     stacks: Sequence[Stack],
     images: Rows,
     kept: int,
-    backend: Arithmetic,
+    backend: MatmulBackend,
     progress: Progress,
     stored: bool,
-    order: Rows | None = None,
 ) -> Iterator[StackGram]:
     """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
     `kept` tiles' images stay in memory, at least two, and `progress` counts the bytes read. stored:
-    they stay as they are stored, where they can be. order: see `StoredRuns`, which then take all
-    stacks."""
+    they stay as they are stored, where they can be."""
     for stack in stacks:
         features: Runs
         if stored and StoredRuns.takes(stack):
-            features = StoredRuns(stack, images, kept, backend, progress, order)
+            features = StoredRuns(stack, images, kept, backend, progress)
         else:
             features = Runs(stack, images, kept, backend, progress)
         yield from (StackGram(features, k) for k in range(stack.n_matrices))

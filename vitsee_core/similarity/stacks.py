@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features import SiteFeatures
-from vitsee_core.grams.arithmetic import Arithmetic
-from vitsee_core.progress import Progress
+from vitsee_core.kernels.backend import MatmulBackend
+from vitsee_core.runtime.progress import Progress
 from vitsee_core.similarity.comparison import Rows
 from vitsee_core.types import Float32
 
@@ -91,7 +91,7 @@ class Runs:
     at least two."""
 
     def __init__(
-        self, stack: Stack, images: Rows, kept: int, backend: Arithmetic, progress: Progress
+        self, stack: Stack, images: Rows, kept: int, backend: MatmulBackend, progress: Progress
     ) -> None:
         self.stack, self.images, self._progress = stack, images, progress
         self.backend = backend

@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from vitsee_core.lanes import in_order, n_lanes, run_all
-from vitsee_core.similarity.pieces import Labels, Piece, Sums, as_run
+from vitsee_core.runtime.lanes import in_order, n_lanes, run_all
+from vitsee_core.similarity.pieces import BlockSums, Labels, Piece, as_run
 from vitsee_core.types import Float32
 
 
@@ -60,7 +60,7 @@ class WholeTiles:
 
     def sums(
         self, i: slice, j: slice, pieces: Sequence[Piece], pool: ThreadPoolExecutor | None
-    ) -> tuple[Float32 | None, Iterator[Sums]]:
+    ) -> tuple[Float32 | None, Iterator[BlockSums]]:
         """The diagonals (matrices, images) of a tile on the diagonal, and the sums of each
         piece."""
         memory, n_rows, first_col = self._memory, self._n_rows, self._first_col
@@ -79,7 +79,7 @@ class WholeTiles:
         run_all(load, self._order, pool)
         diagonals = memory.without_diagonals(values) if i == j else None
         if host:
-            of_piece: partial[Sums] = partial(_sums, values, n_rows, first_col)
+            of_piece: partial[BlockSums] = partial(_sums, values, n_rows, first_col)
             return diagonals, in_order(of_piece, pieces, pool, 2 * n_lanes())
         cuts = [(piece.rows, piece.cols) for piece in pieces]
         made = memory.sums(values, cuts, n_rows, first_col)
@@ -114,7 +114,7 @@ def _memory(device: str, n: int) -> Any:
     return DeviceTiles(device, n)
 
 
-def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> Sums:
+def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> BlockSums:
     """Of a tile (matrices, rows, cols), its diagonal 0."""
     block = _cut(values, piece.rows, piece.cols)
     part = block.reshape(len(block), -1)
@@ -124,13 +124,13 @@ def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> Sums:
     return _both_ways(piece, (products, own, over_cols, over_rows))
 
 
-def _both_ways(piece: Piece, made: tuple[Any, ...]) -> Sums:
+def _both_ways(piece: Piece, made: tuple[Any, ...]) -> BlockSums:
     """Of a piece whose pairs are there one way round, unless it is square."""
     products, own, over_cols, over_rows = made
     products, own = (x.astype(np.float64) for x in (products, own))
     if piece.square:
-        return Sums(products, own, over_cols, None)
-    return Sums(2 * products, 2 * own, over_cols, over_rows)
+        return BlockSums(products, own, over_cols, None)
+    return BlockSums(2 * products, 2 * own, over_cols, over_rows)
 
 
 def _cut(values: Float32, rows: Labels, cols: Labels) -> Float32:

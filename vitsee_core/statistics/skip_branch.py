@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.columns import StoredPart, block_of_sublayer
-from vitsee_core.store_selection import StoreSelection, select_each
+from vitsee_core.runtime.store_selection import StoreSelection, select_each
+from vitsee_core.tables.columns import StoredPart, block_of_sublayer
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
@@ -50,7 +50,7 @@ class StoredSublayer(StoredPart):
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenPlace:
     """What a row of a table is about: one token, or the mean over several.
 
     token: "cls", "dist", "reg0", or "registers", "patches" for means; "flat" for all tokens as one
@@ -198,21 +198,21 @@ def _as_site(sublayer: StoredSublayer) -> SiteSpec:
     )
 
 
-def places_of(layout: TokenLayout, words: Iterable[str]) -> list[Place]:
+def places_of(layout: TokenLayout, words: Iterable[str]) -> list[TokenPlace]:
     """The places that words of --tokens stand for, each once; none for what the layout lacks.
 
     `each`: every token alone. `cls`: the class token. `prefix`: the prefix tokens, one place a
     kind, registers as their mean. `patches`: the mean over the grid (or over rows that are none).
     `all`: `prefix` and `patches`. `flat`: all tokens as one vector. ROW,COL: one cell.
     """
-    found: dict[Place, None] = {}
+    found: dict[TokenPlace, None] = {}
     singles = _singles(layout)
     for word in words:
         if word == "flat":
-            found[Place("flat", None, None, (FLAT,))] = None
+            found[TokenPlace("flat", None, None, (FLAT,))] = None
         elif word in ("prefix", "patches", "all"):
             kinds = [] if word == "patches" else _prefix_kinds(layout)
-            body = Place("patches", None, None, tuple(range(layout.n_prefix, layout.n_tokens)))
+            body = TokenPlace("patches", None, None, tuple(range(layout.n_prefix, layout.n_tokens)))
             found |= dict.fromkeys([*kinds, *([] if word == "prefix" else [body])])
         else:
             members = TokenSelection.parse(word, TOKENS).members(layout)
@@ -220,19 +220,19 @@ def places_of(layout: TokenLayout, words: Iterable[str]) -> list[Place]:
     return list(found)
 
 
-def _singles(layout: TokenLayout) -> list[Place]:
+def _singles(layout: TokenLayout) -> list[TokenPlace]:
     """Each token by itself."""
     return [
-        Place(token.name if token.row is None else None, token.row, token.col, (i,))
+        TokenPlace(token.name if token.row is None else None, token.row, token.col, (i,))
         for i, token in enumerate(layout_tokens(layout))
     ]
 
 
-def _prefix_kinds(layout: TokenLayout) -> list[Place]:
+def _prefix_kinds(layout: TokenLayout) -> list[TokenPlace]:
     kinds: dict[str, list[int]] = {}
     for i, name in enumerate(layout.prefix):
         kinds.setdefault("registers" if name.startswith("reg") else name, []).append(i)
-    return [Place(kind, None, None, tuple(members)) for kind, members in kinds.items()]
+    return [TokenPlace(kind, None, None, tuple(members)) for kind, members in kinds.items()]
 
 
 def missing_tokens(label: str, sublayers: Sequence[StoredSublayer], word: str) -> str | None:

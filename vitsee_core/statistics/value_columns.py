@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from vitsee_core.replicates import WORD
 from vitsee_core.statistics.image_statistics import Estimates, statistic
 from vitsee_core.statistics.jackknife import UNLIMITED, Limits, interval
+from vitsee_core.tables.replicates import WORD
 from vitsee_core.types import Float, Integers
 
 Cells = dict[str, Any]

@@ -6,44 +6,50 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitsee_core.machine import counted, human_bytes
+from vitsee_core.runtime.machine import counted, human_bytes
+from vitsee_core.study.recipes import MORE_SITES, TOKENS, recipe_of
 from vitsee_core.study.steps import Plan, Study
-from vitsee_core.study.surveyed import SurveyedModel
+from vitsee_core.study.surveyed import HALF, SurveyedModel
 
 # Of what a large matrix product reaches, a network's forward pass with all that is kept of it.
 EFFICIENCY = 0.4
 BACKWARD = 1  # forward passes that a field costs: two, through half of the model on average
 # Analyses that each cache a Gram matrix of the images for every block, about 4 bytes a pair.
 GRAMS = frozenset(("cka", "similarity"))
+# Of an analysis, on two cores: its start and its figures, and the tokens that it reads a second.
+STEP_SECONDS, TOKEN_RATE = 1.5, 50e6
 SPEED_SIDE = 1024  # of the matrix product that is timed
 
 
 @dataclass(frozen=True)
 class Cost:
     """size_bytes: of all stores, and of what is cached beside them. seconds: of all passes through
-    models. Both are about right, no more."""
+    models; analyses: of all analyses. All are about right, no more."""
 
     size_bytes: int
     seconds: float
+    analyses: float = 0.0
 
     def describe(self, n_models: int, n_images: int) -> str:
         """In words."""
-        minutes = self.seconds / 60
-        if minutes < 1:
-            took = "less than a minute"
-        elif minutes < 90:
-            took = f"about {counted(round(minutes), 'minutes')}"
-        else:
-            took = f"about {minutes / 60:.1f} hours"
         return (
             f"{counted(n_models, 'models')} over {counted(n_images, 'images')}: about "
-            f"{human_bytes(self.size_bytes)} on disk, {took} of extraction on this machine; "
-            "analyses come on top"
+            f"{human_bytes(self.size_bytes)} on disk, {_time(self.seconds)} of extraction and "
+            f"{_time(self.analyses)} of analyses on this machine"
         )
 
 
+def _time(seconds: float) -> str:
+    minutes = seconds / 60
+    if minutes < 1:
+        return "less than a minute"
+    if minutes < 90:
+        return f"about {counted(round(minutes), 'minutes')}"
+    return f"about {minutes / 60:.1f} hours"
+
+
 def cost(study: Study, plan: Plan, models: Sequence[SurveyedModel], speed: float) -> Cost:
-    """What the extractions of a plan take.
+    """What a plan takes.
 
     Args:
         study: what is asked for.
@@ -51,14 +57,15 @@ def cost(study: Study, plan: Plan, models: Sequence[SurveyedModel], speed: float
         models: its models.
         speed: floating point operations a second, see `measured_speed`.
     """
-    known = {model.name: model for model in models}
+    known = {study.store(m.label, images): m for m in models for images in ("", "train")}
     cached = GRAMS & {step.command for step in plan.analyses}
     size = seconds = 0.0
     for step in plan.extractions:
-        model = known[step.words[1]]
+        model = known[step.outputs[0]]
         pooled = "pooled" in step.words
         pixels = 3 * model.size[1] * model.size[2] if "--inputs" in step.words else 0
         one = (model.bytes_pooled if pooled else model.bytes_of_tokens) + pixels
+        one += model.more_bytes if MORE_SITES in plan.keeps and not pooled else 0
         own = step.outputs[0] == study.store(model.label)
         n_images = study.n_images("" if own else "train")
         size += one * n_images
@@ -66,10 +73,18 @@ def cost(study: Study, plan: Plan, models: Sequence[SurveyedModel], speed: float
             size += len(cached) * (model.n_blocks + 1) * 4 * n_images**2
         passes = float(n_images)
         if "--erf" in step.words:
-            n_fields = int(step.words[step.words.index("--erf") + 1])
-            passes += BACKWARD * n_fields * model.n_blocks
+            n_sites = model.n_fields + (model.more_fields if MORE_SITES in plan.keeps else 0)
+            passes += BACKWARD * int(step.words[step.words.index("--erf") + 1]) * n_sites
         seconds += passes * model.flops / (EFFICIENCY * speed)
-    return Cost(int(size), seconds)
+    analyses = 0.0
+    for step in plan.analyses:
+        values = sum(known[p].bytes_of_tokens for p in step.inputs if p in known) / HALF
+        analyses += STEP_SECONDS
+        if TOKENS in recipe_of(step.command).keeps:
+            analyses += HALF * values * study.n_images() / TOKEN_RATE
+        if step.command in GRAMS:
+            analyses += values * study.n_images() ** 2 / (EFFICIENCY * speed)
+    return Cost(int(size), seconds, analyses)
 
 
 def measured_speed(device: str = "auto") -> float:
@@ -80,7 +95,7 @@ def measured_speed(device: str = "auto") -> float:
     """
     import torch
 
-    from vitsee_core.device import resolve_device
+    from vitsee_core.runtime.device import resolve_device
 
     place = resolve_device(device)
     a = torch.ones(SPEED_SIDE, SPEED_SIDE, device=place)

@@ -145,6 +145,7 @@ def tour(study: Study) -> list[Step]:
     store = study.store(label)
     table, drawn = study.result("models"), study.result("cka-vit-resnet")
     array, picture = study.folder / "pooled.npy", study.folder / "cka-dark.svg"
+    again, found = study.folder / "cka-again.csv", study.folder / "findings.csv"
     return [
         Step("models", ("models", name, "-o", str(table), "--force"), (), (table,)),
         Step("sites", ("sites", name, "--sites", "blocks")),
@@ -152,6 +153,10 @@ def tour(study: Study) -> list[Step]:
         Step("validate", ("validate", str(store))),
         Step("export", ("export", str(store), "pooled", "-o", str(array), "--force"),
              (store,), (array,)),
+        Step("findings", ("findings", str(store), "--only", "distance-rises", "-o", str(found),
+                          "--force"), (store,), (found,)),
+        Step("cache", ("cache", "ls", str(store))),
+        Step("rerun", ("rerun", f"{drawn}.json", "-o", str(again), "--force"), (drawn,), (again,)),
         Step("plot", ("plot", str(drawn), "-o", str(picture), "--theme", "dark", "--force"),
              (drawn,), (picture,)),
     ]  # fmt: skip

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vitsee_core.outputs import Outputs
+from vitsee_core.report.outputs import Outputs
 from vitsee_core.study.running import BEGUN, Record
 from vitsee_core.study.steps import Step, Study
+from vitsee_core.tables.files import check_place
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import few
 
@@ -17,8 +18,11 @@ def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
     extract, which replaces none.
 
     Raises:
-        VitseeError: names the files that are not.
+        VitseeError: names the files that are not; or the study's folder is inside a store or among
+            its images.
     """
+    for images in (study.data, study.train or ""):
+        check_place(record.path, images=images)
     found = [
         path
         for step in steps

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitsee_core.study.recipes import ATTENTION, FIELDS, HEADS, PIXELS, RESIDUAL, TOKENS
+from vitsee_core.study.recipes import (
+    ATTENTION,
+    FIELDS,
+    HEADS,
+    MORE_SITES,
+    PIXELS,
+    RESIDUAL,
+    ROWS,
+    TOKENS,
+)
 from vitsee_core.study.steps import Plan
 from vitsee_core.study.surveyed import SurveyedModel
 from vitsee_stores import open_store
@@ -18,7 +27,9 @@ NAMES = {
     FIELDS: "receptive fields",
     PIXELS: "pixels",
     ATTENTION: "attention summaries",
+    ROWS: "attention of single images",
     RESIDUAL: "products of skips and branches",
+    MORE_SITES: "sites within blocks",
 }
 
 
@@ -36,6 +47,8 @@ def kept(place: Path, model: SurveyedModel, *, complete: bool = False) -> set[st
         FIELDS: bool(about.get("erf")),
         PIXELS: about.get("inputs") is True,
         ATTENTION: about.get("attention") not in (None, "none"),
+        ROWS: about.get("attention") in ("rows", "full"),
+        MORE_SITES: isinstance(sites, list) and {*model.more_sites} <= {*sites},
         RESIDUAL: about.get("residual") is True,
     }
     return {what for what, there in holds.items() if there}
@@ -70,5 +83,6 @@ def check_kept(
 
 def _wanted(plan: Plan, model: SurveyedModel) -> set[str]:
     """What the plan's analyses take of a model, as far as it offers it."""
-    needs = {FIELDS: "grid", ATTENTION: "attention", HEADS: "heads", RESIDUAL: "residual"}
+    needs = {FIELDS: "grid", HEADS: "heads", RESIDUAL: "residual"}
+    needs |= dict.fromkeys((ATTENTION, ROWS), "attention")
     return {what for what in plan.keeps if what not in needs or model.lacks[needs[what]] is None}

@@ -6,30 +6,37 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from vitsee_core.catalogue import needs_of_analyses
-from vitsee_core.machine import counted
+from vitsee_core.runtime.machine import counted
+from vitsee_core.study.catalogue import needs_of_analyses
 from vitsee_core.study.kept import kept
 from vitsee_core.study.recipes import (
     ATTENTION,
     FIELDS,
+    GIVEN,
     HEADS,
     LABELS,
     MORE_NEEDS,
+    MORE_SITES,
     PIXELS,
     RESIDUAL,
+    ROWS,
     TOKENS,
     TRAIN,
     recipe_of,
 )
-from vitsee_core.study.steps import Plan, Step, Study
+from vitsee_core.study.steps import KEPT, Plan, Step, Study
 from vitsee_core.study.surveyed import SurveyedModel
 from vitsee_stores.errors import VitseeError
 
-FIELD_IMAGES = (
-    64  # over which receptive fields are averaged; 256 are smoother, at four times the cost
-)
+# Over which receptive fields are averaged: 256 are smooth, and take four times as long as 64.
+FEWEST_FIELDS, FIELD_IMAGES, SMOOTH_FIELDS = 4, 64, 256
 SCORES = ("knn", "probe", "cluster", "retrieve")
 BEST = "best-layer"
+
+
+def known_analyses() -> list[str]:
+    """The analyses that a study can run."""
+    return [*needs_of_analyses(), BEST]
 
 
 def check_choice(study: Study) -> None:
@@ -38,7 +45,7 @@ def check_choice(study: Study) -> None:
     Raises:
         VitseeError: one does not, or none is left.
     """
-    known = [*needs_of_analyses(), BEST]
+    known = known_analyses()
     for name in (*study.analyses, *study.skip):
         if name not in known:
             raise VitseeError(f"no analysis {name!r}; analyses of a study: {', '.join(known)}")
@@ -77,6 +84,7 @@ def plan(study: Study, models: Sequence[SurveyedModel], *, labelled: bool) -> Pl
     if study.takes(BEST) and not any(s.command == BEST for s in found.analyses):
         found.left_out[BEST] = f"none of its inputs is made ({', '.join(SCORES)})"
     found.keeps = {what for step in found.analyses for what in _keeps(step.command)}
+    found.keeps |= {TOKENS, MORE_SITES} if study.thorough else set()
     used = {path for step in found.analyses for path in step.inputs}
     for model in models:
         for images in ("", "train"):
@@ -84,6 +92,7 @@ def plan(study: Study, models: Sequence[SurveyedModel], *, labelled: bool) -> Pl
             if place in used:
                 before = set() if images else kept(place, model) or set()
                 found.extractions.append(extraction(study, model, images, found.keeps | before))
+    found.notes = _notes(study, found)
     check_names(found)
     return found
 
@@ -116,16 +125,46 @@ def extraction(study: Study, model: SurveyedModel, images: str, keeps: set[str])
     if images == "train":
         words += ["--tokens", "pooled", "--attention", "none", "--no-residual"]
     else:
+        sites = ["blocks", "head"]
         if HEADS in keeps and model.heads is not None:
-            words += ["--sites", "blocks", "--sites", "head", "--sites", model.heads]
+            sites.append(model.heads)
+        sites += model.more_groups if MORE_SITES in keeps else ()
+        if len(sites) > 2:
+            words += [word for site in sites for word in ("--sites", site)]
         words += [] if keeps & {TOKENS, HEADS} else ["--tokens", "pooled"]
-        words += [] if ATTENTION in keeps else ["--attention", "none"]
+        level = "rows" if ROWS in keeps and model.lacks["attention"] is None else "none"
+        words += [] if ATTENTION in keeps and level == "none" else ["--attention", level]
         words += [] if RESIDUAL in keeps else ["--no-residual"]
         words += ["--inputs"] if PIXELS in keeps else []
         if FIELDS in keeps and model.lacks["grid"] is None:
-            words += ["--erf", str(min(FIELD_IMAGES, study.n_images()))]
+            words += ["--erf", str(n_fields(study, model))]
+    own = study.with_settings("extract", words[2:], KEPT if images == "train" else ())
+    words = [*words[:2], *own]
     name = f"extract-{model.label}{f'-{images}' if images else ''}"
     return Step(name, tuple(words), (), (place,))
+
+
+def n_fields(study: Study, model: SurveyedModel) -> int:
+    """Over how many images receptive fields are taken: so many that their backward passes, for each
+    site, take no longer than the forward pass of all images."""
+    if study.thorough:
+        return min(SMOOTH_FIELDS, study.n_images())
+    most = max(FEWEST_FIELDS, study.n_images() // model.n_fields)
+    return min(FIELD_IMAGES, most, study.n_images())
+
+
+def _notes(study: Study, found: Plan) -> list[str]:
+    """What the plan does by default that somebody may want otherwise."""
+    at = [(step.words, step.words.index("--erf") + 1) for step in found.extractions
+          if "--erf" in step.words]  # fmt: skip
+    few = sorted({int(words[i]) for words, i in at if int(words[i]) < SMOOTH_FIELDS})
+    if not few or study.sets("extract", "--erf") or few[0] == study.n_images():
+        return []
+    number = f"{few[0]} to {few[-1]}" if len(few) > 1 else f"{few[0]}"
+    return [
+        f"receptive fields are averaged over {number} images, so that they take no longer than the "
+        f"rest of an extraction; smooth ones: --set extract.erf={SMOOTH_FIELDS}"
+    ]
 
 
 def _keeps(command: str) -> tuple[str, ...]:
@@ -154,12 +193,15 @@ def _offering(
 def _unfit(study: Study, command: str, labelled: bool) -> str:
     """Why these data do not do for an analysis, if they do not."""
     recipe = recipe_of(command)
-    if recipe.refusal:
-        return recipe.refusal
+    option, what = recipe.asks
+    given = bool(option) and study.sets(command, option)
+    if GIVEN in recipe.wants and not given:
+        place = f"{command}.{option.removeprefix('--')}=PATH"
+        return f"it needs {what} beside the images; name them with --set {place}"
     if study.n_images() < recipe.least:
         there = counted(study.n_images(), "images")
         return f"{there} of {study.data}; expected at least {recipe.least}"
-    if LABELS in recipe.wants and not labelled:
+    if LABELS in recipe.wants and not labelled and not given:
         return f"the images of {study.data} have no labels"
     if TRAIN in recipe.wants and study.train is None:
         return "it learns from other images than it is tested on: name them with --train"
@@ -174,7 +216,8 @@ def _best(study: Study, steps: Sequence[Step]) -> list[Step]:
     tables = tuple(step.outputs[0] for step in scored)
     table = study.result(BEST)
     picture = table.with_suffix(".png")
-    words = (BEST, *map(str, tables), "-o", str(table), "--png", str(picture), "--force")
+    options = study.with_settings(BEST, ())
+    words = (BEST, *map(str, tables), *options, "-o", str(table), "--png", str(picture), "--force")
     return [Step(BEST, words, tables, (table, picture), partial=True)]
 
 

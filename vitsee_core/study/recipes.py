@@ -13,11 +13,12 @@ from vitsee_core.study.surveyed import SurveyedModel
 
 Models = Sequence[SurveyedModel]
 # What extract keeps beyond pooled vectors: every token, the parts of the first block's heads,
-# receptive fields, pixels, attention summaries, products of skips and branches.
-TOKENS, HEADS, FIELDS, PIXELS, ATTENTION, RESIDUAL = (
-    "tokens", "heads", "fields", "pixels", "attention", "residual"
+# receptive fields, pixels, attention summaries, attention of single images, products of skips and
+# branches, sites within blocks.
+TOKENS, HEADS, FIELDS, PIXELS, ATTENTION, ROWS, RESIDUAL, MORE_SITES = (
+    "tokens", "heads", "fields", "pixels", "attention", "rows", "residual", "more sites"
 )  # fmt: skip
-LABELS, TRAIN = "labels", "train"
+LABELS, TRAIN, GIVEN = "labels", "train", "given"
 NEIGHBOURS, VOTERS = 10, 20  # of similarity and of knn, where there are images enough
 CKA_IMAGES = 4  # debiased HSIC divides by n - 3
 FEW = 4  # models that are all compared with each other; more are compared with the first
@@ -25,14 +26,15 @@ FEW = 4  # models that are all compared with each other; more are compared with 
 
 @dataclass(frozen=True)
 class Recipe:
-    """keeps: what extract has to keep; wants: what the data has to have (`LABELS`, `TRAIN`); steps:
-    of the models that offer what the analysis needs; refusal: why no study can run it; least:
-    images, with fewer of which it has no value."""
+    """keeps: what extract has to keep; wants: what the data has to have (`LABELS`, `TRAIN`, or what
+    `asks` names); steps: of the models that offer what the analysis needs; asks: its option,
+    without which no study can run it, or that stands for labels, and what it names; least: images,
+    with fewer of which it has no value."""
 
     steps: Callable[[Study, Models], Iterator[Step]]
     keeps: tuple[str, ...] = (TOKENS,)
     wants: tuple[str, ...] = ()
-    refusal: str = ""
+    asks: tuple[str, str] = ("", "")
     least: int = 1
 
 
@@ -45,6 +47,7 @@ def step(
     name = f"{command}-{variant}" if variant else command
     table = study.result(name)
     picture = table.with_suffix(".png")
+    options = study.with_settings(command, options)
     words = (command, *map(str, stores), *options, "-o", str(table), "--png", str(picture))
     return Step(name, (*words, "--force"), tuple(stores), (table, picture))
 
@@ -77,12 +80,38 @@ def _pairs(models: Models) -> list[tuple[SurveyedModel, SurveyedModel]]:
 
 def _cka(study: Study, models: Models) -> Iterator[Step]:
     yield from each("cka", "--sites", "blocks")(study, models)
-    for a, b in _pairs(models):
-        labels = [a.label, b.label]
+    pairs = [[a, b] for a, b in _pairs(models)]
+    for some in pairs:
+        labels = _labels(some)
         yield step(study, "cka", "-".join(labels), labels, "--sites", "blocks")
+    if study.thorough:
+        yield from _more_cka(study, models, pairs)
     if len(models) > 2:
         last = ("--sites", "last", "--tokens", "mean-all")
         yield step(study, "cka", "last-layers", [model.label for model in models], *last)
+
+
+def _more_cka(
+    study: Study, models: Models, pairs: Sequence[Sequence[SurveyedModel]]
+) -> Iterator[Step]:
+    """Of sites within blocks (Raghu et al. 2021, Figs. 1, 2, 12; Walmer et al. 2023, Figs. 20 to
+    23)."""
+    for model in models:
+        if "norms" in model.more_groups:
+            yield step(study, "cka", f"norms-{model.label}", [model.label], "--sites", "norms")
+        if "residual" in model.more_groups:
+            yield step(study, "cka", f"branches-{model.label}", [model.label], "--pairs", "branch")
+    for some in (*([model] for model in models), *pairs):
+        groups = ["blocks", *(g for g in ("norms", "hidden") if _any_has(some, g))]
+        sites = [word for group in groups for word in ("--sites", group)]
+        yield step(study, "cka", f"all-{'-'.join(_labels(some))}", _labels(some), *sites)
+    for pair in pairs:
+        labels = _labels(pair)
+        yield step(study, "cka", f"depth-{'-'.join(labels)}", labels, "--pairs", "same-depth")
+
+
+def _any_has(models: Models, group: str) -> bool:
+    return any(group in model.more_groups for model in models)
 
 
 def _similarity(study: Study, models: Models) -> Iterator[Step]:
@@ -101,19 +130,27 @@ def _attn_map(study: Study, models: Models) -> Iterator[Step]:
     yield from each("attn-map", "--kind", "mean-cls", variant="mean-cls")(study, with_cls)
     yield from each("attn-map", "--kind", "aligned", variant="aligned")(study, models)
     yield from together("attn-map", "--kind", "sink", variant="sink")(study, models)
+    if study.thorough:
+        yield from each("attn-map", "--kind", "rollout", variant="rollout")(study, models)
 
 
 def _cka_heads(study: Study, models: Models) -> Iterator[Step]:
     """Heads of each transformer against the first model without attention, as in the paper."""
-    others = [label for label, name in study.models.items() if label not in _labels(models)]
+    others = [label for label in study.models if label not in _labels(models)]
     for model in models:
         for other in others[:1]:
             names = [model.label, other]
             yield step(study, "cka-heads", "-".join(names), names)
 
 
-def _labels(models: Models) -> set[str]:
-    return {model.label for model in models}
+def _labels(models: Models) -> list[str]:
+    return [model.label for model in models]
+
+
+def _erf(study: Study, models: Models) -> Iterator[Step]:
+    yield from together("erf", "--sites", "blocks")(study, models)
+    if within := [model for model in models if study.thorough and "residual" in model.more_groups]:
+        yield from together("erf", "--sites", "residual", variant="residual")(study, within)
 
 
 def _normratio(study: Study, models: Models) -> Iterator[Step]:
@@ -157,7 +194,6 @@ def _probe(study: Study, models: Models) -> Iterator[Step]:
         yield from each("probe", "--holdout", "0.3")(study, models)
 
 
-_NOT_HERE = "it needs {} beside the images; run vitsee {} {} by itself"
 RECIPES: dict[str, Recipe] = {
     "attn-dist": Recipe(together("attn-dist"), (ATTENTION,)),
     "attn-map": Recipe(_attn_map, (ATTENTION,)),
@@ -167,24 +203,24 @@ RECIPES: dict[str, Recipe] = {
     "cka-heads": Recipe(_cka_heads, (ATTENTION, HEADS, TOKENS), least=CKA_IMAGES),
     "normratio": Recipe(_normratio, (RESIDUAL,)),
     "localize": Recipe(_localize, (TOKENS, PIXELS), least=CKA_IMAGES),
-    "erf": Recipe(together("erf", "--sites", "blocks"), (FIELDS,)),
+    "erf": Recipe(_erf, (FIELDS,)),
     "weights": Recipe(together("weights"), ()),
     "spectrum": Recipe(together("spectrum"), ()),
-    "cluster": Recipe(together("cluster"), (), (LABELS,)),
-    "retrieve": Recipe(together("retrieve", "--truth", "labels"), (), (LABELS,)),
+    "cluster": Recipe(together("cluster"), (), (LABELS,), ("--masks", "masks")),
+    "retrieve": Recipe(
+        together("retrieve", "--truth", "labels"), (), (LABELS,), ("--truth", "a ground truth")
+    ),
     "knn": Recipe(_knn, (), (LABELS, TRAIN)),
     "probe": Recipe(_probe, (), (LABELS,)),
     "lens": Recipe(together("lens"), (TOKENS,), (LABELS,)),
     "pca": Recipe(together("pca"), (TOKENS, PIXELS)),
     "cosine-map": Recipe(together("cosine-map"), (TOKENS, PIXELS)),
-    "saliency": Recipe(
-        together("saliency"), refusal=_NOT_HERE.format("masks of objects", "saliency", "--masks")
-    ),
+    "saliency": Recipe(together("saliency"), (ROWS,), (GIVEN,), ("--masks", "masks of objects")),
     "propagate": Recipe(
-        together("propagate"), refusal=_NOT_HERE.format("videos", "propagate", "--masks")
+        together("propagate"), (TOKENS,), (GIVEN,), ("--masks", "masks of the frames of videos")
     ),
     "keypoints": Recipe(
-        together("keypoints"), refusal=_NOT_HERE.format("keypoints", "keypoints", "--pairs")
+        together("keypoints"), (TOKENS,), (GIVEN,), ("--pairs", "keypoints of pairs of images")
     ),
 }
 # What a model has to offer beyond an analysis' NEEDS for its recipe to make sense.

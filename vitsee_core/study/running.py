@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitsee_core.files import write_files
+from vitsee_core.images.folders import STUDY as FILE
+from vitsee_core.runtime.versions import result_versions
 from vitsee_core.study.steps import RESULTS, SETS, STORES, Step, Study
-from vitsee_core.versions import result_versions
+from vitsee_core.tables.files import write_files
 from vitsee_stores.errors import VitseeError, reason
 
-FILE = "study.json"
 BEGUN, DONE, FAILED, LEFT_OUT = "begun", "done", "failed", "left out"
 Report = Callable[[str], None]
 

@@ -7,10 +7,24 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
+from vitsee_core.extraction.options import split_model
 from vitsee_stores.errors import VitseeError
 
 STORES, RESULTS, SETS = "stores", "results", "sets"
+
+
+# Options of extract that a store to train on does not share: it keeps pooled vectors alone.
+KEPT = ("--sites", "--tokens", "--attention", "--residual", "--inputs", "--grams", "--erf")
+
+
+class Setting(NamedTuple):
+    """An option of a command that the user sets. options: all its spellings; words: it, on a
+    command line."""
+
+    options: tuple[str, ...]
+    words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -18,7 +32,9 @@ class Study:
     """What is asked for. models: label -> name, as for extract; data, train: as for --data, the
     images of the analyses and those that classifiers learn from; images: so many of each;
     analyses: only these commands, all where there are none; skip: not these; there: data -> how
-    many images it has, where that is known; train_images: of `train`, where not `images`."""
+    many images it has, where that is known; train_images: of `train`, where not `images`; settings:
+    command -> its options that the user sets; thorough: keep the sites of all figures of the
+    papers."""
 
     folder: Path
     models: Mapping[str, str]
@@ -31,6 +47,26 @@ class Study:
     skip: tuple[str, ...] = ()
     there: Mapping[str, int] = field(default_factory=dict)
     train_images: int | None = None
+    settings: Mapping[str, Sequence[Setting]] = field(default_factory=dict)
+    thorough: bool = False
+
+    def with_settings(
+        self, command: str, words: Sequence[str], without: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """The options of a command, the user's in place of the study's. without: not these."""
+        settings = [s for s in self.settings.get(command, ()) if not {*s.options} & {*without}]
+        replaced = {option for setting in settings for option in setting.options}
+        kept, own = [], True
+        for word in words:
+            if word.startswith("--"):
+                own = word not in replaced
+            if own:
+                kept.append(word)
+        return (*kept, *(word for setting in settings for word in setting.words))
+
+    def sets(self, command: str, option: str) -> bool:
+        """Whether the user sets this option of a command."""
+        return any(option in setting.options for setting in self.settings.get(command, ()))
 
     def asked(self, images: str = "") -> int:
         """How many images a store is asked for. images: "train", or the study's own."""
@@ -88,12 +124,13 @@ class Step:
 @dataclass
 class Plan:
     """The steps in order; left_out: command, or command and model -> why it is no step; keeps: what
-    stores have to keep for these analyses."""
+    stores have to keep for these analyses; notes: remarks about its steps."""
 
     extractions: list[Step] = field(default_factory=list)
     analyses: list[Step] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     keeps: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> list[Step]:
@@ -104,9 +141,28 @@ class Plan:
 def label_of(name: str) -> str:
     """What a study calls a model by default: `vit_base_patch16_224` of a name with a tag, `vit` of
     `demo:vit`, the folder of `local-dir:models/mine`."""
+    name = name.partition("?")[0]
     last = re.split(r"[/:]", name.rstrip("/"))[-1]
     plain = last if name.startswith("local-dir:") else last.partition(".")[0]
     return re.sub(r"[^\w.+-]", "_", plain).lstrip(".-") or "model"
+
+
+def with_controls(models: Mapping[str, str], seed: int) -> dict[str, str]:
+    """The models, each followed by the same with random weights where its own are not.
+
+    Raises:
+        VitseeError: see `check_labels`.
+    """
+    found: list[tuple[str, str]] = []
+    for label, text in models.items():
+        found.append((label, text))
+        name, options = split_model(text)
+        if "random-init" not in options:
+            own = [(key, value) for key, values in options.items() for value in values]
+            kept = [f"{key}={value}" for key, value in own if not key.startswith("checkpoint")]
+            twin = f"{name}?{'&'.join([*kept, f'random-init={seed}'])}"
+            found.append((f"{label}-untrained", twin))
+    return check_labels(found)
 
 
 def check_labels(models: Mapping[str, str] | list[tuple[str, str]]) -> dict[str, str]:

@@ -11,16 +11,18 @@ from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.model_options import recompute_options
 from vitsee_cli.sections import ATTENTION
+from vitsee_cli.values import WholeNumber
 from vitsee_core.analyses import attn_map
 from vitsee_core.figures.head_tiles import SCALES
-from vitsee_core.provenance import Provenance
+from vitsee_core.models.provenance import Provenance
 from vitsee_stores.token_selection import parse_cell
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.outputs import Outputs
+    from vitsee_core.report.outputs import Outputs
 
 QUESTION = ATTENTION
+CURVES = (*attn_map.NUMBERS, "sink")
 
 
 def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
@@ -55,7 +57,7 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
     "--heads",
     metavar="N",
     multiple=True,
-    type=click.IntRange(min=0),
+    type=WholeNumber(min=0),
     show_default="all",
     help="Heads of each block, counted from 0. Repeatable.",
 )
@@ -111,15 +113,17 @@ def command(
       $ vitsee attn-map b16.zarr --kind sink -o sink.csv --png sink.png
       $ vitsee attn-map b16.zarr --image 0 --image 7 --query 3,5 --png images.png > images.csv
 
-    Columns: store, model, site and block (the block), depth, rel_depth, row and col (of the key;
-    the signed offset key minus query for aligned), head, metric, value, n_images; std and the 95 %
-    interval low, high over images where there are numbers per head, or a rollout. Sinks have the
-    metrics sink_max, sink_median (with --attention rows), sink_share (token: all kinds where empty)
-    and qk_nmi. Single images have columns image and token (the query: cls, mean or ROW,COL) in
-    place of n_images.
+    Columns: store, model, weights, site and block (the block), depth, rel_depth, row and col (of
+    the key; the signed offset key minus query for aligned), head, metric, value, n_images; std and
+    the 95 % interval low, high over images where there are numbers per head, or a rollout. Sinks
+    have the metrics sink_max, sink_median (with --attention rows), sink_share (token: all kinds
+    where empty) and qk_nmi. Single images have columns image and token (the query: cls, mean or
+    ROW,COL) in place of n_images.
     """
     if (parameters["kind"] is None) == (not parameters["image"]):
         raise click.UsageError("give either --kind or --image")
+    options.only_with("--kind aligned", parameters["kind"] == "aligned", "coverage")
+    options.only_with("a --kind that is drawn as maps", parameters["kind"] not in CURVES, "scale")
     run_analysis(
         attn_map.run,
         attn_map.plot,

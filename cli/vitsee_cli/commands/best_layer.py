@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -11,12 +12,25 @@ from vitsee_cli import console, options
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import NamedFile, parse_named_file, parse_path
 from vitsee_core.analyses import best_layer
-from vitsee_core.figures.best_table import ENDINGS, BestTable
-from vitsee_core.files import check_new_files
-from vitsee_core.formats import ending_of
-from vitsee_core.outputs import Outputs, check_outputs, describe_run, write_results
+from vitsee_core.analyses.best_layer.best_table import ENDINGS, BestTable
+from vitsee_core.report.outputs import Outputs, check_outputs, write_results
+from vitsee_core.tables.files import check_new_files
+from vitsee_core.tables.formats import ending_of
+from vitsee_core.tables.results import read_result
+from vitsee_core.tables.sidecars import describe_run
+from vitsee_stores.errors import VitseeError
 
 QUESTION = RESULTS
+
+
+def metrics_of_results(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """The metrics in the RESULTS typed before, for the shell to complete."""
+    found: dict[str, None] = {}
+    for word in ctx.args:  # click has not named them yet: an option still lacks its value
+        with suppress(VitseeError, OSError, KeyError):
+            path = parse_named_file.convert(word, None, ctx).path
+            found |= dict.fromkeys(read_result(path).table.unique("metric"))
+    return [metric for metric in found if metric.startswith(incomplete)]
 
 
 @click.command()
@@ -37,8 +51,15 @@ QUESTION = RESULTS
     "metrics",
     metavar="METRIC",
     multiple=True,
+    shell_complete=metrics_of_results,
     help="Only this metric (top1, purity, iou, ...). Repeatable.  [default: all with a "
     "direction, except those of single classes]",
+)
+@click.option(
+    "--best-token",
+    is_flag=True,
+    help="Also score each layer by its best single token, where RESULTS have every token (probe "
+    "--tokens each).  [default: by the mean over its tokens]",
 )
 @click.option(
     "--paired",
@@ -53,6 +74,7 @@ def command(
     outputs: Outputs,
     printed: Path | None,
     metrics: tuple[str, ...],
+    best_token: bool,
     paired: str | None,
 ) -> None:
     """Name the best layer of each model for each task.
@@ -74,33 +96,36 @@ def command(
       $ vitsee knn train.zarr b16.zarr dino.zarr -o knn.csv --replicates --force
       $ vitsee best-layer knn.csv --paired models -o differences.csv --png differences.png
 
-    Columns: store, model, site, block, depth and rel_depth of the best layer (counted from 0),
-    token, row, col, head of its best row, task, ties (others with the same value), file, metric,
-    value, its spread, n_layers compared, n_overlap (how many others have an interval that overlaps
-    the best one's), baseline. The figure shows the curves and the table; with a self-comparison by
-    cka among RESULTS, also each layer's CKA to the last one beside the scores (Kornblith et al.
-    2019).
+    Columns: store, model, weights, site, block, depth and rel_depth of the best layer (counted from
+    0), token, row, col, head of its best row, task, ties (others with the same value), file,
+    metric, value, its spread, n_layers compared, n_overlap (how many others have an interval that
+    overlaps the best one's), baseline. The figure shows the curves and the table; with a
+    self-comparison by cka among RESULTS, also each layer's CKA to the last one beside the scores
+    (Kornblith et al. 2019).
 
-    With --paired: store_a, model_a, site_a, block_a, depth_a, rel_depth_a, the same with _b, token,
-    row, col, head of both, task, metric, value (a less b), std and the 95 % interval low, high over
-    images, spread (what std is), n_images, n_blocks. Choosing the best layer on the same images is
-    not corrected for. The figure shows each difference and its interval, filled where that
-    excludes 0.
+    With --paired: store_a, model_a, weights_a, site_a, block_a, depth_a, rel_depth_a, the same with
+    _b, token, row, col, head of both, task, metric, value (a less b), std and the 95 % interval
+    low, high over images, spread (what std is), n_images, n_blocks. Choosing the best layer on the
+    same images is not corrected for. The figure shows each difference and its interval, filled
+    where that excludes 0.
     """
     if paired is not None and printed is not None:
         raise click.UsageError("--table prints the best layers; --paired has no such table")
-    check_outputs(outputs)
+    inputs = [p for r in results for p in Outputs(r.path, with_replicates=True).paths()]
+    if paired is not None and best_token:
+        raise click.UsageError("--best-token adds a task to the best layers; leave --paired out")
+    check_outputs(outputs, inputs=inputs)
     if printed is not None:
         ending_of(printed, ENDINGS, "--table")
-        check_new_files([*outputs.paths(), printed], force=outputs.force)
+        check_new_files([*outputs.paths(), printed], force=outputs.force, inputs=inputs)
     if outputs.csv is None:
         console.require_stdout()
     files = best_layer.read([r.path for r in results], [r.label for r in results])
     if paired is None:
-        table = best_layer.run(files, metrics)
+        table = best_layer.run(files, metrics, best_token)
     else:
         table = best_layer.compare(files, metrics, paired)
-    parameters = {"metrics": metrics, "paired": paired}
+    parameters = {"metrics": metrics, "best_token": best_token, "paired": paired}
     sidecar = describe_run([], command=console.command_line(), parameters=parameters)
     sidecar["results"] = [
         {"path": str(file.path.absolute()), "label": given.label, "made_by": file.sidecar}

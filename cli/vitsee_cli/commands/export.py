@@ -10,10 +10,10 @@ import click
 from vitsee_cli import console, options
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import StorePath, parse_path, parse_store
-from vitsee_core.execution import Execution
-from vitsee_core.exporting import DTYPES, ENDINGS, export, samples_table
-from vitsee_core.files import check_new_files
-from vitsee_core.formats import ending_of, table_ending
+from vitsee_core.features.exporting import DTYPES, ENDINGS, export, samples_table
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.tables.files import check_new_files
+from vitsee_core.tables.formats import ending_of, table_ending
 
 QUESTION = STORES
 

@@ -23,6 +23,8 @@ from vitsee_cli.extraction_options import (
 from vitsee_cli.model_options import model_options
 from vitsee_cli.sections import STORES, SectionedCommand, section
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.progress import soon_said
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.dry_run import DryRun
@@ -51,9 +53,7 @@ def command(model: ModelOptions, **given: Any) -> None:
       vitsee extract demo:vit --data demo:test -o vit.zarr --dry-run
       vitsee extract resnet50 --data imagenet/val -o r50.zarr --plan slurm > r50.sh; bash r50.sh
     """
-    from vitsee_core.extraction.by_workers import extract_by_workers
-    from vitsee_core.extraction.dry_run import dry_run
-    from vitsee_core.extraction.run import extract
+    from vitsee_core.extraction.repeated import n_complete
     from vitsee_core.extraction.sharding import parse_shard
 
     def take(cls: Any) -> Any:
@@ -72,6 +72,17 @@ def command(model: ModelOptions, **given: Any) -> None:
     shard = parse_shard(given.pop("shard"), os.environ)
     given["command"] = shlex.join(console.command_line())
     data, keep, run = take(DataOptions), take(KeepOptions), take(RunOptions)
+    again = not (run.dry_run or run.force)
+    if again and (n_images := n_complete(run.command, run.output)) is not None:
+        console.say(
+            f"{run.output} is complete ({counted(n_images, 'images')}): nothing to do (this "
+            "command made it; its model and images were not read again)"
+        )
+        return
+    with soon_said("loading torch and timm"):
+        from vitsee_core.extraction.by_workers import extract_by_workers
+        from vitsee_core.extraction.dry_run import dry_run
+        from vitsee_core.extraction.run import extract
     if run.dry_run:
         each = click.get_current_context().meta.get(options.VERBOSITY, 0) > 0
         show_plan(dry_run(model, data, keep, run), run, each)
@@ -89,8 +100,8 @@ def show_script(
     model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions, shard: str | None
 ) -> None:
     """The script of an array job on stdout."""
-    from vitsee_core.command_lines import without_options
     from vitsee_core.extraction.slurm import plan_array
+    from vitsee_core.runtime.command_lines import without_options
 
     if shard not in (None, "slurm", "claims") or run.dry_run:
         raise click.UsageError("--plan numbers the shards itself: leave out --shard and --dry-run")
@@ -111,7 +122,7 @@ def show_plan(planned: DryRun, run: RunOptions, each: bool) -> None:
     """Sizes as CSV on stdout, the sum first, then folders or `each` array; remarks on stderr."""
     from vitsee_core.extraction.image_layout import describe
     from vitsee_core.extraction.sizes import HEADER, array_sizes, folder_sizes, total_size
-    from vitsee_core.machine import counted, free_disk_bytes, human_bytes, scratch_folder
+    from vitsee_core.runtime.machine import free_disk_bytes, human_bytes, scratch_folder
     from vitsee_stores.manifest import by_reason
 
     plan = planned.plan
@@ -139,7 +150,7 @@ def show_plan(planned: DryRun, run: RunOptions, each: bool) -> None:
 
 def report(outcome: Outcome, output: Place) -> None:
     """The last lines: unreadable images, where the time went, what is left to do."""
-    from vitsee_core.machine import counted, human_bytes
+    from vitsee_core.runtime.machine import human_bytes
 
     if line := outcome.unreadable_line():
         console.warn(line)

@@ -11,12 +11,12 @@ from typing import Any
 
 import click
 
-from vitsee_cli import console
+from vitsee_cli import console, options
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import parse_place
-from vitsee_core.command_lines import resuming
-from vitsee_core.machine import counted
-from vitsee_core.text import visible
+from vitsee_core.runtime.command_lines import resuming
+from vitsee_core.runtime.machine import counted
+from vitsee_core.tables.text import visible
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Place
 
@@ -24,6 +24,7 @@ QUESTION = STORES
 
 FIELD_WIDTH = 100  # characters of JSON on one line
 SHOWN_LABELS = 6
+LOADED = ("source", "key", "layout", "assumed", "missing", "unexpected")  # of the weights
 SHOWN_RUNS = 8  # of missing slabs
 
 
@@ -35,7 +36,7 @@ SHOWN_RUNS = 8  # of missing slabs
     metavar="FIELD",
     help="Print one field alone, by its dotted path in --json.  [default: all]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Everything as JSON.  [default: for people]")
+@options.json_option
 def command(stores: tuple[Place, ...], field: str | None, as_json: bool) -> None:
     """Show what stores contain and how they were made.
 
@@ -137,7 +138,7 @@ def show_together(records: Sequence[Mapping[str, Any]]) -> None:
     from rich.table import Table
 
     lines = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("store", "model", "data", "attention"):
+    for title in ("store", "model", "weights", "data", "attention"):
         lines.add_column(title, overflow="fold")
     for title in ("classes", "images", "slabs", "sites", "sublayers", "size"):
         lines.add_column(title, justify="right")
@@ -146,6 +147,7 @@ def show_together(records: Sequence[Mapping[str, Any]]) -> None:
         cells = (
             record["path"],
             str(record["model"].get("name", "")),
+            record["weights"],
             str(record["info"].get("data", {}).get("data", "")),
             str(record["attention"]["level"]) if record["attention"]["groups"] else "none",
             *(str(len(record[of] or ())) for of in ("class_names",)),
@@ -164,8 +166,9 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     model, weights = record["model"], record["model"].get("weights", {})
     identity, data = record["identity"], record["info"].get("data", {})
-    slabs = f"{record['n_committed']} of {record['n_slabs']} slabs of {record['slab']} images"
-    images = f"{record['n_images']} images"
+    every = counted(record["n_slabs"], "slabs")
+    slabs = f"{record['n_committed']} of {every} of {counted(record['slab'], 'images')}"
+    images = counted(record["n_images"], "images")
     if record["n_valid"] is not None:
         images += f", {record['n_valid']} of them stored and readable"
     unread = [name for name in ("n_valid", "labels") if record[name] is None]
@@ -183,8 +186,9 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("size", f"{console.human_bytes(record['size_bytes'])}, codec {record['codec']}"),
         ("model", model.get("name", "")),
         ("built as", _listed(model, ("architecture", "args", "input_size", "n_params"))),
+        ("weights", record["weights"]),
         ("no skip in", ", ".join(model.get("ablate_skip", ()))),
-        ("weights", _listed(weights, ("source", "seed", "file", "key", "missing", "unexpected"))),
+        ("loaded", _listed(weights, LOADED)),
         ("transform", _listed(record["transform"], tuple(record["transform"]))),
         ("precision", str(identity.get("precision", ""))),
         ("attention", _attention(record["attention"])),
@@ -200,7 +204,9 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     for maker in record["made_by"]:
         command = str(maker.get("command", "unknown"))
         where = _listed(maker, ("host", "device", "shard"))
-        facts.append(("made by", f"{command} ({maker['n_slabs']} slabs{where and ', ' + where})"))
+        facts.append(
+            ("made by", f"{command} ({counted(maker['n_slabs'], 'slabs')}{where and ', ' + where})")
+        )
     return [(name, text) for name, text in facts if text]
 
 

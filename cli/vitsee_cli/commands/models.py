@@ -6,20 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vitsee_cli import options
+from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
+from vitsee_cli.completion import model_names, one_of
 from vitsee_cli.sections import STORES
-from vitsee_core import catalogue
+from vitsee_cli.values import WholeNumber
+from vitsee_core.study import catalogue
 
 if TYPE_CHECKING:
-    from vitsee_core.outputs import Outputs
+    from vitsee_core.report.outputs import Outputs
 
 QUESTION = STORES
 
 
 @click.command()
 @options.defaults_of(catalogue.run)
-@click.argument("pattern", metavar="GLOB")
+@click.argument("pattern", metavar="GLOB", shell_complete=one_of(model_names))
 @click.option("--names", "names_only", is_flag=True, help="Names, tags and input sizes only.")
 @click.option(
     "--prove",
@@ -30,11 +32,12 @@ QUESTION = STORES
 @click.option(
     "--limit",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     help="Inspect N architectures at most, about a second each; more are refused.",
 )
+@options.json_option
 @options.table_options
-def command(pattern: str, outputs: Outputs, **parameters: Any) -> None:
+def command(pattern: str, outputs: Outputs, as_json: bool, **parameters: Any) -> None:
     """List timm's models and the analyses they support.
 
     Parameters, input size, blocks, and the commands that apply.
@@ -49,14 +52,26 @@ def command(pattern: str, outputs: Outputs, **parameters: Any) -> None:
       $ vitsee models 'vit_small_*dino*'
       $ vitsee models 'resnet50*' --names
       $ vitsee models '*.*clip*' --names -o clip.csv
+      $ vitsee models 'deit3_*' --names --json
 
     \b
     Columns
       model, tags            the architecture, and its pretrained weights (NAME.TAG)
-      n_params               with the default arguments
+      n_params, flops        with the default arguments; flops per image
       height, width          input size in pixels
       n_blocks               of all stages
+      heads                  per block; several numbers where blocks differ
+      grid                   rows x columns of the last site that lies on the image
       analyses               the commands that its shapes allow
       left_out               the others, and why
     """
+    if as_json and outputs.csv is not None:
+        raise click.UsageError("--json is of stdout: give -o a .json file instead")
+    if as_json:
+        from vitsee_core.tables.formats import table_bytes
+
+        progress = console.Reporter("models")
+        table = catalogue.run(pattern, **parameters, progress=progress)
+        console.out(table_bytes(table.columns, ".json").decode().rstrip())
+        return
     run_analysis(*(catalogue.run, None, (), outputs), pattern=pattern, **parameters)

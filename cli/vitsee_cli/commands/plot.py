@@ -10,10 +10,14 @@ import click
 from vitsee_cli import console, options
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import FiniteRange, parse_path
-from vitsee_core.figures.looks import AXES, THEMES, Look
-from vitsee_core.files import check_new_files, write_files
-from vitsee_core.formats import FIGURE_ENDINGS, TABLE_ENDINGS, ending_of
-from vitsee_core.plotting import DPI
+from vitsee_core.figures.looks import AXES, Look
+from vitsee_core.figures.panels import MEDIA
+from vitsee_core.figures.plotting import (
+    DPI,
+    THEMES,
+)
+from vitsee_core.tables.files import check_new_files, write_files
+from vitsee_core.tables.formats import FIGURE_ENDINGS, TABLE_ENDINGS, ending_of
 
 QUESTION = RESULTS
 MOST_INCHES = 200.0
@@ -47,22 +51,52 @@ def parse_range(text: Any) -> tuple[float, float]:
 
 
 @click.command()
-@click.argument("result", metavar="RESULT", type=parse_path)
+@click.argument("results", metavar="RESULT...", nargs=-1, required=True, type=parse_path)
 @click.option(
     "-o",
     "--output",
     metavar="FILE",
     type=parse_path,
     help="Where the figure goes, a .png, .svg or .pdf, in which text stays text.  "
-    "[default: RESULT.png, without the table's ending]",
+    "[default: RESULT.png, without the table's ending; of several RESULTs, required]",
 )
 @options.force_option
 @options.sites_option(show_default="all rows of the table")
 @click.option(
+    "--x",
+    metavar="FIELD",
+    default="",
+    help="A chart of the values along an attribute of the stores: params, resolution (of the "
+    "input), images, data, a column of RESULT (shots) or of --attributes.  [default: the command's "
+    "figure]",
+)
+@click.option(
+    "--by",
+    metavar="FIELD",
+    multiple=True,
+    help="With --x: join what has the same value of this attribute or column to a curve. "
+    "Repeatable.  [default: a curve per store]",
+)
+@click.option(
+    "--attributes",
+    metavar="FILE",
+    type=parse_path,
+    help="With --x: a table of your own with a column store or model and attributes beside it; "
+    "that of vitsee models has flops.  [default: none]",
+)
+@click.option(
+    "--for",
+    "medium",
+    type=click.Choice(list(MEDIA)),
+    help="Column: at most 3.5 inches wide, letters of 7 points. Page: 7 inches, 8 points. "
+    "Slide: 12 inches, up to 15 points. Panels wrap by that width.  [default: page]",
+)
+@click.option(
     "--size",
     metavar="W,H",
     type=parse_size,
-    help="Width and height in inches.  [default: the command's choice]",
+    help="Width and height in inches, instead; letters have 6 to 8 points, or those of --for.  "
+    "[default: what --for and the content decide]",
 )
 @click.option(
     "--dpi",
@@ -74,8 +108,8 @@ def parse_range(text: Any) -> tuple[float, float]:
 )
 @click.option(
     "--theme",
-    type=click.Choice(THEMES),
-    default=THEMES[0],
+    type=click.Choice(list(THEMES)),
+    default="light",
     show_default=True,
     help="Dark letters on white paper, or light ones on dark.",
 )
@@ -101,10 +135,14 @@ def parse_range(text: Any) -> tuple[float, float]:
     help="Make this axis logarithmic. Repeatable.  [default: the command's choice]",
 )
 def command(
-    result: Path,
+    results: tuple[Path, ...],
     output: Path | None,
     force: bool,
     sites: tuple[str, ...],
+    x: str,
+    by: tuple[str, ...],
+    attributes: Path | None,
+    medium: str | None,
     size: tuple[float, float] | None,
     dpi: float,
     theme: str,
@@ -116,22 +154,35 @@ def command(
     """Draw the figure of a result again.
 
     RESULT is a table that a command wrote with -o; its sidecar (RESULT.json) says which command's
-    figure it is. Nothing is computed: stores and models are not needed.
+    figure it is. Nothing is computed: stores and models are not needed. Several RESULTs of one
+    command are drawn as one: of cka --pairs same-depth a curve per pair of stores.
 
     \b
       $ vitsee plot cka.csv
       $ vitsee plot cka.csv -o cka.pdf --cmap magma --range 0,0.8 --title "ViT-B/16"
+      $ vitsee plot cka.csv -o cka.pdf --for column
       $ vitsee plot probe.csv -o probe.svg --size 5,3 --sites 'blocks,!embed'
       $ vitsee plot norms.csv -o slide.png --theme dark --dpi 300 --log y
+      $ vitsee plot best.csv -o size.png --x params --by family --attributes mine.csv
+      $ vitsee plot probe.csv -o shots.png --x shots --sites last
+      $ vitsee plot b16.csv l16.csv -o pairs.png
     """
-    from vitsee_core.plotting import figure_bytes
-    from vitsee_core.redrawing import redraw
+    from vitsee_core.figures.plotting import (
+        figure_bytes,
+    )
+    from vitsee_core.report.redrawing import redraw
 
-    place = output or _beside(result)
+    if not x and (by or attributes is not None):
+        raise click.UsageError("--by and --attributes are of a chart along --x FIELD")
+    if output is None and len(results) > 1:
+        raise click.UsageError(f"{len(results)} results make one figure: name it with -o")
+    place = output or _beside(results[0])
     ending = ending_of(place, FIGURE_ENDINGS, "-o")
     check_new_files([place], force=force)
     look = Look(theme, cmap, limits, title, log)
-    figure = redraw(result, sites=sites, size=size, look=look)
+    figure = redraw(
+        results, sites=sites, size=size, medium=medium, look=look, x=x, by=by, attributes=attributes
+    )
     write_files({place: figure_bytes(figure, ending, dpi)}, force=force)
     console.say(f"{place} is written")
 

@@ -12,13 +12,13 @@ import click
 from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.sections import KNOWLEDGE, SectionedCommand, section
-from vitsee_cli.values import POSITIVE, parse_path
+from vitsee_cli.values import POSITIVE, WholeNumber, parse_path
 from vitsee_core.analyses import propagate
-from vitsee_core.video.propagation_settings import PRESETS, SEEDS, UPSAMPLES, WINDOWS
+from vitsee_core.analyses.propagate.propagation_settings import PRESETS, SEEDS, UPSAMPLES, WINDOWS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.outputs import Outputs
+    from vitsee_core.report.outputs import Outputs
 
 QUESTION = KNOWLEDGE
 WALMER = PRESETS["walmer"].settings
@@ -68,7 +68,7 @@ def parse_radius(text: str) -> dict[str, float]:
     click.option(
         "--context",
         metavar="N",
-        type=click.IntRange(min=0),
+        type=WholeNumber(min=0),
         show_default=f"{WALMER.context:g}",
         help="Look at the last N frames, beside the first.",
     ),
@@ -88,7 +88,7 @@ def parse_radius(text: str) -> dict[str, float]:
     click.option(
         "--top",
         metavar="K",
-        type=click.IntRange(min=1),
+        type=WholeNumber(min=1),
         show_default=f"{WALMER.top:g}",
         help="Take the K most similar tokens of all these frames together, and those that tie.",
     ),
@@ -165,10 +165,10 @@ def command(
       $ vitsee propagate normal=224.zarr dense=davis.zarr --masks DAVIS --png both.png > both.csv
       $ vitsee propagate davis.zarr --masks DAVIS --sites last --save results --per-video > last.csv
 
-    Columns: store, model, site, block, depth, rel_depth, with --per-video video and object, metric
-    (jf, j, f, j_recall, f_recall, j_decay, f_decay), value (a mean over objects), std over objects,
-    the 95 % interval low, high (jackknife over videos), n_objects, n_videos, n_images (frames
-    scored), baseline.
+    Columns: store, model, weights, site, block, depth, rel_depth, with --per-video video and
+    object, metric (jf, j, f, j_recall, f_recall, j_decay, f_decay), value (a mean over objects),
+    std over objects, the 95 % interval low, high (jackknife over videos), n_objects, n_videos,
+    n_images (frames scored), baseline.
     """
     reach: dict[str, Any] = {"radius": None, "radius_px": None, **(radius or {})}
     if "none" in baselines:

@@ -47,9 +47,9 @@ def command(
       $ vitsee cka b16.zarr -o results/cka.csv --png results/cka.png
       $ vitsee report results -o report.html
     """
-    from vitsee_core.formats import ending_of
-    from vitsee_core.machine import counted, human_bytes
     from vitsee_core.report import write_report
+    from vitsee_core.runtime.machine import counted, human_bytes
+    from vitsee_core.tables.formats import ending_of
 
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
@@ -63,9 +63,13 @@ def command(
         force=force,
         progress=console.Reporter("report"),
     )
+    if shown is None:
+        console.say(f"{place}: nothing has changed since it was written")
+        return
     for path, reason in shown.left_out.items():
         console.say(f"left out: {path}: {reason}")
+    n_results = sum(result.file.path not in shown.left_out for result in shown.results)
     console.say(
-        f"{place}: {counted(len(shown.results), 'results')} and "
+        f"{place}: {counted(n_results, 'results')} and "
         f"{counted(len(shown.stores), 'stores')}, {human_bytes(place.stat().st_size)}"
     )

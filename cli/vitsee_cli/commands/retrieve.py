@@ -9,14 +9,14 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.sections import KNOWLEDGE
-from vitsee_cli.values import parse_path, parse_store
-from vitsee_core.retrieval.retrieval_truth import FORMS
+from vitsee_cli.values import WholeNumber, parse_path, parse_store
+from vitsee_core.analyses.retrieve.retrieval_truth import FORMS
 from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.outputs import Outputs
-    from vitsee_core.results import Table
+    from vitsee_core.report.outputs import Outputs
+    from vitsee_core.tables.results import Table
 
 QUESTION = KNOWLEDGE
 
@@ -67,11 +67,18 @@ def _stores_argument(command: Any) -> Any:
 @click.option(
     "--at",
     metavar="K",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     multiple=True,
     default=(1, 5, 10),
     show_default="1 5 10",
     help="Mean precision among the K nearest. Repeatable.",
+)
+@click.option(
+    "--baseline",
+    "baselines",
+    type=click.Choice(["random"]),
+    multiple=True,
+    help="Also search random vectors of the same shape.  [default: none]",
 )
 @click.option("--per-query", is_flag=True, help="Add the average precision of each query.")
 @click.option(
@@ -120,23 +127,24 @@ def command(
       $ vitsee retrieve ox.zarr --queries q.zarr --truth roxford5k/gnd_roxford5k.pkl
       $ vitsee retrieve b16.zarr --truth labels --sites last
 
-    Columns: store, model, site, block, depth, rel_depth, query (with --per-query), metric
+    Columns: store, model, weights, site, block, depth, rel_depth, query (with --per-query), metric
     (map_easy, map_medium, map_hard, mp@K_easy, ...; map and mp@K with labels or a .csv, map@100,
     map@100_public, map@100_private with GLDv2's; ap... of one query), value, std over queries and
     the 95 % interval low, high, n_queries, n_images (searched), baseline (chance: what is expected
-    of random order, exactly). mp@1 is recall@1. The figure shows precision against depth. Without
+    of random order, exactly; random with --baseline random: standard normal vectors, Walmer et al.
+    2023, B.3). mp@1 is recall@1. The figure shows precision against depth. Without
     STORE only --export-queries and --export-truth are done.
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import retrieve
-    from vitsee_core.outputs import check_outputs
-    from vitsee_core.retrieval.truth_files import export
+    from vitsee_core.analyses.retrieve.truth_files import export
+    from vitsee_core.report.outputs import check_outputs
 
     if not stores and export_queries is None and export_truth is None:
         raise click.UsageError("give a STORE to search, or --export-queries, --export-truth")
     if not stores and (outputs.csv is not None or outputs.png is not None):
         raise click.UsageError("-o and --png need a STORE to search")
-    check_outputs(outputs)
+    check_outputs(outputs, inputs=[truth])
     export(truth, export_queries, export_truth, force=outputs.force)
     if not stores:
         return

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import pkgutil
 from pathlib import Path
 
 import click
 
 from vitsee_cli import options
+from vitsee_cli.completion import model_names, one_of
 from vitsee_cli.sections import STORES
 from vitsee_cli.studies import dry_run_option, named, run_study
-from vitsee_cli.values import parse_folder, parse_words
+from vitsee_cli.study_settings import file_option, settings
+from vitsee_cli.values import WholeNumber, parse_folder, parse_size, parse_words
+from vitsee_core import analyses as room
 
 QUESTION = STORES
 
 
+def analysis_names() -> list[str]:
+    """What --analyses and --skip know, without importing it."""
+    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(room.__path__)]
+
+
 @click.command()
-@click.argument("models", metavar="[NAME=]MODEL...", nargs=-1, required=True, type=parse_words)
+@click.argument(
+    "models",
+    metavar="[NAME=]MODEL[?OPTION=VALUE]...",
+    nargs=-1,
+    required=True,
+    type=parse_words,
+    shell_complete=one_of(model_names),
+)
+@file_option
 @click.option(
     "--data",
     metavar="DATA",
@@ -41,7 +58,7 @@ QUESTION = STORES
 @click.option(
     "--images",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     default=2000,
     show_default=True,
     help="Images of each, the same in every store.",
@@ -49,7 +66,7 @@ QUESTION = STORES
 @click.option(
     "--train-images",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     help="Images of --train to learn from; of these only pooled vectors are kept.  "
     "[default: as many as --images]",
 )
@@ -57,10 +74,40 @@ QUESTION = STORES
     "--analyses",
     metavar="NAME",
     multiple=True,
+    shell_complete=one_of(analysis_names),
     help="Only this analysis. Repeatable.  [default: all that apply]",
 )
 @click.option(
-    "--skip", metavar="NAME", multiple=True, help="Not this one. Repeatable.  [default: none]"
+    "--skip",
+    metavar="NAME",
+    multiple=True,
+    shell_complete=one_of(analysis_names),
+    help="Not this one. Repeatable.  [default: none]",
+)
+@click.option(
+    "--set",
+    "given",
+    metavar="ANALYSIS.OPTION=VALUE",
+    multiple=True,
+    help="An option of an analysis, or of extract, as cka.batch=512, saliency.masks=masks, "
+    "extract.precision=bf16. Repeatable.  [default: as a study chooses]",
+)
+@click.option(
+    "--control",
+    is_flag=True,
+    help="Add an untrained twin of each model, NAME-untrained.  [default: none]",
+)
+@click.option(
+    "--thorough",
+    is_flag=True,
+    help="Keep the sites of all the papers' figures: norms, hidden layers and branches too, which "
+    "takes several times as much disk.  [default: the blocks' outputs]",
+)
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    type=parse_size,
+    help="Memory for each analysis to stay within, e.g. 4G.  [default: a quarter of the machine's]",
 )
 @options.seed_option
 @options.device_option
@@ -76,6 +123,10 @@ def command(
     train_images: int | None,
     analyses: tuple[str, ...],
     skip: tuple[str, ...],
+    given: tuple[str, ...],
+    control: bool,
+    thorough: bool,
+    memory: int | None,
     seed: int,
     device: str,
     dry_run: bool,
@@ -92,15 +143,21 @@ def command(
       $ vitsee study a=vit_small_patch16_224.dino mae=vit_base_patch16_224.mae --data photos -o out
       $ vitsee study resnet50 --data photos -o out --analyses cka --analyses erf
       $ vitsee study vit_large_patch16_224 --data photos -o out --dry-run > steps.sh
+      $ vitsee study mae='vit_base_patch16_224?checkpoint=mae.pth' --control --data photos -o out
+      $ vitsee study --file study.toml -o out --set cka.batch=512
 
+    Options of a model stand behind its name: those of extract that decide weights and input.
     FOLDER gets stores/NAME.zarr, results/COMMAND[-VARIANT].csv and .png, report.html and
     study.json, which says of each step what it was made from and how it ended. A file there that
     this study did not write is refused, never replaced.
     """
-    from vitsee_core.study.steps import Study
+    from vitsee_core.study.planning import known_analyses
+    from vitsee_core.study.steps import Study, with_controls
 
     if train_images is not None and train is None:
         raise click.UsageError("--train-images says how many images of --train: give that too")
-    study = Study(output, named(models), data, train, images, seed, device, analyses, skip,
-                  train_images=train_images)  # fmt: skip
+    chosen = with_controls(named(models), seed) if control else named(models)
+    study = Study(output, chosen, data, train, images, seed, device, analyses, skip,
+                  train_images=train_images, thorough=thorough,
+                  settings=settings(given, memory, ctx, known_analyses()))  # fmt: skip
     run_study(ctx, study, dry_run=dry_run)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
-from vitsee_cli import console
+from vitsee_cli import console, options
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import parse_place
 from vitsee_stores.errors import StoreError
@@ -21,7 +23,8 @@ QUESTION = STORES
     help="Read every byte: all checksums, and values that should not be NaN or infinite.  "
     "[default: every file's size and last bytes, and the small arrays]",
 )
-def command(stores: tuple[Place, ...], deep: bool) -> None:
+@options.json_option
+def command(stores: tuple[Place, ...], deep: bool, as_json: bool) -> None:
     """Check stores for damage.
 
     Checks their layout, their commits against their arrays, and their checksums. Prints one line
@@ -33,10 +36,25 @@ def command(stores: tuple[Place, ...], deep: bool) -> None:
       $ vitsee validate b16.zarr
       ok: b16.zarr: 196 of 196 slabs
       $ vitsee validate --deep *.zarr || echo damaged
+      $ vitsee validate b16.zarr --json
+
+    \b
+    With --json a list of objects
+      store      as it was named
+      ok         whether no damage was found
+      complete   whether all its slabs are committed; null of a damaged one
+      damage     a line each
     """
     from vitsee_stores.validation import remedy
 
-    found = {store: _check(store, deep, alone=len(stores) == 1) for store in dict.fromkeys(stores)}
+    alone = len(stores) == 1 and not as_json
+    found = {store: _check(store, deep, alone, as_json) for store in dict.fromkeys(stores)}
+    if as_json:
+        records = [
+            {"store": str(s), "ok": not d, "complete": _is_complete(s, d), "damage": d}
+            for s, d in found.items()
+        ]
+        console.out(json.dumps(records, indent=2))
     damaged = {store: damage for store, damage in found.items() if damage}
     if not damaged:
         return
@@ -48,8 +66,16 @@ def command(stores: tuple[Place, ...], deep: bool) -> None:
     raise StoreError(f"{first}{more}{others}{help and f' ({help})'}")
 
 
-def _check(store: Place, deep: bool, alone: bool) -> list[str]:
-    """Print the damage of a store, or that there is none; returns the damage."""
+def _is_complete(store: Place, damage: list[str]) -> bool | None:
+    from vitsee_stores import describe
+
+    return None if damage else bool(describe(store)["complete"])
+
+
+def _check(store: Place, deep: bool, alone: bool, as_json: bool) -> list[str]:
+    """Print the damage of a store, or that there is none, unless it goes into JSON; returns the
+    damage."""
+    from vitsee_core.runtime.machine import counted
     from vitsee_stores import describe, validate
 
     try:
@@ -58,13 +84,16 @@ def _check(store: Place, deep: bool, alone: bool) -> list[str]:
     except StoreError as error:
         if alone:
             raise
-        console.out(str(error))
+        if not as_json:
+            console.out(str(error))
         return [str(error)]
+    if as_json:
+        return damage
     for line in damage:
         console.out(line if alone else f"{store}: {line}")
     if not damage:
         record = describe(store)
         unfinished = "" if record["complete"] else ", unfinished"
-        slabs = f"{record['n_committed']} of {record['n_slabs']} slabs"
+        slabs = f"{record['n_committed']} of {counted(record['n_slabs'], 'slabs')}"
         console.out(f"ok: {store}: {slabs}{unfinished}")
     return damage

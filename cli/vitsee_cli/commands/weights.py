@@ -12,17 +12,17 @@ from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.model_options import check_weight_options, weight_options
 from vitsee_cli.sections import KNOWLEDGE
-from vitsee_cli.values import StorePath, parse_store
+from vitsee_cli.values import StorePath, WholeNumber, parse_store
 from vitsee_core.analyses import weights
-from vitsee_core.figures.weights_figure import SCALES
+from vitsee_core.analyses.weights.weights_figure import SCALES
 from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
-    from vitsee_core.models import LoadedModel
-    from vitsee_core.outputs import Outputs
-    from vitsee_core.progress import Progress
-    from vitsee_core.results import Table
+    from vitsee_core.models.loaded import LoadedModel
+    from vitsee_core.report.outputs import Outputs
+    from vitsee_core.runtime.progress import Progress
+    from vitsee_core.tables.results import Table
     from vitsee_stores import Store
 
 QUESTION = KNOWLEDGE
@@ -49,13 +49,13 @@ QUESTION = KNOWLEDGE
 @click.option(
     "--components",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     help="Show the first N components; the table has the shares of variance of all.",
 )
 @click.option(
     "--every",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     show_default="1, more beyond a million rows",
     help="Compare the position embeddings of every N-th row and column with all others.",
 )
@@ -86,7 +86,7 @@ def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters
     embeddings are those that the model adds at its input size, without class and register tokens.
 
     \b
-    Columns: store, model, site (layer or tensor), metric and what applies of
+    Columns: store, model, weights, site (layer or tensor), metric and what applies of
       row, col                     pixel of a filter; cosine: a patch of the grid
       component, filter, channel   counted from 0
       other_row, other_col         cosine: the other patch
@@ -146,7 +146,7 @@ def _run(
     **parameters: Any,
 ) -> Table:
     """The sources in the order given: stores and models mixed."""
-    from vitsee_core.progress import counting
+    from vitsee_core.runtime.progress import counting
 
     rest: dict[str, Iterator[Any]] = {"store": iter(stores), "model": map(_load, models)}
     sources = []
@@ -158,7 +158,7 @@ def _run(
 
 
 def _load(model: dict[str, Any]) -> LoadedModel:
-    from vitsee_core.models import load_model
+    from vitsee_core.models.load import load_model
 
     loaded = load_model(**model)
     for note in loaded.notes():

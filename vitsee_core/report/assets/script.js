@@ -160,11 +160,11 @@
     }
     for (const t of [0, 0.25, 0.5, 0.75, 1]) el("text", { x: x(t), y: H - B + 16, "text-anchor": "middle" }, svg).textContent = t;
     el("line", { x1: L, x2: W - R, y1: H - B, y2: H - B, class: "axis" }, svg);
-    el("text", { x: (L + W - R) / 2, y: H - 4, "text-anchor": "middle" }, svg).textContent = "relative depth (first 0, last 1)";
+    el("text", { x: (L + W - R) / 2, y: H - 4, "text-anchor": "middle" }, svg).textContent = "relative depth";
     const marks = [], of = [];
     chart.lines.forEach((line, k) => {
-      const group = el("g", { class: line.baseline ? "cb" : "c" + k % 7 }, svg), ps = line.points;
-      const dash = line.baseline ? "5 4" : k >= 7 ? "2 3" : "none";
+      const group = el("g", { class: line.baseline ? "cb" : "c" + line.colour % 7 }, svg), ps = line.points;
+      const dash = line.baseline ? "5 4" : line.colour >= 7 ? "2 3" : "none";
       if (!chart.heads) {
         const banded = ps.filter((p) => p[2] !== null && p[3] !== null);
         if (banded.length > 1 && !line.baseline) el("path", { class: "band", d: "M" + banded.map((p) => `${x(p[0])},${y(p[3])}`).join("L") + "L" + banded.slice().reverse().map((p) => `${x(p[0])},${y(p[2])}`).join("L") + "Z" }, group);
@@ -172,7 +172,7 @@
       }
       ps.forEach((p, i) => {
         const shift = chart.heads ? (k - (chart.lines.length - 1) / 2) * 6 : 0;
-        const mark = el("path", { class: "dot", d: SHAPES[k % SHAPES.length](line.baseline ? 2.4 : 3.8), transform: `translate(${x(p[0]) + shift},${y(p[1])})` }, group);
+        const mark = el("path", { class: "dot", d: SHAPES[line.colour % SHAPES.length](line.baseline ? 2.4 : 3.8), transform: `translate(${x(p[0]) + shift},${y(p[1])})` }, group);
         if (still) return;
         label(mark, [line.name, p[5] + (p[6] ? ", " + p[6] : ""), chart.metric + " " + values(p[1], p[2], p[3], p[4]).replace("\n", "; ")].join("; "));
         marks.push(mark); of.push([k, i]);
@@ -183,9 +183,9 @@
       const key = html("ul", "", figure, "key");
       chart.lines.forEach((line, k) => {
         if (still && line.baseline) return;
-        const item = html("li", "", key, line.baseline ? "cb" : "c" + k % 7), icon = el("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" }, item);
-        if (!chart.heads) el("path", { class: "line", "stroke-dasharray": line.baseline ? "5 4" : k >= 7 ? "2 3" : "none", d: "M0,5H22" }, icon);
-        el("path", { class: "dot", d: SHAPES[k % SHAPES.length](3.6), transform: "translate(11,5)" }, icon);
+        const item = html("li", "", key, line.baseline ? "cb" : "c" + line.colour % 7), icon = el("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" }, item);
+        if (!chart.heads) el("path", { class: "line", "stroke-dasharray": line.baseline ? "5 4" : line.colour >= 7 ? "2 3" : "none", d: "M0,5H22" }, icon);
+        el("path", { class: "dot", d: SHAPES[line.colour % SHAPES.length](3.6), transform: "translate(11,5)" }, icon);
         html("bdi", line.name, item);
       });
     }
@@ -251,10 +251,10 @@
   }
   for (const thumb of document.querySelectorAll("[data-curve]")) {
     const metric = thumb.dataset.curve, found = thumb.dataset.from.split(" ").flatMap((id) => data[id] || [])
-      .filter((chart) => chart.kind === "curves" && chart.title === metric);
+      .filter((chart) => chart.kind === "curves" && chart.key === metric);
     const lines = found.flatMap((chart) => chart.lines).sort((a, b) => a.baseline - b.baseline);
     const place = html("span", "", thumb, "chart");
-    html("b", metric, place);
+    html("b", found[0].title, place);
     curves(place, { ...found[0], lines }, 330, true);
   }
   const sheets = document.querySelectorAll(".sheets");

@@ -1,0 +1,68 @@
+"""vitsee cache: the Gram matrices that are kept between commands."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from vitsee_cli import console
+from vitsee_cli.sections import STORES
+from vitsee_cli.values import parse_place
+from vitsee_stores.url import Place
+
+QUESTION = STORES
+
+_places = click.argument("places", metavar="[STORE|FOLDER]...", nargs=-1, type=parse_place)
+
+
+@click.group()
+def command() -> None:
+    """List or remove cached Gram matrices.
+
+    cka, cka-heads, similarity and localize keep Gram matrices in STORE.grams beside each store, or
+    in the folder of --cache; of a store at a URL in the user's cache folder. A matrix that is
+    removed is made again when a command needs it.
+
+    \b
+      $ vitsee cache ls
+      $ vitsee cache ls b16.zarr results
+      $ vitsee cache rm b16.zarr
+    """
+
+
+@command.command("ls")
+@_places
+def ls(places: tuple[Place, ...]) -> None:
+    """List the caches of STOREs or below FOLDERs, as CSV.
+
+    Without an argument: below the working folder, and those of stores at URLs.
+
+    Columns: folder, store_id (of the first matrix), n_matrices, size_bytes.
+    """
+    from vitsee_core.similarity.cache_folders import caches_of
+    from vitsee_core.tables.results import Table
+
+    columns = ("folder", "store_id", "n_matrices", "size_bytes")
+    rows: list[dict[str, Any]] = [vars(found) for found in caches_of(places)]
+    Table.from_rows(rows, columns).to_csv(sys.stdout)
+
+
+@command.command("rm")
+@click.argument("places", metavar="STORE|FOLDER...", nargs=-1, type=parse_place, required=True)
+def rm(places: tuple[Place, ...]) -> None:
+    """Remove the caches of STOREs or below FOLDERs.
+
+    Only files of Gram matrices are removed, and folders that are empty then. Commands that use
+    them at the same time make them again.
+    """
+    from vitsee_core.runtime.machine import counted, human_bytes
+    from vitsee_core.similarity.cache_folders import caches_of
+
+    found = caches_of(places)
+    for cache in found:
+        cache.remove()
+    n, size = sum(c.n_matrices for c in found), sum(c.size_bytes for c in found)
+    freed = f"{counted(n, 'Gram matrices')}, {human_bytes(size)}"
+    console.say(f"removed {freed} in {counted(len(found), 'folders')}")

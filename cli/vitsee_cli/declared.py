@@ -1,0 +1,105 @@
+"""click's options of the parameters that analyses declare, see `vitsee_core.runtime.options`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+
+from vitsee_cli.completion import one_of
+from vitsee_cli.values import FiniteRange, WholeNumber, parse_folder, parse_path, parse_words
+from vitsee_core.runtime.options import Declared, Option
+from vitsee_stores.errors import VitseeError
+
+Decorator = Callable[[Any], Any]
+METAVARS = {"int": "N", "float": "X", "Path": "PATH"}
+
+
+def flag(own: Declared) -> str:
+    """The option's name, e.g. --match-last-stage; of a switch both, `--align/--no-align`."""
+    assert isinstance(own.about, Option)
+    return own.about.flag or f"--{own.name.replace('_', '-')}"
+
+
+def option_of(own: Declared, **instead: Any) -> Decorator:
+    """The decorator that adds a declared option to a command.
+
+    Args:
+        own: the parameter.
+        instead: keywords of `click.option` that win.
+    """
+    about = own.about
+    assert isinstance(about, Option)
+    text, settings = about.help, dict[str, Any]()
+    if own.annotation.startswith("bool"):
+        settings["is_flag"] = True
+        if own.annotation != "bool":  # neither side given is None
+            settings["default"] = None
+    else:
+        settings |= {"type": _type_of(own, about), "metavar": about.metavar}
+        kinds = [] if about.choices else re.findall(r"\w+", own.annotation)
+        settings["metavar"] = about.metavar or next(
+            (METAVARS[kind] for kind in kinds if kind in METAVARS), None
+        )
+    if "Sequence[" in own.annotation:
+        settings["multiple"] = True
+        if "Repeatable" not in text:
+            text = f"{text} Repeatable.".lstrip()
+    if about.completes:
+        settings["shell_complete"] = one_of(about.completes)
+    if own.default is inspect.Parameter.empty:
+        settings["required"] = True
+    elif own.default not in (None, False, ()):
+        settings |= {"default": own.default, "show_default": True}
+    if about.default is not None:
+        settings["show_default"] = about.default
+    return click.option(flag(own), own.name, help=text, **(settings | instead))
+
+
+def _type_of(own: Declared, about: Option) -> Any:
+    """What click converts the text with."""
+    kinds = re.findall(r"\w+", own.annotation)
+    if about.parse is not None:
+        return _refusing(about.parse)
+    if about.choices:
+        return click.Choice([*about.choices, *(["none"] if about.or_none else [])])
+    if "Path" in kinds:
+        return parse_folder if about.metavar == "DIR" else parse_path
+    limits: dict[str, Any] = {
+        "min": about.least if about.above is None else about.above,
+        "max": about.most if about.below is None else about.below,
+    }
+    opened = {"min_open": about.above is not None, "max_open": about.below is not None}
+    if "int" in kinds:
+        return WholeNumber(**limits, **opened)
+    return FiniteRange(**limits, **opened) if "float" in kinds else parse_words
+
+
+def _refusing(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """A parser whose refusal is a usage error; a default that is no text stays as it is."""
+
+    def converted(value: Any) -> Any:
+        try:
+            return parse(value) if isinstance(value, str) else value
+        except VitseeError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return converted
+
+
+def without_none(own: Declared, given: Iterable[str]) -> tuple[str, ...] | None:
+    """The words given to an option with the word none: () for that, None where nothing was given
+    and the analysis decides.
+
+    Raises:
+        UsageError: none beside other words.
+    """
+    words = tuple(given)
+    if "none" not in words:
+        return words or own.default
+    if len({*words}) > 1:
+        raise click.UsageError(f"{flag(own)} none excludes the other ones")
+    return ()

@@ -1,0 +1,161 @@
+"""The command of an analysis, made from the signatures of its `run` and `plot`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import click
+
+from vitsee_cli import console, options
+from vitsee_cli.analysis import run_analysis
+from vitsee_cli.declared import flag, option_of, without_none
+from vitsee_cli.values import parse_store
+from vitsee_core.runtime.options import Declared, Gather, Offers, Option, declared, options_of
+
+_EXECUTION = {
+    "images": options.images_option,
+    "seed": options.seed_option,
+    "device": options.device_option,
+    "jobs": options.jobs_option,
+    "memory": options.memory_option,
+}
+_SITE = ("store", "model", "weights", "site", "block", "depth", "rel_depth")
+_MEANING = {"high": "95 % interval over images", "spread": "what std is"}
+
+
+def command_of(name: str) -> click.Command:
+    """The command of the analysis `vitsee_core.analyses.NAME`: stores, -o and --png, its own
+    options in the order of its parameters, and those of its execution."""
+    module = importlib.import_module(f"vitsee_core.analyses.{name}")
+    stores = [own for own in declared(module.run).values() if own.annotation == "Store"]
+
+    def body(outputs: Any, **given: Any) -> None:
+        opened: list[Any] = []
+        for own in stores:
+            value = given.pop(own.name)
+            opened += value if own.kind is inspect.Parameter.VAR_POSITIONAL else [value]
+        drawing = {key: given.pop(key) for key in options_of(module.plot)}
+        run_analysis(
+            module.run,
+            module.plot,
+            _labelled(opened, first_trains=len(stores) > 1),
+            outputs,
+            resumes=console.GRAMS_KEPT if given.get("no_cache") is False else "",
+            drawing=drawing or None,
+            **given,
+        )
+
+    decorators = [_argument(own) for own in stores]
+    command = options.apply(analysis_options(module)(body), decorators)
+    return click.command(name.replace("_", "-"), help=help_of(module))(command)
+
+
+def analysis_options(module: ModuleType) -> Callable[[Any], Any]:
+    """The decorator that adds all options of an analysis to a function, which is called with the
+    parameters of `run` and `plot`, and with `outputs`, `dask` and `allow_partial`."""
+    own, drawn = options_of(module.run), options_of(module.plot)
+    offers = next(
+        (p.about for p in declared(module.run).values() if isinstance(p.about, Offers)),
+        Offers("", replicates=False),
+    )
+    fields = {key: option for key, option in _EXECUTION.items() if key in offers.fields.split()}
+    decorators = [
+        options.output_options,
+        *([options.replicates_option] if offers.replicates else []),
+        *map(option_of, (own | drawn).values()),
+        *(fields[key] for key in fields if key != "memory"),
+        *([options.dask_option(offers.dask)] if offers.dask else []),
+        *(fields[key] for key in fields if key == "memory"),
+        options.allow_partial_option,
+    ]
+
+    def decorate(body: Callable[..., None]) -> Any:
+        def checked(**given: Any) -> None:
+            _check(own | drawn, given)
+            body(**_gathered(module, own, given))
+
+        return options.apply(checked, decorators)
+
+    return decorate
+
+
+def _argument(own: Declared) -> Callable[[Any], Any]:
+    """The argument of a parameter that takes a store, or several."""
+    word = own.name.upper()
+    if own.kind is not inspect.Parameter.VAR_POSITIONAL:
+        return click.argument(own.name, metavar=word, type=parse_store)
+    one = f"[NAME=]{word.rstrip('S')}"
+    metavar, needed = (f"{one}...", True) if own.about is None else (f"[{one}]...", False)
+    argument = click.argument(
+        own.name, metavar=metavar, nargs=-1, required=needed, type=parse_store
+    )
+    return lambda command: argument(options.distinct_labels(command, own.name))
+
+
+def _labelled(stores: list[Any], *, first_trains: bool) -> tuple[Any, ...]:
+    """The stores; one that is trained on and tested has another label as the first."""
+    first, *rest = stores
+    if first_trains and first.label in [store.label for store in rest]:
+        first = first._replace(label=f"{first.label} (train)")
+    return (first, *rest)
+
+
+def _check(own: Mapping[str, Declared], given: Mapping[str, Any]) -> None:
+    """Refuse options without effect, and those that exclude each other.
+
+    Raises:
+        UsageError: names them.
+    """
+    for name, parameter in own.items():
+        assert isinstance(parameter.about, Option)
+        other, *values = parameter.about.only_with or ("",)
+        if other:
+            value = given[other]
+            has = set(value) if isinstance(value, (tuple, list)) else {value}
+            met = bool(has & {*values}) if values else bool(value)
+            needs = " ".join([flag(own[other]), " or ".join(values)]).rstrip()
+            options.only_with(needs, met, name)
+    if given.get("no_cache") and given["cache"] is not None:
+        raise click.UsageError("--cache and --no-cache exclude each other")
+
+
+def _gathered(
+    module: ModuleType, own: Mapping[str, Declared], given: dict[str, Any]
+) -> dict[str, Any]:
+    """The parameters of `run` and `plot` from the values of the options."""
+    for name, parameter in own.items():
+        if isinstance(parameter.about, Option) and parameter.about.or_none:
+            given[name] = without_none(parameter, given[name])
+    for parameter in declared(module.run).values():
+        if isinstance(parameter.about, Gather):
+            of = options_of(parameter.about.kind)
+            values = {key: given.pop(key) for key in parameter.about.fields or of}
+            needed = [values[key] for key in values if of[key].default is inspect.Parameter.empty]
+            given[parameter.name] = parameter.about.kind(**values) if all(needed) else None
+    for name, parameter in own.items():
+        decide = getattr(parameter.about, "decide", None)
+        if decide is not None and given[name] is None:
+            given[name] = decide(given)
+    return given
+
+
+def help_of(module: ModuleType) -> str:
+    """The text of `--help`: `HELP`, and what the columns are."""
+    blocks = inspect.cleandoc(module.HELP).split("\n\n")
+    # Click wraps a block of lines unless it begins with this mark.
+    marked = ["\b\n" + block if block.startswith("  ") else block for block in blocks]
+    return "\n\n".join([*marked, f"Columns: {columns_text(module)}."])
+
+
+def columns_text(module: ModuleType) -> str:
+    """The names in `COLUMNS`, with what the analysis' `MEANING` says of them in brackets."""
+    meaning = _MEANING | getattr(module, "MEANING", {})
+    named = [f"{c} ({meaning[c]})" if meaning.get(c) else c for c in module.COLUMNS]
+    listed = ", ".join(named)
+    pair = [", ".join(f"{name}_{side}" for name in _SITE) for side in "ab"]
+    return re.sub(", ".join(pair), f"{pair[0]}, the same with _b", listed)

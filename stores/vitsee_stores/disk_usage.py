@@ -1,0 +1,44 @@
+"""The most that a store takes on a disk, known before anything is written."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import PurePosixPath
+
+from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays
+from vitsee_stores.manifest import Manifest
+from vitsee_stores.metadata import root_document, to_text
+from vitsee_stores.zarr_metadata import documents
+
+ENTRY_BYTES = 128  # of a file in its folder's index, under its temporary name too
+SEALED_BYTES = 32  # of an array's checksum in the manifest, beside the array's name
+
+
+def max_disk_bytes(manifest: Manifest, block: int) -> int:
+    """Bytes of a disk that gives files and folders whole blocks of so many bytes: every chunk with
+    its padding, at the length that incompressible numbers get, and all metadata; twice the
+    manifest's, which is written anew at the end."""
+    specs = arrays(manifest.plan)
+    made = documents(specs)
+    root = len(to_text(root_document(manifest, complete=False)))
+    root += sum(SEALED_BYTES + len(path) for path, spec in specs.items() if spec.per == "once")
+    n_files = Counter(str(PurePosixPath(path).parent) for path in made)  # folders, to begin with
+    total = 2 * _blocks(root, block)
+    for path, document in made.items():
+        total += _blocks(len(to_text(document)), block)
+        if path in specs:
+            n_files[path] = math.prod(specs[path].grid)
+            total += n_files[path] * _blocks(_longest(specs[path]), block)
+    return total + sum(_blocks((2 + n) * ENTRY_BYTES, block) for n in n_files.values())
+
+
+def _longest(spec: ArraySpec) -> int:
+    """Bytes of a chunk's file: zstd and lz4 in Blosc add less than this to what they cannot
+    shorten (ZSTD_COMPRESSBOUND; BLOSC_MAX_OVERHEAD)."""
+    added = 0 if spec.codec == "none" else spec.chunk_bytes // 256 + 64
+    return spec.chunk_bytes + CHECKSUM_BYTES + added
+
+
+def _blocks(n: int, block: int) -> int:
+    return math.ceil(n / block) * block

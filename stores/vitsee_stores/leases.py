@@ -1,0 +1,179 @@
+"""Which process is making which slab, where no numbers say it: claims, which only advise.
+
+A claim is a hidden file beside the slab's commit marker. Readers and commits ignore it: two
+processes at one slab cost double work and never wrong bytes, so nothing here has to be certain. No
+clock is compared with another: a claim is lost once it has not changed for a while by the watcher's
+own clock, or at once where its process was of this machine and has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vitsee_stores.errors import StoreError, reason
+from vitsee_stores.files import Files
+from vitsee_stores.temp_files import has_ended, tag
+
+log = logging.getLogger(__name__)
+
+FOLDER = "commits"
+BEAT_SECONDS = 20.0
+LOST_SECONDS = 180.0  # several heartbeats, that a busy file system may delay
+_LARGEST = 4096
+
+
+class Claims:
+    """The claims of one process on slabs of one store. about: the process' description that each
+    claim records, as JSON. Processes that tell each other what to do say the same `run` there: the
+    claims of others of it are taken over at once."""
+
+    def __init__(self, files: Files, about: Mapping[str, Any]):
+        self.files = files
+        self._about = {**about, "process": tag(), "claimant": secrets.token_hex(8)}
+        self._held: set[int] = set()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._lock = threading.Lock()
+        self._beats = 0
+
+    def take(self, slabs: Sequence[int], most: int) -> list[int]:
+        """Claim up to `most` of these slabs that nobody has claimed, else some whose claims are
+        lost. [] where others have claimed them all: ask again later.
+
+        Raises:
+            StoreError: claims cannot be put into the store.
+        """
+        try:
+            claimed = _claimed(self.files)
+            free = [slab for slab in slabs if slab not in claimed]
+            # Not where all the others begin as well.
+            start = random.randrange(len(free)) if free else 0
+            taken = self._put(free[start:] + free[:start], most)
+            if not taken:
+                lost = [slab for slab in slabs if slab in claimed and self._is_lost(slab)][:most]
+                self.files.remove([_name(slab) for slab in lost])
+                taken = self._put(lost, most)
+        except OSError as error:
+            raise StoreError(f"cannot claim slabs of {self.files}: {reason(error)}") from None
+        return sorted(taken)
+
+    def release(self) -> None:
+        """Give up what is held. Where that fails, the claims are lost after a while."""
+        with self._lock:
+            held, self._held = self._held, set()
+        try:
+            self.files.remove([_name(slab) for slab in held])
+        except OSError as error:
+            log.debug("claims stay: %s", reason(error))
+
+    @contextmanager
+    def beating(self, seconds: float = BEAT_SECONDS) -> Iterator[None]:
+        """A context in which a thread renews what is held; it is released at the end."""
+        ended = threading.Event()
+
+        def run() -> None:
+            while not ended.wait(seconds):
+                self.renew()
+
+        thread = threading.Thread(target=run, name="vitsee-claims", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.release()
+
+    def renew(self) -> None:
+        """Renew what is held. Where that fails, others may take it for lost."""
+        self._beats += 1
+        with self._lock:  # a released claim does not come back
+            for slab in self._held:
+                try:
+                    self.files.put(_name(slab), self._text())
+                except OSError as error:
+                    log.debug("slab %d: no heartbeat: %s", slab, reason(error))
+
+    def _put(self, slabs: Sequence[int], most: int) -> list[int]:
+        taken: list[int] = []
+        for slab in slabs:
+            if len(taken) == most:
+                break
+            if self.files.put_if_absent(_name(slab), self._text()):
+                taken.append(slab)
+                with self._lock:
+                    self._held.add(slab)
+        return taken
+
+    def _text(self) -> bytes:
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return json.dumps({**self._about, "beat": self._beats, "time": now}).encode()
+
+    def _is_lost(self, slab: int) -> bool:
+        try:
+            data = self.files.read(_name(slab), _LARGEST)
+        except FileNotFoundError:
+            return True
+        except OSError:  # too large, not to be read: nobody renews it
+            data = b""
+        record = _parsed(data)
+        run = self._about.get("run")
+        if has_ended(str(record.get("process", ""))) or (run and record.get("run") == run):
+            return True
+        now = time.monotonic()
+        before, since = self._seen.get(slab, (None, now))
+        if before != data:
+            since = now
+        self._seen[slab] = data, since
+        return now - since > LOST_SECONDS
+
+
+def claims_of(files: Files) -> dict[int, dict[str, Any]]:
+    """What claims on slabs say, by slab; {} of one that cannot be read.
+
+    Raises:
+        OSError: the store cannot be listed.
+    """
+
+    def read(slab: int) -> dict[str, Any]:
+        try:
+            return _parsed(files.read(_name(slab), _LARGEST))
+        except OSError:
+            return {}
+
+    slabs = sorted(_claimed(files))
+    return dict(zip(slabs, files.each_small(read, slabs), strict=True))
+
+
+def remove_claims(files: Files) -> None:
+    """Remove everyone's claims on a store that is complete.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    files.remove([_name(slab) for slab in _claimed(files)])
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _name(slab: int) -> str:
+    return f"{FOLDER}/.claim.{slab}.json"
+
+
+def _claimed(files: Files) -> set[int]:
+    found = (re.fullmatch(r"\.claim\.(0|[1-9]\d{0,9})\.json", n) for n in files.names(FOLDER))
+    return {int(match[1]) for match in found if match}

@@ -1,0 +1,85 @@
+"""What is said to a user who named one thing for another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.random_stores import PLANS, create
+from vitsee_cli.main import main
+from vitsee_core.attention.recompute import find_rows
+from vitsee_stores.errors import VitseeError
+
+
+def said(*words: object, code: int = 1) -> str:
+    """The last line of a command that is refused."""
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert (result.exit_code, result.stdout) == (code, ""), result.output
+    return result.stderr.splitlines()[-1]
+
+
+def test_what_is_no_number(tmp_path: Path) -> None:
+    line = said("knn", tmp_path / "a.zarr", "--k", "abc", code=2)
+    assert line.endswith("'abc' is not a valid whole number.")
+    line = said("plot", tmp_path / "r.csv", "--dpi", "abc", code=2)
+    assert line.endswith("'abc' is not a valid number.")
+
+
+def test_a_store_for_a_model_and_the_reverse(make_store: Callable[..., Path]) -> None:
+    store = make_store()
+    for words in (["sites", store], ["extract", store, "--data", "demo:test", "-o", "x.zarr"]):
+        assert f"{store} is a store; expected a model" in said(*words)
+    assert f"{store} is a folder; expected a model's name" in said("models", store)
+    line = said("attn-dist", "demo:vit")
+    assert "no store at demo:vit" in line
+    assert "(run: vitsee extract demo:vit --data DATA -o NAME.zarr, if that is a model)" in line
+    assert "MODEL --data DATA -o x.zarr)" in said("attn-dist", "x.zarr")
+
+
+def test_an_image_size_that_no_memory_holds() -> None:
+    words = ["--random-init", 0, "--data", "demo:test", "-o", "x.zarr"]
+    line = said("extract", "test_vit", "--img-size", 10**6, *words)
+    assert "the weights of test_vit would take 1.0 TB, more than the memory" in line
+
+
+def test_a_key_of_a_file_that_is_one_state_dict(tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    torch.save({"a.weight": torch.zeros(3, 3)}, path)
+    words = ["--checkpoint-key", "ema", "--data", "demo:test", "-o", tmp_path / "x.zarr"]
+    line = said("extract", "test_vit", "--checkpoint", path, *words)
+    assert f"{path} is itself one state dict: leave out --checkpoint-key" in line
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    assert f"{missing} is no folder; expected one with results" in said("report", missing)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("b/2.jpg", 1), ("2", 2), ("3", 3), ("b/2", 1), ("2.jpg", 1), ("3.png", 2), ("10", 3)],
+)
+def test_images_by_shorter_names(name: str, row: int) -> None:
+    ids = np.array(["a/1.png", "b/2.jpg", "b/3.png", "c/10.png", "d/1.png"], object)
+    store: Any = SimpleNamespace(label="s", samples=SimpleNamespace(id=ids), valid=np.ones(5, bool))
+    assert find_rows(store, [name]).tolist() == [row]
+    with pytest.raises(VitseeError, match=r"has 2 images '1\.png'; expected .*'a/1\.png' or 'd/1"):
+        find_rows(store, ["1.png"])
+    with pytest.raises(VitseeError, match=r"has no image '1\.jpg'"):
+        find_rows(store, ["1.jpg"])
+
+
+def test_one_slab_is_no_plural(tmp_path: Path) -> None:
+    store = tmp_path / "a.zarr"
+    create(store, dataclasses.replace(PLANS["vit"], slab=PLANS["vit"].n_images))
+    result = CliRunner().invoke(main, ["validate", str(store)])
+    assert result.stdout == f"ok: {store}: 0 of 1 slab, unfinished\n"
+    assert "0 of 1 slab is committed" in said("attn-dist", store)

@@ -1,0 +1,167 @@
+"""Every figure of every command at the width of a column, of a page and on a slide: no text is
+clipped or lies on other text, by matplotlib's own extents."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.every_command import TABLES, vitsee
+from tests.printed_text import flaws
+from vitsee_core.figures.depth_curves import (
+    draw_depth_curves,
+)
+from vitsee_core.figures.panels import MEDIA, Grid, drawn_for, medium, new_figure, panels
+from vitsee_core.figures.plotting import (
+    stores_in_order,
+    styled,
+)
+from vitsee_core.report.redrawing import Result, open_result
+from vitsee_core.tables.results import Table
+
+RUNS = [(command, i) for command, runs in TABLES.items() for i in range(len(runs))]
+# Commands that draw something for each store below one another, which 20 make taller than any page.
+STACKED = {"attn-map", "cosine-map", "erf", "head-types", "localize", "pca", "weights"}
+MANY = 20
+Made = Callable[[str, int], Result]
+
+
+@pytest.fixture(scope="module")
+def made(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Each command's result, run once."""
+    folder = tmp_path_factory.mktemp("printing")
+
+    @functools.cache
+    def run(command: str, i: int) -> Result:
+        path = folder / f"{command}-{i}.csv"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(everything)
+            vitsee(command, *TABLES[command][i], "-o", path)
+            return open_result(path)
+
+    return run
+
+
+@pytest.mark.parametrize(("command", "run"), RUNS)
+def test_all_text_can_be_read(
+    command: str, run: int, made: Made, everything: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(everything)
+    result = made(command, run)
+    for name, wanted in MEDIA.items():
+        figure = result.figure(medium=name)
+        assert figure.get_figwidth() <= wanted.width + 1e-9
+        assert flaws(figure) == [], name
+
+
+@pytest.mark.parametrize(("command", "run"), [r for r in RUNS if r[0] not in STACKED])
+def test_all_text_of_twenty_models_can_be_read(
+    command: str, run: int, made: Made, everything: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same model under twenty names."""
+    monkeypatch.chdir(everything)
+    result = made(command, run)
+    if "store" not in result.file.table.columns or command == "best-layer":
+        pytest.skip("pairs of stores, or drawn from other files too")
+    table = under_names(result.file.table, MANY)
+    for name, wanted in MEDIA.items():
+        figure = result.figure(table, medium=name)
+        assert figure.get_figwidth() <= wanted.width + 1e-9
+        assert flaws(figure) == [], name
+
+
+def under_names(table: Table, n: int) -> Table:
+    """The rows of the first store, n times under other names."""
+    first = table.where(store=table.unique("store")[0])
+    copies = [
+        Table(first.columns | {"store": np.full(len(first), f"vit_base_patch16_{i}", object)})
+        for i in range(n)
+    ]
+    return Table(Table.concat(copies).columns, table.notes)
+
+
+def test_what_the_check_finds() -> None:
+    """Without it a passing test would say nothing."""
+
+    @styled
+    def draw() -> object:
+        figure, (axes,) = panels(1)
+        axes.text(0.2, 0.5, "some words")
+        axes.text(0.25, 0.5, "other words")
+        far = axes.text(0.8, 0.2, "words that go on beyond the right edge of the paper")
+        far.set_in_layout(False)
+        return figure
+
+    found = flaws(draw())  # type: ignore[arg-type]
+    assert any(line.startswith("clipped: 'words that go on") for line in found)
+    assert "on each other: 'some words' and 'other words'" in found
+
+
+@pytest.mark.parametrize(("name", "across"), [("column", 2), ("page", 3), ("slide", 3)])
+def test_panels_wrap_by_width(name: str, across: int) -> None:
+    with drawn_for(name):
+        assert [Grid(n).across for n in (1, 2, 3)] == [1, 2, across if across == 3 else 2]
+        assert (Grid(7).across, Grid(7).down) == (across, -(-7 // across))
+        width, height = Grid(7).size
+        assert width <= medium().width
+        assert height == pytest.approx(Grid(7).down * 14 * medium().font / 72)
+        # Four stand two and two where three and one would do.
+        assert Grid(4).across == 2
+    with drawn_for(size=(5, 2)):
+        assert tuple(new_figure(3, 3).get_size_inches()) == (5, 2)
+        assert medium().font == pytest.approx(5 / 3.5 + 6)
+
+
+def curve(store: str, value: float, half: float, n: int = 4) -> Table:
+    x = np.linspace(0, 1, n)
+    columns = {
+        "store": np.full(n, store, object),
+        "site": np.array([f"blocks.{i}.out" for i in range(n)], object),
+        "metric": np.full(n, "top1", object),
+        "rel_depth": x,
+        "value": value + 0 * x,
+        "low": value - half + 0 * x,
+        "high": value + half + 0 * x,
+        "n_images": np.full(n, 200),
+    }
+    return Table(columns)
+
+
+@styled
+def drawn(table: Table) -> tuple[list[str], int, list[str]]:
+    """Colours of the curves, number of bands, legend."""
+    _, (axes,) = panels(1)
+    draw_depth_curves(axes, table)
+    lines = [line for line in axes.lines if len(line.get_xdata())]  # type: ignore[arg-type]
+    bands = [c for c in axes.collections if type(c).__name__ == "FillBetweenPolyCollection"]
+    labels = axes.get_legend_handles_labels()[1]
+    assert axes.get_title(loc="right") == "n = 200" and axes.get_xlabel() == "relative depth"
+    assert axes.get_ylabel() == "top-1 accuracy"
+    return [str(line.get_color()) for line in lines], len(bands), labels
+
+
+def test_bands_on_one_another_are_bars() -> None:
+    apart = Table.concat([curve("a", 0.2, 0.05), curve("b", 0.8, 0.05)])
+    crossed = Table.concat([curve("a", 0.5, 0.2), curve("b", 0.6, 0.2)])
+    many = Table.concat([curve(f"m{i}", 0.5, 0.2) for i in range(9)])
+    # One empty band stands for all in the legend.
+    assert drawn(apart)[1] == 3 and drawn(apart)[2][-1] == "band: 95 % interval"
+    assert drawn(crossed)[1] == 0 and drawn(crossed)[2][-1] == "bars: 95 % interval"
+    assert drawn(many)[2][-1] == "bars: 95 % interval in the table alone"
+
+
+def test_one_model_one_colour_in_all_figures() -> None:
+    both = drawn(Table.concat([curve("a", 0.2, 0.05), curve("b", 0.8, 0.05)]))[0]
+    with stores_in_order(["a", "b"]):
+        assert drawn(curve("b", 0.8, 0.05))[0] == both[1:]
+    assert drawn(curve("b", 0.8, 0.05))[0] == both[:1]
+
+
+def test_missing_values_are_explained() -> None:
+    table = curve("a", 0.2, 0.05)
+    table.columns["value"][1] = np.nan
+    assert "no value" in drawn(table)[2]

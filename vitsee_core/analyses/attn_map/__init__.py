@@ -1,0 +1,378 @@
+"""Attention maps: where does attention end up?
+
+For A (queries by keys) of one image and one head, over spatial keys k; means go over images:
+
+- `mean-cls`: A[cls, k] (Walmer et al. 2023, Figs. 1 top, 2, 13, 17).
+- `mean-spatial`: mean over spatial queries of A[q, k]. Neither is renormalised, so that a map's
+  total is 1 minus the mass on prefix tokens; Walmer et al. draw each head over its own range
+  (`--scale head`), where intensities are not comparable between heads.
+- `aligned`: every query's map is shifted so that the query is at the centre, rows renormalised
+  over spatial keys, and averaged over queries and images (Aligned Aggregated Attention Maps; Walmer
+  et al. 2023, Figs. 3, 14, 18). Cells are offsets key minus query, of total mass 1 (their code's
+  sum to its batch size). Far offsets exist for few queries, so that uniform attention has most mass
+  at small offsets, as a local head has: `coverage` divides each cell by the share of queries that
+  have a key there, which turns uniform attention into the constant 1 / keys. The figure shows these
+  values by default; Walmer et al. draw the mass.
+- `rollout`: the class token's row (without one: the mean over spatial queries) of the product of
+  all blocks' 0.5 mean_h A + 0.5 I, rows renormalised (Abnar & Zuidema 2020). Dosovitskiy et al.
+  2021, Figs. 6, 13, mention no residual term: `residual=False` leaves I out.
+- `prefix-mass`: mean over spatial queries of the attention to class, register and distillation
+  tokens. `entropy`: mean over spatial queries of -sum_k A ln A over all keys, in nats.
+- `sink`: keys that draw far more attention than their share, of which kind they are, and whether
+  all queries attend alike; see `vitsee_core.analyses.attn_map.sinks`.
+
+Single images: see `vitsee_core.analyses.attn_map.image_maps`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.analyses.attn_map import sinks
+from vitsee_core.analyses.attn_map.head_numbers import draw_numbers
+from vitsee_core.analyses.attn_map.headlines import headline as headline
+from vitsee_core.analyses.attn_map.image_figure import draw_images
+from vitsee_core.analyses.attn_map.image_maps import map_images, mean_rollout
+from vitsee_core.analyses.attn_map.sink_figure import draw_sinks
+from vitsee_core.attention.head_maps import (
+    SUMS,
+    blocks_of_each,
+    check_class_token,
+    check_heads,
+    map_columns,
+    mean_maps,
+    per_query,
+    spatial,
+    sum_slabs,
+)
+from vitsee_core.attention.heads import StoredAttention, attention_blocks, read_heads
+from vitsee_core.figures.head_tiles import draw_grid
+from vitsee_core.figures.plotting import (
+    styled,
+)
+from vitsee_core.models.provenance import Provenance
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.progress import counting
+from vitsee_core.runtime.streaming import Rows
+from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
+from vitsee_core.statistics.shares import METHOD as SHARES
+from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.results import Table
+from vitsee_core.types import Float
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_stores import Store
+
+log = logging.getLogger(__name__)
+
+NEEDS = ("attention",)
+READING = (
+    "One tile per head: where it attends, averaged over images. Bright cells get more attention."
+)
+SOURCE = (
+    "Walmer et al. 2023, Figs. 1 to 3, 11 to 14, 17, 18; Dosovitskiy et al. 2021, Figs. 6, 13; "
+    "Abnar and Zuidema 2020"
+)
+READINGS = {  # by kind
+    "mean_cls": (
+        "One tile per head: where the class token attends, averaged over images. Heads of one "
+        "block differ; in late blocks they agree on the middle of the image, where objects are."
+    ),
+    "mean_spatial": (
+        "One tile per head: where patches attend on average. A flat tile attends evenly; bright "
+        "single cells are the same for all patches and images."
+    ),
+    "aligned": (
+        "One tile per head: attention by offset from the patch that looks, which is at the "
+        "centre (the lines). A spot at the centre is a local head, a spot beside it an offset "
+        "head, a line an axial one; flat tiles look everywhere alike."
+    ),
+    "rollout": (
+        "Attention multiplied through all blocks: how much each patch can have contributed to "
+        "the class token, averaged over images."
+    ),
+    "prefix_mass": (
+        "How much of the patches' attention goes to the class token and registers, per head, "
+        "against depth."
+    ),
+    "entropy": (
+        "How spread the patches' attention is, per head, against depth: low is attention to few "
+        "keys, high attention to many."
+    ),
+    "sink": (
+        "Keys that draw far more attention than their share, against depth: how much the "
+        "strongest one gets, and in how many images and heads there is one. Sinks on patches of "
+        "background are where outlier tokens are (norms)."
+    ),
+}
+
+
+NUMBERS = {"prefix-mass": "prefix_mass", "entropy": "entropy"}
+KINDS = ("mean-cls", "mean-spatial", "aligned", "rollout", "prefix-mass", "entropy", "sink")
+SPREAD = ("value", "std", "low", "high", "n_images")
+MAP_COLUMNS = (*SITE, "row", "col", "head", "metric", "value", "n_images")
+ROLLOUT_COLUMNS = (*SITE, "row", "col", "head", "metric", *SPREAD)
+NUMBER_COLUMNS = (*SITE, "head", "metric", *SPREAD)
+TITLES = {
+    "mean_cls": "mean attention of the class token",
+    "mean_spatial": "mean attention of the patches",
+    "aligned": "aligned attention, share of mass by offset",
+    "aligned_coverage": "aligned attention, mean of the queries with a key at the offset",
+    "rollout": "attention rollout",
+    "rollout_no_residual": "attention rollout without residual term",
+}
+
+
+@analysis
+def run(
+    *stores: Store,
+    kind: str | None = None,
+    sites: Sequence[str] = (),
+    heads: Sequence[int] = (),
+    coverage: bool = False,
+    residual: bool = True,
+    image: Sequence[str] = (),
+    query: Sequence[tuple[int, int]] = (),
+    origin: Provenance | None = None,
+    execution: Execution = DEFAULT,
+) -> Table:
+    """One row per cell of a head's map, or one per head; without `kind` those of single images.
+
+    Columns: `MAP_COLUMNS`, `ROLLOUT_COLUMNS` or `NUMBER_COLUMNS`; `sinks.COLUMNS` for `sink`, which
+    has several metrics; `image_maps.COLUMNS` for single images. `row`, `col`: the key's cell, for
+    `aligned` the signed offset; `metric`: the kind, with `_coverage` or `_no_residual`. The `site`
+    of a rollout is the block it starts from. NaN: no image is left.
+
+    Args:
+        stores: with attention summaries; those without are left out where others have them.
+        kind: one of `KINDS`.
+        sites: blocks by path or glob; by default all, for single images the last one.
+        heads: which of each block; by default all.
+        coverage: of `aligned`.
+        residual: of `rollout`; without it the full attention of every image is read (extract
+            --attention full) or recomputed.
+        image: ids or row numbers of single images, in place of a kind.
+        query: cells of the grid whose maps of the single images are wanted.
+        origin: where data and weights are now, for recomputing.
+        execution: which images, and what the work may use; see `Execution`.
+
+    Raises:
+        MissingInput: no store has such summaries, or a class token.
+        SiteError: a pattern matches no block.
+        VitseeError: options that do not go together, no such head, image or cell.
+    """
+    if (kind is None) == (not image):
+        raise VitseeError("expected a kind of map or single images, and not both")
+    if kind not in (*KINDS, None):
+        raise VitseeError(f"no kind {kind!r}; kinds of attn-map: {', '.join(KINDS)}")
+    what = kind or "single images"
+    if coverage and kind != "aligned":
+        raise VitseeError(f"coverage corrects aligned maps only, not {what}")
+    if not residual and kind != "rollout":
+        raise VitseeError(f"only the kind rollout goes without residual term, not {what}")
+    if query and not image:
+        raise VitseeError("the maps of a query are those of single images: name an --image")
+    if kind is None:
+        if execution.images is not None:
+            raise VitseeError("single images were named: leave the number of images out")
+    elif kind == "rollout" and (sites or heads):
+        raise VitseeError("a rollout goes through all blocks and heads: leave their choice out")
+    selected = blocks_of_each(stores, sites or ("blocks",))
+    tables = {}
+    for store, blocks in selected.members:
+        own = blocks if sites or kind is not None else blocks[-1:]
+        if kind is None:
+            tables[store.label] = map_images(
+                store, image, own, heads, query,
+                device=execution.device, origin=origin, progress=execution.progress,
+            )  # fmt: skip
+        else:
+            tables[store.label] = _of_store(
+                store, own, kind, heads, coverage, residual, origin, execution
+            )
+    return _together(tables, selected.notes())
+
+
+def _together(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
+    """The stores' tables as one; notes that differ between them are under `stores`."""
+    every = [table.notes for table in tables.values()]
+    same = {k: v for k, v in every[0].items() if all(other.get(k) == v for other in every)}
+    differing = {
+        label: {k: v for k, v in table.notes.items() if k not in same}
+        for label, table in tables.items()
+    }
+    if any(differing.values()):
+        notes = notes | {"stores": differing}
+    return Table.concat(list(tables.values()), same | notes)
+
+
+def _of_store(
+    store: Store,
+    blocks: list[StoredAttention],
+    kind: str,
+    heads: Sequence[int],
+    coverage: bool,
+    residual: bool,
+    origin: Provenance | None,
+    execution: Execution,
+) -> Table:
+    """The means of one store's blocks."""
+    chosen = execution.rows(store, whole_slabs=kind in SUMS)
+    notes: dict[str, Any] = {
+        "kind": kind,
+        "seed": execution.seed,
+        "images": chosen.describe(),
+    }
+    if kind == "rollout":
+        summary, block = _rollout(store, chosen, residual, origin, execution)
+        metric = "rollout" if residual else "rollout_no_residual"
+        notes["interval"] = INTERVAL_METHOD
+        return Table(_rollout_columns(store, block, summary, metric), notes)
+    picked = check_heads(store, blocks, heads)
+    if kind == "sink":
+        notes |= {
+            "interval": INTERVAL_METHOD,
+            "sink_share_interval": SHARES,
+            "threshold": sinks.THRESHOLD,
+        }
+        found = sinks.sink_rows(store, blocks, picked, chosen, execution)
+        return Table.from_rows(found, sinks.COLUMNS, notes)
+    if kind in NUMBERS:
+        notes["interval"] = INTERVAL_METHOD
+        return _numbers(store, blocks, picked, NUMBERS[kind], chosen, execution, notes)
+    if kind == "mean-cls":
+        check_class_token(store, blocks, "take --kind mean-spatial")
+    maps = _means(store, blocks, picked, kind, coverage, chosen, execution)
+    metric = kind.replace("-", "_") + ("_coverage" if coverage else "")
+    columns = [map_columns(store, *entry, metric) for entry in maps]
+    return Table({name: np.concatenate([c[name] for c in columns]) for name in MAP_COLUMNS}, notes)
+
+
+def _means(
+    store: Store,
+    blocks: Sequence[StoredAttention],
+    picked: Sequence[NDArray[np.int64]],
+    kind: str,
+    corrected: bool,
+    rows: Rows,
+    execution: Execution,
+) -> list[tuple[StoredAttention, NDArray[np.int64], Float, NDArray[np.int64]]]:
+    """(block, heads, maps, images counted) of each block."""
+    keys = list(dict.fromkeys((SUMS[kind], block.group) for block in blocks))
+    with counting(execution.progress, rows.n):
+        total = sum_slabs(store, keys, rows, execution)
+    found = []
+    for block, heads in zip(blocks, picked, strict=True):
+        sums = total.sums[SUMS[kind], block.group][0, block.row, heads]
+        maps, n = mean_maps(sums, int(total.n_images[0]), block.layout, kind)
+        if corrected:
+            maps = per_query(maps)
+        found.append((block, heads, maps, n))
+    return found
+
+
+def _rollout(
+    store: Store,
+    rows: Rows,
+    residual: bool,
+    origin: Provenance | None,
+    execution: Execution,
+) -> tuple[Summary, StoredAttention]:
+    """Moments over images of each token, and the block the rollout starts from."""
+    store.attention("rollout")  # refused with its reason where blocks cannot be multiplied
+    blocks = attention_blocks(store)
+    if residual:
+        key = ("rollout", "")
+        make = partial(SlabMoments, partial(read_heads, (key,)))
+        with counting(execution.progress, rows.n):
+            folded = execution.fold(store, make, rows)
+        return folded.result()[key], blocks[-1]
+    counted = np.flatnonzero(rows.mask & store.valid)
+    found = mean_rollout(
+        *(store, counted, blocks),
+        device=execution.device,
+        origin=origin,
+        progress=execution.progress,
+    )
+    return found, blocks[-1]
+
+
+def _rollout_columns(
+    store: Store, block: StoredAttention, summary: Summary, metric: str
+) -> dict[str, NDArray[Any]]:
+    assert block.layout.grid is not None
+    layout = block.layout
+    maps = {name: spatial(getattr(summary, name), layout)[None] for name in ("mean", *SPREAD[1:4])}
+    counts = spatial(summary.n.astype(np.float64), layout).ravel().astype(np.int64)
+    one = np.zeros(1, np.int64)
+    columns = map_columns(store, block, one, maps["mean"], one, metric)
+    columns |= {name: maps[name].ravel() for name in SPREAD[1:4]}
+    columns |= {"head": np.full(len(counts), None, object), "n_images": counts}
+    return {name: columns[name] for name in ROLLOUT_COLUMNS}
+
+
+def _numbers(
+    store: Store,
+    blocks: Sequence[StoredAttention],
+    picked: Sequence[NDArray[np.int64]],
+    metric: str,
+    rows: Rows,
+    execution: Execution,
+    notes: dict[str, Any],
+) -> Table:
+    keys = tuple(dict.fromkeys((metric, block.group) for block in blocks))
+    make = partial(SlabMoments, partial(read_heads, keys))
+    with counting(execution.progress, rows.n):
+        summaries = execution.fold(store, make, rows).result()
+    found = []
+    for block, heads in zip(blocks, picked, strict=True):
+        summary = summaries[metric, block.group]
+        for head in heads.tolist():
+            at = (block.row, head)
+            found.append(
+                {
+                    **site_columns(store, block),
+                    "head": head,
+                    "metric": metric,
+                    **summary.cells(at),
+                }
+            )
+    return Table.from_rows(found, NUMBER_COLUMNS, notes)
+
+
+@styled
+def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
+    """A grid of maps, layers in rows and heads in columns, each token grid of a model separately;
+    for single images their pictures, maps and rollouts; for one number per head, or sinks, the
+    heads against depth. From the table alone (a single image's picture is in its notes).
+
+    Args:
+        table: from `run`.
+        scale: "shared": all maps on one colour scale; "head": each over its own range, so that
+            intensities are not comparable between heads.
+        coverage: draw `aligned` corrected for coverage, whatever the table has: otherwise uniform
+            attention shows a bright centre, the number of pairs of patches at each offset.
+    """
+    if "image" in table.columns:
+        return draw_images(table, scale)
+    if "token" in table.columns:
+        return draw_sinks(table)
+    if "row" not in table.columns:
+        return draw_numbers(table)
+    metric = str(table["metric"][0])
+    convert = None
+    if metric == "aligned" and coverage:
+        metric, convert = "aligned_coverage", per_query
+    unit = "attention" if metric == "aligned_coverage" else "share of attention"
+    midlines = metric.startswith("aligned")
+    return draw_grid(table, TITLES[metric], scale, unit, midlines=midlines, convert=convert)

@@ -1,0 +1,169 @@
+"""The figure of single images: each one's picture, rollouts, and heads' maps of each query."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.figures.head_tiles import (
+    Tiles,
+    add_bar,
+    cut_maps,
+    draw_tiles,
+    mark_cell,
+    tile_grid,
+    value_range,
+)
+from vitsee_core.figures.panels import Grid, map_axes, name_part, small, stack
+from vitsee_core.figures.plotting import (
+    GREY,
+)
+from vitsee_core.images.embedded_pictures import decode
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import site_words, token_words
+from vitsee_stores.token_selection import parse_cell
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_core.tables.results import Table
+
+ROLLOUTS = {"rollout": "rollout", "rollout_no_residual": "without residual term"}
+
+
+def draw_images(table: Table, scale: str) -> Figure:
+    """One line of panels per image: its picture, the rollouts over it, the heads' maps of each
+    query (tiles; layers in rows and heads in columns where there are several layers, else the
+    layer's heads wrapped). Call it inside a function decorated with `styled`."""
+    lines = []
+    for store, of_store in table.groups("store"):
+        for image, own in of_store.groups("image"):
+            name = shorten(image, 26)
+            if len(table.unique("store")) > 1:
+                name = f"{shorten(store, 20)}: {name}"
+            lines.append((_picture(table, store, image), name, own, _queries(own)))
+    rollouts = [m for m in ROLLOUTS if m in table.unique("metric")]
+    pictures = Grid(1 + len(rollouts), width=10, height=13, widest=13)
+    grids = [g for *_, queries in lines for g in (pictures, *(tile_grid(q[1]) for q in queries))]
+    figure, parts = stack(*grids)
+    left = iter(parts)
+    for picture, name, own, queries in lines:
+        every = pictures.axes(next(left))
+        _show_picture(every[0], picture, name)
+        for axes, metric in zip(every[1:], rollouts, strict=True):
+            if metric in own.unique("metric"):
+                _show_rollout(axes, own.where(metric=metric), picture, ROLLOUTS[metric])
+            else:
+                axes.set_axis_off()
+        for token, tiles, numbered in queries:
+            part = next(left)
+            (axes,) = tile_grid(tiles).axes(part)
+            where = f" in {site_words(own['site'][0])}" if numbered else ""
+            name_part(part, f"attention of the {token_words(token)}{where}, by head")
+            _show_heads(axes, tiles, token, scale)
+            if numbered:
+                _number_heads(axes, tiles, numbered)
+    return figure
+
+
+def _queries(own: Table) -> list[tuple[str, Tiles, list[int]]]:
+    """(token, its tiles, the heads' numbers where one layer's heads are wrapped) of one image."""
+    heads = own.where(metric="attention")
+    wrapped = len(heads.unique("depth")) == 1
+    return [
+        (token, tiles, maps.unique("head") if wrapped else [])
+        for token, maps in heads.groups("token")
+        for tiles in _tiles(maps, wrapped)
+    ]
+
+
+def _tiles(maps: Table, wrapped: bool) -> list[Tiles]:
+    """The heads' maps of one image and query; one layer's heads in lines of about equal length."""
+    entries = list(cut_maps(maps))
+    sizes = dict.fromkeys(entry[3].shape for entry in entries)
+    found = []
+    for size in sizes:
+        same = [entry for entry in entries if entry[3].shape == size]
+        if wrapped:
+            n_columns = math.ceil(math.sqrt(len(same)))
+            n_rows = -(-len(same) // n_columns)
+            placed = {divmod(i, n_columns): entry[3] for i, entry in enumerate(same)}
+            found.append(Tiles(placed, [""] * n_rows, [""] * n_columns))
+            continue
+        depths = list(dict.fromkeys(entry[0] for entry in same))
+        heads = sorted({entry[1] for entry in same})
+        names = {entry[0]: shorten(site_words(entry[2]), 18) for entry in same}
+        placed = {(depths.index(d), heads.index(h)): values for d, h, _, values in same}
+        found.append(Tiles(placed, [names[d] for d in depths], [str(h) for h in heads]))
+    return found
+
+
+def _picture(table: Table, store: str, image: str) -> NDArray[np.uint8] | None:
+    own = table.notes.get("stores", {}).get(store, {})
+    encoded = own.get("pictures", table.notes.get("pictures", {})).get(image)
+    if encoded is None:
+        return None
+    return decode(encoded)
+
+
+def _plain(axes: Axes) -> None:
+    map_axes(axes)
+    axes.set_frame_on(False)
+
+
+def _show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> None:
+    _plain(axes)
+    axes.set_title(title)
+    if picture is None:
+        axes.text(0.5, 0.5, "no picture", ha="center", va="center", color=GREY)
+        axes.set_aspect("equal")
+        return
+    axes.imshow(picture, origin="upper")
+
+
+def _show_rollout(axes: Axes, rows: Table, picture: NDArray[np.uint8] | None, title: str) -> None:
+    """The rollout over the grey picture, enlarged smoothly: its smallest value dark, its largest
+    bright."""
+    _plain(axes)
+    ((_, _, _, values),) = cut_maps(rows)
+    low, high = float(values.min()), float(values.max())
+    axes.set_title(title)
+    axes.set_xlabel(f"{low:.3g} to {high:.3g}", fontsize=small())
+    height, width = values.shape if picture is None else picture.shape[:2]
+    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+    look: dict[str, Any] = {"origin": "upper", "extent": extent}
+    if picture is not None:
+        axes.imshow(picture.mean(-1), cmap="gray", vmin=0, vmax=255, **look)
+    axes.imshow(
+        values, cmap="inferno", interpolation="bilinear", alpha=0.65 if picture is not None else 1,
+        **look,
+    )  # fmt: skip
+
+
+def _number_heads(axes: Axes, tiles: Tiles, heads: list[int]) -> None:
+    """Each head's number in the corner of its tile."""
+    from matplotlib.patheffects import withStroke
+
+    height, width = tiles.size
+    for (row, column), head in zip(tiles.maps, heads, strict=True):
+        y, x = tiles.centre(row, column)
+        axes.text(
+            x - width * 0.46,
+            y - height * 0.46,
+            str(head),
+            color="white",
+            fontsize=small(),
+            va="top",
+            path_effects=[withStroke(linewidth=1.2, foreground="black")],
+        )
+
+
+def _show_heads(axes: Axes, tiles: Tiles, token: str, scale: str) -> None:
+    image = draw_tiles(axes, tiles, scale=scale, limits=value_range([tiles]))
+    if (cell := parse_cell(token)) is not None:
+        mark_cell(axes, tiles, cell)
+    add_bar(axes, image, "attention", scale)

@@ -1,0 +1,351 @@
+"""Best layers: which layer of each model is best for which task?
+
+Walmer et al. 2023, Tables 1, 5.
+
+A task is a metric of the result files: the command that wrote it, the metric, and where the file
+has them k, shots, class and (where it compares several) the token that stands for an image and the
+l2. A layer of which every token was probed (`--tokens each`) is scored by the mean over its tokens
+(Raghu et al. 2021, Fig. 11); its best token is a task of its own, where it is asked for. For each
+task and store the best row is taken: the one with the largest value, or the smallest where lower is
+better (`metrics.direction`); metrics without a direction are left out. Of equal rows the first is
+taken, which is the lower layer; the others are named, and so is the number of layers whose interval
+overlaps the best one's. Layers are named by their site and counted from 0 as in the results (the
+paper's tables count from 1). Choosing the best of many layers on the images that are reported
+favours all models alike, but the value is higher than a layer chosen elsewhere would get; no l2 is
+chosen so. Rows about one query, video, object, segment or group of images are not scores of a layer
+and are left out, as are those of each image's best head.
+
+The figure shows the curves that were compared. Where a CKA self-comparison is among the files it
+also shows the CKA of each layer with the last one beside the tasks' scores: layers that resemble
+the last one may be redundant (Kornblith et al. 2019, their figure of redundant layers).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.analyses.best_layer.best_layers import draw_best_layers
+from vitsee_core.analyses.best_layer.best_table import CONTROLS
+from vitsee_core.analyses.best_layer.layer_tasks import (
+    BEST,
+    COLUMNS,
+    OPTIONAL,
+    about_patches,
+    known_metrics,
+    tasks,
+)
+from vitsee_core.analyses.best_layer.paired import COLUMNS as PAIRED
+from vitsee_core.analyses.best_layer.paired import METHOD, differences, with_replicates
+from vitsee_core.analyses.best_layer.paired_differences import draw_differences
+from vitsee_core.analyses.best_layer.redundancy import PAIRS, to_last
+from vitsee_core.figures.plotting import (
+    styled,
+)
+from vitsee_core.runtime.machine import counted
+from vitsee_core.tables.columns import is_given
+from vitsee_core.tables.headlines import Answer, picked
+from vitsee_core.tables.metrics import direction
+from vitsee_core.tables.results import ResultFile, Table, read_result
+from vitsee_core.tables.same_labels import tell_apart
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
+
+NEEDS: tuple[str, ...] | None = None  # works on tables
+READING = (
+    "One panel per task: its score against relative depth, the best layer of each model as a "
+    "star, baselines dashed. The best layer of many is chosen on the same images that are "
+    "reported, so that its score is a little too high; the number of layers whose intervals "
+    "overlap it says how far it stands out. Differences have intervals that allow for the choice."
+)
+SOURCE = "Walmer et al. 2023, Tables 1, 5; Kornblith et al. 2019"
+
+RESULT = ("store", "site", "depth", "metric", "value")
+TOKENS = ("store", "site", "token", "row")
+AMONG = ("layers", "models")
+PLACE = (
+    *("depth", "rel_depth", "head", "token", "row", "col", "l2"),
+    *("std", "low", "high", "n_images"),
+)
+RULE = (
+    "the largest value (the smallest where lower is better) over sites (and heads, tokens), of "
+    "equal ones the first; chosen on the images that are reported"
+)
+
+
+def read(paths: Sequence[str | Path], names: Sequence[str] = ()) -> list[ResultFile]:
+    """The result files, in their order.
+
+    Args:
+        paths: of tables.
+        names: what the tasks of each are called, in place of the command that wrote it; "" leaves
+            that.
+
+    Raises:
+        VitseeError: a file that is neither a result with one value per layer nor a CKA
+            self-comparison, or no result among them.
+    """
+    files = [
+        replace(found, command=name or found.command)
+        for found, name in zip(map(read_result, paths), names or [""] * len(paths), strict=True)
+    ]
+    for i, file in enumerate(files):
+        if any(file.path.resolve() == other.path.resolve() for other in files[:i]):
+            raise VitseeError(f"{file.path} is given twice; name each result once")
+    for file in files:
+        if file.has(PAIRS):
+            others = {*file.table["store_a"]} ^ {*file.table["store_b"]}
+            if others or not any(file.table["store_a"] == file.table["store_b"]):
+                raise VitseeError(
+                    f"{file.path} compares {', '.join(sorted(others)) or 'stores'} with each "
+                    "other; expected a comparison of a store with itself (vitsee cka STORE)"
+                )
+        elif not file.has(RESULT):
+            raise VitseeError(
+                f"{file.path} is not a result with one value per layer: it has the columns "
+                f"{file.describe_columns()}; expected {', '.join(RESULT)} (probe, knn, cluster, "
+                f"...) or {', '.join(PAIRS)} (cka)"
+            )
+    if all(file.has(PAIRS) for file in files):
+        raise VitseeError(
+            "only CKA results were given; expected at least one with one value per layer "
+            "(probe, knn, cluster, ...)"
+        )
+    return files
+
+
+def _opened(files: str | Path | Sequence[ResultFile | str | Path]) -> list[ResultFile]:
+    """The result files; paths are read."""
+    given = [files] if isinstance(files, str | Path) else files
+    paths = [file for file in given if isinstance(file, str | Path)]
+    if not paths:
+        return [file for file in given if isinstance(file, ResultFile)]
+    return read([file if isinstance(file, str | Path) else file.path for file in given])
+
+
+def run(
+    files: str | Path | Sequence[ResultFile | str | Path],
+    metrics: Sequence[str] = (),
+    best_token: bool = False,
+) -> Table:
+    """One row per task, store and baseline: its best layer.
+
+    Columns: those of `COLUMNS` that the files have; `value`, `std`, `low`, `high` of the chosen
+    row, `n_layers` the sites with a value, `ties` the others with the same value, `n_overlap` how
+    many other sites have an interval that overlaps the best one's, `baseline` empty in the models'
+    rows. NaN and no site: no site has a value.
+
+    Args:
+        files: results that other analyses wrote, by path or from `read`.
+        metrics: only these; by default all that have a direction, except those of single classes.
+        best_token: add a task for the best single token of each layer (`probe --tokens each`).
+
+    Raises:
+        VitseeError: a file is no such result, none of them has such a metric, or the metric has no
+            direction.
+    """
+    files = tell_apart(_opened(files))
+    remarks = []
+    found = tasks(files, metrics, best_token)
+    left = sum(int(about_patches(f.table).sum()) for f in files if f.has(TOKENS))
+    if left and not best_token:
+        remarks.append(
+            f"left out: {counted(left, 'rows')} about single tokens, as their mean stands for the "
+            "layer (--best-token adds the best token)"
+        )
+    if not metrics and (others := [m for m in known_metrics(files) if direction(m) == "none"]):
+        remarks.append(f"left out, as neither side is better: {', '.join(others)}")
+    rows = []
+    for task, table in found.items():
+        for store, of_store in table.groups("store"):
+            for baseline, part in of_store.groups("baseline"):
+                row = _best(task, part)
+                rows.append(row)
+                if not is_given(baseline):
+                    remarks += [f"{task}, {store}: {said}" for said in _remarks(row, part)]
+    for remark in remarks:
+        log.info("%s", remark)
+    names = [
+        name
+        for name in COLUMNS
+        if name not in OPTIONAL or any(is_given(row.get(name)) for row in rows)
+    ]
+    controls = {str(row["baseline"]) for row in rows} & CONTROLS.keys()
+    notes = {
+        "rule": RULE,
+        "remarks": remarks,
+        "files": [str(f.path) for f in files],
+        "baselines": {name: CONTROLS[name] for name in sorted(controls)},
+    }
+    return Table.from_rows(rows, names, notes)
+
+
+def compare(
+    files: Sequence[ResultFile], metrics: Sequence[str] = (), among: str = "layers"
+) -> Table:
+    """One row a difference: the best row of each store less that of each of its other layers, or
+    less the best rows of the stores after it; with intervals over the images that both share, which
+    hold for all differences at once, however the best was chosen; see `paired.METHOD`.
+
+    Columns: those of `paired.COLUMNS` that the files have; `value`, in the metric's unit, is above
+    0 where row a has the larger value. NaN (`std`, `low`, `high`): a row without replicates.
+
+    Args:
+        files: from `read`, with their replicates beside them.
+        metrics: as for `run`.
+        among: "layers" or "models".
+
+    Raises:
+        StoreMismatch: stores that were not tested on the same images.
+        VitseeError: as `run`; no replicates; one layer or one store only.
+    """
+    if among not in AMONG:
+        raise VitseeError(f"no comparison of {among!r}; expected {' or '.join(AMONG)}")
+    scored = tell_apart(with_replicates([file for file in files if not file.has(PAIRS)]))
+    notes = {str(file.path): file.table.notes for file in scored}
+    rows = []
+    for task, table in tasks(scored, metrics).items():
+        table = table.take(np.array([not is_given(b) for b in table["baseline"].tolist()], bool))
+        stores = [(of, _best_place(of)) for _, of in table.groups("store")]
+        for number, (of_store, best) in enumerate(stores):
+            others, chosen_from = stores[number + 1 :], [of for of, _ in stores]
+            if among == "layers":
+                chosen_from = [of_store]
+                sites, own = of_store.groups("site"), _site(of_store, best)
+                others = [(of, _best_place(of)) for name, of in sites if name != own]
+            rows += differences((of_store, best), others, chosen_from, task, notes)
+    if not rows:
+        one = among.removesuffix("s")
+        raise VitseeError(f"there is nothing to compare: the results are of one {one} only")
+    names = [
+        name
+        for name in PAIRED
+        if name.removesuffix("_a").removesuffix("_b") not in OPTIONAL
+        or any(is_given(row.get(name)) for row in rows)
+    ]
+    return Table.from_rows(rows, names, {"interval": METHOD, "files": [*notes]})
+
+
+def _site(table: Table, row: int) -> str:
+    return str(table["site"][row])
+
+
+def _remarks(row: dict[str, Any], rows: Table) -> Iterator[str]:
+    """What to say of one store's best layer."""
+    missing = int((~np.isfinite(rows["value"].astype(float))).sum())
+    if missing:
+        yield f"{missing} of {len(rows)} rows have no value"
+    if is_given(row["ties"]):
+        yield f"{_place(row)} is the first of equal ones: {row['ties']}"
+    if row["n_overlap"]:
+        yield (
+            f"the intervals of {row['n_overlap']} of the other {row['n_layers'] - 1} layers "
+            f"overlap that of {row['site']}"
+        )
+
+
+def _order(rows: Table) -> NDArray[np.float64]:
+    """(rows,) larger is better; -inf without a value."""
+    values = rows["value"].astype(float)
+    sign = -1 if direction(str(rows["metric"][0])) == "lower" else 1
+    return np.where(np.isfinite(values), sign * values, -np.inf)
+
+
+def _best_place(rows: Table) -> int:
+    """The row number of the best value, of equal ones the first."""
+    return int(np.argmax(_order(rows)))
+
+
+def _best(task: str, rows: Table) -> dict[str, Any]:
+    values, order = rows["value"].astype(float), _order(rows)
+    finite = np.isfinite(values)
+    place = int(np.argmax(order))
+    cells = {name: column.tolist() for name, column in rows.columns.items()}
+    row = {name: column[place] for name, column in cells.items()}
+    row |= {"task": task, "ties": None, "n_overlap": None}
+    row["n_layers"] = len({*rows["site"][finite].tolist()})
+    if not finite.any():
+        # What is left is who it is.
+        return row | dict.fromkeys(PLACE) | {"site": "", "block": "", "value": np.nan}
+    equal = np.flatnonzero(finite & (values == values[place]))
+    if len(equal) > 1:
+        others = [{name: column[i] for name, column in cells.items()} for i in equal[1:]]
+        row["ties"] = "; ".join(dict.fromkeys(map(_place, others)))
+    row["n_overlap"] = _overlapping(rows, order, place)
+    return row
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    """`blocks.3`, `blocks.3 head 5`, `blocks.3.out token 0,4`."""
+    named = [f"{name} {row[name]}" for name in ("token", "head") if is_given(row[name])]
+    if is_given(row["row"]) and not is_given(row["token"]):
+        named.append(f"patch {row['row']},{row['col']}")
+    return " ".join([str(row["site"]), *named])
+
+
+def _overlapping(rows: Table, order: NDArray[np.float64], place: int) -> int | None:
+    """How many other sites' best rows have an interval that overlaps that of the best one; None
+    where it has none."""
+    low, high = (
+        np.array([np.nan if v is None else v for v in rows[name].tolist()], float)
+        for name in ("low", "high")
+    )
+    sites = rows["site"].tolist()
+    if not np.isfinite(low[place]) or not np.isfinite(high[place]):
+        return None
+    best: dict[str, int] = {}
+    for i in np.flatnonzero(np.isfinite(order)).tolist():
+        if sites[i] not in best or order[i] > order[best[sites[i]]]:
+            best[sites[i]] = i
+    others = np.array([i for site, i in best.items() if site != sites[place]], np.int64)
+    return int(((low[others] <= high[place]) & (high[others] >= low[place])).sum())
+
+
+@styled
+def plot(table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] = ()) -> Figure:
+    """One panel per task: its curves against relative depth, the best layer of each store as a star
+    and baselines dashed. One panel per store of a CKA self-comparison: CKA with the last layer
+    beside the scores of all tasks. Below, the table itself: tasks by stores. Of `compare`: its
+    differences with their intervals.
+
+    Args:
+        table: from `run` or `compare`.
+        files: from `read`, what it was made of; not asked for by `compare`'s figure.
+        metrics: as for `run`.
+
+    Raises:
+        VitseeError: the files are missing.
+    """
+    if "store_a" in table.columns:
+        return draw_differences(table)
+    if not files:
+        raise VitseeError(
+            "best-layer draws the curves of the results that it compared: give them too, as "
+            "plot(table, files=read(paths))"
+        )
+    files = tell_apart(files)
+    redundancy = [part for file in files if file.has(PAIRS) for part in to_last(file.table)]
+    best_token = any(task.endswith(f"token = {BEST}") for task in table.unique("task"))
+    return draw_best_layers(table, tasks(files, metrics, best_token), redundancy)
+
+
+def headline(table: Table) -> list[Answer]:
+    """The layers that are best at most tasks."""
+    found = []
+    for store, rows in picked(table, baseline=None).groups("store"):
+        sites = Counter(map(str, rows["site"].tolist())).most_common()
+        first, *others = [f"{site} {n}" for site, n in sites[:3]]
+        text = f"best at {counted(len(rows), 'tasks')}: {first} times"
+        found.append((str(store), ", ".join([text, *others])))
+    return found

@@ -1,0 +1,103 @@
+"""Differences of layers or models, a line each, those marked whose intervals exclude 0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.figures.panels import handles_of, legend_below, panels
+from vitsee_core.figures.plotting import (
+    GREY,
+    colour,
+)
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import metric_words, site_words, task_words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_core.tables.results import Table
+
+LINE, MARGINS = 1.7, 7.0  # ems: of a line, above and below them
+MOST_LETTERS = 44
+CLEAR, UNCLEAR, ALONE = "95 % interval excludes 0", "95 % interval includes 0", "no interval"
+
+
+def draw_differences(table: Table) -> Figure:
+    """One panel per task; below the name of what is compared a line for each difference to it, from
+    the largest on.
+
+    Args:
+        table: from `best_layer.compare`.
+    """
+    tasks = [(task, _lines(rows)) for task, rows in table.groups("task")]
+    most = max(len(lines) for _, lines in tasks)
+    letters = max(len(text) for _, lines in tasks for text, _ in lines)
+    width = 12 + 0.56 * letters
+    figure, every = panels(
+        len(tasks), width=width, widest=width + 8, height=most * LINE + MARGINS, most=2
+    )
+    for axes, (task, lines) in zip(every, tasks, strict=True):
+        _draw(axes, task, lines)
+    legend_below(figure, handles_of(every))
+    return figure
+
+
+def _lines(rows: Table) -> list[tuple[str, dict[str, Any] | None]]:
+    """(text, row) from top to bottom; None for the row of a text that names the larger part."""
+    lines: list[tuple[str, dict[str, Any] | None]] = []
+    for store, of_store in rows.groups("store_a"):
+        for site, part in of_store.groups("site_a"):
+            minuend = f"{store}: {site_words(site)}{_detail(part, 0, 'a')} less"
+            lines.append((shorten(minuend, MOST_LETTERS), None))
+            values = part["value"].astype(float)
+            nothing = np.full(len(part), np.nan)  # columns that no row fills are left out
+            numbers = {name: part.columns.get(name, nothing) for name in ("value", "low", "high")}
+            for i in sorted(range(len(part)), key=lambda i: -values[i]):
+                other = site_words(part["site_b"][i]) + _detail(part, i, "b")
+                if part["store_b"][i] != store:
+                    other = f"{part['store_b'][i]}: {other}"
+                row = {name: float(of[i]) for name, of in numbers.items()}
+                lines.append((shorten(other, MOST_LETTERS), row | {"metric": part["metric"][i]}))
+    return lines
+
+
+def _detail(part: Table, i: int, side: str) -> str:
+    """Which head or token it is, where the rows are of one."""
+    found = []
+    for name in ("head", "token"):
+        values = part.columns.get(f"{name}_{side}", part.columns.get(name))
+        if values is not None and str(values[i]) not in ("", "nan", "None"):
+            found.append(f"{name} {values[i]}")
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _draw(axes: Axes, task: str, lines: list[tuple[str, dict[str, Any] | None]]) -> None:
+    metric = next(row["metric"] for _, row in lines if row is not None)
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    for y, (_, row) in enumerate(lines):
+        if row is None:
+            continue
+        low, high = row["low"], row["high"]
+        known, clear = low == low, low > 0 or high < 0
+        ink = colour(0) if clear else GREY
+        if known:
+            axes.plot([low, high], [y, y], color=ink, solid_capstyle="butt")
+        look: dict[str, Any] = {"marker": "o" if known else "x"}
+        face: dict[str, Any] = {
+            "markerfacecolor": ink if clear else "white",
+            "markeredgecolor": ink,
+        }
+        label = (CLEAR if clear else UNCLEAR) if known else ALONE
+        axes.plot([row["value"]], [y], linestyle="none", label=label, **look, **face)
+    axes.set_yticks(range(len(lines)), [text for text, _ in lines])
+    for tick, (_, row) in zip(axes.get_yticklabels(), lines, strict=True):
+        if row is None:
+            tick.set_fontweight("bold")
+    axes.set_ylim(len(lines) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+    axes.set_xlabel(f"difference in {metric_words(metric)}")
+    axes.set_title(task_words(task))

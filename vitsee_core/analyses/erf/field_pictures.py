@@ -1,0 +1,178 @@
+"""Pictures of receptive fields: one field per site, and the radii against depth. From the columns
+of `vitsee erf`'s table: store, site, rel_depth, row, col, metric, value, low, high, n_images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.figures.curve_looks import (
+    site_kind,
+)
+from vitsee_core.figures.depth_curves import (
+    add_curve_legend,
+    depth_grid,
+    draw_depth_curves,
+)
+from vitsee_core.figures.panels import (
+    Grid,
+    bars_at_ends,
+    map_axes,
+    map_title,
+    name_part,
+    small_maps,
+    stack,
+)
+from vitsee_core.figures.plotting import (
+    GREY,
+)
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import PARTS, site_words
+from vitsee_core.types import Float
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+    from vitsee_core.tables.results import Table
+
+
+CURVES = ("radius50_px", "radius90_px", "offset_px")
+MOST_DOWN = 6
+FLOOR = 1e-3  # of a field's largest value: the lower end of the scale
+MARK = "#FF3B30"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A field in squares of `step` pixels, and the radius that holds half of it (NaN: unknown)."""
+
+    cells: Float
+    step: int
+    radius: float
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(rows, cols) in pixels, up to the squares that are cut."""
+        return self.cells.shape[0] * self.step, self.cells.shape[1] * self.step
+
+
+@dataclass(frozen=True)
+class Line:
+    """The fields of one store and kind of site, by the block (or the site outside blocks)."""
+
+    store: str
+    kind: str
+    n_images: int
+    pictures: dict[str, Picture]
+
+
+def draw_fields(table: Table) -> Figure:
+    """A line of fields for each kind of site, and curves of radii below. Call it inside a function
+    decorated with `styled`.
+
+    Each field is divided by its largest value; all share one logarithmic scale over three decades;
+    a field that is 0 everywhere is white, with a 0. A cross marks the centre of mass, a circle the
+    radius that holds half of it. Of many sites, evenly chosen blocks are shown; the curves show
+    all.
+    """
+    lines = _lines(table)
+    metrics = [metric for metric in CURVES if metric in table.unique("metric")]
+    grids = [small_maps(len(_shown(line)), 2) for line in lines]
+    below = depth_grid(max(len(metrics), 1), table)
+    figure, parts = stack(*grids, *([below] if metrics else []))
+    for line, grid, part in zip(lines, grids, parts, strict=False):
+        _draw_line(line, grid, part)
+    if metrics:
+        every = below.axes(parts[-1])
+        curves = table.where(metric=metrics)
+        for axes, metric in zip(every, metrics, strict=True):
+            draw_depth_curves(axes, table.where(metric=metric), among=curves)
+        add_curve_legend(figure, every)
+    return figure
+
+
+def _lines(table: Table) -> list[Line]:
+    fields = table.where(metric="gradient")
+    lines = []
+    for store, rows in fields.groups("store"):
+        radii = table.where(store=store, metric="radius50_px")
+        known = dict(zip(radii["site"].tolist(), radii["value"].tolist(), strict=True))
+        by_kind: dict[str, dict[str, Picture]] = {}
+        for site, cells in rows.groups("site"):
+            kind = site_kind(site)
+            block = site.removesuffix(f".{kind}")
+            picture = _picture(cells, float(known.get(site, np.nan)))
+            by_kind.setdefault("out" if kind == "head" else kind, {})[block] = picture
+        count = int(rows["n_images"][0])
+        lines += [Line(store, kind, count, of) for kind, of in by_kind.items()][:MOST_DOWN]
+    return lines
+
+
+def _picture(rows: Table, radius: float) -> Picture:
+    y, x = (rows[name].astype(np.int64) for name in ("row", "col"))
+    steps = np.diff(np.unique(np.concatenate([y, x])))
+    step = int(steps[0]) if len(steps) else 1
+    cells = np.full((y.max() // step + 1, x.max() // step + 1), np.nan)
+    cells[y // step, x // step] = rows["value"].astype(np.float64)
+    return Picture(cells, step, radius)
+
+
+def _shown(line: Line) -> list[str]:
+    """The blocks that are drawn: all, or evenly spaced ones with the first and the last."""
+    blocks = list(line.pictures)
+    most = small_maps(99).across
+    places = np.linspace(0, len(blocks) - 1, min(len(blocks), most)).round().astype(int)
+    return [blocks[k] for k in places]
+
+
+def _draw_line(line: Line, grid: Grid, part: Any) -> None:
+    shown = _shown(line)
+    panels = grid.axes(part)
+    for axes, block in zip(panels, shown, strict=True):
+        image = _draw(axes, line.pictures[block])
+        map_title(axes, grid, site_words(block))
+    kind, n = PARTS.get(line.kind, line.kind), len(line.pictures)
+    some = f"; {len(shown)} of {n} blocks" if len(shown) < n else ""
+    name_part(part, f"{shorten(line.store, 28)}{kind and ', '}{kind} (n = {line.n_images}{some})")
+    bars_at_ends(grid, panels, image, "gradient / its largest")
+
+
+def _draw(axes: Axes, picture: Picture) -> AxesImage:
+    from matplotlib.colors import LogNorm
+    from matplotlib.patches import Circle
+
+    height, width = picture.size
+    largest = np.nanmax(picture.cells)
+    relative: Any = picture.cells / largest if largest > 0 else np.full_like(picture.cells, np.nan)
+    image = axes.imshow(
+        np.clip(relative, FLOOR / 2, None),
+        norm=LogNorm(FLOOR, 1),
+        origin="upper",
+        extent=(-0.5, width - 0.5, height - 0.5, -0.5),
+    )
+    # A circle that reaches beyond the image is clipped.
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+    map_axes(axes)
+    if not largest > 0:
+        axes.text(width / 2, height / 2, "0", ha="center", va="center", color=GREY)
+    else:
+        y, x = _centre(picture)
+        axes.plot(x, y, "+", color=MARK, markersize=4, markeredgewidth=0.7)
+        if np.isfinite(picture.radius):
+            circle = Circle((x, y), picture.radius, fill=False, edgecolor=MARK, linewidth=0.7)
+            axes.add_patch(circle)
+    return image
+
+
+def _centre(picture: Picture) -> tuple[float, float]:
+    """Centre of mass in pixels, of squares taken as whole."""
+    cells = np.nan_to_num(picture.cells)
+    places = [(np.arange(n) + 0.5) * picture.step - 0.5 for n in cells.shape]
+    return (
+        float(cells.sum(1) @ places[0] / cells.sum()),
+        float(cells.sum(0) @ places[1] / cells.sum()),
+    )

@@ -1,0 +1,99 @@
+"""The figure of head types: counts over depth and an example of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.analyses.head_types.head_geometry import TYPES, UNDEFINED
+from vitsee_core.attention.head_maps import per_query
+from vitsee_core.figures.head_tiles import cut_maps, mark_middle, stretched
+from vitsee_core.figures.panels import Grid, legend_below, map_axes, note_count, small, stack
+from vitsee_core.figures.plotting import (
+    COLOURS,
+    GREY,
+    integer_ticks,
+)
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import site_words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_core.tables.results import Table
+
+TINTS = dict(zip((*TYPES, UNDEFINED), (*COLOURS[:5], "#BDBDBD", "#EEEEEE"), strict=True))
+
+_EXAMPLES = Grid(len(TYPES), width=10.5, widest=13, height=14, most=len(TYPES))
+UNSTEADY = "changes type when a threshold moves by x 0.8 or x 1.25"
+
+
+def draw_types(table: Table) -> Figure:
+    """One line of panels per store, from the table alone: heads of each type by block, those
+    hatched that change type when some threshold moves by x 0.8 or x 1.25; and the aligned map of
+    the clearest head of each type, corrected for coverage, over the range written below it,
+    midlines in red. Call it inside a function decorated with `styled`."""
+    labels = table.unique("store")
+    grids = [g for _ in labels for g in (Grid(1, widest=60, height=11), _EXAMPLES)]
+    figure, parts = stack(*grids)
+    for label, above, below in zip(labels, parts[::2], parts[1::2], strict=True):
+        rows = table.where(store=label)
+        examples = rows.where(metric="aligned")
+        _draw_counts(Grid(1).axes(above)[0], rows, label)
+        for axes, kind in zip(_EXAMPLES.axes(below), TYPES, strict=True):
+            _draw_example(axes, examples.where(type=kind), kind)
+    from matplotlib.patches import Patch
+
+    found = {UNSTEADY: Patch(facecolor="white", edgecolor=GREY, hatch="//////")}
+    if UNDEFINED in table.unique("type"):
+        found["no type"] = Patch(facecolor=TINTS[UNDEFINED])
+    legend_below(figure, found)
+    return figure
+
+
+def _draw_counts(axes: Axes, rows: Table, label: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    steady = rows.where(metric="same_type_thresholds")
+    depths = np.unique(steady["depth"])
+    base = np.zeros(len(depths))
+    for kind in (*TYPES, UNDEFINED):
+        for sure in (True, False):
+            of_kind = (steady["type"] == kind) & ((steady["value"] == 1) == sure)
+            counts = np.array([(of_kind & (steady["depth"] == d)).sum() for d in depths])
+            if not counts.any():
+                continue
+            hatch = "" if sure else "//////"
+            axes.bar(
+                depths, counts, 0.8, base, color=TINTS[kind], hatch=hatch, edgecolor="white",
+                linewidth=0.4,
+            )  # fmt: skip
+            base += counts
+    axes.set_title(shorten(label, 28))
+    note_count(axes, steady)
+    axes.grid(False, axis="x")
+    integer_ticks(axes, depths, 13)
+    axes.set_xlabel("block")
+    axes.set_ylabel("heads")
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+def _draw_example(axes: Axes, rows: Table, kind: str) -> None:
+    map_axes(axes)
+    axes.set_title(kind)
+    for spine in axes.spines.values():
+        spine.set(color=TINTS[kind], linewidth=2)
+    axes.set_aspect("equal")
+    if not len(rows):
+        axes.text(0.5, 0.5, "no head", transform=axes.transAxes, ha="center", color=GREY)
+        return
+    ((_, head, site, values),) = cut_maps(rows)
+    shown = per_query(values)
+    axes.imshow(stretched(shown), origin="upper")
+    mark_middle(axes, values.shape)
+    detail = str(rows["detail"][0])
+    text = f"{site_words(site)}, head {head}" + (f"\n{detail}" if detail else "")
+    lowest, highest = np.nanmin(shown), np.nanmax(shown)
+    axes.set_xlabel(f"{text}\n{lowest:.2g} to {highest:.2g}", fontsize=small())

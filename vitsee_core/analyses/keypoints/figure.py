@@ -1,0 +1,91 @@
+"""The picture of keypoints: the share found against relative depth, a panel per alpha."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.figures.curve_looks import (
+    DASHES,
+    curve_looks,
+)
+from vitsee_core.figures.depth_curves import (
+    draw_depth_panels,
+)
+from vitsee_core.figures.panels import small
+from vitsee_core.figures.plotting import (
+    GREY,
+)
+from vitsee_core.tables.words import baseline_words
+from vitsee_core.types import Float
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_core.tables.results import Table
+
+LINES = ("grid", "still", "chance", "random")
+ALIKE = 0.002  # lines this near to one another are one, for all stores
+ROOM = 1.12  # times the highest value is the top of a panel
+FAR = 1.6  # times the highest curve: a ceiling above it would leave the curves no room
+
+
+def draw_keypoints(table: Table) -> Figure:
+    """See `analyses.keypoints.plot`; to be called below `styled`."""
+    rows = table.where(baseline=["", *LINES])
+    for column in ("class", "group"):
+        if column in rows.columns:
+            cells = rows[column].tolist()
+            rows = rows.take(np.array([not cell for cell in cells], bool))
+    models = rows.where(baseline="")
+    metrics = [m for m in rows.unique("metric") if re.match(r"pck@", m)]
+
+    def finish(axes: Axes, curves: Table, metric: str) -> None:
+        lines = rows.where(metric=metric, baseline=list(LINES))
+        ceiling = lines.where(baseline="grid")["value"]
+        others = lines.where(baseline=["still", "chance"])["value"]
+        top = _highest(curves["high"], curves["value"], others)
+        if _highest(ceiling) <= FAR * top:
+            top = max(top, _highest(ceiling))
+        axes.set_ylim(0, ROOM * top or 1)
+        for name, dashes in zip(LINES, DASHES, strict=False):
+            line = lines.where(baseline=name)
+            if len(line) and float(np.nanmin(line["value"])) <= ROOM * top:
+                _draw_line(axes, line, models, name, dashes)
+        if _highest(ceiling) > ROOM * top:
+            _note_ceiling(axes, float(np.nanmin(ceiling)), _highest(ceiling))
+
+    spread = "95 % interval over images"
+    return draw_depth_panels(models, metrics, finish, spread=spread, counts=("n_pairs", "pairs"))
+
+
+def _highest(*values: Float) -> float:
+    return float(np.nanmax(np.concatenate(values), initial=0))
+
+
+def _draw_line(axes: Axes, rows: Table, models: Table, name: str, dashes: Any) -> None:
+    """A baseline: grey where it is the same for all stores, else in their colours."""
+    tints = {curve[0]: look["color"] for curve, look in curve_looks(models).items()}
+    values = rows["value"]
+    shared = float(np.nanmax(values) - np.nanmin(values)) < ALIKE
+    for label, own in rows.groups("store"):
+        own = own.take(np.argsort(own["rel_depth"], kind="stable"))
+        axes.plot(
+            own["rel_depth"], own["value"], color=GREY if shared else tints[label],
+            linestyle=dashes, linewidth=1, zorder=1.5,
+        )  # fmt: skip
+        if shared:
+            break
+    axes.plot([], [], color=GREY, linestyle=dashes, linewidth=1, label=baseline_words(name))
+
+
+def _note_ceiling(axes: Axes, low: float, high: float) -> None:
+    """In words what is above the picture."""
+    span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
+    axes.annotate(
+        f"ceiling (grid): {span} ↑", (0.99, 0.99), xycoords="axes fraction",
+        ha="right", va="top", fontsize=small(), color=GREY,
+    )  # fmt: skip

@@ -1,0 +1,317 @@
+"""Where the keypoints of pairs lie on the input of a store's model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.analyses.keypoints.protocol import Protocol
+from vitsee_core.analyses.keypoints.spair import Pair
+from vitsee_core.images.folders import EXTENSIONS
+from vitsee_core.images.placement import Placement, place
+from vitsee_core.types import Float, Integers, Mask
+from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.manifest import few
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+log = logging.getLogger(__name__)
+
+_NAMES_SHOWN = 2
+ROUNDING = 1e-6  # pixels
+RECIPE = "extract the images anew with --crop-mode border --crop-pct 1, which shows them whole"
+
+
+@dataclass(frozen=True)
+class Located:
+    """The pairs whose images a store holds, and their keypoints on the input, in pixels whose
+    centres have whole numbers.
+
+    pairs: those pairs. source_row, target_row: (pairs,) rows of the store. pair: (points,) which
+    pair a keypoint is of. source, target: (points, 2) x, y. still: (points, 2) where the target
+    would be if it lay as the source does in its image. unit: (points, 2) what an input pixel
+    measures in x and y; side: (points,) what alpha is a part of, in the same measure. window:
+    (points, 4) left, top, right, bottom of where the target may lie. size: the input's (height,
+    width). counts: what became of the pairs, for a sidecar.
+    """
+
+    pairs: list[Pair]
+    source_row: Integers
+    target_row: Integers
+    pair: Integers
+    source: Float
+    target: Float
+    still: Float
+    unit: Float
+    side: Float
+    window: Float
+    size: tuple[int, int]
+    counts: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.pair)
+
+    def groups(self) -> list[Target]:
+        """The keypoints by what they are looked for in, in the order of the store's rows."""
+        keys = np.concatenate([self.target_row[self.pair][:, None], self.window], 1)
+        each, which = np.unique(keys, axis=0, return_inverse=True)
+        points = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
+        return [Target(int(key[0]), key[1:], own) for key, own in zip(each, points, strict=True)]
+
+    def squared_error(self, found: Float) -> Float:
+        """(points,) of positions (points, 2), in the measure of `side`."""
+        error: Float = (((found - self.target) * self.unit) ** 2).sum(1)
+        return error
+
+
+@dataclass(frozen=True)
+class Target:
+    """Keypoints that are looked for together: in one image, within one window. row: the image's.
+    window: (4,), as in `Located`. points: their numbers."""
+
+    row: int
+    window: Float
+    points: Integers
+
+
+def locate(store: Store, pairs: Sequence[Pair], protocol: Protocol) -> Located:
+    """The keypoints of the pairs whose images the store holds; others are left out, counted and
+    logged, as are pairs without a keypoint.
+
+    Raises:
+        MissingInput: the store does not say how its images were resized, or shows them cropped so
+            that keypoints are outside.
+        VitseeError: most of the images are not in the store, or one is of another size.
+    """
+    if not store.manifest.transform:
+        raise MissingInput(f"{store.label} does not say how its images were resized; extract anew")
+    kept, rows, counts = _matched(store, pairs)
+    sizes = store.sizes
+    for pair, both in zip(kept, rows, strict=True):
+        for row, size, image in zip(
+            both, (pair.source_size, pair.target_size), (pair.source, pair.target), strict=True
+        ):
+            if tuple(sizes[row].tolist()) != size:
+                raise VitseeError(
+                    f"{image} has {sizes[row][1]} x {sizes[row][0]} pixels in {store.label}, "
+                    f"{size[1]} x {size[0]} in the pair {pair.name}; expected the same images"
+                )
+    places = _Places(store)
+    parts = [
+        _points(pair, places(pair.source_size), places(pair.target_size), places.size, protocol)
+        for pair in kept
+    ]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    _refuse_outside(store, columns.pop("outside") > 0)
+    return Located(
+        pairs=kept,
+        source_row=np.array([source for source, _ in rows], np.int64),
+        target_row=np.array([target for _, target in rows], np.int64),
+        pair=np.repeat(np.arange(len(kept)), [pair.n_points for pair in kept]),
+        size=places.size,
+        counts=counts,
+        **columns,
+    )
+
+
+def _matched(
+    store: Store, pairs: Sequence[Pair]
+) -> tuple[list[Pair], list[tuple[int, int]], dict[str, int]]:
+    """The pairs with both images in the store and a keypoint, their rows, and what became of the
+    others."""
+    row_of = _Rows(store, {pair.category for pair in pairs})
+    images: dict[tuple[str, str], int] = {}
+    kept, rows = [], []
+    n_empty = 0
+    for pair in pairs:
+        for image in (pair.source, pair.target):
+            if (pair.category, image) not in images:
+                images[pair.category, image] = row_of(pair.category, image)
+        both = images[pair.category, pair.source], images[pair.category, pair.target]
+        if min(both) < 0:
+            continue
+        if not pair.n_points:
+            n_empty += 1
+            continue
+        kept.append(pair)
+        rows.append(both)
+    missing = [f"{category}/{image}" for (category, image), row in images.items() if row < 0]
+    if 2 * len(missing) > len(images):
+        raise VitseeError(
+            f"{len(missing)} of the {len(images)} images of the pairs are not in {store.label} "
+            f"({few(missing, _NAMES_SHOWN)}); its images are called "
+            f"{few(store.samples.id.tolist(), _NAMES_SHOWN)}; expected those below JPEGImages"
+        )
+    if not kept:
+        raise VitseeError(
+            f"none of the {len(pairs)} pairs has both images in {store.label} and a keypoint"
+        )
+    n_left = len(pairs) - len(kept) - n_empty
+    if missing:
+        log.warning(
+            "%s: %d of the pairs' %d images are missing or could not be read (%s): %d of %d pairs "
+            "are left out", store.label, len(missing), len(images), few(missing, _NAMES_SHOWN),
+            n_left, len(pairs),
+        )  # fmt: skip
+    if n_empty:
+        log.info("%s: %d pairs without a keypoint are left out", store.label, n_empty)
+    counts = {
+        "pairs": len(kept),
+        "images": len(images) - len(missing),
+        "left_out_without_image": n_left,
+        "left_out_without_keypoint": n_empty,
+    }
+    return kept, rows, counts
+
+
+class _Rows:
+    """(category, image name) -> row of the store, -1 where it has none that could be read. Images
+    are known by their folder and name; where folders are no categories, by their name."""
+
+    def __init__(self, store: Store, categories: set[str]) -> None:
+        self._in_folder: dict[tuple[str, str], int] = {}
+        self._loose: dict[str, int] = {}
+        ids, valid = store.samples.id.tolist(), store.valid
+        for row, text in enumerate(ids):
+            folder, _, file = text.rpartition("/")
+            folder, file = folder.rpartition("/")[2], _stem(file)
+            own = row if valid[row] else -1
+            if folder in categories:
+                known = (folder, file) in self._in_folder
+                self._in_folder[folder, file] = _AMBIGUOUS if known else own
+            else:
+                self._loose[file] = _AMBIGUOUS if file in self._loose else own
+        self._label = store.label
+
+    def __call__(self, category: str, image: str) -> int:
+        name = _stem(image)
+        row = self._in_folder.get((category, name), self._loose.get(name, -1))
+        if row == _AMBIGUOUS:
+            raise VitseeError(
+                f"{self._label} has several images called {category}/{image}; expected one"
+            )
+        return row
+
+
+_AMBIGUOUS = -2
+
+
+def _stem(name: str) -> str:
+    stem, ending = os.path.splitext(name)
+    return stem if ending.lower() in EXTENSIONS else name
+
+
+class _Places:
+    """Size of an original image -> where it lies on the input. size: the input's (height,
+    width)."""
+
+    def __init__(self, store: Store) -> None:
+        self._transform = store.manifest.transform
+        _, height, width = self._transform["input_size"]
+        self.size = int(height), int(width)
+        self._known: dict[tuple[int, int], Placement] = {}
+
+    def __call__(self, size: tuple[int, int]) -> Placement:
+        if size not in self._known:
+            self._known[size] = place(self._transform, size)
+        return self._known[size]
+
+
+def _points(
+    pair: Pair, source: Placement, target: Placement, size: tuple[int, int], protocol: Protocol
+) -> dict[str, Float]:
+    """The fields of `Located` that have an entry for each keypoint."""
+    n = pair.n_points
+    height, width = pair.target_size
+    seen = [
+        where.points(_inside(xy, own), own)
+        for where, xy, own in (
+            (source, pair.source_xy, pair.source_size),
+            (target, pair.target_xy, pair.target_size),
+        )
+    ]
+    box = np.array(pair.box).reshape(2, 2)
+    long = max(box[1] - box[0]) if protocol.threshold == "box" else max(height, width)
+    relative = (pair.source_xy + 0.5) / pair.source_size[::-1]
+    still = relative * (width, height) - 0.5
+    if protocol.match == "vit_analysis":
+        scales = [
+            _one_scale(pair, where, own)
+            for where, own in ((source, pair.source_size), (target, pair.target_size))
+        ]
+        scale, begin = scales[1], (target.left, target.top)
+        at_source = pair.source_xy * scales[0] + (source.left, source.top)
+        at_target, at_still = (xy * scale + begin for xy in (pair.target_xy, still))
+        edges = box * scale + begin
+        unit, side = np.ones(2), long * scale
+    else:
+        at_source, at_target = seen
+        at_still, edges = (target.points(xy, pair.target_size) for xy in (still, box))
+        unit = np.array([width, height]) / _extent(target)[::-1]
+        side = float(long)
+    window = {
+        "canvas": np.array([-0.5, -0.5, size[1] - 0.5, size[0] - 0.5]),
+        "image": np.array([target.left, target.top, target.right, target.bottom]) - 0.5,
+        "box": edges.ravel(),
+    }[protocol.candidates]
+    return {
+        "source": at_source,
+        "target": at_target,
+        "still": at_still,
+        "unit": np.tile(unit, (n, 1)),
+        "side": np.full(n, side),
+        "window": np.tile(window, (n, 1)),
+        "outside": (_off(seen[0], size) | _off(seen[1], size)).astype(np.float64),
+    }
+
+
+def _off(xy: Float, size: tuple[int, int]) -> Mask:
+    """Which points lie beyond the edges of the input."""
+    last = np.array(size[::-1]) - 0.5
+    beyond = (xy < -0.5 - ROUNDING) | (xy > last + ROUNDING)
+    found: Mask = np.any(beyond, axis=1)
+    return found
+
+
+def _extent(where: Placement) -> Float:
+    """Height and width of the whole image in input pixels."""
+    return np.array([where.bottom - where.top, where.right - where.left])
+
+
+def _one_scale(pair: Pair, where: Placement, size: tuple[int, int]) -> float:
+    """Input pixels per pixel of an image, along its longer side; the shorter side's differs by
+    rounding only."""
+    extent = _extent(where)
+    scale = float(extent.max() / max(size))
+    if np.abs(extent - scale * np.array(size)).max() > 1:
+        raise MissingInput(
+            f"the images of the pair {pair.name} were squashed; matches vit_analysis are of images "
+            f"that keep their shape: {RECIPE}"
+        )
+    return scale
+
+
+def _inside(xy: Float, size: tuple[int, int]) -> Float:
+    """Points with those in the rim brought to the border."""
+    found: Float = np.clip(xy, -0.5, (size[1] - 0.5, size[0] - 0.5))
+    return found
+
+
+def _refuse_outside(store: Store, outside: Mask) -> None:
+    """Refuse keypoints that the model did not see."""
+    if outside.any():
+        raise MissingInput(
+            f"{int(outside.sum())} of {len(outside)} keypoints lie outside of what the model of "
+            f"{store.label} saw of its images; {RECIPE}"
+        )
+
+
+def describe(located: Located) -> dict[str, Any]:
+    """For a sidecar."""
+    return {**located.counts, "points": len(located)}

@@ -1,0 +1,202 @@
+"""The share of keypoints found (PCK) and its interval over images.
+
+    pck         mean over categories of the share of a category's points (Walmer et al. 2023, VA's)
+    pck_point   share of all points
+    pck_image   mean over pairs of the share of a pair's points
+
+Pairs share images, so that neither points nor pairs are independent: all ordered pairs of 26
+images are 650 pairs that vary together. Intervals come from a jackknife that leaves out one image
+with all of its pairs. Categories are drawn apart from each other, and the variances of their
+images add up:
+
+    std^2 = sum_c (n_c - 1) / n_c sum_(i in c) (v_i - mean_c v)^2
+
+v_i the value without image i of category c, mean_c its mean over the category's n_c images; low and
+high are those of `shares.share_interval`, with t(0.975, sum_c (n_c - 1)).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.analyses.keypoints.located import Located
+from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.statistics.shares import METHOD as SHARES
+from vitsee_core.statistics.shares import share_interval
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.types import Float, Integers, Mask
+
+METRICS = ("pck", "pck_point", "pck_image")
+SPREAD = "jackknife"
+INTERVAL_METHOD = (
+    "delete-one-image jackknife within categories: v_i is the value without an image and all of "
+    "its pairs; std^2 = sum over categories of (n - 1) / n sum_i (v_i - mean v)^2; empty where "
+    "leaving out an image leaves a category without pairs; low, high, with t(0.975, images - "
+    f"categories) in place of 1.96: {SHARES}"
+)
+REPLICATES_METHOD = "value without one image of a category and all of its pairs"
+
+
+@dataclass(frozen=True)
+class KeypointScorer:
+    """Which pairs and images the points belong to. pair: (points,) their pairs. category: (pairs,).
+    source, target: (pairs,) numbers of images, of which one in two categories has two.
+    image_category: (images,). names: of the categories. digest: the same for the same pairs."""
+
+    pair: Integers
+    category: Integers
+    source: Integers
+    target: Integers
+    image_category: Integers
+    names: list[str]
+    digest: str
+
+    @classmethod
+    def of(cls, located: Located) -> KeypointScorer:
+        """Of these pairs."""
+        names = sorted({pair.category for pair in located.pairs})
+        category = np.array([names.index(pair.category) for pair in located.pairs], np.int64)
+        both = np.concatenate([located.source_row, located.target_row])
+        images, numbers = np.unique(
+            np.stack([np.tile(category, 2), both], 1), axis=0, return_inverse=True
+        )
+        source, target = numbers.reshape(2, -1)
+        words = [f"{pair.source} {pair.target} {pair.category}" for pair in located.pairs]
+        digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+        return cls(located.pair, category, source, target, images[:, 0], names, digest)
+
+    @property
+    def n_images(self) -> int:
+        """How many images the pairs have."""
+        return len(self.image_category)
+
+    def describe(self) -> dict[str, Any]:
+        """Of the replicates, for a sidecar."""
+        return {"n_blocks": self.n_images, "digest": self.digest, "method": REPLICATES_METHOD}
+
+    def rows(
+        self, found: NDArray[Any], alphas: Sequence[float], among: Mask | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """The cells of a row for each metric and alpha.
+
+        Args:
+            found: (points, alphas) 1 where a keypoint was found, or how probable that is.
+            alphas: their thresholds.
+            among: (pairs,) these pairs only.
+        """
+        scores = self.scores(found, among)
+        for name in METRICS:
+            score = scores[name]
+            for i, alpha in enumerate(alphas):
+                yield {
+                    "metric": f"{name}@{alpha:g}",
+                    **score.cells(i),
+                    "spread": SPREAD,
+                    **scores_counts(self, among),
+                }
+
+    def scores(self, found: NDArray[Any], among: Mask | None = None) -> dict[str, Score]:
+        """Metric -> values of (points, alphas); see `rows`."""
+        n_pairs = len(self.category)
+        used = np.ones(n_pairs, bool) if among is None else among
+        points: Float = np.bincount(self.pair, used[self.pair], n_pairs).astype(np.float64)
+        hits = _sums(np.asarray(found, np.float64), self.pair, n_pairs) * used[:, None]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            share = np.where(points[:, None] > 0, hits / points[:, None], 0)
+        in_use = np.flatnonzero(self._of_images(points[:, None])[:, 0] > 0)
+        by_class = self._classes(hits, points)
+        return {
+            "pck": self._score(*by_class, in_use),
+            "pck_point": self._score(*self._means(hits, points), in_use),
+            "pck_image": self._score(*self._means(share, points > 0), in_use),
+        }
+
+    def _of_images(self, values: Float) -> Float:
+        """(images, ...) sums over the pairs of each image; a pair of an image with itself once."""
+        other = self.source != self.target
+        of_source = _sums(values, self.source, self.n_images)
+        return of_source + _sums(values[other], self.target[other], self.n_images)
+
+    def _means(self, values: Float, weights: NDArray[Any]) -> tuple[Float, Float]:
+        """Sum of values over sum of weights: (alphas,), and (images, alphas) without each image."""
+        counts = np.asarray(weights, np.float64)[:, None]
+        value = values.sum(0) / counts.sum()
+        left = counts.sum() - self._of_images(counts)
+        return value, _ratio(values.sum(0) - self._of_images(values), left)
+
+    def _classes(self, hits: Float, points: NDArray[Any]) -> tuple[Float, Float]:
+        """The mean over categories of their shares of points, and that without each image."""
+        counts = points.astype(np.float64)[:, None]
+        n = len(self.names)
+        class_hits, class_counts = (_sums(x, self.category, n) for x in (hits, counts))
+        present = class_counts[:, 0] > 0
+        shares = _ratio(class_hits, class_counts)
+        value = shares[present].mean(0)
+        own = self.image_category
+        without = _ratio(
+            class_hits[own] - self._of_images(hits), class_counts[own] - self._of_images(counts)
+        )
+        change = (without - shares[own]) / present.sum()
+        return value, value + change
+
+    def _score(self, value: Float, without: Float, in_use: Integers) -> Score:
+        """Value and interval; images that have none of the pairs do not count."""
+        own, v = self.image_category[in_use], without[in_use]
+        n = np.bincount(own, minlength=len(self.names))
+        mean = _ratio(_sums(v, own, len(n)), n[:, None].astype(np.float64))
+        squares = _sums((v - mean[own]) ** 2, own, len(n))
+        variance = (squares * np.where(n > 0, (n - 1) / np.maximum(n, 1), 0)[:, None]).sum(0)
+        df = int((n[n > 0] - 1).sum())
+        std = np.sqrt(variance) if df > 0 else np.full_like(value, np.nan)
+        ends = share_interval(value, std, len(in_use), t_quantile(df) if df > 0 else np.nan)
+        whole = np.tile(value, (self.n_images, 1))
+        whole[in_use] = v
+        return Score(value, std, *ends, whole)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one metric: value, std, low, high (alphas,); without: (images, alphas)."""
+
+    value: Float
+    std: Float
+    low: Float
+    high: Float
+    without: Float
+
+    def cells(self, i: int) -> dict[str, Any]:
+        """The cells of a row about one alpha."""
+        names = ("value", "std", "low", "high")
+        return {name: float(getattr(self, name)[i]) for name in names} | {WORD: self.without[:, i]}
+
+
+def scores_counts(scorer: KeypointScorer, among: Mask | None) -> dict[str, int]:
+    """How many images, pairs and points a row is about."""
+    used = np.ones(len(scorer.category), bool) if among is None else among
+    images = np.union1d(scorer.source[used], scorer.target[used])
+    return {
+        "n_images": len(images),
+        "n_pairs": int(used.sum()),
+        "n_points": int(used[scorer.pair].sum()),
+    }
+
+
+def _sums(values: Float, labels: Integers, n: int) -> Float:
+    """(n, ...) sums of (rows, columns) by label."""
+    found = np.zeros((n, *values.shape[1:]))
+    for column in range(values.shape[1]):
+        found[:, column] = np.bincount(labels, values[:, column], n)
+    return found
+
+
+def _ratio(a: Float, b: Float) -> Float:
+    """a / b, NaN where b is 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: Float = np.where(b > 0, a / b, np.nan)
+    return found

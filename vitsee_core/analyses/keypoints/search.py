@@ -1,0 +1,192 @@
+"""The keypoints of all pairs at one site, in two passes over the store.
+
+The first takes the feature of each source keypoint, the second looks for them in the target images.
+Memory: one slab of the site as it is stored, one image in float32, the features of the distinct
+source keypoints (6,000 of SPair-71k's test split), and a piece of similarities.
+
+With a `map`, its processes search at one site each, or, where these are fewer than the processes,
+for one part of the target images; the sources of a part are read for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vitsee_core.analyses.keypoints.candidates import candidates, cells_of
+from vitsee_core.analyses.keypoints.matching import find, sample, unit
+from vitsee_core.labels.labelled_rows import random_features
+from vitsee_core.runtime.device import precision_context, resolve_device, to_device
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.runtime.streaming import Rows, each_slab
+from vitsee_core.types import Float, Integers, Mask
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_core.analyses.keypoints.located import Located
+    from vitsee_stores import SiteSpec, Slab, Store
+
+WHOLE = slice(0, None)
+
+
+def search(
+    store: Store,
+    site: SiteSpec,
+    located: Located,
+    match: str,
+    *,
+    device: torch.device,
+    part: slice = WHOLE,
+    noise: int | None = None,
+    progress: Progress = SILENT,
+) -> Float:
+    """(points, 2) x, y on the input where each keypoint is found.
+
+    Args:
+        store: holds the images.
+        site: with a grid.
+        located: the keypoints.
+        match: one of `protocol.MATCHES`.
+        device: makes the products.
+        part: rows of the store: looked for is only in these images, elsewhere NaN is found.
+        noise: a seed: standard normal features are searched in place of the store's.
+        progress: advanced by `n_images(located, part)`.
+
+    Raises:
+        VitseeError: a number of the store is not finite.
+    """
+    layout = site.layout
+    assert layout is not None
+    cells = cells_of(layout)
+    rows = located.source_row[located.pair]
+    keys = np.concatenate([rows[:, None], located.source], 1)
+    each, which = np.unique(keys, axis=0, return_inverse=True)
+    bank = torch.zeros(len(each), site.dim, device=device)
+    found = np.full_like(located.target, np.nan)
+    among = _among(located, part)
+    with precision_context(device, "fp32"):
+        sources = located.source_row[among]
+        for row, tokens in _images(store, site, sources, device, progress, noise):
+            # All of the image's, whatever the part: products of fewer have other last digits.
+            own = np.flatnonzero(each[:, 0] == row)
+            features = sample(tokens, cells, each[own, 1:], match, located.size)
+            bank[torch.from_numpy(own).to(device)] = features
+        groups = located.groups()
+        targets = np.array([group.row for group in groups], np.int64)
+        targeted = located.target_row[among]
+        for row, tokens in _images(store, site, targeted, device, progress, noise):
+            for i in np.flatnonzero(targets == row):
+                points = groups[i].points
+                down, across = candidates(layout, located.size, groups[i].window, match)
+                own_sources = bank[torch.from_numpy(which[points]).to(device)]
+                found[points] = find(own_sources, tokens, down, across, match)
+    return found
+
+
+def n_images(located: Located, part: slice = WHOLE) -> int:
+    """How many images a search reads: sources, then targets."""
+    among = _among(located, part)
+    both = located.source_row[among], located.target_row[among]
+    return sum(len(np.unique(rows)) for rows in both)
+
+
+def _among(located: Located, part: slice) -> Mask:
+    """(pairs,) whose target is in these rows."""
+    rows = located.target_row
+    found: Mask = (rows >= (part.start or 0)) & (rows < (part.stop or np.inf))
+    return found
+
+
+def parts_of(store: Store, n_sites: int, execution: Execution) -> list[slice]:
+    """Rows of whole slabs, in order: so many parts that with the sites all processes are busy."""
+    if execution.map is None:
+        return [WHOLE]
+    n = min(store.n_slabs, -(-execution.width // n_sites))
+    edges = [int(k) * store.plan.slab for k in np.linspace(0, store.n_slabs, n + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+def search_all(
+    store: Store,
+    sites: Sequence[SiteSpec],
+    located: Located,
+    match: str,
+    parts: Sequence[slice],
+    execution: Execution,
+    noise: int | None = None,
+) -> Iterator[Float]:
+    """`search` at each site, of whole images put together from these parts of them."""
+    work = _Search(store, replace(located, pairs=[]), match, noise)
+    items = [(site, part) for site in sites for part in parts]
+    results = execution.spread(work, items)
+    for _ in sites:
+        found = np.full_like(located.target, np.nan)
+        for part in parts:
+            found[_among(located, part)[located.pair]] = next(results)
+        yield found
+
+
+@dataclass(frozen=True)
+class _Search:
+    """(points, 2) of those keypoints whose target is in a part, at one site."""
+
+    store: Store
+    located: Located
+    match: str
+    noise: int | None
+
+    def __call__(self, execution: Execution, item: tuple[SiteSpec, slice]) -> Float:
+        site, part = item
+        device = resolve_device(execution.device)
+        found = search(
+            self.store, site, self.located, self.match,
+            device=device, part=part, noise=self.noise, progress=execution.progress,
+        )  # fmt: skip
+        own: Float = found[_among(self.located, part)[self.located.pair]]
+        return own
+
+
+def _images(
+    store: Store,
+    site: SiteSpec,
+    rows: Integers,
+    device: torch.device,
+    progress: Progress,
+    noise: int | None,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Row and (rows, cols, dim) unit tokens of each of these images, in the store's order; random
+    where `noise` is their seed."""
+    if noise is not None:
+        assert site.layout is not None and site.layout.grid is not None
+        height, width = site.layout.grid
+        for row in np.unique(rows).tolist():
+            drawn = random_features(height * width, site.dim, (noise, row))
+            yield row, unit(to_device(drawn.reshape(height, width, site.dim), device))
+            progress.advance(1)
+        return
+    mask = np.zeros(store.n_images, bool)
+    mask[rows] = True
+    work = partial(_read, site.name)
+    for numbers, values in each_slab(store, work, rows=Rows(mask, 0, ""), progress=progress):
+        for row, tokens in zip(numbers, values, strict=True):
+            if not np.isfinite(tokens).all():
+                raise VitseeError(
+                    f"{store.label} holds numbers in {site.name} that are not finite, in "
+                    f"row {row} (look at it with vitsee validate)"
+                )
+            yield int(row), unit(to_device(tokens, device))
+
+
+def _read(site: str, slab: Slab) -> tuple[Integers, list[NDArray[Any]]]:
+    """Numbers of a slab's images that count, and (rows, cols, dim) of each, as stored."""
+    values = slab.store.acts(site, "patches", partial=True)[slab.rows]
+    own = np.flatnonzero(slab.valid)
+    return slab.rows.start + own, [values[i] for i in own]

@@ -1,0 +1,101 @@
+"""Curves of localisation over depth, from a table of summaries or from the maps of all tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.analyses.localize.localisation import OWN_METRICS, own_patch
+from vitsee_core.figures.depth_curves import (
+    draw_depth_curves,
+    draw_depth_panels,
+)
+from vitsee_core.figures.plotting import (
+    GREY,
+)
+from vitsee_core.tables.results import Table
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import site_words
+from vitsee_core.types import Float
+from vitsee_stores.token_selection import parse_cell
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+CURVES = ("own_top1", "own_margin", "peak_distance_px")
+
+
+@dataclass(frozen=True)
+class TokenMaps:
+    """The maps of one site. tokens: their names; maps: (tokens, rows, cols)."""
+
+    store: str
+    site: str
+    rel_depth: float
+    tokens: list[str]
+    maps: Float
+
+    @property
+    def title(self) -> str:
+        """Store and site."""
+        return f"{shorten(self.store, 22)}, {site_words(self.site)}"
+
+    @property
+    def complete(self) -> bool:
+        """Whether every cell of the grid is among the tokens."""
+        return bool(len(self.placed()) == math.prod(self.maps.shape[1:]))
+
+    def placed(self) -> dict[int, tuple[int, int]]:
+        """The indices and places of the tokens that lie on the grid."""
+        cells = enumerate(map(parse_cell, self.tokens))
+        return {k: cell for k, cell in cells if cell is not None}
+
+
+def derived_curves(panels: Sequence[TokenMaps]) -> Table | None:
+    """The summaries computed from maps of all tokens; None unless a store has several sites."""
+    complete = [panel for panel in panels if panel.complete]
+    stores = [panel.store for panel in complete]
+    if len(set(stores)) == len(stores):
+        return None
+    rows = []
+    for panel in complete:
+        places = panel.placed()
+        maps = panel.maps[list(places)].reshape(len(places), -1)
+        own = [row * panel.maps.shape[2] + col for row, col in places.values()]
+        metrics = own_patch(maps, own)
+        known = metrics[:, ~np.isnan(metrics[0])]
+        if not known.size:
+            continue
+        n_patches = int((~np.isnan(maps)).any(0).sum())
+        rank, margin = (known[OWN_METRICS.index(name)] for name in ("own_rank", "own_margin"))
+        where = {"store": panel.store, "site": panel.site, "rel_depth": panel.rel_depth}
+        for metric, value, baseline in (
+            ("own_top1", (rank == 1).mean(), ""),
+            ("own_top1", 1 / n_patches, "chance"),
+            ("own_margin", margin.mean(), ""),
+        ):
+            rows.append(where | {"metric": metric, "value": float(value), "baseline": baseline})
+    return Table.from_rows(rows) if rows else None
+
+
+def draw_curves(table: Table) -> Figure:
+    """One panel per metric: its mean over tokens against relative depth, one curve per store. Call
+    it inside a function decorated with `styled`."""
+    return draw_depth_panels(table, CURVES, _draw_zero)
+
+
+def _draw_zero(axes: Axes, rows: Table, metric: str) -> None:
+    axes.axhline(0, color=GREY, linewidth=0.6)
+
+
+def draw_curve_panels(every: Sequence[Axes], table: Table, metrics: Sequence[str]) -> None:
+    """As `draw_curves`, of these metrics into panels of a larger figure."""
+    for axes, metric in zip(every, metrics, strict=True):
+        draw_depth_curves(axes, table.where(metric=metric), among=table)
+        _draw_zero(axes, table, metric)

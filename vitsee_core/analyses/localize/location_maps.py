@@ -1,0 +1,283 @@
+"""Pictures of localisation: maps of patches by token, mosaics of them. From a table's columns
+alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.analyses.localize.location_curves import (
+    CURVES,
+    TokenMaps,
+    derived_curves,
+    draw_curve_panels,
+)
+from vitsee_core.figures.heatmaps import COLOUR_MAP, NO_VALUE, describe_scale
+from vitsee_core.figures.panels import (
+    Grid,
+    bars_at_ends,
+    count,
+    em,
+    handles_of,
+    legend_below,
+    map_title,
+    name_part,
+    small,
+    small_maps,
+    stack,
+)
+from vitsee_core.figures.plotting import (
+    GREY,
+)
+from vitsee_core.figures.token_maps import value_ticks
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import METRICS, site_words, token_words
+from vitsee_core.types import Float
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+    from vitsee_core.tables.results import Table
+
+
+MOST_SINGLE = 8  # maps in a line; more become a mosaic
+MOST_MOSAICS = 12
+SUMMARY = ("own_cka", "own_rank", "own_margin")
+MOST_CELLS = 240  # along a side of a mosaic
+OWN = "#00E5FF"  # not a colour of the map
+
+
+def _panels(table: Table) -> list[TokenMaps]:
+    panels = []
+    for store, of_store in table.groups("store"):
+        for site, rows in of_store.groups("site"):
+            tokens = rows.unique("token")
+            number = {token: k for k, token in enumerate(tokens)}
+            row, col = (rows[name].astype(int) for name in ("row", "col"))
+            maps = np.full((len(tokens), row.max() + 1, col.max() + 1), np.nan)
+            maps[[number[token] for token in rows["token"].tolist()], row, col] = rows["value"]
+            panels.append(TokenMaps(store, site, float(rows["rel_depth"][0]), tokens, maps))
+    return panels
+
+
+def draw_maps(table: Table) -> Figure:
+    """A line of maps for each site, or mosaics and curves. Call it inside a function decorated with
+    `styled`."""
+    panels = _panels(table)
+    if max(len(panel.tokens) for panel in panels) <= MOST_SINGLE:
+        return _draw_lines(panels, table)
+    return _draw_mosaics(panels, table)
+
+
+def _draw_lines(panels: Sequence[TokenMaps], table: Table) -> Figure:
+    grids = [small_maps(len(panel.tokens), 3) for panel in panels]
+    figure, parts = stack(*grids)
+    top = _top([panel.maps for panel in panels])
+    every = []
+    for panel, grid, part in zip(panels, grids, parts, strict=True):
+        places, line = panel.placed(), grid.axes(part)
+        for k, axes in enumerate(line):
+            image = _show(axes, panel.maps[k], top)
+            _mark(axes, [places[k]] if k in places else [], 1.4)
+            axes.set(xticks=[], yticks=[])
+            map_title(axes, grid, token_words(panel.tokens[k]))
+        _name(part, panel)
+        every.append((grid, line))
+    _finish(figure, image, every, panels, table)
+    return figure
+
+
+def _name(part: Any, panel: TokenMaps) -> None:
+    text = f"{shorten(panel.store, 28)}, {site_words(panel.site)}"
+    name_part(part, text)
+
+
+def _draw_mosaics(panels: Sequence[TokenMaps], table: Table) -> Figure:
+    """One mosaic per site, of evenly chosen sites where a store has many; the curves show all
+    sites."""
+    curves = derived_curves(panels)
+    stores = dict.fromkeys(panel.store for panel in panels)
+    shown = []
+    for store in stores:
+        own = [panel for panel in panels if panel.store == store]
+        n = min(len(own), max(1, MOST_MOSAICS // len(stores)))
+        # Counted from the last one, which is always shown.
+        back = np.linspace(0, len(own) - 1, n).round().astype(int)
+        shown += [own[-1 - k] for k in back[::-1]]
+    grids = [Grid(len(shown), width=17, widest=22, height=18)]
+    if curves is not None:
+        grids.append(Grid(2))
+    figure, parts = stack(*grids)
+    top = _top([panel.maps for panel in shown])
+    every = grids[0].axes(parts[0])
+    side = grids[0].size[0] / grids[0].across - em(3)
+    for axes, panel in zip(every, shown, strict=True):
+        image = _draw_mosaic(axes, panel, top, side)
+    text = "each map: similarity with all patches, in its token's place"
+    if len(shown) < len(panels):
+        text = f"{len(shown)} of {len(panels)} sites; {text}"
+    below = grids[1].axes(parts[1]) if curves is not None else []
+    if curves is not None:
+        draw_curve_panels(below, curves, CURVES[:2])
+    _finish(figure, image, [(grids[0], every)], shown, table, text, below)
+    return figure
+
+
+def _step(panel: TokenMaps) -> int:
+    """Draw one of how many tokens along a side, so that the maps are legible."""
+    longest = int(max(panel.maps.shape[1:]))
+    return math.ceil(longest * (longest + 1) / MOST_CELLS)
+
+
+def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesImage:
+    """The maps of the tokens, each in its token's place, with a gap between them; the class
+    token's in a line of its own above. side: inches."""
+    step, (rows, cols) = _step(panel), panel.maps.shape[1:]
+    places = panel.placed()
+    others = [k for k in range(len(panel.tokens)) if k not in places]
+    lines, across = -(-rows // step) + bool(others), max(-(-cols // step), len(others))
+    shape = (lines * (rows + 1) - 1, across * (cols + 1) - 1)
+    whole = np.ma.array(np.zeros(shape), mask=np.ones(shape, bool))
+    marks = []
+    for i, k in enumerate(others):
+        whole[:rows, i * (cols + 1) : i * (cols + 1) + cols] = panel.maps[k]
+        x = (i + 1) * (cols + 1) - 0.5
+        axes.text(x, (rows - 1) / 2, token_words(panel.tokens[k]), va="center", fontsize=small())
+    for k, (row, col) in places.items():
+        if row % step == 0 and col % step == 0:
+            y, x = (row // step + bool(others)) * (rows + 1), col // step * (cols + 1)
+            whole[y : y + rows, x : x + cols] = panel.maps[k]
+            marks.append((y + row, x + col))
+    image = _show(axes, whole, top)
+    _mark(axes, marks, min(1.4, 25 * side / max(whole.shape)))
+    axes.set(xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    skipped = f", every {_ordinal(step)} token" if step > 1 else ""
+    axes.set_title(f"{panel.title}{skipped}")
+    return image
+
+
+def _ordinal(n: int) -> str:
+    return {2: "2nd", 3: "3rd"}.get(n, f"{n}th")
+
+
+def _top(maps: Sequence[Float]) -> float:
+    """The end of the colour scale, which starts at 0: the largest value."""
+    values = np.concatenate([m[~np.isnan(m)] for m in maps])
+    return float(values.max()) if len(values) and values.max() > 0 else 1.0
+
+
+def _show(
+    axes: Axes, values: Any, scale: float | Normalize, colours: str = COLOUR_MAP
+) -> AxesImage:
+    """A map, first row at the top as in the image; NaN in the colour for no value, masked cells
+    white. scale: of the colours, or the end of a scale that starts at 0."""
+    import matplotlib
+    from matplotlib.colors import Normalize
+
+    missing = np.isnan(np.ma.filled(values, 0))
+    shades = matplotlib.colormaps[colours].with_extremes(bad=(1, 1, 1, 0))
+    norm = scale if isinstance(scale, Normalize) else Normalize(0, scale)
+    image = axes.imshow(values, cmap=shades, norm=norm, origin="upper")
+    if missing.any():
+        from matplotlib.colors import ListedColormap
+
+        mask = np.ma.masked_equal(missing.astype(float), 0)
+        axes.imshow(mask, cmap=ListedColormap([NO_VALUE]), origin="upper")
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set(visible=True, linewidth=0.5, color=GREY)
+    return image
+
+
+def _mark(axes: Axes, places: Sequence[tuple[int, int]], width: float) -> None:
+    """A frame around these cells."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    frames = [Rectangle((col - 0.5, row - 0.5), 1, 1) for row, col in places]
+    axes.add_collection(
+        PatchCollection(frames, facecolor="none", edgecolor=OWN, linewidth=width, clip_on=False)
+    )
+
+
+def _finish(
+    figure: Figure,
+    image: AxesImage,
+    grids: Sequence[tuple[Grid, Sequence[Axes]]],
+    panels: Sequence[TokenMaps],
+    table: Table,
+    text: str = "",
+    curves: Sequence[Axes] = (),
+) -> None:
+    """The colour bars, and a legend of frames, grey cells and curves."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    values = np.concatenate([panel.maps.ravel() for panel in panels])
+    extend = "min" if (values < -1e-9).any() else "neither"
+    for grid, every in grids:
+        bars_at_ends(grid, every, image, describe_scale(table), extend=extend)
+    found: dict[str, Any] = handles_of(curves)
+    if any(panel.placed() for panel in panels):
+        found["the token's own patch"] = Patch(facecolor="none", edgecolor=OWN)
+    if np.isnan(values).any():
+        found["no value: constant"] = Patch(facecolor=NO_VALUE)
+    words = "; ".join(part for part in (text, f"n\u00a0=\u00a0{count(table)}") if part)
+    legend_below(figure, found | {words: Line2D([], [], linestyle="none")})
+
+
+def _most_tokens(rows: Table) -> int:
+    return max(len(of_site) for _, own in rows.groups("store") for _, of_site in own.groups("site"))
+
+
+def draw_token_summary(table: Table) -> Figure:
+    """Maps of the metrics, each token in its place: a line and a scale for each store and metric, a
+    map for each site. Call it inside a function decorated with `styled`."""
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.patches import Patch
+
+    lines = [
+        (store, metric, rows)
+        for store, of_store in table.groups("store")
+        for metric, rows in of_store.groups("metric")
+        if metric in SUMMARY
+    ]
+    grids = [small_maps(len(rows.unique("site")), 2) for *_, rows in lines]
+    figure, parts = stack(*grids)
+    for grid, part, (store, metric, rows) in zip(grids, parts, lines, strict=True):
+        values = table.where(metric=metric)["value"]
+        values = values[~np.isnan(values)]
+        reach = float(abs(values).max()) if len(values) and values.any() else 1.0
+        scale = {
+            "own_cka": Normalize(0, reach),
+            # From first to last of a token's patches, so that ranks are comparable between figures.
+            "own_rank": LogNorm(1, max(2, _most_tokens(table.where(metric=metric)))),
+            "own_margin": Normalize(-reach, reach),
+        }[metric]
+        colours = {"own_margin": "RdBu_r", "own_rank": f"{COLOUR_MAP}_r"}.get(metric, COLOUR_MAP)
+        every = grid.axes(part)
+        for axes, (site, own) in zip(every, rows.groups("site"), strict=True):
+            row, col = (own[name].astype(int) for name in ("row", "col"))
+            cells = np.full((row.max() + 1, col.max() + 1), np.nan)
+            cells[row, col] = own["value"]
+            image = _show(axes, cells, scale, colours)
+            axes.set(xticks=[], yticks=[])
+            map_title(axes, grid, site_words(site))
+        name_part(part, f"{shorten(store, 20)}: {METRICS[metric]} (n = {count(rows)})")
+        bars_at_ends(grid, every, image, "")
+        if isinstance(scale, LogNorm):
+            for axes in every:
+                for bar in axes.child_axes:
+                    value_ticks(bar.yaxis, scale)
+    if np.isnan(table.where(metric="own_rank")["value"]).any():
+        patch = Patch(facecolor=NO_VALUE)
+        legend_below(figure, {"no value: constant, or a single patch": patch})
+    return figure

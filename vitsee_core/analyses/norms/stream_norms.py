@@ -1,0 +1,212 @@
+"""Norms and largest activations of tokens, and where a store has them.
+
+Stores keep the dot products z.z, f.f and z.f of every residual sublayer's skip z and branch f, for
+every token. A site that is the skip of a sublayer, as the output of block b is that of the
+attention in block b + 1, has the norm sqrt(z.z); the sum of a sublayer has sqrt(z.z + 2 z.f + f.f).
+So stores without activations (`extract --tokens pooled`) have norms too. Which site is which
+follows from the store's aliases and from the sums that the self-check proved; an output behind an
+activation function (ResNet v1) or a norm is no sum, and needs the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.statistics.skip_branch import ROUNDING
+from vitsee_core.types import Float, Float32, Integers
+from vitsee_stores.errors import MissingInput, VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Slab, Store
+
+# What a sublayer adds its branch to, and what the sum is called, by the sublayer's last word.
+SKIPS = {"attn": "in", "token": "in", "mlp": "mid", "channel": "mid"}
+SUMS = {"attn": "mid", "token": "mid", "mlp": "out", "channel": "out"}
+IMAGES_AT_ONCE = 8  # activations in float64 at a time
+
+
+@dataclass(frozen=True)
+class NormSource:
+    """Where the norms of a site's tokens come from: a sublayer's dot products (of its skip, or of
+    its sum where `total`), or with "" the activations."""
+
+    sublayer: str = ""
+    total: bool = False
+
+    def describe(self) -> str:
+        """For a sidecar."""
+        if not self.sublayer:
+            return "activations"
+        products = "z.z + 2 z.f + f.f" if self.total else "z.z"
+        return f"residual/{self.sublayer}: {products}"
+
+
+def norm_source(store: Store, site: SiteSpec) -> NormSource:
+    """The dot products that are a site's squared norms, or else its activations.
+
+    Raises:
+        MissingInput: the store has neither.
+    """
+    site = store.site(site.name)
+    equal = {site.name} | {s.name for s in store.plan.sites if s.alias_of == site.name}
+    alike = [name for name, layout in store.plan.sublayers if layout == site.layout]
+    for name in alike:
+        if equal & set(_skips(name)):
+            return NormSource(name)
+    ablated = store.manifest.identity.get("ablate_skip") or ()
+    for name in alike:
+        if _sum(store, name) in equal and name not in ablated:
+            return NormSource(name, total=True)
+    if site.tokens == "all":
+        return NormSource()
+    raise MissingInput(
+        f"{store.label} keeps {site.name} pooled only, and no dot products of it: extract it with "
+        f"--tokens {site.name}=all (every site: --tokens all)"
+    )
+
+
+def _skips(sublayer: str) -> tuple[str, ...]:
+    """What the skip of a sublayer may be called."""
+    block, _, word = sublayer.rpartition(".")
+    if word in SKIPS:
+        return (f"{block}.{SKIPS[word]}",)
+    return f"{sublayer}.shortcut", f"{sublayer}.in"
+
+
+def _sum(store: Store, sublayer: str) -> str:
+    """The site that is skip + branch of a sublayer; "" where something may follow the sum."""
+    block, _, word = sublayer.rpartition(".")
+    if word in SUMS:
+        return f"{block}.{SUMS[word]}"
+    # A block that is one sublayer: parallel ones have an `in`; CNNs have not, and an activation
+    # may follow.
+    return f"{sublayer}.out" if f"{sublayer}.in" in store.sites else ""
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Of one site, by image. norms: (images, tokens). Of the activations, else empty: largest,
+    median: (images,) of |x| over all tokens and channels; channel, token: (images,) where the
+    largest is; neighbour_cos: (images,) see `neighbour_cosines`."""
+
+    norms: Float
+    largest: Float
+    median: Float
+    channel: Integers
+    token: Integers
+    neighbour_cos: Float
+
+    @classmethod
+    def joined(cls, parts: Iterable[TokenStatistics], n: int) -> TokenStatistics:
+        """Of `n` images of several slabs, which are never all in memory twice."""
+        whole: dict[str, NDArray[Any]] = {}
+        done = 0
+        for part in parts:
+            for field in fields(cls):
+                of_part = getattr(part, field.name)
+                if field.name not in whole:
+                    shape = (n if len(of_part) else 0, *of_part.shape[1:])
+                    whole[field.name] = np.empty(shape, of_part.dtype)
+                whole[field.name][done : done + len(of_part)] = of_part
+            done += len(part.norms)
+        return cls(**whole)
+
+
+@dataclass(frozen=True)
+class ReadTokens:
+    """The work on one slab. site: a stored one; activations: whether to read these too, for what
+    is no norm; n_prefix, grid: of its layout."""
+
+    site: str
+    source: NormSource
+    activations: bool
+    n_prefix: int
+    grid: tuple[int, int] | None
+
+    def __call__(self, slab: Slab) -> TokenStatistics:
+        """Of the images that count.
+
+        Raises:
+            VitseeError: a number is not finite.
+        """
+        n = int(slab.valid.sum())
+        none = np.zeros(0)
+        largest, median, near = none, none, none
+        channel = token = np.zeros(0, np.int64)
+        norms = _stored_norms(slab, self.source) if self.source.sublayer else none
+        if self.activations or not self.source.sublayer:
+            acts = slab.acts(self.site)[slab.valid]
+            pieces = [acts[i : i + IMAGES_AT_ONCE] for i in range(0, n, IMAGES_AT_ONCE)]
+            with np.errstate(invalid="ignore"):  # refused below
+                found = [self._of_acts(piece.astype(np.float32, copy=False)) for piece in pieces]
+            own, *rest = (np.concatenate(part) for part in zip(*found, strict=True))
+            norms = norms if self.source.sublayer else own
+            if self.activations:
+                largest, median, near = rest[:3]
+                channel, token = (part.astype(np.int64) for part in rest[3:])
+        if not (np.isfinite(norms).all() and np.isfinite(largest).all()):
+            raise VitseeError(
+                f"{slab.store.label} holds numbers in {self.site} that are not finite, in rows "
+                f"{slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
+            )
+        return TokenStatistics(norms, largest, median, channel, token, near)
+
+    def _of_acts(self, acts: Float32) -> tuple[Float, ...]:
+        """Norms, largest, median, neighbour_cos, channel, token of (images, tokens, dim)."""
+        norms = np.sqrt(np.einsum("itd,itd->it", acts, acts, dtype=np.float64))
+        if not self.activations:
+            return (norms,)
+        size = np.abs(acts).reshape(len(acts), -1)
+        at = size.argmax(1)
+        largest = np.take_along_axis(size, at[:, np.newaxis], 1)[:, 0].astype(np.float64)
+        median = np.median(size, axis=1, overwrite_input=True).astype(np.float64)
+        near = np.full(len(acts), np.nan)
+        if self.grid is not None:
+            cells = acts[:, self.n_prefix :].reshape(len(acts), *self.grid, -1)
+            near = neighbour_cosines(cells)
+        token, channel = np.divmod(at, acts.shape[-1])
+        return norms, largest, median, near, channel, token
+
+
+def _stored_norms(slab: Slab, source: NormSource) -> Float:
+    products = slab.residual(source.sublayer)[slab.valid].astype(np.float64)
+    zz, ff, zf = np.moveaxis(products, -1, 0)
+    total = zz
+    if source.total:
+        total = zz + 2 * zf + ff
+        total[total <= ROUNDING * (zz + ff)] = 0
+    norms: Float = np.sqrt(total)
+    return norms
+
+
+def neighbour_cosines(cells: Float32) -> Float:
+    """(images,) the mean over cells of a cell's mean cosine with its neighbours above, below, left
+    and right, two to four of them (Darcet et al. 2024, Fig. 5a).
+
+    A cell without length has no cosines and is no neighbour; NaN where no cell has one.
+
+    Args:
+        cells: (images, rows, cols, dim).
+    """
+    x = cells.astype(np.float64)
+    length = np.linalg.norm(x, axis=-1, keepdims=True)
+    there = length[..., 0] > 0
+    x /= np.where(length > 0, length, 1)
+    total, count = np.zeros(there.shape), np.zeros(there.shape)
+    for a, b in (
+        ((slice(None), slice(1, None)), (slice(None), slice(None, -1))),
+        ((slice(None), slice(None), slice(1, None)), (slice(None), slice(None), slice(None, -1))),
+    ):
+        both = there[a] & there[b]
+        cosine = np.where(both, np.einsum("...d,...d->...", x[a], x[b]), 0)
+        for side in (a, b):
+            total[side] += cosine
+            count[side] += both
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: Float = np.nansum(total / count, axis=(1, 2)) / (count > 0).sum((1, 2))
+    return found

@@ -1,0 +1,125 @@
+"""Principal components of a site's patches: which patches count, one pass for the axes, one for the
+scores of chosen images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.patch_maps.views import View
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.streaming import Rows, each_slab
+from vitsee_core.statistics.covariance.axes import PrincipalAxes
+from vitsee_core.types import Float, Float32, Integers, Mask
+
+if TYPE_CHECKING:
+    from vitsee_core.features import SiteFeatures
+    from vitsee_stores import Slab
+    from vitsee_stores.layout import TokenLayout
+
+CENTRE = (0.25, 0.75)  # shares of height and width: the middle of an image
+SIDES = {"positive": 1, "negative": -1}
+FOREGROUND = ("none", *SIDES, "centre")
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Which patches of a site count, and what is made of them; see `covariance.sums.Examples`.
+
+    normalise: to length 1 (those of length 0 do not count). on, side: only those whose score on the
+    first of these axes has this sign.
+    """
+
+    view: View
+    layout: TokenLayout
+    normalise: bool = False
+    on: PrincipalAxes | None = None
+    side: int = 1
+
+    def __call__(self, x: Float32, rows: Integers) -> tuple[Float32, Mask]:
+        """(images, cells, dim) and (images, cells), see above."""
+        keep = self.view.on_image(self.layout, rows)
+        if self.normalise:
+            length = np.sqrt(np.einsum("ntd,ntd->nt", x, x, dtype=np.float64))
+            keep &= length > 0
+            inverse = np.where(length > 0, 1 / np.where(length > 0, length, 1), 0)
+            x = x * inverse[..., np.newaxis].astype(np.float32)
+        if self.on is not None:
+            for one, counts in zip(x, keep, strict=True):
+                counts &= self.side * self.on.scores(one)[:, 0] > 0
+        return x, keep
+
+
+@dataclass(frozen=True)
+class Projected:
+    """Scores of some images. rows: (images,) of the store, ascending. scores: (images, cells, k),
+    NaN where a patch does not count."""
+
+    rows: Integers
+    scores: Float
+
+    @property
+    def counted(self) -> Float:
+        """(patches, k) of those that count."""
+        flat = self.scores.reshape(-1, self.scores.shape[-1])
+        found: Float = flat[~np.isnan(flat[:, 0])]
+        return found
+
+    def of(self, row: int) -> Float:
+        """(cells, k) of one image."""
+        found: Float = self.scores[np.searchsorted(self.rows, row)]
+        return found
+
+
+def project(
+    features: SiteFeatures, patches: Patches, axes: PrincipalAxes, rows: Integers, use: Execution
+) -> Projected:
+    """Scores of the patches of these images, one slab at a time.
+
+    Args:
+        features: the site's patches.
+        patches: which count.
+        axes: see `PrincipalAxes`.
+        rows: (images,) of the store, valid ones.
+        use: what the work may use.
+    """
+    mask = np.zeros(features.store.n_images, bool)
+    mask[rows] = True
+    jobs = max(1, min(use.jobs, use.budget // features.slab_bytes))
+    work = _Project(features, patches, axes)
+    parts = list(each_slab(features.store, work, rows=Rows(mask, 0, ""), jobs=jobs, map=use.map))
+    return Projected(np.flatnonzero(mask & features.store.valid), np.concatenate(parts))
+
+
+@dataclass(frozen=True)
+class _Project:
+    features: SiteFeatures
+    patches: Patches
+    axes: PrincipalAxes
+
+    def __call__(self, slab: Slab) -> Float:
+        rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
+        x = self.features.of_slab(slab, slice(0, len(self.features.tokens)))
+        x, keep = self.patches(x, rows)
+        # Image by image, so that no slab stands in double precision.
+        scores = np.stack([self.axes.scores(one) for one in x])
+        found: Float = np.where(keep[..., np.newaxis], scores, np.nan)
+        return found
+
+
+def centre_side(found: Projected, view: View, layout: TokenLayout) -> int:
+    """Which sign of the first score the middle of the images has more of: 1 where the mean over
+    cells in it is above the mean over the others, else -1."""
+    sums, counts = np.zeros(2), np.zeros(2)
+    low, high = CENTRE
+    for row, scores in zip(found.rows.tolist(), found.scores[..., 0], strict=True):
+        at = view.centres(layout, row)
+        within = ((at >= low) & (at <= high)).all(1)
+        for k, part in enumerate((within, ~within)):
+            there = part & ~np.isnan(scores)
+            sums[k] += scores[there].sum()
+            counts[k] += there.sum()
+    middle, rest = sums / np.maximum(counts, 1)
+    return 1 if middle >= rest else -1

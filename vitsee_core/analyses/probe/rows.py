@@ -1,0 +1,131 @@
+"""Rows of a table from tallies: one site's accuracies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.analyses.probe.draws import Draw
+from vitsee_core.analyses.probe.tally import Tally
+from vitsee_core.features import SiteFeatures
+from vitsee_core.labels.labelled_rows import LabelledRows
+from vitsee_core.statistics.jackknife import Blocks, means_without
+from vitsee_core.statistics.moments import Moments
+from vitsee_core.statistics.shares import METHOD as SHARES
+from vitsee_core.statistics.shares import share_interval
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.types import Float
+from vitsee_stores.token_selection import Token
+
+INTERVAL = (
+    "95 % Wilson score interval of the share of test images that are right, training images and "
+    "features held fixed; with several seeds its ends are averaged; std is over seeds (n - 1). "
+    f"Rows of token `each` (mean over the probes of all patches): {SHARES}"
+)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What is the same for every site. draws: of the tally; test: the test images; classes: names
+    of those that have rows of their own; blocks: of the test images, as the tally has them."""
+
+    draws: Sequence[Draw]
+    test: LabelledRows
+    classes: Sequence[str]
+    blocks: Blocks
+
+    def rows(self, tokens: Sequence[Token], tally: Tally, each: bool) -> Iterator[dict[str, Any]]:
+        """Rows of one site: tokens, of `each` then their mean, for each number of shots and l2."""
+        for shots in dict.fromkeys(draw.shots for draw in self.draws):
+            own = np.array([d for d, draw in enumerate(self.draws) if draw.shots == shots])
+            for i in range(tally.right.shape[1]):
+                for t, token in enumerate(tokens):
+                    base = {
+                        **{"token": token.name, "row": token.row, "col": token.col},
+                        **{"shots": shots, "l2": _mean_l2(tally.l2s[own, i, t])},
+                    }
+                    for row in self._of_probe(tally, own, i, t):
+                        yield base | row
+                if each:
+                    base = {"token": "each", "shots": shots}
+                    l2 = tally.l2s[own, i]
+                    base["l2"] = _mean_l2(l2) if (l2 == l2.flat[0]).all() else None
+                    for m, metric in enumerate(tally.metrics):
+                        share = tally.share[own, i, m] / (len(tokens) - tally.first)
+                        if tally.failed[own, i, tally.first :].any():
+                            share = np.full_like(share, np.nan)
+                        without = self.blocks.means_without(share.mean(0, dtype=np.float64))
+                        yield base | {"metric": metric, WORD: without} | _mean_share(share)
+
+    def _of_probe(
+        self, tally: Tally, own: NDArray[np.int64], i: int, t: int
+    ) -> Iterator[dict[str, Any]]:
+        right = tally.right[own, i, t]
+        failed = tally.failed[own, i, t]
+        labels = self.test.labels
+        counts = np.bincount(labels, minlength=tally.n_classes)
+        in_block = self.blocks.sums(np.ones(len(labels)))
+        for m, metric in enumerate(tally.metrics):
+            without = means_without(tally.in_block[own, i, t, m].mean(0), in_block)
+            scores = self._over_seeds(right[:, m].sum(-1), len(labels), failed, without)
+            scores |= {WORD: without * (math.nan if failed.any() else 1)}
+            yield {"metric": metric} | scores | self.test.counted()
+        for c, name in enumerate(self.classes):
+            scores = self._over_seeds(right[:, 0, c], int(counts[c]), failed, None)
+            counted = self.test.counted(labels == c)
+            yield {"metric": "top1_class", "class": name} | scores | counted
+
+    def _over_seeds(
+        self,
+        right: NDArray[np.int64],
+        n: int,
+        failed: NDArray[np.bool_],
+        without: Float | None,
+    ) -> dict[str, Any]:
+        """Of the numbers of right answers among n, one per seed; without: (blocks,) their mean
+        share without each block."""
+        ends = [self.test.ends(right.mean() / max(n, 1), n, int(one), without) for one in right]
+        low, high = (np.array(column) for column in zip(*ends, strict=True))
+        if failed.any():
+            return _summary(np.full(len(right), math.nan), low * math.nan, high * math.nan, n)
+        # Equal counts have exactly their mean, and no spread.
+        scores = _summary(right, low, high, n)
+        for name in ("value", "std"):
+            scores[name] = scores[name] / n if n else math.nan
+        return scores
+
+
+def tokens_of(features: SiteFeatures) -> list[Token]:
+    """What the rows call the probed vectors."""
+    if features.site.layout is not None and features.selection == "all":
+        return [Token("all")]
+    return features.tokens
+
+
+def _mean_l2(values: NDArray[np.float64]) -> float | None:
+    """The value, or the geometric mean of several; None where there is none."""
+    if not np.isfinite(values).all():
+        return None
+    if (values == values.flat[0]).all():
+        return float(values.flat[0])
+    return float(np.exp2(np.log2(values).mean()))
+
+
+def _mean_share(share: NDArray[np.float32]) -> dict[str, Any]:
+    """Of (seeds, images): which share of the probes is right about each image."""
+    moments = Moments()
+    moments.add(share.T)
+    found = moments.summary()
+    n = share.shape[1]
+    return _summary(found.mean, *share_interval(found.mean, found.std / np.sqrt(n), n), n)
+
+
+def _summary(value: Any, low: Any, high: Any, n: int) -> dict[str, Any]:
+    spread = float(value.std(ddof=1)) if len(value) > 1 else math.nan
+    ends = {"low": float(low.mean()), "high": float(high.mean())}
+    return {"value": float(value.mean()), "std": spread, **ends, "n_images": n}

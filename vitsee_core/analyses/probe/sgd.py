@@ -1,0 +1,141 @@
+"""A linear layer trained by stochastic gradient descent, optionally on batch-normalised features.
+
+Walmer et al. 2023 (appendix, Table 6) train for 20 epochs and say no more. The rest is what
+linear probes of self-supervised models commonly use (Caron et al. 2021, He et al. 2022):
+cross-entropy, momentum 0.9, no weight decay, learning rate lr x batch / 256 falling to 0 along a
+cosine, images shuffled every epoch (a last, smaller batch left out); batch normalisation without
+scale and shift of its own, tested with the mean and variance of all training images, which do not
+change while the layer is trained. Images are features of a store, so none is augmented.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.analyses.probe.draws import Draw
+from vitsee_core.analyses.probe.fit import Fitted, Task
+from vitsee_core.analyses.probe.sources import Source
+from vitsee_core.kernels.ridge import Linear
+from vitsee_core.types import Float32, Integers
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    import torch
+
+
+MOMENTUM, NORM_EPSILON = 0.9, 1e-6
+
+
+@dataclass(frozen=True)
+class Training:
+    """epochs, learning rate for 256 images, images per step, whether features are batch-normalised,
+    and the torch device."""
+
+    epochs: int = 20
+    lr: float = 0.1
+    batch: int = 1024
+    batch_norm: bool = False
+    device: str = "cpu"
+
+    def describe(self) -> str:
+        """For a sidecar."""
+        norm = "batch-normalised features" if self.batch_norm else "features as they are"
+        return (
+            f"SGD on {norm}: {self.epochs} epochs, batches of {self.batch}, cross-entropy, "
+            f"momentum {MOMENTUM}, no weight decay, learning rate {self.lr:g} x batch / 256 "
+            "falling to 0 along a cosine"
+        )
+
+
+def train_linear(
+    x: Float32, labels: Integers, n_classes: int, training: Training, seed: int
+) -> Linear | None:
+    """The trained layer, normalisation folded in; None if training diverged.
+
+    Args:
+        x: (n, dim).
+        labels: (n,).
+        n_classes: number of classes.
+        training: how.
+        seed: of the order of images and the initial weights.
+    """
+    from vitsee_core.runtime.device import precision_context, resolve_device
+
+    device = resolve_device(training.device)
+    with precision_context(device, "fp32"):
+        return _trained(x, labels, n_classes, training, seed, device)
+
+
+def _trained(
+    x: Float32,
+    labels: Integers,
+    n_classes: int,
+    training: Training,
+    seed: int,
+    device: torch.device,
+) -> Linear | None:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.from_numpy(x).to(device)
+    classes = torch.from_numpy(labels).to(device)
+    n, dim = features.shape
+    batch = min(training.batch, n)
+    weights = 0.01 * torch.randn(dim, n_classes, generator=generator)
+    weights = weights.to(device).requires_grad_()
+    bias = torch.zeros(n_classes, device=device, requires_grad=True)
+    norm = torch.nn.BatchNorm1d(dim, affine=False, eps=NORM_EPSILON).to(device)
+    optimiser = torch.optim.SGD([weights, bias], lr=1.0, momentum=MOMENTUM)
+    n_steps = max(1, n // batch)
+    for epoch in range(training.epochs):
+        order = torch.randperm(n, generator=generator)
+        for step in range(n_steps):
+            done = (epoch + step / n_steps) / training.epochs
+            rate = training.lr * batch / 256 * (1 + math.cos(math.pi * done)) / 2
+            optimiser.param_groups[0]["lr"] = rate
+            rows = order[step * batch : (step + 1) * batch].to(device)
+            inputs = norm(features[rows]) if training.batch_norm else features[rows]
+            loss = torch.nn.functional.cross_entropy(inputs @ weights + bias, classes[rows])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    w = weights.detach().cpu().numpy().astype(np.float64)
+    b = bias.detach().cpu().numpy().astype(np.float64)
+    if not (np.isfinite(w).all() and np.isfinite(b).all()):
+        return None
+    if training.batch_norm:
+        w /= np.sqrt(x.var(axis=0, dtype=np.float64) + NORM_EPSILON)[:, np.newaxis]
+        b -= x.mean(axis=0, dtype=np.float64) @ w
+    return Linear(w, b)
+
+
+def fit_sgd(
+    source: Source, part: slice, draws: Sequence[Draw], task: Task, training: Training
+) -> list[list[Fitted | None]]:
+    """A trained layer for each draw and token of the part; None where training diverged.
+
+    Raises:
+        VitseeError: a single image, to be batch-normalised.
+    """
+    if training.batch_norm and min(map(len, draws)) < 2:
+        raise VitseeError("--batch-norm needs the variance of at least 2 training images; found 1")
+    union = np.unique(np.concatenate([draw.places for draw in draws]))
+    tokens = range(*part.indices(source.n_tokens))
+    x = np.empty((len(tokens), len(union), source.dim), np.float32)
+    done = 0
+    for _, block in source.blocks(part, union):
+        x[:, done : done + len(block)] = block.swapaxes(0, 1)
+        done += len(block)
+
+    def train(draw: Draw, token: int) -> Fitted | None:
+        rows = np.searchsorted(union, draw.places)
+        labels = task.labels[draw.places]
+        linear = train_linear(x[token][rows], labels, task.n_classes, training, draw.seed)
+        return None if linear is None else Fitted((math.nan,), linear)
+
+    return [[train(draw, token) for token in range(len(tokens))] for draw in draws]

@@ -1,0 +1,328 @@
+"""Propagation: do tokens find the same objects in the next frames of a video?
+
+The masks of a video's first frame are carried to the others by the similarity of tokens (see
+`video.propagation` for the algorithm of Jabri et al. 2020, Caron et al. 2021 and Walmer et al.
+2023, Figs. 10 left, 30, Table 4), and compared with the annotation as DAVIS-2017 does (Pont-Tuset
+et al. 2017; `video.scores`):
+
+    j         region similarity, intersection over union       f   contour accuracy
+    jf        (j + f) / 2
+    j_recall  share of frames with j above 0.5                 j_decay   first quarter less last
+
+First means over a video's frames (the first and the last are not scored), then over all objects, as
+the official evaluation does: a video of five objects counts five times.
+
+Three controls stand beside each site: `still` (the first mask stays where it is), `grid` (each
+frame's own mask to the grid and back: what the grid allows), `random` (Gaussian tokens).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.analyses.propagate.propagation_settings import PRESETS, choose_settings
+from vitsee_core.figures.depth_curves import (
+    draw_depth_panels,
+)
+from vitsee_core.figures.plotting import (
+    styled,
+)
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.progress import SILENT, counting
+from vitsee_core.runtime.store_selection import select_each
+from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.files import check_place
+from vitsee_core.tables.headlines import best_layers
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.results import Table
+from vitsee_stores.errors import SiteError, VitseeError, reason
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_core.analyses.propagate.davis import Video
+    from vitsee_core.analyses.propagate.work import Found, VideoWork
+    from vitsee_stores import SiteSpec, Store
+
+log = logging.getLogger(__name__)
+
+NEEDS = ("grid",)
+READING = (
+    "Masks of a video's first frame carried to the later ones by the similarity of tokens, scored "
+    "as DAVIS does, against depth. Grey lines: the first mask left where it is, random tokens, "
+    "and what the grid of tokens allows; models on other grids are compared with their own "
+    "ceiling."
+)
+SOURCE = "Jabri et al. 2020; Caron et al. 2021; Walmer et al. 2023, Figs. 10 left, 30, Table 4"
+headline = partial(best_layers, units={"jf": "mean of J and F"})
+
+BASELINES = ("still", "grid", "random")
+COLUMNS = (
+    *(*SITE, "video", "object"),
+    *("metric", "value", "std", "low", "high", "n_objects", "n_videos", "n_images", "baseline"),
+)
+DRAWN = ("jf", "j", "f")
+HIDDEN = 0.01  # of a frame's pixels, above which it is said
+
+
+@analysis
+def run(
+    *stores: Store,
+    masks: Path | str,
+    only: Path | str | None = None,
+    sites: Sequence[str] = (),
+    preset: str | None = None,
+    context: int | None = None,
+    radius: float | None = None,
+    radius_px: float | None = None,
+    window: str | None = None,
+    top: int | None = None,
+    temperature: float | None = None,
+    seeds: str | None = None,
+    upsample: str | None = None,
+    baselines: Sequence[str] = BASELINES,
+    per_video: bool = False,
+    save: Path | str | None = None,
+    execution: Execution = DEFAULT,
+) -> Table:
+    """One row per site and metric, then those of the baselines.
+
+    Columns: `COLUMNS`; `video`, `object` only with `per_video`: a video's rows have no object.
+    `value`: 0 to 1 (decay -1 to 1), a mean over objects; `std` over objects; `low`, `high`: the
+    95 % interval by a jackknife over videos, NaN with one video. n_images: frames that are scored.
+
+    Memory: see `video.work`, for each of the `jobs` threads.
+
+    Args:
+        stores: of the same frames, extracted with `order="dataset"`; an id's folder is its video.
+        masks: DAVIS' folder, or one with a folder of PNG masks per video; see `video.davis`.
+        only: a file with the names of the videos to use, one per line.
+        sites: names, globs and groups; by default `blocks`, or what the preset takes.
+        preset: `walmer` (the default's numbers), `dino`, `dinov3`; see `PRESETS`.
+        context: see `PropagationSettings`, as for those that follow; None is the preset's.
+        radius: `math.inf` for no window.
+        radius_px: in place of `radius`.
+        window: `square` or `circle`.
+        top: number of tokens.
+        temperature: of their weights.
+        seeds: `nearest` or `area`.
+        upsample: `bilinear` or `nearest`.
+        baselines: some of `BASELINES`.
+        per_video: add rows of each video and object.
+        save: a folder to be made, for the labels found: one PNG per frame as DAVIS' evaluation
+            reads them, below `<video>/`, or `<store>/<site>/<video>/` where there are several.
+        execution: what the work may use; see `Execution`. `images` is refused.
+
+    Raises:
+        MissingInput: a store keeps a site pooled only.
+        SiteError: a site without a grid.
+        VitseeError: see `video.davis.find_videos`, `choose_settings`; `save` exists.
+    """
+    from vitsee_core.analyses.propagate.davis import find_masks, find_videos
+
+    settings = choose_settings(
+        preset, context=context, radius=radius, radius_px=radius_px, window=window, top=top,
+        temperature=temperature, seeds=seeds, upsample=upsample,
+    )  # fmt: skip
+    for name in baselines:
+        if name not in BASELINES:
+            raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
+    if execution.images is not None:
+        raise VitseeError("propagate looks at whole videos; choose them with only=, not images=")
+    execution.check_device()
+    chosen = sites or PRESETS[preset or "walmer"].sites
+    selected = select_each(stores, chosen, _sites_with_grid)
+    files = find_masks(Path(masks))
+    videos = find_videos(selected.stores, files, None if only is None else Path(only))
+    longest = max(len(video.frames) for video in videos)
+    used = replace(settings, context=min(settings.context, longest))
+    # Nothing before has needed torch.
+    from vitsee_core.analyses.propagate.video_summary import INTERVAL, SPREAD, describe_blocks
+    from vitsee_core.analyses.propagate.work import VideoWork
+    from vitsee_core.runtime.device import resolve_device
+
+    with _saving(None if save is None else Path(save), selected.stores, selected.chosen) as folders:
+        work = VideoWork(
+            selected.stores, selected.chosen, files, used, tuple(dict.fromkeys(baselines)),
+            execution.seed, resolve_device(execution.device), folders, execution.progress,
+        )  # fmt: skip
+        found = _work_on(work, videos, execution)
+    remarks = _remarks(work, videos, found)
+    for remark in remarks:
+        log.info("%s", remark)
+    notes = {
+        "interval": INTERVAL, "spread": SPREAD,
+        "settings": asdict(settings),
+        **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
+        "seed": execution.seed,
+        "videos": {video.name: len(video.frames) for video in videos},
+        "masks": str(files.root),
+        **selected.notes(),
+        **({"remarks": remarks} if remarks else {}),
+        WORD: {store.label: describe_blocks(videos) for store in selected.stores},
+    }  # fmt: skip
+    names = [name for name in COLUMNS if per_video or name not in ("video", "object")]
+    return Table.from_rows(_rows(work, videos, found, per_video), names, notes)
+
+
+def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+    """The sites of one store, every one with a grid that is stored."""
+    found = store.select(list(patterns))
+    for site in found:
+        if site.layout is None or site.layout.grid is None:
+            raise SiteError(
+                f"{store.label}: {site.name} has no grid of tokens; propagate needs sites that "
+                "have one"
+            )
+        store.acts(site.name, "patches", partial=True)  # refused where it is pooled only
+    return found
+
+
+def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> Found:
+    """All videos, in groups spread over threads."""
+    from vitsee_core.analyses.propagate.propagation_cost import cost_of, group_bytes
+    from vitsee_core.analyses.propagate.spread import check_masks, work_on
+    from vitsee_core.analyses.propagate.work import Found, group_videos
+    from vitsee_core.runtime.lanes import one_torch_thread
+
+    n_masks = sum(len(video.frames) for video in videos)
+    with counting(execution.progress, n_masks, "masks") as progress:
+        check_masks(work.masks, videos, execution.jobs, progress)
+    jobs = max(1, min(execution.jobs, execution.budget // group_bytes(work, videos)))
+    groups = group_videos(videos, work.stores[0].plan.slab, 2 * max(jobs, execution.width))
+    jobs = min(jobs, len(groups))
+    with one_torch_thread():
+        cost = cost_of(work, videos)
+        log.info("%s", cost.line(jobs))
+        with counting(execution.progress, cost.n_frames * cost.n_runs, "frames"):
+            if execution.map is None:
+                return work_on(work, groups, jobs)
+            total = Found()
+            there = partial(_group, replace(work, progress=SILENT))
+            for part in execution.spread(there, groups):
+                total.merge(part)
+            return total
+
+
+def _group(work: VideoWork, execution: Execution, group: Sequence[Video]) -> Found:
+    """Some videos, in another process."""
+    from vitsee_core.runtime.lanes import one_torch_thread
+
+    with one_torch_thread():
+        return replace(work, progress=execution.progress)(group)
+
+
+@contextmanager
+def _saving(
+    save: Path | None, stores: Sequence[Store], sites: Sequence[Sequence[SiteSpec]]
+) -> Iterator[dict[tuple[int, str], Path]]:
+    """(store's number, site) -> the folder of its videos' labels; below a temporary folder, which
+    becomes `save` at the end, so that this exists when it is whole."""
+    if save is None:
+        yield {}
+        return
+    if save.exists() or save.is_symlink():
+        raise VitseeError(f"{save} exists; --save makes a folder: give another name")
+    if not save.absolute().parent.is_dir():
+        raise VitseeError(f"cannot make {save}: there is no folder {save.absolute().parent}")
+    check_place(save)
+    for store in stores:
+        if "/" in store.label or store.label in (".", ".."):
+            raise VitseeError(
+                f"--save makes folders called as the stores are; {store.label} cannot be one"
+            )
+    partial = save.with_name(f".vitsee-{os.getpid()}-{secrets.token_hex(4)}.partial")
+    several = sum(map(len, sites)) > 1
+    try:
+        yield {
+            (number, site.name): partial / store.label / site.name if several else partial
+            for number, (store, own) in enumerate(zip(stores, sites, strict=True))
+            for site in own
+        }
+        os.replace(partial, save)
+    except OSError as error:
+        raise VitseeError(f"cannot write {save}: {reason(error)}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remarks(work: VideoWork, videos: Sequence[Video], found: Found) -> list[str]:
+    """What a reader of the numbers should know."""
+    remarks = []
+    for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
+        grids: dict[tuple[int, int] | None, str] = {}
+        for site in sites:
+            assert site.layout is not None and site.layout.stride_px is not None
+            grids.setdefault(site.layout.grid, site.name)
+            most = work.settings.most(site.layout.stride_px)
+            if work.settings.top > most:
+                remarks.append(
+                    f"{store.label} {site.name}: the window has {most:g} tokens in all frames: "
+                    f"--top {work.settings.top} takes them all"
+                )
+        for grid, site_name in grids.items():
+            assert grid is not None
+            key = number, site_name, ""
+            which = f"{store.label}, {grid[0]} x {grid[1]} tokens"
+            lost = found.lost[key].values()
+            if n_lost := sum(one.n_lost for one in lost):
+                area = "; --seeds area keeps them" if work.settings.seeds == "nearest" else ""
+                remarks.append(
+                    f"{which}: {n_lost} of {sum(one.n_objects for one in lost)} objects of the "
+                    f"first masks are lost: no token stands for them{area}"
+                )
+            hidden = found.hidden[key]
+            worst = max(hidden, key=lambda name: hidden[name])
+            if hidden[worst] > HIDDEN:
+                remarks.append(
+                    f"{which}: no token sees {100 * hidden[worst]:.0f} % of the frames of {worst}, "
+                    "which is taken for background (extract --crop-mode squash keeps it all)"
+                )
+    return remarks
+
+
+def _rows(
+    work: VideoWork, videos: Sequence[Video], found: Found, per_video: bool
+) -> Iterator[dict[str, Any]]:
+    """The rows about the models, then those of the baselines."""
+    from vitsee_core.analyses.propagate.video_summary import VideoSummary
+
+    for baseline in ("", *work.baselines):
+        for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
+            for site in sites:
+                place = {**site_columns(store, site), "video": "", "baseline": baseline}
+                summary = VideoSummary.of_scores(videos, found.scores[number, site.name, baseline])
+                yield from (place | row for row in summary.rows(per_video))
+
+
+@styled
+def plot(table: Table) -> Figure:
+    """J&F, J and F against relative depth, a curve per store with its interval over videos as a
+    band, baselines dashed (Walmer et al. 2023, Figs. 10 left, 30)."""
+    if "video" in table.columns:
+        table = table.where(video="")
+    metrics = [metric for metric in DRAWN if metric in table.unique("metric")]
+    drawn = table.where(metric=metrics)
+    # Scores lie between 0 and 1; an interval of few videos need not.
+    for name in ("low", "high"):
+        drawn.columns[name] = np.clip(drawn[name].astype(float), 0, 1)
+    top = max(np.nanmax(drawn[name].astype(float), initial=0) for name in ("value", "high"))
+
+    def finish(axes: Axes, rows: Table, metric: str) -> None:
+        axes.set_ylim(0, 1.05 * top if top else 1)
+
+    spread = "95 % interval over videos"
+    return draw_depth_panels(drawn, metrics, finish, spread=spread, counts=("n_videos", "videos"))

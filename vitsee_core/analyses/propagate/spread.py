@@ -1,0 +1,89 @@
+"""Videos spread over threads, which end where one fails or the user stops the run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from vitsee_core.analyses.propagate.davis import MaskFiles, Video
+from vitsee_core.analyses.propagate.work import Found, VideoWork
+from vitsee_core.runtime.lanes import Stopped, run_lanes
+from vitsee_core.runtime.progress import Progress
+
+T = TypeVar("T")
+
+
+class StoppableProgress:
+    """Passes on how far the work is, until it is to end: then what reports to it ends."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.ended = threading.Event()
+
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        """See `Progress`."""
+        self._progress.start(total, done, unit)
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        """See `Progress`.
+
+        Raises:
+            Stopped: the work is to end.
+        """
+        if self.ended.is_set():
+            raise Stopped
+        self._progress.advance(count, size_bytes)
+
+    def stop(self) -> None:
+        """See `Progress`."""
+        self._progress.stop()
+
+
+def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Found:
+    """All groups, `jobs` at a time.
+
+    Raises:
+        VitseeError: the first that any of them raises.
+    """
+    progress = StoppableProgress(work.progress)
+    total, adding = Found(), threading.Lock()
+    stoppable = replace(work, progress=progress)
+
+    def find(group: Sequence[Video]) -> None:
+        part = stoppable(group)
+        with adding:
+            total.merge(part)
+
+    _each(find, groups, jobs, progress)
+    return total
+
+
+def check_masks(masks: MaskFiles, videos: Sequence[Video], jobs: int, progress: Progress) -> None:
+    """Read every mask once, before any other work.
+
+    Raises:
+        VitseeError: see `MaskFiles.read`.
+    """
+    stoppable = StoppableProgress(progress)
+
+    def check(video: Video) -> None:
+        for frame in range(len(video.frames)):
+            masks.read(video, range(frame, frame + 1))
+            stoppable.advance(1)
+
+    _each(check, videos, jobs, stoppable)
+
+
+def _each(
+    function: Callable[[T], None], items: Sequence[T], jobs: int, progress: StoppableProgress
+) -> None:
+    """`function` of every item, which reports to `progress`: that ends it everywhere at once where
+    it fails in one thread."""
+
+    def lane(_: int, take: Callable[[], int | None]) -> None:
+        while (number := take()) is not None:
+            function(items[number])
+
+    run_lanes(min(jobs, len(items)), lane, len(items), progress.ended.set)

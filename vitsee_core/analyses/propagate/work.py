@@ -1,0 +1,215 @@
+"""Propagation through the videos of one or several stores, and the controls beside it.
+
+The unit of work is a group of videos: those that begin in one slab, at all sites of all stores, so
+that a slab is read once per site (twice where a video runs on into the next) and the masks, their
+contours and the controls are made once for all sites. Results do not depend on the groups.
+
+Memory of a group: one slab of a site as it is stored, `context` + 2 frames of tokens in float32,
+the similarities of a strip of tokens, the masks of its videos.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vitsee_core.analyses.propagate.davis import MaskFiles, Video
+from vitsee_core.analyses.propagate.frame_map import FrameMap, frame_map
+from vitsee_core.analyses.propagate.propagation import Window
+from vitsee_core.analyses.propagate.propagation_settings import PropagationSettings
+from vitsee_core.analyses.propagate.scores import FrameScores, Labels, VideoTruth
+from vitsee_core.analyses.propagate.video_run import Frames, Lost, VideoRun, noise_frames, scored
+from vitsee_core.images.placement import place
+from vitsee_core.indexed_masks import write_mask
+from vitsee_core.runtime.device import precision_context
+from vitsee_core.runtime.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Store
+
+# The rows of a table: (store's number, site, baseline).
+Key = tuple[int, str, str]
+Radii = tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a run's cost, and noise in place of its tokens, depend on: where a frame lies on the
+    grid, the window, the number of channels."""
+
+    where: FrameMap
+    radii: Radii
+    dim: int
+
+
+@dataclass
+class Found:
+    """Of each row and video: its scores, the share of the frame that no token has seen, and the
+    objects that no token stands for."""
+
+    scores: dict[Key, dict[str, FrameScores]] = field(default_factory=dict)
+    hidden: dict[Key, dict[str, float]] = field(default_factory=dict)
+    lost: dict[Key, dict[str, Lost]] = field(default_factory=dict)
+
+    def add(self, key: Key, video: str, scores: FrameScores) -> None:
+        """Count one video."""
+        self.scores.setdefault(key, {})[video] = scores
+
+    def merge(self, other: Found) -> None:
+        """Add the videos of `other`."""
+        for key in other.scores:
+            self.scores.setdefault(key, {}).update(other.scores[key])
+        for key in other.hidden:
+            self.hidden.setdefault(key, {}).update(other.hidden[key])
+            self.lost.setdefault(key, {}).update(other.lost[key])
+
+
+@dataclass
+class VideoWork:
+    """What is done with every video.
+
+    sites: of each store. folders: (store's number, site) -> where the labels found are written,
+    one folder per video; empty where they are not kept.
+    """
+
+    stores: Sequence[Store]
+    sites: Sequence[Sequence[SiteSpec]]
+    masks: MaskFiles
+    settings: PropagationSettings
+    baselines: Sequence[str]
+    seed: int
+    device: torch.device
+    folders: dict[tuple[int, str], Path] = field(default_factory=dict)
+    progress: Progress = SILENT
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "progress": SILENT}
+
+    def __call__(self, videos: Sequence[Video]) -> Found:
+        """The scores of a group of videos.
+
+        Raises:
+            VitseeError: a mask is damaged or does not fit its frame.
+        """
+        with torch.inference_mode(), precision_context(self.device, "fp32"):
+            return _Group(self, videos).run()
+
+    def n_frames(self, video: Video) -> int:
+        """How many frames labels are needed of: the last is not scored."""
+        return len(video.frames) - (not self.folders)
+
+    def kind(self, number: int, site: SiteSpec, video: Video) -> Kind:
+        """Of a site of a store's and a video."""
+        transform = self.stores[number].manifest.transform
+        where = frame_map(site.name, site.layout, place(transform, video.size), video.size)
+        assert site.layout is not None and site.layout.stride_px is not None
+        return Kind(where, self.settings.radii(site.layout.stride_px), site.dim)
+
+
+class _Group:
+    """Some videos, and what is made of them once for all sites."""
+
+    def __init__(self, work: VideoWork, videos: Sequence[Video]) -> None:
+        self._work, self._videos = work, videos
+        self._truths = {video.name: VideoTruth(work.masks.read(video)) for video in videos}
+        self._found = Found()
+        self._controls: dict[tuple[str, str, Kind | FrameMap | None], FrameScores] = {}
+        self._windows: dict[tuple[tuple[int, int], Radii], Window] = {}
+
+    def run(self) -> Found:
+        """All sites of all stores."""
+        for number, (store, sites) in enumerate(
+            zip(self._work.stores, self._work.sites, strict=True)
+        ):
+            rows = [video.rows[number] for video in self._videos]
+            for site in sites:
+                reader = SiteReader(store, site, rows)
+                for video, own in zip(self._videos, rows, strict=True):
+                    self._measure(number, site, video, reader.frames(own))
+        return self._found
+
+    def _measure(self, number: int, site: SiteSpec, video: Video, frames: Frames) -> None:
+        work, name = self._work, video.name
+        kind = work.kind(number, site, video)
+        run = VideoRun(self._truths[name], kind.where, self._window(kind))
+        key = number, site.name, ""
+        self._found.hidden.setdefault(key, {})[name] = kind.where.hidden()
+        self._found.lost.setdefault(key, {})[name] = run.lost
+        save = None
+        if work.folders:
+            save = _writer(work.folders[number, site.name] / name, video.frames)
+        found = run.score(frames, site.dim, work.n_frames(video), save, work.progress)
+        self._found.add(key, name, found)
+        for baseline in work.baselines:
+            control = self._control(baseline, video, kind, run)
+            self._found.add((number, site.name, baseline), name, control)
+
+    def _control(self, baseline: str, video: Video, kind: Kind, run: VideoRun) -> FrameScores:
+        """Made once for what it depends on."""
+        truth, work = self._truths[video.name], self._work
+        depends = {"still": None, "grid": kind.where, "random": kind}[baseline]
+        key = (baseline, video.name, depends)
+        if key in self._controls:
+            return self._controls[key]
+        if baseline == "still":
+            scores = scored(truth, lambda _: truth.labels[0])
+        elif baseline == "grid":
+            scores = scored(truth, run.through_grid)
+        else:
+            noise = noise_frames(work.seed, video.name, kind.where, kind.dim)
+            scores = run.score(noise, kind.dim, len(video.frames) - 1, None, work.progress)
+        self._controls[key] = scores
+        return scores
+
+    def _window(self, kind: Kind) -> Window:
+        key = kind.where.grid, kind.radii
+        if key not in self._windows:
+            work = self._work
+            self._windows[key] = Window(kind.where.grid, work.settings, kind.radii, work.device)
+        return self._windows[key]
+
+
+class SiteReader:
+    """The grids of a site's frames, slab by slab: the last slab is kept, so that videos in order
+    read each once."""
+
+    def __init__(self, store: Store, site: SiteSpec, rows: Sequence[range]) -> None:
+        """rows: all that will be asked for."""
+        self._acts = store.acts(site.name, "patches", partial=True)
+        self._slab = store.plan.slab
+        self._span = min(r.start for r in rows), max(r.stop for r in rows)
+        self._held: tuple[int, NDArray[np.floating]] | None = None
+
+    def frames(self, rows: range) -> Frames:
+        """(rows, cols, dim) of each image, as stored."""
+        for row in rows:
+            k = row // self._slab
+            begin = max(k * self._slab, self._span[0])
+            if self._held is None or self._held[0] != k:
+                self._held = None  # freed before the next is read
+                self._held = k, self._acts[begin : min((k + 1) * self._slab, self._span[1])]
+            yield self._held[1][row - begin]
+
+
+def _writer(folder: Path, frames: Sequence[str]) -> Callable[[int, Labels], None]:
+    folder.mkdir(parents=True)
+    return lambda frame, labels: write_mask(folder / f"{frames[frame]}.png", labels)
+
+
+def group_videos(videos: Sequence[Video], slab: int, least: int) -> list[list[Video]]:
+    """Videos that begin in one slab (of the first store) together, in order; cut further where
+    there would be fewer than `least` groups."""
+    groups: dict[int, list[Video]] = {}
+    for video in videos:
+        groups.setdefault(video.rows[0].start // slab, []).append(video)
+    found = list(groups.values())
+    while len(found) < least and (longest := max(found, key=len)) and len(longest) > 1:
+        at, half = found.index(longest), (len(longest) + 1) // 2
+        found[at : at + 1] = [longest[:half], longest[half:]]
+    return found

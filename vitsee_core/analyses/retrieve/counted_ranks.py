@@ -1,0 +1,194 @@
+"""Ranks by counting: how many images are nearer to a query than each image of its lists.
+
+The images that are searched come in tiles. The cosines of a tile are sorted where they are, in the
+processor's cache, and it is looked up how many are above that of each listed image; no ranking of
+all images is ever made. Memory: the lists, and one tile; whatever the number of images.
+
+Cosines are products in float64, rounded to float32; equal ones are ties, and the image that comes
+first in the store (its distractors after it) is the nearer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.labels.neighbours import in_tiles
+from vitsee_core.types import Float32, Integers
+
+TILE_CELLS = 1 << 24
+TILE_ROWS = 4096
+FEW_ROWS = 512  # below this a row's own overhead is felt: fewer queries at a time, then
+CELL_BYTES = 32  # cosines in float64 and float32, and once more while they are rounded and sorted
+PAIR_BYTES = 64
+PAIR_BLOCK_BYTES = 12  # a pair's count in a block, and a query's while they are made
+UNREADABLE = -2.0  # less than any cosine
+UNCOUNTED = -np.inf
+
+
+Cosines = Callable[[Float32], Float32]  # (queries, rows) in float32 with rows (rows, dim)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The images of some queries' lists, by place. query, place, name: (pairs,) which query, which
+    image, and the number of its list in `names`."""
+
+    query: Integers
+    place: Integers
+    name: Integers
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, lists: Sequence[Mapping[str, Integers]]) -> Listed:
+        """Of each query's lists: name -> places."""
+        names = tuple(dict.fromkeys(name for own in lists for name in own))
+        parts = [
+            (np.full(len(places), i), places, np.full(len(places), names.index(name)))
+            for i, own in enumerate(lists)
+            for name, places in own.items()
+        ]
+        if not parts:
+            parts = [(np.empty(0, np.int64),) * 3]
+        query, place, number = (np.concatenate(one) for one in zip(*parts, strict=True))
+        order = np.lexsort((query, place))
+        return cls(query[order], place[order], number[order], names)
+
+    def among(self, names: Sequence[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """(pairs,) which are in one of these lists."""
+        chosen: np.ndarray[tuple[int], np.dtype[np.bool_]] = np.isin(
+            self.name, [i for i, name in enumerate(self.names) if name in names]
+        )
+        return chosen
+
+
+class Counter:
+    """For each of some queries and each image of its lists: how many images that are in no list of
+    the query are nearer. First all that is listed is to be passed to `find`, then everything to
+    `count`."""
+
+    def __init__(
+        self, n: int, listed: Listed, cosines: Cosines, blocks: Integers | None = None
+    ) -> None:
+        """n: queries; cosines: theirs; blocks: (images,) of the first places, to count the images
+        of each block too."""
+        self._n, self._listed, self._cosines, self._blocks = n, listed, cosines, blocks
+        n_blocks = 0 if blocks is None else int(blocks.max(initial=-1)) + 1
+        self._in_block = np.zeros((len(listed.place), n_blocks), np.int32)
+        # Until it is found, an image is behind all others, as one that could not be read stays.
+        self._scores = np.full(len(listed.place), UNREADABLE, np.float32)
+        self._above = np.zeros(len(listed.place), np.int64)
+        self._pairs_of: list[Integers] = []
+
+    def find(self, places: Integers, rows: Float32) -> None:
+        """Take note of the listed ones of these images; places: (rows,) ascending."""
+        pairs, columns = self._pairs_at(places)
+        if len(columns):
+            self._scores[pairs] = self._cosines(rows)[self._listed.query[pairs], columns]
+
+    def count(self, places: Integers, rows: Float32 | None) -> None:
+        """Count images against all listed ones; rows: None where they could not be read."""
+        if rows is None:
+            shape = (self._n, len(places))
+            cosines = np.full(shape, UNREADABLE, np.float32)
+        else:
+            cosines = self._cosines(rows)
+        pairs, columns = self._pairs_at(places)
+        cosines[self._listed.query[pairs], columns] = UNCOUNTED
+        if self._blocks is not None:
+            self._count_blocks(self._blocks, cosines, places)
+            return
+        ordered = np.sort(cosines, axis=1)
+        for own, row, sorted_ in zip(self._by_query(), cosines, ordered, strict=True):
+            scores = self._scores[own]
+            end = np.searchsorted(sorted_, scores, side="right")
+            self._above[own] += len(row) - end
+            tied = sorted_[end - 1] == scores
+            if tied.any():
+                self._above[own[tied]] += self._before(own[tied], row, sorted_, places)
+
+    def _count_blocks(self, blocks: Integers, cosines: Float32, places: Integers) -> None:
+        """As `count`, by block: of each image, how many listed ones it is nearer than."""
+        n = self._in_block.shape[1]
+        label = np.full(len(places), n)  # a distractor is in no block
+        inside = places < len(blocks)
+        label[inside] = blocks[places[inside]]
+        for own, row in zip(self._by_query(), keys_of(cosines, places), strict=True):
+            keys = keys_of(self._scores[own], self._listed.place[own])
+            order = np.argsort(keys)
+            passed = np.searchsorted(keys[order], row)
+            size = (len(own) + 1) * (n + 1)
+            counts = np.bincount(passed * (n + 1) + label, minlength=size).reshape(-1, n + 1)
+            above = counts[:0:-1].cumsum(0)[::-1]
+            self._above[own[order]] += above.sum(1)
+            self._in_block[own[order]] += above[:, :n].astype(np.int32)
+
+    def _before(
+        self, pairs: Integers, row: Float32, ordered: Float32, places: Integers
+    ) -> Integers:
+        """How many images with the very cosine of each of these pairs come before it."""
+        scores, own = self._scores[pairs], self._listed.place[pairs]
+        n: Integers = np.searchsorted(ordered, scores, "right") - np.searchsorted(ordered, scores)
+        n[own < places[0]] = 0
+        for i in np.flatnonzero((own >= places[0]) & (own <= places[-1])).tolist():
+            n[i] = np.count_nonzero(row[: np.searchsorted(places, own[i])] == scores[i])
+        return n
+
+    def _by_query(self) -> list[Integers]:
+        """The pairs of each query, in the order of their scores."""
+        if not self._pairs_of:
+            query = self._listed.query
+            order = np.lexsort((self._scores, query))
+            n = np.bincount(query, minlength=self._n)
+            self._pairs_of = np.split(order, np.cumsum(n)[:-1])
+        return self._pairs_of
+
+    def _pairs_at(self, places: Integers) -> tuple[Integers, Integers]:
+        """Which pairs are of these images, and of the how-manieth of them."""
+        listed = self._listed.place
+        low, high = np.searchsorted(listed, [places[0], places[-1] + 1]).tolist()
+        columns = np.searchsorted(places, listed[low:high])
+        # An image between these that could not be read is not among them.
+        there = places[columns] == listed[low:high]
+        return np.arange(low, high)[there], columns[there]
+
+    def result(self) -> tuple[Integers, Integers, NDArray[np.int32]]:
+        """(pairs,) keys, larger is nearer, how many images that are not listed are nearer, and of
+        these (pairs, blocks) how many are in each block."""
+        return keys_of(self._scores, self._listed.place), self._above, self._in_block
+
+
+def keys_of(cosines: Float32, places: Integers) -> Integers:
+    """See `kernels.neighbours`, which imports torch."""
+    import torch
+
+    from vitsee_core.kernels import neighbours
+
+    found: Integers = neighbours.keys_of(
+        torch.from_numpy(cosines), torch.from_numpy(places)
+    ).numpy()
+    return found
+
+
+def most_queries(memory: int) -> int:
+    """How many queries to count for at a time, so that tiles have rows enough."""
+    return max(16, min(TILE_CELLS, memory // CELL_BYTES) // FEW_ROWS)
+
+
+def tile_rows(n_queries: int, memory: int) -> int:
+    """How many images to count at a time."""
+    cells = min(TILE_CELLS, max(1, memory // CELL_BYTES))
+    return max(16, min(TILE_ROWS, cells // max(1, n_queries)))
+
+
+def with_places(
+    pieces: Iterable[Float32], places: Integers, size: int
+) -> Iterable[tuple[Integers, Float32]]:
+    """Tiles of `size` images with their places; pieces: all images in order."""
+    at = 0
+    for tile in in_tiles(pieces, size):
+        yield places[at : at + len(tile)], tile
+        at += len(tile)

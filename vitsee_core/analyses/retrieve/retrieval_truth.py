@@ -1,0 +1,245 @@
+"""Which images answer a query: by the names of the images, and what is scored with it.
+
+    revisited   ROxford and RParis (Radenovic et al. 2018): for each query the images that show its
+                building clearly (easy), hardly (hard), and those that are neither counted as right
+                nor as wrong (junk)
+    oxford      the same with one list `ok` in place of two (Philbin et al. 2007)
+    list        right images for each query; with a use for each query that of GLDv2 (Weyand et al.
+                2020)
+    labels      right are the images of the query's class
+
+An image that is in no list of a query is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vitsee_core.tables.text import visible
+from vitsee_stores.errors import VitseeError
+
+JUNK = "junk"
+LABELS = "labels"
+FORMS = ("trapezoid", "plain")
+MOST_PLACES = 1 << 24  # in all lists of a file together
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is averaged into one number. suffix: of the metrics' names; positives: the lists whose
+    images are right, those of the others are left out of the ranking; use: only queries of this
+    use (any but `ignored` where empty); top: only so many nearest images count (all where 0)."""
+
+    suffix: str
+    positives: tuple[str, ...]
+    use: str = ""
+    top: int = 0
+
+    @property
+    def map(self) -> str:
+        """The name of its mean average precision."""
+        return f"map{f'@{self.top}' if self.top else ''}{self.suffix}"
+
+
+@dataclass(frozen=True)
+class Query:
+    """An image that is searched with. lists: name -> places in `RetrievalTruth.images`, ascending;
+    box: x0, y0, x1, y1 of what is searched for, in pixels; use: of queries that are scored apart.
+    """
+
+    name: str
+    lists: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    box: tuple[float, ...] | None = None
+    use: str = ""
+
+
+@dataclass(frozen=True)
+class RetrievalTruth:
+    """images: names of the images that are searched; more: so are all other images of the store but
+    the queries. form: of the average precision, by default. source: in words."""
+
+    source: str
+    images: tuple[str, ...]
+    queries: tuple[Query, ...]
+    settings: tuple[Setting, ...]
+    form: str
+    more: bool = False
+
+    @property
+    def boxed(self) -> bool:
+        """Whether queries are to be cropped."""
+        return any(query.box is not None for query in self.queries)
+
+
+REVISITED = (
+    Setting("_easy", ("easy",)),
+    Setting("_medium", ("easy", "hard")),
+    Setting("_hard", ("hard",)),
+)
+OXFORD = (Setting("", ("ok",)),)
+RELEVANT = "relevant"
+ONE = (Setting("", (RELEVANT,)),)
+LANDMARKS = (
+    Setting("", (RELEVANT,), top=100),
+    Setting("_public", (RELEVANT,), "public", 100),
+    Setting("_private", (RELEVANT,), "private", 100),
+)
+KEYS = {
+    frozenset(("bbx", "easy", "hard", JUNK)): REVISITED,
+    frozenset(("bbx", "ok", JUNK)): OXFORD,
+}
+EXPECTED = (
+    "expected imlist and qimlist, lists of names, and gnd, a list of one {bbx, easy, hard, junk} "
+    "for each query (bbx: 4 numbers, the others: places in imlist)"
+)
+
+
+def revisited(value: Any, source: str) -> RetrievalTruth:
+    """The ground truth of a file of the form of ROxford, RParis or Oxford5k.
+
+    Raises:
+        VitseeError: names what is not as it should be.
+    """
+    if not isinstance(value, dict) or {*map(_key, value)} != {"imlist", "qimlist", "gnd"}:
+        held = ", ".join(sorted(map(_key, value))[:6]) if isinstance(value, dict) else _kind(value)
+        raise VitseeError(f"{source} has {held or 'nothing'}; {EXPECTED}")
+    images = _names(value["imlist"], "imlist", source)
+    queries = _names(value["qimlist"], "qimlist", source)
+    truth = value["gnd"]
+    if not isinstance(truth, list) or len(truth) != len(queries):
+        n = len(truth) if isinstance(truth, list) else "no"
+        raise VitseeError(f"{source} has {n} entries in gnd for {len(queries)} queries; {EXPECTED}")
+    # A pickle may refer to one list from every query, which costs it nothing.
+    n_places = sum(
+        len(one)
+        for entry in truth
+        if isinstance(entry, dict)
+        for one in entry.values()
+        if isinstance(one, list)
+    )
+    if n_places > MOST_PLACES:
+        raise VitseeError(
+            f"{source} has {n_places} places in its lists, expected at most {MOST_PLACES}"
+        )
+    settings: tuple[Setting, ...] | None = None
+    made = []
+    for name, entry in zip(queries, truth, strict=True):
+        where = f"{source}: query {name!r}"
+        keys = frozenset(map(_key, entry)) if isinstance(entry, dict) else frozenset()
+        if keys not in KEYS or (settings is not None and KEYS[keys] is not settings):
+            held = ", ".join(sorted(keys)[:6]) or _kind(entry)
+            raise VitseeError(f"{where} has {held}; {EXPECTED}")
+        settings = KEYS[keys]
+        given = {key: entry[key] for key in sorted(keys - {"bbx"})}
+        lists = {key: _places(one, len(images), f"{where}, {key}") for key, one in given.items()}
+        _check_apart(lists, images, where)
+        made.append(Query(name, lists, _box(entry["bbx"], where)))
+    if settings is None:
+        raise VitseeError(f"{source} has no query; {EXPECTED}")
+    found = RetrievalTruth(source, images, tuple(made), settings, "trapezoid")
+    check_queries_apart(found)
+    return found
+
+
+def as_json(truth: RetrievalTruth) -> dict[str, Any]:
+    """The same in the form that `revisited` reads.
+
+    Raises:
+        VitseeError: it has no boxes and lists of that kind.
+    """
+    if truth.settings not in KEYS.values():
+        raise VitseeError(
+            f"{truth.source} is no ground truth of the form of ROxford or RParis; only such is "
+            "written as JSON"
+        )
+    return {
+        "imlist": list(truth.images),
+        "qimlist": [query.name for query in truth.queries],
+        "gnd": [
+            {"bbx": list(query.box or ())} | {key: list(one) for key, one in query.lists.items()}
+            for query in truth.queries
+        ],
+    }
+
+
+def check_queries_apart(truth: RetrievalTruth) -> None:
+    """Refuse a query that is among the images that are searched, unless it is its own junk: it
+    would find itself.
+
+    Raises:
+        VitseeError: names it.
+    """
+    place = {name: i for i, name in enumerate(truth.images)}
+    for query in truth.queries:
+        own = place.get(query.name)
+        if own is not None and own not in query.lists.get(JUNK, ()):
+            raise VitseeError(
+                f"{truth.source}: the query {query.name!r} is among the images that are searched; "
+                "expected it to be left out of them, or in its list junk"
+            )
+
+
+def _key(key: Any) -> str:
+    return visible(key[:40]) if isinstance(key, str) else _kind(key)
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _names(value: Any, key: str, source: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise VitseeError(f"{source} has {_kind(value)} without names as {key}; {EXPECTED}")
+    names = [one.decode("latin1") if isinstance(one, bytes) else one for one in value]
+    for i, name in enumerate(names):
+        if not isinstance(name, str) or not name.strip():
+            raise VitseeError(f"{source}: entry {i} of {key} is no name; {EXPECTED}")
+    if len({*names}) < len(names):
+        seen: set[str] = set()
+        twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise VitseeError(f"{source} has {twice[:80]!r} twice in {key}")
+    return tuple(names)
+
+
+def _places(value: Any, n: int, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise VitseeError(f"{where} is {_kind(value)}; {EXPECTED}")
+    for one in value:
+        if isinstance(one, bool) or not isinstance(one, int):
+            raise VitseeError(f"{where} has {_kind(one)} where a place in imlist was expected")
+        if not 0 <= one < n:
+            shown = one if abs(one) < 10**12 else "a number"
+            raise VitseeError(f"{where} has {shown}, which is no place in imlist (0 to {n - 1})")
+    if len({*value}) < len(value):
+        raise VitseeError(f"{where} has a place twice")
+    return tuple(sorted(value))
+
+
+def _check_apart(lists: dict[str, tuple[int, ...]], images: Sequence[str], where: str) -> None:
+    owner: dict[int, str] = {}
+    for name, places in lists.items():
+        for one in places:
+            if one in owner:
+                raise VitseeError(
+                    f"{where} has image {one} ({visible(images[one])}) in both {owner[one]} and "
+                    f"{name}"
+                )
+            owner[one] = name
+
+
+def _box(value: Any, where: str) -> tuple[float, ...]:
+    if not isinstance(value, list) or len(value) != 4 or not all(map(_finite, value)):
+        raise VitseeError(f"{where} has a bbx that is no 4 finite numbers x0, y0, x1, y1")
+    x0, y0, x1, y1 = map(float, value)
+    if x0 >= x1 or y0 >= y1:
+        raise VitseeError(f"{where} has an empty bbx {x0:g} {y0:g} {x1:g} {y1:g}")
+    return x0, y0, x1, y1
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < 1e9 and math.isfinite(value)

@@ -1,0 +1,305 @@
+"""A ground truth in the rows of one model's stores: what is searched, with what, what is right."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.analyses.retrieve.retrieval_truth import (
+    JUNK,
+    ONE,
+    RELEVANT,
+    RetrievalTruth,
+    Setting,
+)
+from vitsee_core.features import require_comparable
+from vitsee_core.labels.labelled_rows import check_label_spaces, labelled_rows
+from vitsee_core.runtime.machine import counted
+from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.types import Integers, Mask
+from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+SHOWN = 3
+_BOX = re.compile(r"#[-+\d.e]+(,[-+\d.e]+){3}$")
+
+
+@dataclass(frozen=True)
+class Search:
+    """Queries and the images that are searched, of one model.
+
+    rows: (images,) of `store`, ascending: an image's place is its number here, and the distractors'
+    follow. queries: of `query_store`, (queries,) rows with their names. lists: of each query, name
+    -> places. settings: what is scored. uses: of each query. itself: the queries are the images
+    that are searched, each its own junk, in these blocks of the jackknife.
+    """
+
+    store: Store
+    rows: Integers
+    query_store: Store
+    queries: Integers
+    names: list[str]
+    lists: Sequence[Mapping[str, Integers]]
+    settings: tuple[Setting, ...]
+    uses: list[str]
+    itself: Blocks | None = None
+    distractors: tuple[Store, ...] = ()
+    remarks: tuple[str, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """The images', the queries' and the distractors', in this order."""
+        return (self.store, self.query_store, *self.distractors)
+
+    @property
+    def n_images(self) -> int:
+        """Images that are searched, with the distractors."""
+        return len(self.rows) + sum(int(store.valid.sum()) for store in self.distractors)
+
+    @property
+    def readable(self) -> Mask:
+        """(images,) which could be read."""
+        found: Mask = self.store.valid[self.rows]
+        return found
+
+    def counts(self, setting: Setting) -> tuple[Integers, Integers]:
+        """(queries,) right images, and all that count: without those of the other lists."""
+        lengths = self._lengths
+        n_right = sum((lengths[n] for n in setting.positives), np.zeros_like(lengths[JUNK]))
+        return n_right, self.n_images - sum(lengths.values()) + n_right
+
+    @property
+    def most_listed(self) -> int:
+        """The images in the lists of the query that has most."""
+        return int(sum(self._lengths.values(), np.zeros(1, np.int64)).max(initial=0))
+
+    @cached_property
+    def _lengths(self) -> dict[str, Integers]:
+        """Name of a list -> (queries,) how many images it has."""
+        names = {name for setting in self.settings for name in setting.positives} | {JUNK}
+        names |= {name for own in self.lists[:1] for name in own}
+        found = {name: np.zeros(len(self.lists), np.int64) for name in names}
+        for i, own in enumerate(self.lists):
+            for name, places in own.items():
+                found[name][i] = len(places)
+        return found
+
+    def scored(self, setting: Setting) -> Mask:
+        """(queries,) which count: those of its use with a right image."""
+        used = [not setting.use or use == setting.use for use in self.uses]
+        found: Mask = np.array(used, bool) & (self.counts(setting)[0] > 0)
+        return found
+
+
+def by_labels(store: Store, queries: Store | None, images: int | None, seed: int) -> Search:
+    """Every image with a label is a query (those of `queries` where there is such a store), and
+    right are the others of its class.
+
+    Raises:
+        MissingInput: no labels.
+        StoreMismatch: other classes.
+        VitseeError: no class has two images.
+    """
+    data = labelled_rows(store, images, seed)
+    own = data if queries is None else labelled_rows(queries, images, seed)
+    remarks = [] if queries is None else check_label_spaces(data, own)
+    lists = _OfClass(data.labels, own.labels, itself=queries is None)
+    if queries is None and (twins := len(data) - len(np.unique(data.hashes))):
+        remarks.append(f"{store.label}: {counted(twins, 'images')} occur again (equal bytes)")
+    names = own.store.samples.id[own.rows].tolist()
+    about = {"images": data.describe()} | ({} if queries is None else {"queries": own.describe()})
+    return Search(
+        store, data.rows, own.store, own.rows, names, lists, ONE, [""] * len(names),
+        itself=data.jackknife(seed) if queries is None else None,
+        remarks=tuple(remarks), about=about,
+    )  # fmt: skip
+
+
+class _OfClass(Sequence[dict[str, Integers]]):
+    """The lists of queries with labels, made when they are asked for: all of them would take the
+    number of images to the second power."""
+
+    def __init__(self, labels: Integers, queries: Integers, *, itself: bool) -> None:
+        self._queries, self._itself = queries.tolist(), itself
+        self._places = {int(c): np.flatnonzero(labels == c) for c in np.unique(queries)}
+
+    def __len__(self) -> int:
+        return len(self._queries)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[one] for one in range(*i.indices(len(self)))]
+        right = self._places[self._queries[i]]
+        if not self._itself:
+            return {RELEVANT: right}
+        return {RELEVANT: right[right != i], JUNK: np.array([i], np.int64)}
+
+
+def by_truth(truth: RetrievalTruth, store: Store, queries: Store | None) -> Search:
+    """The images and queries that a ground truth names.
+
+    Raises:
+        MissingInput: a name that is not in the store, or is that of several images.
+        VitseeError: a query that could not be read.
+    """
+    own = store if queries is None else queries
+    ids = _Ids(store, truth.images)
+    rows = ids.rows(truth.images, f"of the {counted(len(truth.images), 'images')}", truth.source)
+    query_names = [query.name for query in truth.queries if query.use != "ignored"]
+    query_rows = _Ids(own, query_names).rows(
+        query_names, f"of the {counted(len(query_names), 'queries')}", truth.source
+    )
+    bad = [n for n, row in zip(query_names, query_rows, strict=True) if not own.valid[row]]
+    if bad:
+        raise VitseeError(
+            f"{own.label} has {counted(len(bad), 'queries')} of {truth.source} that could not be "
+            f"read ({_some(bad)}); extract it from images that can"
+        )
+    searched = np.sort(rows)
+    if truth.more:
+        every = store.committed.repeat(store.plan.slab)[: store.n_images].copy()
+        if queries is None:
+            ignored = [query.name for query in truth.queries if query.use == "ignored"]
+            every[query_rows] = False
+            every[_Ids(store, ignored).found(ignored)] = False
+        every[rows] = True
+        searched = np.flatnonzero(every)
+    # Of the truth's images, in its order.
+    place = np.searchsorted(searched, rows)
+    kept = [query for query in truth.queries if query.use != "ignored"]
+    lists = [
+        {name: np.sort(place[list(own_)]) for name, own_ in query.lists.items()} for query in kept
+    ]
+    lost = np.flatnonzero(~store.valid[searched])
+    remarks = []
+    if len(lost):
+        some = _some(store.samples.id[searched[lost]].tolist())
+        remarks.append(
+            f"{store.label}: {counted(len(lost), 'images')} could not be read, last in every "
+            f"ranking ({some})"
+        )
+    return Search(
+        store, searched, own, query_rows, query_names, lists, truth.settings,
+        [query.use for query in kept], remarks=tuple(remarks),
+        about={"images": {"rows": len(searched), "unreadable": len(lost)}},
+    )  # fmt: skip
+
+
+def check_search(search: Search) -> None:
+    """Refuse searches that could not be trusted.
+
+    Raises:
+        StoreMismatch: stores of other models or transforms, a query that is among the images that
+            are searched and not in its junk, or a distractor that is a right image or a query.
+        VitseeError: no query has a right image.
+    """
+    if not any(search.scored(setting).any() for setting in search.settings):
+        raise VitseeError(f"no query of {search.store.label} has a right image to be found")
+    require_comparable(search.store, search.stores[1:])
+    if search.itself is None:
+        _check_queries_apart(search)
+    if search.distractors:
+        _check_distractors(search)
+
+
+def _check_queries_apart(search: Search) -> None:
+    hashes, own = _hashes(search)
+    places: dict[int, list[int]] = {}
+    for place in np.flatnonzero(np.isin(hashes, own) & search.readable).tolist():
+        places.setdefault(int(hashes[place]), []).append(place)
+    for name, hash_, lists in zip(search.names, own.tolist(), search.lists, strict=True):
+        for place in places.get(hash_, ()):
+            if place not in lists.get(JUNK, ()):
+                raise StoreMismatch(
+                    f"the query {name} is among the images of {search.store.label} that are "
+                    f"searched ({search.store.samples.id[search.rows[place]]}, equal bytes); leave "
+                    "it out of one of them"
+                )
+
+
+def _check_distractors(search: Search) -> None:
+    hashes, own = _hashes(search)
+    listed = np.zeros(len(hashes), bool)
+    for lists in search.lists:
+        for places in lists.values():
+            listed[places] = True
+    known = np.concatenate([hashes[listed & search.readable], own])
+    for store in search.distractors:
+        # Not `samples`, whose names take far more memory than hashes.
+        shared = np.isin(store.array("hash")[:], known) & store.valid
+        if shared.any():
+            n = int(shared.sum())
+            raise StoreMismatch(
+                f"{counted(n, 'distractors')} of {store.label} {'is' if n == 1 else 'are'} among "
+                f"the queries and the images of their lists "
+                f"({_some(store.samples.id[shared].tolist())}); leave them out"
+            )
+
+
+def _hashes(search: Search) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Of the images that are searched, and of the queries."""
+    return (
+        search.store.samples.hash[search.rows],
+        search.query_store.samples.hash[search.queries],
+    )
+
+
+class _Ids:
+    """Rows by name: a sample's id, its id without ending, the last part of its path with and
+    without ending, the first of these that there is; the box that lists add to ids left out."""
+
+    def __init__(self, store: Store, wanted: Iterable[str]) -> None:
+        self.store = store
+        names = {*wanted}
+        self._rows: list[dict[str, list[int]]] = [{}, {}, {}, {}]
+        committed = store.committed.repeat(store.plan.slab)
+        for row, sample in enumerate(store.samples.id.tolist()):
+            whole = _BOX.sub("", sample)
+            file = whole.rpartition("/")[2]
+            forms = (sample, os.path.splitext(whole)[0], file, os.path.splitext(file)[0])
+            for of, name in zip(self._rows, forms, strict=True):
+                if name in names and committed[row]:
+                    of.setdefault(name, []).append(row)
+
+    def _of(self, name: str) -> list[int]:
+        return next((of[name] for of in self._rows if name in of), [])
+
+    def found(self, names: Sequence[str]) -> Integers:
+        """The rows of those names that there are."""
+        return np.array([row for name in names for row in self._of(name)], np.int64)
+
+    def rows(self, names: Sequence[str], what: str, source: str) -> Integers:
+        """The row of each name.
+
+        Raises:
+            MissingInput: a name without a row, or with several.
+        """
+        rows = [self._of(name) for name in names]
+        if missing := [name for name, own in zip(names, rows, strict=True) if not own]:
+            first = self.store.samples.id[0]
+            raise MissingInput(
+                f"{self.store.label} lacks {len(missing)} {what} of {source} ({_some(missing)}); "
+                f"its ids look like {first}"
+            )
+        twice = next(((n, own) for n, own in zip(names, rows, strict=True) if len(own) > 1), None)
+        if twice is not None:
+            ids = self.store.samples.id[twice[1]].tolist()
+            raise MissingInput(
+                f"{self.store.label} has {len(ids)} images that may be {twice[0]} of {source} "
+                f"({_some(ids)}); expected one"
+            )
+        return np.array([own[0] for own in rows], np.int64)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(str, names[:SHOWN])) + (", ..." if len(names) > SHOWN else "")

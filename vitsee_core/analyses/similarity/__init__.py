@@ -1,0 +1,418 @@
+"""Similarity beyond CKA: do other measures call the same layers alike?
+
+Two sites are compared over the same images; an image's features are all chosen tokens' channels,
+flattened. Every measure is made of the Gram matrices that `vitsee cka` keeps:
+
+- mutual_knn, cknna: common nearest neighbours (Huh et al. 2024);
+- rsa: Spearman's correlation of dissimilarities (Kriegeskorte et al. 2008);
+- procrustes: the angle left after the best rotation (Williams et al. 2021);
+- svcca: canonical correlations of principal components (Raghu et al. 2017);
+- gulp: distance of ridge predictors over all targets (Boix-Adsera et al. 2022);
+- ridge_r2: a's features predicted from b's, on left-out images (Kornblith et al. 2019);
+- cka: debiased linear CKA, as `vitsee cka`.
+
+Features wider than the number of images are similar by most measures whatever they are: `calibrate`
+compares each value with those of permuted images (see `measures.calibration`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+
+from vitsee_core.analyses.similarity import calibration, platonic
+from vitsee_core.analyses.similarity.base import Measure
+from vitsee_core.analyses.similarity.common_neighbours import Cknna, MutualKnn
+from vitsee_core.analyses.similarity.comparing import Compared, compare_all
+from vitsee_core.analyses.similarity.factors import Procrustes, Svcca
+from vitsee_core.analyses.similarity.flattened import Cka, Gulp, Rsa
+from vitsee_core.analyses.similarity.grams import grams_of
+from vitsee_core.analyses.similarity.prediction import RidgeR2
+from vitsee_core.figures.heatmaps import Panel, describe_scope, draw_heatmaps
+from vitsee_core.figures.panels import handles_of, legend_below, panels
+from vitsee_core.figures.plotting import (
+    reference_line,
+    styled,
+)
+from vitsee_core.figures.site_pairs import (
+    draw_curves,
+    one_to_one,
+    panels_of,
+)
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.options import FEATURE_TOKENS, SIMILARITY, Offers, Option, tokens_option
+from vitsee_core.similarity import GramOptions, Representation
+from vitsee_core.similarity import options as pairwise
+from vitsee_core.similarity.pairs import SitePairs, choose_pairs
+from vitsee_core.statistics.jackknife import interval
+from vitsee_core.tables.columns import NULL, PAIR, VALUES, pair_columns
+from vitsee_core.tables.headlines import Answer, alike
+from vitsee_core.tables.metrics import OF_THIS_SIZE, depends_on_size
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.results import Table
+from vitsee_core.tables.words import metric_words
+from vitsee_stores.errors import SiteError, VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_core.types import Float, Integers
+    from vitsee_stores import Store
+
+log = logging.getLogger(__name__)
+
+QUESTION = SIMILARITY
+HELP = """
+Compare representations by measures beyond CKA.
+
+Common neighbours (mutual-knn, cknna; Huh et al. 2024), dissimilarities (rsa; Kriegeskorte et
+al. 2008), rotation (procrustes; Williams et al. 2021), canonical correlations (svcca; Raghu et
+al. 2017), ridge predictors (gulp; Boix-Adsera et al. 2022; ridge-r2), debiased CKA; from the
+Gram matrices that vitsee cka keeps, with jackknife intervals over images. Which sites meet
+which is as in vitsee cka.
+
+Wide features are similar by chance alone: --calibrate 200 tells by how much.
+
+  $ vitsee similarity a.zarr b.zarr -o knn.csv --png knn.png
+  $ vitsee similarity a.zarr --measure rsa --measure gulp --png two.png > two.csv
+  $ vitsee similarity a.zarr b.zarr --pairs same-depth --calibrate 200 --png null.png > null.csv
+  $ vitsee similarity dino.zarr mae.zarr --preset platonic --calibrate 200 -o platonic.csv
+"""
+MEANING = {"tau": "5 % threshold", "p_family": "over all layers of two stores", "high": ""}
+NEEDS = ("sites",)
+READING = (
+    "Similarity of layers by other measures than CKA, which weigh neighbours, angles or "
+    "predictions. Where they disagree, the conclusion is about the measure. With calibration, a "
+    "panel beside each shows what is left beyond chance."
+)
+SOURCE = (
+    "Huh et al. 2024; Kriegeskorte et al. 2008; Williams et al. 2021; Raghu et al. 2017; "
+    "Kornblith et al. 2019; Boix-Adsera et al. 2022"
+)
+MEASURES = ("mutual-knn", "cknna", "rsa", "procrustes", "svcca", "gulp", "ridge-r2", "cka")
+NEIGHBOURS = ("mutual_knn", "cknna")
+RDMS = ("pearson", "euclidean")
+PRESETS = (platonic.NAME,)
+COLUMNS = (*PAIR, "k", *VALUES, *NULL, "n_images")
+INTERVAL = (
+    "delete-a-block jackknife over images: std its standard error, low and high value -+ t(0.975, "
+    "blocks - 1) * std, cut at the measure's limits; of neighbour measures the neighbours are "
+    "found anew without the block, and the interval is conservative (1.6 to 1.9 times too wide)"
+)
+LABELS = {name: metric_words(name) for name in (name.replace("-", "_") for name in MEASURES)}
+NAMES = {"gulp": "GULP", "procrustes": "Procrustes", "rsa": "RSA"}  # where 1 is alike
+
+
+@analysis
+def run(
+    *stores: Store,
+    measure: Annotated[
+        Sequence[str],
+        Option(
+            "gulp is a distance; ridge-r2 predicts a's features from b's.", choices=tuple(MEASURES)
+        ),
+    ] = ("mutual-knn",),
+    k: Annotated[
+        int,
+        Option(
+            "Nearest neighbours of mutual-knn and cknna.",
+            metavar="K",
+            least=1,
+            only_with=("measure", "mutual-knn", "cknna"),
+        ),
+    ] = 10,
+    rdm: Annotated[
+        str,
+        Option(
+            "Dissimilarity of two images in rsa: 1 - correlation over features, or distance.",
+            choices=RDMS,
+            only_with=("measure", "rsa"),
+        ),
+    ] = "pearson",
+    ridge: Annotated[
+        float,
+        Option(
+            "Of gulp, in units of the total variance.",
+            metavar="L",
+            above=0,
+            only_with=("measure", "gulp"),
+        ),
+    ] = 1e-2,
+    variance: Annotated[
+        float,
+        Option(
+            "What the principal components that svcca compares have of it.",
+            metavar="SHARE",
+            above=0,
+            most=1,
+            only_with=("measure", "svcca"),
+        ),
+    ] = 0.99,
+    calibrate: Annotated[
+        int | None,
+        Option(
+            "Compare with B permutations of the images: threshold, p-values, calibrated value.",
+            metavar="B",
+            least=calibration.LEAST,
+            default="no calibration",
+        ),
+    ] = None,
+    sites: Annotated[Sequence[str], pairwise.SITES] = (),
+    sites_a: Annotated[Sequence[str], pairwise.SITES_A] = (),
+    sites_b: Annotated[Sequence[str], pairwise.SITES_B] = (),
+    tokens: Annotated[
+        str | None, tokens_option(FEATURE_TOKENS, "all; cls with --preset platonic")
+    ] = None,
+    pairs: Annotated[str, pairwise.PAIRS] = "all",
+    pair_by: Annotated[str, pairwise.PAIR_BY] = "image",
+    preset: Annotated[
+        str | None,
+        Option(
+            "platonic: class tokens of all blocks without outliers, the largest value over pairs "
+            "of layers (Huh et al. 2024); options given beside it win.",
+            choices=PRESETS,
+            default="none",
+        ),
+    ] = None,
+    cache: Annotated[Path | None, pairwise.CACHE] = None,
+    no_cache: Annotated[bool, pairwise.NO_CACHE] = False,
+    execution: Annotated[
+        Execution, Offers("images seed device memory", dask="Gram matrices and permutations")
+    ] = DEFAULT,
+) -> Table:
+    """One row per measure and pair of sites: its value, the spread, and what a null gives.
+
+    Columns: see `COLUMNS`. `metric`: the measure's name with `_`. `k`: of the neighbour measures.
+    `null_mean`, `tau` (the 5 % threshold), `p`, `p_family` (against the largest of all layers of
+    the two stores), `calibrated`: with `calibrate`, else empty. The value is NaN where a site is
+    constant. `ridge_r2` of row (a, b) predicts a from b, and of two stores both orders are rows.
+
+    Args:
+        stores: of the same images, as for `cka`.
+
+    Raises:
+        StoreMismatch: the stores do not have the same images in the same order.
+        MissingInput: a store lacks a site or its tokens, or keeps only blocks within slabs.
+        SiteError: a selector that nothing matches, or tokens that a site lacks.
+        VitseeError: choices that do not go together, too few images, disk or memory.
+    """
+    measures = choose_measures(measure, k=k, rdm=rdm, ridge=ridge, variance=variance)
+    if calibrate is not None and calibrate < calibration.LEAST:
+        raise VitseeError(
+            f"{calibrate} permutations give no 5 % threshold; expected {calibration.LEAST} and more"
+        )
+    if preset not in (None, *PRESETS):
+        raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+    if preset and not (sites_a and sites_b):
+        sites = sites or platonic.SITES
+    tokens = tokens or (platonic.TOKENS if preset else "all")
+    chosen = choose_pairs(stores, sites, sites_a, sites_b, pairs)
+    sides = [*chosen.rows, *(chosen.cols or ())]
+    check_k(measures, [store for store, _ in sides], execution.images)
+    try:
+        compared = [Representation(store, site, tokens) for store, site in sides]
+    except SiteError as error:
+        hint = f" (--preset {preset} takes the class token; --tokens mean the rest)"
+        raise SiteError(f"{error}{hint if preset and tokens == platonic.TOKENS else ''}") from None
+    if preset:
+        compared = platonic.without_outliers(compared, execution, pair_by)
+    n_rows = len(chosen.rows)
+    found: list[dict[str, Any]] = []
+    remarks: list[str] = []
+    with grams_of(
+        compared[:n_rows],
+        None if chosen.cols is None else compared[n_rows:],
+        images=execution.images,
+        seed=execution.seed,
+        options=GramOptions(
+            *(cache, not no_cache, execution.device, execution.memory, execution.map)
+        ),
+        pair_by=pair_by,
+        progress=execution.progress,
+    ) as grams:
+        for one in measures:
+            places = numbered_pairs(chosen, both=not one.symmetric)
+            result = compare_all(grams, one, places, permutations=calibrate or 0)
+            remarks += result.remarks
+            found += _rows(one, sides, places, result)
+        notes = dict(grams.notes)
+    for remark in remarks:
+        log.warning("%s", remark)
+    any_tokens = any(site.kind != "vector" for _, site in sides)
+    notes |= {
+        **{"pairs": pairs, "tokens": tokens if any_tokens else "vectors", "interval": INTERVAL},
+        "interval_of": {m.name: OF_THIS_SIZE for m in measures if depends_on_size(m.name)},
+        **({"calibration": f"{calibrate} {calibration.METHOD}"} if calibrate else {}),
+        "remarks": [*notes.get("remarks", ()), *remarks],
+    }
+    if not preset:
+        return Table.from_rows(found, COLUMNS, notes)
+    notes["preset"] = f"{preset}: {platonic.SOURCE}"
+    notes["outliers"] = {one.store.label: one.clamp for one in compared}
+    notes["alignment"] = platonic.alignments(Table.from_rows(found, COLUMNS))
+    for line in notes["alignment"]:
+        log.info("%s", line)
+    return Table.from_rows(found, COLUMNS, notes)
+
+
+def choose_measures(
+    names: Sequence[str], *, k: int, rdm: str, ridge: float, variance: float
+) -> list[Measure]:
+    """The measures of these names, each once.
+
+    Raises:
+        VitseeError: an unknown one, or a parameter out of range.
+    """
+    if rdm not in RDMS:
+        raise VitseeError(f"no dissimilarities {rdm!r}; expected {' or '.join(RDMS)}")
+    if not 0 < variance <= 1:
+        raise VitseeError(f"a share of {variance:g} of the variance; expected above 0, at most 1")
+    if not ridge > 0 or not np.isfinite(ridge):
+        raise VitseeError(f"a ridge of {ridge:g}; expected above 0")
+    if k < 1:
+        raise VitseeError(f"{k} neighbours; expected 1 and more")
+    makers: dict[str, Callable[[], Measure]] = {
+        "mutual-knn": lambda: MutualKnn(k),
+        "cknna": lambda: Cknna(k),
+        "rsa": lambda: Rsa(rdm),
+        "procrustes": Procrustes,
+        "svcca": lambda: Svcca(variance),
+        "gulp": lambda: Gulp(ridge),
+        "ridge-r2": RidgeR2,
+        "cka": Cka,
+    }
+    wanted = dict.fromkeys(name.replace("_", "-") for name in names)
+    if unknown := [name for name in wanted if name not in makers]:
+        raise VitseeError(f"no measure {unknown[0]!r}; expected {', '.join(MEASURES)}")
+    if not wanted:
+        raise VitseeError(f"no measure; expected some of {', '.join(MEASURES)}")
+    return [makers[name]() for name in wanted]
+
+
+def check_k(measures: Sequence[Measure], stores: Sequence[Store], images: int | None) -> None:
+    """Refuse, before any work, more neighbours than there are other images.
+
+    Raises:
+        VitseeError: names both.
+    """
+    n = min(int(store.valid.sum()) for store in stores)
+    n = n if images is None else min(n, images)
+    for measure in measures:
+        if isinstance(measure, MutualKnn | Cknna):
+            measure.check(n)
+
+
+def numbered_pairs(chosen: SitePairs, *, both: bool) -> Integers:
+    """(pairs, 2) places among the rows and columns; both: each of two sides the other way too."""
+    shift = 0 if chosen.cols is None else len(chosen.rows)
+    places = np.array([(i, j + shift) for i, j in chosen.places], np.int64)
+    if both and chosen.cols is not None:
+        places = np.concatenate([places, places[:, ::-1]])
+    return places
+
+
+def _rows(
+    measure: Measure,
+    sides: Sequence[tuple[Store, Any]],
+    places: Integers,
+    compared: Compared,
+) -> list[dict[str, Any]]:
+    value = compared.value
+    std, low, high = spread(measure, value, compared.without)
+    null = None
+    if compared.null is not None:
+        names = [(sides[i][0].label, sides[j][0].label) for i, j in places.tolist()]
+        families = np.unique(names, axis=0, return_inverse=True)[1].ravel()
+        null = calibration.calibrate(value, compared.null, families, distance=measure.distance)
+    nothing = np.full(len(value), np.nan)
+    numbers = {"value": value, "std": std, "low": low, "high": high}
+    numbers |= {name: nothing if null is None else getattr(null, name) for name in NULL}
+    lists = {name: column.tolist() for name, column in numbers.items()}
+    word = "" if compared.without is None else "jackknife"
+    return [
+        pair_columns(sides[i], sides[j])
+        | {"k": getattr(measure, "k", None), "metric": measure.name, "spread": word}
+        | {name: column[at] for name, column in lists.items()}
+        | {"n_images": compared.n_images}
+        | {WORD: None if compared.without is None else compared.without[:, at]}
+        for at, (i, j) in enumerate(places.tolist())
+    ]
+
+
+def spread(measure: Measure, value: Float, without: Float | None) -> tuple[Float, Float, Float]:
+    """Standard error, low and high, within the measure's limits."""
+    if without is None:
+        nothing = np.full_like(value, np.nan)
+        return nothing, nothing, nothing
+    return interval(value, without.T, measure.limits)
+
+
+@styled
+def plot(table: Table) -> Figure:
+    """A heatmap per measure, and one of the calibrated values beside it; or curves where each site
+    has one partner, with the null's mean (dashed) and 5 % threshold (dotted).
+
+    Each has a scale of its own, which spans its values.
+    """
+    groups = list(table.groups("metric"))
+    if all(one_to_one(rows) for _, rows in groups):
+        return _draw_curves(table)
+    found: list[Panel] = []
+    for metric, rows in groups:
+        found += _panels(metric, rows)
+    return draw_heatmaps(found, absent="features that are the same for all images")
+
+
+def _panels(metric: str, rows: Table) -> list[Panel]:
+    """The measure's heatmaps."""
+    from dataclasses import replace
+
+    scope = describe_scope(rows)
+    label = _label(metric, rows).replace("a from b", "rows from columns")
+    found = [replace(panel, label=label) for panel in panels_of(rows, about=scope)]
+    if np.isfinite(rows["calibrated"]).any():
+        found += [
+            replace(panel, label=f"{NAMES.get(metric, LABELS[metric])}, calibrated (0: chance)")
+            for panel in panels_of(rows, "calibrated", scope)
+        ]
+    return found
+
+
+def _label(metric: str, rows: Table) -> str:
+    if metric not in NEIGHBOURS:
+        return LABELS[metric]
+    k = f"{LABELS[metric]}, k = {rows['k'][0]:g}"
+    return f"{k} (chance {_chance(rows):.2g})" if metric == "mutual_knn" else k
+
+
+def _chance(rows: Table) -> float:
+    """The mean of mutual k-NN over unrelated features: k of n - 1 others are neighbours."""
+    return float(rows["k"][0]) / max(int(rows["n_images"].max()) - 1, 1)
+
+
+def _draw_curves(table: Table) -> Figure:
+    groups = list(table.groups("metric"))
+    figure, every = panels(len(groups), width=24, widest=48, height=18)
+    handles: dict[str, Any] = {}
+    for axes, (metric, rows) in zip(every, groups, strict=True):
+        handles |= draw_curves(axes, rows)
+        axes.set_ylabel(_label(metric, rows))
+        axes.set_title(describe_scope(rows))
+        if metric == "mutual_knn":
+            reference_line(axes, _chance(rows), "chance")
+        if metric != "gulp":
+            axes.set_ylim(min(0, axes.dataLim.y0), 1.05 * axes.dataLim.y1)
+    legend_below(figure, handles | handles_of(every))
+    return figure
+
+
+def headline(table: Table) -> list[Answer]:
+    """As of CKA, by the first measure that the table has of those that are 1 where all is alike."""
+    metric = next((m for m in table.unique("metric") if m in LABELS and m != "gulp"), None)
+    found = alike(table, metric) if metric else []
+    return [(who, f"{LABELS[str(metric)]}, {text}") for who, text in found]

@@ -1,0 +1,87 @@
+"""What a measure is: a state per representation, made once, and numbers of pairs of states."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vitsee_core.analyses.similarity.site_gram import SiteGram
+from vitsee_core.runtime.lanes import one_blas_thread
+from vitsee_core.types import Float, Integers, Mask
+
+# Above, matrices over all pairs of images are made of a random sample of the images.
+MOST_DENSE = 4096
+
+
+class Measure(ABC):
+    """A measure of similarity of two representations of the same n images.
+
+    name: as in tables. distance: a lower value is nearer. symmetric: both orders of a pair have one
+    value. limits: least and largest value. most_images: of more, a random sample is taken; None:
+    all. slow: a pair takes seconds, so that intervals and calibration are made for few pairs only.
+    reduces: the state without some images follows from the state of all, see `reduced`.
+    """
+
+    name: ClassVar[str]
+    distance: ClassVar[bool] = False
+    symmetric: ClassVar[bool] = True
+    limits: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    most_images: ClassVar[int | None] = None
+    slow: ClassVar[bool] = False
+    reduces: ClassVar[bool] = False
+
+    @abstractmethod
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Any:
+        """What is needed of one representation, whatever it is compared with; None where it has no
+        value. kept: of the state of all images, for one without some of them."""
+
+    def kept(self, state: Any) -> tuple[int, ...]:
+        """What replicates without some of the images take over from the state of all: choices by
+        number; none by default. Those of several states of the same images are put together."""
+        return ()
+
+    def reduced(self, state: Any, places: Integers) -> Any:
+        """The state of the images at these ascending places among those of `state`, as `prepare`
+        makes it of their Gram matrix; None where that matrix is needed."""
+        return None
+
+    def lacking(self, gram: SiteGram) -> Mask | None:
+        """(n,) images that have no value in this representation; None where that cannot be."""
+        return None
+
+    @abstractmethod
+    def permuted(self, state: Any, order: Integers) -> Any:
+        """The state with image `order[i]` in place of image i."""
+
+    @abstractmethod
+    def compare(self, a: Sequence[Any], b: Sequence[Any], pairs: Integers) -> Float:
+        """(pairs,) the measure of a[i] and b[j] for each (i, j) of pairs (n, 2)."""
+
+    def null(
+        self,
+        a: Sequence[Any],
+        b: Sequence[Any],
+        pairs: Integers,
+        orders: Sequence[Integers],
+    ) -> Float:
+        """(permutations, pairs) the same with the images of `b` in each of these orders."""
+        used = np.unique(pairs[:, 1])
+        found = []
+        with one_blas_thread():  # set once: `compare` would for each order
+            for order in orders:
+                moved = list(b)
+                for j in used:
+                    moved[j] = self.permuted(b[j], order)
+                found.append(self.compare(a, moved, pairs))
+        return np.array(found)
+
+    def remark(self, a: Sequence[Any], b: Sequence[Any], pairs: Integers) -> str | None:
+        """What a reader of these values has to know, if anything."""
+        return None
+
+    @abstractmethod
+    def state_bytes(self, n: int) -> int:
+        """Bytes of a state of n images, about."""

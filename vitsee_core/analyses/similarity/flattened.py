@@ -1,0 +1,265 @@
+"""Measures that are inner products of one n x n matrix per representation: CKA, RSA and GULP.
+
+All pairs are one matrix product; permuting the images of one side moves its rows and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from vitsee_core.analyses.similarity.base import MOST_DENSE, Measure
+from vitsee_core.analyses.similarity.site_gram import SiteGram
+from vitsee_core.kernels.compiled import compiled
+from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
+from vitsee_core.types import Float, Float32, Integers, Mask
+
+_BYTES = 1 << 22  # of the parts of all matrices that are multiplied at a time: they stay in cache
+
+
+def inner_products(a: Sequence[Float32], b: Sequence[Float32]) -> Float:
+    """(len(a), len(b)) sum_ij A_ij B_ij, in float64, on all cores."""
+    n, same = len(a[0]), a is b
+    step = max(1, _BYTES // (8 * n * (len(a) + (0 if same else len(b)))))
+
+    def product(at: int) -> Float:
+        left = _part(a, at, step)
+        found: Float = left @ (left if same else _part(b, at, step)).T
+        return found
+
+    total = np.zeros((len(a), len(b)))
+    with lane_pool(n_lanes()) as pool:
+        for part in in_order(product, range(0, n, step), pool, n_lanes() + 1):
+            total += part
+    return total
+
+
+def _part(matrices: Sequence[Float32], at: int, step: int) -> Float:
+    rows = [matrix[at : at + step].ravel() for matrix in matrices]
+    out = np.empty((len(rows), rows[0].size))
+    for row, values in zip(out, rows, strict=True):
+        row[:] = values
+    return out
+
+
+@dataclass(frozen=True)
+class _Flattened(Measure):
+    """The state is a matrix. of_norms: values are made of the matrices' norms, too."""
+
+    of_norms: ClassVar[bool] = True
+
+    def permuted(self, state: Float32, order: Integers) -> Float32:
+        """See `Measure`."""
+        return state[np.ix_(order, order)]
+
+    def compare(self, a: Sequence[Float32], b: Sequence[Float32], pairs: Integers) -> Float:
+        """See `Measure`."""
+        rows, i = np.unique(pairs[:, 0], return_inverse=True)
+        cols, j = np.unique(pairs[:, 1], return_inverse=True)
+        of_a, of_b = [a[r] for r in rows], [b[c] for c in cols]
+        same = len(of_a) == len(of_b) and all(x is y for x, y in zip(of_a, of_b, strict=True))
+        products = inner_products(of_a, of_a if same else of_b)
+        if not self.of_norms:
+            return products[i, j]
+        own_a = np.diagonal(products) if same else np.array([_squared(m) for m in of_a])
+        own_b = own_a if same else np.array([_squared(m) for m in of_b])
+        equal = np.array([of_a[r] is of_b[c] for r, c in zip(i, j, strict=True)])
+        return self._values(products[i, j], own_a[i], own_b[j], equal, len(of_a[0]))
+
+    def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
+        """(pairs,) of inner products, those of either side with itself, and which sides are one,
+        of n images."""
+        return products
+
+    def state_bytes(self, n: int) -> int:
+        """See `Measure`."""
+        return 4 * n * n
+
+
+@dataclass(frozen=True)
+class Cka(_Flattened):
+    """Debiased linear CKA, as `vitsee cka`: HSIC_1 is the inner product of U-centred Gram matrices
+    (Szekely & Rizzo 2014), here each divided by its norm."""
+
+    name: ClassVar[str] = "cka"
+    limits: ClassVar[tuple[float, float]] = (-1.0, 1.0)
+
+    reduces: ClassVar[bool] = True
+
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32 | None:
+        """(n, n) U-centred, of norm 1; None where HSIC_1 with itself is not positive."""
+        return _u_centred(gram.centred())
+
+    def reduced(self, state: Float32, places: Integers) -> Float32 | None:
+        """See `Measure`: U-centring takes off a number per row and per column, so that of a part of
+        the images it may begin where that of all ended."""
+        found: Float32 = np.empty((len(places),) * 2, np.float32)
+        return found if u_centre(state, places, found) > 0 else None
+
+
+def _u_centred(k: Float) -> Float32 | None:
+    """(n, n) U-centred, of norm 1; None where nothing is left. `k` is overwritten."""
+    n = len(k)
+    np.fill_diagonal(k, 0)
+    sums = k.sum(0)
+    k -= sums / (n - 2)
+    k -= sums[:, np.newaxis] / (n - 2) - sums.sum() / ((n - 1) * (n - 2))
+    np.fill_diagonal(k, 0)
+    norm = np.linalg.norm(k)
+    return (k / norm).astype(np.float32) if norm > 0 else None
+
+
+@dataclass(frozen=True)
+class Rsa(_Flattened):
+    """Representational similarity analysis (Kriegeskorte et al. 2008): Spearman's correlation, mean
+    ranks for ties, of the dissimilarities of all pairs of images. rdm: "pearson", 1 less the
+    correlation over features, or "euclidean"."""
+
+    rdm: str = "pearson"
+    name: ClassVar[str] = "rsa"
+    limits: ClassVar[tuple[float, float]] = (-1.0, 1.0)
+    most_images: ClassVar[int | None] = MOST_DENSE
+
+    def lacking(self, gram: SiteGram) -> Mask | None:
+        """Images whose features are all the same correlate with none."""
+        return gram.flat if self.rdm == "pearson" else None
+
+    reduces: ClassVar[bool] = True
+
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32 | None:
+        """(n, n) ranks of dissimilarities from 1 on, exact in float32, 0 on the diagonal; None
+        where all are the same."""
+        of = gram.distances() if self.rdm == "euclidean" else 1 - gram.correlations()
+        values = of[np.triu_indices(gram.n, 1)]
+        return _symmetric(mean_ranks(values, np.argsort(values)), gram.n)
+
+    def reduced(self, state: Float32, places: Integers) -> Float32 | None:
+        """See `Measure`: dissimilarities keep their order, so their ranks are counted anew."""
+        found: Float32 = np.zeros((len(places),) * 2, np.float32)
+        return found if rank_anew(state, places, found) > 1 else None
+
+    def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
+        pairs = n * (n - 1)  # each twice
+        common = pairs * ((pairs / 2 + 1) / 2) ** 2
+        return (products - common) / np.sqrt((own_a - common) * (own_b - common))
+
+
+@compiled
+def u_centre(k: Float32, places: Integers, found: Float32) -> float:
+    """U-centre the part of k, (n, n), at these images into `found`, of norm 1; returns its norm."""
+    n = len(places)
+    sums, total, squares = np.zeros(n), 0.0, 0.0
+    for i in range(n):
+        row = k[places[i]]
+        for j in range(n):
+            sums[i] += row[places[j]] if i != j else 0.0
+        total += sums[i]
+    sums /= n - 2
+    total /= (n - 1) * (n - 2)
+    for i in range(n):
+        row, level = k[places[i]], total - sums[i]
+        for j in range(n):
+            value = row[places[j]] - sums[j] + level if i != j else 0.0
+            squares += value * value
+    norm = np.sqrt(squares)
+    scale = 1 / norm if norm > 0 else 0.0
+    for i in range(n):
+        row, level = k[places[i]], total - sums[i]
+        for j in range(n):
+            found[i, j] = (row[places[j]] - sums[j] + level) * scale if i != j else 0.0
+    return float(norm)
+
+
+@compiled
+def rank_anew(ranks: Float32, places: Integers, found: Float32) -> int:
+    """Put the ranks among pairs of these images into `found`, on both sides of its diagonal;
+    returns how many different ones there are."""
+    n = len(places)
+    counts = np.zeros(len(ranks) * (len(ranks) - 1) + 1, np.int32)
+    for i in range(n):
+        row = ranks[places[i]]
+        for j in range(i):
+            counts[int(2 * row[places[j]])] += 1  # ties have halves
+    anew = np.empty(len(counts), np.float32)
+    before, distinct = 0, 0
+    for at in range(len(counts)):
+        anew[at] = before + (counts[at] + 1) / 2  # the mean of equal ones
+        before += counts[at]
+        distinct += counts[at] > 0
+    for i in range(n):
+        row = ranks[places[i]]
+        for j in range(i):
+            value = anew[int(2 * row[places[j]])]
+            found[i, j] = value
+            found[j, i] = value
+    return distinct
+
+
+def _symmetric(ranks: Float, n: int) -> Float32 | None:
+    """(n, n) of the upper triangle's; None where all are the same."""
+    if not np.ptp(ranks) > 0:
+        return None
+    out = np.zeros((n, n), np.float32)
+    out[np.triu_indices(n, 1)] = ranks
+    return out + out.T
+
+
+@compiled
+def mean_ranks(values: Float, order: Integers) -> Float:
+    """Ranks from 1 on of values that `order` puts in order; of equal ones their mean."""
+    found = np.empty(len(values))
+    start = 0
+    while start < len(values):
+        stop = start + 1
+        while stop < len(values) and values[order[stop]] == values[order[start]]:
+            stop += 1
+        for at in range(start, stop):
+            found[order[at]] = (start + 1 + stop) / 2
+        start = stop
+    return found
+
+
+@dataclass(frozen=True)
+class Gulp(_Flattened):
+    """GULP (Boix-Adsera et al. 2022): the squared distance of ridge predictors made of both,
+    averaged over all targets: |A - B|_F^2, A = K (K + l I)^-1 with the centred Gram matrix K of
+    trace 1. ridge: l; at 0, features with n or more dimensions all have distance 0."""
+
+    ridge: float = 1e-2
+    name: ClassVar[str] = "gulp"
+    distance: ClassVar[bool] = True
+    limits: ClassVar[tuple[float, float]] = (0.0, np.inf)
+    most_images: ClassVar[int | None] = MOST_DENSE
+
+    def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32:
+        """(n, n) A."""
+        k = gram.centred()
+        k /= np.trace(k)
+        np.fill_diagonal(k, np.diagonal(k) + self.ridge)
+        smoother = -self.ridge * inverse(k)
+        np.fill_diagonal(smoother, np.diagonal(smoother) + 1)
+        return smoother.astype(np.float32)
+
+    def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
+        found: Float = np.maximum(own_a + own_b - 2 * products, 0)
+        found[equal] = 0
+        return found
+
+
+def _squared(matrix: Float32) -> float:
+    return float(np.einsum("ij,ij->", matrix, matrix, dtype=np.float64))
+
+
+def inverse(matrix: Float) -> Float:
+    """Of a positive definite (n, n) matrix, which is overwritten."""
+    from scipy.linalg import lapack
+
+    factor, failed = lapack.dpotrf(matrix, lower=1, overwrite_a=1)
+    if failed:
+        raise np.linalg.LinAlgError("not positive definite")
+    found, _ = lapack.dpotri(factor, lower=1, overwrite_c=1)
+    lower: Float = np.tril(found)
+    return lower + np.tril(lower, -1).T

@@ -1,0 +1,163 @@
+"""The Gram matrices of all representations that are compared, over the images that count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from vitsee_core.analyses.similarity.site_gram import SiteGram
+from vitsee_core.kernels.backend import full_precision
+from vitsee_core.runtime.lanes import one_blas_thread
+from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.similarity import GramOptions, Representation
+from vitsee_core.similarity.comparison import SHARE, Comparison
+from vitsee_core.similarity.estimate import comparing
+from vitsee_core.similarity.exact import block_labels, full_grams
+from vitsee_core.similarity.gram_file import DamagedGram, GramView
+from vitsee_core.types import Integers
+from vitsee_stores.errors import MissingInput, VitseeError
+
+HELD = 0.25  # of the memory, for matrices that are read once
+
+
+@dataclass(frozen=True)
+class Grams:
+    """Of some representations, each read when asked for, and then held where the memory allows it.
+    notes: which images, for a sidecar."""
+
+    comparison: Comparison
+    views: Sequence[GramView]
+    _held: dict[int, SiteGram] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    @property
+    def n_images(self) -> int:
+        """Images that count."""
+        return self.comparison.n_images
+
+    @property
+    def memory(self) -> int:
+        """Bytes to stay within."""
+        return self.comparison.memory
+
+    @property
+    def progress(self) -> Progress:
+        """Receives how far the work is."""
+        return self.comparison.progress
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Which images, for a sidecar."""
+        return self.comparison.notes
+
+    @property
+    def seed(self) -> int:
+        """Of everything random."""
+        return self.comparison.seed
+
+    @cached_property
+    def labels(self) -> Integers:
+        """(images,) the jackknife's block of each, as `vitsee cka`'s."""
+        shuffled = self.comparison.shuffled
+        return block_labels(self.n_images, None if shuffled else self.seed)
+
+    def sample(self, most: int | None) -> Integers:
+        """At most so many of the images, in order: of a random order the first, else drawn."""
+        n = self.n_images
+        if most is None or n <= most:
+            return np.arange(n)
+        if self.comparison.shuffled:
+            return np.arange(most)
+        return np.sort(np.random.default_rng(self.seed).choice(n, most, replace=False))
+
+    def elsewhere(self, used: Sequence[int]) -> Grams | None:
+        """What another process reads these of them with; None where it finds no files."""
+        own, among = self.comparison, [self.comparison.representations[k] for k in used]
+        if own.map is None or not all(own.cache.is_shared(of.store, own.map) for of in among):
+            return None
+        return Grams(own.alone, self.views)
+
+    def require(self, used: Sequence[int]) -> None:
+        """Refuse files that this process does not find.
+
+        Raises:
+            VitseeError: names one.
+        """
+        for path in (self.views[k].file.path for k in used):
+            if not path.exists():
+                raise VitseeError(f"the Gram matrix {path} is not on a worker's disk: {SHARE}")
+
+    def name(self, k: int) -> str:
+        """Of the k-th, for messages."""
+        of = self.comparison.representations[k]
+        return f"{of.store.label} {of.site.name}"
+
+    def read(self, k: int, places: Integers) -> SiteGram:
+        """Of the k-th representation, of some of the images.
+
+        Raises:
+            DamagedGram: its file is not what was written.
+        """
+        whole, n = self._held.get(k), self.n_images
+        if whole is None:
+            view = self.views[k]
+            whole = SiteGram(view.block(slice(0, n), slice(0, n)), view.shift)
+            if (len(self._held) + 1) * whole.shifted.nbytes <= HELD * self.memory:
+                self._held[k] = whole
+        return whole if len(places) == n else whole.of(places)
+
+
+@contextmanager
+def grams_of(
+    rows: Sequence[Representation],
+    cols: Sequence[Representation] | None,
+    *,
+    images: int | None = None,
+    seed: int = 0,
+    options: GramOptions | None = None,
+    pair_by: str = "image",
+    progress: Progress = SILENT,
+) -> Iterator[Grams]:
+    """The Gram matrices of `rows`, then of `cols`, made where they are not cached yet, as `vitsee
+    cka` makes them; see `similarity.hsic` for the arguments and errors."""
+    for one in (*rows, *(cols or ())):
+        if one.has_blocks_only:
+            raise MissingInput(
+                f"{one.store.label} keeps only Gram matrices within slabs of {one.site.name}, "
+                "which serve cka alone; run: vitsee cka, or give --tokens mean, or run: vitsee "
+                "extract MODEL --tokens all ..."
+            )
+    with comparing(
+        rows,
+        cols,
+        images=images,
+        seed=seed,
+        options=options,
+        pair_by=pair_by,
+        progress=progress,
+    ) as comparison:
+        yield Grams(comparison, _whole(comparison))
+
+
+def _whole(comparison: Comparison) -> list[GramView]:
+    """Views whose tiles are what was written; what is damaged is made again."""
+    for _ in range(len(comparison.representations)):
+        with full_precision(comparison.device), one_blas_thread():
+            views = full_grams(comparison)
+        try:
+            for view in views:
+                for k in range(view.file.header.n_tiles):
+                    view.file.tile(k)
+        except DamagedGram as error:
+            error.path.unlink(missing_ok=True)
+        else:
+            return views
+    with full_precision(comparison.device), one_blas_thread():
+        return full_grams(comparison)

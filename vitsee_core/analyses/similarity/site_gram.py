@@ -1,0 +1,81 @@
+"""The Gram matrix of one representation, as measures need it: centred, raw, cosines, distances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vitsee_core.similarity.shift import Shift, cosine, pearson
+from vitsee_core.types import Float, Float32, Integers, Mask
+
+# Rounding to float32 leaves this much of what cancels.
+CANCELLED = 1e-6
+CONSTANT = 1e-10
+
+
+@dataclass(frozen=True)
+class SiteGram:
+    """Of n images: shifted, (n, n) inner products of features less one common vector; shift: what
+    makes those of the features themselves of it, see `grams.shift`."""
+
+    shifted: Float32
+    shift: Shift
+
+    @property
+    def n(self) -> int:
+        """Number of images."""
+        return len(self.shifted)
+
+    def of(self, places: Integers) -> SiteGram:
+        """Of some of the images, in this order."""
+        return SiteGram(self.shifted[np.ix_(places, places)], self.shift.of(places))
+
+    def centred(self) -> Float:
+        """(n, n) K = H G H, of features less their mean over the images."""
+        g = self.shifted.astype(np.float64)
+        mean = g.mean(0)
+        g -= mean
+        g -= mean[:, np.newaxis] - mean.mean()
+        return g
+
+    def cosines(self) -> Float:
+        """(n, n) of the features, not centred; NaN for images whose features are all 0."""
+        return cosine(self.shifted, self.shift)
+
+    def correlations(self) -> Float:
+        """(n, n) over features; NaN for images whose features are all the same."""
+        return pearson(self.shifted, self.shift)
+
+    def distances(self) -> Float:
+        """(n, n) Euclidean distances."""
+        g = self.shifted.astype(np.float64)
+        own = np.diagonal(g).copy()
+        squared = own[:, np.newaxis] + own - 2 * g
+        return np.sqrt(np.maximum(squared, 0, out=squared))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all images have the same features but for rounding."""
+        g = self.shifted.astype(np.float64)
+        own = np.trace(g)
+        centred = own - g.sum() / self.n
+        raw = own + 2 * self.shift.along.sum() + self.n * self.shift.squared
+        return not centred > max(CONSTANT * raw, 0.0)
+
+    @property
+    def zero(self) -> Mask:
+        """(n,) images whose features are all 0 but for rounding."""
+        own, g = np.diagonal(self.shifted).astype(np.float64), self.shift.along
+        scale = own + 2 * np.abs(g) + self.shift.squared
+        found: Mask = own + 2 * g + self.shift.squared <= CANCELLED * scale
+        return found
+
+    @property
+    def flat(self) -> Mask:
+        """(n,) images whose features are all the same (so that none correlates)."""
+        own = np.diagonal(self.shifted).astype(np.float64)
+        raw = own + 2 * self.shift.along + self.shift.squared
+        spread = raw - self.shift.n_features * self.shift.means**2
+        found: Mask = self.zero | (spread <= CANCELLED * raw)
+        return found

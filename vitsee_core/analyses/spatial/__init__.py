@@ -1,0 +1,303 @@
+"""Spatial structure: do patches resemble their neighbours, or all other patches?
+
+Per image, then means over images, as in `spatial.structure`: `lds`, `cds`, `lds_scaled`,
+`cds_scaled`, `rmsc`, `mean_cos`, with masks `srss`, `fourier_high`, `fourier_radial`. Over all
+images, as in `spatial.shares`: `share_image`, `share_position`, `share_rest` with what
+noise would give (`null`).
+
+How well a model's features guide image generation follows LDS, CDS, SRSS and RMSC (|r| > 0.85) and
+not its accuracy (Singh et al. 2025, arXiv 2512.10794); models trained by masking keep high
+frequencies that contrastive ones lose (Park et al. 2023).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+
+from vitsee_core.analyses.spatial.shares import SHARES, TokenSums
+from vitsee_core.analyses.spatial.spatial_curves import draw_spatial
+from vitsee_core.analyses.spatial.structure import (
+    COSINES,
+    ImageStructure,
+    frequencies,
+    image_structure,
+)
+from vitsee_core.masks import ground_truth, open_masks
+from vitsee_core.masks.labels import Labels
+from vitsee_core.masks.options import BACKGROUND, PANOPTIC, VOID, objects
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.options import FLOW, SITES, Offers, metrics_option
+from vitsee_core.runtime.progress import SITE_IMAGES, counting
+from vitsee_core.runtime.store_selection import select_each, sites_of
+from vitsee_core.runtime.streaming import Rows, each_slab
+from vitsee_core.statistics.image_statistics import METHODS
+from vitsee_core.statistics.jackknife import SHARE, Blocks
+from vitsee_core.statistics.value_columns import jackknife_cells, mean_cells
+from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.headlines import Answer, by_store, first_and_last, measured
+from vitsee_core.tables.results import Table
+from vitsee_core.types import Float, Integers
+from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.manifest import few
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_core.masks import MaskSource
+    from vitsee_stores import SiteSpec, Slab, Store
+    from vitsee_stores.layout import TokenLayout
+
+log = logging.getLogger(__name__)
+
+QUESTION = FLOW
+HELP = """
+Measure the spatial structure of patch tokens.
+
+Whether neighbours are more alike than distant patches (LDS, CDS; with masks SRSS), whether all
+patches become alike (RMSC, mean cosine), which frequencies a layer keeps, and how much of the
+tokens' variance the image and the position explain. These, and not accuracy, predict how well
+features guide image generation (Singh et al. 2025).
+
+  $ vitsee spatial b16.zarr -o spatial.csv --png spatial.png
+  $ vitsee spatial mae=a.zarr dino=b.zarr --png both.png > both.csv
+  $ vitsee spatial b16.zarr --masks voc/SegmentationClass --metric srss > srss.csv
+
+lds and cds use distances of a 16 x 16 grid as published; lds_scaled and cds_scaled distances in
+proportion to the grid.
+"""
+MEANING = {
+    "frequency": "of fourier_radial, in units of pi per cell",
+    "null": "of the shares: what noise would give",
+}
+NEEDS = ("grid",)
+READING = (
+    "Whether patches resemble their neighbours more than distant ones, whether all become alike, "
+    "which spatial frequencies stay, and how much of the variance is the image's, the position's, "
+    "or both. All patches alike (a mean cosine near 1) is oversmoothing."
+)
+SOURCE = "Singh et al. 2025; Park et al. 2023"
+
+OF_MASKS = "srss"
+METRICS = (*COSINES, OF_MASKS, "fourier_high", "fourier_radial", *SHARES)
+COLUMNS = (
+    *(*SITE, "frequency", "null"),
+    *("metric", "value", "std", "low", "high", "n_images"),
+)
+
+
+@analysis
+def run(
+    *stores: Store,
+    metrics: Annotated[Sequence[str], metrics_option(METRICS, "all, srss with --masks")] = (),
+    sites: Annotated[Sequence[str], SITES] = ("blocks",),
+    masks: Annotated[Path | Sequence[Path], objects(": adds srss", "no srss")] = (),
+    background: Annotated[Sequence[int], BACKGROUND] = (),
+    void: Annotated[int | str | None, VOID] = None,
+    panoptic: Annotated[Path | None, PANOPTIC] = None,
+    execution: Annotated[
+        Execution, Offers("images seed jobs memory", dask="slabs, and the masks of --masks,")
+    ] = DEFAULT,
+) -> Table:
+    """One row per store, site and metric; of `fourier_radial` one per frequency.
+
+    Columns: see `COLUMNS`; `frequency` in units of pi per cell, 0 to 1; `null` what independent
+    noise would give; `value` cosines and shares without unit, logarithms of amplitudes (natural);
+    `low`, `high` the 95 % interval over images. NaN: no image has a value (too small a grid for
+    `lds` and `cds`, no square one for `fourier_high`, no foreground for `srss`).
+
+    Memory: a slab of one site, and its T x D sums for each of 20 blocks of images.
+
+    Args:
+        stores: with all tokens of sites with a grid.
+
+    Raises:
+        MissingInput: a site is stored pooled only.
+        SiteError: no such site, or none with a grid.
+        VitseeError: unknown metric, `srss` without masks, masks that cannot be used (see
+            `open_masks`, `ground_truth`), numbers that are not finite.
+    """
+    for metric in metrics:
+        if metric not in METRICS:
+            raise VitseeError(f"no metric {metric!r}; metrics of spatial: {', '.join(METRICS)}")
+    if OF_MASKS in metrics and not masks:
+        raise VitseeError("srss compares foreground with background: give --masks too")
+    wanted = tuple(metric for metric in METRICS if metric in (metrics or METRICS))
+    selected = select_each(stores, sites, _sites)
+    for store, chosen in selected.members:
+        for site in chosen:
+            store.acts(site.name, "patches")
+    source = open_masks(masks, background, void, panoptic) if masks else None
+    picked = [execution.rows(store) for store in selected.stores]
+    labels = [
+        _foreground(store, own, rows, source, execution)
+        for (store, own), rows in zip(selected.members, picked, strict=True)
+    ]
+    rows: list[dict[str, Any]] = []
+    zeros: dict[str, dict[str, int]] = {}
+    total = sum(r.n * len(own) for r, own in zip(picked, selected.chosen, strict=True))
+    with counting(execution.progress, total, SITE_IMAGES):
+        for (store, own), chosen_rows, on in zip(selected.members, picked, labels, strict=True):
+            work = _Store(store, chosen_rows, execution, wanted)
+            for site in own:
+                rows += work(site, on.get(store.site(site.name).layout))
+            zeros[store.label] = work.zeros
+    for label, of_sites in zeros.items():
+        if of_sites:
+            shown = few([f"{site} ({n})" for site, n in of_sites.items()])
+            log.info("%s: tokens of length 0, which have no cosine: %s", label, shown)
+    notes = {
+        "interval": {"shares": METHODS["jackknife"], "others": METHODS["mean"]},
+        "std": METHODS["std"],
+        "null": "share of independent noise: (N - 1) / (N T - 1), (T - 1) / (N T - 1), the rest",
+        "zero_tokens": {label: found for label, found in zeros.items() if found},
+        **({} if source is None else {"masks": {"source": source.name, "foreground": "any"}}),
+        "seed": execution.seed,
+        "images": {s.label: r.describe() for s, r in zip(selected.stores, picked, strict=True)},
+        **selected.notes(),
+    }
+    return Table.from_rows(rows, COLUMNS, notes)
+
+
+def plot(table: Table) -> Figure:
+    """From the table alone; see `spatial_curves.draw_spatial`."""
+    return draw_spatial(table)
+
+
+def _sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+    """The sites with a grid.
+
+    Raises:
+        SiteError: none has one.
+    """
+    chosen = sites_of(store, patterns)
+    found = [site for site in chosen if site.layout is not None and site.layout.grid is not None]
+    if not found:
+        raise SiteError(f"{chosen[0].name} of {store.label} has no grid; expected e.g. blocks")
+    if len(found) < len(chosen):
+        left = [site.name for site in chosen if site not in found]
+        log.info("%s: no grid in %s", store.label, few(left))
+    return found
+
+
+def _foreground(
+    store: Store,
+    sites: Sequence[SiteSpec],
+    rows: Rows,
+    source: MaskSource | None,
+    execution: Execution,
+) -> Mapping[TokenLayout | None, Labels]:
+    """Layout -> (all images, tokens)."""
+    if source is None:
+        return {}
+    layouts = dict.fromkeys(store.site(site.name).layout for site in sites)
+    named = {str(i): layout for i, layout in enumerate(layouts) if layout is not None}
+    truth = ground_truth(
+        store, source, rows, named,
+        foreground="any", execution=execution,
+    )  # fmt: skip
+    return {layout: truth.labels[name] for name, layout in named.items()}
+
+
+class _Store:
+    """The rows of one store's sites. zeros: site -> tokens of length 0."""
+
+    def __init__(
+        self, store: Store, rows: Rows, execution: Execution, metrics: Sequence[str]
+    ) -> None:
+        self.store, self.rows, self.execution, self.metrics = store, rows, execution, metrics
+        self.blocks = Blocks.of(store, rows.mask & store.valid, execution.seed)
+        self.zeros: dict[str, int] = {}
+
+    def __call__(self, site: SiteSpec, labels: Labels | None) -> list[dict[str, Any]]:
+        spec = self.store.site(site.name)
+        assert spec.layout is not None and spec.layout.grid is not None
+        work = _ReadSpatial(spec.name, self.blocks.of_rows, labels)
+        use = self.execution
+        options: dict[str, Any] = {"jobs": use.jobs, "map": use.map, "progress": use.progress}
+        parts: list[ImageStructure] = []
+        sums: dict[int, TokenSums] = {}
+        for structure, of_blocks in each_slab(self.store, work, rows=self.rows, **options):
+            parts.append(structure)
+            for b, own in of_blocks.items():
+                sums[b] = sums[b].plus(own) if b in sums else own
+        if n_zero := sum(part.n_zero for part in parts):
+            self.zeros[site.name] = n_zero
+        place = site_columns(self.store, site)
+        found = self._of_images(parts, spec.layout.grid) + self._of_all(sums)
+        return [place | row for row in found if row["metric"] in self.metrics]
+
+    def _of_images(
+        self, parts: Sequence[ImageStructure], grid: tuple[int, int]
+    ) -> list[dict[str, Any]]:
+        labels = self.blocks.labels
+        rows: list[dict[str, Any]] = []
+        for metric in METRICS:
+            if metric in parts[0].values:
+                values = np.concatenate([part.values[metric] for part in parts])
+                rows.append({"metric": metric} | mean_cells(values, labels))
+        profile = np.concatenate([part.profile for part in parts])
+        for frequency, values in zip(frequencies(grid).tolist(), profile.T, strict=True):
+            about = {"metric": "fourier_radial", "frequency": frequency}
+            rows.append(about | mean_cells(values, labels))
+        return rows
+
+    def _of_all(self, sums: Mapping[int, TokenSums]) -> list[dict[str, Any]]:
+        parts = [sums[b] for b in sorted(sums)]
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = whole.plus(part)
+        shares, nulls = whole.shares(), whole.nulls()
+        left = [whole.plus(part, -1).shares() for part in parts] if len(parts) > 1 else []
+        rows = []
+        for metric in SHARES:
+            without = np.array([one[metric] for one in left])
+            cells = jackknife_cells(shares[metric], without, whole.n, SHARE)
+            rows.append({"metric": metric, "null": nulls[metric]} | cells)
+        return rows
+
+
+@dataclass(frozen=True)
+class _ReadSpatial:
+    """The work on one slab. labels: (all images,) blocks; foreground: (all images, tokens)."""
+
+    site: str
+    labels: Integers
+    foreground: Labels | None
+
+    def __call__(self, slab: Slab) -> tuple[ImageStructure, dict[int, TokenSums]]:
+        """Of the images that count: each one's structure, and each block's sums."""
+        cells = slab.acts(self.site, "patches")[slab.valid]
+        if not np.isfinite(cells).all():
+            raise VitseeError(
+                f"{slab.store.label} holds numbers in {self.site} that are not finite, in rows "
+                f"{slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
+            )
+        cells = cells.astype(np.float32, copy=False)
+        on = None if self.foreground is None else self.foreground[slab.rows][slab.valid]
+        of_rows = self.labels[slab.rows][slab.valid]
+        sums = {}
+        for b in np.unique(of_rows).tolist():
+            own = cells[of_rows == b]
+            whole: Float = own.reshape(len(own), -1, own.shape[-1]).astype(np.float64)
+            sums[b] = TokenSums.of(whole)
+        return image_structure(cells, on), sums
+
+
+def headline(table: Table) -> list[Answer]:
+    """How much more alike near patches are than distant ones, and in the end all of them."""
+    last = dict(by_store(table, metric="mean_cos"))
+    found = []
+    for store, rows in by_store(table, metric="lds"):
+        text = f"cosine of near patches above distant ones {first_and_last(rows)}"
+        if store in last:
+            all_of_them = last[store]
+            text += f"; all patches {measured(all_of_them, -1)} at {all_of_them['site'][-1]}"
+        found.append((store, text))
+    return found

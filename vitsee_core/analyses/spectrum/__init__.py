@@ -1,0 +1,432 @@
+"""Spectra: how many directions do a layer's features use?
+
+Of one vector per image (class token, mean over patches, `pooled`), or of all tokens as examples:
+`rankme`, `effective_rank`, `participation_ratio`, `alpha`, `anisotropy` as in
+`covariance.spectra`. Of one vector per image also `twonn`, see `statistics.intrinsic_dimension`,
+and, where the images have labels, `nc1`, `cdnv`, `nc2_norms`, `nc2_angles`, `nc4`, see
+`labelled.collapse`.
+
+Each number depends on how many examples it is of, and cannot exceed a `cap`; so each row has the
+cap, and the value of two halves of the images. Halves that are far from the whole say that more
+images would give another number. One channel with a large mean takes RankMe to 1 whatever the
+others do (massive activations): read it with the effective rank, which is centred.
+
+Tokens of one image are no independent sample: for tokens the unbiased participation ratio is one
+of tokens, intervals are over images.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+
+from vitsee_core.analyses.spectrum import collapse
+from vitsee_core.analyses.spectrum.intrinsic_dimension import TwoNearest
+from vitsee_core.analyses.spectrum.spectrum_curves import draw_spectrum
+from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.machine import counted, human_bytes
+from vitsee_core.runtime.options import KNOWLEDGE, SITES, Offers, metrics_option, tokens_option
+from vitsee_core.runtime.progress import SITE_IMAGES, counting
+from vitsee_core.runtime.store_selection import select_each, sites_of
+from vitsee_core.runtime.streaming import Rows, thread_map
+from vitsee_core.statistics.covariance import spectra
+from vitsee_core.statistics.covariance.cost import say_cost
+from vitsee_core.statistics.covariance.spectra import Spectrum
+from vitsee_core.statistics.covariance.sums import CovarianceSums, block_sums, total
+from vitsee_core.statistics.image_statistics import METHODS
+from vitsee_core.statistics.jackknife import UNLIMITED, Blocks
+from vitsee_core.statistics.shares import METHOD as SHARES
+from vitsee_core.statistics.shares import jackknife_share
+from vitsee_core.statistics.value_columns import jackknife_cells
+from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, picked
+from vitsee_core.tables.metrics import OF_THIS_SIZE, depends_on_size
+from vitsee_core.tables.results import Table
+from vitsee_core.types import Float, Float32, Integers, Mask
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_stores import SiteSpec, Store
+
+log = logging.getLogger(__name__)
+
+QUESTION = KNOWLEDGE
+HELP = """
+Measure how many directions a layer's features use.
+
+RankMe, effective rank, participation ratio, decay of the spectrum (alpha), anisotropy and
+intrinsic dimension (TwoNN) of one vector per image, or of tokens; with labels, neural collapse.
+Every value comes with the largest it can be, two halves of the images, and an interval.
+
+  $ vitsee spectrum b16.zarr -o spectrum.csv --png spectrum.png
+  $ vitsee spectrum mae=a.zarr dino=b.zarr --tokens mean --metric rankme > rankme.csv
+  $ vitsee spectrum b16.zarr --tokens patches --sites 'blocks.*.out' -o tokens.csv
+
+--tokens patches, prefix, all: every token is an example (n D^2 multiply-adds a site).
+
+The figure shows each metric over depth, dots for the halves, dotted lines for the caps.
+"""
+MEANING = {"cap": "the largest value possible", "half_b": "values of two halves of the images"}
+NEEDS = ("sites",)
+READING = (
+    "How many directions a layer's features use, how fast their spectrum falls, and how far the "
+    "classes have collapsed to points. No number can exceed its cap, and all depend on the number "
+    "of images: halves (in the table) far from the whole say that more images would move it."
+)
+SOURCE = "Garrido et al. 2023; Papyan et al. 2020; Facco et al. 2017"
+AT_A_GLANCE = "effective_rank"
+
+OF_CLASSES = (*collapse.METRICS, collapse.FOURTH)
+METRICS = (*spectra.METRICS, "twonn", *OF_CLASSES)
+COLUMNS = (
+    *(*SITE, "token", "cap", "half_a", "half_b"),
+    *("metric", "value", "std", "low", "high", "n_images", "n_examples"),
+)
+MOST_NEIGHBOURS = 4096  # images of twonn: n x n distances in memory
+
+Measured = dict[str, float]
+
+TOKENS = ("cls", "mean", "mean-all", "first", "rest", "patches", "prefix", "all")
+
+
+@analysis
+def run(
+    *stores: Store,
+    metrics: Annotated[
+        Sequence[str],
+        metrics_option(
+            METRICS,
+            "all that can be had",
+            "twonn needs one vector per image, nc1 to nc4 and cdnv labels too.",
+        ),
+    ] = (),
+    sites: Annotated[Sequence[str], SITES] = ("blocks",),
+    tokens: Annotated[
+        str | None, tokens_option(TOKENS, "cls where there is one, else mean")
+    ] = None,
+    execution: Annotated[Execution, Offers("images seed jobs memory", dask="sites")] = DEFAULT,
+) -> Table:
+    """One row per store, site and metric.
+
+    Columns: see `COLUMNS`; `token` which tokens are examples; `cap` the largest value possible;
+    `half_a`, `half_b` the value of every second block of images, and of the others; `low`, `high`
+    the 95 % interval over images by the jackknife; `n_examples` the vectors or tokens. NaN: a value
+    that is not defined (all examples alike, too few).
+
+    Memory: the vectors of one site in float32, with labels twice more in float64, and a D x D
+    matrix in float64 for each of 20 blocks; of tokens these matrices only. Refused where that is
+    more than the memory. Time: n D^2 once, and 23 eigendecompositions of min(n, D) per site.
+
+    Args:
+        stores: they may have different images; labels are needed for `OF_CLASSES` only.
+
+    Raises:
+        MissingInput: the site is stored pooled only.
+        SiteError: no such site or tokens.
+        VitseeError: unknown metric, metrics that need one vector per image, labels or logits, or
+            more than fits the memory.
+    """
+    for metric in metrics:
+        if metric not in METRICS:
+            raise VitseeError(f"no metric {metric!r}; metrics of spectrum: {', '.join(METRICS)}")
+    selected = select_each(stores, sites, sites_of)
+    plans = []
+    for store, chosen in selected.members:
+        read = [choose_features(store, site, tokens) for site in chosen]
+        work = _Store(store, execution.rows(store), execution.seed, metrics)
+        for features in read:
+            work.check(features, execution.budget)
+        plans.append((work, list(zip(chosen, read, strict=True))))
+    for work, own in plans:
+        say_cost([features for _, features in own if features.several], work.rows.n)
+    rows: list[dict[str, Any]] = []
+    remarks: list[str] = []
+    counts = [2 * work.rows.n * len(own) for work, own in plans]
+    with counting(execution.progress, sum(counts), SITE_IMAGES):
+        for work, own in plans:
+            for of_site, said in execution.spread(work, own):
+                rows += of_site
+                remarks += said
+    for remark in remarks:
+        log.info("%s", remark)
+    notes = {
+        "interval": METHODS["jackknife"],
+        "interval_of": {m: OF_THIS_SIZE for m in METRICS if depends_on_size(m)},
+        "twonn_interval": "standard error by batch means: the standard deviation over blocks of "
+        "images of each block's own dimension, / sqrt(blocks); empty below 3 images a block",
+        "nc4_interval": SHARES,
+        "std": METHODS["std"],
+        "halves": "half_a, half_b: of the blocks of images 0, 2, 4, ... and 1, 3, 5, ...",
+        "cap": "the largest value that the metric can have with these examples and channels",
+        "twonn_images": f"at most {MOST_NEIGHBOURS}",
+        "remarks": remarks,
+        "seed": execution.seed,
+        "images": {work.store.label: work.rows.describe() for work, _ in plans},
+        **selected.notes(),
+    }
+    return Table.from_rows(rows, COLUMNS, notes)
+
+
+def plot(table: Table) -> Figure:
+    """From the table alone; see `spectrum_curves.draw_spectrum`."""
+    return draw_spectrum(table)
+
+
+class _Store:
+    """The rows of one store's sites."""
+
+    def __init__(self, store: Store, rows: Rows, seed: int, metrics: Sequence[str]) -> None:
+        self.store, self.rows, self.seed = store, rows, seed
+        self.asked = frozenset(metrics)
+        self.metrics = frozenset(metrics or METRICS)
+        self.mask = rows.mask & store.valid
+        self.blocks = Blocks.of(store, self.mask, seed)
+        self.labels: Integers = store.samples.label[self.mask].astype(np.int64)
+        self.predicted = self._predicted()
+
+    def _predicted(self) -> Integers | None:
+        """(images,) class of the model's logits; None where they are not of the labels' classes."""
+        classes = max(len(self.store.class_names or ()), int(self.labels.max(initial=-1)) + 1)
+        if collapse.FOURTH not in self.metrics or "logits" not in self.store.sites:
+            return None
+        if self.store.site("logits").dim != classes:
+            return None
+        features = choose_features(self.store, self.store.site("logits"))
+        return np.concatenate([x.argmax(1) for x in features.vectors(self.mask)])
+
+    def check(self, features: SiteFeatures, budget: int) -> None:
+        """Refuse, before any work, what was asked for and cannot be had."""
+        label, n, dim = self.store.label, len(self.labels), features.dim
+        of_images = {"twonn", *OF_CLASSES} & self.asked
+        if features.several and of_images:
+            raise VitseeError(
+                f"{', '.join(sorted(of_images))} of {features.site.name} of {label} needs one "
+                "vector per image: give --tokens cls or mean"
+            )
+        if {*OF_CLASSES} & self.asked and len(np.unique(self.labels[self.labels >= 0])) < 2:
+            raise VitseeError(f"{label} has no labels of two classes: no neural collapse")
+        if collapse.FOURTH in self.asked and self.predicted is None:
+            raise VitseeError(f"{label} keeps no logits of its labels' classes: no nc4")
+        need = 8 * dim * min(dim, n * len(features.tokens)) * (self.blocks.n + 4)
+        if not features.several:
+            need += (4 + 16 * bool(self._of_classes())) * n * dim
+        if need > budget:
+            raise VitseeError(
+                f"the spectrum of {features.site.name} of {label} ({dim} channels) takes "
+                f"{human_bytes(need)} of memory; --memory is {human_bytes(budget)}"
+            )
+
+    def _of_classes(self) -> list[str]:
+        """The metrics of classes that there can be."""
+        if len(np.unique(self.labels[self.labels >= 0])) < 2:
+            return []
+        found = [metric for metric in collapse.METRICS if metric in self.metrics]
+        return found + ([collapse.FOURTH] if self.predicted is not None else [])
+
+    def __call__(
+        self, execution: Execution, of: tuple[SiteSpec, SiteFeatures]
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """The rows of a site, and what is to be said of it."""
+        site, features = of
+        make = self._of_tokens if features.several else self._of_vectors
+        measure = make(features, execution)
+        m = self.blocks.n
+        every = np.ones(m, bool)
+        even = np.arange(m) % 2 == 0
+        left = [np.arange(m) != b for b in range(m)] if m > 1 else []
+        # The whole comes first: it collects the remarks.
+        whole, caps = measure.of(every)
+        found = thread_map(execution.jobs)(measure.values, [even, ~even, *left])
+        first, second, *without = found
+        remarks = measure.remarks(f"{self.store.label} {site.name}")
+        execution.progress.advance(self.rows.n)
+        place = site_columns(self.store, site)
+        place |= {"token": str(features.selection) if features.site.layout is not None else None}
+        rows = []
+        for metric in METRICS:
+            if metric not in whole or metric not in self.metrics:
+                continue
+            replicates = np.array([one[metric] for one in without])
+            replicates = measure.replicates.get(metric, replicates)
+            about = {
+                **{"metric": metric, "cap": caps.get(metric, math.nan)},
+                **{"half_a": first[metric], "half_b": second[metric]},
+                "n_examples": len(self.labels) * len(features.tokens),
+            }
+            limits = UNLIMITED if metric in ("alpha", "anisotropy") else (0.0, np.inf)
+            cells = jackknife_cells(whole[metric], replicates, len(self.labels), limits)
+            if metric == collapse.FOURTH:
+                ends = jackknife_share(whole[metric], replicates, len(self.labels))
+                cells |= dict(zip(("low", "high"), ends, strict=True))
+            rows.append(place | about | cells)
+        return rows, remarks
+
+    def _of_tokens(self, features: SiteFeatures, use: Execution) -> _Measure:
+        of_rows = self.blocks.of_rows
+        parts = block_sums(features, self.rows, of_rows, use)
+        return _Measure(partial(_of_sums, parts, total(parts)), [], {})
+
+    def _of_vectors(self, features: SiteFeatures, use: Execution) -> _Measure:
+        """Spectra from D x D, or from n x n where that is less."""
+        vectors = features.vectors(self.mask, jobs=use.jobs, memory=use.budget)
+        x = np.concatenate(list(vectors))
+        use.progress.advance(self.rows.n)
+        labels = self.blocks.labels
+        spectrum: Callable[[Mask], Spectrum]
+        if len(x) > x.shape[1]:
+            shift = x[0].astype(np.float64)
+            parts = [CovarianceSums.of(x[labels == b], shift) for b in range(self.blocks.n)]
+            spectrum = partial(_of_sums, parts, total(parts))
+        else:
+            spectrum = partial(_of_examples, x, labels)
+        others: list[_Other] = []
+        replicates: dict[str, Float] = {}
+        if "twonn" in self.metrics:
+            neighbours = _Neighbours(x, labels, self.seed)
+            replicates["twonn"] = neighbours.found.replicates()
+            others.append(neighbours)
+        if names := self._of_classes():
+            others.append(_Classes(x, labels, self.labels, self.predicted, names))
+        return _Measure(spectrum, others, replicates)
+
+
+def _of_sums(parts: Sequence[CovarianceSums], whole: CovarianceSums, among: Mask) -> Spectrum:
+    """Of the blocks in `among`: the whole less the others where these are few."""
+    if among.sum() * 2 <= len(parts):
+        return Spectrum.of_sums(
+            total([part for part, use in zip(parts, among, strict=True) if use])
+        )
+    found = total([whole])
+    for b in np.flatnonzero(~among).tolist():
+        found.add(parts[b], -1)
+    return Spectrum.of_sums(found)
+
+
+def _of_examples(x: Float32, labels: Integers, among: Mask) -> Spectrum:
+    return Spectrum.of_examples(x[among[labels]].astype(np.float64))
+
+
+class _Other(ABC):
+    """Metrics of one vector per image, of some blocks of images (blocks,)."""
+
+    @abstractmethod
+    def values(self, among: Mask) -> Measured:
+        """By name."""
+
+    @abstractmethod
+    def remarks(self, where: str) -> list[str]:
+        """About all images."""
+
+
+class _Neighbours(_Other):
+    def __init__(self, x: Float32, labels: Integers, seed: int) -> None:
+        n = min(len(x), MOST_NEIGHBOURS)
+        # Drawn from all blocks of images, each of which gives a replicate.
+        some = np.sort(np.random.default_rng(seed).permutation(len(x))[:n])
+        self.n = n
+        self.found = TwoNearest(x[some].astype(np.float64), labels[some])
+
+    def values(self, among: Mask) -> Measured:
+        return {"twonn": self.found.dimension(among[self.found.blocks])}
+
+    def remarks(self, where: str) -> list[str]:
+        equal = self.found.n_equal
+        return [f"{where}: {equal} of {self.n} vectors equal another: not in twonn"] * bool(equal)
+
+
+@dataclass
+class _Classes(_Other):
+    x: Float32
+    blocks: Integers
+    labels: Integers
+    predicted: Integers | None
+    names: Sequence[str]
+    left_out: int = 0
+
+    def values(self, among: Mask) -> Measured:
+        keep = among[self.blocks] & (self.labels >= 0)
+        x, labels = self.x[keep].astype(np.float64), self.labels[keep]
+        found: Measured = {}
+        if {*self.names} & {*collapse.METRICS}:
+            found, left_out = collapse.collapse(x, labels)
+            if among.all():
+                self.left_out = left_out
+        if self.predicted is not None:
+            # One division into halves, whichever images are left out.
+            predicted, half = self.predicted[keep], collapse.halves(self.labels)[keep]
+            differs = collapse.nearest_mean_disagrees(x, labels, predicted, half)
+            there = differs[~np.isnan(differs)]
+            found[collapse.FOURTH] = float(there.mean()) if len(there) else math.nan
+        return found
+
+    def remarks(self, where: str) -> list[str]:
+        pairs = counted(self.left_out, "pairs")
+        said = f"{where}: cdnv is without {pairs} of classes that are nearer than their noise"
+        return [said] * bool(self.left_out)
+
+
+@dataclass
+class _Measure:
+    """All metrics of one site.
+
+    Attributes:
+        spectrum: of the blocks in a mask (blocks,).
+        others: metrics that no spectrum gives.
+        replicates: metric -> (blocks,), for metrics whose replicates are not their values without
+            each block.
+    """
+
+    spectrum: Callable[[Mask], Spectrum]
+    others: Sequence[_Other]
+    replicates: dict[str, Float]
+    whole: Spectrum | None = None
+
+    def of(self, among: Mask) -> tuple[Measured, Measured]:
+        """Values and caps, of all images."""
+        self.whole = self.spectrum(among)
+        return self._values(self.whole, among), self.whole.caps() | {collapse.FOURTH: 1.0}
+
+    def values(self, among: Mask) -> Measured:
+        """By name; NaN where no image is left."""
+        if not among.any():
+            return dict.fromkeys(METRICS, math.nan)
+        return self._values(self.spectrum(among), among)
+
+    def _values(self, spectrum: Spectrum, among: Mask) -> Measured:
+        found = spectrum.metrics()
+        for other in self.others:
+            found |= other.values(among)
+        return found
+
+    def remarks(self, where: str) -> list[str]:
+        """What a reader has to know."""
+        assert self.whole is not None
+        found = [f"{where}: all examples are alike, so they have no spectrum"] * self.whole.alike
+        if zeros := self.whole.n - self.whole.n_long:
+            found.append(f"{where}: {zeros} examples are 0: not in anisotropy")
+        return found + [remark for other in self.others for remark in other.remarks(where)]
+
+
+def headline(table: Table) -> list[Answer]:
+    """The effective rank of the last site and the largest one, with the cap."""
+    found = []
+    for store, rows in by_store(table, metric="effective_rank"):
+        rows = picked(rows, token=rows["token"][0])
+        last, most = len(rows) - 1, extremes(rows)[1]
+        text = f"{measured(rows, last)} of at most {float(rows['cap'][last]):g} at "
+        text += f"{rows['site'][last]} (effective rank)"
+        if most != last:
+            text += f"; most at {rows['site'][most]}, {measured(rows, most)}"
+        found.append((store, text))
+    return found

@@ -1,0 +1,40 @@
+"""Whether a command has nothing to do, from its store's manifest: no model, no images, no torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+from vitsee_core.runtime.command_lines import without_options
+from vitsee_stores import StoreWriter
+from vitsee_stores.metadata import ZARR_JSON
+from vitsee_stores.url import Place
+
+# Options that change nothing in a store.
+_HOW = ("--shard", "--dask", "--device", "--workers", "--batch-size")
+
+
+def n_complete(command: str, output: Place) -> int | None:
+    """How many images the store at `output` holds, where it is complete and this command made it,
+    in this folder, and no file that it names (a list, a checkpoint) is newer; None otherwise.
+
+    Raises:
+        StoreError: what is there is no store, or is damaged.
+    """
+    writer = StoreWriter.join(output)
+    if writer is None:
+        return None
+    info = writer.manifest.info
+    try:
+        made = shlex.split(str(info.get("command", "")))
+    except ValueError:
+        return None
+    same = without_options(made, _HOW) == without_options(shlex.split(command), _HOW)
+    if not same or info.get("data_folder") != os.getcwd() or not writer.complete:
+        return None
+    if isinstance(output, Path):
+        finished = (output / ZARR_JSON).stat().st_mtime
+        if any(os.path.isfile(word) and os.path.getmtime(word) > finished for word in made):
+            return None
+    return writer.plan.n_images

@@ -1,0 +1,142 @@
+"""Whether stores that are compared agree in all that decides what their features mean.
+
+Stores whose vectors meet (train and test, queries and database) have to be of one model, with the
+same weights, skip connections and transform: `require_comparable`. Stores of different models may
+well be compared over the same images (CKA); what then differs in the images' preprocessing is
+logged. `compared` records either kind of comparison for a sidecar.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vitsee_stores.errors import StoreMismatch
+from vitsee_stores.manifest import few
+from vitsee_stores.weights_names import weights_name
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+log = logging.getLogger(__name__)
+
+# Identity fields that decide a vector, in the order in which they are refused, and in words.
+DECISIVE = {
+    "model": "models",
+    "weights": "weights",
+    "ablate_skip": "skip connections",
+    "transform": "transforms",
+}
+LOGGED = ("transform", "precision")
+RECORDED = (*DECISIVE, "precision", "order")
+ABSENT = {"ablate_skip": [], "precision": "fp32"}
+
+
+def default_token(stores: Iterable[Store], site: str) -> str:
+    """`cls` where the site has a class token in every store that has the site, else `mean`."""
+    layouts = [store.site(site).layout for store in stores if site in store.sites]
+    return "cls" if all(layout is None or layout.cls is not None for layout in layouts) else "mean"
+
+
+def model_key(store: Store) -> str:
+    """Equal for stores of the same model, weights and skip connections."""
+    return json.dumps([_setting(store, name) for name in [*DECISIVE][:-1]], sort_keys=True)
+
+
+def require_comparable(store: Store, others: Iterable[Store]) -> None:
+    """Refuse stores whose vectors do not compare with those of `store`.
+
+    Raises:
+        StoreMismatch: another model, weights, skip connections or transform.
+    """
+    for other in others:
+        names = [one.manifest.model.get("name") for one in (store, other)]
+        for field, words in DECISIVE.items():
+            for key, (ours, theirs) in _differences((store, other), field):
+                what = f"{key}: {_text(ours)} against {_text(theirs)}"
+                if field == "model" and names[0] != names[1]:
+                    what = f"{names[0]} against {names[1]}"
+                if field == "weights":
+                    ours, theirs = (weights_name(s.manifest.model) for s in (store, other))
+                    what = f"{ours} against {theirs}" if ours != theirs else f"both {names[0]}"
+                raise StoreMismatch(
+                    f"{store.label} and {other.label} were made with different {words} ({what}); "
+                    "extract both in the same way"
+                )
+
+
+def compared(
+    stores: Iterable[Store], tokens: Mapping[str, str] | str, *, asked: str | None = ""
+) -> dict[str, Any]:
+    """The sidecar's record of a comparison; what differs in transform, precision or token is
+    logged.
+
+    Args:
+        stores: any number; one is compared with itself.
+        tokens: what was compared, of each site or of all of them.
+        asked: the token that the user asked for, None where it was the default.
+    """
+    distinct = list({store.manifest.store_id: store for store in stores}.values())
+    lines, record = [], {}
+    for field in RECORDED:
+        differing = [
+            f"{key}: {_by_value(distinct, values)}" for key, values in _differences(distinct, field)
+        ]
+        if not differing:
+            record[field] = _setting(distinct[0], field)
+        if differing and field in LOGGED:
+            log.info("the %ss of the compared stores differ: %s", field, "; ".join(differing))
+        lines += differing
+    if asked is None and not isinstance(tokens, str):
+        lines += _without_class_token(distinct, tokens)
+    labels = [store.label for store in distinct]
+    return {"stores": labels, "tokens": tokens, **record, "differences": lines}
+
+
+def _without_class_token(stores: Sequence[Store], tokens: Mapping[str, str]) -> Iterator[str]:
+    """A line where the mean took the place of a class token that some of the stores have."""
+    sites: dict[str, list[str]] = {}
+    for site, word in tokens.items():
+        layouts = {s.label: s.site(site).layout for s in stores if site in s.sites}
+        bare = [label for label, layout in layouts.items() if layout and layout.cls is None]
+        if word == "mean" and 0 < len(bare) < len(layouts):
+            sites.setdefault(few(bare), []).append(site)
+    for labels, names in sites.items():
+        line = f"tokens: the mean over patches in all stores, as {labels} has no class token"
+        log.info("%s (%s)", line, few(names))
+        yield line
+
+
+def _setting(store: Store, field: str) -> Any:
+    identity = store.manifest.identity
+    value: Any = identity.get(field) or ABSENT.get(field)
+    if field == "transform" and (identity.get("canvas") or {}).get("tiles"):
+        # As large as the largest image: the rest of a canvas of tiles is not seen by the model.
+        value = {key: own for key, own in value.items() if key != "input_size"}
+    return value
+
+
+def _differences(stores: Sequence[Store], field: str) -> Iterator[tuple[str, list[Any]]]:
+    """(key, value in each store) of what is not the same in all of them."""
+    settings = [_setting(store, field) for store in stores]
+    if not any(isinstance(setting, Mapping) for setting in settings):
+        settings = [{field: setting} for setting in settings]
+    for key in sorted({key for setting in settings for key in setting or ()}):
+        values = [(setting or {}).get(key) for setting in settings]
+        if any(value != values[0] for value in values):
+            yield key, values
+
+
+def _by_value(stores: Sequence[Store], values: Sequence[Any]) -> str:
+    """`0.9 (a, b), 0.5 (c)`."""
+    labels: dict[str, list[str]] = {}
+    for store, value in zip(stores, values, strict=True):
+        labels.setdefault(_text(value), []).append(store.label)
+    return ", ".join(f"{value} ({few(own)})" for value, own in labels.items())
+
+
+def _text(value: Any) -> str:
+    """At most the first digits of a digest."""
+    return value[:8] if isinstance(value, str) and len(value) == 64 else str(value)

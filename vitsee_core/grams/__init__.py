@@ -1,1 +1,0 @@
-"""Gram matrices, strip by strip, on the CPU and on a GPU: in extraction and in CKA."""

@@ -1,0 +1,298 @@
+"""Matrix products on the CPU by numpy, or on a GPU by torch, which is imported only when used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.runtime.lanes import one_blas_thread, one_torch_thread
+from vitsee_core.types import Float, Float32
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitsee_core.kernels.staging import Staging
+
+# Multiplications above which a GPU, or torch's faster cast, is worth importing torch, which takes
+# seconds; and above which compiled loops are worth loading, which takes a second.
+LARGE, HUGE = 1e11, 5e11
+# Columns of a symmetric product that a GPU makes at a time: an eighth, of a size that fills it.
+GOOD_WIDTH, N_WIDTHS = 1024, 8
+TERMS = 16384  # products that `add_gram` sums in single precision on a GPU
+PRECISIONS = ("fp32", "bf16")  # of the products of Gram matrices
+BF16_COLUMNS = 2048  # that one product of bfloat16 sums
+# Numbers between the rows of a product. numpy copies one triangle of x x^T to the other, column by
+# column: at strides of a power of two all of a column falls into the same few lines of the cache.
+GAP = 16
+
+# Cast(to, values): into (rows, columns) from as many, of another type.
+Cast = Callable[[NDArray[Any], NDArray[Any]], None]
+
+
+def choose_device(text: str, work: float) -> str:
+    """cpu, cuda or cuda:i for a user's `--device`.
+
+    `auto` is the CPU where the work, in multiplications, is too small to import torch for. The
+    device changes results by rounding alone.
+
+    Raises:
+        VitseeError: no such device, or one without float64.
+    """
+    if text == "cpu" or (text == "auto" and work < LARGE and "torch" not in sys.modules):
+        return "cpu"
+    from vitsee_core.runtime.device import resolve_device
+
+    device = resolve_device(text)
+    if device.type == "mps":
+        if text == "auto":
+            return "cpu"
+        raise VitseeError("--device mps has no float64; use --device cpu")
+    return str(device)
+
+
+def is_worth_compiling(work: float) -> bool:
+    """Whether compiled loops save more than it takes to load them, for this many multiplications on
+    the CPU."""
+    return work > HUGE
+
+
+def full_precision(device: str) -> AbstractContextManager[None]:
+    """Context in which single precision is not replaced by TF32 or bfloat16."""
+    if device == "cpu":
+        return nullcontext()
+    import torch
+
+    from vitsee_core.runtime.device import precision_context
+
+    return precision_context(torch.device(device), "fp32")
+
+
+class MatmulBackend(Protocol):
+    """Strips of features (rows, columns), their products, and float64 sums of products."""
+
+    def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
+        """Copy into another type, on the host."""
+
+    def staging(self, n: int, dtype: np.dtype[Any]) -> Staging | None:
+        """Pinned memory for strips of at most `n` numbers that travel as they are stored, and are
+        cast and shifted on the device; None where strips are used in place."""
+
+    def free_bytes(self) -> int | None:
+        """Usable bytes of the device's own memory; None where it has none."""
+
+    def one_thread(self) -> AbstractContextManager[None]:
+        """Context in which a product on the host runs in the thread that calls it."""
+
+    def buffer(self, memory: NDArray[Any]) -> Any:
+        """Memory on the device of the size and type of `memory`."""
+
+    def zeros(self, shape: tuple[int, int]) -> Any:
+        """A float64 sum of products."""
+
+    def take(self, x: NDArray[Any]) -> Any:
+        """A strip on the device."""
+
+    def multiply(self, left: Any, right: Any, out: Any) -> None:
+        """out = left right^T; if `left is right`, a GPU fills only the lower triangle."""
+
+    def add(self, total: Any, product: Any) -> None:
+        """total += product."""
+
+    def add_gram(self, total: Any, x: Any) -> None:
+        """total (n, n) += x x^T, both triangles, for x (n, columns) on the device."""
+
+    def host(self, total: Any, symmetric: bool) -> Float:
+        """A sum as an array, both triangles."""
+
+
+def matmul_backend(device: str, precision: str = "fp32") -> MatmulBackend:
+    """The backend of a device, as `choose_device` names it."""
+    if device == "cpu":
+        return Cpu()
+    return CudaBfloat16(device) if precision == "bf16" else Cuda(device)
+
+
+def require_bfloat16(device: str) -> None:
+    """Refuse a device on which products of bfloat16 are slower than those of float32.
+
+    Raises:
+        VitseeError: names it.
+    """
+    if device == "cpu":
+        raise VitseeError(
+            "--precision bf16 is slower than fp32 on a CPU; leave it out, or give --device cuda"
+        )
+    import torch
+
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise VitseeError(
+            f"--precision bf16: {device} has no products of bfloat16 (compute capability 8 or "
+            "later); use --precision fp32"
+        )
+
+
+def product_size(rows: int, others: int) -> int:
+    """Numbers of memory that `product_in` needs."""
+    return rows * (others + GAP)
+
+
+def product_in(memory: Any, rows: int, others: int) -> Any:
+    """(rows, others) room for a product in an array or a tensor (n,)."""
+    return memory[: product_size(rows, others)].reshape(rows, others + GAP)[:, :others]
+
+
+class Cpu:
+    """numpy, and torch where it is imported and faster."""
+
+    def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
+        """By torch, if it is imported and the values are float16: 2 to 5 times as fast."""
+        if "torch" in sys.modules and values.dtype == np.float16 and values.flags.writeable:
+            import torch
+
+            torch.from_numpy(to).copy_(torch.from_numpy(values))
+        else:
+            np.copyto(to, values)
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """For BLAS, and torch where it is imported."""
+        with one_blas_thread(), one_torch_thread() if "torch" in sys.modules else nullcontext():
+            yield
+
+    def staging(self, n: int, dtype: np.dtype[Any]) -> None:
+        """None: strips are used in place."""
+
+    def free_bytes(self) -> None:
+        """None: there is no memory but the host's."""
+
+    def buffer(self, memory: NDArray[Any]) -> NDArray[Any]:
+        """The memory."""
+        return memory
+
+    def zeros(self, shape: tuple[int, int]) -> Float:
+        """See `MatmulBackend`."""
+        return np.zeros(shape)
+
+    def take(self, x: NDArray[Any]) -> NDArray[Any]:
+        """The strip."""
+        return x
+
+    def multiply(self, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> None:
+        """Symmetric products by numpy, which calls syrk: half the work. Others by torch, if it is
+        imported: a fifth faster than numpy at some hundred rows, a twentieth at a thousand."""
+        if left is right or "torch" not in sys.modules:
+            np.matmul(left, right.T, out=out)
+        else:
+            import torch
+
+            torch.mm(torch.from_numpy(left), torch.from_numpy(right).T, out=torch.from_numpy(out))
+
+    def add(self, total: Float, product: NDArray[Any]) -> None:
+        """See `MatmulBackend`."""
+        np.add(total, product, out=total)
+
+    def add_gram(self, total: Float, x: Float32) -> None:
+        """See `MatmulBackend`; by syrk."""
+        total += x @ x.T
+
+    def host(self, total: Float, symmetric: bool) -> Float:
+        """The sum."""
+        return total
+
+
+class Cuda:
+    """torch, on a device with float64."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._torch, self._device = torch, torch.device(device)
+
+    def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
+        """See `MatmulBackend`."""
+        self._torch.from_numpy(to).copy_(self._torch.from_numpy(values))
+
+    def one_thread(self) -> AbstractContextManager[None]:
+        """For BLAS on the host."""
+        return one_blas_thread()
+
+    def staging(self, n: int, dtype: np.dtype[Any]) -> Staging:
+        """Half the bytes of float32 where float16 is stored, and no cast on the host."""
+        from vitsee_core.kernels.staging import Staging
+
+        return Staging(self._device, n, dtype)
+
+    def free_bytes(self) -> int:
+        """Half of what is free."""
+        return int(self._torch.cuda.mem_get_info(self._device)[0] // 2)
+
+    def buffer(self, memory: NDArray[Any]) -> Tensor:
+        """See `MatmulBackend`."""
+        dtype = self._torch.from_numpy(memory[:0]).dtype
+        return self._torch.empty(len(memory), dtype=dtype, device=self._device)
+
+    def zeros(self, shape: tuple[int, int]) -> Tensor:
+        """See `MatmulBackend`."""
+        return self._torch.zeros(shape, dtype=self._torch.float64, device=self._device)
+
+    def take(self, x: NDArray[Any]) -> Tensor:
+        """See `MatmulBackend`."""
+        return self._torch.from_numpy(x).to(self._device)
+
+    def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """A symmetric product a few columns at a time, each from the diagonal down."""
+        width = len(right) if left is not right else max(1, GOOD_WIDTH, len(right) // N_WIDTHS)
+        for at in range(0, len(right), width):
+            first = at if left is right else 0
+            columns = slice(at, at + width)
+            self._torch.mm(left[first:], right[columns].T, out=out[first:, columns])
+
+    def add(self, total: Tensor, product: Tensor) -> None:
+        """See `MatmulBackend`."""
+        total += product
+
+    def add_gram(self, total: Tensor, x: Tensor) -> None:
+        """In sums of at most `TERMS` products: longer ones lose digits, by as much as the kernel
+        that cuBLAS chooses decides. All whole pieces are one batched call, which fills a GPU where
+        one small matrix does not."""
+        torch, width = self._torch, x.shape[1]
+        whole = width // TERMS
+        if whole:
+            pieces = x[:, : whole * TERMS].unflatten(1, (whole, TERMS)).transpose(0, 1)
+            total += torch.bmm(pieces, pieces.transpose(1, 2)).sum(0, dtype=total.dtype)
+        if rest := width - whole * TERMS:
+            last = x[:, width - rest :]
+            total += torch.mm(last, last.T)
+
+    def host(self, total: Tensor, symmetric: bool) -> Float:
+        """See `MatmulBackend`."""
+        whole = total.tril() + total.tril(-1).T if symmetric else total
+        found: Float = whole.cpu().numpy()
+        return found
+
+
+class CudaBfloat16(Cuda):
+    """`Cuda` with factors rounded to bfloat16, 8 bits.
+
+    Of features less their mean that costs CKA 4e-6 at 512 images of 12,600 features (a test
+    measures it), and less where either is more: rounding errors are independent of each other and
+    average out over features and pairs of images. A product of some columns is rounded to 8 bits
+    too; these are summed in float32.
+    """
+
+    def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """What lies above the diagonal of a symmetric product is undefined, but finite."""
+        out.zero_()
+        rows = max(GOOD_WIDTH, len(left) // N_WIDTHS) if left is right else len(left)
+        for at in range(0, left.shape[1], BF16_COLUMNS):
+            a = left[:, at : at + BF16_COLUMNS].bfloat16()
+            b = a if left is right else right[:, at : at + BF16_COLUMNS].bfloat16()
+            for i in range(0, len(a), rows):
+                until = i + rows if left is right else len(b)
+                out[i : i + rows, :until] += a[i : i + rows] @ b[:until].T

@@ -1,0 +1,297 @@
+"""Images with labels: which rows of a store have one, whether two stores fit together, and the
+baselines and intervals of what is scored against labels.
+
+Labels are class numbers, -1 for none. The space of classes is that of the data set (the store's
+class names), not what happens to occur among the rows used. Where one store trains and another
+tests, the results' rows bear the label of the test store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.runtime.streaming import choose_rows
+from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.shares import wilson
+from vitsee_core.types import Float, Float32, Integers, Mask
+from vitsee_stores.errors import MissingInput, StoreMismatch
+
+if TYPE_CHECKING:
+    from vitsee_core.features import SiteFeatures
+    from vitsee_stores import Store
+
+
+INTERVAL_METHOD = (
+    "95 % Wilson score interval of the share of test images that are right (training images, "
+    "features and seeds held fixed); std is the standard deviation of right (1) and wrong (0) over "
+    "test images"
+)
+SHOWN = 4
+DRAWN_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """The rows of a store that were chosen, could be read and have a label, in the store's order.
+
+    mask: (images,) over all rows of the store. rows: (n,) their numbers. labels: (n,) classes.
+    classes: names of all classes of the data set ("0", "1", ... where it names none). index: (n,)
+    positions in the data set's own order. hashes: (n,) of the images' encoded bytes.
+    n_invalid, n_unlabelled: chosen rows left out. how: in words.
+    """
+
+    store: Store
+    mask: Mask
+    rows: Integers
+    labels: Integers
+    classes: list[str]
+    index: Integers
+    hashes: NDArray[np.uint64]
+    n_invalid: int
+    n_unlabelled: int
+    how: str
+    remarks: tuple[str, ...] = ()
+
+    WHAT: ClassVar[str] = "labelled images"
+    NOUN: ClassVar[str] = "image"
+    INTERVAL: ClassVar[str] = INTERVAL_METHOD
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def n_classes(self) -> int:
+        """Number of classes of the data set."""
+        return len(self.classes)
+
+    def describe(self) -> dict[str, Any]:
+        """For a sidecar."""
+        counts = {"invalid": self.n_invalid, "unlabelled": self.n_unlabelled}
+        remarks = {"remarks": list(self.remarks)} if self.remarks else {}
+        return {"rows": len(self), "left_out": counts, "chosen": self.how, **remarks}
+
+    @property
+    def n_images(self) -> int:
+        """Number of images; of examples that are no images, see `segments`, those with one."""
+        return len(self)
+
+    def counted(self, among: Mask | None = None) -> dict[str, int]:
+        """The columns of a table that count, of all or of some (n,)."""
+        return {"n_images": len(self) if among is None else int(among.sum())}
+
+    def jackknife(self, seed: int) -> Blocks:
+        """The blocks that intervals leave out."""
+        return Blocks.of(self.store, self.mask, seed)
+
+    def ends(
+        self, value: float, n: int, right: int | None, replicates: Float | None
+    ) -> tuple[float, float]:
+        """Low and high of the 95 % interval of an accuracy; see `INTERVAL`.
+
+        Args:
+            value: the accuracy.
+            n: of so many examples.
+            right: how many of them are right; None where that is no whole number.
+            replicates: (blocks,) the accuracy without each block.
+        """
+        del value, replicates
+        assert right is not None
+        _, _, low, high = accuracy_interval(np.arange(n) < right)
+        return low, high
+
+    def read(
+        self, features: SiteFeatures, places: Integers, part: slice, *, jobs: int, memory: int
+    ) -> Iterator[tuple[Integers, Float32]]:
+        """(places, features (m, tokens of the part, dim)) of these, slab by slab.
+
+        Args:
+            features: of a site of the store.
+            places: which of the n, ascending.
+            part: of the features' tokens.
+            jobs: slabs read at a time.
+            memory: bytes to stay within.
+        """
+        mask = np.zeros(self.store.n_images, bool)
+        mask[self.rows[places]] = True
+        done = 0
+        for x in features.blocks(mask, part, jobs=jobs, memory=memory):
+            yield places[done : done + len(x)], x
+            done += len(x)
+
+    def vectors(self, features: SiteFeatures, *, jobs: int, memory: int) -> Iterator[Float32]:
+        """(m, dim): `read` of features that are one vector per example, of all of them."""
+        every = np.arange(len(self))
+        for _, x in self.read(features, every, slice(0, 1), jobs=jobs, memory=memory):
+            yield x[:, 0]
+
+    def subset(self, keep: Mask, how: str) -> Self:
+        """Those (n,) to keep; how: in words."""
+        mask = np.zeros_like(self.mask)
+        mask[self.rows[keep]] = True
+        return replace(
+            self, mask=mask, rows=self.rows[keep], labels=self.labels[keep],
+            index=self.index[keep], hashes=self.hashes[keep], how=how,
+        )  # fmt: skip
+
+    def held_out(self, share: float, rng: np.random.Generator) -> Mask | None:
+        """(n,) the examples to hold out where several are of one image, which stays whole; None
+        where each is an image, of which this share of each class is held out."""
+        del share, rng
+        return None
+
+
+def labelled_rows(
+    store: Store, images: int | None = None, seed: int = 0, split: str | None = None
+) -> LabelledRows:
+    """The rows of a store that have a label.
+
+    Args:
+        store: the store.
+        images: look at so many rows, as `choose_rows` does, before the others are left out.
+        seed: of a sample, where one is drawn.
+        split: only rows of this split of the data.
+
+    Raises:
+        MissingInput: none of the rows has a label, or there is no such split.
+    """
+    chosen = choose_rows(store, images, seed)
+    samples = store.samples
+    wanted, how = chosen.mask, chosen.how
+    if split is not None:
+        wanted, how = wanted & in_split(store, split), f"{how}, of split {split}"
+    readable = wanted & samples.valid
+    mask = readable & (samples.label >= 0)
+    if not mask.any():
+        raise MissingInput(
+            f"{store.label} has no label for any of its {int(readable.sum())} readable images"
+            f"{f' of split {split}' if split else ''}; extract it from data with classes (one "
+            "folder per class, or a list with labels)"
+        )
+    rows = np.flatnonzero(mask)
+    return LabelledRows(
+        store=store,
+        mask=mask,
+        rows=rows,
+        labels=samples.label[rows].astype(np.int64),
+        classes=_classes(store),
+        index=samples.index[rows].astype(np.int64),
+        hashes=samples.hash[rows],
+        n_invalid=int((wanted & ~samples.valid).sum()),
+        n_unlabelled=int((readable & ~mask).sum()),
+        how=how,
+        remarks=chosen.remarks,
+    )
+
+
+def in_split(store: Store, split: str) -> Mask:
+    """(images,) which rows are of a split of the data.
+
+    Raises:
+        MissingInput: the data has no such split.
+    """
+    of_row = store.samples.split
+    names = [name for name in dict.fromkeys(of_row.tolist()) if name]
+    if split not in names:
+        has = f"splits {', '.join(names)}" if names else "no splits"
+        raise MissingInput(f"{store.label} has no split {split!r}; its data has {has}")
+    found: Mask = of_row == split
+    return found
+
+
+def _classes(store: Store) -> list[str]:
+    names = list(store.class_names or ())
+    n = max(len(names), int(store.samples.label.max()) + 1)
+    return names + [str(i) for i in range(len(names), n)]
+
+
+def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:
+    """Refuse rows whose class numbers do not mean the same classes.
+
+    Where one of the stores names no classes, it has only to stay within the other's: labels are
+    then matched by number, which is what the remarks that come back say.
+
+    Raises:
+        StoreMismatch: names what differs.
+    """
+    a, b = train.store, test.store
+    named = a.class_names is not None and b.class_names is not None
+    first = next(
+        (
+            f"class {i} is {x!r} against {y!r}"
+            for i, (x, y) in enumerate(zip(train.classes, test.classes, strict=False))
+            if x != y
+        ),
+        "",
+    )
+    if named and train.classes != test.classes:
+        counts = f"{train.n_classes} classes against {test.n_classes}"
+        what = counts if train.n_classes != test.n_classes else ""
+        what = "; ".join(part for part in (what, first) if part)
+    elif not named and test.labels.max() >= train.n_classes:
+        what = f"{b.label} has label {test.labels.max()}, {a.label} {train.n_classes} classes"
+    elif (a.class_names is None) != (b.class_names is None):
+        bare, other = (a, b) if a.class_names is None else (b, a)
+        return [
+            f"{bare.label} names no classes: its labels are matched with those of {other.label} by "
+            "number"
+        ]
+    else:
+        return []
+    raise StoreMismatch(
+        f"{a.label} and {b.label} have different labels: {what} (extract both from data with the "
+        "same classes)"
+    )
+
+
+def check_disjoint(train: LabelledRows, test: LabelledRows, allow_shared: bool = False) -> int:
+    """How many of the test rows hold an image (equal encoded bytes) that is in train too.
+
+    Raises:
+        StoreMismatch: there are any, and `allow_shared` is not set.
+    """
+    shared = np.unique(test.rows[np.isin(test.hashes, train.hashes)])
+    n_shared = len(shared)
+    if n_shared and not allow_shared:
+        names = test.store.samples.id[shared[:SHOWN]].tolist()
+        more = ", ..." if n_shared > len(names) else ""
+        raise StoreMismatch(
+            f"{n_shared} of the {test.n_images} test images of {test.store.label} are in "
+            f"{train.store.label} too ({', '.join(names)}{more}); give other data, or count them "
+            "with --allow-shared"
+        )
+    return n_shared
+
+
+def random_features(n: int, dim: int, seed: int | Sequence[int]) -> NDArray[np.float32]:
+    """(n, dim) independent standard normal numbers: features that know nothing."""
+    return np.random.default_rng(seed).standard_normal((n, dim), np.float32)
+
+
+def accuracy_interval(correct: Mask) -> tuple[float, float, float, float]:
+    """Value, std, low and high of an accuracy; see `INTERVAL_METHOD` (Wilson 1927).
+
+    Unlike mean -+ t std / sqrt(n) it stays within 0 and 1, and keeps a width where all test images
+    are right. NaN without a test image; std NaN with one.
+
+    Args:
+        correct: (n,) whether each test image is right.
+    """
+    n = len(correct)
+    if n == 0:
+        return (math.nan,) * 4
+    p = float(np.count_nonzero(correct)) / n
+    std = math.sqrt(p * (1 - p) * n / (n - 1)) if n > 1 else math.nan
+    low, high = wilson(p, n)
+    return p, std, float(low), float(high)
+
+
+def random_pieces(n: int, dim: int, seed: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+    """`random_features` in pieces, each drawn for itself: memory does not grow with n."""
+    for i, start in enumerate(range(0, n, DRAWN_AT_ONCE)):
+        yield random_features(min(DRAWN_AT_ONCE, n - start), dim, (*seed, i))

@@ -1,0 +1,16 @@
+"""Objects and parts of images as examples: one vector per segment, from the tokens it lies on."""
+
+from vitsee_core.masks.segments.choice import WEIGHTS, Segmentation, as_segmentation
+from vitsee_core.masks.segments.examples import Examples, examples_of
+from vitsee_core.masks.segments.rows import LabelledSegments
+from vitsee_core.masks.segments.vectors import SegmentFeatures
+
+__all__ = [
+    "WEIGHTS",
+    "Examples",
+    "LabelledSegments",
+    "SegmentFeatures",
+    "Segmentation",
+    "as_segmentation",
+    "examples_of",
+]

@@ -1,0 +1,220 @@
+"""The vector of a segment: the mean of a site's tokens, weighted by how much of it lies on each.
+
+Read slab by slab and, in a slab, some rows of the grid at a time, so that memory does not grow with
+the images. The sums run in float32, over a segment's tokens in the grid's order and row by row, so
+that a vector does not depend on slabs, jobs or memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.masks.segments.token_weights import Sparse
+from vitsee_core.runtime.streaming import Rows, each_slab
+from vitsee_core.types import Float32, Integers
+from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.token_selection import Token, TokenSelection
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec, Slab, Store
+    from vitsee_stores.layout import TokenLayout
+
+GROUP_BYTES = 1 << 25  # of float32 tokens that are multiplied at a time
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of many segments: those of segment s are values[starts[s]:starts[s + 1]], of the
+    tokens with these numbers. 8 bytes for each token that a segment lies on."""
+
+    starts: Integers
+    tokens: NDArray[np.int32]
+    values: Float32
+
+    @classmethod
+    def of(cls, segments: Sequence[Sparse]) -> Weights:
+        """Of these, in their order."""
+        starts = np.cumsum([0, *(len(tokens) for tokens, _ in segments)])
+        tokens = np.concatenate([tokens for tokens, _ in segments]).astype(np.int32)
+        return cls(starts, tokens, np.concatenate([values for _, values in segments]))
+
+    def part(self, numbers: Integers) -> tuple[Integers, NDArray[np.int32], Float32]:
+        """Place among `numbers`, token and weight, of every weight of these segments."""
+        lengths = self.starts[numbers + 1] - self.starts[numbers]
+        places = np.repeat(np.arange(len(numbers)), lengths)
+        ends = np.cumsum(lengths)
+        at = np.arange(len(places)) + np.repeat(self.starts[numbers] - ends + lengths, lengths)
+        return places, self.tokens[at], self.values[at]
+
+
+@dataclass(frozen=True)
+class SegmentFeatures:
+    """The vectors of a store's segments at one site, as `SiteFeatures` are those of its images.
+
+    patches: the site's patches. weights: of all segments, on the site's grid.
+    """
+
+    patches: SiteFeatures
+    weights: Weights
+
+    matching = None
+    n_prefix = 0
+    several = False
+    selection = TokenSelection("segments")
+
+    @property
+    def store(self) -> Store:
+        """Of the images."""
+        return self.patches.store
+
+    @property
+    def site(self) -> SiteSpec:
+        """Whose tokens are averaged."""
+        return self.patches.site
+
+    @property
+    def layout(self) -> TokenLayout | None:
+        """Of the site's tokens."""
+        return self.patches.layout
+
+    @property
+    def dim(self) -> int:
+        """Channels of a vector."""
+        return self.patches.dim
+
+    @property
+    def tokens(self) -> list[Token]:
+        """One nameless vector."""
+        return [Token("")]
+
+    def groups(self, n_tokens: int) -> list[slice]:
+        """The one vector."""
+        del n_tokens
+        return [slice(0, 1)]
+
+    def of_segments(
+        self, rows: Integers, numbers: Integers, *, jobs: int = 1, memory: int | None = None
+    ) -> Iterator[Float32]:
+        """(segments of a slab, dim) of these segments, in their order.
+
+        Args:
+            rows: (n,) of each one's image, ascending.
+            numbers: (n,) their places in `weights`.
+            jobs: slabs read at a time.
+            memory: bytes to stay within: fewer slabs are read at a time.
+
+        Raises:
+            VitseeError: a number is not finite.
+        """
+        mask = np.zeros(self.store.n_images, bool)
+        mask[rows] = True
+        if memory is not None:
+            jobs = max(1, min(jobs, memory // self._slab_bytes))
+
+        def work(slab: Slab) -> Float32:
+            first, last = np.searchsorted(rows, [slab.rows.start, slab.rows.stop])
+            return self._of_slab(slab, rows[first:last] - slab.rows.start, numbers[first:last])
+
+        yield from each_slab(self.store, work, rows=Rows(mask, 0, ""), jobs=jobs)
+
+    @property
+    def _slab_bytes(self) -> int:
+        """What a slab takes while it is read: a group as it is stored, and in float32."""
+        group = self._groups()[0]
+        return int(8 * self.store.plan.slab * (group.stop - group.start) * self.dim)
+
+    @property
+    def _n_cols(self) -> int:
+        assert self.layout is not None and self.layout.grid is not None
+        return self.layout.grid[1]
+
+    def _groups(self) -> list[slice]:
+        """The tokens in whole rows of the grid."""
+        row_bytes = 4 * self.store.plan.slab * self._n_cols * self.dim
+        return self.patches.groups(max(1, GROUP_BYTES // row_bytes) * self._n_cols)
+
+    def _of_slab(self, slab: Slab, images: Integers, numbers: Integers) -> Float32:
+        places, tokens, values = self.weights.part(numbers)
+        total = np.zeros((len(numbers), self.dim), np.float32)
+        # Written again for every row: fresh memory would cost more than the conversion.
+        wide = np.empty(((slab.rows.stop - slab.rows.start) * self._n_cols, self.dim), np.float32)
+        for group in self._groups():
+            if not ((tokens >= group.start) & (tokens < group.stop)).any():
+                continue
+            x = self.patches.load(slab.rows, group)
+            # Row by row of the grid, so that the sums do not depend on what is read together.
+            for start in range(group.start, group.stop, self._n_cols):
+                own = np.flatnonzero((tokens >= start) & (tokens < start + self._n_cols))
+                if len(own):
+                    cells = (images[places[own]], tokens[own] - start)
+                    row = x[:, start - group.start : start - group.start + self._n_cols]
+                    _add(total, row, places[own], cells, values[own], wide)
+        if not np.isfinite(total).all():
+            raise VitseeError(
+                f"{slab.store.label} holds numbers in {self.site.name} that are not finite, in "
+                f"rows {slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
+            )
+        return total
+
+
+def _add(
+    total: Float32,
+    x: NDArray[Any],
+    places: Integers,
+    cells: tuple[Integers, NDArray[np.int32]],
+    values: Float32,
+    wide: Float32,
+) -> None:
+    """Add to (segments, dim) some of their tokens, weighted.
+
+    Args:
+        total: what is added to.
+        x: (images, tokens, dim), as stored.
+        places: (weights,) the segment that each belongs to, ascending.
+        cells: (weights,) each one's image and token.
+        values: (weights,).
+        wide: (images * tokens, dim), for the tokens in float32.
+    """
+    from scipy.sparse import csr_array
+
+    # Only the tokens that some segment lies on are brought to float32.
+    used = np.zeros(x.shape[:2], bool)
+    used[cells] = True
+    columns = (np.cumsum(used) - 1).reshape(used.shape)[cells]
+    segments, starts = np.unique(places, return_index=True)
+    wide = wide[: np.count_nonzero(used)]
+    wide[...] = x[used]
+    shape = (len(segments), len(wide))
+    weights = csr_array((values, columns, np.append(starts, len(places))), shape=shape)
+    total[segments] += weights @ wide
+
+
+def patches_of(store: Store, site: SiteSpec) -> SiteFeatures:
+    """The patches of a site.
+
+    Raises:
+        SiteError: it has no grid in image geometry.
+        MissingInput: it is stored pooled only.
+    """
+    layout = store.site(site.name).layout
+    if layout is None or layout.grid is None or layout.stride_px is None:
+        raise SiteError(
+            f"{site.name} of {store.label} has no grid of patches, so that no segment lies on it; "
+            "expected sites like --sites blocks"
+        )
+    return choose_features(store, site, "patches", partial=True)  # no weight beside an image
+
+
+def segment_features(
+    store: Store, site: SiteSpec, weights: Mapping[TokenLayout, Weights]
+) -> SegmentFeatures:
+    """The segments' vectors at a site; weights: layout -> of all segments."""
+    patches = patches_of(store, site)
+    assert patches.site.layout is not None
+    return SegmentFeatures(patches, weights[patches.site.layout])

@@ -1,0 +1,307 @@
+"""What a store was made from: its model and its images, loaded again.
+
+The manifest names model, weights, transform and data; its hashes show whether the weights and the
+images are still those. Relative paths are taken from the folder that extract ran in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.runtime.machine import human_bytes, memory_bytes
+from vitsee_core.runtime.options import Option
+from vitsee_stores.errors import MissingInput, VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_core.images import ImageSource
+    from vitsee_core.models.loaded import LoadedModel
+    from vitsee_stores import Store
+
+Rows = NDArray[np.int64]
+MOST_PIXELS = 1 << 14  # along one side of the input
+PIXEL_BYTES = 256  # a forward pass takes for each pixel of one image, at least; ViT-S/16 more
+
+
+DATA = Option(
+    "Where the images are now, for what has to be recomputed.",
+    metavar="DATA",
+    default="where extract read them",
+)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the images and the weights are now, where not as in the manifest. trust:
+    the store is the user's own, so that folders and repositories it names may be opened."""
+
+    data: Annotated[str | None, DATA] = None
+    checkpoint: Annotated[
+        Path | None,
+        Option(
+            "Where the weights are now, where the store's model is needed again.",
+            metavar="FILE",
+            default="where extract read them",
+        ),
+    ] = None
+    trust: Annotated[
+        bool,
+        Option(
+            "For your own store: take its model from the folder or the hub that it names.  "
+            "[default: only timm's models and files that this machine has, no network]",
+            "--trust-store",
+        ),
+    ] = False
+
+
+def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = False) -> LoadedModel:
+    """The model that a store was made with, proven by the hash of its weights.
+
+    A manifest is not trusted without `trust`: then the model is one of timm's own or
+    the demo's with weights that this machine has, or of a checkpoint file, which is read without
+    running code; its arguments are sizes and switches of layers.
+
+    Args:
+        store: its manifest names the model.
+        checkpoint: where the file with the weights is now.
+        trust: take the model from any folder or repository that the manifest names.
+
+    Raises:
+        VitseeError: the weights are missing, or others than the store's; a manifest that asks
+            for what is not allowed without `trust`.
+    """
+    from vitsee_core.models.load import load_model
+
+    record = _recorded(store)
+    canvas = store.plan.canvas
+    if canvas is not None and canvas.tiles is not None:
+        raise MissingInput(
+            f"{store.label} was made of tiles of {canvas.tiles[1]} x {canvas.tiles[0]} pixels, and "
+            "nothing is recomputed on tiles; extract anew without --tiles"
+        )
+    if not trust:
+        _check_size(store, record.size)
+    if record.source == "module":
+        raise MissingInput(
+            f"{store.label} was made in Python from a torch module, which no store brings back; "
+            "extract it again with what is needed"
+        )
+    made_in = Path(store.manifest.info.get("data_folder", "."))
+    file, key = checkpoint, record.key
+    if checkpoint is None and record.source == "checkpoint":
+        file = made_in / record.file
+    try:
+        model = load_model(
+            _under(record.name, "local-dir:", made_in),
+            checkpoint=file,
+            checkpoint_key=key if file is not None and checkpoint is None else None,
+            random_init=record.seed if file is None else None,
+            img_size=record.size,
+            model_args=record.args,
+            ablate_skip=record.ablate_skip,
+            foreign=None if trust else store.label,
+        )
+    except VitseeError as error:
+        hint = "" if "--" in str(error) else " (name the file of its weights with --checkpoint)"
+        raise VitseeError(
+            f"the model of {store.label} cannot be loaded again: {error}{hint}"
+        ) from None
+    if model.weights["sha256"] != record.sha256:
+        raise VitseeError(
+            f"{record.name} now has other weights ({model.weights['sha256'][:12]}) than "
+            f"{store.label} was made with ({record.sha256[:12]}); name the file of those with "
+            "--checkpoint, or extract anew"
+        )
+    return model
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A manifest's record of its model, checked."""
+
+    name: str
+    sha256: str
+    source: str
+    file: str
+    key: str | None
+    seed: int | None
+    size: tuple[int, int]
+    args: dict[str, Any]
+    ablate_skip: tuple[str, ...]
+
+
+def _recorded(store: Store) -> _Recorded:
+    """Raises:
+    MissingInput: it has none, or values of other types.
+    """
+    model, info = store.manifest.model, store.manifest.info
+    weights = model.get("weights")
+    try:
+        if not isinstance(weights, dict):
+            raise TypeError("no weights")
+        _, height, width = model["input_size"]
+        found = _Recorded(
+            name=model["name"],
+            sha256=weights["sha256"],
+            source=weights.get("source", ""),
+            file=info.get("checkpoint") or weights.get("file") or "",
+            key=weights.get("key") or None,
+            seed=weights.get("seed"),
+            size=(height, width),
+            args=model.get("args", {}),
+            ablate_skip=tuple(model.get("ablate_skip", ())),
+        )
+        texts = (found.name, found.sha256, found.source, found.file, found.key or "")
+        if not all(isinstance(x, str) for x in (*texts, *found.ablate_skip, *found.args)):
+            raise TypeError("text")
+        if not all(type(x) is int and 0 < x <= MOST_PIXELS for x in found.size):
+            raise ValueError("input_size")
+        if not isinstance(found.args, dict) or not isinstance(found.seed, int | None):
+            raise TypeError("args or seed")
+    except (KeyError, TypeError, ValueError) as error:
+        raise MissingInput(
+            f"{store.label} does not say which weights made it ({error}); extract it anew"
+        ) from None
+    return found
+
+
+def _check_size(store: Store, size: tuple[int, int]) -> None:
+    """Refuse, before any work, an input size that is not that of the store's sites, or too large.
+
+    Raises:
+        MissingInput: the cells of no site cover half of it, or this machine's memory is too small.
+    """
+    layouts = [site.layout for site in store.plan.sites if site.layout is not None]
+    cells = [(at.grid, at.stride_px) for at in layouts if at.grid and at.stride_px]
+    for axis in (0, 1) if cells else ():
+        covered = max(grid[axis] * stride_px[axis] for grid, stride_px in cells)
+        if size[axis] > 2 * covered:
+            raise MissingInput(
+                f"{store.label} says that its input has {size[0]} x {size[1]} pixels, and its "
+                f"sites cover {covered:g} of {size[axis]}; extract it anew"
+            )
+    need, memory = PIXEL_BYTES * size[0] * size[1], memory_bytes()
+    if need > memory:
+        raise MissingInput(
+            f"{store.label} was made of {size[0]} x {size[1]} pixels: its model takes about "
+            f"{human_bytes(need)}, this machine has {human_bytes(memory)}"
+        )
+
+
+class Pictures:
+    """Pixels of a store's images after resize and crop: as stored (`extract --inputs`), else read
+    from the data and compared by hash. The data set is opened once, with the first call."""
+
+    def __init__(self, store: Store, data: str | None = None) -> None:
+        """`data`: where the images are now, as for `extract --data`; by default where they were."""
+        self._store, self._data = store, data
+
+    @cached_property
+    def source(self) -> ImageSource:
+        """The data set, as `source_of` finds it."""
+        return source_of(self._store, self._data)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.source.ids)}
+
+    def __call__(self, rows: Rows) -> NDArray[np.uint8]:
+        """(images, channels, height, width) uint8 of these valid rows.
+
+        Raises:
+            VitseeError: the data is missing, or has other images.
+        """
+        store = self._store
+        if store.has("input"):
+            stored = store.array("input")
+            return np.stack([stored[int(row)] for row in rows])
+        from vitsee_core.images import Selection, batches
+
+        source, samples = self.source, store.samples
+        ids = samples.id[rows].tolist()
+        hint = f"(name the data that {store.label} was made from with --data)"
+        for name in ids:
+            if name not in self._places:
+                raise VitseeError(f"{source.name} no longer has the image {name!r} {hint}")
+        # By name: images that came to a folder since then have moved the others on.
+        index = np.array([self._places[name] for name in ids], np.int64)
+        selection = Selection(source.samples_at(index), source, {})
+        transform, whole = store.manifest.transform, [slice(0, len(rows))]
+        with closing(batches(selection, transform, whole, on_error="fail")) as loading:
+            batch = next(loading)
+        for name, now, then in zip(ids, batch.hash, samples.hash[rows], strict=True):
+            if now != then:
+                raise VitseeError(f"{name!r} in {source.name} is another picture now {hint}")
+        pixels: NDArray[np.uint8] = batch.pixels.numpy()
+        return pixels
+
+    def check_decoding(self) -> None:
+        """Refuse libraries that decode or resize otherwise: the first images' pixels.
+
+        Raises:
+            VitseeError: they differ from those that the store was made with, or cannot be read.
+        """
+        from vitsee_core.models.same_images import CHECK_IMAGES, CHECK_WITHIN
+
+        valid = self._store.valid
+        for start in range(0, min(CHECK_WITHIN, len(valid)), CHECK_IMAGES):
+            rows = start + np.flatnonzero(valid[start : start + CHECK_IMAGES])
+            if len(rows):
+                found = hashlib.sha256(self(rows).tobytes()).hexdigest()
+                if found != self._store.manifest.info.get("first_images_sha256"):
+                    raise VitseeError(
+                        f"the images of {self._store.label} come out with other pixels here than "
+                        "then (by another version of Pillow or timm)"
+                    )
+                return
+
+
+def source_of(store: Store, data: str | None = None) -> ImageSource:
+    """The data set that a store was made from, or `data` in its place.
+
+    Raises:
+        VitseeError: it is missing, or the store does not name it.
+    """
+    from vitsee_core.images import open_source
+
+    info = store.manifest.info
+    options = info.get("data")
+    if not options:
+        raise MissingInput(f"{store.label} does not say where its images are; extract it anew")
+    if data is None and str(options["data"]).startswith("hfds/"):
+        raise MissingInput(
+            f"{store.label} names the hub's data set {str(options['data'])[:80]}, which a store "
+            "may not open by itself (name it, or where its images are now, with --data)"
+        )
+    text = data if data is not None else _placed(options["data"], Path(info["data_folder"]))
+    try:
+        return open_source(text, split=options["split"])
+    except VitseeError as error:
+        raise VitseeError(
+            f"the images of {store.label} cannot be read again: {error} (name where they are now "
+            "with --data)"
+        ) from None
+
+
+def _placed(data: str, folder: Path) -> str:
+    """What the data was called from `folder`, so that it can be found from here."""
+    name, _, place = data.partition(":")
+    if name == "demo":
+        return data
+    if name.startswith("torch/"):
+        return f"{name}:{folder / Path(place or '.').expanduser()}"
+    return str(folder / Path(data).expanduser())
+
+
+def _under(name: str, prefix: str, folder: Path) -> str:
+    """A name whose path, if it has one, was relative to `folder`."""
+    if not name.startswith(prefix):
+        return name
+    return f"{prefix}{folder / Path(name.removeprefix(prefix)).expanduser()}"

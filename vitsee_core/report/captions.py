@@ -1,0 +1,71 @@
+"""How to read an analysis' figure and where it comes from, as each analysis says beside itself.
+
+The first line of an analysis' docstring is its title and the question that it answers. `READING`
+is a few sentences on what its figure shows and what misleads in it, `SOURCE` the papers and
+figures; one of several kinds of figures has `READINGS` too, by the `kind` in its table's notes.
+`headline(table)`, where there is one, gives the answer in a line per store; `AT_A_GLANCE` the
+metric whose curves say most, where it is not the first, or "" where the figure itself does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from types import ModuleType
+
+from vitsee_core import analyses
+from vitsee_core.tables.headlines import Answer
+from vitsee_core.tables.results import Table
+
+DEPTH = (
+    "Relative depth counts sites of one kind from 0, the first (of block outputs what enters the "
+    "first block), to 1, the last."
+)
+
+
+@dataclass(frozen=True)
+class Caption:
+    """title: the analysis in a few words; question: what it answers, with a question mark; reading,
+    source: see above; glance: the metric whose curves stand for it all, "" where the figure does,
+    None where the table's first metric does."""
+
+    title: str
+    question: str
+    reading: str
+    source: str
+    glance: str | None = None
+
+
+def caption(analysis: ModuleType, table: Table | None = None) -> Caption:
+    """The caption of an analysis' figure, of this table where it has several kinds."""
+    first_line = (inspect.getdoc(analysis) or "").partition("\n\n")[0].replace("\n", " ")
+    title, colon, question = first_line.partition(": ")
+    reading: str = analysis.READING
+    if table is not None:
+        kind = str(table.notes.get("kind", "")).replace("-", "_")
+        reading = getattr(analysis, "READINGS", {}).get(kind, reading)
+    if "depth" in reading and "elative depth" not in reading:
+        reading = f"{reading} {DEPTH}"
+    if not colon:
+        title, question = first_line.rstrip("."), ""
+    question = question.strip()
+    question = question[:1].upper() + question[1:]
+    glance: str | None = getattr(analysis, "AT_A_GLANCE", None)
+    return Caption(title, question, reading, analysis.SOURCE, glance)
+
+
+def headline(analysis: ModuleType, table: Table) -> list[Answer]:
+    """What the table answers in one line per store; none where the analysis has no such line."""
+    of_table = getattr(analysis, "headline", None)
+    return list(of_table(table)) if of_table and len(table) else []
+
+
+def captions() -> dict[str, Caption]:
+    """Command -> the caption of its figure, of every analysis."""
+    names = [module.name for module in pkgutil.iter_modules(analyses.__path__)]
+    return {
+        name.replace("_", "-"): caption(importlib.import_module(f"{analyses.__name__}.{name}"))
+        for name in names
+    }

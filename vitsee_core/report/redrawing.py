@@ -1,0 +1,197 @@
+"""The figure of a result, drawn again from its table and sidecar, and changed to taste."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitsee_core import analyses
+from vitsee_core.figures.attribute_charts import draw_attribute_chart
+from vitsee_core.figures.looks import Look
+from vitsee_core.figures.panels import drawn_for
+from vitsee_core.figures.plotting import drawn_as
+from vitsee_core.tables.attributes import with_attribute
+from vitsee_core.tables.results import ResultFile, Table, read_result
+from vitsee_core.tables.same_labels import tell_apart
+from vitsee_core.tables.table_sites import rows_of_sites
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
+
+WRITTEN = "expected a table that a vitsee command wrote with -o"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result whose analysis is known. file: the table and its sidecar; analysis: the module that
+    defines it, with its `plot`."""
+
+    file: ResultFile
+    analysis: ModuleType
+
+    @property
+    def command(self) -> str:
+        """The command's name."""
+        return self.file.command
+
+    def figure(
+        self,
+        table: Table | None = None,
+        size: tuple[float, float] | None = None,
+        medium: str | None = None,
+    ) -> Figure:
+        """The figure that the command draws, of the whole table or of some of its rows.
+
+        Raises:
+            VitseeError: the table was changed, and is nothing that the command draws any more.
+        """
+        keywords = self.file.sidecar.get("figure")
+        known = inspect.signature(self.analysis.plot).parameters
+        given = keywords if isinstance(keywords, dict) else {}
+        more: dict[str, Any] = {name: given[name] for name in given if name in known}
+        if "results" in self.file.sidecar:
+            more |= {"files": self._inputs(), "metrics": self._parameter("metrics")}
+        drawn = self.file.table if table is None else table
+        try:
+            with drawn_for(medium, size):
+                figure: Figure = self.analysis.plot(drawn, **more)
+        except VitseeError:
+            raise
+        except Exception as error:
+            # A table as its command wrote it is always drawn: if not, this is our bug.
+            if self.file.as_written and drawn is self.file.table and len(drawn):
+                raise
+            changed = " and was changed since" if self.file.changed else ""
+            rows = "these rows of it make" if drawn is not self.file.table else "it makes"
+            raise VitseeError(
+                f"{self.file.path} was written by vitsee {self.command}{changed}: {rows} no figure "
+                f"of that command ({type(error).__name__}: {error})"
+            ) from error
+        return figure
+
+    def _parameter(self, name: str) -> tuple[Any, ...]:
+        parameters = self.file.sidecar.get("parameters")
+        found = parameters.get(name) if isinstance(parameters, dict) else None
+        return tuple(found) if isinstance(found, list) else ()
+
+    def _inputs(self) -> list[ResultFile]:
+        """The results that this one was made of, where they are now: as recorded, or beside it."""
+        paths, labels = [], []
+        entries = self.file.sidecar["results"]
+        for entry in entries if isinstance(entries, list) else ():
+            if not isinstance(entry, dict):
+                continue
+            recorded = Path(str(entry.get("path", "")))
+            places = (recorded, self.file.path.with_name(recorded.name))
+            place = next((path for path in places if path.is_file()), None)
+            if place is None:
+                raise VitseeError(
+                    f"{recorded} is gone, whose curves this figure shows; expected it there, or "
+                    f"beside {self.file.path}"
+                )
+            paths.append(place)
+            labels.append(str(entry.get("label", "")))
+        found: list[ResultFile] = self.analysis.read(paths, labels)
+        return found
+
+
+def open_result(path: str | Path) -> Result:
+    """The table in a file and the analysis that made it.
+
+    Raises:
+        VitseeError: no table, no sidecar beside it, or not of an analysis that draws figures.
+        OSError: it cannot be opened.
+    """
+    file = read_result(path)
+    beside = f"{file.path.name}.json"
+    if not file.sidecar:
+        raise VitseeError(
+            f"{file.path} has no sidecar {beside} beside it, which says whose figure it is; "
+            f"{WRITTEN}, together with its sidecar"
+        )
+    names = {module.name for module in pkgutil.iter_modules(analyses.__path__)}
+    name = file.command.replace("-", "_")
+    if "notes" not in file.sidecar or name not in names:
+        made_by = f"of vitsee {file.command}" if file.command else "of another program"
+        raise VitseeError(f"{file.path} is {made_by}, which draws no figure; {WRITTEN}")
+    lacks = [name for name in file.sidecar.get("columns", ()) if name not in file.table.columns]
+    if lacks:
+        raise VitseeError(
+            f"{file.path} lost columns since vitsee {file.command} wrote it: {', '.join(lacks)}"
+        )
+    if file.changed:
+        log.warning("%s was changed since vitsee %s wrote it", file.path, file.command)
+    return Result(file, importlib.import_module(f"{analyses.__name__}.{name}"))
+
+
+def redraw(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    sites: Sequence[str] = (),
+    size: tuple[float, float] | None = None,
+    medium: str | None = None,
+    look: Look | None = None,
+    x: str = "",
+    by: Sequence[str] = (),
+    attributes: str | Path | None = None,
+) -> Figure:
+    """The figure of a result file, as its command draws it, and then as `look` wants it.
+
+    Args:
+        paths: of the table; its sidecar lies beside it. Of several: one figure of all their rows.
+        sites: only the rows about these, see `rows_of_sites`.
+        size: width and height in inches; by default what the medium and the content decide.
+        medium: one of `panels.MEDIA`, by default a page.
+        look: theme, colours, range, title, axes; by default the command's.
+        x: a chart along this attribute or column in place of the command's figure, see
+            `with_attribute` and `draw_attribute_chart`.
+        by: attributes or columns whose values make the curves of such a chart.
+        attributes: a table of the user's own attributes.
+
+    Raises:
+        VitseeError: see `open_result`, `rows_of_sites`, `with_attribute` and `Look.put_on`; no rows
+            are left, or results of different commands.
+        OSError: it cannot be opened.
+    """
+    given = [paths] if isinstance(paths, str | Path) else paths
+    result = _joined([open_result(path) for path in given])
+    table = rows_of_sites(result.file.table, sites) if sites else result.file.table
+    wanted = look or Look()
+    with drawn_as(wanted.theme, wanted.put_on):
+        if not x:
+            return result.figure(table, size, medium)
+        own = None if attributes is None else Table.read(attributes)
+        for name in (x, *by):
+            table = with_attribute(table, name, [result.file.sidecar], own)
+        with drawn_for(medium, size):
+            return draw_attribute_chart(table, x, by)
+
+
+def _joined(results: Sequence[Result]) -> Result:
+    """Results of one command as one, with the stores of all in its sidecar."""
+    first = results[0].file
+    if len(results) == 1:
+        return results[0]
+    for file in (result.file for result in results[1:]):
+        if (file.command, [*file.table.columns]) != (first.command, [*first.table.columns]):
+            raise VitseeError(
+                f"{file.path} is of vitsee {file.command} ({file.describe_columns()}), "
+                f"{first.path} of vitsee {first.command} ({first.describe_columns()}); expected "
+                "results of one command with the same columns"
+            )
+    files = tell_apart([result.file for result in results])
+    table = Table.concat([file.table for file in files], first.table.notes)
+    stores = [entry for file in files for entry in file.sidecar.get("stores", ())]
+    joined = replace(first, table=table, sidecar={**first.sidecar, "stores": stores})
+    return replace(results[0], file=joined)

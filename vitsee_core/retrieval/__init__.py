@@ -1,1 +1,0 @@
-"""Image retrieval: ground-truth files, ranks by counting, average precision."""

@@ -1,0 +1,1 @@
+"""Execution: images, devices, threads, processes, clusters, memory and progress."""

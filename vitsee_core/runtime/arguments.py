@@ -1,0 +1,160 @@
+"""What a caller may give an analysis in place of what it takes: paths for stores, one name for
+several, the fields of `Execution` as keywords."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
+
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.options import Declared, Gather, Option, declared
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.url import Url
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+
+
+FIELDS = tuple(field.name for field in fields(Execution))
+
+
+class Analysis(Protocol[P, R_co]):
+    """An analysis that also takes paths of stores, and the fields of `Execution` as keywords."""
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    @overload
+    def __call__(self, *stores: Store | str | os.PathLike[str] | Url, **kwargs: Any) -> R_co: ...
+
+
+def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
+    """Decorator of an analysis' `run`: a path stands for the store there, a text for a sequence of
+    that one text (`sites="blocks.0.out"`), and keywords like `images=1000` for the fields of the
+    parameter `execution`, if it has that.
+
+    Which parameters take paths and texts their annotations say: `Store`, `Sequence[Store]`,
+    `Sequence[str]`. The signature that `help` shows has the fields of `Execution` by name; the
+    parameters that have an `Option` are explained by that, in the docstring's Args.
+
+    Raises, when called:
+        StoreError: as `open_store`.
+        VitseeError: two of the stores have one label.
+        TypeError: a keyword that the analysis does not take; names it and the nearest.
+    """
+    signature = inspect.signature(run)
+    parameters = declared(run)
+    framed = "execution" in parameters
+
+    @wraps(run)
+    def called(*args: Any, **kwargs: Any) -> R_co:
+        own = {name: kwargs.pop(name) for name in FIELDS if framed and name in kwargs}
+        if own:
+            kwargs["execution"] = replace(kwargs.get("execution", DEFAULT), **own)
+        if unknown := [name for name in kwargs if name not in parameters]:
+            known = [*parameters, *(FIELDS if framed else ())]
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(known)}"
+            name = run.__module__.rpartition(".")[2]
+            raise TypeError(f"{name}() has no keyword {unknown[0]!r}{hint}")
+        bound = signature.bind(*args, **kwargs)
+        seen: dict[str, str] = {}
+        for name, value in bound.arguments.items():
+            kind = parameters[name].annotation
+            if "Store" in kind:
+                bound.arguments[name] = _opened(value, seen)
+            elif kind.startswith("Sequence[str]") and isinstance(value, str):
+                bound.arguments[name] = (value,)
+        found: Any = run(*bound.args, **bound.kwargs)
+        if hasattr(found, "made_by"):
+            bound.apply_defaults()
+            name = run.__module__.rpartition(".")[2]
+            found = replace(found, made_by=(name, dict(bound.arguments)))
+        return cast(R_co, found)
+
+    plain = [
+        p.replace(annotation=parameters[p.name].annotation) for p in signature.parameters.values()
+    ]
+    signature = signature.replace(parameters=plain)
+    called.__signature__ = _spelled_out(signature) if framed else signature  # type: ignore[attr-defined]
+    called.__doc__ = documented(run.__doc__ or "", parameters)
+    return cast(Analysis[P, R_co], called)
+
+
+def documented(text: str, parameters: dict[str, Declared]) -> str:
+    """A docstring with the parameters that have options, and `execution`, among its Args."""
+    entries = []
+    for own in parameters.values():
+        if isinstance(own.about, Option) and own.about.help:
+            entries.append(_entry(own, own.about))
+        elif isinstance(own.about, Gather) and f"    {own.name}: " not in text:
+            entries.append(f"    {own.name}: a `{own.about.kind.__name__}`.")
+    if "execution" in parameters and "    execution: " not in text:
+        entries.append(
+            "    execution: which images, and what the work may use; see `Execution`, whose fields "
+            "are\n        keywords too."
+        )
+    blocks = inspect.cleandoc(text).split("\n\n")
+    at = next((i for i, block in enumerate(blocks) if block.startswith("Args:")), None)
+    if at is None and entries:
+        ends = (i for i, block in enumerate(blocks) if block.startswith("Raises:"))
+        at = next(ends, len(blocks))
+        blocks.insert(at, "Args:")
+    if at is not None:
+        blocks[at] = "\n".join([blocks[at], *entries])
+    return "\n\n".join(blocks)
+
+
+def _entry(own: Declared, option: Option) -> str:
+    """The lines of Args about a parameter."""
+    text = option.help.partition(" Repeatable")[0]
+    if option.choices:
+        some = "some" if own.annotation.startswith("Sequence") else "one"
+        text = f"{some} of {', '.join(option.choices)}. {text}"
+    if option.default is not None:
+        text += f" Default: {option.default}."
+    return textwrap.fill(
+        " ".join(f"{own.name}: {text}".split()),
+        width=96,
+        initial_indent="    ",
+        subsequent_indent="        ",
+        break_on_hyphens=False,
+    )
+
+
+def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with the fields of `Execution` before `execution` itself."""
+    kept = [p for p in signature.parameters.values() if p.name != "execution"]
+    own = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+        )
+        for field in fields(Execution)
+    ]
+    return signature.replace(parameters=[*kept, *own, signature.parameters["execution"]])
+
+
+def _opened(value: Any, seen: dict[str, str]) -> Any:
+    """The store at a path; of a sequence, each. seen: label -> path, of those opened so far."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_opened(part, seen) for part in value)
+    if not isinstance(value, (str, os.PathLike, Url)):
+        return value
+    from vitsee_stores import open_store
+
+    store = open_store(value)
+    other = seen.setdefault(store.label, str(value))
+    if other != str(value):
+        raise VitseeError(
+            f"two stores are called {store.label!r}: {other} and {value}; "
+            "give open_store(path, label=...) for one of them"
+        )
+    return store

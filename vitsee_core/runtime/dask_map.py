@@ -1,0 +1,338 @@
+"""A `map` over the workers of a Dask cluster, for `Execution.map`: `--dask` of every command.
+
+    with dask_map("local:4") as map:
+        table = cka.run("a.zarr", "b.zarr", map=map)
+
+What is sent is a function, once per worker as far as it is large, and one small item per task; what
+comes back is small too: workers read stores and write Gram matrices and slabs themselves. Results
+come in the items' order, a bounded number of them before they are taken, so that what is added up
+is added in the same order as by one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import pickle
+import re
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from vitsee_core.runtime.dask_worker import REMEDY, DaskError, Done, done, refusal
+from vitsee_core.runtime.machine import counted, human_bytes, n_cores
+from vitsee_core.runtime.streaming import submitted
+from vitsee_core.runtime.versions import worker_versions
+from vitsee_stores.errors import VitseeError
+
+R = TypeVar("R")
+
+WAIT_SECONDS = 10.0  # for a scheduler's answer, and in silence for a first worker
+WORKER_SECONDS = 600.0  # for that worker, which a cluster's queue may still have to start
+RETRIES = 2  # of a task whose error is nobody's mistake
+LARGE = 1 << 14  # bytes of a function that goes to each worker once, not with every task
+LOST = "the Dask cluster was lost"
+AHEAD = 4  # tasks for each thread of the workers, running, waiting or not yet taken
+
+log = logging.getLogger(__name__)
+
+
+class DaskMap:
+    """As the builtin `map`, done by the workers of a cluster.
+
+    client: of the cluster. address: as the user wrote it. local: how many of its processes are this
+    machine's own, started for this work; 0 where they are elsewhere. sent, received: bytes of
+    functions with their items, and of results, so far.
+    """
+
+    def __init__(self, client: Any, address: str, local: int = 0) -> None:
+        self.client, self.address, self.local = client, address, local
+        self.sent = self.received = 0
+        self._threads: dict[str, int] = {}  # of each worker
+        self._asked = -math.inf
+
+    def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
+        """`function` of each item, in their order.
+
+        Raises:
+            VitseeError: a task raised it; the cluster is gone; or a worker has other versions.
+        """
+        import cloudpickle
+
+        work = cloudpickle.dumps(function)
+        with self._on_workers(work) as given:
+            task = partial(done, worker_versions(), given)
+
+            def submit(data: bytes) -> Any:
+                self.sent += len(data) + (len(given) if given is work else 0)
+                return self.client.submit(task, data, pure=False, retries=RETRIES)
+
+            pickled = (pickle.dumps(item, protocol=5) for item in items)
+            yield from submitted(submit, pickled, lambda: AHEAD * self.n_threads(), self._result)
+
+    @contextmanager
+    def _on_workers(self, work: bytes) -> Iterator[bytes | str]:
+        """A pickled function as tasks take it. A large one goes to each worker once, also to those
+        that join later, as a plugin: a dependency would draw all tasks to the workers that have it,
+        and be lost with them."""
+        if len(work) <= LARGE:
+            yield work
+            return
+        from distributed import WorkerPlugin
+
+        class Work(WorkerPlugin):
+            def __init__(self) -> None:
+                self.work = work
+
+        plugin, name = Work(), f"vitsee-{secrets.token_hex(8)}"
+        self.sent += len(work) * max(1, self.n_workers())
+        with _one_line(LOST):
+            self.client.register_plugin(plugin, name)
+        try:
+            yield name
+        finally:
+            with contextlib.suppress(Exception):  # the first error is the one to be shown
+                self.client.unregister_worker_plugin(name)
+
+    def n_threads(self) -> int:
+        """Tasks that the cluster can do at a time, as of the last second; at least 1."""
+        return max(1, sum(self._now().values()))
+
+    def n_workers(self) -> int:
+        """Workers that the cluster has, as of the last second."""
+        return len(self._now())
+
+    def _now(self) -> dict[str, int]:
+        if time.monotonic() - self._asked > 1.0:
+            with _one_line(LOST):
+                self._threads = self.client.nthreads()
+            self._asked = time.monotonic()
+        return self._threads
+
+    def _result(self, future: Any) -> Any:
+        """What a task returned, waited for.
+
+        Raises:
+            VitseeError: it is a user's mistake, or a worker of other versions had the task.
+        """
+        try:
+            with _one_line(LOST, of_task=True):
+                data = self._waited_for(future)
+        except VitseeError:
+            raise
+        except Exception:
+            self.check_versions()  # on a worker without this code a task fails in any way
+            raise
+        self.received += len(data)
+        found: Done = pickle.loads(data)
+        for name, level, line in found.lines:
+            logging.getLogger(name).log(level, "%s", line)
+        if found.error is not None:
+            raise found.error
+        return found.result
+
+    def _waited_for(self, future: Any) -> bytes:
+        warned = False
+        while True:
+            try:
+                data: bytes = future.result(timeout=2.0)
+                return data
+            except TimeoutError:
+                if future.done():  # the task's own
+                    raise
+                if not warned and not self.client.nthreads():
+                    log.warning("the Dask cluster has no workers left: waiting for new ones")
+                    warned = True
+
+    def check_versions(self) -> None:
+        """Ask all workers.
+
+        Raises:
+            DaskError: one has other versions, or none of vitsee.
+        """
+        with _one_line(f"the Dask workers at {self.address} cannot be asked for their versions"):
+            answers: Mapping[str, Any] = self.client.run(worker_versions, on_error="return")
+        for worker, theirs in answers.items():
+            if not isinstance(theirs, dict):
+                raise DaskError(
+                    f"the Dask worker at {worker} cannot run vitsee ({_said(theirs)}); {REMEDY}"
+                )
+            if error := refusal(worker, theirs, worker_versions()):
+                raise error
+
+
+# ---------------------------------------------------------------- the cluster
+
+
+def parse_address(text: str) -> str | int:
+    """The address of a scheduler, or the number of processes of `local:N`.
+
+    Raises:
+        DaskError: neither.
+    """
+    if text == "local":
+        return n_cores()
+    if match := re.fullmatch(r"local:([1-9]\d{0,3})", text):
+        return int(match[1])
+    if re.fullmatch(r"([a-z]+://)?[\w.\[\]:-]*[\w\]]:\d+", text) and not text.startswith("local:"):
+        return text
+    raise DaskError(
+        f"{text!r}; expected local:N with N processes from 1 on, or a scheduler's address as "
+        "tcp://HOST:8786"
+    )
+
+
+@contextmanager
+def dask_map(address: str) -> Iterator[DaskMap]:
+    """A map over the workers of the cluster at `address`, or over N processes of this machine that
+    `local:N` starts and stops.
+
+    Raises:
+        DaskError: the package is missing, nobody answers there, or there are no workers, or other
+            versions of vitsee, Python or Dask.
+    """
+    where = parse_address(address)
+    try:
+        import distributed
+    except ImportError:
+        raise DaskError(
+            "--dask needs the package distributed; run: pip install 'vitsee[dask]'"
+        ) from None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", category=distributed.versions.VersionMismatchWarning)
+        stack.enter_context(_quiet())
+        if isinstance(where, int):
+            try:
+                cluster = stack.enter_context(_local(where))
+            except RuntimeError as error:  # what Dask makes of any error, a full disk's among them
+                raise DaskError(f"no Dask processes on this machine: {error}") from error
+            client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
+            made = DaskMap(client, address, where)
+        else:
+            with _one_line(f"no Dask scheduler answers at {where}"):
+                client = distributed.Client(where, timeout=WAIT_SECONDS, set_as_default=False)
+            stack.enter_context(client)
+            made = DaskMap(client, address)
+        _wait_for_workers(made)
+        made.check_versions()
+        log.info(
+            "Dask at %s: %s, %s in all",
+            *(address, counted(made.n_workers(), "workers")),
+            counted(made.n_threads(), "threads"),
+        )
+        yield made
+        log.debug(
+            "to the workers went %s, from them came %s",
+            *(human_bytes(made.sent), human_bytes(made.received)),
+        )
+
+
+@contextmanager
+def _local(processes: int) -> Iterator[Any]:
+    """Processes of one thread each, which share this one's cores."""
+    import dask
+    import distributed
+
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, n_cores() // processes)))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    config = {
+        "distributed.worker.daemon": False,  # a task may start processes of its own
+        # Memory is bounded by what the work takes; nobody is to be killed for a page cache.
+        "distributed.worker.memory.terminate": False,
+        "distributed.worker.memory.pause": False,
+        # Set, it makes every large array fresh memory from the system: twice the time of k-NN.
+        "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
+    }
+    with (
+        dask.config.set(config),
+        distributed.LocalCluster(
+            n_workers=processes,
+            threads_per_worker=1,
+            processes=True,
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",
+            security=True,  # whoever else is on this machine shall not run code here
+            memory_limit=0,
+            silence_logs=logging.CRITICAL,
+            # As torchrun says it, to `machine`: the machine is theirs in equal parts.
+            env={
+                **{name: os.environ.get(name, threads) for name in names},
+                "LOCAL_WORLD_SIZE": str(processes),
+            },
+        ) as cluster,
+    ):
+        yield cluster
+
+
+def _wait_for_workers(made: DaskMap) -> None:
+    begun, warned, address = time.monotonic(), False, made.address
+    with _one_line(f"the Dask scheduler at {address} does not answer"):
+        while not made.n_workers():
+            waited = time.monotonic() - begun
+            if waited > WORKER_SECONDS:
+                raise DaskError(
+                    f"the Dask scheduler at {address} had no workers for {waited:.0f} s; start "
+                    "some (cluster.scale, dask worker) and repeat the command"
+                )
+            if waited > WAIT_SECONDS and not warned:
+                log.warning(
+                    "the Dask scheduler at %s has no workers yet (cluster.scale, dask worker): "
+                    "waiting %.0f minutes at most",
+                    *(address, WORKER_SECONDS / 60),
+                )
+                warned = True
+            time.sleep(0.2)
+
+
+@contextmanager
+def _one_line(what: str, *, of_task: bool = False) -> Iterator[None]:
+    """Dask's own errors as one line.
+
+    Args:
+        what: what did not work.
+        of_task: errors of a task pass, too, which may be of any type.
+
+    Raises:
+        DaskError: `what`, and Dask's word for it.
+    """
+    from distributed import KilledWorker
+    from distributed.client import FutureCancelledError
+    from distributed.comm.core import CommClosedError
+
+    errors: tuple[type[Exception], ...] = FutureCancelledError, CommClosedError
+    if not of_task:
+        errors = *errors, TimeoutError, ValueError, OSError
+    try:
+        yield
+    except KilledWorker as error:
+        raise DaskError(
+            f"one piece of the work ended {counted(error.allowed_failures + 1, 'workers')} (out of "
+            "memory? their logs say more); give workers more memory, or take a smaller --memory"
+        ) from None
+    except errors as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DaskError(f"{what} ({_said(error)})") from None
+
+
+def _said(error: object) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")[:200]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Dask's own log lines are for those who look for them."""
+    logger = logging.getLogger("distributed")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

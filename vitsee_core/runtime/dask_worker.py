@@ -1,0 +1,109 @@
+"""What a worker of a Dask cluster does with the pieces of `DaskMap`."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from vitsee_core.runtime.versions import worker_versions
+from vitsee_stores.errors import NoStore, VitseeError
+
+PACKAGES = ("vitsee_core", "vitsee_stores")  # whose log lines come back from workers
+REMEDY = "start workers from the same environment"
+SAME_FILES = "workers need this machine's files under the same paths, or stores at URLs"
+
+
+class DaskError(VitseeError):
+    """No cluster, or none that can do this work."""
+
+
+class Done(NamedTuple):
+    """What comes back from a worker: a result or a user's mistake, and what was logged."""
+
+    result: Any
+    error: VitseeError | None
+    lines: list[tuple[str, int, str]]
+
+
+def done(ours: Mapping[str, str], work: bytes | str, item: bytes) -> bytes:
+    """The pickled `Done` of one task on this worker.
+
+    Args:
+        ours: the versions of the command's own process; nothing is unpickled where they differ.
+        work: the pickled function, or the name of the worker plugin whose `work` it is.
+        item: the pickled item.
+    """
+    from distributed import get_worker
+
+    worker: Any = get_worker()
+    error: VitseeError | None = refusal(worker.address, worker_versions(), ours)
+    if error is not None:
+        return pickle.dumps(Done(None, error, []))
+    function = worker.plugins[work].work if isinstance(work, str) else work
+    result: Any = None
+    with _lines() as lines:
+        try:
+            result = _function(function)(pickle.loads(item))
+        except NoStore as unseen:  # the command's own process has seen it
+            error = on_this_worker(unseen)
+        except VitseeError as mistake:  # no other worker will do better
+            error = mistake.with_traceback(None)
+    return pickle.dumps(Done(result, error, lines), protocol=5)
+
+
+def refusal(worker: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> DaskError | None:
+    """The error about a worker of other versions, which would give other numbers."""
+    other = [name for name in ours if theirs.get(name) != ours[name]]
+    if not other:
+        return None
+    there, here = (
+        ", ".join(f"{name} {versions.get(name, 'missing')}" for name in other)
+        for versions in (theirs, ours)
+    )
+    return DaskError(f"the Dask worker at {worker} has {there}; here: {here} ({REMEDY})")
+
+
+def on_this_worker(error: VitseeError) -> DaskError:
+    """What this worker lacks and the command's own process has."""
+    first, _, _ = str(error).partition(" (")
+    return DaskError(f"on the Dask worker at {socket.gethostname()}: {first} ({SAME_FILES})")
+
+
+@lru_cache(maxsize=4)
+def _function(work: bytes) -> Callable[[Any], Any]:
+    found: Callable[[Any], Any] = pickle.loads(work)
+    return found
+
+
+class _Kept(logging.Handler):
+    """Keeps what the thread that made it logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[str, int, str]] = []
+        self._thread = threading.get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._thread:
+            self.lines.append((record.name, record.levelno, record.getMessage()))
+
+
+@contextmanager
+def _lines() -> Iterator[list[tuple[str, int, str]]]:
+    kept = _Kept()
+    loggers = [logging.getLogger(name) for name in PACKAGES]
+    for logger in loggers:
+        if logger.getEffectiveLevel() > logging.INFO:
+            logger.setLevel(logging.INFO)
+        logger.addHandler(kept)
+    try:
+        yield kept.lines
+    finally:
+        for logger in loggers:
+            logger.removeHandler(kept)

@@ -1,0 +1,108 @@
+"""What this process may use of the machine: cores, memory, disk. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vitsee_stores.url import Place
+
+
+def n_cores() -> int:
+    """Cores this process may run on (its affinity, not the machine's count); where it is bound to
+    none, its part among the processes of its job on this machine."""
+    every = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    return cores if cores != every else max(1, cores // local_processes(os.environ))
+
+
+def memory_bytes() -> int:
+    """Memory this process may use: the machine's, or less where a cgroup or job limits it, in equal
+    parts for the processes of its job on this machine."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in (
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    ):
+        try:
+            total = min(total, int(limit.read_text()))
+        except (OSError, ValueError):
+            continue  # no such hierarchy, or "max"
+    return total // local_processes(os.environ)
+
+
+def local_processes(environ: Mapping[str, str]) -> int:
+    """How many processes of this job run on this machine, as torchrun, MPI or SLURM's srun say it;
+    1 where none does."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        if environ.get(name, "").isdigit():
+            return max(1, int(environ[name]))
+    # Tasks by node, "8", or "8(x2),4" where they differ: two nodes of 8 tasks and one of 4.
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return 1
+        counts += [int(match[1])] * min(int(match[2] or 1), 100_000)
+    node = environ.get("SLURM_NODEID", "0")
+    return max(1, counts[int(node)]) if node.isdigit() and int(node) < len(counts) else 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch means that a device or the host is out of memory; torch has several
+    such errors, recognised here without importing it."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in text
+        or "CUDA error: out of memory" in text
+    )
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Free bytes on the file system that `path` is on or would be created on."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def disk_block_bytes(path: Path) -> int:
+    """What a file takes at least on the file system that `path` is on or would be created on; where
+    that names its unit of transfer instead, which may be a megabyte, 4 kB."""
+    return min(os.statvfs(_existing(path)).f_frsize, 4096)
+
+
+def _existing(path: Path) -> Path:
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def scratch_folder(place: Place) -> Path:
+    """A folder of this machine for what a store is made or read with: that of a store in a folder,
+    for one at a URL the system's own for temporary files."""
+    return place.absolute().parent if isinstance(place, Path) else Path(tempfile.gettempdir())
+
+
+def counted(n: int, noun: str) -> str:
+    """`1 image`, `2 images`, `1 Gram matrix`; `noun` is the plural."""
+    if n == 1:
+        ends = {"ices": "ix", "ies": "y", "s": ""}  # matrix, query, image
+        end = next((end for end in ends if noun.endswith(end)), "")
+        noun = noun.removesuffix(end) + ends.get(end, "")
+    return f"{n} {noun}"
+
+
+def human_bytes(n: float) -> str:
+    """`n` bytes as people write them (powers of 1000): 3.6 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(n) < 999.5:
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 99.5 else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"

@@ -1,0 +1,207 @@
+"""How the parameters of an analysis are given on the command line, declared in its signature.
+
+    def run(
+        *stores: Store,
+        sites: Annotated[Sequence[str], SITES] = ("blocks",),
+        ks: Annotated[Sequence[int], Option("Number of neighbours.", "--k", least=1)] = (20,),
+        execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
+    ) -> Table: ...
+
+The command line makes its options from this, and `help(run)` its Args. This module knows no
+terminal, and imports no numpy.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.selectors import GROUPS
+from vitsee_stores.token_selection import WORDS, TokenSelection
+
+# The headings of `vitsee --help`, in their order. An analysis names its own: `QUESTION = FLOW`.
+STORES = "Make and inspect stores"
+SIMILARITY = "How similar layers and models are"
+ATTENTION = "Where attention looks"
+FLOW = "What flows through the layers"
+KNOWLEDGE = "What a layer knows"
+RESULTS = "Results of several commands"
+QUESTIONS = (STORES, SIMILARITY, ATTENTION, FLOW, KNOWLEDGE, RESULTS)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option. Its type follows from the parameter's annotation: `int`, `float`, `Path`, `bool`
+    (a flag), `str`; a `Sequence` makes it repeatable. Of `*tests: Store` it says that there may be
+    none."""
+
+    help: str
+    flag: str = ""  # where it is not --name-of-the-parameter
+    metavar: str | None = None
+    default: str | None = None  # the default in words, where the value does not say it
+    choices: Sequence[str] = ()
+    parse: Callable[[str], Any] | None = None  # raises VitseeError
+    completes: Sequence[str] = ()  # words that the shell offers; others may be given
+    # Limits of a number.
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    # (parameter, *values): refused unless that parameter has one of these values, or any.
+    only_with: tuple[str, ...] = ()
+    # The default that follows from the other parameters, so that the sidecar has it.
+    decide: Callable[[Mapping[str, Any]], Any] | None = None
+    or_none: bool = False  # the word none, alone, is the empty sequence
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A parameter made of several options: those declared by the fields of the dataclass `kind`,
+    or the named ones of them."""
+
+    kind: type
+    fields: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Offers:
+    """Metadata of the parameter `execution`: the fields of `Execution` that have an option, and
+    what --dask spreads, "" for no such option. replicates: rows have jackknife replicates."""
+
+    fields: str
+    dask: str = ""
+    replicates: bool = True
+
+
+class Declared(NamedTuple):
+    """A parameter: its annotation without `Annotated`, its default (`inspect.Parameter.empty` for
+    none), how its arguments are passed, and its metadata."""
+
+    name: str
+    annotation: str
+    default: Any
+    kind: Any
+    about: Option | Gather | Offers | None
+
+
+def declared(function: Callable[..., Any]) -> dict[str, Declared]:
+    """Name -> parameter of a function or dataclass. Annotations are read as text, so that names
+    imported for type checkers alone may occur in them."""
+    function = inspect.unwrap(function)
+    names = getattr(function, "__globals__", None) or vars(sys.modules[function.__module__])
+    found = {}
+    for name, own in inspect.signature(function).parameters.items():
+        plain, about = _split(own.annotation, names)
+        found[name] = Declared(name, plain, own.default, own.kind, about)
+    return found
+
+
+def _split(annotation: Any, names: dict[str, Any]) -> tuple[str, Any]:
+    """The type and the metadata of `Annotated[type, metadata]`."""
+    if not isinstance(annotation, str):  # a module without `from __future__ import annotations`
+        metadata = getattr(annotation, "__metadata__", (None,))
+        return str(getattr(annotation, "__origin__", annotation)), metadata[0]
+    tree = ast.parse(annotation, mode="eval").body
+    if not (isinstance(tree, ast.Subscript) and ast.unparse(tree.value) == "Annotated"):
+        return annotation, None
+    assert isinstance(tree.slice, ast.Tuple)
+    kind, metadata = tree.slice.elts
+    return ast.unparse(kind), eval(ast.unparse(metadata), names)
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, Declared]:
+    """Name -> parameter with an option, of a function or dataclass; those of `Gather` in place of
+    the parameter that they make."""
+    found = {}
+    for own in declared(function).values():
+        if isinstance(own.about, Option) and own.annotation != "Store":
+            found[own.name] = own
+        elif isinstance(own.about, Gather):
+            inner = options_of(own.about.kind)
+            if own.default is not inspect.Parameter.empty:  # it need not be given, nor its parts
+                empty = {n: p for n, p in inner.items() if p.default is inspect.Parameter.empty}
+                inner |= {name: part._replace(default=None) for name, part in empty.items()}
+            found |= {name: inner[name] for name in own.about.fields or inner}
+    return found
+
+
+# ---------------------------------------------------------------- options of several analyses
+
+PLACES = "first, last, stage:I, depth:F (0 to 1)"
+SITE_WORDS = (*GROUPS, "first", "last", "stage:", "depth:")
+
+
+def sites_option(default: str | None = None) -> Option:
+    """Sites by name, glob or group; default: in words."""
+    return Option(
+        f"Sites by name, glob or group ({', '.join(GROUPS)}), or by place: {PLACES}. "
+        "blocks.-1.out counts from the end, !NAME leaves out. Repeatable, or a comma list.",
+        metavar="GLOB",
+        default=default,
+        completes=SITE_WORDS,
+    )
+
+
+SITES = sites_option()
+
+
+def blocks_option(default: str = "every block with attention") -> Option:
+    """Whole blocks by path, glob or place; default: in words."""
+    return Option(
+        f"Blocks by path or glob (blocks.0, 'blocks.1?'), or by place: {PLACES}. blocks.-1 "
+        "counts from the end, !BLOCK leaves out. Repeatable, or a comma list.",
+        metavar="BLOCK",
+        default=default,
+        completes=SITE_WORDS,
+    )
+
+
+_TOKEN_WORDS = {
+    "prefix": "class token and registers",
+    "mean": "of the patches",
+    "mean-all": "of all tokens",
+    "rest": "mean of all but the first",
+    "each": "one by one",
+}
+# What makes an image's features one vector; `each` does not.
+FEATURE_TOKENS = tuple(word for word in WORDS if word != "each")
+CLS_OR_MEAN = "cls where a site has a class token, else mean (over patches)"
+
+
+def tokens_option(words: Iterable[str] = WORDS, default: str | None = None) -> Option:
+    """Tokens by one of these words, or a cell of the grid; default: in words."""
+    words = tuple(words)
+    listed = ", ".join(f"{w} ({_TOKEN_WORDS[w]})" if w in _TOKEN_WORDS else w for w in words)
+
+    def parse(text: str) -> TokenSelection:
+        try:
+            return TokenSelection.parse(text, words)
+        except SiteError:
+            expected = f"{', '.join(words)} or ROW,COL of the grid"
+            raise VitseeError(f"{text!r}; expected {expected}") from None
+
+    return Option(
+        f"Tokens: {listed}, or ROW,COL of the grid.",
+        metavar="TOKENS",
+        default=default,
+        parse=parse,
+        completes=words,
+    )
+
+
+def metrics_option(words: Iterable[str], default: str, about: str = "") -> Option:
+    """Some of these metrics; default: in words; about: what they are."""
+    return Option(about, "--metric", default=default, choices=tuple(words))
+
+
+def image_option(
+    what: str, default: str, store: str = "the first store", about: str = ""
+) -> Option:
+    """Single images: `what` is done with them; about: what else is to say."""
+    text = f"{what} this image, named by its id or its row in {store}{about}."
+    return Option(text, metavar="ID", default=default)

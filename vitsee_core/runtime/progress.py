@@ -1,0 +1,83 @@
+"""How a long run reports how far it is: one protocol, of which the terminal's draws a bar."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Receives how far a run is. Between `start` and `stop` one phase of the work is counted; a run
+    of several phases starts each for itself."""
+
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        """`total` of `unit` (a plural) are to be done, `done` of them already are."""
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        """That many more are done, and bytes written or read; from any thread."""
+
+    def stop(self) -> None:
+        """The phase ended, well or not."""
+
+
+class Silent:
+    """Progress that shows nothing."""
+
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        """Nothing."""
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        """Nothing."""
+
+    def stop(self) -> None:
+        """Nothing."""
+
+
+SILENT = Silent()
+SILENCE = 2.0  # seconds
+SITE_IMAGES = "images x sites"  # the unit of analyses that read every image once a site
+
+log = logging.getLogger(__name__)
+_counting = threading.Lock()  # one for all: a Tally is pickled
+
+
+@dataclass
+class Tally(Silent):
+    """Adds up what is advanced, for whoever reports it elsewhere."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        """Count."""
+        with _counting:
+            self.count += count
+            self.size_bytes += size_bytes
+
+
+@contextmanager
+def soon_said(what: str) -> Iterator[None]:
+    """Log `what` if the work inside takes more than `SILENCE` seconds."""
+    timer = threading.Timer(SILENCE, log.info, ("%s ...", what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def counting(
+    progress: Progress, total: int, unit: str = "images", *, done: int = 0
+) -> Iterator[Progress]:
+    """`progress` from its start to its stop, which comes after an error too."""
+    progress.start(total, done, unit)
+    try:
+        yield progress
+    finally:
+        progress.stop()

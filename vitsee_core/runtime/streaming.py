@@ -1,0 +1,319 @@
+"""The fold: an analysis is an accumulator, filled slab by slab and merged in the slabs' order.
+
+    def fold(stores, make):
+        total = make()
+        for slab in slabs:  part = make();  part.update(slab);  total.merge(part)
+
+Each slab gets an accumulator of its own and the merges happen here, one after the other, in the
+order of the slabs. So the result is the same, bit for bit, whether the slabs were worked on by
+this thread, by threads, by processes or by a cluster: give the `map` that spreads the calls.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.types import Mask
+from vitsee_stores import Slab, Store, require_paired
+from vitsee_stores.errors import StoreMismatch, VitseeError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Map(Protocol):
+    """As the builtin `map`: results in the order of the items."""
+
+    def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterable[R]:
+        """`function` of each item."""
+
+
+class Accumulator(Protocol):
+    """A sum over slabs, in the widest sense.
+
+    `update(slab)`, or `update(slab_a, slab_b)` over a pair of stores, is called once on a fresh
+    accumulator; `merge(other)` adds a later slab's and leaves `other` alone; `result()` divides.
+    Of a slab, the rows with `slab.valid` count; in a pair both slabs have the same `valid`. To
+    travel between processes an accumulator must pickle.
+    """
+
+    # Properties, as a method that takes one slab is no method that takes any number of them.
+    @property
+    def update(self) -> Callable[..., None]:
+        """Count a slab."""
+
+    @property
+    def merge(self) -> Callable[..., None]:
+        """Count what another accumulator counted."""
+
+    @property
+    def result(self) -> Callable[[], Any]:
+        """What was asked for."""
+
+
+A = TypeVar("A", bound=Accumulator)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The images an analysis looks at. mask: (images,) over all rows of the store; n_invalid: how
+    many of them could not be read and were left out; how: in words."""
+
+    mask: Mask
+    n_invalid: int
+    how: str
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def n(self) -> int:
+        """Rows looked at, the invalid ones among them."""
+        return int(self.mask.sum())
+
+    def describe(self) -> dict[str, Any]:
+        """For a sidecar."""
+        remarks = {"remarks": list(self.remarks)} if self.remarks else {}
+        return {"rows": self.n, "left_out_invalid": self.n_invalid, "chosen": self.how, **remarks}
+
+
+def choose_rows(
+    store: Store, images: int | None = None, seed: int = 0, *, whole_slabs: bool = False
+) -> Rows:
+    """Which rows an analysis of `images` images uses.
+
+    The first rows of a shuffled store, which are a random sample; a sample drawn with `seed` from
+    a store in the data set's order; all rows where `images` is None or more than there are. Stores
+    that pair give the same rows. Only committed slabs count.
+
+    Args:
+        store: the store, or the first of a pair.
+        images: how many, invalid ones counted.
+        seed: of the sample.
+        whole_slabs: round up to whole slabs, for what the store holds as sums over slabs.
+
+    Raises:
+        VitseeError: none of the rows holds an image that could be read.
+    """
+    if images is not None and images < 1:
+        raise VitseeError(f"{images} images were asked for; expected a positive number")
+    slabs = [np.arange(slab.rows.start, slab.rows.stop) for slab in store.slabs()]
+    rows = np.concatenate(slabs)
+    n, how, remarks = len(rows), "all", list[str]()
+    if images is not None and images > n:
+        remarks.append(f"{store.label} holds {n} images: {images} were asked for, all are used")
+    elif images is not None and images < n:
+        shuffled = store.shuffled
+        how = f"the first {images}" if shuffled else f"{images} drawn with seed {seed}"
+        if whole_slabs:
+            order = _order(len(slabs), None if shuffled else seed)
+            reached = np.cumsum([len(slabs[k]) for k in order])
+            order = order[: np.searchsorted(reached, images) + 1]
+            rows = np.concatenate([slabs[k] for k in order])
+            if len(rows) > images:
+                how += f", rounded up to {counted(len(order), 'whole slabs')}"
+                remarks.append(f"{store.label}: {how} ({len(rows)} images)")
+        else:
+            rows = rows[_order(n, None if shuffled else seed)[:images]]
+    chosen = np.zeros(store.n_images, bool)
+    chosen[rows] = True
+    invalid = int((chosen & ~store.valid).sum())
+    if invalid == chosen.sum():
+        raise VitseeError(f"{store.label} holds no readable image ({n} rows); extract it anew")
+    return Rows(chosen, invalid, how, tuple(remarks))
+
+
+def _order(n: int, seed: int | None) -> NDArray[np.int64]:
+    return np.arange(n) if seed is None else np.random.default_rng(seed).permutation(n)
+
+
+def fold(
+    stores: Store | tuple[Store, Store],
+    make: Callable[[], A],
+    *,
+    rows: Rows | None = None,
+    images: int | None = None,
+    seed: int = 0,
+    jobs: int = 1,
+    memory: int | None = None,
+    slab_bytes: int = 0,
+    map: Map | None = None,
+    progress: Progress = SILENT,
+) -> A:
+    """The accumulator of all slabs of a store, or of two paired stores in step.
+
+    Memory: `jobs` slabs as far as the accumulator reads them, and up to twice as many
+    accumulators.
+
+    Args:
+        stores: one store, or a pair; of a pair only the rows valid in both count.
+        make: makes an empty accumulator; must pickle where `map` crosses processes.
+        rows: the images to use; by default `choose_rows(store, images, seed)`.
+        images: see `choose_rows`.
+        seed: see `choose_rows`.
+        jobs: threads, where no `map` is given.
+        memory: bytes to stay within, where no `map` is given: fewer threads are used.
+        slab_bytes: what one slab takes while it is worked on.
+        map: spreads the calls, e.g. the `map` of a `ProcessPoolExecutor`; processes open the
+            stores again by their paths.
+        progress: is advanced by the number of rows of each slab that is done.
+
+    Raises:
+        StoreMismatch: a pair that holds other images.
+    """
+    total = None
+    parts = each_slab(
+        stores,
+        _Fill(make),
+        rows=rows if rows is not None else choose_rows(_tuple(stores)[0], images, seed),
+        jobs=jobs if memory is None or not slab_bytes else min(jobs, max(1, memory // slab_bytes)),
+        map=map,
+        progress=progress,
+    )
+    for part in parts:
+        if total is None:
+            total = part
+        else:
+            total.merge(part)
+    return make() if total is None else total
+
+
+def each_slab(
+    stores: Store | tuple[Store, Store],
+    work: Callable[..., R],
+    *,
+    rows: Rows,
+    jobs: int = 1,
+    map: Map | None = None,
+    progress: Progress = SILENT,
+) -> Iterator[R]:
+    """`work(slab)`, or `work(slab_a, slab_b)`, of every slab with a row that counts, in order.
+
+    Arguments and errors as for `fold`, which is this and a merge.
+    """
+    opened = _tuple(stores)
+    counted = rows.mask & (require_paired(*opened) if len(opened) == 2 else opened[0].valid)
+    # Where a pair was cut differently, the larger slabs are the pieces: a chunk is read whole.
+    plan = max((store.plan for store in opened), key=lambda plan: plan.slab)
+    places = [plan.rows(k) for k in range(plan.n_slabs)]
+    items = [(place, counted[place]) for place in places if counted[place].any()]
+    work_on: Map = map or thread_map(jobs if len(items) > 1 else 1)
+    for (place, _), result in zip(items, work_on(_SlabWork(opened, work), items), strict=True):
+        yield result
+        progress.advance(int(rows.mask[place].sum()))
+
+
+def _tuple(stores: Store | tuple[Store, Store]) -> tuple[Store, ...]:
+    return stores if isinstance(stores, tuple) else (stores,)
+
+
+@dataclass(frozen=True)
+class Piece(Slab):
+    """A slab of which the rows in `counted` (rows,) count, and no others; of a pair that was cut
+    into slabs of different sizes, the rows of the larger one."""
+
+    counted: Mask
+
+    @property
+    def valid(self) -> Mask:
+        """(rows,) which rows count: chosen, and with an image (in both stores of a pair)."""
+        return self.counted
+
+    def attention_sums(self, name: str, group: str = "") -> NDArray[Any]:
+        """As of any slab.
+
+        Raises:
+            StoreMismatch: these rows are not one slab of this store, which holds sums of its own.
+            ValueError: some images in the sums do not count; see `choose_rows(whole_slabs=True)`.
+        """
+        if (self.counted != self.store.valid[self.rows]).any():
+            raise ValueError("a part of a slab's images was chosen, its sums are over all of them")
+        if self.rows != self.store.plan.rows(self.k):
+            raise StoreMismatch(
+                f"{self.store.label} holds {name} as sums over slabs of {self.store.plan.slab} "
+                "images, the other store over slabs of another size (extract one of them again "
+                f"with --slab {self.store.plan.slab})"
+            )
+        return super().attention_sums(name, group)
+
+
+@dataclass(frozen=True)
+class _Fill(Generic[A]):
+    make: Callable[[], A]
+
+    def __call__(self, *slabs: Slab) -> A:
+        accumulator = self.make()
+        accumulator.update(*slabs)
+        return accumulator
+
+
+@dataclass(frozen=True)
+class _SlabWork(Generic[R]):
+    """`work` on one slab of the stores."""
+
+    stores: tuple[Store, ...]
+    work: Callable[..., R]
+
+    def __call__(self, item: tuple[slice, Mask]) -> R:
+        rows, counted = item
+        pieces = (Piece(s, rows.start // s.plan.slab, rows, counted) for s in self.stores)
+        return self.work(*pieces)
+
+
+def thread_map(jobs: int) -> Map:
+    """A `map` by so many threads; the builtin one for one."""
+    return _Threads(jobs) if jobs > 1 else builtins.map
+
+
+@dataclass(frozen=True)
+class _Threads:
+    """A `map` over threads that keeps a bounded number of results waiting."""
+
+    jobs: int
+
+    def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
+        with ThreadPoolExecutor(self.jobs) as pool:
+            yield from submitted(
+                lambda item: pool.submit(function, item), items, lambda: 2 * self.jobs
+            )
+
+
+def submitted(
+    submit: Callable[[T], Any],
+    items: Iterable[T],
+    ahead: Callable[[], int],
+    result: Callable[[Any], R] = Future.result,
+) -> Iterator[R]:
+    """The results of all items in their order. No work goes on after the end, an early end too.
+
+    Args:
+        submit: hands an item out to a pool or a cluster and returns its future.
+        items: taken when they are handed out.
+        ahead: how many may be handed out before the first of them is taken, asked anew each time.
+        result: waits for the result of a future.
+    """
+    waiting: deque[Any] = deque()
+    try:
+        for item in items:
+            waiting.append(submit(item))
+            while len(waiting) >= ahead():
+                yield result(waiting.popleft())
+        while waiting:
+            yield result(waiting.popleft())
+    finally:
+        running = []
+        for future in waiting:
+            with suppress(Exception):  # of a cluster that is lost: the first error is to be shown
+                if future.cancel() is False:
+                    running.append(future)
+        for future in running:
+            future.exception()

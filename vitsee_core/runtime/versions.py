@@ -1,0 +1,60 @@
+"""Versions of what decides numbers and files, for manifests and sidecars."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+STORE_PACKAGES = ("vitsee", "torch", "timm", "zarr", "numpy", "pillow")
+RESULT_PACKAGES = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplotlib")
+# What workers of a cluster must share beside the package's code: how they talk, and what decides
+# numbers.
+WORKER_PACKAGES = (
+    *("dask", "distributed", "numpy", "scipy", "torch"),
+    *("timm", "numba", "scikit-learn", "pillow"),
+)
+DECODERS = ("pillow", "libjpeg", "timm")
+
+
+def store_versions() -> dict[str, str]:
+    """Of Python, the packages that make a store, and the library that decodes JPEG."""
+    from PIL import features
+
+    libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
+    return {**_installed(STORE_PACKAGES), "libjpeg": libjpeg or "none"}
+
+
+def result_versions() -> dict[str, str]:
+    """Of Python and the packages that make a table or a figure; none of them is imported."""
+    return _installed(RESULT_PACKAGES)
+
+
+@functools.cache
+def worker_versions() -> Mapping[str, str]:
+    """Of the package's code (a digest of its source files), `WORKER_PACKAGES` and Python (the minor
+    version), as of the first call in this process."""
+    import vitsee_core
+    import vitsee_stores
+
+    code = hashlib.sha256()
+    for package in (vitsee_core, vitsee_stores):
+        (folder,) = map(Path, package.__path__)
+        for file in sorted(folder.rglob("*.py")):
+            code.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
+    found = _installed(WORKER_PACKAGES)
+    minor = found["python"].rpartition(".")[0]
+    return {"vitsee's code": code.hexdigest()[:12], **found, "python": minor}
+
+
+def _installed(packages: Iterable[str]) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,348 @@
+"""Gram matrices from features: each strip of columns is read once and adds to all tiles that fit.
+
+    store -> slab (fp16) -> strip: float32 less a mean -> x_i x_j^T -> float64 tile
+
+Each thread reads, casts and multiplies a strip of its own with one BLAS thread, and adds it when
+the strips before it were added: the result does not depend on the number of threads.
+
+Costs: a Gram matrix takes n (n + 1) p useful operations; on the CPU a diagonal tile is a symmetric
+product (half the work), on a GPU nearly so.
+
+What was measured and is not done (two cores with AVX-512, 1,024 images of 75,648 features, where
+syrk takes 0.27 of 0.34 s): the triangle from blocks of products, by OpenBLAS or MKL, which are
+slower the smaller they are; panels of 384 to 2,688 columns cast just before they are multiplied, so
+that they lie in the second cache (no difference); adding one triangle only (none); files mapped
+instead of read (half the speed). `benchmarks/cka.py rate` prints what the pass takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from vitsee_core.features.matrix import FeatureMatrix, Strip
+from vitsee_core.kernels.backend import (
+    MatmulBackend,
+    matmul_backend,
+    product_in,
+    product_size,
+)
+from vitsee_core.runtime.lanes import Turns, n_lanes, run_lanes
+from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.similarity.shift import FeatureOffset
+from vitsee_core.similarity.strip_means import StripMeans
+from vitsee_stores.disk import in_this_thread
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_core.kernels.staging import Staging
+
+Rows = NDArray[np.int64]
+Places = slice | Rows
+
+MOST_COLUMNS, GOOD_COLUMNS, FEWEST_COLUMNS = 32768, 16384, 256
+LANES = 2  # threads that the width of strips leaves room for; it does not depend on the cores
+
+
+@dataclass(frozen=True)
+class GramTile:
+    """A product to be made: of the chosen rows, places `i` times places `j`; `i is j` where it is
+    symmetric."""
+
+    i: Places
+    j: Places
+
+
+class Workspace:
+    """Buffers that are used again from one matrix to the next: fresh memory of their size costs
+    page faults. For one call of `products` at a time."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, NDArray[np.uint8]] = {}
+
+    def take(self, name: str, n: int, dtype: DTypeLike) -> NDArray[Any]:
+        """(n,) of undefined values, in the memory of the last call with this name."""
+        size = n * np.dtype(dtype).itemsize
+        found = self._buffers.get(name)
+        if found is None or len(found) < size:
+            self._buffers.pop(name, None)  # the old one first: never both at a time
+            found = self._buffers[name] = np.empty(size, np.uint8)
+        return found[:size].view(dtype)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
+
+@dataclass(frozen=True)
+class StripPlan:
+    """How a pass is cut. at_once: tiles that are made together. columns: of a strip. lanes: how
+    many threads have room."""
+
+    at_once: int
+    columns: int
+    lanes: int
+
+    @classmethod
+    def of(
+        cls,
+        features: FeatureMatrix,
+        n: int,
+        tiles: Sequence[GramTile],
+        memory: int,
+        item: int,
+    ) -> StripPlan:
+        """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
+        for what the libraries take, and for a tile on its way to the disk.
+
+        Raises:
+            VitseeError: not even one tile and two narrow strips fit.
+        """
+        largest = max(_length(t.i) * _length(t.j) for t in tiles)
+        share = memory * 3 // 8
+        at_once = max(1, share // (largest * 8))
+        # A lane has its strip, a slab of it as it is stored, a stored chunk and a product.
+        slab = min(features.store.plan.slab, n)
+        groups = (tiles[first : first + at_once] for first in range(0, len(tiles), at_once))
+        used = max(map(_most_rows, groups))
+        a_column = used * item + slab * features.item_size
+        fixed = largest * item + features.chunk_bytes
+        p, least = features.n_features, min(FEWEST_COLUMNS, features.n_features)
+        good = min(p, MOST_COLUMNS, max(GOOD_COLUMNS, features.chunk_columns))
+        columns = 0
+        for lanes in (LANES, 1):
+            if columns < least:
+                columns = min(good, (share // lanes - fixed) // a_column)
+        if columns < least or largest * 8 > share:
+            need = max(least * a_column + fixed, largest * 8) * 8 / 3
+            raise VitseeError(
+                f"{human_bytes(memory)} of memory are too few for {n} images; give --memory "
+                f"{human_bytes(need * 1.01).replace(' ', '')} or more, or fewer --images"
+            )
+        return cls(at_once, columns, max(1, share // (columns * a_column + fixed)))
+
+
+def products(
+    features: FeatureMatrix,
+    rows: Rows,
+    tiles: Sequence[GramTile],
+    *,
+    device: str,
+    memory: int,
+    centred: bool = True,
+    dtype: DTypeLike = np.float32,
+    precision: str = "fp32",
+    fused: bool = False,
+    origin: FeatureOffset | None = None,
+    workspace: Workspace | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> Iterator[NDArray[np.float64]]:
+    """x_i x_j^T of every tile, in their order; x the features of `rows`, less a common vector.
+
+    The vector is the mean over some rows of the first slab. What is made of the result (HSIC,
+    centred kernels) does not depend on it; single precision does (offsets of 300 standard
+    deviations cost two digits of CKA without it).
+
+    Args:
+        features: the matrix.
+        rows: (n,) rows of the store, ascending.
+        tiles: what to compute; they are made in groups that fit the memory, each of which reads
+            the rows it needs once.
+        device: where to multiply: cpu, cuda or cuda:1.
+        memory: bytes to stay within, of the host; on a GPU also of the device.
+        centred: subtract that vector.
+        dtype: of the products; sums over strips are in float64.
+        precision: "bf16" rounds the factors of the products; see `bfloat16`.
+        fused: whether features in half precision are shifted by compiled code, which takes a second
+            to be loaded; sums that `origin` records then have another rounding.
+        origin: records what was subtracted.
+        workspace: where its buffers come from.
+        progress: called with the bytes of each finished strip.
+
+    Raises:
+        VitseeError: not even one tile and narrow strips fit the memory.
+    """
+    backend = matmul_backend(device, precision)
+    memory = min(memory, backend.free_bytes() or memory)
+    item = np.dtype(dtype)
+    plan = StripPlan.of(features, len(rows), tiles, memory, item.itemsize)
+    lanes = n_lanes(plan.lanes)
+    strips = _balanced(features.strips(plan.columns), plan.columns)
+    centres = StripMeans(centred, origin, backend.cast, fused)
+    workspace = workspace or Workspace()
+    counted = np.zeros(len(rows), bool)
+    for first in range(0, len(tiles), plan.at_once):
+        group = tiles[first : first + plan.at_once]
+        used = _used(len(rows), group)
+        local = [_localise(tile, used, len(rows)) for tile in group]
+        work = _Pass(features, strips, rows[used], local, centres, backend)
+        work.places, work.fresh = used, ~counted[used]
+        counted[used] = True
+        yield from work.run(lanes, item, workspace, progress)
+
+
+def _length(part: Places) -> int:
+    return part.stop - part.start if isinstance(part, slice) else len(part)
+
+
+def _most_rows(tiles: Sequence[GramTile]) -> int:
+    """Rows that all these tiles need, counted once."""
+    n = 1 + max(
+        int(p.stop - 1 if isinstance(p, slice) else p.max()) for t in tiles for p in (t.i, t.j)
+    )
+    return len(_used(n, tiles))
+
+
+def _used(n: int, tiles: Sequence[GramTile]) -> Rows:
+    """The places among n that any of these tiles needs."""
+    mask = np.zeros(n, bool)
+    for tile in tiles:
+        mask[tile.i] = True
+        mask[tile.j] = True
+    return np.flatnonzero(mask)
+
+
+def _localise(tile: GramTile, places: Rows, n: int) -> GramTile:
+    """The tile in terms of the rows that were read; runs become slices, which are views."""
+    to_local = np.full(n, -1)
+    to_local[places] = np.arange(len(places))
+
+    def local(part: Places) -> Places:
+        found: Rows = to_local[part]
+        first, last = int(found[0]), int(found[-1])
+        return slice(first, last + 1) if last - first + 1 == len(found) else found
+
+    i = local(tile.i)
+    return GramTile(i, i if tile.i is tile.j else local(tile.j))
+
+
+def _balanced(strips: list[Strip], columns: int) -> list[Strip]:
+    """The last wide strip as two, so that of two threads none works while the other is done."""
+    if not strips or strips[-1].n_columns < columns // 2 or columns < 2 * FEWEST_COLUMNS:
+        return strips
+    return [*strips[:-1], *strips[-1].cut(strips[-1].n_columns // 2)]
+
+
+class _Pass:
+    """One reading of the features of some rows, for a group of tiles."""
+
+    places: Rows  # of its rows, among all of the matrix
+    fresh: NDArray[np.bool_]  # which of them no earlier group read
+
+    def __init__(
+        self,
+        features: FeatureMatrix,
+        strips: Sequence[Strip],
+        rows: Rows,
+        tiles: Sequence[GramTile],
+        centres: StripMeans,
+        backend: MatmulBackend,
+    ) -> None:
+        self._strips, self._tiles, self._centres, self._backend = strips, tiles, centres, backend
+        self._n, self._slabs = len(rows), _by_slab(features, rows)
+        self._item_size, self._slab = features.item_size, features.store.plan.slab
+        self._dtype = features.dtype
+
+    def run(
+        self,
+        lanes: int,
+        dtype: np.dtype[Any],
+        workspace: Workspace,
+        progress: Callable[[int], object] | None,
+    ) -> Iterator[NDArray[np.float64]]:
+        """Its tiles."""
+        lanes, backend = min(lanes, len(self._strips)), self._backend
+        widest = max(strip.n_columns for strip in self._strips)
+        largest = max(product_size(_length(t.i), _length(t.j)) for t in self._tiles)
+        staged = [backend.staging(self._n * widest, self._dtype) for _ in range(lanes)]
+        buffers = [
+            (
+                workspace.take(f"strip {k}", 0 if staging else self._n * widest, dtype),
+                workspace.take(f"slab {k}", self._slab * widest * self._item_size, np.uint8),
+                backend.buffer(workspace.take(f"product {k}", largest, dtype)),
+                staging,
+            )
+            for k, staging in enumerate(staged)
+        ]
+        sums = [backend.zeros((_length(t.i), _length(t.j))) for t in self._tiles]
+        turns = Turns(len(self._tiles) + 1)
+
+        def work(lane: int, take: Callable[[], int | None]) -> None:
+            strip_buffer, slab, memory, staging = buffers[lane]
+            while (k := take()) is not None:
+                if staging is None:
+                    x, read = self._load(k, strip_buffer, slab)
+                    on_device = backend.take(x)
+                else:
+                    on_device, read = self._send(k, staging, slab, dtype)
+                for t, tile in enumerate(self._tiles):
+                    left = on_device[tile.i]
+                    right = left if tile.i is tile.j else on_device[tile.j]
+                    product = product_in(memory, len(left), len(right))
+                    backend.multiply(left, right, product)
+                    with turns.of(k, t):
+                        backend.add(sums[t], product)
+                with turns.of(k, len(self._tiles)):
+                    self._centres.done(k, self.places[self.fresh], self.fresh)
+                    if progress is not None:
+                        progress(read)
+
+        with backend.one_thread():
+            run_lanes(lanes, work, len(self._strips), turns.stop)
+        for tile, total in zip(self._tiles, sums, strict=True):
+            yield backend.host(total, tile.i is tile.j)
+
+    def _load(
+        self, k: int, buffer: NDArray[Any], slab: NDArray[np.uint8]
+    ) -> tuple[NDArray[Any], int]:
+        """A strip's (rows, columns) less its centre, and the bytes it was read from."""
+        strip, size = self._strips[k], 0
+        x = buffer[: self._n * strip.n_columns].reshape(self._n, strip.n_columns)
+        with in_this_thread():
+            for span, inside, target in self._slabs:
+                whole = slice(0, strip.n_columns)
+                pieces: Iterable[tuple[slice, NDArray[Any]]] = (
+                    strip.pieces(span, slab)
+                    if self._centres.has_mean(k) or strip.in_one_chunk(span)
+                    else [(whole, strip.read(span, slab))]
+                )
+                for columns, values in pieces:
+                    size += values.nbytes
+                    values = values if inside is None else values[inside]
+                    self._centres.fill(x, values, k, target, columns)
+        return x, size
+
+    def _send(
+        self, k: int, staging: Staging, slab: NDArray[np.uint8], dtype: np.dtype[Any]
+    ) -> tuple[Any, int]:
+        """A strip on the device, less its centre; and the bytes it was read from."""
+        strip, size = self._strips[k], 0
+        shape = self._n, strip.n_columns
+        room = staging.room(*shape)
+        with in_this_thread():
+            for span, inside, target in self._slabs:
+                values = strip.read(span, slab)
+                size += values.nbytes
+                room[target] = values if inside is None else values[inside]
+                self._centres.take_mean(room[target], k)
+        x = staging.send(*shape, dtype)
+        self._centres.shift(x, k, staging)
+        return x, size
+
+
+def _by_slab(features: FeatureMatrix, rows: Rows) -> list[tuple[slice, Rows | None, slice]]:
+    """Of every slab with rows that count: its rows in the store, which of them count (None: all),
+    and where they go."""
+    plan, found = features.store.plan, []
+    for k in range(plan.n_slabs):
+        span = plan.rows(k)
+        low, high = np.searchsorted(rows, [span.start, span.stop])
+        if high > low:
+            inside = rows[low:high] - span.start
+            whole = high - low == span.stop - span.start
+            found.append((span, None if whole else inside, slice(int(low), int(high))))
+    return found

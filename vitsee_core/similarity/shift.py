@@ -1,0 +1,113 @@
+"""From the Gram matrix of shifted features to that of the features themselves.
+
+Gram matrices are made of X - c, c one vector for all images, which keeps single precision good and
+changes no centred kernel: K = H G H, and d_ij^2 = G_ii + G_jj - 2 G_ij. Inner products of X itself
+follow from G = (X - c)(X - c)^T with g_i = (x_i - c) . c
+
+    X X^T = G + g 1^T + 1 g^T + |c|^2
+
+and so cosines and, with the means m over D features, correlations: those of X X^T - D m m^T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vitsee_core.types import Float
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Shift:
+    """The shift of n images by a common vector c.
+
+    Attributes:
+        along: (n,) (x_i - c) . c.
+        means: (n,) mean of x_i over its features.
+        squared: |c|^2.
+        n_features: D.
+    """
+
+    along: Float
+    means: Float
+    squared: float
+    n_features: int
+
+    def of(self, places: Rows | slice) -> Shift:
+        """The shift of some of the images."""
+        return Shift(self.along[places], self.means[places], self.squared, self.n_features)
+
+
+def raw_gram(gram: ArrayLike, shift: Shift) -> Float:
+    """(n, n) X X^T of features from the Gram matrix of the shifted ones.
+
+    Exact: the error is that of `gram`, whose entries in a cache are single precision.
+    """
+    g = shift.along
+    total: Float = np.asarray(gram, np.float64) + (g[:, np.newaxis] + g) + shift.squared
+    return total
+
+
+def cosine(gram: ArrayLike, shift: Shift) -> Float:
+    """(n, n) cosines of the features, not centred; NaN for an image whose features are all 0."""
+    return _normalised(raw_gram(gram, shift))
+
+
+def pearson(gram: ArrayLike, shift: Shift) -> Float:
+    """(n, n) correlations over features; NaN for an image whose features are all the same."""
+    m = shift.means
+    return _normalised(raw_gram(gram, shift) - shift.n_features * (m[:, np.newaxis] * m))
+
+
+def _normalised(products: Float) -> Float:
+    """a_ij / sqrt(a_ii a_jj)."""
+    own = np.diagonal(products)
+    own = np.where(own > 0, own, np.nan)
+    values: Float = products / np.sqrt(own[:, np.newaxis] * own)
+    return values
+
+
+class FeatureOffset:
+    """The vector subtracted from the features of n rows of a store, strip by strip of columns.
+
+    The rows' sums have to be added in the strips' order, so that rounding never changes. n_rows: 0
+    where no `Shift` is wanted.
+    """
+
+    def __init__(self, n_rows: int) -> None:
+        self.n_rows, self._sums = n_rows, np.zeros((n_rows, 2))
+        self._centres: dict[int, tuple[float, float, int, float, int]] = {}
+
+    def centre(self, strip: int, mean: NDArray[np.float32], sample: NDArray[np.float32]) -> None:
+        """Record a strip's part of the vector, and the rows, less it, that it is the mean of."""
+        c = mean.astype(np.float64)
+        spread = sum(float(row @ row) for row in sample)
+        self._centres[strip] = (float(c @ c), float(c.sum()), len(c), spread, len(sample))
+
+    def add(self, places: Rows, sums: NDArray[np.float32]) -> None:
+        """Add a strip's (x_i - c) . c and sums of x_i - c, (rows, 2), of some rows."""
+        self._sums[places] += sums
+
+    @property
+    def ratio(self) -> float:
+        """|mean|^2 over the total variance."""
+        squared, _, _, spread, n = self._totals()
+        variance = spread / max(n - 1, 1)
+        return squared / variance if variance > 0 else 0.0
+
+    @property
+    def shift(self) -> Shift:
+        """The shift of all rows, once every strip is done."""
+        squared, total, n_features, _, _ = self._totals()
+        means = (self._sums[:, 1] + total) / n_features
+        return Shift(self._sums[:, 0].copy(), means, squared, n_features)
+
+    def _totals(self) -> tuple[float, float, int, float, int]:
+        """Totals over the strips in their order; the last is the number of rows."""
+        parts = [self._centres[k] for k in sorted(self._centres)]
+        squared, total, columns, spread, rows = zip(*parts, strict=True)
+        return sum(squared), sum(total), sum(columns), sum(spread), rows[0]

@@ -1,0 +1,257 @@
+"""One pass over a site's vectors or tokens: sums from which covariances of any blocks of images
+follow.
+
+Examples y are taken about a fixed `shift` (an example of the site), so that a large mean costs no
+digits; with S = sum y y^T the scatter about the mean is S - s s^T / n. The fourth powers are what
+unbiased estimates of tr(C^2) need. All in float64; one product of n x D by D x n costs n D^2
+multiply-adds, half of them as it is symmetric.
+
+Each slab is summed by one thread with one BLAS thread, and there are as many as cores: the result
+does not depend on their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.kernels.compiled import compiled
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
+from vitsee_core.runtime.malloc import freed_memory_kept
+from vitsee_core.runtime.streaming import Rows
+from vitsee_core.types import Float, Float32, Integers, Mask
+
+if TYPE_CHECKING:
+    from vitsee_core.features import SiteFeatures
+    from vitsee_stores import Slab, Store
+
+ROWS_AT_ONCE = 1024  # examples in float64 at a time
+
+
+@dataclass
+class CovarianceSums:
+    """Moment sums of examples y = x - shift.
+
+    Attributes:
+        shift: (dim,) a fixed vector.
+        n: number of examples.
+        first: (dim,) sum(y).
+        second: (dim, dim) sum(y y^T).
+        third: (dim,) sum(|y|^2 y).
+        fourth: sum(|y|^4).
+        directions: (dim,) sum of x / |x| over examples whose length is not 0.
+        n_long: number of those.
+    """
+
+    shift: Float
+    n: int
+    first: Float
+    second: Float
+    third: Float
+    fourth: float
+    directions: Float
+    n_long: int
+
+    @classmethod
+    def empty(cls, shift: Float) -> CovarianceSums:
+        """Of no example."""
+        dim = len(shift)
+        first, third, directions = np.zeros((3, dim))
+        return cls(shift, 0, first, np.zeros((dim, dim)), third, 0.0, directions, 0)
+
+    @classmethod
+    def of(cls, x: Float | Float32, shift: Float) -> CovarianceSums:
+        """Of examples (n, dim)."""
+        found = cls.empty(shift)
+        found.n = len(x)
+        buffer = np.empty((min(ROWS_AT_ONCE, len(x)), len(shift)))
+        for start in range(0, len(x), ROWS_AT_ONCE):
+            some = x[start : start + ROWS_AT_ONCE]
+            y = buffer[: len(some)]
+            sums = found.first, found.third, found.directions
+            n_long, fourth = add_vectors(some, shift, y, *sums)
+            found.n_long += n_long
+            found.fourth += fourth
+            found.second += y.T @ y
+        return found
+
+    def add(self, other: CovarianceSums, sign: int = 1) -> None:
+        """Count the examples of another, which stays as it is; sign -1: take them out again."""
+        self.n += sign * other.n
+        self.n_long += sign * other.n_long
+        self.fourth += sign * other.fourth
+        self.first += sign * other.first
+        self.third += sign * other.third
+        self.directions += sign * other.directions
+        self.second += sign * other.second
+
+    @property
+    def mean(self) -> Float:
+        """(dim,) of the examples as they are."""
+        return self.shift + self.first / self.n
+
+    @property
+    def scatter(self) -> Float:
+        """(dim, dim) sum of (x - mean)(x - mean)^T."""
+        found: Float = self.second - np.outer(self.first, self.first) / self.n
+        return found
+
+    @property
+    def raw(self) -> Float:
+        """(dim, dim) sum of x x^T."""
+        found: Float = self.scatter + self.n * np.outer(self.mean, self.mean)
+        return found
+
+    @property
+    def fourth_about_mean(self) -> float:
+        """Sum of |x - mean|^4."""
+        d = -self.first / self.n
+        delta = float(d @ d)
+        trace = float(np.trace(self.second))
+        with_first = float(d @ self.first)
+        return float(
+            self.fourth
+            + 4 * d @ self.second @ d
+            + self.n * delta**2
+            + 4 * d @ self.third
+            + 2 * delta * trace
+            + 4 * delta * with_first
+        )
+
+
+class Examples(Protocol):
+    """Which tokens are examples, and what is made of them; to travel between processes it must
+    pickle."""
+
+    def __call__(self, x: Float32, rows: Integers) -> tuple[Float32, Mask]:
+        """(images, tokens, dim) what is summed, and (images, tokens) which of it counts.
+
+        Args:
+            x: (images, tokens, dim) as stored.
+            rows: (images,) of the store.
+        """
+
+
+class BlockSums:
+    """Sums of each block of images, to be filled by `streaming.fold`: every token is an example,
+    or what `examples` makes of them.
+
+    features: of one site. shift: (dim,). labels: (all images,) each one's block, below 0 for
+    none.
+    """
+
+    def __init__(
+        self,
+        features: SiteFeatures,
+        shift: Float,
+        labels: Integers,
+        examples: Examples | None = None,
+    ) -> None:
+        self.features, self.shift, self.labels = features, shift, labels
+        self.examples = examples
+        self.blocks: dict[int, CovarianceSums] = {}
+
+    def update(self, slab: Slab) -> None:
+        """Count a slab's images."""
+        labels = self.labels[slab.rows][slab.valid]
+        x = self.features.of_slab(slab, slice(0, len(self.features.tokens)))
+        counts = None
+        if self.examples is not None:
+            rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
+            x, counts = self.examples(x, rows)
+        for b in np.unique(labels[labels >= 0]).tolist():
+            of_block = labels == b
+            chosen = slice(None) if of_block.all() else of_block  # no copy of all of them
+            own = x[chosen].reshape(-1, x.shape[-1])
+            if counts is not None:
+                own = own[counts[chosen].ravel()]
+            self.blocks[b] = CovarianceSums.of(own, self.shift)
+
+    def merge(self, other: BlockSums) -> None:
+        """Count what `other` counted."""
+        for b, sums in other.blocks.items():
+            if b not in self.blocks:
+                self.blocks[b] = CovarianceSums.empty(self.shift)
+            self.blocks[b].add(sums)
+
+    def result(self) -> list[CovarianceSums]:
+        """Of every block, in order."""
+        return [self.blocks[b] for b in sorted(self.blocks)]
+
+
+@compiled
+def add_vectors(
+    x: NDArray[Any],
+    shift: Float,
+    y: Float,
+    first: Float,
+    third: Float,
+    directions: Float,
+) -> tuple[int, float]:
+    """Put x - shift, (n, dim), into y and add to the vector sums of `CovarianceSums` in one
+    pass over x. Returns n_long and `fourth`."""
+    n_long, fourth = 0, 0.0
+    for i in range(x.shape[0]):
+        length, size = 0.0, 0.0
+        for j in range(x.shape[1]):
+            value = np.float64(x[i, j])
+            apart = value - shift[j]
+            y[i, j] = apart
+            length += value * value
+            size += apart * apart
+        n_long += length > 0
+        fourth += size * size
+        weight = 1 / np.sqrt(length) if length > 0 else 0.0
+        for j in range(x.shape[1]):
+            first[j] += y[i, j]
+            third[j] += size * y[i, j]
+            directions[j] += weight * x[i, j]
+    return n_long, fourth
+
+
+def block_sums(
+    features: SiteFeatures,
+    rows: Rows,
+    labels: Integers,
+    execution: Execution,
+    examples: Examples | None = None,
+) -> list[CovarianceSums]:
+    """Sums of each block of a site's images.
+
+    Memory: a D x D matrix in float64 for each block, and one more for each slab in work.
+
+    Args:
+        features: which tokens of which site.
+        rows: which images.
+        labels: (all images,) blocks, below 0 for none.
+        execution: what the work may use.
+        examples: which tokens count, and what is made of them; all as they are by default.
+    """
+    first = int(np.flatnonzero((labels >= 0) & rows.mask)[0])
+    token: Float32 = features.load(slice(first, first + 1), slice(0, 1)).astype(np.float32)
+    if examples is not None:
+        whole = features.load(slice(first, first + 1), slice(0, len(features.tokens)))
+        token, _ = examples(whole.astype(np.float32), np.array([first]))
+    shift = token[0, 0].astype(np.float64)
+    make = partial(BlockSums, features, shift, labels, examples)
+    size = features.slab_bytes + 8 * features.dim**2
+    store: Store = features.store
+    if execution.map is None:
+        lanes = n_lanes(execution.budget // (2 * size))
+        execution = replace(execution, jobs=max(execution.jobs, lanes))
+    with one_blas_thread(), freed_memory_kept():
+        return execution.fold(store, make, rows, slab_bytes=size).result()
+
+
+def total(parts: Sequence[CovarianceSums]) -> CovarianceSums:
+    """Of several blocks together."""
+    found = CovarianceSums.empty(parts[0].shift)
+    for part in parts:
+        found.add(part)
+    return found

@@ -1,0 +1,81 @@
+"""Intervals of proportions: Wilson's score interval (1927), and its form for clustered samples.
+
+A symmetric interval, value -+ t std / sqrt(n), of a proportion that no image of the sample has is
+[0, 0], and that of a rare one misses it more often than not; Wilson's has a width there.
+
+Where an image contributes a fraction (of its tokens, say), or where the standard error comes from
+a jackknife, n is the effective sample size (Dean and Pagano 2015): that of independent yes-or-no
+answers with the same standard error,
+
+    n_effective = value (1 - value) / error^2 + 1,  n where the value is 0 or 1
+
+which for yes-or-no answers of n images, error^2 = value (1 - value) / (n - 1), is n itself.
+"""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from vitsee_core.statistics.jackknife import standard_error
+from vitsee_core.statistics.moments import LEVEL, t_quantile
+from vitsee_core.statistics.value_columns import Cells
+from vitsee_core.types import Float
+
+METHOD = (
+    "95 % Wilson score interval of shares, of the number of images; where these contribute "
+    "fractions, or the standard error is a jackknife's, of value (1 - value) / error^2 + 1, the "
+    "number of independent answers with that error (Dean and Pagano 2015), unless the value is 0 "
+    "or 1"
+)
+Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+
+def wilson(share: ArrayLike, n: ArrayLike, quantile: float = Z) -> tuple[Float, Float]:
+    """Low and high of Wilson's interval of shares of n; NaN where n is 0."""
+    p, n = np.asarray(share, np.float64), np.asarray(n, np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scale = 1 + quantile**2 / n
+        centre = (p + quantile**2 / (2 * n)) / scale
+        half = quantile * np.sqrt(p * (1 - p) / n + quantile**2 / (4 * n**2)) / scale
+    # At 0 and 1 one end of the interval is p itself, but for the last digit.
+    return np.clip(centre - half, 0.0, p), np.clip(centre + half, p, 1.0)
+
+
+def share_interval(
+    share: ArrayLike, error: ArrayLike, n: ArrayLike, quantile: float = Z
+) -> tuple[Float, Float]:
+    """Low and high of the interval of shares with these standard errors.
+
+    Args:
+        share: 0 to 1.
+        error: its standard error; NaN gives no interval.
+        n: images.
+        quantile: of the standard normal distribution, or of Student's where the error is of few
+            replicates.
+    """
+    p, error = np.asarray(share, np.float64), np.asarray(error, np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        effective = np.where(p * (1 - p) > 0, p * (1 - p) / error**2 + 1, n)
+    return wilson(p, np.where(np.isnan(error), np.nan, effective), quantile)
+
+
+def jackknife_share(share: float, replicates: Float, n: int) -> tuple[float, float]:
+    """Low and high of the interval of a share of n images with these replicates (blocks,); NaN
+    with fewer than two of them."""
+    m = len(replicates)
+    if m < 2:
+        return np.nan, np.nan
+    low, high = share_interval(share, standard_error(replicates), n, t_quantile(m - 1))
+    return float(low), float(high)
+
+
+def as_share(cells: Cells) -> Cells:
+    """The cells of a proportion, with its Wilson interval; std: sqrt(n_images) times its standard
+    error."""
+    n = cells["n_images"]
+    error = cells["std"] / np.sqrt(n) if n else np.nan
+    low, high = share_interval(cells["value"], error, n)
+    return cells | {"low": float(low), "high": float(high)}

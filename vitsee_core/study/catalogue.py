@@ -1,0 +1,182 @@
+"""timm's models by name: parameters, input size, and which analyses apply, without any weights."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitsee_core import analyses
+from vitsee_core.runtime.progress import SILENT, Progress, counting
+from vitsee_core.tables.results import Table
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_core.models.sites import SiteTable
+
+COLUMNS = (
+    *("model", "tags", "n_params", "flops", "height", "width", "n_blocks", "heads", "grid"),
+    *("analyses", "left_out"),
+)
+MOST = 100  # architectures that are made without being asked for more; about a second each
+
+
+def run(
+    pattern: str,
+    *,
+    limit: int = MOST,
+    names_only: bool = False,
+    prove: bool = False,
+    progress: Progress = SILENT,
+) -> Table:
+    """One row per architecture, in timm's order.
+
+    Columns: `COLUMNS`. `tags`: of its pretrained weights, with spaces between (`NAME.TAG` is a
+    model). n_params, flops (floating-point operations per image), height, width (input size in
+    pixels), n_blocks, heads (per block; several numbers where blocks differ), grid (of the last
+    site that lies on the image, ROWSxCOLS): with the default arguments.
+    `analyses`: the commands that its shapes allow, with spaces between; what has to be proven on
+    pixels is proven by extract. `left_out`: the others and why.
+
+    Args:
+        pattern: a name, or a glob of architectures or of `NAME.TAG`; case-sensitive. Also
+            `local-dir:...`, `hf-hub:...`, `demo:...`.
+        limit: how many architectures may be made.
+        names_only: make none; columns beyond tags and input size are empty.
+        prove: make each with random weights and prove its sites on pixels, as extract does, in
+            place of reading shapes, which do not reveal attention or branches of another kind.
+        progress: advanced by one per model.
+
+    Raises:
+        VitseeError: nothing matches, or more than `limit`.
+    """
+    found = {pattern: []} if ":" in pattern else matching(pattern)
+    if len(found) > limit and not names_only:
+        raise VitseeError(
+            f"{pattern!r} matches {len(found)} architectures, which takes about "
+            f"{len(found) / 60:.0f} minutes; narrow it, list --names alone, or give "
+            f"--limit {len(found)}"
+        )
+    if names_only:
+        rows = [_named(name, tags) for name, tags in found.items()]
+    else:
+        needs = needs_of_analyses()
+        rows = []
+        with counting(progress, len(found), "models"):
+            for name, tags in found.items():
+                rows.append(_made(name, tags, needs, prove))
+                progress.advance(1)
+    return Table.from_rows(rows, COLUMNS)
+
+
+def matching(pattern: str) -> dict[str, list[str]]:
+    """Architecture -> tags of its pretrained weights, as far as they match.
+
+    Raises:
+        VitseeError: nothing does.
+    """
+    import timm
+
+    tags: dict[str, list[str]] = {name: [] for name in timm.list_models()}
+    for name in timm.list_pretrained():
+        architecture, _, tag = name.partition(".")
+        tags.setdefault(architecture, []).append(tag)
+    wanted, dot, wanted_tag = pattern.partition(".")
+    found = {}
+    for name, own in tags.items():
+        kept = [tag for tag in own if not dot or fnmatchcase(tag, wanted_tag)]
+        if fnmatchcase(name, wanted) and (kept or not dot):
+            found[name] = kept
+    if not found:
+        import difflib
+
+        if Path(pattern).is_dir():
+            raise VitseeError(f"{pattern} is a folder; expected a model's name, or a pattern")
+        near = difflib.get_close_matches(wanted, list(tags), n=3, cutoff=0.5)
+        hint = f"; near names: {', '.join(near)}" if near else ""
+        raise VitseeError(f"no timm model matches {pattern!r}{hint} (a part of a name: '*PART*')")
+    return found
+
+
+def needs_of_analyses() -> dict[str, tuple[str, ...]]:
+    """Command -> what a model must offer for it (`offers`), from each analysis' `NEEDS`; those
+    of tables are left out."""
+    found: dict[str, tuple[str, ...]] = {}
+    for module in pkgutil.iter_modules(analyses.__path__):
+        own = importlib.import_module(f"{analyses.__name__}.{module.name}")
+        needs: tuple[str, ...] | None = getattr(own, "NEEDS", None)
+        if needs is not None:
+            found[module.name.replace("_", "-")] = needs
+    return found
+
+
+def offers(table: SiteTable) -> dict[str, str | None]:
+    """What a model offers -> why it does not, None where it does: `sites`, `grid` (sites that lie
+    on the image), `attention` (token to token), `heads` (their outputs), `residual` (branches)."""
+    grid = any(site.layout is not None and site.layout.grid for site in table.sites)
+    heads = any("heads" in site.groups for site in table.sites)
+    return {
+        "sites": None if table.sites else "no module gives one tensor per image",
+        "grid": None if grid else "no site lies on the image's grid",
+        "attention": table.attention_refusal,
+        "heads": None if heads else table.attention_refusal or "no block whose heads are known",
+        "residual": table.residual_refusal,
+    }
+
+
+def _named(name: str, tags: Sequence[str]) -> dict[str, Any]:
+    import timm
+
+    config = timm.get_pretrained_cfg(name)
+    height, width = (None, None) if config is None else config.input_size[1:]
+    return {"model": name, "tags": " ".join(tags), "height": height, "width": width}
+
+
+def _made(
+    name: str, tags: Sequence[str], needs: Mapping[str, tuple[str, ...]], prove: bool
+) -> dict[str, Any]:
+    from vitsee_core.models.create import without_weights
+    from vitsee_core.models.hook_points import ModelError
+    from vitsee_core.models.listing import flops_of
+    from vitsee_core.models.load import load_model
+    from vitsee_core.models.site_tables import site_table, sketch
+
+    module, size = without_weights(name)
+    row: dict[str, Any] = {
+        "model": name,
+        "tags": " ".join(tags),
+        "n_params": sum(p.numel() for p in module.parameters()),
+        "height": size[1],
+        "width": size[2],
+    }
+    try:
+        table = site_table(load_model(name, random_init=0)) if prove else sketch(module, size)
+    except (ModelError, NotImplementedError) as error:
+        return {**row, "left_out": f"unknown without weights: {_line(error)}"}
+    lacks = offers(table)
+    reasons: dict[str, list[str]] = {}
+    supported = []
+    for command, wanted in needs.items():
+        why = next((lacks[what] for what in wanted if lacks[what] is not None), None)
+        if why is None:
+            supported.append(command)
+        else:
+            reasons.setdefault(why, []).append(command)
+    left_out = "; ".join(f"{' '.join(some)}: {why}" for why, some in reasons.items())
+    n_blocks = len({site.block for site in table.sites if site.block is not None})
+    heads = [str(block.n_heads) for block in table.attention]
+    grids = [site.layout.grid for site in table.sites if site.layout and site.layout.grid]
+    grid = "x".join(map(str, grids[-1])) if grids else None
+    row |= {"n_blocks": n_blocks, "heads": " ".join(dict.fromkeys(heads)), "grid": grid}
+    with suppress(NotImplementedError, RuntimeError):
+        row["flops"] = flops_of(module, size)
+    return {**row, "analyses": " ".join(supported), "left_out": left_out}
+
+
+def _line(error: BaseException) -> str:
+    return re.sub(r"\s+", " ", str(error))[:200]

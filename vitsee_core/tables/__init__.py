@@ -1,0 +1,1 @@
+"""Result tables: columns, file formats, replicates and one-line headlines."""

@@ -1,0 +1,82 @@
+"""Attributes of models as columns of a table: from sidecars, or from a file of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from vitsee_core.tables.columns import is_given
+from vitsee_core.tables.results import Table
+from vitsee_stores.errors import VitseeError
+
+KEYS = ("store", "model")  # columns of a file of attributes, of which it needs one
+
+
+def with_attribute(
+    table: Table, name: str, sidecars: Sequence[Mapping[str, Any]], own: Table | None = None
+) -> Table:
+    """The table with a column `name`: of the file of attributes, its own, or from sidecars.
+
+    Args:
+        table: with the columns store and model.
+        name: `params`, `resolution`, `images`, `data`, or a column.
+        sidecars: of the results that the rows come from.
+        own: attributes with a column of `KEYS`; a model's row also stands for its pretrained tags.
+
+    Raises:
+        VitseeError: no such attribute, or a store that has none.
+    """
+    columns = {name, f"n_{name}"} & {*(own.columns if own is not None else ())}
+    if name in table.columns and not columns:
+        return table
+    if "store" not in table.columns:
+        raise VitseeError(
+            f"this result compares pairs, which have no {name}; expected one with a value per store"
+        )
+    known: dict[str, Any] = {}
+    if own is not None and columns:
+        (column,) = sorted(columns)[:1]
+        keys = [key for key in KEYS if key in own.columns]
+        if not keys:
+            raise VitseeError(
+                f"the attributes have the columns {', '.join(own.columns)}; expected {name} beside "
+                f"{' or '.join(KEYS)}"
+            )
+        for key in reversed(keys):  # a store's own row goes before its model's
+            known |= zip(map(str, own[key].tolist()), own[column].tolist(), strict=True)
+    else:
+        known = {label: cells[name] for label, cells in _recorded(sidecars) if name in cells}
+    models = table.columns.get("model", table["store"]).tolist()
+    cells = [
+        next((known[key] for key in (s, m, m.partition(".")[0]) if key in known), None)
+        for s, m in zip(map(str, table["store"].tolist()), map(str, models), strict=True)
+    ]
+    lack = dict.fromkeys(
+        s for s, c in zip(table["store"].tolist(), cells, strict=True) if not is_given(c)
+    )
+    if lack:
+        recorded = dict.fromkeys(key for _, own_cells in _recorded(sidecars) for key in own_cells)
+        raise VitseeError(
+            f"{name} is not known of {', '.join(map(str, lack))}; expected a column of the table, "
+            f"{'one of ' + ', '.join(recorded) + ', ' if recorded else ''}or a column {name} "
+            f"beside {' or '.join(KEYS)} in --attributes FILE"
+        )
+    return replace(table, columns={**table.columns, name: np.array(cells)})
+
+
+def _recorded(sidecars: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(label, attributes) of every store of the results, and of the results that these were made
+    of."""
+    for sidecar in sidecars:
+        stores, made_of = sidecar.get("stores"), sidecar.get("results")
+        for entry in stores if isinstance(stores, list) else ():
+            if isinstance(entry, dict) and isinstance(entry.get("attributes"), dict):
+                label = str(entry.get("label"))
+                yield label, entry["attributes"]
+                yield f"{label} ({entry.get('weights')})", entry["attributes"]  # as `tell_apart`
+        for entry in made_of if isinstance(made_of, list) else ():
+            if isinstance(entry, dict) and isinstance(entry.get("made_by"), dict):
+                yield from _recorded([entry["made_by"]])

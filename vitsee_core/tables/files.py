@@ -1,0 +1,145 @@
+"""Files that exist only when they are whole: written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from vitsee_stores.disk import read_regular
+from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.places import store_around
+
+MOST_BYTES = 4 << 30  # of a table or a sidecar
+
+
+def read_file(path: Path) -> bytes:
+    """All of a table or sidecar.
+
+    Raises:
+        VitseeError: a pipe or a device, which is not waited for, or more than 4 GiB.
+        OSError: it cannot be opened.
+    """
+    try:
+        return read_regular(path, MOST_BYTES)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EFBIG):
+            raise VitseeError(f"cannot read {path}: {reason(error)}") from None
+        raise
+
+
+def check_place(path: Path, *, images: str = "") -> None:
+    """Refuse an output inside a store, or inside a folder of images.
+
+    Args:
+        path: the file or folder to come.
+        images: the command's --data; where it names a folder, nothing is written below it, as the
+            next command would read pictures there as images.
+
+    Raises:
+        VitseeError: names the store or the folder.
+    """
+    if (store := store_around(path)) is not None:
+        raise VitseeError(f"results do not go into a store ({store}); name another place")
+    folder = Path(images).expanduser()
+    if images and folder.is_dir() and path.resolve().is_relative_to(folder.resolve()):
+        raise VitseeError(
+            f"{path} is inside the image folder {images}, where it would become data of the next "
+            "command; name a place outside"
+        )
+
+
+def check_new_files(
+    paths: Iterable[Path], *, force: bool = False, inputs: Iterable[Path] = ()
+) -> None:
+    """Refuse, before any work, files that could not or should not be written.
+
+    Args:
+        paths: the files to come.
+        force: existing files may be replaced.
+        inputs: files that the work reads; these are never replaced.
+
+    Raises:
+        VitseeError: a file exists and `force` is off, is an input, a folder or no ordinary file
+            (`force` or not), is inside a store or in a folder that is missing or read-only, or is
+            named twice.
+    """
+    seen: set[Path] = set()
+    read = {path.resolve() for path in inputs}
+    for path in paths:
+        folder = path.absolute().parent
+        if path.resolve() in read:
+            raise VitseeError(f"{path} is an input of this command; give the output another name")
+        if path.resolve() in seen:
+            raise VitseeError(f"{path} is named for two outputs; give each its own name")
+        seen.add(path.resolve())
+        check_place(path)
+        if path.exists() and not path.is_file():
+            raise VitseeError(f"cannot write {path}: it exists and is no ordinary file")
+        if path.exists() and not force:
+            raise VitseeError(f"{path} exists; give another name, or --force to replace it")
+        if not folder.is_dir():
+            raise VitseeError(f"cannot write {path}: there is no folder {folder}")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise VitseeError(f"cannot write {path}: the folder {folder} is not writable")
+
+
+def write_files(contents: Mapping[Path, bytes], *, force: bool = False) -> None:
+    """Write all the files or none: each under a temporary name beside its place, then renamed.
+
+    A link is followed, so that the file it names is replaced and not the link. The files appear in
+    the order given; a file that belongs to another comes before it.
+
+    Raises:
+        VitseeError: as `check_new_files`; or the disk refused them, and nothing is left behind.
+    """
+    with new_files(list(contents), force=force) as partial:
+        for temporary, data in zip(partial, contents.values(), strict=True):
+            with open(temporary, "xb") as file:
+                file.write(data)
+
+
+@contextmanager
+def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[list[Path]]:
+    """Names to write files under, one for each of `paths`, which have them at the end; see
+    `write_files`.
+
+    Raises:
+        VitseeError: as `write_files`.
+    """
+    check_new_files(paths, force=force)
+    places = [path.resolve() for path in paths]
+    try:
+        with renamed(partial := {_hidden_name(place): place for place in places}):
+            yield list(partial)
+    except OSError as error:
+        raise VitseeError(f"cannot write {', '.join(map(str, paths))}: {reason(error)}") from error
+
+
+@contextmanager
+def renamed(places: Mapping[Path, Path]) -> Iterator[None]:
+    """While the caller writes files under temporary names. At the end they are renamed, in order;
+    none is left under its temporary name, whatever happens.
+
+    Args:
+        places: temporary name -> place, on one file system. Emptied meanwhile: nothing is renamed.
+
+    Raises:
+        OSError: a file cannot be renamed, or was not written; those before it were renamed.
+    """
+    partial = tuple(places)
+    try:
+        yield
+        for temporary, place in places.items():
+            os.replace(temporary, place)
+    finally:
+        for temporary in partial:
+            temporary.unlink(missing_ok=True)
+
+
+def _hidden_name(place: Path) -> Path:
+    """A new name beside a file, without the file's own, which may be as long as names can be."""
+    return place.with_name(f".vitsee-{os.getpid()}-{secrets.token_hex(4)}.partial")

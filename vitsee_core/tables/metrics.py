@@ -1,0 +1,57 @@
+"""Which way each metric is better, and which depend on the number of images, by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from vitsee_stores.errors import VitseeError
+
+Direction = Literal["higher", "lower", "none"]
+
+# Shares of right answers, and what scores agreement with labels, masks or points.
+_HIGHER = re.compile(
+    r"""
+    top\d+(_class)? | accuracy | purity | nmi | ari | iou
+    | segment_(purity|nmi|ari)
+    | map(@\d+)?(_(easy|medium|hard|public|private))?
+    | mp@\d+(_(easy|medium|hard))?
+    | pck(_point|_image)?@.+
+    | jf | j | f | [jf]_recall
+    | lens_top1 | lens_agreement
+    """,
+    re.VERBOSE,
+)
+# Estimates that more images would move out of their intervals (docs/guide/intervals.md).
+_OF_THIS_SIZE = re.compile(
+    r"rankme|effective_rank|twonn|nc1|nc2_norms|nc2_angles|procrustes|svcca|gulp|ridge_r2"
+)
+OF_THIS_SIZE = "the value at this number of images; that of more images may lie outside"
+_LOWER = re.compile(r"lens_rank | [jf]_decay", re.VERBOSE)
+
+
+def asked_for(metrics: Sequence[str], known: Iterable[str], analysis: str) -> list[str]:
+    """The metrics of an analysis that were asked for, in its own order.
+
+    Raises:
+        VitseeError: one that it does not know.
+    """
+    known = list(known)
+    for metric in metrics:
+        if metric not in known:
+            raise VitseeError(f"no metric {metric!r}; metrics of {analysis}: {', '.join(known)}")
+    return [metric for metric in known if metric in metrics]
+
+
+def depends_on_size(metric: str) -> bool:
+    """Whether a metric's interval is about its value at this number of images alone."""
+    return _OF_THIS_SIZE.fullmatch(metric) is not None
+
+
+def direction(metric: str) -> Direction:
+    """Whether a higher or a lower value is better; "none" of what has no better side: distances,
+    ratios, norms, spectra, similarities, and metrics that are not known."""
+    if _HIGHER.fullmatch(metric):
+        return "higher"
+    return "lower" if _LOWER.fullmatch(metric) else "none"

@@ -1,0 +1,129 @@
+"""The file beside a table, `r.csv.json`: what made it, and what its columns hold."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.versions import result_versions
+from vitsee_core.tables.formats import Columns, plain_json
+from vitsee_stores.weights_names import weights_name
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+PYTHON = "python"  # the key of a call in Python
+OF_EXECUTION = ("images", "seed", "jobs", "memory", "device")
+
+
+def sidecar_bytes(
+    columns: Columns, notes: Mapping[str, Any], given: Mapping[str, Any], written: bytes
+) -> bytes:
+    """The sidecar of a table whose file is `written`. given: see `describe_run`."""
+    own = {
+        "rows": len(next(iter(columns.values()), ())),
+        "columns": {name: kind_of(values) for name, values in columns.items()},
+        "sha256": hashlib.sha256(written).hexdigest(),
+        "notes": notes,
+    }
+    sidecar = plain_json({**given, **own})
+    return (json.dumps({**sidecar, "digest": digest_of(sidecar)}, indent=2) + "\n").encode()
+
+
+def describe_run(
+    stores: Iterable[Store], *, command: Sequence[str], parameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What made a result, for its sidecar: command line, parameters after defaults (seeds among
+    them), stores by identity, versions, time."""
+    return {
+        "command": list(command),
+        "parameters": {name: _plain(value) for name, value in parameters.items()},
+        "stores": [
+            {
+                "label": store.label,
+                "path": str(store.place.absolute()),
+                "store_id": store.manifest.store_id,
+                "samples_fingerprint": store.manifest.samples_fingerprint,
+                "model": store.manifest.model.get("name"),
+                "weights": weights_name(store.manifest.model),
+                "ablations": list(store.manifest.model.get("ablate_skip", ())),
+                "complete": bool(store.complete),
+                "attributes": attributes_of(store),
+            }
+            for store in stores
+        ],
+        "versions": result_versions(),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def attributes_of(store: Store) -> dict[str, Any]:
+    """What a sidecar records of a store's model and images: `params`, `resolution` (the shorter
+    side of the input in pixels), `images` and `data` (the data set's last name), where known."""
+    model, info = store.manifest.model, store.manifest.info
+    size = model.get("input_size") or (None,)
+    data = str((info.get("data") or {}).get("data") or "").rstrip("/").rpartition("/")[2]
+    found = {
+        **{"params": model.get("n_params"), "resolution": min(size[1:], default=None)},
+        **{"images": len(store.samples), "data": data or None},
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def describe_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What made a table, as `describe_run`, where an analysis was called in Python.
+
+    Args:
+        name: of the analysis, as its module is called.
+        arguments: of its `run`, with defaults.
+    """
+    stores: list[Store] = []
+    parameters: dict[str, Any] = {}
+    for key, value in arguments.items():
+        values = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+        if values and all(hasattr(one, "manifest") for one in values):
+            stores += values
+        elif isinstance(value, Execution):
+            parameters |= {field: getattr(value, field) for field in OF_EXECUTION}
+        else:
+            parameters[key] = value
+    places = ", ".join(repr(str(store.place)) for store in stores)
+    command = ["vitsee", name.replace("_", "-")]
+    made = describe_run(stores, command=command, parameters=parameters)
+    return {PYTHON: f"vitsee.{name}({places}, ...)", **made}
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can hold it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain({f.name: getattr(value, f.name) for f in fields(value)})
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def digest_of(sidecar: Mapping[str, Any]) -> str:
+    """SHA-256 of a sidecar without its own digest, as JSON with sorted keys."""
+    sealed = {name: value for name, value in sidecar.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
+
+
+def kind_of(values: NDArray[Any]) -> str:
+    """What a column holds: "text", "integer" or "number" (with empty cells, if any), or "empty"."""
+    if values.dtype.kind not in "OU":
+        return {"f": "number", "i": "integer", "u": "integer"}.get(values.dtype.kind, "text")
+    present = [value for value in values.tolist() if value is not None]
+    if not present:
+        return "empty"
+    if not all(type(value) in (int, float) for value in present):
+        return "text"
+    return "integer" if all(type(value) is int for value in present) else "number"

@@ -1,0 +1,215 @@
+"""Words of figures and reports for what tables name by codes: metrics, sites and tokens."""
+
+from __future__ import annotations
+
+import re
+
+METRICS = {
+    "top1": "top-1 accuracy",
+    "top5": "top-5 accuracy",
+    "top1_class": "top-1 accuracy of the class",
+    "purity": "purity",
+    "nmi": "normalised mutual information",
+    "ari": "adjusted Rand index",
+    "segment_purity": "purity of segments",
+    "segment_nmi": "normalised mutual information of segments",
+    "segment_ari": "adjusted Rand index of segments",
+    "jf": "mean of J and F",
+    "j": "region similarity J",
+    "f": "contour accuracy F",
+    "j_recall": "recall of J",
+    "f_recall": "recall of F",
+    "j_decay": "decay of J",
+    "f_decay": "decay of F",
+    "iou": "IoU with the objects",
+    "map": "mean average precision",
+    "ap": "average precision",
+    "distance_px": "attention distance (px)",
+    "distance_px_raw": "attention distance, not renormalised (px)",
+    "distance_unit": "attention distance (unit square)",
+    "distance_relative": "attention distance / uniform",
+    "prefix_mass": "attention to prefix tokens (share)",
+    "entropy": "entropy of attention (nats)",
+    "sink_max": "most attended token (even: 1)",
+    "sink_median": "median token (even: 1)",
+    "sink_share": "heads with a sink (share)",
+    "qk_nmi": "NMI of queries and keys (0: alike)",
+    "radius50_px": "radius of 50 % of the mass (px)",
+    "radius90_px": "radius of 90 % of the mass (px)",
+    "offset_px": "offset from the image's middle (px)",
+    "gradient": "mean absolute gradient",
+    "lens_top1": "top-1 of the block's tokens",
+    "lens_agreement": "agreement with the output",
+    "lens_rank": "rank of the label",
+    "own_top1": "own patch first (fraction of tokens)",
+    "own_rank_relative": "own patch's rank (0 first, 1 last)",
+    "own_margin": "own patch's CKA less best other's",
+    "own_cka": "own patch's CKA",
+    "own_rank": "own patch's rank (1 first)",
+    "peak_distance_px": "from own to most similar patch (px)",
+    "norm_ratio": "|z| / |f(z)|, mean",
+    "norm_ratio_median": "|z| / |f(z)|, median",
+    "norm_ratio_geomean": "|z| / |f(z)|, geometric mean",
+    "cos_branch": "cosine of z and f(z)",
+    "cos_out": "cosine of z and z + f(z)",
+    "skip_norm": "|z|, mean",
+    "branch_norm": "|f(z)|, mean",
+    "norm": "mean norm of tokens",
+    "norm_median": "median norm of tokens",
+    "outlier_share": "outliers (share of patches)",
+    "outlier_share_mad": "patches above median + 6 MAD",
+    "massive_top1": "largest |activation|",
+    "massive_ratio": "largest |activation| / median",
+    "neighbour_cos": "cosine of neighbouring patches",
+    "bimodality": "bimodality of log norms",
+    "lds": "LDS: near minus far cosine",
+    "lds_scaled": "LDS, distances of this grid",
+    "cds": "CDS: decline with distance",
+    "cds_scaled": "CDS, distances of this grid",
+    "srss": "SRSS: object minus background",
+    "rmsc": "RMSC (0: all patches alike)",
+    "mean_cos": "mean cosine of patches",
+    "fourier_high": "log amplitude, high minus zero",
+    "fourier_radial": "log amplitude minus zero's",
+    "share_image": "variance share of the image",
+    "share_position": "variance share of the position",
+    "share_rest": "variance share of neither",
+    "rankme": "RankMe",
+    "effective_rank": "effective rank (centred)",
+    "participation_ratio": "participation ratio",
+    "alpha": "decay of the spectrum, alpha",
+    "anisotropy": "anisotropy (mean cosine)",
+    "twonn": "intrinsic dimension (TwoNN)",
+    "nc1": "NC1: within / between classes",
+    "cdnv": "class-distance normalised variance",
+    "nc2_norms": "NC2: spread of class means' norms",
+    "nc2_angles": "NC2: angles from a simplex",
+    "nc4": "NC4: nearest mean against logits",
+    "cka": "CKA",
+    "mutual_knn": "mutual k-NN",
+    "cknna": "CKNNA",
+    "rsa": "RSA (Spearman)",
+    "procrustes": "Procrustes similarity",
+    "svcca": "SVCCA",
+    "gulp": "GULP distance (0: alike)",
+    "ridge_r2": "ridge R² (a from b)",
+}
+# With a number after the at sign, and a difficulty behind.
+_AT = {
+    "mp": "mean precision at {}",
+    "map": "mean average precision at {}",
+    "pck": "keypoints found (PCK at {})",
+    "pck_point": "keypoints found (PCK at {}, per point)",
+    "pck_image": "keypoints found (PCK at {}, per image)",
+}
+TOKENS = {
+    "all": "all tokens",
+    "patches": "patches",
+    "cls": "class token",
+    "dist": "distillation token",
+    "flat": "all tokens",
+    "prefix": "prefix tokens",
+    "registers": "registers",
+    "mean": "mean over patches",
+    "mean-all": "mean over all tokens",
+    "first": "first token",
+    "rest": "mean of all but the first token",
+    "each": "mean over the tokens' probes",
+    "vectors": "vectors",
+}
+_SITES = {
+    "embed": "embedding",
+    "stem": "stem",
+    "norm": "final norm",
+    "pooled": "pooled",
+    "logits": "logits",
+}
+# Parts of a block; its output needs no word.
+PARTS = {
+    "in": "input",
+    "out": "",
+    "mid": "after attention",
+    "norm1": "norm 1",
+    "norm2": "norm 2",
+    "attn": "attention",
+    "mlp": "MLP",
+    "token": "token mixing",
+    "channel": "channel mixing",
+    "attn.heads": "heads",
+    "attn.branch": "attention",
+    "mlp.branch": "MLP",
+    "mlp.hidden": "MLP, hidden",
+    "token.hidden": "token mixing, hidden",
+    "token.branch": "token mixing",
+    "channel.hidden": "channel mixing, hidden",
+    "channel.branch": "channel mixing",
+    "branch": "branch",
+    "shortcut": "shortcut",
+}
+BASELINES = {
+    "random": "random features",
+    "grid": "best possible on this grid",
+    "shuffled": "shuffled labels",
+    "still": "same place",
+    "central": "blob in the centre",
+    "image": "whole image",
+}
+# Of saliency, whose baselines are maps.
+_MAPS = {"uniform": "uniform map", "centre": "centre of the image", "random": "map of noise"}
+
+
+def metric_words(metric: str) -> str:
+    """A metric as an axis names it: `top-1 accuracy`, `mean average precision (easy)`."""
+    if metric in METRICS:
+        return METRICS[metric]
+    match = re.fullmatch(r"(\w+?)@([\d.]+)(?:_(\w+))?", metric)
+    if match is not None and match[1] in _AT:
+        return _AT[match[1]].format(match[2]) + (f" ({match[3]})" if match[3] else "")
+    name, _, last = metric.rpartition("_")
+    return f"{METRICS[name]} ({last})" if name in METRICS else metric
+
+
+def site_words(site: str, block: str = "") -> str:
+    """A site as a title names it: `block 3`, `block 3, attention`, `layer1.0`, `final norm`.
+
+    block: the path of its block, where it is known; else it ends with the last number.
+    """
+    if site in _SITES:
+        return _SITES[site]
+    if not block:
+        match = re.match(r"(?:.*\.)?[a-z]*\d+(?=\.|$)", site)
+        block = match[0] if match is not None else ""
+    if not block:
+        return site
+    part = site.removeprefix(block).lstrip(".")
+    words = PARTS.get(part, part)
+    return f"{block_words(block)}, {words}" if words else block_words(block)
+
+
+def block_words(block: str) -> str:
+    """The path of a block: `block 3` of `blocks.3`, `block 1.2` of `stages.1.blocks.2`."""
+    numbers = re.findall(r"\d+", block)
+    plain = re.sub(r"\d+", "*", block) in ("blocks.*", "stages.*.blocks.*", "layers.*.blocks.*")
+    return f"block {'.'.join(numbers)}" if plain else block
+
+
+def token_words(token: str) -> str:
+    """A token: `class token`, `register 0`, `patch 2,3`."""
+    if token in TOKENS:
+        return TOKENS[token]
+    if match := re.fullmatch(r"reg(\d+)", token):
+        return f"register {match[1]}"
+    return f"patch {token}" if re.fullmatch(r"\d+,\d+", token) else token
+
+
+def baseline_words(name: str, metric: str = "") -> str:
+    """A baseline as a legend names it: `baseline: random features`."""
+    words = BASELINES | (_MAPS if metric == "iou" else {})
+    return f"baseline: {words.get(name, name)}"
+
+
+def task_words(task: str) -> str:
+    """A task of best-layer: `knn: top-1 accuracy, k = 20` of `knn top1, k = 20`."""
+    head, comma, settings = task.partition(",")
+    command, _, metric = head.rpartition(" ")
+    return f"{command}: {metric_words(metric)}{comma}{settings}".removeprefix(": ")
