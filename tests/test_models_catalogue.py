@@ -15,9 +15,10 @@ from click.testing import CliRunner, Result
 
 from vitsee_cli.main import main
 from vitsee_core import analyses
-from vitsee_core.models.create import without_weights
+from vitsee_core.models.listing import sketched_module
 from vitsee_core.models.load import load_model
 from vitsee_core.models.site_tables import site_table, sketch
+from vitsee_core.models.sources.timm_names import matching
 from vitsee_core.study import catalogue
 from vitsee_stores.errors import VitseeError
 
@@ -66,7 +67,7 @@ SKETCHED = ("test_vit", "test_resnet", "test_convnext", "test_mambaout", "test_e
 
 @pytest.mark.parametrize("name", SKETCHED)
 def test_shapes_say_what_pixels_prove(name: str) -> None:
-    module, size = without_weights(name)
+    module, size = sketched_module(name, {})
     assert {p.device.type for p in module.parameters()} == {"meta"}
     model = load_model(name, random_init=0)
     proven, told = site_table(model), sketch(module, size)
@@ -76,14 +77,14 @@ def test_shapes_say_what_pixels_prove(name: str) -> None:
 
 
 def test_patterns() -> None:
-    found = catalogue.matching("resnet18*")
+    found = matching("resnet18*")
     assert {"resnet18", "resnet18d"} <= set(found) and "seresnet18" not in found
     assert found["resnet18"] == [
         name.partition(".")[2] for name in timm.list_pretrained("resnet18.*")
     ]
-    clip = catalogue.matching("vit_base_patch16_*.*openai*")
+    clip = matching("vit_base_patch16_*.*openai*")
     assert clip and all("openai" in tag for tags in clip.values() for tag in tags)
-    assert list(catalogue.matching("*")) == timm.list_models()
+    assert list(matching("*")) == timm.list_models()
 
 
 def test_a_glob_is_bounded(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_model_that_needs_values_is_named_and_left(monkeypatch: pytest.MonkeyP
 
 def test_every_analysis_says_what_it_needs() -> None:
     """Another name in NEEDS, or none at all, is found here and not by a user."""
-    known = catalogue.offers(sketch(*without_weights("test_resnet")))
+    known = catalogue.offers(sketch(*sketched_module("test_resnet", {})))
     for needs in catalogue.needs_of_analyses().values():
         assert set(needs) <= known.keys()
     listed = {module.name.replace("_", "-") for module in pkgutil.iter_modules(analyses.__path__)}

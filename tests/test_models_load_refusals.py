@@ -17,7 +17,7 @@ from tests.models_helpers import VIT, redraw
 from vitsee_cli.main import main
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
-from vitsee_core.models.weight_sources import local_only
+from vitsee_core.models.sources.timm_weights import local_only
 
 NAME = "vit_tiny_patch16_224"
 

@@ -14,7 +14,7 @@ import torch
 from tests.extractions import extracted, plant_images
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import model_of, source_of
-from vitsee_core.models.timm_arguments import KNOWN, LOADING
+from vitsee_core.models.sources.timm_arguments import KNOWN, LOADING
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
 

@@ -25,12 +25,15 @@ def one_of(words: Iterable[str] | Callable[[], Iterable[str]], *, files: bool = 
 
 
 def model_names() -> list[str]:
-    """The demo's models and timm's architectures, read from timm's files without importing it."""
+    """The demo's models, the prefixes of other sources, and timm's architectures, read from timm's
+    files without importing it."""
     from vitsee_core import demo
+    from vitsee_core.models.sources import prefixes
 
     spec = importlib.util.find_spec("timm")
     folders = spec.submodule_search_locations or () if spec is not None else ()
     texts = [f.read_text("utf-8") for d in folders for f in Path(d, "models").glob("*.py")]
     registered = re.compile(r"^@register_model\s+def (\w+)", re.MULTILINE)
     names = {name for text in texts for name in registered.findall(text)}
-    return [*(f"demo:{name}" for name in demo.models()), *sorted(names)]
+    others = [prefix for prefix in prefixes() if prefix != "demo:"]
+    return [*(f"demo:{name}" for name in demo.models()), *others, *sorted(names)]

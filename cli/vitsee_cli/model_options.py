@@ -25,6 +25,8 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
 
+_IN_NAME = f"{__name__}.arguments"  # arguments of the model in its name: (key, value)
+
 
 def model_options(command: Any) -> Any:
     """MODEL and the options that decide its weights and input, as `model`: a ModelOptions."""
@@ -38,17 +40,22 @@ def model_options(command: Any) -> Any:
 
 
 def model_of(given: Mapping[str, Any]) -> ModelOptions:
-    """The ModelOptions of click's parameters."""
+    """The ModelOptions of click's parameters, and of the arguments in the name that was read
+    last."""
     from vitsee_core.extraction.options import ModelOptions
 
     check_weight_options(given)
     own = {name: given[name] for name in OPTION_NAMES}
-    return ModelOptions(given["model_name"], **{**own, "model_args": dict(own["model_args"])})
+    in_name = click.get_current_context().meta.get(_IN_NAME, ())
+    own["model_args"] = dict((*in_name, *own["model_args"]))
+    return ModelOptions(given["model_name"], **own)
 
 
 def _options_in_name(ctx: click.Context, param: click.Parameter, text: str) -> str:
-    """MODEL of `MODEL?random-init=0`, whose options become defaults of this command line."""
+    """MODEL of `MODEL?random-init=0`, whose options become defaults of this command line; what is
+    none of them is an argument of models whose names take such (`model.py:build?depth=12`)."""
     from vitsee_core.extraction.options import split_model
+    from vitsee_core.models.sources import source_of
 
     try:
         name, options = split_model(text)
@@ -56,8 +63,12 @@ def _options_in_name(ctx: click.Context, param: click.Parameter, text: str) -> s
         raise click.BadParameter(str(error)) from None
     known = {own.opts[0]: own for own in ctx.command.params if own.name in NAMED_OPTIONS}
     given: dict[str, Any] = {}
+    arguments: list[tuple[str, Any]] = []
     for key, values in options.items():
         option = known.get(f"--{key}")
+        if option is None and source_of(name).arguments_in_name:
+            arguments += [parse_model_arg(f"{key}={value}") for value in values]
+            continue
         if option is None:
             expected = ", ".join(word.removeprefix("--") for word in known)
             raise click.BadParameter(f"{text!r}: no option {key!r} of a model; expected {expected}")
@@ -65,6 +76,7 @@ def _options_in_name(ctx: click.Context, param: click.Parameter, text: str) -> s
             raise click.BadParameter(f"{text!r}: {key} takes one value")
         given[str(option.name)] = values if option.multiple else values[0]
     ctx.default_map = {**(ctx.default_map or {}), **given}
+    ctx.meta[_IN_NAME] = arguments
     return name
 
 
@@ -111,7 +123,8 @@ _MODEL_ARG_OPTION: Decorator = click.option(
     metavar="KEY=VALUE",
     multiple=True,
     type=parse_model_arg,
-    help="Passed to timm's create_model, e.g. dynamic_img_size=true. Repeatable.  [default: none]",
+    help="An argument of the model: of timm's create_model (dynamic_img_size=true), of a file's "
+    "function (depth=6). Repeatable.  [default: none]",
 )
 
 _MODEL_OPTIONS: tuple[Decorator, ...] = (

@@ -30,6 +30,7 @@ from vitsee_core.extraction.prepare import Prepared, prepare
 from vitsee_core.extraction.run import announce, fill, made_or_joined, stopped
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import StopRequest
+from vitsee_core.models.sources import source_of
 from vitsee_core.runtime.dask_worker import on_this_worker
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.machine import counted
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 
 PIECES = 4  # for each thread of the workers: so that all end at about the same time
 BY_DASK = Shard(dask=True)
-LOCAL = "local-dir:"
 
 
 @dataclasses.dataclass
@@ -164,9 +164,7 @@ def by_absolute_paths(
     model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
 ) -> SlabsByWorker:
     """The work by options that mean the same in any working folder."""
-    name = model.name
-    if name.startswith(LOCAL):
-        name = LOCAL + str(Path(name.removeprefix(LOCAL)).absolute())
+    name = source_of(model.name).placed(Path.cwd())
     folder = Path(data.data)
     return SlabsByWorker(
         dataclasses.replace(

@@ -16,12 +16,12 @@ from vitsee_core.extraction.prepare import (
 )
 from vitsee_core.extraction.run import default_batch, erf_cost, strategy_of
 from vitsee_core.models.checkpoints import Checkpoint
-from vitsee_core.models.create import resolve, skips_left_out
 from vitsee_core.models.dummy_weights import stand_in
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.listing import from_shapes
 from vitsee_core.models.load import check_model_options
 from vitsee_core.models.same_images import first_images
+from vitsee_core.models.sources import source_of
 from vitsee_core.runtime.device import resolve_device
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
@@ -55,7 +55,7 @@ def dry_run(model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunO
     Raises:
         VitseeError: anything the user can mend, in one line.
     """
-    check_model_options(vars(model))
+    check_model_options(model.name, vars(model))
     found = None
     if not needs_weights(model, data, keep, run):
         found = _from_shapes(model, data, keep, run)
@@ -72,7 +72,7 @@ def needs_weights(
 ) -> bool:
     """Whether what was asked for is decided on weights, whatever the architecture."""
     canvas = data.short_side is not None or data.tiles or data.multiple is not None
-    ablated = model.ablate_skip or skips_left_out(resolve(model.name), model.name)
+    ablated = model.ablate_skip or source_of(model.name).skips_left_out
     if canvas or ablated or keep.erf or _brings_arguments(model):
         return True
     return not run.force and StoreWriter.join(run.output) is not None
@@ -84,7 +84,7 @@ def _brings_arguments(model: ModelOptions) -> bool:
         file = model.checkpoint and Checkpoint.read(model.checkpoint, model.checkpoint_key)
     except ModelError:
         return False  # for the extraction to refuse
-    return bool(file and file.layout and file.layout.args)
+    return bool(file and file.layout and source_of(model.name).layout_arguments(file.layout.args))
 
 
 def _from_shapes(

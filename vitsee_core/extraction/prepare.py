@@ -317,5 +317,6 @@ def _model_record(model: LoadedModel) -> dict[str, Any]:
         "input_size": list(model.input_size),
         "n_params": sum(p.numel() for p in model.module.parameters()),
         "weights": model.weights,
+        **({"origin": model.origin} if model.origin else {}),
         **({"ablate_skip": list(model.ablate_skip)} if model.ablate_skip else {}),
     }

@@ -18,7 +18,7 @@ from vitsee_core.extraction.options import (
     RunOptions,
 )
 from vitsee_core.extraction.prepare import chosen_images
-from vitsee_core.models.create import check_name
+from vitsee_core.models.sources import source_of
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
 
@@ -150,7 +150,7 @@ def plan_array(
         raise VitseeError(
             "--force with --plan: each task would delete the others' work; delete the store first"
         )
-    check_name(model.name)
+    source_of(model.name).check()
     writer = StoreWriter.join(run.output)
     if writer is not None and writer.complete:
         raise VitseeError(f"{run.output} is complete: there is nothing to plan")

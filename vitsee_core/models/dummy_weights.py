@@ -11,11 +11,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.blocks import is_leaf
-from vitsee_core.models.create import create_model, resolve
-from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.load import model_arguments
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sites import SiteTable
+from vitsee_core.models.sources import source_of
 
 SPREAD = 0.05  # of stand-ins around zero, or around one for the scales of norms
 
@@ -36,27 +35,26 @@ def stand_in(name: str, options: Mapping[str, Any], table: SiteTable) -> LoadedM
     Raises:
         ModelError: unknown model, or arguments that it does not take.
     """
-    full = resolve(name)
+    source = source_of(name)
     args = dict(options.get("model_args") or {})
     wanted = model_arguments(args, options.get("img_size"))
     with _Unfilled():
-        module = create_model(full, name, pretrained=False, seed=0, wanted=wanted)
+        module = source.make(pretrained=False, seed=0, wanted=wanted)
     module.eval().float().requires_grad_(False)
     fill(module)
     skip_blocks(module, table)
-    config: dict[str, Any] = getattr(module, "pretrained_cfg", {}) or {}
     given = {key: options.get(key) for key in ("crop_pct", "crop_mode", "fill")}
     given |= {key: options.get(f"img_{key}") for key in ("mean", "std")}
-    transform = input_transform(module, name, wanted.get("img_size"), given)
+    transform = source.transform(module, wanted.get("img_size"), given)
     return LoadedModel(
         name=name,
         module=module,
         input_size=tuple(transform["input_size"]),
         transform=transform,
         weights={"source": "none"},
-        architecture=str(config.get("architecture") or full),
+        architecture=source.architecture(module),
         model_args=args,
-        class_names=label_names(config, name),
+        class_names=source.class_names(module),
     )
 
 

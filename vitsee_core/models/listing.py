@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from vitsee_core.models.create import resolve, skips_left_out, without_weights
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import check_model_options, load_model, model_arguments
 from vitsee_core.models.site_tables import site_table, sketch
 from vitsee_core.models.sites import SiteTable
+from vitsee_core.models.sources import source_of
 
 INPUT = ("img_mean", "img_std", "crop_pct", "crop_mode", "fill")
 
@@ -42,9 +42,9 @@ def list_sites(name: str, *, prove: bool = False, **options: Any) -> Listing:
     Raises:
         ModelError: as `load_model`; the model does not run on images of this size.
     """
-    check_model_options(options)
+    check_model_options(name, options)
     checkpoint, seed = options.get("checkpoint"), options.get("random_init")
-    own = bool(skips_left_out(resolve(name), name))  # proven as they are taken out
+    own = bool(source_of(name).skips_left_out)  # proven as they are taken out
     if not prove and checkpoint is None and not own:
         if (listing := from_shapes(name, options)) is not None:
             return listing
@@ -70,18 +70,22 @@ def from_shapes(name: str, options: Mapping[str, Any]) -> Listing | None:
 def sketched_module(
     name: str, options: Mapping[str, Any]
 ) -> tuple[nn.Module, tuple[int, int, int]]:
-    """The module on torch's meta device, and its input size. options: of `load_model`.
+    """The module without weights, on torch's meta device where it can be made there, and its input
+    size. options: of `load_model`.
 
     Raises:
         ModelError: unknown model, or arguments that it does not take.
     """
+    source = source_of(name)
     given = {key.removeprefix("img_"): options.get(key) for key in INPUT}
     wanted = model_arguments(options.get("model_args"), options.get("img_size"))
-    return without_weights(name, wanted, given)
+    module = source.without_weights(wanted).eval().requires_grad_(False)
+    transform = source.transform(module, wanted.get("img_size"), given)
+    return module, transform["input_size"]
 
 
 def flops_of(module: nn.Module, size: tuple[int, int, int]) -> int:
-    """Floating-point operations of one image's forward pass of a module on torch's meta device.
+    """Floating-point operations of one image's forward pass of a module, on its device.
 
     Raises:
         NotImplementedError, RuntimeError: it does not run without values.
@@ -89,6 +93,7 @@ def flops_of(module: nn.Module, size: tuple[int, int, int]) -> int:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
+    device = next(module.parameters()).device
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(torch.empty(1, *size, device="meta"))
+        module(torch.zeros(1, *size, device=device))
     return int(counter.get_total_flops())

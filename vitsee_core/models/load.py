@@ -1,5 +1,5 @@
-"""A timm model by name, checkpoint or folder, or a caller's own torch module, with its geometry,
-transform and weights' hash."""
+"""A model by name, of any source, or a caller's own torch module, with its geometry, transform and
+weights' hash."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ from torch import nn
 
 from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.checkpoints import Checkpoint
-from vitsee_core.models.create import (
-    create_model,
-    heads_no_shape_shows,
-    not_as_pretrained,
-    resolve,
-    skips_left_out,
-)
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.timm_arguments import check_foreign, refuse_loading
+from vitsee_core.models.sources import source_of
+from vitsee_core.models.sources.base import Source
 
 MOST_SEED = 2**63 - 1  # of a torch generator, as JSON readers represent it
 
@@ -47,7 +41,7 @@ def load_model(
     foreign: str | None = None,
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
-    `local-dir:/path`, `demo:vit`, `demo:resnet` and the demo's other models.
+    `local-dir:/path`, `demo:vit`, or that of another source, see `models/sources/`.
 
     checkpoint: a file with weights instead of the pretrained ones; checkpoint_key: which of its
     state dicts. random_init: a seed; fresh weights instead of the pretrained ones. ablate_skip:
@@ -61,19 +55,18 @@ def load_model(
             architecture does not take, or a skip that cannot be ablated.
     """
     args: dict[str, Any] = dict(model_args or {})
+    source = source_of(name)
     if foreign is not None:
-        check_foreign(name, args, foreign)
-    _check_options(args, checkpoint, checkpoint_key, random_init, crop_pct)
-    full = resolve(name)
+        source.check_foreign(args, foreign)
+    _check_options(source, args, checkpoint, checkpoint_key, random_init, crop_pct)
     fresh = checkpoint is not None or random_init is not None
     file = None if checkpoint is None else Checkpoint.read(checkpoint, checkpoint_key)
     layout = None if file is None else file.layout
     if layout is not None:
-        args = {**layout.args, **args}
+        args = {**source.layout_arguments(layout.args), **args}
     wanted = model_arguments(args, img_size)
     try:
-        module = create_model(
-            *(full, name),
+        module = source.make(
             pretrained=not fresh,
             seed=random_init or 0,
             wanted=wanted,
@@ -85,7 +78,7 @@ def load_model(
         raise ModelError(f"{checkpoint} is a checkpoint of {layout.name}, but {error}") from error
     given: dict[str, Any] = {"mean": img_mean, "std": img_std, "crop_pct": crop_pct}
     given |= {"crop_mode": crop_mode, "fill": fill}
-    transform = input_transform(module, name, wanted.get("img_size"), given)
+    transform = source.transform(module, wanted.get("img_size"), given)
     weights: dict[str, Any]
     if file is not None:
         weights = {"source": "checkpoint", **file.put_into(module)}
@@ -93,31 +86,30 @@ def load_model(
             weights["layout"] = layout.name
             own = layout.preprocessing(transform["input_size"][1])
             own |= {key: x for key, x in given.items() if x is not None}
-            transform = input_transform(module, name, wanted.get("img_size"), own)
+            transform = source.transform(module, wanted.get("img_size"), own)
         if layout is None or not layout.sure:
             names = ("mean", "std") if layout is None else ("mean", "std", "crop_pct")
-            heads = heads_no_shape_shows(module, full, wanted)
             assumed = {key: transform[key] for key in names if given[key] is None}
-            assumed |= {} if heads is None else {"num_heads": heads}
+            assumed |= source.assumed(module, wanted)
             weights |= {"assumed": assumed} if assumed else {}
     elif random_init is not None:
         weights = {"source": "random", "seed": random_init}
     else:
-        weights = {**_pretrained_record(module, full), **not_as_pretrained(module, full, wanted)}
+        weights = source.pretrained_record(module, wanted)
     refuse_compiled(module)
     _still(module)
     weights["sha256"] = hash_weights(module)
-    config: dict[str, Any] = getattr(module, "pretrained_cfg", {}) or {}
     model = LoadedModel(
         name=name,
         module=module,
         input_size=tuple(transform["input_size"]),
         transform=transform,
         weights=weights,
-        architecture=str(config.get("architecture") or full),
+        architecture=source.architecture(module),
         model_args=args,
-        class_names=label_names(config, name),
-        trained_without=skips_left_out(full, name),
+        class_names=source.class_names(module),
+        trained_without=source.skips_left_out,
+        origin=source.origin(),
     )
     if model.trained_without or ablate_skip:
         ablate_skips(model, ablate_skip)
@@ -185,24 +177,27 @@ def model_arguments(
     return {**(args or {}), "img_size": size}
 
 
-def check_model_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of `load_model` that no model takes, or that exclude each other.
+def check_model_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options of `load_model` that this source's models do not take, or that exclude each
+    other.
 
     Raises:
         ModelError: in one line.
     """
     names = ("checkpoint", "checkpoint_key", "random_init", "crop_pct")
-    _check_options(options.get("model_args") or {}, *(options.get(name) for name in names))
+    args = options.get("model_args") or {}
+    _check_options(source_of(name), args, *(options.get(key) for key in names))
 
 
 def _check_options(
+    source: Source,
     args: Mapping[str, Any],
     checkpoint: Path | None,
     checkpoint_key: str | None,
     random_init: int | None,
     crop_pct: float | None,
 ) -> None:
-    refuse_loading(args)
+    source.check_arguments(args)
     if checkpoint is not None and random_init is not None:
         raise ModelError("--checkpoint and --random-init exclude each other; give one of them")
     if checkpoint_key is not None and checkpoint is None:
@@ -212,20 +207,6 @@ def _check_options(
     if crop_pct is not None and not 0 < crop_pct <= 1:
         percent = f"; {crop_pct / 100:.2f}?" if 1 < crop_pct <= 100 else ""
         raise ModelError(f"--crop-pct is {crop_pct:g}; expected above 0, at most 1{percent}")
-
-
-def _pretrained_record(module: nn.Module, full: str) -> dict[str, Any]:
-    """Where weights came from; a timm name without a tag stands for the tag recorded here."""
-    if full.startswith("local-dir:"):
-        return {"source": "local-dir"}
-    config: dict[str, Any] = getattr(module, "pretrained_cfg", None) or {}
-    named = [str(config[key]) for key in ("architecture", "tag") if config.get(key)]
-    # timm's configuration repeats its advice on the variants that follow it.
-    advice = [str(note) for note in config.get("notes") or ()]
-    if not any(isinstance(child, nn.GELU) for child in module.modules()):
-        advice = [note for note in advice if "QuickGELU" not in note]
-    record = {"source": "pretrained", "pretrained": ".".join(named) or full}
-    return {**record, **({"notes": advice} if advice else {})}
 
 
 def hash_weights(module: nn.Module) -> str:

@@ -25,6 +25,7 @@ class LoadedModel:
     also of pretrained weights that were fitted to other arguments.
     ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
     trained_without: blocks or sublayers whose skip a folder's config.json leaves out.
+    origin: what the source says of itself, see `Source.origin`.
     """
 
     name: str
@@ -37,12 +38,13 @@ class LoadedModel:
     class_names: list[str] | None = None
     ablate_skip: tuple[str, ...] = ()
     trained_without: tuple[str, ...] = ()
+    origin: dict[str, Any] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
         """What to know of the model, a line each: what is assumed of a checkpoint, or follows from
         its layout; what timm's configuration advises; skips that its own configuration leaves out;
         of its weights the key taken where a file has several, tensors left random, resampled or
-        without use."""
+        without use; what its source remarks."""
         weights, parts = self.weights, []
         others, key = weights.get("other_keys"), weights.get("key", "")
         if others or "ema" in key.lower():
@@ -56,7 +58,8 @@ class LoadedModel:
         if unexpected := weights.get("unexpected"):
             parts.append(f"left over: {few(unexpected)}")
         where = weights.get("file") or weights.get("pretrained") or "weights"
-        lines = [*self._assumed(), *(f"{where}: {note}" for note in weights.get("notes", ()))]
+        lines = [f"{self.name} {note}" for note in self.origin.get("notes", ())]
+        lines += [*self._assumed(), *(f"{where}: {note}" for note in weights.get("notes", ()))]
         lines += [f"{where}: {'; '.join(parts)}"] if parts else []
         if self.trained_without:
             blocks = few(self.trained_without)

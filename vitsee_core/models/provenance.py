@@ -78,6 +78,7 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
             for what is not allowed without `trust`.
     """
     from vitsee_core.models.load import load_model
+    from vitsee_core.models.sources import source_of
 
     record = _recorded(store)
     canvas = store.plan.canvas
@@ -99,7 +100,7 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
         file = made_in / record.file
     try:
         model = load_model(
-            _under(record.name, "local-dir:", made_in),
+            source_of(record.name).placed(made_in),
             checkpoint=file,
             checkpoint_key=key if file is not None and checkpoint is None else None,
             random_init=record.seed if file is None else None,
@@ -298,10 +299,3 @@ def _placed(data: str, folder: Path) -> str:
     if name.startswith("torch/"):
         return f"{name}:{folder / Path(place or '.').expanduser()}"
     return str(folder / Path(data).expanduser())
-
-
-def _under(name: str, prefix: str, folder: Path) -> str:
-    """A name whose path, if it has one, was relative to `folder`."""
-    if not name.startswith(prefix):
-        return name
-    return f"{prefix}{folder / Path(name.removeprefix(prefix)).expanduser()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vitsee_core.models.sources import runs_code
 from vitsee_core.report.materials import picture_beside
 from vitsee_core.report.redrawing import open_result
 from vitsee_core.runtime.command_lines import without_options
@@ -38,6 +39,11 @@ def command_again(sidecar: Path, output: Path | None, *, force: bool = False) ->
         raise VitseeError(f"{sidecar}: a command with -- is not run again; copy it from there")
     words = [*without_options(words, (*_OUTPUTS, *_EXPORTS))]
     words = [word for word in words if word not in ("--force", "--trust-store")]
+    if named := [word for word in words if runs_code(word)]:
+        raise VitseeError(
+            f"{sidecar}: a command that runs the code of {visible(named[0])} is not run again; "
+            "copy it from there"
+        )
     picture = picture_beside(result.file.path) if output is None else None
     drawn = ["--png", str(picture)] if picture is not None else []
     return [*words, "-o", str(output or path), *drawn, *(["--force"] if force else [])]

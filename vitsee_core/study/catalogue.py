@@ -1,4 +1,4 @@
-"""timm's models by name: parameters, input size, and which analyses apply, without any weights."""
+"""Models by name: parameters, input size, and which analyses apply, without any weights."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitsee_core import analyses
+from vitsee_core.models.sources import source_of
 from vitsee_core.runtime.progress import SILENT, Progress, counting
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import VitseeError
@@ -34,7 +33,7 @@ def run(
     prove: bool = False,
     progress: Progress = SILENT,
 ) -> Table:
-    """One row per architecture, in timm's order.
+    """One row per architecture, in its library's order.
 
     Columns: `COLUMNS`. `tags`: of its pretrained weights, with spaces between (`NAME.TAG` is a
     model). n_params, flops (floating-point operations per image), height, width (input size in
@@ -44,8 +43,8 @@ def run(
     pixels is proven by extract. `left_out`: the others and why.
 
     Args:
-        pattern: a name, or a glob of architectures or of `NAME.TAG`; case-sensitive. Also
-            `local-dir:...`, `hf-hub:...`, `demo:...`.
+        pattern: a name, or a glob of timm's architectures or of `NAME.TAG`, or of those of another
+            source (`torchvision:vit_*`); case-sensitive.
         limit: how many architectures may be made.
         names_only: make none; columns beyond tags and input size are empty.
         prove: make each with random weights and prove its sites on pixels, as extract does, in
@@ -55,7 +54,7 @@ def run(
     Raises:
         VitseeError: nothing matches, or more than `limit`.
     """
-    found = {pattern: []} if ":" in pattern else matching(pattern)
+    found = source_of(pattern).matching()
     if len(found) > limit and not names_only:
         raise VitseeError(
             f"{pattern!r} matches {len(found)} architectures, which takes about "
@@ -72,35 +71,6 @@ def run(
                 rows.append(_made(name, tags, needs, prove))
                 progress.advance(1)
     return Table.from_rows(rows, COLUMNS)
-
-
-def matching(pattern: str) -> dict[str, list[str]]:
-    """Architecture -> tags of its pretrained weights, as far as they match.
-
-    Raises:
-        VitseeError: nothing does.
-    """
-    import timm
-
-    tags: dict[str, list[str]] = {name: [] for name in timm.list_models()}
-    for name in timm.list_pretrained():
-        architecture, _, tag = name.partition(".")
-        tags.setdefault(architecture, []).append(tag)
-    wanted, dot, wanted_tag = pattern.partition(".")
-    found = {}
-    for name, own in tags.items():
-        kept = [tag for tag in own if not dot or fnmatchcase(tag, wanted_tag)]
-        if fnmatchcase(name, wanted) and (kept or not dot):
-            found[name] = kept
-    if not found:
-        import difflib
-
-        if Path(pattern).is_dir():
-            raise VitseeError(f"{pattern} is a folder; expected a model's name, or a pattern")
-        near = difflib.get_close_matches(wanted, list(tags), n=3, cutoff=0.5)
-        hint = f"; near names: {', '.join(near)}" if near else ""
-        raise VitseeError(f"no timm model matches {pattern!r}{hint} (a part of a name: '*PART*')")
-    return found
 
 
 def needs_of_analyses() -> dict[str, tuple[str, ...]]:
@@ -130,23 +100,19 @@ def offers(table: SiteTable) -> dict[str, str | None]:
 
 
 def _named(name: str, tags: Sequence[str]) -> dict[str, Any]:
-    import timm
-
-    config = timm.get_pretrained_cfg(name)
-    height, width = (None, None) if config is None else config.input_size[1:]
+    height, width = source_of(name).stated_size() or (None, None)
     return {"model": name, "tags": " ".join(tags), "height": height, "width": width}
 
 
 def _made(
     name: str, tags: Sequence[str], needs: Mapping[str, tuple[str, ...]], prove: bool
 ) -> dict[str, Any]:
-    from vitsee_core.models.create import without_weights
     from vitsee_core.models.hook_points import ModelError
-    from vitsee_core.models.listing import flops_of
+    from vitsee_core.models.listing import flops_of, sketched_module
     from vitsee_core.models.load import load_model
     from vitsee_core.models.site_tables import site_table, sketch
 
-    module, size = without_weights(name)
+    module, size = sketched_module(name, {})
     row: dict[str, Any] = {
         "model": name,
         "tags": " ".join(tags),

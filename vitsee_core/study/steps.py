@@ -141,10 +141,10 @@ class Plan:
 def label_of(name: str) -> str:
     """What a study calls a model by default: `vit_base_patch16_224` of a name with a tag, `vit` of
     `demo:vit`, the folder of `local-dir:models/mine`."""
-    name = name.partition("?")[0]
-    last = re.split(r"[/:]", name.rstrip("/"))[-1]
-    plain = last if name.startswith("local-dir:") else last.partition(".")[0]
-    return re.sub(r"[^\w.+-]", "_", plain).lstrip(".-") or "model"
+    from vitsee_core.models.sources import source_of
+
+    label = source_of(name.partition("?")[0]).label
+    return re.sub(r"[^\w.+-]", "_", label).lstrip(".-") or "model"
 
 
 def with_controls(models: Mapping[str, str], seed: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""vitsee models: timm's names, sizes, and which analyses apply."""
+"""vitsee models: names, sizes, and which analyses apply."""
 
 from __future__ import annotations
 
@@ -38,19 +38,21 @@ QUESTION = STORES
 @options.json_option
 @options.table_options
 def command(pattern: str, outputs: Outputs, as_json: bool, **parameters: Any) -> None:
-    """List timm's models and the analyses they support.
+    """List models and the analyses they support.
 
     Parameters, input size, blocks, and the commands that apply.
 
-    GLOB is an architecture, or a pattern of architectures or of NAME.TAG (tags name pretrained
-    weights); also local-dir:FOLDER, hf-hub:OWNER/NAME, demo:vit. No weights are loaded: each model
-    is run once on shapes alone, which does not reveal attention or branches of another kind (XCiT,
-    MViTv2); --prove does.
+    GLOB is an architecture of timm's, or a pattern of architectures or of NAME.TAG (tags name
+    pretrained weights), or of another source's ('torchvision:vit_*'); also local-dir:FOLDER,
+    hf-hub:OWNER/NAME, demo:vit, model.py:build. No weights are loaded: each model is run once on
+    shapes alone, which does not reveal attention or branches of another kind (XCiT, MViTv2);
+    --prove does.
 
     \b
       $ vitsee models vit_base_patch16_224
       $ vitsee models 'vit_small_*dino*'
       $ vitsee models 'resnet50*' --names
+      $ vitsee models 'torchvision:*' --names
       $ vitsee models '*.*clip*' --names -o clip.csv
       $ vitsee models 'deit3_*' --names --json
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,31 +15,21 @@ from torch import nn
 
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.input_transform import checked_size, input_transform
-from vitsee_core.models.timm_arguments import refuse_loading
-from vitsee_core.models.weight_sources import NotHere, local_only, needs_network, why_unreachable
+from vitsee_core.models.input_transform import checked_size
+from vitsee_core.models.sources.errors import one_line
+from vitsee_core.models.sources.timm_arguments import refuse_loading
+from vitsee_core.models.sources.timm_weights import (
+    NotHere,
+    local_only,
+    needs_network,
+    why_unreachable,
+)
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
 from vitsee_stores.metadata import ZARR_JSON
 
-_DEMO = "demo:"
-_HUB = ("hf-hub:", "hf_hub:")
-_FOLDER = "local-dir:"
+HUB = ("hf-hub:", "hf_hub:")
+FOLDER = "local-dir:"
 SHOWN = 4
-
-
-def resolve(name: str) -> str:
-    """The name as timm knows it: the demo's are folders, one of an architecture of its own.
-
-    Raises:
-        VitseeError: no demo model has this name.
-    """
-    if not name.startswith(_DEMO):
-        return name
-    from vitsee_core.demo import architectures, model_folder
-
-    folder = model_folder(name.removeprefix(_DEMO))
-    architectures.register()
-    return f"{_FOLDER}{folder}"
 
 
 def skips_left_out(full: str, name: str) -> tuple[str, ...]:
@@ -50,9 +39,9 @@ def skips_left_out(full: str, name: str) -> tuple[str, ...]:
     Raises:
         ModelError: it is no list of names.
     """
-    if not full.startswith(_FOLDER):
+    if not full.startswith(FOLDER):
         return ()
-    found = _read_config(Path(full.removeprefix(_FOLDER)), name).get("ablate_skip", [])
+    found = _read_config(Path(full.removeprefix(FOLDER)), name).get("ablate_skip", [])
     if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
         raise ModelError(
             f"{name}: ablate_skip in its config.json is {str(found)[:40]!r}; expected a list of "
@@ -85,7 +74,7 @@ def create_model(
     Raises:
         ModelError: unknown name, arguments that it does not take, weights that are not to be had.
     """
-    _known(full, name)
+    check_known(full, name)
     unreachable = None
     if foreign:
         unreachable = "nothing is fetched for a store (--trust-store allows it)"
@@ -97,34 +86,6 @@ def create_model(
             return _build(full, pretrained, seed, wanted)
         except Exception as error:
             raise _explained(error, name, pretrained, wanted, unreachable) from error
-
-
-def without_weights(
-    name: str, wanted: Mapping[str, Any] | None = None, given: Mapping[str, Any] | None = None
-) -> tuple[nn.Module, tuple[int, int, int]]:
-    """The module that `name` stands for (see `load_model`) on torch's meta device, where nothing
-    is computed and no memory taken, and its input size.
-
-    wanted: arguments of create_model. given: as `input_transform`.
-
-    Raises:
-        ModelError: unknown model, or arguments that it does not take.
-    """
-    wanted = dict(wanted or {})
-    with torch.device("meta"):
-        module = create_model(resolve(name), name, pretrained=False, seed=0, wanted=wanted)
-    module.eval().requires_grad_(False)
-    transform = input_transform(module, name, wanted.get("img_size"), given or {})
-    return module, transform["input_size"]
-
-
-def check_name(name: str) -> None:
-    """Whether `name` can be a model's, without building it or asking a hub.
-
-    Raises:
-        ModelError: it is no timm name, and no folder with a model.
-    """
-    _known(resolve(name), name)
 
 
 def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:
@@ -178,10 +139,15 @@ def heads_no_shape_shows(module: nn.Module, full: str, wanted: dict[str, Any]) -
     return None
 
 
-def _known(full: str, name: str) -> None:
+def check_known(full: str, name: str) -> None:
+    """Whether timm knows a name, or a folder with a model has it.
+
+    Raises:
+        ModelError: neither.
+    """
     import timm
 
-    if not full.startswith((*_HUB, _FOLDER)) and not timm.is_model(full):
+    if not full.startswith((*HUB, FOLDER)) and not timm.is_model(full):
         import difflib
 
         if (Path(name) / ZARR_JSON).is_file():
@@ -190,8 +156,8 @@ def _known(full: str, name: str) -> None:
         near = difflib.get_close_matches(base, timm.list_models(), n=3, cutoff=0.5)
         hint = f"; near names: {', '.join(near)}" if near else ""
         raise ModelError(f"no timm model is called {name!r}{hint} (run: vitsee models '*PART*')")
-    if full.startswith(_FOLDER):
-        _check_folder(Path(full.removeprefix(_FOLDER)), name)
+    if full.startswith(FOLDER):
+        _check_folder(Path(full.removeprefix(FOLDER)), name)
 
 
 def _check_folder(folder: Path, name: str) -> None:
@@ -223,9 +189,11 @@ def _read_config(folder: Path, name: str) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except OSError as error:
-        raise ModelError(f"{name} has no config.json that can be read: {_line(error)}") from error
+        raise ModelError(
+            f"{name} has no config.json that can be read: {one_line(error)}"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name}: its config.json is no JSON: {_line(error)}") from error
+        raise ModelError(f"{name}: its config.json is no JSON: {one_line(error)}") from error
     return config if isinstance(config, dict) else {}
 
 
@@ -293,7 +261,7 @@ def _explained(
         )
     given = ", ".join(f"{key}={value}" for key, value in wanted.items())
     if isinstance(error, TypeError):
-        return ModelError(f"{name} does not take these arguments: {_line(error)}")
+        return ModelError(f"{name} does not take these arguments: {one_line(error)}")
     if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
         return ModelError(
             f"the pretrained weights of {name} do not fit {given or 'it'}: {_misfit(error)}; "
@@ -301,10 +269,10 @@ def _explained(
         )
     if isinstance(error, OSError) or "No pretrained weights" in str(error):
         hint = "; give --checkpoint FILE or --random-init SEED" if pretrained else ""
-        return ModelError(f"{name} cannot be loaded: {_line(error)}{hint}")
+        return ModelError(f"{name} cannot be loaded: {one_line(error)}{hint}")
     if isinstance(error, RuntimeError | ValueError | AssertionError | KeyError | ArithmeticError):
         hint = f" with {given}" if given else ""
-        return ModelError(f"{name} cannot be made{hint}: {_check(error) or _line(error)}")
+        return ModelError(f"{name} cannot be made{hint}: {_check(error) or one_line(error)}")
     return error
 
 
@@ -328,9 +296,4 @@ def _misfit(error: Exception) -> str:
     if sizes := re.findall(r"size mismatch for ([\w.]+):", text):
         more = ", ..." if len(sizes) > SHOWN else ""
         parts.append(f"of another size {len(sizes)} ({', '.join(sizes[:SHOWN])}{more})")
-    return "; ".join(parts) or _line(error)
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:297]}..."
+    return "; ".join(parts) or one_line(error)

@@ -1,0 +1,294 @@
+"""Models of sources other than timm: what a name stands for, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from vitsee_cli.main import main
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.load import load_model
+from vitsee_core.models.sources import runs_code, source_of
+from vitsee_stores import open_store
+
+MODEL = """
+import torch
+from torch import nn
+
+class Small(nn.Module):
+    def __init__(self, width, size):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, width, 4, 4), nn.BatchNorm2d(width)),
+            nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)),
+        )
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.head(self.blocks(x).mean((2, 3)))
+
+def build(width=8, img_size=32):
+    transform = {"input_size": (3, img_size, img_size), "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    return Small(width, img_size), transform, ["a", "b", "c"]
+
+def bare(width=8):
+    return Small(width, 32)
+
+def fixed(width=8):
+    torch.manual_seed(7)
+    return Small(width, 32)
+
+def loads(pretrained=True):
+    module = Small(4, 32)
+    if pretrained:
+        torch.manual_seed(7)
+        torch.nn.init.normal_(module.head.weight)
+    return module
+
+def nothing():
+    pass
+
+def text():
+    return "model"
+
+def fails():
+    raise KeyError("weights.pth")
+
+def needs(width):
+    return Small(width, 32)
+
+def odd_transform():
+    return Small(4, 32), lambda image: image
+
+def odd_names():
+    return Small(4, 32), None, "abc"
+
+def empty():
+    return nn.Identity()
+
+value = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model file, broken ones, and a clone with a hubconf.py."""
+    place = tmp_path_factory.mktemp("models")
+    (place / "mine.py").write_text(MODEL)
+    (place / "broken.py").write_text("import torch\ndef build(:\n")
+    (place / "raises.py").write_text("raise RuntimeError('no\\n licence')\n")
+    (place / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    (place / "lacks.py").write_text("import surely_not_installed\n")
+    clone = place / "clone"
+    clone.mkdir()
+    (clone / "small.py").write_text(MODEL)
+    (clone / "hubconf.py").write_text(
+        "dependencies = ['torch']\nfrom small import bare as tiny, loads as own\n"
+        "def late():\n    import small\n    return small.bare(4)\n"
+    )
+    needy = place / "needy"
+    needy.mkdir()
+    (needy / "hubconf.py").write_text("dependencies = ['torch', 'surely_not_installed']\n")
+    return place
+
+
+def test_a_file_gives_module_transform_and_names(folder: Path) -> None:
+    model = load_model(f"{folder}/mine.py:build", random_init=3, model_args={"width": 6})
+    assert model.input_size == (3, 32, 32) and model.class_names == ["a", "b", "c"]
+    assert model.transform["mean"] == (0.5, 0.5, 0.5) and model.transform["std"] == (0.25,) * 3
+    assert model.architecture == "mine.py:build (Small)" and model.model_args == {"width": 6}
+    assert len(model.origin["sha256"]) == 64 and "notes" not in model.origin
+    assert not model.module.training
+    again = load_model(f"{folder}/mine.py:build", random_init=3, model_args={"width": 6})
+    other = load_model(f"{folder}/mine.py:build", random_init=4, model_args={"width": 6})
+    assert model.weights["sha256"] == again.weights["sha256"] != other.weights["sha256"]
+    sized = load_model(f"{folder}/mine.py:build", random_init=3, img_size=48)
+    assert sized.input_size == (3, 48, 48) and sized.module(torch.zeros(1, 3, 48, 48)).shape[1] == 3
+
+
+def test_what_a_file_does_not_say_is_assumed_and_said(folder: Path) -> None:
+    model = load_model(f"{folder}/mine.py:bare")
+    assert model.input_size == (3, 224, 224)
+    assert model.transform["mean"] == (0.485, 0.456, 0.406)
+    (note,) = model.notes()
+    assert "says no transform: assumed are 224 x 224" in note
+    given = load_model(f"{folder}/mine.py:bare", img_size=32, img_mean=(0.5,), img_std=(0.5,))
+    assert given.transform["mean"] == (0.5,) and given.input_size == (3, 32, 32)
+
+
+def test_own_weights_random_ones_and_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    name = f"{folder}/mine.py:loads"
+    own, random = load_model(name), load_model(name, random_init=5)
+    assert own.weights["source"] == "file" and random.weights["source"] == "random"
+    assert own.weights["sha256"] != random.weights["sha256"]
+    torch.save({"state_dict": own.module.state_dict()}, tmp_path / "w.pth")
+    loaded = load_model(name, checkpoint=tmp_path / "w.pth")
+    assert loaded.weights["source"] == "checkpoint" and loaded.weights["key"] == "state_dict"
+    assert loaded.weights["sha256"] == own.weights["sha256"]
+
+
+@pytest.mark.parametrize("entry", ["tiny", "late"])
+def test_a_local_clone_of_torch_hub(folder: Path, entry: str) -> None:
+    model = load_model(f"torchhub:{folder}/clone:{entry}", img_size=32, random_init=1)
+    assert model.architecture == f"torchhub:clone:{entry}"
+    assert model.origin["kind"] == "torchhub" and f"{folder}/clone" not in sys.path
+
+
+def test_torchvision_by_name(tmp_path: Path) -> None:
+    import torchvision
+
+    model = load_model("torchvision:resnet18", random_init=2, model_args={"num_classes": 4})
+    assert model.architecture == "torchvision:resnet18"
+    assert model.origin == {"library": "torchvision", "version": torchvision.__version__}
+    assert model.transform["crop_pct"] == pytest.approx(224 / 256)
+    assert model.transform["interpolation"] == "bilinear"
+    assert model.module(torch.zeros(1, 3, 64, 64)).shape == (1, 4)
+    torch.save(model.module.state_dict(), tmp_path / "r.pth")
+    loaded = load_model(
+        "torchvision:resnet18", checkpoint=tmp_path / "r.pth", model_args={"num_classes": 4}
+    )
+    assert loaded.weights["sha256"] == model.weights["sha256"]
+    vit = source_of("torchvision:vit_b_16").without_weights({"img_size": (64, 64)})
+    assert vit.image_size == 64
+    found = source_of("torchvision:vit_b_*").matching()
+    assert list(found) == ["torchvision:vit_b_16", "torchvision:vit_b_32"]
+    assert "IMAGENET1K_V1" in found["torchvision:vit_b_32"]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no function": ("{}/mine.py", {}, "names no function; expected FILE.py:NAME"),
+    "no name": ("{}/mine.py:", {}, "names no function"),
+    "no file": ("{}/yours.py:build", {}, "no file "),
+    "no such function": ("{}/mine.py:bild", {}, "has no function 'bild'; its functions: build"),
+    "no callable": ("{}/mine.py:value", {}, "has no function 'value'"),
+    "nothing": ("{}/mine.py:nothing", {}, "gives NoneType; expected a torch.nn.Module"),
+    "text": ("{}/mine.py:text", {}, "gives str; expected a torch.nn.Module"),
+    "raises": ("{}/mine.py:fails", {}, "cannot be made: KeyError: 'weights.pth'"),
+    "missing argument": ("{}/mine.py:needs", {}, "does not take these arguments"),
+    "alien argument": ("{}/mine.py:build", {"model_args": {"depth": 2}}, "does not take these"),
+    "syntax": ("{}/broken.py:build", {}, "broken.py raises SyntaxError"),
+    "file raises": ("{}/raises.py:build", {}, "raises.py raises RuntimeError: no licence"),
+    "file exits": ("{}/exits.py:build", {}, "exits.py raises SystemExit: 3"),
+    "missing import": ("{}/lacks.py:build", {}, "No module named 'surely_not_installed'"),
+    "same weights": ("{}/mine.py:fixed", {"random_init": 1}, "the same weights for every seed"),
+    "a transform of code": ("{}/mine.py:odd_transform", {}, "cannot be kept in a store"),
+    "names": ("{}/mine.py:odd_names", {}, "gives class names 'abc'; expected a list"),
+    "mean": ("{}/mine.py:build", {"img_mean": (1.0, 2.0)}, "--img-mean has 2 numbers"),
+    "no checkpoint": ("{}/mine.py:build", {"checkpoint": Path("x.pth")}, "no checkpoint at x.pth"),
+    "both": (
+        "{}/mine.py:build",
+        {"random_init": 0, "checkpoint": Path("x.pth")},
+        "exclude each other",
+    ),
+    "hub without entry": ("torchhub:{}/clone", {}, "names no entry of a repository"),
+    "hub entry": ("torchhub:{}/clone:huge", {}, "has no entry 'huge'; it has: tiny, own, late"),
+    "hub folder": ("torchhub:{}/nowhere:tiny", {}, "names no entry of a repository"),
+    "no hubconf": ("torchhub:{}:tiny", {}, "has no hubconf.py"),
+    "hub dependency": ("torchhub:{}/needy:tiny", {}, "(pip install surely_not_installed)"),
+    "torchvision": (
+        "torchvision:vit_b_61",
+        {},
+        "of torchvision is called 'vit_b_61'",
+    ),
+    "a detector": ("torchvision:ssd300_vgg16", {}, "no classifier of torchvision"),
+    "torchvision weights": ("torchvision:vit_b_16/V9", {}, "has no weights 'V9'; it has: IMAGENET"),
+    "torchvision argument": (
+        "torchvision:resnet18",
+        {"random_init": 0, "model_args": {"depth": 3}},
+        "does not take these arguments",
+    ),
+    "prefix": ("torchvison:vit_b_16", {}, "no timm model is called 'torchvison:vit_b_16'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_mistakes_are_one_line(folder: Path, case: str) -> None:
+    name, options, phrase = REFUSED[case]
+    with pytest.raises(ModelError) as error:
+        load_model(name.format(folder), **options)
+    assert phrase in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("torch.hub.download_url_to_file", refuse)
+    monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path))
+    with pytest.raises(ModelError, match="are not on this machine, and cannot be fetched"):
+        load_model("torchvision:resnet18")
+    monkeypatch.setattr("torch.hub.list", refuse)
+    with pytest.raises(ModelError, match="cannot be fetched from GitHub: no network; give a local"):
+        load_model("torchhub:someone/repository:entry")
+
+
+def test_a_store_of_a_file_and_what_it_may_not_do(folder: Path, tmp_path: Path) -> None:
+    """The store says which code made it; only the user's word runs that again."""
+    from vitsee_core.models.provenance import model_of
+
+    out, name = tmp_path / "m.zarr", f"{folder}/mine.py:build?width=6"
+    words = ["extract", name, "--data", "demo:test", "--images", "6", "-o", str(out)]
+    done = CliRunner().invoke(main, [*words, "--random-init", "0"])
+    assert done.exit_code == 0, done.output
+    store = open_store(out)
+    assert store.manifest.model["args"] == {"width": 6}
+    assert store.manifest.model["origin"]["kind"] == "file"
+    assert store.manifest.model["name"] == f"{folder}/mine.py:build"
+    again = CliRunner().invoke(main, [*words, "--random-init", "0"])
+    assert again.exit_code == 0 and "complete" in again.output
+    with pytest.raises(Exception, match="--trust-store if it is your own"):
+        model_of(store)
+    assert (
+        model_of(store, trust=True).weights["sha256"] == store.manifest.model["weights"]["sha256"]
+    )
+
+
+def test_no_sidecar_makes_code_run(folder: Path, tmp_path: Path) -> None:
+    table = tmp_path / "w.csv"
+    words = ["weights", f"{folder}/mine.py:bare", "--img-size", "32", "-o", str(table)]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    refused = CliRunner().invoke(main, ["rerun", str(table), "--force"])
+    assert refused.exit_code == 1 and "is not run again; copy it from there" in refused.stderr
+    assert runs_code("a/b.py:build") and runs_code("torchhub:a/b:c")
+    assert not any(map(runs_code, ("vit_tiny_patch16_224", "demo:vit", "torchvision:vit_b_16")))
+
+
+def test_sites_and_models_of_a_file(folder: Path) -> None:
+    listed = CliRunner().invoke(main, ["sites", f"{folder}/mine.py:build?width=6", "--json"])
+    assert listed.exit_code == 0, listed.output
+    names = [site["site"] for site in json.loads(listed.stdout)["sites"]]
+    assert "blocks.0.out" in names
+    found = CliRunner().invoke(main, ["models", "torchvision:vit_b_*", "--names", "--json"])
+    assert [row["model"] for row in json.loads(found.stdout)] == [
+        "torchvision:vit_b_16",
+        "torchvision:vit_b_32",
+    ]
+
+
+def test_a_study_names_them(folder: Path) -> None:
+    from vitsee_core.study.steps import label_of
+
+    assert label_of("torchvision:vit_b_16/IMAGENET1K_V1") == "vit_b_16"
+    assert label_of(f"{folder}/mine.py:build?width=6") == "mine"
+    assert label_of(f"torchhub:{folder}/clone:tiny") == "tiny"
+
+
+def test_a_source_that_is_not_used_is_not_imported() -> None:
+    code = (
+        "import sys, vitsee_core.models.load; from vitsee_core.models.sources import source_of; "
+        "source_of('vit_tiny_patch16_224').check(); "
+        "found = [m for m in sys.modules if m.startswith('vitsee_core.models.sources.')]; "
+        "print(*(m.rpartition('.')[2] for m in found))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torchvision", "torchhub", "python_file", "own_transform"} & set(
+        done.stdout.split()
+    )

@@ -1,0 +1,190 @@
+"""What vitsee asks of a source of models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.sources.errors import one_line
+
+Size = tuple[int, int, int]
+
+
+class Source(ABC):
+    """Where the model of one name comes from.
+
+    name: as the user knows it. arguments_in_name: whether what stands behind `?` in a name, and is
+    no option, is an argument of the model. option: what its arguments are for, in messages.
+    """
+
+    arguments_in_name = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    # ------------------------------------------------------------ before a model is made
+
+    @abstractmethod
+    def check(self) -> None:
+        """Whether the name can be a model's, without making it or asking a hub.
+
+        Raises:
+            ModelError: it cannot.
+        """
+
+    def check_arguments(self, args: Mapping[str, Any]) -> None:  # noqa: B027  (none is refused)
+        """Whether these can be arguments of the model at all.
+
+        Raises:
+            ModelError: one chooses what to load, which an option of its own does.
+        """
+
+    def check_foreign(self, args: Mapping[str, Any], where: str) -> None:
+        """Whether a manifest that nobody vouches for may ask for this model; by default none may.
+
+        Args:
+            args: of the model.
+            where: the store's name, for the message.
+
+        Raises:
+            ModelError: it may not.
+        """
+        raise ModelError(
+            f"{where} names the model {self.name[:80]}, a place that a store may not choose by "
+            "itself (--trust-store if it is your own)"
+        )
+
+    def placed(self, folder: Path) -> str:
+        """The name that means the same in any working folder, if this one is taken from
+        `folder`."""
+        return self.name
+
+    def matching(self) -> dict[str, list[str]]:
+        """The models that the name, as a pattern, stands for -> the names of their weights.
+
+        Raises:
+            ModelError: nothing matches.
+        """
+        return {self.name: []}
+
+    def stated_size(self) -> tuple[int, int] | None:
+        """Rows and columns of its input as far as they are known before it is made."""
+        return None
+
+    @property
+    def label(self) -> str:
+        """What a study calls the model."""
+        return self.name.rpartition(":")[2].rpartition("/")[2]
+
+    @property
+    def skips_left_out(self) -> tuple[str, ...]:
+        """Blocks and sublayers without whose skips the model was trained, as --ablate-skip takes
+        them."""
+        return ()
+
+    def layout_arguments(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Those of a published checkpoint's arguments of timm's architectures that this model
+        takes."""
+        return {}
+
+    # ------------------------------------------------------------ making it
+
+    @abstractmethod
+    def make(
+        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+    ) -> nn.Module:
+        """The module, random weights drawn with `seed`.
+
+        Args:
+            pretrained: with its own weights.
+            seed: of all that is random.
+            wanted: its arguments; `img_size`, (rows, cols), among them is dropped by a model that
+                takes any.
+            foreign: name and arguments are a stranger's: the network is not asked, and a model
+                larger than the memory is not made.
+
+        Raises:
+            ModelError: unknown name, arguments that it does not take, weights that are not to be
+                had, or code of others that fails.
+        """
+
+    def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
+        """The module on torch's meta device, where nothing is computed and no memory taken; of a
+        model that cannot be made there, with random weights.
+
+        Raises:
+            ModelError: as `make`.
+        """
+        with torch.device("meta"):
+            return self.make(pretrained=False, seed=0, wanted=wanted)
+
+    # ------------------------------------------------------------ what it says of itself
+
+    @abstractmethod
+    def transform(
+        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """input_size (channels, rows, cols), interpolation, crop_pct, crop_mode, mean, std.
+
+        Args:
+            module: as `make` gives it.
+            img_size: (rows, cols) instead of its own.
+            given: mean, std, crop_pct, crop_mode, fill, interpolation in place of its own; None for
+                those.
+
+        Raises:
+            ModelError: values that are none.
+        """
+
+    @abstractmethod
+    def architecture(self, module: nn.Module) -> str:
+        """What a store's identity compares: the same for equal sites."""
+
+    def class_names(self, module: nn.Module) -> list[str] | None:
+        """Of the logits, where they are known."""
+        return None
+
+    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+        """`source` and `pretrained` of the model's own weights, and what of them was fitted; see
+        `LoadedModel.weights`."""
+        return {"source": "pretrained"}
+
+    def assumed(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+        """What neither a checkpoint's file nor its caller states, beside preprocessing."""
+        return {}
+
+    def origin(self) -> dict[str, Any]:
+        """What a manifest records of the source: `library` and its `version`, or the `sha256` of
+        the file, and `notes`, what its user should know, each behind the name; {} for timm's, which
+        every manifest has."""
+        return {}
+
+
+def drawn(seed: int, make: Any, what: str) -> nn.Module:
+    """What `make()` gives under a seed, which must be a module; errors of foreign code are one
+    line.
+
+    Raises:
+        ModelError: it raises, or gives something else.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            module = make()
+        except ModelError:
+            raise
+        except TypeError as error:
+            raise ModelError(f"{what} does not take these arguments: {one_line(error)}") from error
+        except Exception as error:
+            raise ModelError(
+                f"{what} cannot be made: {type(error).__name__}: {one_line(error)}"
+            ) from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{what} gives {type(module).__name__}; expected a torch.nn.Module")
+    return module

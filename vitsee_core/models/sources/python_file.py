@@ -1,0 +1,212 @@
+"""A user's own file: `path/model.py:build`, where build() gives a torch module.
+
+The file's code runs because the user typed its name. It may give the module alone, (module,
+transform), or (module, transform, class names); the transform as `transform_config` takes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.sources.base import Source, drawn
+from vitsee_core.models.sources.errors import one_line
+from vitsee_core.models.sources.own_transform import ASSUMED, changed, stated
+
+SIZES = ("img_size", "image_size", "input_size")  # names of a size among a builder's parameters
+WEIGHTS = "pretrained"  # the name of a switch for a model's own weights among them
+
+
+class FileSource(Source):
+    """A callable of a Python file that makes a model."""
+
+    arguments_in_name = True
+    kind = "file"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.made: tuple[Any, list[str] | None] | None = None  # transform, class names
+        self.assumes = False
+
+    @property
+    def place(self) -> tuple[Path, str]:
+        """The file, and the name of the callable in it."""
+        path, _, entry = self.name.rpartition(":") if ".py:" in self.name else (self.name, "", "")
+        return Path(path).expanduser(), entry
+
+    def check(self) -> None:
+        """As in `Source`; the file is not run."""
+        path, entry = self.place
+        if not entry.isidentifier():
+            raise ModelError(
+                f"{self.name!r} names no function; expected FILE.py:NAME, where NAME() gives a "
+                "torch module, as in model.py:build"
+            )
+        if not path.is_file():
+            raise ModelError(f"no file {path} (of {self.name}); expected FILE.py:NAME")
+
+    def placed(self, folder: Path) -> str:
+        """As in `Source`."""
+        path, entry = self.place
+        return f"{folder / path}:{entry}"
+
+    @property
+    def label(self) -> str:
+        """The file's name."""
+        return self.place[0].stem
+
+    def make(
+        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+    ) -> nn.Module:
+        """As in `Source`: what the callable gives."""
+        self.check()
+        build = self._entry()
+        given = self._arguments(build, wanted, pretrained)
+
+        def made() -> Any:
+            with importing_from(self.place[0].resolve().parent):
+                found = build(**given)
+            parts = found if isinstance(found, tuple) else (found,)
+            transform, names = [*parts[1:3], None, None][:2]
+            self.made = transform, names
+            return parts[0]
+
+        module = drawn(seed, made, self.name)
+        if not pretrained and WEIGHTS not in given and not _is_meta(module):
+            self._check_random(made, seed, module)
+        return module
+
+    def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
+        """As in `Source`; what its code cannot make on the meta device has random weights."""
+        try:
+            return super().without_weights(wanted)
+        except ModelError:
+            return self.make(pretrained=True, seed=0, wanted=wanted)
+
+    def transform(
+        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """As in `Source`: what the callable gives beside the module."""
+        own, _ = self.made or (None, None)
+        self.assumes = own is None and not getattr(module, "pretrained_cfg", None)
+        return changed(stated(own, module, self.name), img_size, given, self.name)
+
+    def architecture(self, module: nn.Module) -> str:
+        """The callable, and the class of what it gives."""
+        path, entry = self.place
+        return f"{path.name}:{entry} ({type(module).__qualname__})"
+
+    def class_names(self, module: nn.Module) -> list[str] | None:
+        """As in `Source`: what the callable gives beside module and transform."""
+        names = self.made[1] if self.made else None
+        if names is None:
+            return None
+        if isinstance(names, str) or not all(isinstance(label, str) for label in names):
+            raise ModelError(f"{self.name} gives class names {str(names)[:40]!r}; expected a list")
+        return list(names)
+
+    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+        """As in `Source`: whatever the code loads or draws."""
+        return {"source": self.kind, "pretrained": self.name}
+
+    def origin(self) -> dict[str, Any]:
+        """As in `Source`: the hash of the file."""
+        path, _ = self.place
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        return {
+            "kind": self.kind,
+            "sha256": digest,
+            **({"notes": [ASSUMED]} if self.assumes else {}),
+        }
+
+    def _entry(self) -> Callable[..., Any]:
+        """Run the file; the callable in it."""
+        path, entry = self.place
+        module = run_file(path, self.name)
+        found = getattr(module, entry, None)
+        if not callable(found):
+            own = [
+                key
+                for key, value in vars(module).items()
+                if inspect.isfunction(value) and value.__module__ == module.__name__
+            ]
+            known = f"; its functions: {', '.join(own)}" if own else ", and no function at all"
+            raise ModelError(f"{path} has no function {entry!r}{known}")
+        return found  # type: ignore[no-any-return]
+
+    def _arguments(
+        self, build: Callable[..., Any], wanted: Mapping[str, Any], pretrained: bool
+    ) -> dict[str, Any]:
+        """The keywords of the callable: an image size under the name it has there, if any."""
+        given = dict(wanted)
+        size = given.pop("img_size", None)
+        try:
+            names = inspect.signature(build).parameters
+        except (TypeError, ValueError):
+            return given
+        own = next((name for name in SIZES if name in names), None)
+        if size is not None and own is not None and own not in given:
+            given[own] = size[0] if size[0] == size[1] else tuple(size)
+        if WEIGHTS in names and WEIGHTS not in given and not pretrained:
+            given[WEIGHTS] = False
+        return given
+
+    def _check_random(self, made: Callable[[], Any], seed: int, module: nn.Module) -> None:
+        """Refuse a seed that decides nothing, as code that loads its own weights has them again."""
+        other = drawn(seed + 1, made, self.name)
+        pairs = zip(module.parameters(), other.parameters(), strict=False)
+        if not any(x.shape != y.shape or not torch.equal(x, y) for x, y in pairs):
+            raise ModelError(
+                f"{self.name} gives the same weights for every seed; expected random ones: give "
+                f"its function a parameter {WEIGHTS!r}, which is False for them"
+            )
+
+
+SOURCE = FileSource
+
+
+def run_file(path: Path, name: str) -> Any:
+    """The module of a Python file, run anew, with its folder among those that it imports from.
+
+    Raises:
+        ModelError: it raises.
+    """
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"vitsee_{path.stem}_{digest}", path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickles look their module up
+    try:
+        with importing_from(path.resolve().parent):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        raise ModelError(
+            f"{name}: {path.name} raises {type(error).__name__}: {one_line(error)}{line}"
+        ) from error
+    return module
+
+
+@contextmanager
+def importing_from(folder: Path) -> Iterator[None]:
+    """A context in which the folder's own modules can be imported."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(x.is_meta for x in module.parameters())

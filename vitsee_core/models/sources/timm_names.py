@@ -1,0 +1,37 @@
+"""timm's architectures by name."""
+
+from __future__ import annotations
+
+import difflib
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from vitsee_core.models.hook_points import ModelError
+
+
+def matching(pattern: str) -> dict[str, list[str]]:
+    """Architecture -> tags of its pretrained weights, as far as they match a glob of architectures
+    or of `NAME.TAG`.
+
+    Raises:
+        ModelError: nothing does.
+    """
+    import timm
+
+    tags: dict[str, list[str]] = {name: [] for name in timm.list_models()}
+    for name in timm.list_pretrained():
+        architecture, _, tag = name.partition(".")
+        tags.setdefault(architecture, []).append(tag)
+    wanted, dot, wanted_tag = pattern.partition(".")
+    found = {}
+    for name, own in tags.items():
+        kept = [tag for tag in own if not dot or fnmatchcase(tag, wanted_tag)]
+        if fnmatchcase(name, wanted) and (kept or not dot):
+            found[name] = kept
+    if not found:
+        if Path(pattern).is_dir():
+            raise ModelError(f"{pattern} is a folder; expected a model's name, or a pattern")
+        near = difflib.get_close_matches(wanted, list(tags), n=3, cutoff=0.5)
+        hint = f"; near names: {', '.join(near)}" if near else ""
+        raise ModelError(f"no timm model matches {pattern!r}{hint} (a part of a name: '*PART*')")
+    return found
