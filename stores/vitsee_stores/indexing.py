@@ -109,5 +109,4 @@ def _places(part: Any, n: int) -> NDArray[np.int64]:
     wrong = (values < -n) | (values >= n)
     if wrong.any():
         raise IndexError(f"index {values[wrong][0]} of an axis with {n} entries")
-    places: NDArray[np.int64] = np.where(values < 0, values + n, values).astype(np.int64)
-    return places
+    return np.where(values < 0, values + n, values).astype(np.int64)

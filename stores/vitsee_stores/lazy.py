@@ -54,8 +54,7 @@ class LazyArray:
     def __getitem__(self, index: Index) -> NDArray[Any]:
         cut = cut_out(index, self.shape)
         if cut.listed is None:
-            values: NDArray[Any] = self.load(cut.box)[cut.within]
-            return values
+            return self.load(cut.box)[cut.within]
         return self._load_listed(cut)
 
     def _load_listed(self, cut: Cut) -> NDArray[Any]:
@@ -192,8 +191,7 @@ class LazyTokenMean(LazyArray):
         """The part that `box` cuts out."""
         rows, channels = box
         values = self.tokens.load((rows, slice(self.first, self.tokens.shape[1]), channels))
-        mean: NDArray[Any] = values.mean(1, dtype=np.float64).astype(np.float32)
-        return mean
+        return values.mean(1, dtype=np.float64).astype(np.float32)
 
 
 class NormalisedInputs(LazyArray):

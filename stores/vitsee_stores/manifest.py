@@ -106,8 +106,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as JSON holds it."""
-        plain: dict[str, Any] = jsonable(dataclasses.asdict(self))
-        return plain
+        return jsonable(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:

@@ -289,8 +289,7 @@ class Store(StoreSites):
             MissingInput: the store has none; with the reason, where extract left one.
         """
         missing = absent.no_weights(self.label, self.manifest, name)
-        values: NDArray[np.float32] = self._array(f"weights/{name}", missing)[:]
-        return values
+        return self._array(f"weights/{name}", missing)[:]
 
     @property
     def attention_blocks(self) -> list[AttentionGroup]:

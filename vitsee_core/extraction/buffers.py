@@ -95,8 +95,7 @@ def _shape(spec: ArraySpec, slab: int) -> tuple[int, ...]:
 
 
 def _dtype(spec: ArraySpec) -> torch.dtype:
-    found: torch.dtype = getattr(torch, np.dtype(spec.dtype).name)
-    return found
+    return getattr(torch, np.dtype(spec.dtype).name)
 
 
 def to_store(

@@ -34,8 +34,7 @@ class ClampedArray(LazyArray):
     def load(self, box: Box) -> NDArray[Any]:
         """The part that `box` cuts out."""
         bound = self.dtype.type(self.bound)
-        values: NDArray[Any] = np.clip(self.array.load(box), -bound, bound)
-        return values
+        return np.clip(self.array.load(box), -bound, bound)
 
 
 def clamped(features: FeatureMatrix, bound: float) -> FeatureMatrix:

@@ -273,8 +273,7 @@ class Cuda:
     def host(self, total: Tensor, symmetric: bool) -> Float:
         """See `MatmulBackend`."""
         whole = total.tril() + total.tril(-1).T if symmetric else total
-        found: Float = whole.cpu().numpy()
-        return found
+        return whole.cpu().numpy()
 
 
 class CudaBfloat16(Cuda):

@@ -41,8 +41,7 @@ def compiled(function: Callable[P, R], flags: Collection[str] = FAST) -> Callabl
         options = {"nogil": True, "fastmath": set(flags), "error_model": "numpy"}
         written = _with_compiled_callees(function)
         if inlined:
-            callee: Callable[P, R] = compile_(written, forceinline=True, **options)
-            return callee
+            return compile_(written, forceinline=True, **options)
         try:
             found: Callable[P, R] = compile_(written, cache=True, **options)
         except RuntimeError:  # no folder for the cache

@@ -109,8 +109,7 @@ class Cosines:
 
     def __call__(self, rows: Float32) -> Float32:
         """(m, n) with rows (n, dim)."""
-        found: Float32 = rounded(self._queries @ unit(rows, self._device).T).cpu().numpy()
-        return found
+        return rounded(self._queries @ unit(rows, self._device).T).cpu().numpy()
 
 
 def unit(rows: Float32, device: torch.device) -> torch.Tensor:

@@ -31,8 +31,7 @@ class Staging:
         """(rows, columns) to be filled; waits until the contents before were copied."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        found: NDArray[Any] = self._memory[: rows * columns].view(rows, columns).numpy()
-        return found
+        return self._memory[: rows * columns].view(rows, columns).numpy()
 
     def send(self, rows: int, columns: int, dtype: np.dtype[Any]) -> Tensor:
         """What was filled in, on the device in another type."""
@@ -55,8 +54,7 @@ class Staging:
 
     def times(self, x: Tensor, weights: Float32) -> Float32:
         """x weights, on the host."""
-        found: Float32 = (x @ self._on_device(weights).to(x.dtype)).float().cpu().numpy()
-        return found
+        return (x @ self._on_device(weights).to(x.dtype)).float().cpu().numpy()
 
     def _on_device(self, values: Float32) -> Tensor:
         return to_device(values, self._device)

@@ -200,8 +200,7 @@ def in_split(store: Store, split: str) -> Mask:
     if split not in names:
         has = f"splits {', '.join(names)}" if names else "no splits"
         raise MissingInput(f"{store.label} has no split {split!r}; its data has {has}")
-    found: Mask = of_row == split
-    return found
+    return of_row == split
 
 
 def _classes(store: Store) -> list[str]:

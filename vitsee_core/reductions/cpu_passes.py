@@ -143,5 +143,4 @@ class CpuPasses:
 def _padded_rows(x: Tensor) -> Float32:
     """Rows of whole vectors, zeros beyond, as one."""
     more = padded(x.shape[1]) - x.shape[1]
-    found: Float32 = torch.nn.functional.pad(x.float(), (0, more)).flatten().numpy()
-    return found
+    return torch.nn.functional.pad(x.float(), (0, more)).flatten().numpy()

@@ -233,5 +233,4 @@ def shared_information(mean: Tensor, entropy: Tensor, n_queries: Tensor) -> Tens
     """
     of_keys = torch.special.entr(mean).sum(-1)
     shared = (of_keys - entropy).clamp_(min=0.0)
-    found: Tensor = shared / (n_queries.log() * of_keys).sqrt()
-    return found
+    return shared / (n_queries.log() * of_keys).sqrt()

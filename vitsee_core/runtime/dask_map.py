@@ -141,8 +141,7 @@ class DaskMap:
         warned = False
         while True:
             try:
-                data: bytes = future.result(timeout=2.0)
-                return data
+                return future.result(timeout=2.0)
             except TimeoutError:
                 if future.done():  # the task's own
                     raise

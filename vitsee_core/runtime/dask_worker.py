@@ -77,8 +77,7 @@ def on_this_worker(error: VitseeError) -> DaskError:
 
 @lru_cache(maxsize=4)
 def _function(work: bytes) -> Callable[[Any], Any]:
-    found: Callable[[Any], Any] = pickle.loads(work)
-    return found
+    return pickle.loads(work)
 
 
 class _Kept(logging.Handler):

@@ -56,8 +56,7 @@ def _libraries(n_modules: int) -> ThreadpoolController:
 
 def _limit_blas() -> Callable[[], object]:
     limits: Any = _libraries(len(sys.modules)).limit(limits=1, user_api="blas")
-    restore: Callable[[], object] = limits.restore_original_limits
-    return restore
+    return limits.restore_original_limits
 
 
 def _limit_torch() -> Callable[[], object]:

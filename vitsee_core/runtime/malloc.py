@@ -49,5 +49,4 @@ def _mallopt() -> Callable[[int, int], int] | None:
     library: Any = ctypes.CDLL(None) if os.name == "posix" else None
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):
         return None
-    found: Callable[[int, int], int] = library.mallopt
-    return found
+    return library.mallopt

@@ -76,8 +76,7 @@ def centred_alignment(cross: Float, rows: Float, cols: Float) -> Float:
     (and, for the unbiased one, by chance for noise of few images)."""
     own_rows, own_cols = (np.where(own > 0, own, np.nan) for own in (rows, cols))
     # One root of the product: a representation with itself is 1 and not almost 1.
-    values: Float = cross / np.sqrt(own_rows[..., :, np.newaxis] * own_cols[..., np.newaxis, :])
-    return values
+    return cross / np.sqrt(own_rows[..., :, np.newaxis] * own_cols[..., np.newaxis, :])
 
 
 def without_value(names: Sequence[str], own: Float) -> list[str]:
@@ -156,8 +155,7 @@ class PairSums:
         def value(products: Float, a: Float, b: Float, outer: bool) -> Float:
             q, s = _joint(a, b, outer)
             centred: Float = products - 2 / (n - 2) * q + s / ((n - 1) * (n - 2))
-            mean: Float = centred / (n * (n - 3))
-            return mean
+            return centred / (n * (n - 3))
 
         return self._all(value, self.sums_rows, self.sums_cols, self)
 
@@ -175,8 +173,7 @@ class PairSums:
         def value(products: Float, a: Float, b: Float, outer: bool) -> Float:
             q, s = _joint(a, b, outer)
             centred: Float = products - 2 / n * q + s / n**2
-            mean: Float = centred / (n - 1) ** 2
-            return mean
+            return centred / (n - 1) ** 2
 
         return self._all(value, self.sums_rows + d, self.sums_cols + e, whole)
 
@@ -205,8 +202,7 @@ def weighted_sum(parts: Sequence[Hsic], weights: Sequence[float] | None = None) 
     by = np.ones(len(parts)) if weights is None else np.asarray(weights, np.float64)
 
     def total(name: str) -> Float:
-        values: Float = np.tensordot(by, np.stack([getattr(part, name) for part in parts]), 1)
-        return values
+        return np.tensordot(by, np.stack([getattr(part, name) for part in parts]), 1)
 
     return Hsic(total("cross"), total("rows"), total("cols"))
 

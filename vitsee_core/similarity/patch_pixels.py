@@ -235,5 +235,4 @@ class _Reloaded(LazyArray):
 
         whole = normalise(torch.from_numpy(self.pixels[box[0]]), self.transform, "cpu").numpy()
         whole[~self.valid[box[0]]] = np.nan
-        out: NDArray[np.float32] = whole[(slice(None), *box[1:])]
-        return out
+        return whole[(slice(None), *box[1:])]

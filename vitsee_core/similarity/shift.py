@@ -48,8 +48,7 @@ def raw_gram(gram: ArrayLike, shift: Shift) -> Float:
     Exact: the error is that of `gram`, whose entries in a cache are single precision.
     """
     g = shift.along
-    total: Float = np.asarray(gram, np.float64) + (g[:, np.newaxis] + g) + shift.squared
-    return total
+    return np.asarray(gram, np.float64) + (g[:, np.newaxis] + g) + shift.squared
 
 
 def cosine(gram: ArrayLike, shift: Shift) -> Float:
@@ -67,8 +66,7 @@ def _normalised(products: Float) -> Float:
     """a_ij / sqrt(a_ii a_jj)."""
     own = np.diagonal(products)
     own = np.where(own > 0, own, np.nan)
-    values: Float = products / np.sqrt(own[:, np.newaxis] * own)
-    return values
+    return products / np.sqrt(own[:, np.newaxis] * own)
 
 
 class FeatureOffset:

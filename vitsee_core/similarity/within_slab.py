@@ -115,7 +115,6 @@ def _stored(of: Representation, cells: Sequence[Rows], slab: int, batch: int) ->
     places = rows - k * slab
 
     def load() -> Float32:
-        gram: Float32 = of.store.grams(of.stored.name)[k][np.ix_(places, places)]
-        return gram
+        return of.store.grams(of.stored.name)[k][np.ix_(places, places)]
 
     return InMemory(len(rows), load)

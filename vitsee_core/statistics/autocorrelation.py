@@ -13,5 +13,4 @@ def autocorrelation(x: Float) -> Float:
     shape = (2 * x.shape[0], 2 * x.shape[1])
     spectrum = np.fft.rfft2(x, shape, axes=(0, 1))
     power = np.einsum("yxd,yxd->yx", spectrum, spectrum.conj()).real
-    found: Float = np.fft.irfft2(power, shape)
-    return found
+    return np.fft.irfft2(power, shape)

@@ -92,8 +92,7 @@ def standard_error(replicates: Float, axis: int = -1) -> Float:
     """sqrt((m - 1) / m sum of squared deviations of the m replicates from their mean)."""
     m = replicates.shape[axis]
     deviation = replicates - replicates.mean(axis, keepdims=True)
-    error: Float = np.sqrt((m - 1) / m * (deviation**2).sum(axis))
-    return error
+    return np.sqrt((m - 1) / m * (deviation**2).sum(axis))
 
 
 def interval(

@@ -234,8 +234,7 @@ class Field:
     @property
     def mean(self) -> Float:
         """(H, W): mean over images."""
-        total: Float = self.sums.sum(0) / self.counts.sum()
-        return total
+        return self.sums.sum(0) / self.counts.sum()
 
     def without_each(self) -> list[Float]:
         """The sums of all other slabs, for each slab with images; [] where these are too few."""

@@ -51,5 +51,4 @@ def within(located: Located, found: Float, alphas: Sequence[float]) -> Float:
     """(points, alphas) 1 where positions (points, 2) are nearer to the keypoint than alpha times
     the side, else 0."""
     reach = np.multiply.outer(located.side, np.asarray(alphas)) ** 2
-    near: Float = (located.squared_error(found)[:, None] < reach).astype(np.float64)
-    return near
+    return (located.squared_error(found)[:, None] < reach).astype(np.float64)

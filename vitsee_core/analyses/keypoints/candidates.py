@@ -29,14 +29,12 @@ class Cells:
     @property
     def centres(self) -> Float:
         """(n,) in pixels whose centres have whole numbers."""
-        found: Float = self.offset - 0.5 + (np.arange(self.n, dtype=np.float64) + 0.5) * self.stride
-        return found
+        return self.offset - 0.5 + (np.arange(self.n, dtype=np.float64) + 0.5) * self.stride
 
     def places(self, at: Float) -> Float:
         """Pixels in units of cells, 0 the first centre; beyond the first and last they are those,
         as interpolation repeats the border."""
-        found: Float = np.clip((at + 0.5 - self.offset) / self.stride - 0.5, 0, self.n - 1)
-        return found
+        return np.clip((at + 0.5 - self.offset) / self.stride - 0.5, 0, self.n - 1)
 
     def weights(self, at: Float) -> Float:
         """(positions, n) bilinear weights of the tokens."""
@@ -50,8 +48,7 @@ class Cells:
 
     def nearest(self, at: Float) -> Float:
         """(positions, n) weights of 1 for the nearest token, the later of two."""
-        found: Float = np.eye(self.n)[np.floor(self.places(at) + 0.5).astype(np.int64)]
-        return found
+        return np.eye(self.n)[np.floor(self.places(at) + 0.5).astype(np.int64)]
 
 
 @dataclass(frozen=True)
@@ -114,5 +111,4 @@ def _corners(cells: Cells, pixels: Float) -> Float:
     between = np.clip(between, -1, cells.n - 1)
     last = np.append(between[1:] != between[:-1], True)
     first = np.append(True, last[:-1])
-    found: Float = pixels[first | last]
-    return found
+    return pixels[first | last]

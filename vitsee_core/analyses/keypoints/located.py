@@ -66,8 +66,7 @@ class Located:
 
     def squared_error(self, found: Float) -> Float:
         """(points,) of positions (points, 2), in the measure of `side`."""
-        error: Float = (((found - self.target) * self.unit) ** 2).sum(1)
-        return error
+        return (((found - self.target) * self.unit) ** 2).sum(1)
 
 
 @dataclass(frozen=True)
@@ -275,8 +274,7 @@ def _off(xy: Float, size: tuple[int, int]) -> Mask:
     """Which points lie beyond the edges of the input."""
     last = np.array(size[::-1]) - 0.5
     beyond = (xy < -0.5 - ROUNDING) | (xy > last + ROUNDING)
-    found: Mask = np.any(beyond, axis=1)
-    return found
+    return np.any(beyond, axis=1)
 
 
 def _extent(where: Placement) -> Float:
@@ -299,8 +297,7 @@ def _one_scale(pair: Pair, where: Placement, size: tuple[int, int]) -> float:
 
 def _inside(xy: Float, size: tuple[int, int]) -> Float:
     """Points with those in the rim brought to the border."""
-    found: Float = np.clip(xy, -0.5, (size[1] - 0.5, size[0] - 0.5))
-    return found
+    return np.clip(xy, -0.5, (size[1] - 0.5, size[0] - 0.5))
 
 
 def _refuse_outside(store: Store, outside: Mask) -> None:

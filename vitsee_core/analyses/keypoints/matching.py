@@ -123,8 +123,7 @@ def _inverse_norms(tokens: torch.Tensor, down: torch.Tensor, across: torch.Tenso
     """(candidate rows, candidate cols) 1 / |f|, 0 where f is nothing. down, across: weights."""
 
     def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.linalg.vecdot(a, b)
-        return found
+        return torch.linalg.vecdot(a, b)
 
     down2, across2 = down**2, across**2
     # Weights of neighbours' products: both tokens between which a position lies.

@@ -101,8 +101,7 @@ def n_images(located: Located, part: slice = WHOLE) -> int:
 def _among(located: Located, part: slice) -> Mask:
     """(pairs,) whose target is in these rows."""
     rows = located.target_row
-    found: Mask = (rows >= (part.start or 0)) & (rows < (part.stop or np.inf))
-    return found
+    return (rows >= (part.start or 0)) & (rows < (part.stop or np.inf))
 
 
 def parts_of(store: Store, n_sites: int, execution: Execution) -> list[slice]:
@@ -150,8 +149,7 @@ class _Search:
             self.store, site, self.located, self.match,
             device=device, part=part, noise=self.noise, progress=execution.progress,
         )  # fmt: skip
-        own: Float = found[_among(self.located, part)[self.located.pair]]
-        return own
+        return found[_among(self.located, part)[self.located.pair]]
 
 
 def _images(

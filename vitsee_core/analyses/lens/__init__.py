@@ -304,8 +304,7 @@ class _ReadLogits:
         if not self.agreement:
             return np.zeros(int(slab.valid.sum()), np.int64)
         if "logits" in slab.store.sites:
-            found: Integers = slab.vectors("logits")[slab.valid].argmax(1)
-            return found
+            return slab.vectors("logits")[slab.valid].argmax(1)
         kind, site = self.head.pooled_kind, self.head.site
         layout = slab.store.site(site).layout
         assert layout is not None
@@ -313,8 +312,7 @@ class _ReadLogits:
             logits = self.head.of_tokens(slab.pooled(site, kind)[slab.valid])
         else:
             logits = self.head.logits(slab.acts(site)[slab.valid], layout)
-        own: Integers = logits.argmax(1)
-        return own
+        return logits.argmax(1)
 
 
 def _scores(logits: Float, labels: Integers, output: Integers) -> dict[str, Float]:

@@ -140,8 +140,7 @@ def _on_one_scale(table: Table, metric: str) -> Float:
         ("skip_norm", "branch_norm"),
     )
     rows = table.where(metric=next((of for of in alike if metric in of), metric))
-    values: Float = rows["value"].astype(np.float64)
-    return values
+    return rows["value"].astype(np.float64)
 
 
 # ---------------------------------------------------------------- means against depth

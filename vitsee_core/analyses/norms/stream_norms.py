@@ -180,8 +180,7 @@ def _stored_norms(slab: Slab, source: NormSource) -> Float:
     if source.total:
         total = zz + 2 * zf + ff
         total[total <= ROUNDING * (zz + ff)] = 0
-    norms: Float = np.sqrt(total)
-    return norms
+    return np.sqrt(total)
 
 
 def neighbour_cosines(cells: Float32) -> Float:

@@ -47,8 +47,7 @@ class Tally:
         """(l2s, metrics, m) whether each image is right, of how many classes come before its own,
         (l2s, m)."""
         most = np.array((1, TOP)[: len(self.metrics)])
-        right: Mask = ranks[:, np.newaxis] < most[:, np.newaxis]
-        return right
+        return ranks[:, np.newaxis] < most[:, np.newaxis]
 
     def count(self, draw: int, l2s: slice, token: int, places: Integers, right: Mask) -> None:
         """Count images.

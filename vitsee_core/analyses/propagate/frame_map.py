@@ -69,8 +69,7 @@ class FrameAxis:
         pixels = np.arange(self.length)
         low = np.maximum(edges[:-1, None], pixels)
         high = np.minimum(edges[1:, None], pixels + 1)
-        found: Float = np.maximum(high - low, 0.0)
-        return found
+        return np.maximum(high - low, 0.0)
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,11 @@ class FrameMap:
         classes = np.arange(n_classes)
         if how == "nearest":
             seen = labels[self.y.pixels_of_cells()[:, None], self.x.pixels_of_cells()]
-            only: Float32 = (seen[..., None] == classes).astype(np.float32)
-            return only
+            return (seen[..., None] == classes).astype(np.float32)
         down, across = self.y.weights(), self.x.weights()
         shares = np.stack([down @ (labels == i) @ across.T for i in classes], -1)
         # A cell may lie beyond the frame by a hair's breadth only: its middle does not.
-        whole: Float32 = (shares / shares.sum(-1, keepdims=True)).astype(np.float32)
-        return whole
+        return (shares / shares.sum(-1, keepdims=True)).astype(np.float32)
 
     def hidden(self) -> float:
         """The share of the frame that no cell has seen."""
@@ -163,8 +160,7 @@ def nearest_places(n: int, n_out: int, low: float, high: float) -> Integers:
     ramp = Image.fromarray(np.arange(begin, end, dtype=np.int32)[None])
     box = (low - begin, 0, high - begin, 1)
     resized = ramp.resize((n_out, 1), Image.Resampling.NEAREST, box)
-    found: Integers = np.asarray(resized)[0].astype(np.int64)
-    return found
+    return np.asarray(resized)[0].astype(np.int64)
 
 
 def _whole(edge: float) -> float:

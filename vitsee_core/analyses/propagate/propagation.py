@@ -206,8 +206,7 @@ class Enlarged:
         labels = self.winners(maps).cpu().numpy()
         labels[self._unseen[0]] = 0
         labels[:, self._unseen[1]] = 0
-        found: NDArray[np.uint8] = labels
-        return found
+        return labels
 
     def winners(self, maps: Tensor) -> Tensor:
         """The same on the device, but for pixels that no cell has seen, which have any class."""

@@ -148,8 +148,7 @@ def decay(values: Float) -> Float:
     which is wrong from 257 frames on.)"""
     bounds = np.round(np.linspace(1, values.shape[-1], BINS + 1) + 1e-10).astype(np.int64) - 1
     first, last = (values[..., bounds[i] : bounds[i + 1] + 1] for i in (0, BINS - 1))
-    found: Float = first.mean(-1) - last.mean(-1)
-    return found
+    return first.mean(-1) - last.mean(-1)
 
 
 def metrics(scores: FrameScores) -> dict[str, Float]:

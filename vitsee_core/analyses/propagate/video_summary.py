@@ -98,5 +98,4 @@ def _std(values: Float, axis: int) -> Float:
     """Sample standard deviation, NaN of fewer than two."""
     if values.shape[axis] < 2:
         return np.full(np.delete(values.shape, axis), np.nan)
-    found: Float = values.std(axis, ddof=1)
-    return found
+    return values.std(axis, ddof=1)

@@ -59,10 +59,7 @@ class Listed:
 
     def among(self, names: Sequence[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """(pairs,) which are in one of these lists."""
-        chosen: np.ndarray[tuple[int], np.dtype[np.bool_]] = np.isin(
-            self.name, [i for i, name in enumerate(self.names) if name in names]
-        )
-        return chosen
+        return np.isin(self.name, [i for i, name in enumerate(self.names) if name in names])
 
 
 class Counter:
@@ -167,10 +164,7 @@ def keys_of(cosines: Float32, places: Integers) -> Integers:
 
     from vitsee_core.kernels import neighbours
 
-    found: Integers = neighbours.keys_of(
-        torch.from_numpy(cosines), torch.from_numpy(places)
-    ).numpy()
-    return found
+    return neighbours.keys_of(torch.from_numpy(cosines), torch.from_numpy(places)).numpy()
 
 
 def most_queries(memory: int) -> int:

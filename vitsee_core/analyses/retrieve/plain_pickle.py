@@ -112,8 +112,7 @@ class _Type:
             raw = raw.encode("latin1")
         if not isinstance(raw, bytes) or len(raw) != n * dtype.itemsize:
             raise pickle.UnpicklingError("it has an array without its bytes")
-        found: list[Any] = np.frombuffer(raw, dtype).tolist()
-        return found
+        return np.frombuffer(raw, dtype).tolist()
 
 
 class _Array:

@@ -140,5 +140,4 @@ def _harmonic(n: int) -> Float:
 
 
 def _over(a: NDArray[Any], b: NDArray[Any]) -> Float:
-    found: Float = np.divide(a, b, out=np.full(len(a), np.nan), where=b > 0)
-    return found
+    return np.divide(a, b, out=np.full(len(a), np.nan), where=b > 0)

@@ -69,8 +69,7 @@ class Search:
     @property
     def readable(self) -> Mask:
         """(images,) which could be read."""
-        found: Mask = self.store.valid[self.rows]
-        return found
+        return self.store.valid[self.rows]
 
     def counts(self, setting: Setting) -> tuple[Integers, Integers]:
         """(queries,) right images, and all that count: without those of the other lists."""
@@ -97,8 +96,7 @@ class Search:
     def scored(self, setting: Setting) -> Mask:
         """(queries,) which count: those of its use with a right image."""
         used = [not setting.use or use == setting.use for use in self.uses]
-        found: Mask = np.array(used, bool) & (self.counts(setting)[0] > 0)
-        return found
+        return np.array(used, bool) & (self.counts(setting)[0] > 0)
 
 
 def by_labels(store: Store, queries: Store | None, images: int | None, seed: int) -> Search:

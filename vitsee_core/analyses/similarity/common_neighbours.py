@@ -36,8 +36,7 @@ def nearest(cosines: Float, k: int) -> Mask:
     above = cosines > least
     ties = cosines == least
     left = k - above.sum(1, keepdims=True)
-    found: Mask = above | (ties & (np.cumsum(ties, 1) <= left))
-    return found
+    return above | (ties & (np.cumsum(ties, 1) <= left))
 
 
 @dataclass(frozen=True)
@@ -146,8 +145,7 @@ class MutualKnn(_OfNeighbours):
         cols, j = np.unique(pairs[:, 1], return_inverse=True)
         one, other = _incidence([a[r] for r in rows]), _incidence([b[c] for c in cols])
         common = (one @ other.T).toarray()
-        found: Float = common[i, j] / (a[rows[0]].n * self.k)
-        return found
+        return common[i, j] / (a[rows[0]].n * self.k)
 
 
 def _incidence(states: Sequence[NeighbourPairs]) -> csr_array:

@@ -27,8 +27,7 @@ def inner_products(a: Sequence[Float32], b: Sequence[Float32]) -> Float:
 
     def product(at: int) -> Float:
         left = _part(a, at, step)
-        found: Float = left @ (left if same else _part(b, at, step)).T
-        return found
+        return left @ (left if same else _part(b, at, step)).T
 
     total = np.zeros((len(a), len(b)))
     with lane_pool(n_lanes()) as pool:

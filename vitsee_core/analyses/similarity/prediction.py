@@ -39,8 +39,7 @@ class Predictor:
         strength = ridge * float(values.sum()) / n
         m = (self.vectors * (strength / (values + strength))) @ self.vectors.T - 1 / n
         weighted = m / np.diagonal(m)
-        made: Float32 = (weighted @ weighted.T).astype(np.float32)
-        return made
+        return (weighted @ weighted.T).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ class RidgeR2(Measure):
 
     def compare(self, a: Sequence[Predictor], b: Sequence[Predictor], pairs: Integers) -> Float:
         """See `Measure`."""
-        found: Float = self._each(a, b, pairs, [None])[0]
-        return found
+        return self._each(a, b, pairs, [None])[0]
 
     def null(
         self,

@@ -68,8 +68,7 @@ class SiteGram:
         """(n,) images whose features are all 0 but for rounding."""
         own, g = np.diagonal(self.shifted).astype(np.float64), self.shift.along
         scale = own + 2 * np.abs(g) + self.shift.squared
-        found: Mask = own + 2 * g + self.shift.squared <= CANCELLED * scale
-        return found
+        return own + 2 * g + self.shift.squared <= CANCELLED * scale
 
     @property
     def flat(self) -> Mask:
@@ -77,5 +76,4 @@ class SiteGram:
         own = np.diagonal(self.shifted).astype(np.float64)
         raw = own + 2 * self.shift.along + self.shift.squared
         spread = raw - self.shift.n_features * self.shift.means**2
-        found: Mask = self.zero | (spread <= CANCELLED * raw)
-        return found
+        return self.zero | (spread <= CANCELLED * raw)

@@ -138,22 +138,19 @@ def _distances(rows: int, cols: int) -> Integers:
     given the largest."""
     y = np.minimum(np.arange(2 * rows), 2 * rows - np.arange(2 * rows))
     x = np.minimum(np.arange(2 * cols), 2 * cols - np.arange(2 * cols))
-    found: Integers = np.minimum(np.add.outer(y, x), rows + cols - 2)
-    return found
+    return np.minimum(np.add.outer(y, x), rows + cols - 2)
 
 
 def log_amplitude(x: Float) -> Float:
     """(rows, cols) log(|FFT2| + 1e-6), mean over channels; frequency 0 first."""
-    found: Float = np.log(np.abs(np.fft.fft2(x, axes=(0, 1))) + TINY).mean(-1)
-    return found
+    return np.log(np.abs(np.fft.fft2(x, axes=(0, 1))) + TINY).mean(-1)
 
 
 @lru_cache(maxsize=16)
 def _rings(shape: tuple[int, int]) -> Integers:
     """(rows, cols) the distance from frequency 0, rounded, in steps of the longer side."""
     y, x = (np.fft.fftfreq(n) for n in shape)
-    found: Integers = np.rint(np.hypot.outer(y, x) * max(shape)).astype(np.int64)
-    return found
+    return np.rint(np.hypot.outer(y, x) * max(shape)).astype(np.int64)
 
 
 def frequencies(grid: tuple[int, int]) -> Float:

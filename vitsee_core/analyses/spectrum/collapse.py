@@ -127,5 +127,4 @@ def nearest_mean_disagrees(
 def _sums_of(x: Float, place: Integers, n: int) -> Float:
     order = np.argsort(place, kind="stable")
     starts = np.searchsorted(place[order], np.arange(n))
-    found: Float = np.add.reduceat(x[order], starts, axis=0)
-    return found
+    return np.add.reduceat(x[order], starts, axis=0)

@@ -54,8 +54,7 @@ class Algebra:
         """(dim,) what centred features are multiplied by; None for nothing."""
         if not self.standardise:
             return None
-        scales: Float = 1 / (np.sqrt(np.maximum(sums_of_squares, 0) / n) + EPSILON)
-        return scales
+        return 1 / (np.sqrt(np.maximum(sums_of_squares, 0) / n) + EPSILON)
 
 
 @dataclass(frozen=True)
@@ -223,5 +222,4 @@ def targets(labels: Integers, n_classes: int) -> Float:
 
 def mean_target(counts: Integers) -> Float:
     """(classes,) mean of the targets."""
-    mean: Float = 2 * counts / counts.sum() - 1
-    return mean
+    return 2 * counts / counts.sum() - 1

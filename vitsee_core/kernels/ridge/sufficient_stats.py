@@ -160,8 +160,7 @@ def class_sums(x: Float, labels: Integers, n_classes: int) -> Float:
 
     ones = np.ones(len(labels))
     one_hot = csc_array((ones, labels, np.arange(len(labels) + 1)), (n_classes, len(labels)))
-    found: Float = one_hot @ x
-    return found
+    return one_hot @ x
 
 
 def n_bytes(n: int, dim: int, n_classes: int) -> int:

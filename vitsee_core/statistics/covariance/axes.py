@@ -30,8 +30,7 @@ class PrincipalAxes:
 
     def scores(self, x: NDArray[np.floating]) -> Float:
         """(..., k) coordinates of features (..., dim) along the axes, about the mean."""
-        found: Float = (np.asarray(x, np.float64) - self.mean) @ self.axes.T
-        return found
+        return (np.asarray(x, np.float64) - self.mean) @ self.axes.T
 
 
 def principal_axes(sums: CovarianceSums, k: int) -> PrincipalAxes:

@@ -132,5 +132,4 @@ def power_law(eigenvalues: Float) -> float:
 
 def _eigenvalues(matrix: Float) -> Float:
     """Largest first; what rounding took below 0 is 0."""
-    found: Float = np.maximum(np.linalg.eigvalsh(matrix)[::-1], 0.0)
-    return found
+    return np.maximum(np.linalg.eigvalsh(matrix)[::-1], 0.0)

@@ -99,14 +99,12 @@ class CovarianceSums:
     @property
     def scatter(self) -> Float:
         """(dim, dim) sum of (x - mean)(x - mean)^T."""
-        found: Float = self.second - np.outer(self.first, self.first) / self.n
-        return found
+        return self.second - np.outer(self.first, self.first) / self.n
 
     @property
     def raw(self) -> Float:
         """(dim, dim) sum of x x^T."""
-        found: Float = self.scatter + self.n * np.outer(self.mean, self.mean)
-        return found
+        return self.scatter + self.n * np.outer(self.mean, self.mean)
 
     @property
     def fourth_about_mean(self) -> float:
