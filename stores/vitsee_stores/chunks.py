@@ -202,5 +202,4 @@ def damage(files: Files, spec: ArraySpec, index: Sequence[int], what: str) -> St
 
 
 def where(spec: ArraySpec, index: Sequence[int]) -> str:
-    """A chunk's array and slab in words."""
     return spec.path if spec.per == "once" else f"{spec.path}, slab {index[0]}"

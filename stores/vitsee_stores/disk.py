@@ -44,12 +44,10 @@ def n_cores() -> int:
 
 
 def work_pool() -> ThreadPoolExecutor:
-    """Threads for chunks: one a core."""
     return named_pool("vitsee-chunks", n_cores())
 
 
 def sync_pool() -> ThreadPoolExecutor:
-    """Threads that wait for fsync."""
     return named_pool("vitsee-fsync", SYNC_THREADS)
 
 
@@ -91,7 +89,6 @@ def each(
 
 
 def partial_name(path: str | Path) -> str:
-    """A new temporary name beside `path`."""
     return temporary_name(path, PARTIAL)
 
 

@@ -27,44 +27,35 @@ class Fields:
         return self.value.get(key) is not None
 
     def place(self, key: str) -> str:
-        """Where a field is, in words."""
         return f"{self.where}.{key}" if self.where else key
 
     def get(self, key: str) -> Any:
-        """The field, whatever it is."""
         if key not in self.value:
             raise ValueError(f"{self.place(key)} is missing")
         return self.value[key]
 
     def object(self, key: str) -> Fields:
-        """Another object."""
         return Fields(self.get(key), self.place(key))
 
     def integer(self, key: str, low: int, high: int) -> int:
-        """A whole number from `low` to `high`."""
         return integer(self.get(key), self.place(key), low, high)
 
     def number(self, key: str, low: float, high: float) -> float:
-        """A number from `low` to `high`."""
         return number(self.get(key), self.place(key), low, high)
 
     def flag(self, key: str) -> bool:
-        """True or false."""
         value = self.get(key)
         if not isinstance(value, bool):
             raise unexpected(self.place(key), value, "true or false")
         return value
 
     def text(self, key: str) -> str:
-        """Any text."""
         return text(self.get(key), self.place(key))
 
     def name(self, key: str) -> str:
-        """What may be part of a path."""
         return name(self.get(key), self.place(key))
 
     def one_of(self, key: str, words: Iterable[str]) -> str:
-        """One of these words."""
         value, known = self.get(key), list(words)
         if value not in known:
             raise unexpected(self.place(key), value, f"one of {', '.join(known)}")
@@ -75,7 +66,6 @@ class Fields:
         return items(self.get(key), self.place(key), item)
 
     def pair(self, key: str, item: Callable[[Any, str], T]) -> tuple[T, T]:
-        """A list of two."""
         found = self.list(key, item)
         if len(found) != 2:
             raise unexpected(self.place(key), self.value[key], "a list of two")
@@ -105,7 +95,6 @@ def number(value: Any, where: str, low: float, high: float) -> float:
 
 
 def text(value: Any, where: str) -> str:
-    """Any text."""
     if not isinstance(value, str):
         raise unexpected(where, value, "text")
     return value

@@ -52,7 +52,6 @@ class Folder(Files):
         return partial(Folder, durable=self.durable), (self.place.absolute(),)
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """By a thread a core."""
         return each(work_pool, work, items)
 
     def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
@@ -62,7 +61,6 @@ class Folder(Files):
     # reading ----------------------------------------------------------------------------------
 
     def read(self, name: str, limit: int) -> bytes:
-        """All of a regular file."""
         return read_regular(self._prefix + name, limit)
 
     def read_chunk(self, name: str, check: Callable[[int], None]) -> memoryview[int]:
@@ -80,7 +78,6 @@ class Folder(Files):
         return data
 
     def read_end(self, name: str, length: int) -> tuple[int, bytes]:
-        """The last bytes of a regular file."""
         descriptor = open_regular(self._prefix + name)
         try:
             size = os.fstat(descriptor).st_size
@@ -89,7 +86,6 @@ class Folder(Files):
             os.close(descriptor)
 
     def names(self, folder: str = "") -> set[str]:
-        """What is in a folder."""
         try:
             return set(os.listdir(self._prefix + folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -169,7 +165,6 @@ class Folder(Files):
         each(sync_pool, sync, sorted(folders))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Unlink files."""
         remove_files(self._prefix + name for name in names)
 
     def remove_store(self, incomplete: bytes) -> None:
@@ -210,14 +205,12 @@ class Folder(Files):
     # other readers ----------------------------------------------------------------------------
 
     def zarr_store(self) -> Any:
-        """Zarr's own store of a folder."""
         from zarr.storage import LocalStore
 
         return LocalStore(self.place, read_only=True)
 
 
 def _sibling(path: Path, kind: str) -> Path:
-    """A new hidden name beside `path`."""
     place = path.absolute()
     return Path(temporary_name(place.with_name(f".{place.name}"), kind))
 

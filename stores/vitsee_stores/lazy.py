@@ -34,12 +34,10 @@ class LazyArray:
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
         return len(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Memory that all of it takes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -188,7 +186,6 @@ class LazyTokenMean(LazyArray):
         return self.tokens.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
-        """The part that `box` cuts out."""
         rows, channels = box
         values = self.tokens.load((rows, slice(self.first, self.tokens.shape[1]), channels))
         return values.mean(1, dtype=np.float64).astype(np.float32)
@@ -213,7 +210,6 @@ class NormalisedInputs(LazyArray):
         return self.pixels.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
-        """The part that `box` cuts out."""
         values = self.pixels.load(box).astype(np.float32)
         values /= np.float32(255)
         values -= self.mean[box[1], None, None]

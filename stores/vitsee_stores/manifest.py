@@ -105,7 +105,6 @@ class Manifest:
     checksums: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest as JSON holds it."""
         return jsonable(dataclasses.asdict(self))
 
     @classmethod
@@ -291,7 +290,6 @@ def encode_id(name: str) -> bytes:
 
 
 def samples_arrays(samples: Samples, manifest: Manifest) -> dict[str, NDArray[Any]]:
-    """The arrays below `samples/`."""
     width = manifest.plan.id_bytes
     names = np.array([encode_id(name) for name in samples.ids], f"S{width}")
     codes = {name: code for code, name in enumerate(manifest.splits)}

@@ -64,7 +64,6 @@ def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any
 
 
 def root_document(manifest: Manifest, complete: bool) -> dict[str, Any]:
-    """The zarr.json of the root group."""
     return group_document({ATTRIBUTE: with_digest({**manifest.to_json(), "complete": complete})})
 
 

@@ -6,7 +6,6 @@ from vitsee_stores.manifest import Manifest
 
 
 def no_weights(label: str, manifest: Manifest, name: str) -> str:
-    """Of the model's small weights."""
     head = "head_weights" if name.startswith("head_") else "input_weights"
     absent = (manifest.info.get(head) or {}).get("absent")
     reason = absent.get(name) if isinstance(absent, dict) else absent
@@ -14,7 +13,6 @@ def no_weights(label: str, manifest: Manifest, name: str) -> str:
 
 
 def no_attention(label: str, manifest: Manifest, name: str, path: str) -> str:
-    """Of the attention summaries."""
     reason = manifest.left_out.get("attention") or manifest.left_out.get(name)
     if reason:
         return f"{label} has no {path}: it was left out: {reason}"
@@ -24,7 +22,6 @@ def no_attention(label: str, manifest: Manifest, name: str, path: str) -> str:
 
 
 def no_residual(label: str, manifest: Manifest, sublayer: str) -> str:
-    """Of the residual summaries."""
     names = [name for name, _ in manifest.plan.sublayers]
     reason = manifest.left_out.get("residual")
     if names:
@@ -35,7 +32,6 @@ def no_residual(label: str, manifest: Manifest, sublayer: str) -> str:
 
 
 def no_field(label: str, manifest: Manifest, site: str) -> str:
-    """Of the receptive fields."""
     known = manifest.plan.erf.sites if manifest.plan.erf is not None else ()
     reason = manifest.left_out.get(f"{site} erf") if known else None
     why = f"left out: {reason}" if reason else "extract it with --erf 256"

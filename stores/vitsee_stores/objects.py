@@ -87,8 +87,6 @@ class Objects(Files):
     # reading ----------------------------------------------------------------------------------
 
     def read(self, name: str, limit: int) -> bytes:
-        """All of an object."""
-
         def check(size: int) -> None:
             if size > limit:
                 raise OSError(errno.EFBIG, f"has {size} bytes, expected at most {limit}")
@@ -165,7 +163,6 @@ class Objects(Files):
             return not name and bool(self.names())
 
     def _all(self) -> list[str]:
-        """The paths of all objects."""
         return self._tried(
             lambda: [entry["path"] for page in obstore.list(self._client) for entry in page]
         )
@@ -199,7 +196,6 @@ class Objects(Files):
         self._tried(lambda: obstore.put(self._client, name, data, chunk_size=PART_BYTES))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Put an object by a conditional request."""
         tries = 0
 
         def once() -> bool:
@@ -226,7 +222,6 @@ class Objects(Files):
         yield put
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete objects, many by one request."""
         listed = list(names)
         if listed:
             self._tried(lambda: obstore.delete(self._client, listed))

@@ -29,7 +29,6 @@ class TokenLayout:
 
     @property
     def n_prefix(self) -> int:
-        """Number of prefix tokens."""
         return len(self.prefix)
 
     @property
@@ -39,7 +38,6 @@ class TokenLayout:
 
     @property
     def n_tokens(self) -> int:
-        """Number of all tokens."""
         return self.n_prefix + self.n_body
 
     @property
@@ -48,7 +46,6 @@ class TokenLayout:
         return self.prefix.index("cls") if "cls" in self.prefix else None
 
     def to_json(self) -> dict[str, Any]:
-        """The layout as JSON holds it."""
         return dataclasses.asdict(self)
 
 
@@ -83,7 +80,6 @@ class SiteSpec:
         return None if self.layout is None else self.layout.stride_px
 
     def to_json(self) -> dict[str, Any]:
-        """The site as JSON holds it."""
         return dataclasses.asdict(self)
 
 
@@ -99,11 +95,9 @@ class AttentionGroup:
 
     @property
     def folder(self) -> str:
-        """Where the group's arrays are."""
         return f"attention/{self.prefix}/" if self.prefix else "attention/"
 
     def to_json(self) -> dict[str, Any]:
-        """The group as JSON holds it."""
         return dataclasses.asdict(self)
 
 
@@ -179,5 +173,4 @@ class StorePlan:
         return slice(slab * self.slab, min((slab + 1) * self.slab, self.n_images))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON holds it."""
         return dataclasses.asdict(self)

@@ -106,7 +106,6 @@ class VerifiedChunks:
         return int(self._rows[slab][self.place(spec, index)])
 
     def place(self, spec: ArraySpec, index: Sequence[int]) -> int:
-        """A chunk's place in its slab's row."""
         within = 0
         for i, n in zip(index[1:], spec.grid[1:], strict=True):
             within = within * n + i

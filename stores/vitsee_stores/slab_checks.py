@@ -76,7 +76,6 @@ class SlabChecks:
         return not any(self.chunks.files.each(partial(self._end, row), self._chunks(slab)))
 
     def _chunks(self, slab: int) -> list[Chunk]:
-        """All of a slab, array after array."""
         specs = [spec for spec in self.chunks.specs.values() if spec.has_slab(slab)]
         return [(spec, index) for spec in specs for index, _ in boxes(spec, slab)]
 

@@ -48,7 +48,6 @@ def is_left(path: str | Path) -> bool:
 
 
 def is_mine(path: str | Path) -> bool:
-    """Whether this process made a temporary file."""
     return f".{tag()}." in os.path.basename(path)
 
 

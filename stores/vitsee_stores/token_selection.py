@@ -113,7 +113,6 @@ class Token:
 
 
 def layout_tokens(layout: TokenLayout) -> list[Token]:
-    """All tokens of a layout, in order."""
     prefix = [Token(name) for name in layout.prefix]
     if layout.grid is None:
         return prefix + [Token(str(i)) for i in range(layout.rows)]

@@ -35,7 +35,6 @@ class Url:
         return PurePosixPath(self.key).stem
 
     def absolute(self) -> Url:
-        """Itself, which depends on no working folder."""
         return self
 
 

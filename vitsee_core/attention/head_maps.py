@@ -154,7 +154,6 @@ def blocks_of_each(
 
 
 def chosen_blocks(store: Store, sites: Sequence[str]) -> list[StoredAttention]:
-    """The same of one store."""
     return blocks_of_each([store], sites).chosen[0]
 
 

@@ -227,11 +227,9 @@ class _Taker:
         self._blocks, self._take = blocks, take
         self.values: dict[str, dict[str, Array]] = {}
 
-    def site(self, *_: Any) -> None:
-        """Does nothing: no site is requested."""
+    def site(self, *_: Any) -> None: ...
 
-    def branch(self, *_: Any) -> None:
-        """Does nothing: no sublayer is requested."""
+    def branch(self, *_: Any) -> None: ...
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
         """Compute what is wanted from a block's attention."""

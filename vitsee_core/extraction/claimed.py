@@ -61,14 +61,12 @@ class Together:
             self.progress.start(self.total, self.done, unit)
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
-        """As it is."""
         self.progress.advance(count, size_bytes)
 
     def stop(self) -> None:
         """Nothing: another round may follow."""
 
     def close(self) -> None:
-        """All rounds are over."""
         if self._started:
             self.progress.stop()
 

@@ -88,7 +88,6 @@ class ErfPasses:
 
     @property
     def names(self) -> list[str]:
-        """The sites."""
         return [site.name for site in self._sites]
 
     def without(self, names: Collection[str]) -> ErfPasses:
@@ -227,11 +226,9 @@ class _CentreSums:
         rows, cols = (slice((n - 1) // 2, n // 2 + 1) for n in body.shape[1:3])
         self.sums[site.name] = body[:, rows, cols].mean((1, 2)).sum()
 
-    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Not captured here."""
+    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None: ...
 
-    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Not captured here."""
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None: ...
 
 
 class ErfSums:
@@ -242,7 +239,6 @@ class ErfSums:
         self._passes, self._size, self._batch_size = passes, size, batch_size
 
     def start(self) -> None:
-        """Begin a slab."""
         self._sums: dict[str, Tensor] = {}
         self._count = 0
 

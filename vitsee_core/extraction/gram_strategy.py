@@ -58,11 +58,9 @@ class GramStrategy:
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of the scratch file."""
         return 0
 
     def record(self) -> dict[str, str]:
-        """For the provenance of slabs."""
         return {"grams": self.name} if self.name else {}
 
     def describe(self, plan: StorePlan) -> str:
@@ -93,14 +91,12 @@ class WholeSlabs(GramStrategy):
     name: ClassVar[str] = "forward"
 
     def describe(self, plan: StorePlan) -> str:
-        """In words."""
         return f"{_of_sites(plan)}: each from one forward pass over its slab"
 
     @contextmanager
     def open(
         self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
     ) -> Iterator[SlabGrams]:
-        """As the base class."""
         yield LiveGrams(plan, device, clock)
 
 
@@ -114,7 +110,6 @@ class InHostMemory(GramStrategy):
     name: ClassVar[str] = "memory"
 
     def describe(self, plan: StorePlan) -> str:
-        """In words, with the bytes."""
         if not self.set_bytes:
             return f"{_of_sites(plan)}: from the slab buffers"
         slabs, size = counted(self.n_sets, "slabs"), human_bytes(self.n_sets * self.set_bytes)
@@ -124,7 +119,6 @@ class InHostMemory(GramStrategy):
     def open(
         self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
     ) -> Iterator[SlabGrams]:
-        """As the base class."""
         with ExitStack() as stack:
             sets = []
             for memory in self._memory(plan, device, output):
@@ -146,11 +140,9 @@ class InScratchFile(InHostMemory):
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of the scratch file."""
         return self.n_sets * self.set_bytes
 
     def describe(self, plan: StorePlan) -> str:
-        """In words, with the bytes."""
         return (
             f"{_of_sites(plan)}: activations of a slab wait in a scratch file of "
             f"{human_bytes(self.scratch_bytes)} beside the store "
@@ -158,7 +150,6 @@ class InScratchFile(InHostMemory):
         )
 
     def check_room(self, free: int, slab: int) -> None:
-        """As the base class."""
         if self.scratch_bytes > free:
             raise VitseeError(
                 f"--grams needs a scratch file of {human_bytes(self.scratch_bytes)} beside the "

@@ -113,7 +113,6 @@ def lay_out(
 
 
 def describe(canvas: Canvas | None) -> str:
-    """The canvas in words; "" without one."""
     if canvas is None:
         return ""
     height, width = canvas.size

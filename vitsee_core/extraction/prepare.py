@@ -58,7 +58,6 @@ class Prepared:
 
     @property
     def plan(self) -> StorePlan:
-        """The contents of the store."""
         return self.manifest.plan
 
     @property

@@ -94,7 +94,6 @@ class SlabObserver:
         }
 
     def start(self, buffers: SlabBuffers) -> None:
-        """Begin a slab in these buffers."""
         buffers.begin()
         self._buffers = buffers
         self._sums = {

@@ -70,7 +70,6 @@ class LiveGrams(SlabGrams):
         self._products, self._clock = GramProducts(device), clock
 
     def of_batch(self, site: str, parts: Sequence[Tensor], valid: Tensor) -> Mapping[str, Tensor]:
-        """As the base class."""
         if site not in self._sites:
             return {}
         with self._clock("grams"):
@@ -99,7 +98,6 @@ class BufferedGrams(SlabGrams):
     def reserve(
         self, buffers: SlabBuffers, take: Callable[[queue.SimpleQueue[Tensors]], Tensors]
     ) -> None:
-        """As the base class."""
         buffers.unstored = take(self._free)
 
     def on_device(self, buffers: SlabBuffers, n: int, copies: HostCopies) -> Mapping[str, Tensor]:
@@ -112,7 +110,6 @@ class BufferedGrams(SlabGrams):
         return self._made(self._on_device, buffers, n)
 
     def on_host(self, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
-        """As the base class."""
         return {} if buffers.unstored is None else self._made(self._on_host, buffers, n)
 
     def _made(self, products: GramProducts, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:

@@ -74,7 +74,6 @@ class TiledObserver(SlabObserver):
     """
 
     def start(self, buffers: SlabBuffers) -> None:
-        """As the base class."""
         super().start(buffers)
         self._spare: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
 

@@ -37,7 +37,6 @@ class Clock:
         self._running = _Running()
 
     def add(self, stage: str, seconds: float) -> None:
-        """Add seconds to a stage."""
         with self._lock:
             of = self.seconds if threading.get_ident() == self._owner else self.beside
             of[stage] = of.get(stage, 0.0) + seconds
@@ -94,16 +93,13 @@ class TimedObserver:
         self._observer, self._clock = observer, clock
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        """As the observer's `site`, timed."""
         with self._clock("reductions"):
             self._observer.site(site, prefix, body)
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """As the observer's `branch`, timed."""
         with self._clock("reductions"):
             self._observer.branch(sublayer, z, f)
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """As the observer's `attention`, timed."""
         with self._clock("reductions"):
             self._observer.attention(block, call)

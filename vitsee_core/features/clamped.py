@@ -32,7 +32,6 @@ class ClampedArray(LazyArray):
         return self.array.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
-        """The part that `box` cuts out."""
         bound = self.dtype.type(self.bound)
         return np.clip(self.array.load(box), -bound, bound)
 

@@ -116,7 +116,6 @@ def _describe(
 
 
 def _samples(store: Store, mask: NDArray[np.bool_]) -> Mapping[str, NDArray[Any]]:
-    """Of the images that are exported."""
     samples = store.samples
     columns = {name: getattr(samples, name)[mask] for name in ("index", "id", "label", "split")}
     return {"row": np.flatnonzero(mask), **columns}

@@ -29,7 +29,6 @@ class Strip:
 
     @property
     def n_columns(self) -> int:
-        """Number of features."""
         return math.prod(part.stop - part.start for part in self.box)
 
     def read(self, rows: slice, memory: NDArray[np.uint8] | None = None) -> NDArray[Any]:
@@ -92,7 +91,6 @@ class FeatureMatrix:
 
     @property
     def n_features(self) -> int:
-        """Number of columns."""
         return sum(Strip(array, box).n_columns for array, box in self.parts)
 
     @property

@@ -102,7 +102,6 @@ class SiteFeatures:
 
     @property
     def n_prefix(self) -> int:
-        """How many of `tokens` are prefix tokens."""
         layout = self.layout
         if layout is None or not self.several:
             return 0
@@ -111,7 +110,6 @@ class SiteFeatures:
 
     @property
     def dim(self) -> int:
-        """Channels of a vector."""
         if self.site.layout is None:
             return math.prod(self.site.shape)
         return self.site.dim * (self.matching.patch**2 if self.matching else 1)

@@ -81,7 +81,6 @@ class TokenDataset(IterableDataset[torch.Tensor]):
 
     @property
     def dim(self) -> int:
-        """Channels of a token."""
         return self.features.dim
 
     @property

@@ -165,22 +165,18 @@ class Cpu:
         with one_blas_thread(), one_torch_thread() if "torch" in sys.modules else nullcontext():
             yield
 
-    def staging(self, n: int, dtype: np.dtype[Any]) -> None:
-        """None: strips are used in place."""
+    def staging(self, n: int, dtype: np.dtype[Any]) -> None: ...
 
     def free_bytes(self) -> None:
         """None: there is no memory but the host's."""
 
     def buffer(self, memory: NDArray[Any]) -> NDArray[Any]:
-        """The memory."""
         return memory
 
     def zeros(self, shape: tuple[int, int]) -> Float:
-        """See `MatmulBackend`."""
         return np.zeros(shape)
 
     def take(self, x: NDArray[Any]) -> NDArray[Any]:
-        """The strip."""
         return x
 
     def multiply(self, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> None:
@@ -194,7 +190,6 @@ class Cpu:
             torch.mm(torch.from_numpy(left), torch.from_numpy(right).T, out=torch.from_numpy(out))
 
     def add(self, total: Float, product: NDArray[Any]) -> None:
-        """See `MatmulBackend`."""
         np.add(total, product, out=total)
 
     def add_gram(self, total: Float, x: Float32) -> None:
@@ -202,7 +197,6 @@ class Cpu:
         total += x @ x.T
 
     def host(self, total: Float, symmetric: bool) -> Float:
-        """The sum."""
         return total
 
 
@@ -215,7 +209,6 @@ class Cuda:
         self._torch, self._device = torch, torch.device(device)
 
     def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
-        """See `MatmulBackend`."""
         self._torch.from_numpy(to).copy_(self._torch.from_numpy(values))
 
     def one_thread(self) -> AbstractContextManager[None]:
@@ -233,16 +226,13 @@ class Cuda:
         return int(self._torch.cuda.mem_get_info(self._device)[0] // 2)
 
     def buffer(self, memory: NDArray[Any]) -> Tensor:
-        """See `MatmulBackend`."""
         dtype = self._torch.from_numpy(memory[:0]).dtype
         return self._torch.empty(len(memory), dtype=dtype, device=self._device)
 
     def zeros(self, shape: tuple[int, int]) -> Tensor:
-        """See `MatmulBackend`."""
         return self._torch.zeros(shape, dtype=self._torch.float64, device=self._device)
 
     def take(self, x: NDArray[Any]) -> Tensor:
-        """See `MatmulBackend`."""
         return self._torch.from_numpy(x).to(self._device)
 
     def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -254,7 +244,6 @@ class Cuda:
             self._torch.mm(left[first:], right[columns].T, out=out[first:, columns])
 
     def add(self, total: Tensor, product: Tensor) -> None:
-        """See `MatmulBackend`."""
         total += product
 
     def add_gram(self, total: Tensor, x: Tensor) -> None:
@@ -271,7 +260,6 @@ class Cuda:
             total += torch.mm(last, last.T)
 
     def host(self, total: Tensor, symmetric: bool) -> Float:
-        """See `MatmulBackend`."""
         whole = total.tril() + total.tril(-1).T if symmetric else total
         return whole.cpu().numpy()
 

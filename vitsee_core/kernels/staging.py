@@ -53,7 +53,6 @@ class Staging:
         x -= self._on_device(mean)
 
     def times(self, x: Tensor, weights: Float32) -> Float32:
-        """x weights, on the host."""
         return (x @ self._on_device(weights).to(x.dtype)).float().cpu().numpy()
 
     def _on_device(self, values: Float32) -> Tensor:

@@ -67,11 +67,9 @@ class LabelledRows:
 
     @property
     def n_classes(self) -> int:
-        """Number of classes of the data set."""
         return len(self.classes)
 
     def describe(self) -> dict[str, Any]:
-        """For a sidecar."""
         counts = {"invalid": self.n_invalid, "unlabelled": self.n_unlabelled}
         remarks = {"remarks": list(self.remarks)} if self.remarks else {}
         return {"rows": len(self), "left_out": counts, "chosen": self.how, **remarks}
@@ -86,7 +84,6 @@ class LabelledRows:
         return {"n_images": len(self) if among is None else int(among.sum())}
 
     def jackknife(self, seed: int) -> Blocks:
-        """The blocks that intervals leave out."""
         return Blocks.of(self.store, self.mask, seed)
 
     def ends(

@@ -61,7 +61,6 @@ class CpuPasses:
         sums: Mapping[str, Tensor],
         n_threads: tuple[int, int],
     ) -> None:
-        """As `DevicePasses.reduce`."""
         arrays: Any = {name: tensor.numpy() for name, tensor in out.items()}
         head_sums = HeadSums(*(arrays[name] for name in HeadSums._fields))
         common = InCommon(arrays["head_mean"], arrays["spread"], arrays.get("cls_rows", NO_CLS))
@@ -135,7 +134,6 @@ class CpuPasses:
         return {name: (n_images, n_heads, n) for name, n in of}
 
     def finish(self, out: Mapping[str, Tensor], pairs: Tensor) -> Tensor:
-        """As `DevicePasses.finish`."""
         torch.mean(out["spread"][:, self._geometry.n_prefix :], -1, out=out["head_std"])
         return pairs
 

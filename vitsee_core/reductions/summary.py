@@ -42,14 +42,10 @@ class AttentionScores(Protocol):
     """What is needed here of one call of attention by the model."""
 
     @property
-    def n_images(self) -> int:
-        """How many images the batch has."""
-        ...
+    def n_images(self) -> int: ...
 
     @property
-    def n_heads(self) -> int:
-        """How many heads the block has."""
-        ...
+    def n_heads(self) -> int: ...
 
     @property
     def n_tokens(self) -> int:

@@ -39,7 +39,6 @@ def resolve_device(text: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as people know it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

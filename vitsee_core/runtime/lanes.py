@@ -34,7 +34,6 @@ class _SharedLimit:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within it, the limit holds."""
         with self._lock:
             if self._inside == 0:
                 self._restore = self._limit()

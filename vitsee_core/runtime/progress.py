@@ -27,14 +27,11 @@ class Progress(Protocol):
 class Silent:
     """Progress that shows nothing."""
 
-    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
-        """Nothing."""
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None: ...
 
-    def advance(self, count: int, size_bytes: int = 0) -> None:
-        """Nothing."""
+    def advance(self, count: int, size_bytes: int = 0) -> None: ...
 
-    def stop(self) -> None:
-        """Nothing."""
+    def stop(self) -> None: ...
 
 
 SILENT = Silent()
@@ -53,7 +50,6 @@ class Tally(Silent):
     size_bytes: int = 0
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
-        """Count."""
         with _counting:
             self.count += count
             self.size_bytes += size_bytes

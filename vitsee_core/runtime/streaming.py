@@ -81,7 +81,6 @@ class Rows:
         return int(self.mask.sum())
 
     def describe(self) -> dict[str, Any]:
-        """For a sidecar."""
         remarks = {"remarks": list(self.remarks)} if self.remarks else {}
         return {"rows": self.n, "left_out_invalid": self.n_invalid, "chosen": self.how, **remarks}
 

@@ -185,7 +185,6 @@ class InMemory:
         )
 
     def block(self, i: slice, j: slice) -> Float32:
-        """(len(i), len(j)) of its entries."""
         return self.load()[: self.n, : self.n][i, j]
 
 

@@ -264,7 +264,6 @@ def _remove_older(folder: Path, stem: str) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed processes left."""
     for path in folder.glob(f"*.tiles{PARTIAL}"):
         if owned_by_none(path):
             path.unlink(missing_ok=True)

@@ -98,7 +98,6 @@ class Comparison:
 
     @property
     def n_images(self) -> int:
-        """Number of images."""
         return len(next(iter(self.rows.values())))
 
     def rows_of(self, of: Representation) -> Rows:
@@ -152,7 +151,6 @@ class Comparison:
 
     @property
     def execution(self) -> Execution:
-        """What the work may use."""
         return Execution(memory=self.memory, map=self.map, progress=self.progress)
 
     @property

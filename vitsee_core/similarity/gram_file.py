@@ -66,7 +66,6 @@ class Header:
     shift: Shift | None
 
     def dump(self) -> bytes:
-        """As JSON."""
         shift = self.shift and {
             "along": _packed(self.shift.along, "<f8"),
             "means": _packed(self.shift.means, "<f8"),
@@ -104,7 +103,6 @@ class Header:
 
     @property
     def n_tiles(self) -> int:
-        """Tiles in the file."""
         return len(self.batches) or n_tiles(len(self.rows), self.tile)
 
     @property

@@ -131,7 +131,6 @@ class _Running:
                 self.touch_own[cell] += sums.own
 
     def finish(self) -> Totals:
-        """The totals as they are handed out."""
         r, c = slice(0, self.n_rows), slice(self.first_col, None)
         if self.partition.crossing:  # of two cells each pair touches both
             self.products = (self.products + self.touch_products.sum(0)) / 2

@@ -60,16 +60,13 @@ class PatchPixels:
 
     @property
     def n_matrices(self) -> int:
-        """Number of patches."""
         return len(self.cells)
 
     @property
     def n_features(self) -> int:
-        """Values of a patch."""
         return int(np.prod(self.shape))
 
     def part(self, wanted: slice) -> PatchPixels:
-        """Some of the patches."""
         return PatchPixels(self.store, self.pixels, self.layout, self.cells[wanted])
 
     def read(self, rows: slice) -> NDArray[np.float32]:

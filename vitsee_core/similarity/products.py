@@ -74,7 +74,6 @@ class Workspace:
         return found[:size].view(dtype)
 
     def clear(self) -> None:
-        """Give the memory back."""
         self._buffers.clear()
 
 

@@ -64,7 +64,6 @@ class Representation:
 
     @cached_property
     def features(self) -> FeatureMatrix:
-        """The matrix, read when its strips are."""
         chosen = SiteFeatures(self.store, self.stored, TokenSelection.parse(self.tokens))
         try:
             matrix = chosen.matrix(self.channels)

@@ -38,7 +38,6 @@ class Shift:
     n_features: int
 
     def of(self, places: Rows | slice) -> Shift:
-        """The shift of some of the images."""
         return Shift(self.along[places], self.means[places], self.squared, self.n_features)
 
 

@@ -23,7 +23,6 @@ class StackGram:
 
     @property
     def n(self) -> int:
-        """Number of images."""
         return len(self.features.images)
 
     def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
@@ -36,7 +35,6 @@ class StackGram:
         return a @ b.T
 
     def compute(self, i: slice, j: slice, out: Float32) -> None:
-        """The same into `out`, on the CPU."""
         self.features.backend.multiply(*self._both(i, j), out)
 
     def _both(self, i: slice, j: slice) -> tuple[Any, Any]:
@@ -54,20 +52,16 @@ class Counted:
 
     @property
     def n(self) -> int:
-        """Number of images."""
         return self.matrix.n
 
     def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
-        """See `StackGram`."""
         return self.matrix.reading(i, j)
 
     def block(self, i: slice, j: slice) -> Any:
-        """(len(i), len(j)) of its entries."""
         self.progress.advance(1)
         return self.matrix.block(i, j)
 
     def compute(self, i: slice, j: slice, out: Float32) -> None:
-        """The same into `out`, on the CPU."""
         self.progress.advance(1)
         self.matrix.compute(i, j, out)
 

@@ -58,16 +58,13 @@ class TokenStack:
 
     @property
     def n_matrices(self) -> int:
-        """Number of tokens."""
         return len(self.places)
 
     @property
     def n_features(self) -> int:
-        """Channels of a token."""
         return self.features.dim
 
     def part(self, wanted: slice) -> TokenStack:
-        """Some of the tokens."""
         return TokenStack(self.features, self.places[wanted])
 
     @property

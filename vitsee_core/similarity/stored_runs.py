@@ -92,7 +92,6 @@ class StoredRuns(Runs):
         return self.stack.scale
 
     def _jobs(self, run: slice) -> list[Callable[[], None]]:
-        """Slab by slab."""
         spans = self.spans(run)
         slabs = self._runs[run.start] = [(some, NO_VALUES) for some, _ in spans]
 

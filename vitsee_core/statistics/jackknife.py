@@ -53,7 +53,6 @@ class Blocks:
 
     @property
     def n(self) -> int:
-        """How many blocks."""
         return int(self.labels.max(initial=-1)) + 1
 
     def sums(self, values: NDArray[Any]) -> Float:
@@ -66,7 +65,6 @@ class Blocks:
         return means_without(self.sums(values * counted), self.sums(counted))
 
     def describe(self) -> dict[str, Any]:
-        """For a sidecar."""
         return {"n_blocks": self.n, "digest": self.digest, "method": METHOD}
 
 

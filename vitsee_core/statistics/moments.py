@@ -106,17 +106,14 @@ class SlabMoments:
         self._moments: dict[Any, Moments] = {}
 
     def update(self, slab: Slab) -> None:
-        """Add a slab's images."""
         for key, values in self._read(slab).items():
             self._moments.setdefault(key, Moments()).add(values)
 
     def merge(self, other: SlabMoments) -> None:
-        """Add the moments of `other`."""
         for key, moments in other._moments.items():
             self._moments.setdefault(key, Moments()).merge(moments)
 
     def result(self) -> dict[Any, Summary]:
-        """Key -> summary over images."""
         return {key: moments.summary() for key, moments in self._moments.items()}
 
 

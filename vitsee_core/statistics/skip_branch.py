@@ -45,7 +45,6 @@ class StoredSublayer(StoredPart):
 
     @property
     def block(self) -> str:
-        """The path of its block."""
         return block_of_sublayer(self.site)
 
 

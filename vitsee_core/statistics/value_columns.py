@@ -44,7 +44,6 @@ def jackknife_cells(value: float, without: Float, n: int, limits: Limits = UNLIM
 
 
 def cells_of(estimates: Estimates, i: int) -> Cells:
-    """Of one entry."""
     of = estimates
     return {
         **{"value": float(of.value[i]), "std": float(of.std[i])},

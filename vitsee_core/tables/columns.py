@@ -87,7 +87,6 @@ class StoredPart:
 
     @property
     def block(self) -> str:
-        """The path of its block."""
         return self.site
 
 
@@ -114,5 +113,4 @@ def block_of_sublayer(name: str) -> str:
 
 
 def is_given(value: Any) -> bool:
-    """Whether a cell is not empty."""
     return value is not None and value != "" and value == value

@@ -76,7 +76,6 @@ def table_bytes(columns: Columns, ending: str) -> bytes:
 
 
 def write_csv(columns: Columns, file: IO[str], delimiter: str = ",") -> None:
-    """A header and the rows."""
     writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
     writer.writerow(columns)
     lists = (map(_cell, values.tolist()) for values in columns.values())

@@ -227,7 +227,6 @@ class ResultFile:
         return "digest" in self.sidecar and not self.changed
 
     def has(self, columns: Sequence[str]) -> bool:
-        """Whether the table has all these columns."""
         return all(name in self.table.columns for name in columns)
 
     def describe_columns(self) -> str:
@@ -343,7 +342,6 @@ def _typed(path: Path, name: str, cells: list[str], holds: str) -> NDArray[Any]:
 
 
 def _first_text(cells: list[str]) -> str:
-    """The first cell that is no number."""
     for cell in filter(None, cells):
         try:
             float(cell)

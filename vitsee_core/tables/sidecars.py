@@ -101,7 +101,6 @@ def describe_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it."""
     if is_dataclass(value) and not isinstance(value, type):
         return _plain({f.name: getattr(value, f.name) for f in fields(value)})
     if isinstance(value, Mapping):

@@ -352,7 +352,6 @@ class _Clusters:
 
     @property
     def metrics(self) -> list[str]:
-        """The names that the rows have."""
         return [metric if self.blocks is None else f"{SEGMENT}{metric}" for metric in METRICS]
 
     def of(self, features: Iterable[Float32], progress: Progress) -> list[Integers]:

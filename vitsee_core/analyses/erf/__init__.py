@@ -233,7 +233,6 @@ class Field:
 
     @property
     def mean(self) -> Float:
-        """(H, W): mean over images."""
         return self.sums.sum(0) / self.counts.sum()
 
     def without_each(self) -> list[Float]:

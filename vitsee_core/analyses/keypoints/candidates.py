@@ -61,7 +61,6 @@ class CandidateAxis:
 
 
 def cells_of(layout: TokenLayout) -> tuple[Cells, Cells]:
-    """Rows and columns of a grid."""
     assert layout.grid is not None and layout.stride_px is not None
     rows, cols = (
         Cells(n, stride, offset)

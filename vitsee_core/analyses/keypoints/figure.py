@@ -83,7 +83,6 @@ def _draw_line(axes: Axes, rows: Table, models: Table, name: str, dashes: Any) -
 
 
 def _note_ceiling(axes: Axes, low: float, high: float) -> None:
-    """In words what is above the picture."""
     span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
     axes.annotate(
         f"ceiling (grid): {span} ↑", (0.99, 0.99), xycoords="axes fraction",

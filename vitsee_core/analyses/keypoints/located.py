@@ -310,5 +310,4 @@ def _refuse_outside(store: Store, outside: Mask) -> None:
 
 
 def describe(located: Located) -> dict[str, Any]:
-    """For a sidecar."""
     return {**located.counts, "points": len(located)}

@@ -49,7 +49,6 @@ class Protocol:
     by: tuple[str, ...]
 
     def describe(self) -> dict[str, Any]:
-        """For a sidecar."""
         sides = {"box": "the target object's box", "image": "the target image"}
         where = {
             "image": "where the target image lies on the input",

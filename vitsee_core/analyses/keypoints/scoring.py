@@ -59,7 +59,6 @@ class KeypointScorer:
 
     @classmethod
     def of(cls, located: Located) -> KeypointScorer:
-        """Of these pairs."""
         names = sorted({pair.category for pair in located.pairs})
         category = np.array([names.index(pair.category) for pair in located.pairs], np.int64)
         both = np.concatenate([located.source_row, located.target_row])
@@ -73,11 +72,9 @@ class KeypointScorer:
 
     @property
     def n_images(self) -> int:
-        """How many images the pairs have."""
         return len(self.image_category)
 
     def describe(self) -> dict[str, Any]:
-        """Of the replicates, for a sidecar."""
         return {"n_blocks": self.n_images, "digest": self.digest, "method": REPLICATES_METHOD}
 
     def rows(

@@ -63,7 +63,6 @@ class Pair:
 
     @property
     def n_points(self) -> int:
-        """How many keypoints both images show."""
         return len(self.source_xy)
 
 
@@ -160,7 +159,6 @@ def _plain(text: str) -> str:
 
 
 def _read(path: Path) -> Pair:
-    """One annotation."""
     try:
         found = json.loads(read_regular(path, MOST_BYTES))
         return _pair(path.stem, Fields(found))

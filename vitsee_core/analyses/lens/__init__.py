@@ -274,7 +274,6 @@ class _ReadLogits:
     agreement: bool
 
     def __call__(self, slab: Slab) -> dict[str, Float]:
-        """Of the images that count."""
         kind = self.head.pooled_kind
         layout = slab.store.site(self.site).layout
         assert layout is not None

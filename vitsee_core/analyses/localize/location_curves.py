@@ -43,7 +43,6 @@ class TokenMaps:
 
     @property
     def title(self) -> str:
-        """Store and site."""
         return f"{shorten(self.store, 22)}, {site_words(self.site)}"
 
     @property

@@ -63,7 +63,6 @@ class SiteMaps:
         self.sites = [_tokens(store, site, words) for site in _with_grid(store, sites)]
 
     def say_cost(self, n_images: int) -> None:
-        """Log how long `maps` will take."""
         pixels, total = pixels_shape(self.store), 0.0
         if pixels is None:
             return

@@ -25,7 +25,6 @@ class TokenMean:
         self._labels: Integers | None = None
 
     def add(self, of: Statistic, rows: Integers) -> None:
-        """Count these rows of a statistic."""
         rows = rows[~np.isnan(of.value[rows])]
         if not len(rows):
             return
@@ -44,7 +43,6 @@ class TokenMean:
         self._present |= of.present[rows].any(0)
 
     def estimates(self) -> Estimates:
-        """One entry."""
         if self._trace is None or self._traced is None or self._labels is None:
             nothing = np.full(1, np.nan)
             return Estimates(nothing, nothing, nothing, nothing, np.zeros(1, np.int64))
@@ -61,7 +59,6 @@ class Places:
     pieces, in their order."""
 
     def __init__(self, members: Sequence[Sequence[int]]) -> None:
-        """members: the tokens of each place."""
         self._single: dict[int, list[int]] = {}
         for i, of in enumerate(members):
             if len(of) == 1:
@@ -83,7 +80,6 @@ class Places:
             mean.add(of, np.flatnonzero(np.isin(tokens, members)))
 
     def estimates(self) -> Estimates:
-        """One entry per place."""
         for i, (_, mean) in self._several.items():
             self._put(mean.estimates(), [0], [i])
         return replace(self._found, without=stacked(self._without))

@@ -318,7 +318,6 @@ class _Site:
         return rows
 
     def _of_patches(self, place: TokenPlace, norms: Float, above: Any) -> list[Cells]:
-        """What is said of all patches together."""
         rows = [_about(place, "outlier_share") | mean_cells(above.mean(1), self.labels)]
         for metric, measure in (("outlier_share_mad", share_above_mad), ("bimodality", bimodality)):
             if metric in self.metrics:

@@ -39,7 +39,6 @@ class NormSource:
     total: bool = False
 
     def describe(self) -> str:
-        """For a sidecar."""
         if not self.sublayer:
             return "activations"
         products = "z.z + 2 z.f + f.f" if self.total else "z.z"

@@ -404,7 +404,6 @@ class _Work:
 
     @property
     def n_probes(self) -> int:
-        """How many are fitted."""
         return len(self.prober.draws) * sum(_n_probes(features) for features, _ in self._chosen)
 
     def rows(self, execution: Execution) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -72,7 +72,6 @@ class Settings:
     match_last_stage: bool
 
     def describe(self) -> dict[str, str]:
-        """For a sidecar."""
         algebra = self.algebra
         features = "standardised (std over training images + 1e-5)" if algebra.standardise else ""
         intercept = "not penalised"

@@ -43,7 +43,6 @@ class Training:
     device: str = "cpu"
 
     def describe(self) -> str:
-        """For a sidecar."""
         norm = "batch-normalised features" if self.batch_norm else "features as they are"
         return (
             f"SGD on {norm}: {self.epochs} epochs, batches of {self.batch}, cross-entropy, "

@@ -33,7 +33,6 @@ class SiteProbes:
     seed: int
 
     def __call__(self, execution: Execution, item: Item) -> tuple[list[dict[str, Any]], list[str]]:
-        """As one piece of `Execution.spread`."""
         task = replace(self.prober.task, jobs=execution.jobs, memory=execution.budget)
         prober = replace(self.prober, task=task)
         first, second = item

@@ -49,12 +49,10 @@ class Stored:
 
     @property
     def n_tokens(self) -> int:
-        """Number of vectors per image."""
         return len(self.features.tokens)
 
     @property
     def dim(self) -> int:
-        """Channels of a vector."""
         return self.features.dim
 
     def groups(self, n_tokens: int) -> list[slice]:
@@ -109,7 +107,6 @@ class ConcatenatedTokens:
 
     @property
     def dim(self) -> int:
-        """Channels of a vector."""
         return self.source.n_tokens * self.source.dim
 
     def groups(self, n_tokens: int) -> list[slice]:

@@ -192,7 +192,6 @@ def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
 
 
 def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> Found:
-    """All videos, in groups spread over threads."""
     from vitsee_core.analyses.propagate.propagation_cost import cost_of, group_bytes
     from vitsee_core.analyses.propagate.spread import check_masks, work_on
     from vitsee_core.analyses.propagate.work import Found, group_videos
@@ -218,7 +217,6 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
 
 
 def _group(work: VideoWork, execution: Execution, group: Sequence[Video]) -> Found:
-    """Some videos, in another process."""
     from vitsee_core.runtime.lanes import one_torch_thread
 
     with one_torch_thread():

@@ -30,7 +30,6 @@ class Cost:
     seconds: float
 
     def line(self, jobs: int) -> str:
-        """What is logged before the work."""
         seconds = self.seconds / jobs
         minutes, hours = seconds / 60, seconds / 3600
         about = f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} minutes"

@@ -122,7 +122,6 @@ class VideoTruth:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width."""
         return self.labels.shape[1], self.labels.shape[2]
 
     @property

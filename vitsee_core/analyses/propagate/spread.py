@@ -23,7 +23,6 @@ class StoppableProgress:
         self.ended = threading.Event()
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
-        """See `Progress`."""
         self._progress.start(total, done, unit)
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
@@ -37,7 +36,6 @@ class StoppableProgress:
         self._progress.advance(count, size_bytes)
 
     def stop(self) -> None:
-        """See `Progress`."""
         self._progress.stop()
 
 

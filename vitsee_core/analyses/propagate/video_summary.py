@@ -43,7 +43,6 @@ class VideoSummary:
 
     @classmethod
     def of_scores(cls, videos: Sequence[Video], scores: Mapping[str, FrameScores]) -> VideoSummary:
-        """The videos in their order."""
         found = [scores[video.name] for video in videos]
         parts = [metrics(one) for one in found]
         values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

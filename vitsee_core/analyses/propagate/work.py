@@ -58,7 +58,6 @@ class Found:
     lost: dict[Key, dict[str, Lost]] = field(default_factory=dict)
 
     def add(self, key: Key, video: str, scores: FrameScores) -> None:
-        """Count one video."""
         self.scores.setdefault(key, {})[video] = scores
 
     def merge(self, other: Found) -> None:

@@ -202,7 +202,6 @@ class _Unpickler(_INTERPRETER):  # type: ignore[misc]
             raise pickle.UnpicklingError(f"it has the instruction {text[1:]}") from None
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for."""
         found = _KNOWN.get(module, {}).get(name)
         if found is not None:
             return found
@@ -210,7 +209,6 @@ class _Unpickler(_INTERPRETER):  # type: ignore[misc]
         raise pickle.UnpicklingError(f"it asks for {module[:60]}.{name[:60]}{more}")
 
     def persistent_load(self, pid: Any) -> Any:
-        """Nothing is kept elsewhere."""
         raise pickle.UnpicklingError("it refers to objects outside of the file")
 
 

@@ -89,7 +89,6 @@ class Plan:
         return compared(self.search.stores, words, asked=asked)
 
     def describe(self) -> dict[str, Any]:
-        """For a sidecar."""
         search = self.search
         return {
             "n_queries": len(search.names),

@@ -70,7 +70,6 @@ class RetrievalTruth:
 
     @property
     def boxed(self) -> bool:
-        """Whether queries are to be cropped."""
         return any(query.box is not None for query in self.queries)
 
 

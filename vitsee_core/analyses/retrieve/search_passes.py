@@ -49,7 +49,6 @@ class Block:
 
     @property
     def n(self) -> int:
-        """How many queries."""
         return len(self.blank)
 
 
@@ -157,7 +156,6 @@ class _AllEqual:
         self._first: Float32 | None = None
 
     def add(self, rows: Float32) -> None:
-        """Some more."""
         if self.so_far and len(rows):
             self._first = rows[0].copy() if self._first is None else self._first
             self.so_far = bool((rows == self._first).all())

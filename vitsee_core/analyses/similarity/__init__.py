@@ -369,7 +369,6 @@ def plot(table: Table) -> Figure:
 
 
 def _panels(metric: str, rows: Table) -> list[Panel]:
-    """The measure's heatmaps."""
     from dataclasses import replace
 
     scope = describe_scope(rows)

@@ -90,7 +90,6 @@ class _OfNeighbours(Measure):
         return gram.zero
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> NeighbourPairs:
-        """See `NeighbourPairs`."""
         n, cosines = gram.n, gram.cosines()
         self.check(n)
         # As many more as a block of the jackknife takes away.
@@ -122,11 +121,9 @@ class _OfNeighbours(Measure):
         return _of_lists(n, i, anew[order[left]], cosines[left])
 
     def permuted(self, state: NeighbourPairs, order: Integers) -> NeighbourPairs:
-        """See `Measure`."""
         return state.in_order(order)
 
     def state_bytes(self, n: int) -> int:
-        """See `Measure`."""
         return 16 * n * self.k + 12 * n * (self.k + most_left_out(n))
 
 
@@ -140,7 +137,6 @@ class MutualKnn(_OfNeighbours):
     def compare(
         self, a: Sequence[NeighbourPairs], b: Sequence[NeighbourPairs], pairs: Integers
     ) -> Float:
-        """See `Measure`."""
         rows, i = np.unique(pairs[:, 0], return_inverse=True)
         cols, j = np.unique(pairs[:, 1], return_inverse=True)
         one, other = _incidence([a[r] for r in rows]), _incidence([b[c] for c in cols])
@@ -178,7 +174,6 @@ class Cknna(_OfNeighbours):
     def compare(
         self, a: Sequence[NeighbourPairs], b: Sequence[NeighbourPairs], pairs: Integers
     ) -> Float:
-        """See `Measure`."""
         keys = np.unique(pairs[:, 0]), np.unique(pairs[:, 1])
         own_a, own_b = (
             dict(zip(which.tolist(), _each_hsic([(x[i], x[i]) for i in which]), strict=True))

@@ -34,11 +34,9 @@ class _OfFactors(Measure):
     slow: ClassVar[bool] = True
 
     def permuted(self, state: Float, order: Integers) -> Float:
-        """See `Measure`."""
         return state[order]
 
     def compare(self, a: Sequence[Float], b: Sequence[Float], pairs: Integers) -> Float:
-        """See `Measure`."""
         with lane_pool(n_lanes()) as pool:
             found = in_order(
                 lambda pair: self._pair(a[pair[0]], b[pair[1]]), pairs.tolist(), pool, 8
@@ -50,7 +48,6 @@ class _OfFactors(Measure):
         """The measure of two states."""
 
     def state_bytes(self, n: int) -> int:
-        """See `Measure`."""
         return 8 * n * n
 
 

@@ -51,11 +51,9 @@ class _Flattened(Measure):
     of_norms: ClassVar[bool] = True
 
     def permuted(self, state: Float32, order: Integers) -> Float32:
-        """See `Measure`."""
         return state[np.ix_(order, order)]
 
     def compare(self, a: Sequence[Float32], b: Sequence[Float32], pairs: Integers) -> Float:
-        """See `Measure`."""
         rows, i = np.unique(pairs[:, 0], return_inverse=True)
         cols, j = np.unique(pairs[:, 1], return_inverse=True)
         of_a, of_b = [a[r] for r in rows], [b[c] for c in cols]
@@ -74,7 +72,6 @@ class _Flattened(Measure):
         return products
 
     def state_bytes(self, n: int) -> int:
-        """See `Measure`."""
         return 4 * n * n
 
 

@@ -39,27 +39,22 @@ class Grams:
 
     @property
     def n_images(self) -> int:
-        """Images that count."""
         return self.comparison.n_images
 
     @property
     def memory(self) -> int:
-        """Bytes to stay within."""
         return self.comparison.memory
 
     @property
     def progress(self) -> Progress:
-        """Receives how far the work is."""
         return self.comparison.progress
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Which images, for a sidecar."""
         return self.comparison.notes
 
     @property
     def seed(self) -> int:
-        """Of everything random."""
         return self.comparison.seed
 
     @cached_property
@@ -95,7 +90,6 @@ class Grams:
                 raise VitseeError(f"the Gram matrix {path} is not on a worker's disk: {SHARE}")
 
     def name(self, k: int) -> str:
-        """Of the k-th, for messages."""
         of = self.comparison.representations[k]
         return f"{of.store.label} {of.site.name}"
 

@@ -60,7 +60,6 @@ class RidgeR2(Measure):
     most_images: ClassVar[int | None] = MOST_DENSE
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Predictor:
-        """See `Predictor`."""
         k = gram.centred()
         values, vectors = np.linalg.eigh(k)
         made = Predictor(k.astype(np.float32), vectors, values)
@@ -71,12 +70,10 @@ class RidgeR2(Measure):
         return tuple(sorted(state.best))
 
     def permuted(self, state: Predictor, order: Integers) -> Predictor:
-        """See `Measure`."""
         kernel = state.kernel[np.ix_(order, order)]
         return replace(state, kernel=kernel, vectors=state.vectors[order])
 
     def compare(self, a: Sequence[Predictor], b: Sequence[Predictor], pairs: Integers) -> Float:
-        """See `Measure`."""
         return self._each(a, b, pairs, [None])[0]
 
     def null(
@@ -117,5 +114,4 @@ class RidgeR2(Measure):
         return found
 
     def state_bytes(self, n: int) -> int:
-        """See `Measure`."""
         return 12 * n * n

@@ -24,7 +24,6 @@ class SiteGram:
 
     @property
     def n(self) -> int:
-        """Number of images."""
         return len(self.shifted)
 
     def of(self, places: Integers) -> SiteGram:

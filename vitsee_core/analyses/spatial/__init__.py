@@ -193,7 +193,6 @@ def _foreground(
     source: MaskSource | None,
     execution: Execution,
 ) -> Mapping[TokenLayout | None, Labels]:
-    """Layout -> (all images, tokens)."""
     if source is None:
         return {}
     layouts = dict.fromkeys(store.site(site.name).layout for site in sites)

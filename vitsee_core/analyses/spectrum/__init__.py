@@ -393,7 +393,6 @@ class _Measure:
     whole: Spectrum | None = None
 
     def of(self, among: Mask) -> tuple[Measured, Measured]:
-        """Values and caps, of all images."""
         self.whole = self.spectrum(among)
         return self._values(self.whole, among), self.whole.caps() | {collapse.FOURTH: 1.0}
 
@@ -410,7 +409,6 @@ class _Measure:
         return found
 
     def remarks(self, where: str) -> list[str]:
-        """What a reader has to know."""
         assert self.whole is not None
         found = [f"{where}: all examples are alike, so they have no spectrum"] * self.whole.alike
         if zeros := self.whole.n - self.whole.n_long:

@@ -39,7 +39,6 @@ class _MetricPanel:
 
     @property
     def ratio(self) -> float:
-        """Width over height."""
         if self.metric == "cosine":
             sides = [len(self.cut.unique(name)) for name in ("other_row", "other_col")]
             return min(max(sides[1] / sides[0], 0.4), 2.5)
@@ -154,7 +153,6 @@ def colours(values: Float, scale: str) -> tuple[Float, float]:
 
 
 def _draw_filters(axes: Axes, panel: _MetricPanel, shares: Float, scale: str) -> None:
-    """Draw tiles of weights."""
     metric, cut = panel.metric, panel.cut
     shape = [len(cut.unique(name)) for name in (metric, "channel", "row", "col")]
     n, channels, height, width = shape

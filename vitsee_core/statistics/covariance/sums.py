@@ -60,7 +60,6 @@ class CovarianceSums:
 
     @classmethod
     def empty(cls, shift: Float) -> CovarianceSums:
-        """Of no example."""
         dim = len(shift)
         first, third, directions = np.zeros((3, dim))
         return cls(shift, 0, first, np.zeros((dim, dim)), third, 0.0, directions, 0)
@@ -156,7 +155,6 @@ class BlockSums:
         self.blocks: dict[int, CovarianceSums] = {}
 
     def update(self, slab: Slab) -> None:
-        """Count a slab's images."""
         labels = self.labels[slab.rows][slab.valid]
         x = self.features.of_slab(slab, slice(0, len(self.features.tokens)))
         counts = None
@@ -172,7 +170,6 @@ class BlockSums:
             self.blocks[b] = CovarianceSums.of(own, self.shift)
 
     def merge(self, other: BlockSums) -> None:
-        """Count what `other` counted."""
         for b, sums in other.blocks.items():
             if b not in self.blocks:
                 self.blocks[b] = CovarianceSums.empty(self.shift)
