@@ -19,7 +19,7 @@ from vitsee_core.images.transform import make_recipe
 from vitsee_stores import SiteError, Store
 from vitsee_stores.canvas import Canvas, corner_size
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
-from vitsee_stores.parsing import read_plan
+from vitsee_stores.plan_schema import read_plan
 
 B4 = Canvas((448, 1072), 448, 16, (224, 224))
 

@@ -29,7 +29,7 @@ from vitsee_stores.layout import (
     arrays,
     n_bytes,
 )
-from vitsee_stores.parsing import read_plan
+from vitsee_stores.plan_schema import read_plan
 
 FORMAT = Path(vitsee_stores.__file__).with_name("FORMAT.md").read_text()
 MIB = 1 << 20

@@ -1,11 +1,11 @@
 """Chunks as bytes and as files: names, encoding, checksums.
 
-The bytes are those that zarr writes for the same metadata (a test compares them). Why zarr does not
-move them itself: of seven ways that were measured (zarr's default and fused pipelines, zarrs and
-TensorStore among them) this one took the fewest CPU seconds per byte, which extraction
-and analyses need for themselves; a commit needs to know which bytes were written, and that they are
-on the disk (fsync), before its marker is; and no event loop is started in processes that fork
-workers. benchmarks/store_io.py compares it with the zarr that is installed.
+The bytes equal those that zarr writes for the same metadata (tested). Why zarr does not move them:
+of seven measured ways (zarr's default and fused pipelines, zarrs and TensorStore among them) this
+one took the fewest CPU seconds per byte, time that extraction and analyses need themselves; a
+commit must know which bytes were written, and that they are on disk (fsync), before it writes the
+marker; and no event loop is started in processes that fork workers. benchmarks/store_io.py compares
+it with the installed zarr.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _thread = threading.local()
 
 
 def file_name(index: Sequence[int]) -> str:
-    """Name of a chunk's file within its array's folder: `c.3.0.1`."""
+    """A chunk's file name within its array's folder: `c.3.0.1`."""
     return ".".join(["c", *map(str, index)])
 
 
 def chunk_name(spec: ArraySpec, index: Sequence[int]) -> str:
-    """A chunk's file by its path below the store."""
+    """A chunk's file as a path below the store."""
     return f"{spec.path}/{file_name(index)}"
 
 
 def encode(block: NDArray[Any], spec: ArraySpec) -> list[bytes | NDArray[np.uint8]]:
-    """The bytes of one whole chunk, in pieces to be written one after the other."""
+    """The bytes of one whole chunk, as pieces to be written in order."""
     data: Any = block.reshape(-1).view(np.uint8)
     if (compressor := _compressor(spec.codec, block.dtype.itemsize)) is not None:
         data = np.frombuffer(compressor.encode(data), np.uint8)
@@ -51,7 +51,7 @@ def decode(data: bytes | memoryview[int], spec: ArraySpec) -> NDArray[Any]:
     """The chunk that `encode` turned into `data`.
 
     Raises:
-        ValueError: the checksum or the length is wrong; says which.
+        ValueError: wrong checksum or length; says which.
     """
     check_length(len(data), spec)
     body = np.frombuffer(data, np.uint8, len(data) - CHECKSUM_BYTES)
@@ -75,10 +75,10 @@ def checksum(data: bytes | memoryview[int]) -> int:
 
 
 def check_length(size: int, spec: ArraySpec) -> None:
-    """Whether a chunk's file can have `size` bytes.
+    """Refuse a size that no file of such a chunk can have.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: too short or too long.
     """
     whole = spec.chunk_bytes + CHECKSUM_BYTES
     if size <= CHECKSUM_BYTES:
@@ -91,7 +91,7 @@ def check_length(size: int, spec: ArraySpec) -> None:
 
 
 def _zstd_size(body: NDArray[np.uint8]) -> int:
-    """Unpacked bytes that the header of a zstd frame states (RFC 8878, 3.1.1.1); -1 for none."""
+    """Unpacked size stated by a zstd frame header (RFC 8878, 3.1.1.1); -1 if it states none."""
     head = body[:18].tobytes()
     if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
         return -1
@@ -106,7 +106,7 @@ def _zstd_size(body: NDArray[np.uint8]) -> int:
 
 
 def _blosc_size(body: NDArray[np.uint8]) -> int:
-    """Unpacked bytes that a Blosc header states; -1 where its packed length is not the body's."""
+    """Unpacked size stated by a Blosc header; -1 if its packed length is not the body's."""
     if len(body) < 16 or int.from_bytes(body[12:16].tobytes(), "little") != len(body):
         return -1
     return int.from_bytes(body[4:8].tobytes(), "little")
@@ -129,11 +129,11 @@ def _compressor(codec: str, item: int) -> Any:
 
 
 def padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
-    """A contiguous chunk with `values` in its first corner and the fill value beyond: they
-    themselves where they are one already.
+    """A contiguous chunk with `values` in its first corner and the fill value elsewhere; `values`
+    itself if it is one already.
 
-    A copy lies in a buffer of this thread, which the next call takes again: fresh memory of this
-    size costs more page faults than the copy itself.
+    A copy is made in a per-thread buffer that the next call reuses: page faults of fresh memory
+    cost more than the copy.
     """
     if values.shape == spec.chunks and values.flags.c_contiguous:
         return values
@@ -148,8 +148,8 @@ def padded(values: NDArray[Any], spec: ArraySpec) -> NDArray[Any]:
 
 
 def boxes(spec: ArraySpec, first: int | None = None) -> list[tuple[tuple[int, ...], Box]]:
-    """Every chunk's index and the part of the array it holds; only those whose place along the
-    first axis is `first`, where given."""
+    """Each chunk's index and the part of the array it holds; if `first` is given, only chunks at
+    that place along the first axis."""
     ranges: list[Sequence[int]] = [range(n) for n in spec.grid]
     if first is not None:
         ranges[0] = [first]
@@ -166,12 +166,11 @@ def boxes(spec: ArraySpec, first: int | None = None) -> list[tuple[tuple[int, ..
 
 
 def read_chunk(files: Files, spec: ArraySpec, index: Sequence[int]) -> tuple[NDArray[Any], int]:
-    """One whole chunk, padding included, and its checksum; where chunks are not compressed it lies
-    in memory that this thread's next read may take again.
+    """One whole chunk, padding included, and its checksum. An uncompressed chunk is in memory that
+    this thread's next read may reuse.
 
     Raises:
-        StoreError: missing, unreadable or damaged; names the array and, where there is one, the
-            slab.
+        StoreError: missing, unreadable or damaged; names the array and, if there is one, the slab.
     """
     try:
         name = chunk_name(spec, index)
@@ -189,12 +188,12 @@ def read_chunk(files: Files, spec: ArraySpec, index: Sequence[int]) -> tuple[NDA
 
 
 def no_answer(files: Files, name: str, error: OSError) -> Unreachable:
-    """The error of a file that could not be asked for, which is no damage."""
+    """The error for a file that could not be requested; this is not damage."""
     return Unreachable(f"{files} cannot be read: {name}: {reason(error)}")
 
 
 def damage(files: Files, spec: ArraySpec, index: Sequence[int], what: str) -> StoreError:
-    """The error of a chunk that is not what it should be."""
+    """The error for a damaged chunk."""
     return StoreError(
         f"{files} is damaged: {where(spec, index)}: {file_name(index)} {what} "
         f"(run: vitsee validate {files} --deep)"

@@ -1,4 +1,4 @@
-"""A store made at once or not at all, and removed the same way."""
+"""Atomic creation and removal of stores."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from vitsee_stores.zarr_metadata import documents
 
 
 def remove_store(path: str | os.PathLike[str] | Url) -> None:
-    """Remove a store, and leftovers of unfinished creations and removals beside it. A removal cut
-    short leaves nothing that reads as complete.
+    """Remove a store, and leftovers of unfinished creations and removals beside it. An interrupted
+    removal leaves nothing that reads as complete.
 
     Raises:
-        StoreError: what is there is no vitsee store (left untouched), or cannot be removed.
+        StoreError: not a vitsee store (left untouched), or cannot be removed.
     """
     files = files_at(path)
     try:
@@ -40,8 +40,8 @@ def remove_store(path: str | os.PathLike[str] | Url) -> None:
 def contents(
     manifest: Manifest, once: Mapping[str, NDArray[Any]]
 ) -> tuple[list[tuple[str, Pieces]], Manifest]:
-    """The files of an empty store, all metadata and the arrays that are written once, the root's
-    last; and the manifest with these arrays' checksums."""
+    """The files of an empty store (all metadata and the write-once arrays, the root's zarr.json
+    last), and the manifest with these arrays' checksums."""
     specs = arrays(manifest.plan)
     written = {path for path, spec in specs.items() if spec.per == "once"}
     if set(once) != written:

@@ -1,8 +1,7 @@
-"""Files that are whole or absent: temporary name, fsync, rename, fsync of the folder; and the
-threads that read and write.
+"""Atomic files (temporary name, fsync, rename, fsync of the folder) and the threads for I/O.
 
-Nothing here or above starts zarr's event loop: a process that forks data loading workers after
-that can hang. The threads below are started when first needed, and anew in a forked child.
+Nothing here or above starts zarr's event loop: a process that forks data loading workers after that
+can hang. The threads below are started on first use, and anew in a forked child.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _thread = threading.local()
 
 
 def n_cores() -> int:
-    """The cores this process may use, which on a cluster are fewer than the machine's."""
+    """Cores available to this process; on a cluster often fewer than the machine's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -52,7 +51,7 @@ def sync_pool() -> ThreadPoolExecutor:
 
 
 def named_pool(name: str, size: int) -> ThreadPoolExecutor:
-    """So many threads, shared by all who use the name."""
+    """A thread pool shared by all callers that use the name."""
     if name not in _pools:
         _pools[name] = ThreadPoolExecutor(size, name)
     return _pools[name]
@@ -64,8 +63,8 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def in_this_thread() -> Iterator[None]:
-    """Within it, what this thread asks `each` for it does by itself: for callers that already use
-    a thread a core."""
+    """Context in which `each` runs its work in the calling thread, for callers that already use one
+    thread per core."""
     before = getattr(_thread, "alone", False)
     _thread.alone = True
     try:
@@ -77,8 +76,9 @@ def in_this_thread() -> Iterator[None]:
 def each(
     pool: Callable[[], ThreadPoolExecutor], work: Callable[[T], R], items: Sequence[T]
 ) -> list[R]:
-    """`work` of every item in order; in this thread where there is only one. The first error is
-    raised after all have ended, so none works on behind the caller's back."""
+    """Apply `work` to every item, results in order; a single item runs in the calling thread. The
+    first error is raised only after all items have ended, so no work continues in the background.
+    """
     if len(items) < 2 or getattr(_thread, "alone", False):
         return [work(item) for item in items]
     futures = [pool().submit(work, item) for item in items]
@@ -93,7 +93,7 @@ def partial_name(path: str | Path) -> str:
 
 
 def write_new(path: str, buffers: Sequence[bytes | NDArray[np.uint8]]) -> int:
-    """Write all buffers, one after the other, to a new file; the number of bytes."""
+    """Write all buffers in order to a new file; returns the number of bytes."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _reserve(descriptor, sum(map(len, buffers)))
@@ -111,9 +111,9 @@ def write_new(path: str, buffers: Sequence[bytes | NDArray[np.uint8]]) -> int:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Ask for a large file's blocks at once, as numpy's tofile does: writing then takes a third
-    less time on ext4. Not posix_fallocate, which writes to every block where the file system
-    cannot; where this cannot, or the disk is full, the writing that follows tells."""
+    """Allocate a large file's blocks at once, as numpy's tofile does: writing then takes a third
+    less time on ext4. Not posix_fallocate, which writes to every block where the file system lacks
+    support. Failure is ignored here; a full disk shows in the writes that follow."""
     if size >= RESERVE_BYTES and (fallocate := _fallocate()) is not None:
         fallocate(descriptor, 0, 0, size)
 
@@ -129,7 +129,7 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor to read a file with; a pipe or device raises OSError, and is not waited for."""
+    """A descriptor for reading a file; OSError, without blocking, for a pipe or device."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -138,7 +138,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
-    """All bytes of a regular file of at most `limit` bytes; OSError for others."""
+    """All bytes of a regular file of at most `limit` bytes; OSError otherwise."""
     with open(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -151,7 +151,7 @@ def read_regular(path: str | Path, limit: int) -> bytes:
 
 
 def sync(path: str | Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """fsync of a file, or of a folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -160,7 +160,7 @@ def sync(path: str | Path) -> None:
 
 
 def write_whole(path: str | Path, data: bytes, *, durable: bool = True) -> None:
-    """Put `data` at `path` at once and, if durable, on the disk before this returns."""
+    """Write `data` to `path` atomically and, if durable, to disk before returning."""
     temporary = partial_name(path)
     try:
         write_new(temporary, [data])
@@ -175,7 +175,7 @@ def write_whole(path: str | Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def put_if_absent(path: str | Path, data: bytes, *, durable: bool = True) -> bool:
-    """As `write_whole`, but what is there already stays; whether `data` was put."""
+    """Like `write_whole`, but an existing file stays; returns whether `data` was written."""
     temporary = partial_name(path)
     try:
         write_new(temporary, [data])
@@ -199,7 +199,7 @@ def put_if_absent(path: str | Path, data: bytes, *, durable: bool = True) -> boo
 
 
 def remove_files(paths: Iterable[str | Path]) -> int:
-    """Remove files; the number that were there."""
+    """Remove files; returns how many existed."""
     count = 0
     for path in paths:
         try:

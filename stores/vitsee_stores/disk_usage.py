@@ -1,4 +1,4 @@
-"""The most that a store takes on a disk, known before anything is written."""
+"""Upper bound on a store's disk usage, known before anything is written."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SEALED_BYTES = 32  # of an array's checksum in the manifest, beside the array's 
 
 
 def max_disk_bytes(manifest: Manifest, block: int) -> int:
-    """Bytes of a disk that gives files and folders whole blocks of so many bytes: every chunk with
-    its padding, at the length that incompressible numbers get, and all metadata; twice the
-    manifest's, which is written anew at the end."""
+    """Upper bound on a store's disk usage, on a file system that allocates whole blocks of `block`
+    bytes: every chunk with its padding, at the length of incompressible data, and all metadata; the
+    manifest counts twice because it is rewritten at the end."""
     specs = arrays(manifest.plan)
     made = documents(specs)
     root = len(to_text(root_document(manifest, complete=False)))
@@ -34,8 +34,8 @@ def max_disk_bytes(manifest: Manifest, block: int) -> int:
 
 
 def _longest(spec: ArraySpec) -> int:
-    """Bytes of a chunk's file: zstd and lz4 in Blosc add less than this to what they cannot
-    shorten (ZSTD_COMPRESSBOUND; BLOSC_MAX_OVERHEAD)."""
+    """Upper bound on a chunk's file size: zstd and lz4 in Blosc add less than this to
+    incompressible data (ZSTD_COMPRESSBOUND; BLOSC_MAX_OVERHEAD)."""
     added = 0 if spec.codec == "none" else spec.chunk_bytes // 256 + 64
     return spec.chunk_bytes + CHECKSUM_BYTES + added
 

@@ -1,4 +1,4 @@
-"""Errors that a user can cause or mend; each message is one line for the terminal."""
+"""Errors that a user can cause or fix; each message is one line for the terminal."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any, Self
 
 
 class VitseeError(Exception):
-    """Root of all errors shown without a traceback: what was found, expected, and what to run.
-    Another process' are raised here as they are, whatever their constructors take."""
+    """Root of all errors shown without a traceback: what was found, what was expected, what to run.
+    Errors of other processes unpickle unchanged, whatever their constructors take."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self)._again, (self.args, self.__dict__)
@@ -25,11 +25,11 @@ class StoreError(VitseeError):
 
 
 class Unreachable(StoreError):
-    """Whoever has the store gave no answer; that says nothing about the store."""
+    """The server did not respond; the store itself may be fine."""
 
 
 class NoStore(StoreError):
-    """Nothing is where a store should be, as far as this process sees."""
+    """Nothing is where a store should be, as far as this process can see."""
 
 
 class IncompleteStore(StoreError):
@@ -37,7 +37,7 @@ class IncompleteStore(StoreError):
 
 
 class IdentityMismatch(StoreError):
-    """A store is joined or resumed with other choices than it was made with."""
+    """A store is joined or resumed with other settings than it was made with."""
 
 
 class StoreMismatch(StoreError):
@@ -45,18 +45,19 @@ class StoreMismatch(StoreError):
 
 
 class MissingInput(VitseeError):
-    """The store lacks what is asked of it; names the extract option that brings it."""
+    """The store lacks what was requested; names the extract option that adds it."""
 
 
 class NotOffered(MissingInput):
-    """The store's model has nothing of the kind: no other extraction brings it."""
+    """The store's model has nothing of the kind: no other extraction adds it."""
 
 
 class SiteError(VitseeError):
-    """A selector of sites or tokens that nothing answers to."""
+    """A selector of sites or tokens without a match."""
 
 
 def reason(error: OSError) -> str:
-    """The system's word for an error, as a part of a line: `no such file or directory`."""
+    """The operating system's message for an error, lower case, for use within a line: `no such file
+    or directory`."""
     text = error.strerror or str(error)
     return text[:1].lower() + text[1:]

@@ -1,8 +1,8 @@
-"""The files of one store, wherever they are: the only way to a disk that stores have.
+"""The files of one store, wherever it is: the only interface from a store to storage.
 
-A file is named by its path below the store (`acts/embed/grid/c.0.0.0.0`). Whoever reads sees it
-whole or not at all. What fails raises OSError: FileNotFoundError where there is no such file,
-NoAnswer where a network is in between.
+A file is named by its path below the store (`acts/embed/grid/c.0.0.0.0`). Readers see a file whole
+or not at all. Failures raise OSError: FileNotFoundError if the file does not exist, NoAnswer if a
+network is involved.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ Put = Callable[[str, Pieces], int]
 
 
 class NoAnswer(OSError):
-    """What was asked for may well be there: whoever has it gave no answer, or none of use."""
+    """The file may well exist: the server gave no answer, or an unusable one."""
 
 
 class Files(ABC):
-    """A store's files. place: where the store is, as users name it."""
+    """A store's files.
+
+    Attributes:
+        place: the store's path or URL as users write it.
+    """
 
     place: Place
 
@@ -39,86 +43,86 @@ class Files(ABC):
 
     @abstractmethod
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """`work` of every item in order, by as many threads as reading or writing chunks is worth.
-        The first error is raised after all have ended."""
+        """Apply `work` to every item, results in order, on as many threads as reading or writing
+        chunks is worth. The first error is raised after all have ended."""
 
     @abstractmethod
     def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """As `each`, for files of a few KB, which only waiting makes slow."""
+        """Like `each`, for files of a few KB whose cost is latency alone."""
 
     # reading ----------------------------------------------------------------------------------
 
     @abstractmethod
     def read(self, name: str, limit: int) -> bytes:
-        """All of a file of at most `limit` bytes."""
+        """A whole file of at most `limit` bytes."""
 
     @abstractmethod
     def read_chunk(self, name: str, check: Callable[[int], None]) -> memoryview[int]:
-        """All of a file whose number of bytes `check` lets pass, before memory is taken; in memory
-        that this thread's next call may take again."""
+        """A whole file; `check` is called with its size before memory is allocated. The memory may
+        be reused by this thread's next call."""
 
     @abstractmethod
     def read_end(self, name: str, length: int) -> tuple[int, bytes]:
-        """A file's number of bytes, and the last `length` of them."""
+        """A file's size, and its last `length` bytes."""
 
     @abstractmethod
     def names(self, folder: str = "") -> set[str]:
-        """What is in a folder, folders too; nothing where there is none."""
+        """Names of the files and folders in a folder; empty if there is no such folder."""
 
     @abstractmethod
     def walk(
         self, onerror: Callable[[OSError], object]
     ) -> Iterator[tuple[str, list[str], list[str]]]:
-        """As `os.walk`, top down: each folder ("" is the store's own) with the names of the folders
-        and of the files in it. Folders taken out of the list are left out."""
+        """Like `os.walk`, top down: each folder ("" is the store's root) with the names of its
+        folders and files. Folders removed from the list are skipped."""
 
     @abstractmethod
     def exists(self, name: str = "") -> bool:
-        """Whether there is such a file; without a name, whether anything is at the place."""
+        """Whether the file exists; without a name, whether anything is at the place."""
 
     # writing ----------------------------------------------------------------------------------
 
     @abstractmethod
     def create(self, files: Sequence[tuple[str, Pieces]]) -> None:
-        """A store of these files, its root's zarr.json among them, where nothing is yet. Of several
-        processes one makes it.
+        """Create a store from these files, its root's zarr.json among them, where nothing exists
+        yet. Of several processes, one succeeds.
 
         Raises:
-            OSError: something is there.
+            OSError: something exists there.
         """
 
     def is_made(self) -> bool:
-        """Whether all that `create` puts is there; where a store is made at once it is."""
+        """Whether everything that `create` writes exists; always true where creation is atomic."""
         return True
 
     @abstractmethod
     def fill(self, files: Sequence[tuple[str, Pieces]]) -> None:
-        """Put what `create` puts, but the root, where `is_made` denies that it is there."""
+        """Write what `create` writes, except the root; needed while `is_made` is false."""
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
-        """Put a file, in place of what was there."""
+        """Write a file, replacing an existing one."""
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Put a file unless there is one; whether it was put."""
+        """Write a file unless it exists; returns whether it was written."""
 
     @abstractmethod
     def writing(self) -> AbstractContextManager[Put]:
-        """A context for many files; what it put is on the disk at its end."""
+        """Context for writing many files; they are on disk when it exits."""
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, those that are not there too."""
+        """Remove files; missing ones are ignored."""
 
     @abstractmethod
     def remove_store(self, incomplete: bytes) -> None:
-        """Remove everything at the place. Cut short, it leaves nothing that reads as complete.
-        incomplete: the root's zarr.json, saying so."""
+        """Remove everything at the place. An interrupted removal leaves nothing that reads as
+        complete. incomplete: the root's zarr.json, marked as incomplete."""
 
     def sweep(self, folders: Iterable[str], chosen: Callable[[str], bool]) -> int:
-        """Remove those temporary files in these folders that `chosen` says, by their path; the
-        number. Where files are put at once there are none."""
+        """Remove the temporary files in these folders whose path `chosen` accepts; returns how
+        many. Where writes are atomic there are none."""
         return 0
 
     @abstractmethod
@@ -129,4 +133,4 @@ class Files(ABC):
 
     @abstractmethod
     def zarr_store(self) -> Any:
-        """What zarr-python opens as a store, to read only."""
+        """A read-only store for zarr-python."""

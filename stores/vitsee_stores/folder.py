@@ -1,4 +1,4 @@
-"""A store in a folder: files under temporary names, synced, then renamed."""
+"""A store in a folder: files are written under temporary names, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ _thread = threading.local()
 
 
 class Folder(Files):
-    """The files of a store in a folder. durable: what is put is on the disk before the call
-    returns; False leaves out every fsync."""
+    """The files of a store in a folder.
+
+    Attributes:
+        durable: whether every write is on disk before the call returns; False skips every fsync.
+    """
 
     def __init__(self, place: Path, *, durable: bool = True):
         self.place: Path = place
@@ -48,14 +51,14 @@ class Folder(Files):
         self._prefix = os.path.join(place, "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Absolute: another process may have another working folder."""
+        """Absolute: another process may have another working directory."""
         return partial(Folder, durable=self.durable), (self.place.absolute(),)
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return each(work_pool, work, items)
 
     def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """By this thread: handing small files around costs more than reading them."""
+        """In the calling thread: handing small files to others costs more than reading them."""
         return [work(item) for item in items]
 
     # reading ----------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ class Folder(Files):
         return read_regular(self._prefix + name, limit)
 
     def read_chunk(self, name: str, check: Callable[[int], None]) -> memoryview[int]:
-        """All of a regular file, in this thread's own memory."""
+        """Reads into per-thread memory."""
         with open(open_regular(self._prefix + name), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             check(size)
@@ -94,7 +97,7 @@ class Folder(Files):
     def walk(
         self, onerror: Callable[[OSError], object]
     ) -> Iterator[tuple[str, list[str], list[str]]]:
-        """As os.walk; errors name what cannot be listed by its path below the store."""
+        """Errors name what cannot be listed by its path below the store."""
 
         def report(error: OSError) -> object:
             error.filename = os.path.relpath(os.fspath(error.filename), self.place)
@@ -105,13 +108,14 @@ class Folder(Files):
             yield "" if path == "." else path, below, files
 
     def exists(self, name: str = "") -> bool:
-        """Whether a file, or with no name anything, is there; a link into nowhere too."""
+        """True for a dangling link, too."""
         return os.path.lexists(self._prefix + name if name else self.place)
 
     # writing ----------------------------------------------------------------------------------
 
     def create(self, files: Sequence[tuple[str, Pieces]]) -> None:
-        """Made beside the place and renamed, so that a process which ends leaves no half store."""
+        """Created beside the place and renamed, so that a killed process leaves no partial
+        store."""
         temporary = _sibling(self.place, CREATING)
         try:
             paths = [(temporary / name, pieces) for name, pieces in files]
@@ -138,7 +142,7 @@ class Folder(Files):
 
     @contextmanager
     def writing(self) -> Iterator[Put]:
-        """Files are synced and renamed by other threads, then their folders are synced."""
+        """Other threads sync and rename the files; their folders are synced at the end."""
         settling: list[Future[None]] = []
         folders: set[str] = set()
         lock = threading.Lock()
@@ -168,8 +172,8 @@ class Folder(Files):
         remove_files(self._prefix + name for name in names)
 
     def remove_store(self, incomplete: bytes) -> None:
-        """Renamed first, so that a removal cut short leaves nothing that reads as a store; a store
-        with a folder that may not be changed stays as it is. Leftovers beside it go too."""
+        """Renamed first, so that an interrupted removal leaves nothing that reads as a store; a
+        store with a folder that cannot be changed stays as it is. Leftovers beside it go, too."""
         place = Path(os.path.realpath(self.place))
         if os.path.lexists(self.place):
             for here, *_ in os.walk(place):
@@ -186,7 +190,7 @@ class Folder(Files):
                 ) from None
 
     def sweep(self, folders: Iterable[str], chosen: Callable[[str], bool]) -> int:
-        """Files ending in .partial."""
+        """Removes files ending in .partial."""
         return remove_files(
             path
             for folder in folders
@@ -195,10 +199,10 @@ class Folder(Files):
         )
 
     def fill(self, files: Sequence[tuple[str, Pieces]]) -> None:
-        """Nothing: `create` makes all of them at once."""
+        """Nothing to do: `create` is atomic."""
 
     def sweep_beside(self, chosen: Callable[[str], bool] = lambda path: True) -> None:
-        """Hidden folders beside it, ending in .creating or .removing."""
+        """Removes hidden folders beside the store that end in .creating or .removing."""
         for leftover in filter(chosen, _beside(self.place.absolute())):
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -216,7 +220,7 @@ def _sibling(path: Path, kind: str) -> Path:
 
 
 def _beside(place: Path) -> list[str]:
-    """What killed processes left beside a store."""
+    """Leftovers of killed processes beside a store."""
     try:
         names = os.listdir(place.parent)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""What an index asks of an array on disk: the box to read, and what to take of it."""
+"""Resolving an index into an array on disk: the box to read, and what to take from it."""
 
 from __future__ import annotations
 
@@ -19,32 +19,29 @@ Index = Part | tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """An index, resolved.
+    """A resolved index."""
 
-    box: what holds all that is asked for, (start, stop) on every axis.
-    within: what to take of it (where places are listed, of the box with these in their stead).
-    listed: (axis, places) of the axis whose places are listed, in the wanted order.
-    to_front: numpy puts that axis first, as it does where a slice parts it from an integer.
-    """
-
-    box: Box
+    box: Box  # the smallest box with everything requested, (start, stop) on every axis
+    # index into that box or, with listed places, into the box with these in their stead
     within: tuple[slice | int, ...]
+    # (axis, places) of the axis that is indexed by a list, in the requested order
     listed: tuple[int, NDArray[np.int64]] | None = None
+    # numpy moves that axis to the front, as a slice separates it from an integer
     to_front: bool = False
 
     @property
     def result_axis(self) -> int:
-        """The listed axis among those that remain."""
+        """The listed axis among the axes of the result."""
         assert self.listed is not None
         return sum(isinstance(part, slice) for part in self.within[: self.listed[0]])
 
 
 def cut_out(index: Any, shape: tuple[int, ...]) -> Cut:
-    """The box and the rest that an index of an array of this shape asks for.
+    """Resolve an index into an array of this shape.
 
     Raises:
-        IndexError: a place beyond its axis, a mask of another length, or too many indices.
-        TypeError: neither integers, slices, nor one list of places or mask.
+        IndexError: a place beyond its axis, a mask of the wrong length, or too many indices.
+        TypeError: not integers, slices, and at most one list of places or mask.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     ellipses = [i for i, part in enumerate(parts) if part is Ellipsis]
@@ -94,7 +91,7 @@ def _integer(part: Any) -> int:
 
 
 def _places(part: Any, n: int) -> NDArray[np.int64]:
-    """The places that a list or mask of one axis of `n` entries names, in its order."""
+    """The places that a list or mask selects on an axis of `n` entries, in its order."""
     values = np.asarray(part)
     if values.ndim != 1:
         raise TypeError("a lazy array takes lists of places and masks of one axis only")

@@ -1,4 +1,4 @@
-"""What a store says about itself, without its arrays being read."""
+"""Description of a store from its metadata, without reading its arrays."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def describe(
     path: str | os.PathLike[str] | Url,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Everything about a store that is no array, as JSON holds it; incomplete stores too.
+    """Everything about a store except its arrays, JSON-compatible; incomplete stores, too.
 
-    Reads zarr.json, the labels and three small files a slab. `missing`: runs (first, last) of slabs
-    that are not committed, counted from 0; `claimed`: who claims to be making some of them.
-    `n_valid` counts the readable images of the committed slabs; `size_bytes` is without
-    compression, of the store when it is complete. `report` is called with the number of slabs
-    looked at and of all, first with 0, from any thread.
+    Reads zarr.json, the labels and three small files per slab. `missing`: runs (first, last) of
+    uncommitted slabs, counted from 0; `claimed`: which processes claim some of them. `n_valid`
+    counts the readable images of the committed slabs; `size_bytes` is the uncompressed size of the
+    complete store. `report` is called with the number of slabs examined and in total, first with 0,
+    from any thread.
 
     Raises:
-        StoreError: missing, no vitsee store, of another format version, or damaged.
+        StoreError: missing, not a vitsee store, of another format version, or damaged.
     """
     files = files_at(path)
     manifest, complete = metadata.read_root(files)
@@ -83,13 +83,13 @@ def describe(
 
 
 def _missing(committed: Iterable[int], n_slabs: int) -> list[list[int]]:
-    """What a manifest claims may be many slabs: no work for each that is not there."""
+    """Computed from runs: a manifest may claim very many slabs, and missing ones must be free."""
     ends = [-1, *sorted(committed), n_slabs]
     return [[a + 1, b - 1] for a, b in itertools.pairwise(ends) if b - a > 1]
 
 
 def _claimed(files: Files, committed: Container[int]) -> list[dict[str, Any]]:
-    """Each claimant with the slabs that it has yet to commit; claims may be stale."""
+    """Each claimant with its uncommitted slabs; claims may be stale."""
     by: dict[tuple[str, str], dict[str, Any]] = {}
     try:
         claims = claims_of(files)
@@ -152,7 +152,7 @@ def _array(spec: ArraySpec, size: int) -> dict[str, Any]:
 def _n_valid(
     chunks: VerifiedChunks, slabs: Sequence[int], report: Callable[[int, int], None]
 ) -> int | None:
-    """None where the counts cannot be read: `vitsee validate` says why."""
+    """None if the counts cannot be read; `vitsee validate` says why."""
     done = itertools.count(1)
 
     def read(slab: int) -> int:
@@ -170,8 +170,8 @@ def _n_valid(
 
 
 def _labels(chunks: VerifiedChunks, names: list[str] | None) -> list[dict[str, Any]] | None:
-    """Each label with its name and number of images, those without any (label null) last; None
-    where the labels cannot be read."""
+    """Each label with its name and number of images, unlabelled images (label null) last; None if
+    the labels cannot be read."""
     try:
         labels = chunks.read_all(chunks.specs["samples/label"])
     except Unreachable:
@@ -189,7 +189,7 @@ def _labels(chunks: VerifiedChunks, names: list[str] | None) -> list[dict[str, A
 
 
 def _makers(markers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Provenance of the slabs, equal ones together with their number."""
+    """The slabs' provenance records, equal ones merged with their count."""
     once = {"store_id", "slab", "checksums", "committed", "started"}
     alike = Counter(
         json.dumps({k: v for k, v in marker.items() if k not in once}, sort_keys=True)

@@ -1,6 +1,6 @@
-"""The disk format in one place: which arrays a store has, their shapes, types and chunks.
+"""The disk format in one place: a store's arrays, their shapes, types and chunks.
 
-FORMAT.md says the same in words; a test holds its table against `arrays`.
+FORMAT.md is the normative text; a test compares its table with `arrays`.
 """
 
 from __future__ import annotations
@@ -53,12 +53,17 @@ Per = Literal["image", "slab", "commit", "once"]
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array. per: what its first axis counts, and so when it is written: "image" (S rows a
-    slab), "slab" (one row a slab, of all slabs or of the first ones), "commit" (one row a slab,
-    which the writer adds itself when it commits) or "once" (at creation).
-    nan_ok: NaN may stand in the row of a valid image. codec: what compresses its chunks; a crc32c
-    always follows. pairs: the axes after the first both count the images of a slab, and only
-    entries of two valid images are numbers."""
+    """One array.
+
+    Attributes:
+        per: what the first axis counts, and so when it is written: "image" (S rows per slab),
+            "slab" (one row per slab, for all slabs or the first ones), "commit" (one row per slab,
+            added by the writer on commit) or "once" (at creation).
+        codec: compression of its chunks; a crc32c always follows.
+        nan_ok: whether rows of valid images may contain NaN.
+        pairs: both axes after the first count the images of a slab, and only entries of two valid
+            images are numbers.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -72,7 +77,7 @@ class ArraySpec:
 
     @property
     def fill(self) -> float:
-        """What a chunk that was never written reads as, and what pads the last chunks."""
+        """Value of a chunk that was never written, and padding of the last chunks."""
         return math.nan if self.dtype.startswith("float") else 0
 
     @property
@@ -81,22 +86,22 @@ class ArraySpec:
         return tuple(math.ceil(n / c) for n, c in zip(self.shape, self.chunks, strict=True))
 
     def has_slab(self, slab: int) -> bool:
-        """Whether slab `slab` brings chunks of this array."""
+        """Whether the slab writes chunks of this array."""
         return self.per in ("image", "slab") and slab < self.grid[0]
 
     @property
     def n_chunks(self) -> int:
-        """Number of chunks of a slab."""
+        """Number of chunks per slab."""
         return math.prod(self.grid[1:])
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk without compression and checksum."""
+        """Size of a chunk without compression and checksum."""
         return math.prod(self.chunks) * ITEM_SIZE[self.dtype]
 
 
 def n_bytes(plan: StorePlan) -> dict[str, int]:
-    """Bytes on disk of each array, before compression; the padding of the last chunks counts."""
+    """Uncompressed size of each array on disk, padding of the last chunks included."""
     return {
         path: math.prod(spec.grid) * (spec.chunk_bytes + CHECKSUM_BYTES)
         for path, spec in arrays(plan).items()
@@ -104,8 +109,8 @@ def n_bytes(plan: StorePlan) -> dict[str, int]:
 
 
 def places(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
-    """Where each array's chunks begin in a row of `checksums`: arrays in the order of their paths,
-    an array's chunks of a slab in C order, those of an array that ends before the slab included."""
+    """Offset of each array's chunks in a row of `checksums`: arrays in the order of their paths, a
+    slab's chunks of an array in C order; arrays that end before the slab keep their places."""
     begin, found = 0, dict[str, int]()
     for path in sorted(path for path, spec in specs.items() if spec.has_slab(0)):
         found[path] = begin
@@ -119,7 +124,7 @@ def n_places(specs: Mapping[str, ArraySpec]) -> int:
 
 
 def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
-    """Every array of a store: path -> spec, in the order in which they are written."""
+    """Every array of a store: path -> spec, in writing order."""
     table = _Specs(plan)
     for site in plan.sites:
         if site.alias_of is None:
@@ -230,8 +235,9 @@ class _Specs:
 
 
 def _chunks(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
-    """One slab's chunk: whole along the first axis; along each further one, until a chunk has at
-    most 16 MiB, the length of 4 to 16 MiB that pads least, the shortest of those."""
+    """Chunk shape within a slab: whole along the first axis; along each further axis, until a chunk
+    has at most 16 MiB, the length giving 4 to 16 MiB with the least padding, the shortest of
+    equals."""
     chunks = list(shape)
     for axis in range(1, len(shape)):
         one = math.prod([*chunks[:axis], 1, *chunks[axis + 1 :]]) * item

@@ -1,4 +1,4 @@
-"""Arrays that are read when they are sliced."""
+"""Arrays that are read when sliced."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vitsee_stores.sealed import ChunkPart, VerifiedChunks, chunk_parts
 
 
 class LazyArray:
-    """An array of a store. Indexing reads from disk; nothing is kept in memory.
+    """An array of a store. Indexing reads from disk; nothing is cached.
 
-    Integers, slices and at most one list of places or mask of an axis, with numpy's results. The
-    first axis is cheap to cut at multiples of the slab, the others where chunks end: read a slab
-    and index that, or give all rows at once (in any order: each slab is read once), rather than
-    one image at a time. `numpy.asarray` reads all of it.
+    Accepts integers, slices and at most one list of places or mask, with numpy's results. The first
+    axis is cheap to cut at multiples of the slab, the others at chunk boundaries: read a slab and
+    index that, or give all rows at once (in any order: each slab is read once), rather than one
+    image at a time. `numpy.asarray` reads all of it.
     """
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class LazyArray:
 
     @property
     def rows_per_chunk(self) -> int:
-        """Rows of the first axis that are read together."""
+        """Rows along the first axis that are read together."""
         raise TypeError(f"{type(self).__name__} does not say how it is chunked")
 
     @property
@@ -56,10 +56,7 @@ class LazyArray:
         return self._load_listed(cut)
 
     def _load_listed(self, cut: Cut) -> NDArray[Any]:
-        """What an index with a list of places asks for, slab by slab.
-
-        Memory: the result and one slab of it.
-        """
+        """Index with a list of places, slab by slab. Memory: the result and one slab."""
         assert cut.listed is not None
         (axis, places), box, step = cut.listed, list(cut.box), self.rows_per_chunk
         shape = [part.stop - part.start for part in box]
@@ -92,14 +89,15 @@ class LazyArray:
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def load(self, box: Box) -> NDArray[Any]:
-        """The part of the array that `box` cuts out: (start, stop) on every axis."""
+        """The part of the array inside `box`, (start, stop) on every axis."""
         raise TypeError(f"{type(self).__name__} has no way to be read")
 
 
 class StoredArray(LazyArray):
-    """One array on disk, at fixed places along its `fixed` axes, which then are no axes any more.
+    """One array on disk; axes in `fixed` (axis -> place) are dropped.
 
-    committed: (slabs,) which slabs may be read; fill values stand for the others.
+    Attributes:
+        committed: (slabs,) which slabs may be read; the others read as fill values.
     """
 
     def __init__(
@@ -115,11 +113,10 @@ class StoredArray(LazyArray):
 
     @property
     def rows_per_chunk(self) -> int:
-        """Rows of the first axis that are read together."""
         return next(n for axis, n in enumerate(self.spec.chunks) if axis not in self.fixed)
 
     def load(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """The part that `box` cuts out; into `out` where given (no fixed axes then)."""
+        """The part inside `box`; into `out` if given (no fixed axes then)."""
         free = iter(box)
         full = tuple(
             slice(self.fixed[axis], self.fixed[axis] + 1) if axis in self.fixed else next(free)
@@ -131,12 +128,12 @@ class StoredArray(LazyArray):
         return values if out is not None else values.reshape([p.stop - p.start for p in box])
 
     def parts(self, box: Box) -> list[ChunkPart]:
-        """What `box` has of each chunk that it touches, for `read_part`."""
+        """The intersections of `box` with chunks, for `read_part`."""
         return chunk_parts(self.spec, box)
 
     def read_part(self, part: ChunkPart) -> NDArray[Any]:
-        """The values of one part, of an array without fixed axes: of a chunk that is not compressed
-        they are no copy, and this thread's next reading takes their memory."""
+        """The values of one part, of an array without fixed axes. A view if the chunk is
+        uncompressed, valid until this thread's next read."""
         if self.spec.per == "once" or self.committed[part.chunk[0]]:
             return self.source.read(self.spec, part.chunk)[part.inside]
         shape = [axis.stop - axis.start for axis in part.target]
@@ -144,7 +141,7 @@ class StoredArray(LazyArray):
 
 
 class TokenArray(LazyArray):
-    """(images, tokens, dim): the prefix tokens, then the grid's cells row by row, or the rows."""
+    """(images, tokens, dim): prefix tokens, then grid cells row by row, or plain rows."""
 
     def __init__(self, prefix: StoredArray | None, body: StoredArray):
         self.prefix, self.body = prefix, body
@@ -155,11 +152,10 @@ class TokenArray(LazyArray):
 
     @property
     def rows_per_chunk(self) -> int:
-        """Rows of the first axis that are read together."""
         return self.body.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
-        """The part that `box` cuts out; all tokens of its images are read."""
+        """Reads all tokens of the images in `box`."""
         rows, tokens, channels = box
         n = rows.stop - rows.start
         out = np.empty((n, *self.shape[1:]), self.dtype)
@@ -182,7 +178,6 @@ class LazyTokenMean(LazyArray):
 
     @property
     def rows_per_chunk(self) -> int:
-        """Rows of the first axis that are read together."""
         return self.tokens.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
@@ -194,7 +189,7 @@ class LazyTokenMean(LazyArray):
 class NormalisedInputs(LazyArray):
     """(images, 3, H, W) float32: pixels as the model saw them; NaN for unreadable images.
 
-    The same float32 operations in the same order as in timm's transform, hence the same bits.
+    Same float32 operations in the same order as timm's transform, hence bitwise equal.
     """
 
     def __init__(
@@ -206,7 +201,6 @@ class NormalisedInputs(LazyArray):
 
     @property
     def rows_per_chunk(self) -> int:
-        """Rows of the first axis that are read together."""
         return self.pixels.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:

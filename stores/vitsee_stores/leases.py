@@ -1,9 +1,9 @@
-"""Which process is making which slab, where no numbers say it: claims, which only advise.
+"""Advisory claims: which process is making which slab, if shards are not numbered.
 
 A claim is a hidden file beside the slab's commit marker. Readers and commits ignore it: two
-processes at one slab cost double work and never wrong bytes, so nothing here has to be certain. No
-clock is compared with another: a claim is lost once it has not changed for a while by the watcher's
-own clock, or at once where its process was of this machine and has ended.
+processes on one slab cost double work and never wrong bytes, so nothing here has to be certain.
+Clocks are never compared: a claim is lost once it has not changed for a while by the watcher's own
+clock, or at once if its process ran on this machine and has ended.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ _LARGEST = 4096
 
 
 class Claims:
-    """The claims of one process on slabs of one store. about: the process' description that each
-    claim records, as JSON. Processes that tell each other what to do say the same `run` there: the
-    claims of others of it are taken over at once."""
+    """The claims of one process on slabs of one store.
+
+    Attributes:
+        about: description of the process that each claim records, JSON-compatible. Coordinated
+            processes share the same `run` there: each takes over the others' claims at once.
+    """
 
     def __init__(self, files: Files, about: Mapping[str, Any]):
         self.files = files
@@ -45,11 +48,11 @@ class Claims:
         self._beats = 0
 
     def take(self, slabs: Sequence[int], most: int) -> list[int]:
-        """Claim up to `most` of these slabs that nobody has claimed, else some whose claims are
-        lost. [] where others have claimed them all: ask again later.
+        """Claim up to `most` of these slabs that are unclaimed, else some whose claims are lost. []
+        if others have claimed them all: ask again later.
 
         Raises:
-            StoreError: claims cannot be put into the store.
+            StoreError: claims cannot be written to the store.
         """
         try:
             claimed = _claimed(self.files)
@@ -66,7 +69,7 @@ class Claims:
         return sorted(taken)
 
     def release(self) -> None:
-        """Give up what is held. Where that fails, the claims are lost after a while."""
+        """Release all held claims. On failure they expire after a while."""
         with self._lock:
             held, self._held = self._held, set()
         try:
@@ -76,7 +79,7 @@ class Claims:
 
     @contextmanager
     def beating(self, seconds: float = BEAT_SECONDS) -> Iterator[None]:
-        """A context in which a thread renews what is held; it is released at the end."""
+        """Context in which a thread renews the held claims; they are released at the end."""
         ended = threading.Event()
 
         def run() -> None:
@@ -93,7 +96,7 @@ class Claims:
             self.release()
 
     def renew(self) -> None:
-        """Renew what is held. Where that fails, others may take it for lost."""
+        """Renew all held claims. On failure others may consider them lost."""
         self._beats += 1
         with self._lock:  # a released claim does not come back
             for slab in self._held:
@@ -137,7 +140,7 @@ class Claims:
 
 
 def claims_of(files: Files) -> dict[int, dict[str, Any]]:
-    """What claims on slabs say, by slab; {} of one that cannot be read.
+    """The recorded claims by slab; {} for an unreadable one.
 
     Raises:
         OSError: the store cannot be listed.
@@ -154,7 +157,7 @@ def claims_of(files: Files) -> dict[int, dict[str, Any]]:
 
 
 def remove_claims(files: Files) -> None:
-    """Remove everyone's claims on a store that is complete.
+    """Remove all claims, of a complete store.
 
     Raises:
         OSError: the disk fails.

@@ -1,6 +1,6 @@
-"""What made a store and what it holds: the manifest, its identity, and the order of the images.
+"""The manifest: how a store was made and what it holds, its identity, and the order of the images.
 
-JSON only, in the root group's attributes under "vitsee": opening a stranger's store runs no code.
+JSON only, in the root group's attributes under "vitsee": opening an untrusted store runs no code.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores.errors import IdentityMismatch, StoreError
-from vitsee_stores.fields import Fields, text
+from vitsee_stores.json_schema import Fields, text
 from vitsee_stores.layout import FEATURES, FORMAT_VERSION, StorePlan, arrays
-from vitsee_stores.parsing import read_plan
+from vitsee_stores.plan_schema import read_plan
 from vitsee_stores.records import check_records
 
 ATTRIBUTE = "vitsee"
@@ -33,10 +33,13 @@ SHOWN_VALUE = 80
 class Samples:
     """The images in the store's order.
 
-    index: (images,) position in the data set's own order. ids: path below the data folder, or row
-    key. labels: (images,) class, -1 for none. splits: name of each one's split, "" for none.
-    boxes: (images, 4) x0, y0, x1, y1 of each image in its file, NaN for a whole one; None where all
-    are whole.
+    Attributes:
+        index: (images,) position in the data set's own order.
+        ids: path below the data folder, or row key.
+        labels: (images,) class, -1 for none.
+        splits: name of each image's split, "" for none.
+        boxes: (images, 4) x0, y0, x1, y1 of each image in its file, NaN for a whole file; None if
+            all images are whole files.
     """
 
     index: NDArray[np.int64]
@@ -57,7 +60,7 @@ class Samples:
 
     @property
     def id(self) -> NDArray[np.str_]:
-        """(images,) the ids as an array."""
+        """(images,) ids as an array."""
         return np.array(self.ids, np.str_)
 
     @property
@@ -82,11 +85,13 @@ class Samples:
 class Manifest:
     """Provenance and contents of a store.
 
-    identity: every choice that joining and resuming compare. left_out: what a default asked for
-    and the model could not serve -> the reason. info: anything else that describes the making.
-    splits: names of the codes in `samples/split`. features: additions to the format that the store
-    makes use of; a reader that does not know one of them refuses the store.
-    checksums: crc32c of each array that is written once, set when the store is made.
+    Attributes:
+        identity: every choice that joining and resuming compare.
+        left_out: default of extract that the model could not serve -> reason.
+        info: other descriptions of how the store was made.
+        splits: names of the codes in `samples/split`.
+        features: format extensions in use; readers refuse a store with an unknown one.
+        checksums: crc32c of each write-once array, set on creation.
     """
 
     format: int
@@ -112,7 +117,7 @@ class Manifest:
         """The manifest that `to_json` described.
 
         Raises:
-            StoreError: another format version, a feature not known here, or fields missing.
+            StoreError: another format version, an unknown feature, or missing fields.
         """
         version = data.get("format")
         if type(version) is not int or version != FORMAT_VERSION:
@@ -180,8 +185,7 @@ def new_manifest(
     left_out: Mapping[str, str] | None = None,
     info: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """A manifest for a store yet to be made, with a store_id of its own: sha256 of the identity
-    and a random nonce.
+    """A manifest for a new store, with its own store_id: sha256 of the identity and a random nonce.
 
     Raises:
         StoreError: a sample's id cannot be stored.
@@ -207,7 +211,7 @@ def new_manifest(
 
 
 def with_samples(plan: StorePlan, samples: Samples) -> StorePlan:
-    """The plan with arrays as wide as what is recorded of these samples.
+    """The plan with the array widths that these samples require.
 
     Raises:
         StoreError: a sample's id cannot be stored.
@@ -222,7 +226,7 @@ def with_samples(plan: StorePlan, samples: Samples) -> StorePlan:
 
 
 def by_reason(left_out: Mapping[str, str], shown: int = 3) -> list[str]:
-    """`names: reason` lines, one a reason; at most `shown` names each."""
+    """`names: reason` lines, one per reason, with at most `shown` names each."""
     names: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         names.setdefault(reason, []).append(name)
@@ -268,8 +272,8 @@ def _short(value: Any) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """`value` in the types of JSON: tuples as lists, numpy scalars as numbers, paths as text, and
-    numbers that are not finite as "NaN", "Infinity", "-Infinity", for strict readers."""
+    """`value` in JSON types: tuples as lists, numpy scalars as numbers, paths as text, and
+    non-finite numbers as "NaN", "Infinity", "-Infinity", for strict readers."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -285,7 +289,7 @@ def jsonable(value: Any) -> Any:
 
 
 def encode_id(name: str) -> bytes:
-    """A sample's id as bytes; file names that are no UTF-8 keep their bytes."""
+    """A sample's id as bytes; file names that are not UTF-8 keep their bytes."""
     return name.encode("utf-8", "surrogateescape")
 
 
@@ -307,7 +311,7 @@ def check_samples(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> 
     """Refuse arrays that `samples_arrays` cannot have written.
 
     Raises:
-        ValueError: a code of no split, a label below -1, or a box that is none.
+        ValueError: a code without a split, a label below -1, or an invalid box.
     """
     codes, labels = arrays["samples/split"], arrays["samples/label"]
     if codes.min() < 0 or codes.max() >= len(splits):

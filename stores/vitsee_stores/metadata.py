@@ -1,4 +1,4 @@
-"""A store's metadata on disk: Zarr's zarr.json files, the manifest among them, and the markers."""
+"""A store's metadata on disk: Zarr's zarr.json files, with the manifest, and commit markers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ MOST_BYTES, MOST_DEPTH = 16 << 20, 32
 
 
 def parse(text: bytes) -> Any:
-    """What a JSON text holds.
+    """Parse JSON strictly.
 
     Raises:
-        ValueError: no JSON in UTF-8, numbers that are not finite, or lists in lists more than 32
-            deep.
+        ValueError: not JSON in UTF-8, non-finite numbers, or nesting deeper than 32 levels.
     """
 
     def refuse(word: str) -> Any:
@@ -54,12 +53,12 @@ def parse(text: bytes) -> Any:
 
 
 def to_text(document: Mapping[str, Any]) -> bytes:
-    """A JSON document as it stands on disk."""
+    """A JSON document as written to disk."""
     return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The zarr.json of a group, as zarr makes it too."""
+    """The zarr.json of a group, as zarr writes it."""
     return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
 
 
@@ -68,15 +67,15 @@ def root_document(manifest: Manifest, complete: bool) -> dict[str, Any]:
 
 
 def with_digest(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The root's attribute with the digest of all in it but the digest and `complete`: sha256 of
-    its JSON with sorted keys, without spaces, in ASCII."""
+    """The root's attribute with a digest of everything in it except the digest and `complete`:
+    sha256 of its JSON with sorted keys, without spaces, in ASCII."""
     sealed = {key: data[key] for key in data if key not in ("digest", "complete")}
     text = json.dumps(sealed, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return {**data, "digest": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def root_text(manifest: Manifest, complete: bool) -> bytes:
-    """The zarr.json of the root group as it stands on disk.
+    """The zarr.json of the root group as written to disk.
 
     Raises:
         StoreError: readers would refuse it.
@@ -96,7 +95,7 @@ def read_root(files: Files) -> tuple[Manifest, bool]:
     """The manifest, and whether the store says that it is complete.
 
     Raises:
-        StoreError: missing, no store, of another format version, or damaged.
+        StoreError: missing, not a store, of another format version, or damaged.
     """
     data = check_ours(files)
     try:
@@ -111,11 +110,11 @@ def read_root(files: Files) -> tuple[Manifest, bool]:
 
 
 def check_ours(files: Files) -> dict[str, Any]:
-    """The vitsee attribute of the Zarr group there, of any format version.
+    """The vitsee attribute of the Zarr group, of any format version.
 
     Raises:
         NoStore: nothing is there.
-        StoreError: no store, or damaged.
+        StoreError: not a store, or damaged.
     """
     try:
         document = parse(files.read(ZARR_JSON, MOST_BYTES))
@@ -163,8 +162,8 @@ def _is_there(files: Files) -> bool:
 def encode_marker(seal: Mapping[str, Any], provenance: Mapping[str, Any], spec: ArraySpec) -> bytes:
     """A slab's commit marker as its chunk's bytes: JSON padded with spaces.
 
-    seal: what readers compare (store_id, slab, checksums). Of the provenance, what does not fit is
-    dropped, longest first, and named under "dropped".
+    seal: what readers compare (store_id, slab, checksums). Provenance that does not fit is dropped,
+    longest first, and named under "dropped".
     """
     kept = {**provenance, **seal}
     text = json.dumps(kept, allow_nan=False).encode()
@@ -185,11 +184,11 @@ def encode_marker(seal: Mapping[str, Any], provenance: Mapping[str, Any], spec: 
 def read_marker(
     files: Files, slab: int, spec: ArraySpec, manifest: Manifest
 ) -> dict[str, Any] | None:
-    """What a slab's commit marker holds; None where the slab is not committed: no marker, a damaged
-    one, or that of another slab or store.
+    """A slab's commit marker; None if the slab is not committed: the marker is missing, damaged, or
+    from another slab or store.
 
     Raises:
-        StoreError: whoever has the store did not answer.
+        StoreError: the server did not respond.
     """
     try:
         data = files.read(chunk_name(spec, (slab, 0)), spec.chunk_bytes + CHECKSUM_BYTES)
@@ -205,7 +204,7 @@ def read_marker(
 
 
 def read_markers(files: Files, manifest: Manifest) -> dict[int, dict[str, Any]]:
-    """What the markers of the committed slabs hold, by slab, in order."""
+    """The commit markers of all committed slabs, by slab, in order."""
     spec = arrays(manifest.plan)["commits"]
     names = list_names(files, spec.path)
     slabs = sorted(numbers(names, manifest.plan.n_slabs))
@@ -214,14 +213,14 @@ def read_markers(files: Files, manifest: Manifest) -> dict[int, dict[str, Any]]:
 
 
 def numbers(names: Iterable[str], n_slabs: int) -> set[int]:
-    """The slabs whose markers' file names are among `names`: what is there is counted, not what
-    the manifest claims."""
+    """The slabs whose marker files are among `names`. Existing files are counted, not what the
+    manifest claims."""
     found = (re.fullmatch(r"c\.(0|[1-9]\d{0,9})\.0", name) for name in names)
     return {slab for match in found if match and (slab := int(match[1])) < n_slabs}
 
 
 def list_names(files: Files, folder: str) -> set[str]:
-    """Names in a store's folder; none where there is no folder.
+    """Names in a store's folder; empty if there is no such folder.
 
     Raises:
         StoreError: it cannot be listed.

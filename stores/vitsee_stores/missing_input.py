@@ -1,4 +1,4 @@
-"""Why a store lacks an array, and what brings it: the lines of its readers."""
+"""Messages for missing arrays: why a store lacks one, and which extract option adds it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_field(label: str, manifest: Manifest, site: str) -> str:
 
 
 def no_whole_grid(label: str, manifest: Manifest, n: int, n_images: int) -> str:
-    """Of tokens where images do not fill the canvas."""
+    """Refusal to read tokens of images that do not fill the canvas."""
     canvas = manifest.plan.canvas
     assert canvas is not None
     height, width = canvas.size

@@ -1,4 +1,4 @@
-"""What notebooks show of stores and tables: HTML with everything escaped, and pandas frames."""
+"""Notebook display of stores and tables: escaped HTML, and pandas frames."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text cells as HTML; nothing in them is markup."""
+    """An HTML table of text cells; all text is escaped."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
@@ -36,7 +36,7 @@ def site_table(caption: str, sites: Iterable[SiteSpec]) -> str:
 
 
 def _layout_text(site: SiteSpec) -> str:
-    """`cls + 14x14`, `= blocks.0.out` of an alias, or what kind of output it is."""
+    """`cls + 14x14`, `= blocks.0.out` for an alias, or the kind of output."""
     if site.alias_of is not None:
         return f"= {site.alias_of}"
     if site.layout is None:
@@ -46,7 +46,7 @@ def _layout_text(site: SiteSpec) -> str:
 
 
 def shown_cell(value: Any) -> str:
-    """A cell's text: floats to six digits, None and NaN empty."""
+    """A cell's text: floats to six digits, None and NaN as ""."""
     if value is None or value != value:
         return ""
     return f"{value:.6g}" if isinstance(value, (float, np.floating)) else str(value)

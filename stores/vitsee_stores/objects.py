@@ -1,7 +1,7 @@
-"""A store at a URL: objects, each whole or absent by itself, by way of obstore.
+"""A store at a URL: each object is written atomically, through obstore.
 
-Credentials and endpoints are those of the environment, as obstore and the stores' own tools read
-them. Every request goes through `_tried`: what fails is tried again there and nowhere else.
+Credentials and endpoints come from the environment, as obstore and the providers' own tools read
+them. Every request goes through `_tried`, the only place that retries.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _process: list[int] = []  # where obstore's threads run, once they do
 
 
 class Objects(Files):
-    """The files of a store at a URL. It can be pickled."""
+    """The files of a store at a URL; picklable."""
 
     def __init__(self, place: Url):
         self.place: Url = place
@@ -58,8 +58,8 @@ class Objects(Files):
         return {"place": self.place, "_opened": None}
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """By more threads than cores, also for callers that use a thread a core. After an error
-        nothing more is begun."""
+        """Uses more threads than cores, also for callers with one thread per core. After an error
+        nothing more is started."""
         if len(items) < 2 or getattr(_thread, "is_ours", False):
             return [work(item) for item in items]
 
@@ -81,7 +81,7 @@ class Objects(Files):
         return [future.result() for future in futures]
 
     def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """As `each`: a small object takes as long to ask for as a large one."""
+        """Like `each`: a small object takes as long to request as a large one."""
         return self.each(work, items)
 
     # reading ----------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Objects(Files):
         return bytes(self.read_chunk(name, check))
 
     def read_chunk(self, name: str, check: Callable[[int], None]) -> memoryview[int]:
-        """All of an object, in memory of its own."""
+        """Each result has memory of its own."""
 
         def once() -> memoryview[int]:
             found = obstore.get(self._client, name)
@@ -104,7 +104,7 @@ class Objects(Files):
         return self._tried(once)
 
     def read_end(self, name: str, length: int) -> tuple[int, bytes]:
-        """The last bytes of an object, by one request where the store answers such."""
+        """One request where the server supports suffix ranges."""
 
         def once() -> tuple[int, bytes]:
             try:
@@ -122,7 +122,7 @@ class Objects(Files):
         return self._tried(once)
 
     def names(self, folder: str = "") -> set[str]:
-        """What is below a prefix, to the next slash."""
+        """Names below a prefix, up to the next slash."""
         found = self._tried(lambda: obstore.list_with_delimiter(self._client, folder or None))
         paths = [*(entry["path"] for entry in found["objects"]), *found["common_prefixes"]]
         return {path.rpartition("/")[2] for path in paths}
@@ -130,7 +130,7 @@ class Objects(Files):
     def walk(
         self, onerror: Callable[[OSError], object]
     ) -> Iterator[tuple[str, list[str], list[str]]]:
-        """As os.walk, of one list of all objects."""
+        """Computed from one list of all objects."""
         below: dict[str, list[str]] = {"": []}
         files: dict[str, list[str]] = {"": []}
         try:
@@ -155,7 +155,7 @@ class Objects(Files):
             waiting += [start + name for name in reversed(below[folder])]
 
     def exists(self, name: str = "") -> bool:
-        """Whether there is such an object; without a name, whether any begins with the URL."""
+        """Without a name: whether any object begins with the URL."""
         try:
             self._tried(lambda: obstore.head(self._client, name or ROOT))
             return True
@@ -170,29 +170,29 @@ class Objects(Files):
     # writing ----------------------------------------------------------------------------------
 
     def create(self, files: Sequence[tuple[str, Pieces]]) -> None:
-        """The root first, if there is none: whose it is rules. All else follows from it and from
-        the images, so that whoever joins can put it too (`fill`)."""
+        """Writes the root first, if absent: its writer wins. All else follows from the root and the
+        images, so any process that joins can write it, too (`fill`)."""
         root = next(pieces for name, pieces in files if name == ROOT)
         if not self.put_if_absent(ROOT, _joined(root)):
             raise FileExistsError(errno.EEXIST, "a store is there")
         self.fill(files)
 
     def is_made(self) -> bool:
-        """Whether all that `create` puts is there, of which one object is the last."""
+        """Whether the object that `fill` writes last exists."""
         return self.exists(LAST_MADE)
 
     def fill(self, files: Sequence[tuple[str, Pieces]]) -> None:
-        """Put all of these but the root, and at the end what tells that they are there."""
+        """Writes all files but the root, and last the one that marks them as present."""
         last = [name for name, _ in files if name == LAST_MADE]
         rest = [(name, pieces) for name, pieces in files if name not in (ROOT, *last)]
         self.each(lambda file: self.put(file[0], _joined(file[1])), rest)
         self.put(LAST_MADE, _joined(dict(files)[LAST_MADE]))
 
     def sweep_beside(self, chosen: Callable[[str], bool] = lambda path: True) -> None:
-        """Nothing: what is put appears at once, under its own name."""
+        """Nothing to do: objects appear atomically under their own names."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Put an object; a large one in parts."""
+        """Large objects are written in parts."""
         self._tried(lambda: obstore.put(self._client, name, data, chunk_size=PART_BYTES))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -212,7 +212,7 @@ class Objects(Files):
 
     @contextmanager
     def writing(self) -> Iterator[Put]:
-        """An object is there when its request was answered."""
+        """An object exists once its request was answered."""
 
         def put(name: str, pieces: Pieces) -> int:
             data = _joined(pieces)
@@ -227,8 +227,8 @@ class Objects(Files):
             self._tried(lambda: obstore.delete(self._client, listed))
 
     def remove_store(self, incomplete: bytes) -> None:
-        """The root first says that it is incomplete and goes last, the markers go before the other
-        objects: cut short, a store without a slab is left, which is removed or filled again."""
+        """The root is first marked incomplete and removed last, markers go before other objects: an
+        interrupted removal leaves a store without slabs, which can be removed or filled again."""
         paths = set(self._all())
         if ROOT in paths:
             self.put(ROOT, incomplete)
@@ -239,7 +239,7 @@ class Objects(Files):
     # other readers ----------------------------------------------------------------------------
 
     def zarr_store(self) -> Any:
-        """Zarr's own store of what obstore opens; obstore tries its requests again."""
+        """Zarr's ObjectStore on obstore, which retries its own requests."""
         from zarr.storage import ObjectStore
 
         return ObjectStore(from_url(str(self.place)), read_only=True)
@@ -253,12 +253,12 @@ class Objects(Files):
         return self._opened
 
     def _tried(self, once: Callable[[], R]) -> R:
-        """What `once` returns, by up to TRIES tries.
+        """Call `once`, up to TRIES times.
 
         Raises:
             FileNotFoundError: there is no such object.
-            FileExistsError: there is one, where none should be.
-            NoAnswer: anything else; says in a line what it was.
+            FileExistsError: the object exists, where none should.
+            NoAnswer: anything else; describes it in a line.
         """
         if not _process:
             _process.append(os.getpid())
@@ -291,7 +291,7 @@ def _joined(pieces: Pieces) -> bytes:
 
 
 def _in_words(error: BaseError) -> tuple[str, bool]:
-    """obstore's error as a part of a line, and whether trying again is useless."""
+    """obstore's error as part of a line, and whether retrying is useless."""
     text = str(error)
     if "169.254.169.254" in text or "metadata.google" in text:  # where clouds' machines ask
         return (

@@ -18,9 +18,9 @@
     >>> for slab in store.slabs():                                 # each byte is read once
     ...     sums += slab.acts("blocks.3.out", "patches")[slab.valid].sum(0, dtype="f8")
 
-Rows of unreadable images have `valid` False and hold NaN: leave them out.
+Rows of unreadable images have `valid` False and contain NaN: exclude them.
 
-A store that is pickled is its address: whoever unpickles it opens it there again, once.
+A store pickles as its address: unpickling opens it there again, once per process.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from vitsee_stores.url import Place, Url
 def open_store(
     path: str | os.PathLike[str] | Url, *, allow_partial: bool = False, label: str | None = None
 ) -> Store:
-    """The store at `path`.
+    """Open the store at `path`.
 
     Args:
         path: its folder, or a URL (`s3://bucket/runs/b16.zarr`).
-        allow_partial: open an unfinished store too; only its committed slabs are read.
+        allow_partial: also open an unfinished store; only its committed slabs are read.
         label: its name in tables and figures; by default the folder's name without suffix.
 
     Raises:
-        StoreError: missing, no vitsee store, of another format version, or damaged.
-        IncompleteStore: unfinished, and `allow_partial` is not set; or without any slab yet.
+        StoreError: missing, not a vitsee store, of another format version, or damaged.
+        IncompleteStore: unfinished without `allow_partial`, or without any slab yet.
     """
     files = files_at(path)
     manifest, complete = metadata.read_root(files)
@@ -74,17 +74,18 @@ def open_store(
 
 
 def _address(store: Store) -> tuple[Any, ...]:
-    """How a store is pickled. Absolute: another process may have another working folder."""
+    """Pickle state of a store. Absolute: another process may have another working directory."""
     committed = None if store.complete else np.packbits(store.committed).tobytes()
     return _at, (store.place.absolute(), store.label, store.manifest.store_id, committed)
 
 
 @lru_cache(maxsize=16)
 def _at(place: Place, label: str, store_id: str, committed: bytes | None) -> Store:
-    """The store that was pickled; of an unfinished one the slabs that were committed then.
+    """Reopen a pickled store; if unfinished, with the slabs that were committed when it was
+    pickled.
 
     Raises:
-        StoreMismatch: another one is there now.
+        StoreMismatch: another store is there now.
     """
     store = open_store(place, allow_partial=committed is not None, label=label)
     if store.manifest.store_id != store_id:

@@ -1,4 +1,4 @@
-"""Whether the rows of two stores are the same images."""
+"""Checks that the rows of two stores are the same images."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def require_paired(a: Store, b: Store) -> NDArray[np.bool_]:
     """(images,) the rows that are valid in both stores.
 
     Raises:
-        StoreMismatch: other images or another order: the ids and labels differ, or the encoded
-            bytes of an image that both could read.
+        StoreMismatch: other images or another order: ids and labels differ, or the encoded bytes of
+            an image that both could read.
     """
     names = f"{a.label} and {b.label}"
     if a.manifest.samples_fingerprint != b.manifest.samples_fingerprint:

@@ -1,4 +1,4 @@
-"""The files of the store at a path or URL."""
+"""From a path or URL to the files of a store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vitsee_stores.url import Url, parse_place
 
 
 def files_at(place: str | os.PathLike[str] | Url, *, durable: bool = True) -> Files:
-    """The files at a path or URL, whether or not a store is there. durable: False leaves out every
-    fsync of a folder.
+    """The files at a path or URL, whether or not a store exists there. durable: False skips every
+    fsync, in a folder.
 
     Raises:
-        StoreError: a URL that names no store, or that nothing on this machine can open.
+        StoreError: a URL that names no store, or that nothing installed can open.
     """
     parsed = parse_place(place)
     if isinstance(parsed, Url):
@@ -31,6 +31,6 @@ def files_at(place: str | os.PathLike[str] | Url, *, durable: bool = True) -> Fi
 
 
 def store_around(path: Path) -> Path | None:
-    """The store (a folder with a zarr.json) that a path is inside of; None without one."""
+    """The store (a folder with a zarr.json) that contains a path; None if there is none."""
     folders = reversed(path.resolve().parents)  # the root's zarr.json, not that of a group in it
     return next((folder for folder in folders if (folder / ZARR_JSON).is_file()), None)

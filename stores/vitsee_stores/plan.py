@@ -1,4 +1,4 @@
-"""What a store is to hold: token layouts, sites, attention groups, and the plan of all of it."""
+"""The planned contents of a store: token layouts, sites, attention groups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from vitsee_stores.canvas import Canvas
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How the tokens of a site lie: first the prefix tokens, then a grid or plain rows.
+    """Order and geometry of a site's tokens: prefix tokens, then a grid or plain rows.
 
-    prefix: kinds of the prefix tokens ("cls", "dist", "reg0", ...) in the model's order.
-    grid: (rows, cols) in image geometry; None where the rows are no image grid, then `rows`
-        counts them. stride_px: input pixels between neighbouring cells, (y, x). offset_px: the
-        input pixel (y, x) at which cell (0, 0) begins, at its top and left edge: negative where
-        the model pads there, positive where it crops.
+    Attributes:
+        prefix: kinds of the prefix tokens ("cls", "dist", "reg0", ...) in the model's order.
+        grid: (rows, cols) in image geometry; None if the tokens form no image grid.
+        rows: number of tokens after the prefix if there is no grid.
+        stride_px: input pixels between neighbouring cells, (y, x).
+        offset_px: input pixel (y, x) of the top left corner of cell (0, 0): negative where the
+            model pads there, positive where it crops.
     """
 
     prefix: tuple[str, ...]
@@ -33,7 +35,7 @@ class TokenLayout:
 
     @property
     def n_body(self) -> int:
-        """Number of grid cells, or of rows where there is no grid."""
+        """Number of grid cells, or of rows if there is no grid."""
         return self.rows if self.grid is None else self.grid[0] * self.grid[1]
 
     @property
@@ -51,13 +53,15 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """One site as a store knows it.
+    """One site of a store.
 
-    kind: "tokens" (a prefix and a grid), "rows" (no image grid), "vector", or "raw".
-    shape: one image's: tokens (T, D), rows (R, D), vector (D,), raw as it is; dim: its channels,
-        for raw its flattened size. dtype: of `acts/`; what is pooled or a vector is float32.
-    alias_of: the site that holds an equal tensor and is stored in place of this one.
-    tokens: "all", or "pooled" where `acts/` does not hold the site.
+    Attributes:
+        kind: "tokens" (prefix and grid), "rows" (no image grid), "vector", or "raw".
+        shape: per image: tokens (T, D), rows (R, D), vector (D,), raw as the module returns it.
+        dim: channels; for raw the flattened size.
+        dtype: of `acts/`; pooled values and vectors are always float32.
+        alias_of: the stored site with an equal tensor, which is read in place of this one.
+        tokens: "all", or "pooled" if `acts/` does not hold the site.
     """
 
     name: str
@@ -85,8 +89,8 @@ class SiteSpec:
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Blocks whose heads see one token layout; `prefix` is their folder below `attention/`, ""
-    for the first group."""
+    """Blocks whose heads share a token layout; `prefix` is their folder below `attention/`, "" for
+    the first group."""
 
     prefix: str
     blocks: tuple[str, ...]
@@ -103,7 +107,7 @@ class AttentionGroup:
 
 @dataclass(frozen=True)
 class ErfPlan:
-    """Effective receptive fields: of the images with a row below `n_images`, at these sites (stored
+    """Effective receptive fields of the images with a row below `n_images`, at these sites (stored
     names); size: the input's (rows, cols) in pixels."""
 
     n_images: int
@@ -113,18 +117,23 @@ class ErfPlan:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Everything that decides which arrays a store has.
+    """Everything that determines a store's arrays.
 
-    sites: the chosen sites in the model's order, aliases included. attention_level: "none",
-    "summary", "rows" or "full". sublayers: (name, layout) of the residual summaries.
-    grams: whether every stored site that is no vector has its Gram matrix within each slab.
-    erf: the effective receptive fields, None without any.
-    inputs: (3, H, W) where pixels are kept. weights: (name, shape) of small weight arrays.
-    places: (name, depth, rel_depth) of every block with attention and every sublayer: its index in
-        the model among blocks or sublayers, and that over the last index.
-    id_bytes: width of `samples/id`; set when a manifest is made. boxes: whether images are parts of
-        their files, as `samples/box` has them; set when a manifest is made. canvas: on which images
-        of several sizes lie, None where every image is brought to the model's input.
+    Attributes:
+        sites: the chosen sites in the model's order, aliases included.
+        attention_level: "none", "summary", "rows" or "full".
+        sublayers: (name, layout) of the residual summaries.
+        grams: whether every stored site except vectors has its Gram matrix within each slab.
+        erf: the effective receptive fields, None without any.
+        inputs: (3, H, W) if pixels are stored.
+        weights: (name, shape) of small weight arrays.
+        places: (name, depth, rel_depth) of every block with attention and every sublayer: its index
+            in the model among blocks or sublayers, and that index over the last one.
+        id_bytes: width of `samples/id`; set when a manifest is made.
+        boxes: whether images are parts of their files, see `samples/box`; set when a manifest is
+            made.
+        canvas: the canvas of images of several sizes, None if every image is resized to the model's
+            input.
     """
 
     n_images: int
@@ -146,30 +155,30 @@ class StorePlan:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of the additions to the format that the store makes use of."""
+        """Names of the format extensions that the store uses."""
         used = {"box": self.boxes, "canvas": self.canvas is not None}
         return tuple(name for name, there in used.items() if there)
 
     @property
     def n_slabs(self) -> int:
-        """Number of slabs, the last one perhaps short."""
+        """Number of slabs; the last may be short."""
         return math.ceil(self.n_images / self.slab)
 
     @property
     def gram_sites(self) -> tuple[SiteSpec, ...]:
-        """The sites with a Gram matrix within each slab: stored ones, but for vectors, of which
-        every value is kept anyway."""
+        """The sites with a Gram matrix within each slab: all stored sites except vectors, whose
+        values are stored anyway."""
         if not self.grams:
             return ()
         return tuple(s for s in self.sites if s.alias_of is None and s.kind != "vector")
 
     @property
     def n_erf_slabs(self) -> int:
-        """Number of slabs with an image whose receptive fields are kept: the first ones."""
+        """Number of leading slabs with an image whose receptive fields are stored."""
         return 0 if self.erf is None else math.ceil(self.erf.n_images / self.slab)
 
     def rows(self, slab: int) -> slice:
-        """The images of a slab, as rows of the store."""
+        """The rows of a slab's images."""
         return slice(slab * self.slab, min((slab + 1) * self.slab, self.n_images))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The parts of a manifest that describe how a store was made: types of the fields that are read."""
+"""Types of the descriptive fields of a manifest."""
 
 from __future__ import annotations
 
@@ -7,21 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from vitsee_stores.fields import Fields, integer, items, number, text, unexpected
+from vitsee_stores.json_schema import Fields, flag, integer, items, number, text, unexpected
 
 Check = Callable[[Any, str], object]
 
 MOST = 1 << 62
-
-
-def _object(value: Any, where: str) -> object:
-    return Fields(value, where)
-
-
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise unexpected(where, value, "true or false")
-    return value
 
 
 def _digest(value: Any, where: str) -> str:
@@ -49,31 +39,31 @@ def _texts_by_name(value: Any, where: str) -> object:
 # Every field may be absent or null; those that are not named here may be anything.
 RECORDS: dict[str, dict[str, Check]] = {
     "identity": {
-        "model": _object,
+        "model": Fields,
         "weights": text,
         "ablate_skip": _texts,
-        "transform": _object,
+        "transform": Fields,
         "n_images": _count,
         "seed": _integer,
         "order": text,
         "slab": _count,
         "codec": text,
         "attention": text,
-        "residual": _flag,
-        "inputs": _flag,
-        "grams": _flag,
+        "residual": flag,
+        "inputs": flag,
+        "grams": flag,
         "erf": _count,
         "precision": text,
-        "tokens": _object,
-        "dtype": _object,
+        "tokens": Fields,
+        "dtype": Fields,
     },
     "model": {
         "name": text,
         "architecture": text,
-        "args": _object,
+        "args": Fields,
         "input_size": _counts,
         "n_params": _count,
-        "weights": _object,
+        "weights": Fields,
         "ablate_skip": _texts,
     },
     "transform": {
@@ -91,20 +81,20 @@ RECORDS: dict[str, dict[str, Check]] = {
     "selfcheck": {},
     "left_out": {},
     "info": {
-        "data": _object,
+        "data": Fields,
         "data_folder": text,
         "checkpoint": text,
         "command": _any,
         "versions": _texts_by_name,
-        "selection": _object,
+        "selection": Fields,
         "first_images_sha256": text,
-        "input_weights": _object,
+        "input_weights": Fields,
     },
 }
 
 
 def check_records(manifest: Fields) -> None:
-    """Whether the descriptive parts have the types that readers take for granted.
+    """Check the types that readers rely on in the descriptive parts.
 
     Raises:
         ValueError: names the field, what it is and what was expected.

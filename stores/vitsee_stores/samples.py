@@ -1,4 +1,4 @@
-"""The images of a store: what they are called and what they show."""
+"""The images of a store: ids, labels, sizes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from vitsee_stores.notebook import to_frame
 
 @dataclass(frozen=True)
 class StoreSamples:
-    """The images in the store's order, an array (images,) each: position in the data set's own
-    order, id, class (-1 for none), name of the split ("" for none), hash of the encoded bytes,
-    whether it could be read; size (images, 2): height and width as decoded, EXIF orientation not
-    applied, 0 where it could not be read; box (images, 4): x0, y0, x1, y1 of an image that is a
-    part of its file, in the file's pixels, NaN for a whole one, None where all are whole.
-    encoded_id (images, bytes): the ids as they are stored; of a million images they are made
-    strings only where they are asked for."""
+    """The images in the store's order; each attribute has one entry per image.
+
+    Attributes:
+        index: position in the data set's own order.
+        encoded_id: (images, bytes) the ids as stored; decoded on first use of `id`.
+        label: class, -1 for none.
+        split: name of the split, "" for none.
+        hash: hash of the encoded bytes.
+        valid: whether the image could be read.
+        size: (images, 2) height and width as decoded, EXIF orientation not applied, 0 if
+            unreadable.
+        box: (images, 4) x0, y0, x1, y1 of an image that is part of its file, in the file's pixels,
+            NaN for a whole file; None if all are whole files.
+    """
 
     index: NDArray[np.int64]
     label: NDArray[np.int64]
@@ -42,15 +49,15 @@ class StoreSamples:
 
     @property
     def file(self) -> NDArray[np.str_]:
-        """(images,) the ids without what a box adds to them: what masks and lists call the images'
-        files."""
+        """(images,) the ids without the part that a box adds: the image's file, as masks and lists
+        name it."""
         if self.box is None:
             return self.id
         whole = np.isnan(self.box[:, 0])
         return np.where(whole, self.id, [name.rpartition("#")[0] for name in self.id.tolist()])
 
     def to_pandas(self) -> Any:
-        """The samples as a pandas DataFrame, one row an image, `size` as `height` and `width`,
+        """The samples as a pandas DataFrame, one row per image, `size` as `height` and `width`,
         `box` as `x0`, `y0`, `x1`, `y1`.
 
         Raises:

@@ -1,9 +1,8 @@
-"""A store's chunks, each compared with the checksum that the store keeps of it elsewhere.
+"""Reading chunks, each verified against the checksum that was committed for it.
 
-A crc32c at the end of a chunk tells that its bytes are whole, not that they are the right ones: a
-chunk of another slab or store has a sound one too. Here each is compared with the checksum in its
-slab's row of `checksums`, that row with its commit marker, and an array that was written once
-with the manifest.
+The crc32c at the end of a chunk shows that its bytes are whole, not that they are the right ones: a
+chunk of another slab or store passes, too. Here each chunk is compared with its entry in the slab's
+row of `checksums`, the row with the commit marker, and a write-once array with the manifest.
 """
 
 from __future__ import annotations
@@ -33,34 +32,33 @@ from vitsee_stores.manifest import Manifest, check_samples
 
 
 class ChunkPart(NamedTuple):
-    """What a box of an array has of one chunk: the chunk's index, where it lies within the chunk,
-    and where within the box."""
+    """Intersection of a box with one chunk."""
 
-    chunk: tuple[int, ...]
-    inside: Box
-    target: Box
+    chunk: tuple[int, ...]  # its index
+    inside: Box  # the part within the chunk
+    target: Box  # the part within the box
 
 
 def chunk_parts(spec: ArraySpec, box: Box) -> list[ChunkPart]:
-    """Of each chunk that `box` (start, stop on every axis) touches."""
+    """The intersections of `box` (start, stop on every axis) with chunks."""
     touched = [
         range(part.start // size, math.ceil(part.stop / size))
         for part, size in zip(box, spec.chunks, strict=True)
     ]
-    found = []
+    parts = []
     for index in itertools.product(*touched):
         inside, target = [], []
         for i, part, size in zip(index, box, spec.chunks, strict=True):
             start, stop = max(part.start, i * size), min(part.stop, (i + 1) * size)
             inside.append(slice(start - i * size, stop - i * size))
             target.append(slice(start - part.start, stop - part.start))
-        found.append(ChunkPart(index, tuple(inside), tuple(target)))
-    return found
+        parts.append(ChunkPart(index, tuple(inside), tuple(target)))
+    return parts
 
 
 class VerifiedChunks:
-    """The chunks of one store. Rows of `checksums` are kept once read: four bytes a chunk.
-    markers: what was read already of the slabs' markers, by slab."""
+    """The chunks of one store. Rows of `checksums` are cached: four bytes per chunk. markers:
+    commit markers that were already read, by slab."""
 
     def __init__(
         self,
@@ -74,8 +72,8 @@ class VerifiedChunks:
         self._rows: dict[int, NDArray[np.uint32]] = {}
 
     def read(self, spec: ArraySpec, index: Sequence[int]) -> NDArray[Any]:
-        """One whole chunk, padding included; where chunks are not compressed it lies in memory
-        that this thread's next read takes again.
+        """One whole chunk, padding included. An uncompressed chunk is in memory that this thread's
+        next read reuses.
 
         Raises:
             StoreError: missing, unreadable, damaged, or not the chunk that was committed.
@@ -92,11 +90,11 @@ class VerifiedChunks:
         return block
 
     def expected(self, spec: ArraySpec, index: Sequence[int], again: bool = False) -> int:
-        """The checksum of a chunk; `again`: with the slab's row read anew, as the slab may have
-        been made again since.
+        """The committed checksum of a chunk; `again` reads the slab's row anew, as the slab may
+        have been rewritten since.
 
         Raises:
-            StoreError: the slab's marker or row is damaged, or that of another slab or store.
+            StoreError: the slab's marker or row is damaged, or from another slab or store.
         """
         if spec.per == "once":
             return self.manifest.checksums[spec.path]
@@ -112,11 +110,11 @@ class VerifiedChunks:
         return self._places[spec.path] + within
 
     def read_row(self, slab: int, marker: Mapping[str, Any] | None = None) -> NDArray[np.uint32]:
-        """(chunks,) the checksums of a slab's chunks, as its marker sealed them. marker: what it
-        holds, where that was read before.
+        """(chunks,) the checksums of a slab's chunks, as sealed by its marker. marker: its
+        contents, if already read.
 
         Raises:
-            StoreError: the marker or the row is missing, damaged, or that of another slab or store.
+            StoreError: the marker or the row is missing, damaged, or from another slab or store.
             StoreMismatch: another store is there now.
         """
         spec, index = self.specs["checksums"], (slab, 0)
@@ -170,11 +168,10 @@ class VerifiedChunks:
         out: NDArray[Any] | None = None,
         skip: Callable[[int], bool] = lambda slab: False,
     ) -> NDArray[Any]:
-        """The part of an array that `box` (start, stop on every axis) cuts out, from the chunks it
-        touches alone and in parallel; into `out` where given.
+        """The part of an array inside `box` (start, stop on every axis), read in parallel from the
+        chunks it touches; into `out` if given.
 
-        Chunks whose place along the first axis is to be skipped are not opened: fill values stand
-        there.
+        Chunks whose place along the first axis is skipped are not opened and read as fill values.
 
         Raises:
             StoreError: a chunk is missing, damaged, or not the one that was committed.
@@ -200,12 +197,12 @@ class VerifiedChunks:
         return result
 
     def _read_rows(self, slabs: Iterable[int]) -> None:
-        """Have the rows of these slabs, so that no two threads ask for one."""
+        """Prefetch these slabs' checksum rows, once each."""
         new = [slab for slab in slabs if slab not in self._rows]
         self._rows.update(zip(new, self.files.each_small(self.read_row, new), strict=True))
 
     def read_all(self, spec: ArraySpec) -> NDArray[Any]:
-        """The whole array.
+        """A whole array.
 
         Raises:
             StoreError: a chunk is missing, damaged, or not the one that was committed.

@@ -35,18 +35,18 @@ def select_names(
     what: str = "model",
     hint: str = "vitsee sites MODEL",
 ) -> list[SiteSpec]:
-    """The sites that any of `patterns` names, each once, in the order of `sites`.
+    """The sites that match any of `patterns`, each once, in the order of `sites`.
 
     A pattern is a comma list of: a group (`blocks`), a name (`norm`), a case-sensitive glob
-    (`blocks.*.out`), or any of these with negative numbers, which count the neighbouring paths
-    from the end (`blocks.-1.out`, `stages.-1.blocks.-2.*`); a place in depth (`first`, `last`,
-    `stage:I`, `depth:F`), which gives the block's out, or what `sites` has of that block where
-    they are no outs; `!` before any of these leaves out what it matches. Groups give stored names,
-    never aliases; an alias that a glob matches is left out where the site it equals is chosen too.
+    (`blocks.*.out`), or any of these with negative numbers, which count the neighbouring paths from
+    the end (`blocks.-1.out`, `stages.-1.blocks.-2.*`); a place in depth (`first`, `last`,
+    `stage:I`, `depth:F`), which selects the block's out, or what `sites` has of that block if there
+    are no outs; `!` before any of these excludes its matches. Groups give stored names, never
+    aliases; an alias matched by a glob is excluded if the site it equals is selected, too.
 
     Raises:
-        SiteError: no pattern; a pattern that nothing matches, names `what` was searched and `hint`
-            to run; one that cannot be read; patterns that only leave out, or leave nothing.
+        SiteError: no pattern; a pattern without a match (names `what` was searched and `hint` to
+            run); one that cannot be parsed; patterns that only exclude, or leave nothing.
     """
     chosen: set[str] = set()
     exact: set[str] = set()
@@ -105,7 +105,7 @@ def _match(pattern: str, sites: Sequence[SiteSpec], what: str) -> Iterator[str]:
 
 
 def _at_place(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
-    """The outs (or what stands for them) of the block at a place of the model."""
+    """The outs (or their substitutes) of the block at a place in depth."""
     outs = [site for site in sites if site.part == "out" and site.block]
     # Tables of blocks or of sublayers have no parts; their first entry has depth 0.
     first_depth = 1 if outs else 0
@@ -163,7 +163,7 @@ def _is_glob(pattern: str) -> bool:
 
 
 def _without_negatives(parts: list[str], names: Sequence[str]) -> list[str]:
-    """The pattern with each negative number replaced by what it counts to, once for each path
+    """The pattern with each negative number replaced by the index it counts to, once for each path
     that the parts before it match."""
     for place, part in enumerate(parts):
         if not (part.startswith("-") and part[1:].isdigit()):

@@ -1,4 +1,4 @@
-"""What is wrong with the chunks of one committed slab."""
+"""Damage to the chunks of one committed slab."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ ALWAYS_READ = ("valid", "n_valid", "size")
 
 
 class SlabChecks:
-    """Checks slab after slab: the last four bytes of every chunk; with `deep`, all of them."""
+    """Checks slab after slab: the last four bytes of every chunk; with `deep`, all bytes."""
 
     def __init__(self, chunks: VerifiedChunks, deep: bool):
         self.chunks, self.deep = chunks, deep
 
     def problems(self, slab: int) -> Iterator[str]:
-        """A line for each damage."""
+        """One line per problem."""
         try:
             row = self.chunks.read_row(slab)
         except Unreachable:
@@ -66,7 +66,7 @@ class SlabChecks:
                 yield _not_finite(spec, slab, not_finite)
 
     def agree(self, slab: int) -> bool:
-        """Whether marker, row and the end of every chunk say the same."""
+        """Whether the marker, the checksum row and the end of every chunk agree."""
         try:
             row = self.chunks.read_row(slab)
         except Unreachable:
@@ -83,8 +83,7 @@ class SlabChecks:
         return self.deep or spec.path in ALWAYS_READ
 
     def _missing(self, spec: ArraySpec, ends: Mapping[tuple[int, ...], str]) -> Iterator[str]:
-        """A line for each end of an array's chunks that is wrong, and one for all that are not
-        there."""
+        """A line for each damaged end of an array's chunks, and one for all missing chunks."""
         absent = [index for index, what in ends.items() if what == MISSING]
         for index, what in ends.items():
             if what not in ("", MISSING):
@@ -96,7 +95,7 @@ class SlabChecks:
             )
 
     def _end(self, row: NDArray[np.uint32], chunk: Chunk) -> str:
-        """What is wrong with a chunk's file as far as its size and last bytes tell."""
+        """What a chunk file's size and last bytes show to be wrong, or ""."""
         spec, index = chunk
         expected, files = int(row[self.chunks.place(spec, index)]), self.chunks.files
         try:
@@ -113,7 +112,7 @@ class SlabChecks:
         return "" if checksum(end) == expected else "does not have the checksum that was committed"
 
     def _contents(self, valid: NDArray[np.bool_] | None, chunk: Chunk) -> tuple[str, set[int]]:
-        """What is wrong with a chunk's bytes, and its rows with values that should be finite."""
+        """What is wrong with a chunk's bytes, and its rows with unexpected non-finite values."""
         spec, index = chunk
         try:
             block = self.chunks.read(spec, index)
@@ -146,8 +145,8 @@ class SlabChecks:
         return "", set(numbers[bad.any(axis=tuple(range(1, bad.ndim)))].tolist())
 
     def _valid_rows(self, slab: int) -> tuple[NDArray[np.bool_] | None, str]:
-        """Which rows of a slab hold an image, None where that cannot be read; and what is wrong
-        with the arrays that tell."""
+        """Which rows of a slab hold an image, None if that cannot be read; and what is wrong with
+        the arrays that say so."""
         specs = self.chunks.specs
         try:
             n = len(range(*self.chunks.manifest.plan.rows(slab).indices(specs["valid"].shape[0])))
@@ -179,12 +178,12 @@ def _not_finite(spec: ArraySpec, slab: int, rows: set[int]) -> str:
 
 
 def listed(items: Iterable[Any]) -> str:
-    """The first few, and how many there are."""
+    """The first few items, and their number."""
     names = [str(item) for item in items]
     return ", ".join(names[:SHOWN]) + (f", ... ({len(names)})" if len(names) > SHOWN else "")
 
 
 def without_advice(error: StoreError, files: Files) -> str:
-    """A reader's error without the path and the advice that validate's caller knows."""
+    """A reader's error without the path and the advice that validate's caller already knows."""
     text = str(error).removeprefix(f"{files} is damaged: ")
     return text.removesuffix(f" (run: vitsee validate {files} --deep)")

@@ -31,10 +31,12 @@ from vitsee_stores.url import folder_of
 
 
 class Store(StoreSites):
-    """A store opened for reading; see `open_store`. Pickled, it is its address.
+    """A store opened for reading, see `open_store`; pickles as its address.
 
-    committed: (slabs,) which slabs can be read. Rows of the others read as NaN, 0 and not valid,
-    and `slabs()` leaves them out. place: its folder or URL.
+    Attributes:
+        place: its folder or URL.
+        committed: (slabs,) which slabs can be read. Rows of the others read as NaN, 0 and not
+            valid, and `slabs()` skips them.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Store(StoreSites):
         return f"<Store {self.label}: {self.n_images} images, {len(self.sites)} sites{state}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: what it is, and its sites."""
+        """Notebook display: a summary and the sites."""
         state = "" if self.complete else ", incomplete"
         model = self.manifest.model.get("name", "")
         caption = f"{self.label}: {model}, {self.n_images} images{state} ({self.place})"
@@ -69,48 +71,48 @@ class Store(StoreSites):
 
     @property
     def path(self) -> Path:
-        """Its folder.
+        """The store's folder.
 
         Raises:
-            StoreError: it is in none; `place` is where any store is.
+            StoreError: it is at a URL; `place` works for any store.
         """
         return folder_of(self.place)
 
     @property
     def zarr(self) -> Any:
-        """As zarr-python opens it, to read only; which knows of no commits and their checksums."""
+        """Read-only zarr-python group, which ignores commits and their checksums."""
         import zarr
 
         return zarr.open_group(self.files.zarr_store(), mode="r")
 
     @property
     def n_images(self) -> int:
-        """Number of rows, unreadable images and uncommitted slabs included."""
+        """Number of rows, including unreadable images and uncommitted slabs."""
         return self.plan.n_images
 
     @property
     def shuffled(self) -> bool:
-        """Whether the rows are in random order, so that its first rows are a random sample."""
+        """Whether rows are in random order, so that the first rows are a random sample."""
         return self.manifest.identity.get("order") != "dataset"
 
     @property
     def n_slabs(self) -> int:
-        """Number of slabs, uncommitted ones included."""
+        """Number of slabs, including uncommitted ones."""
         return self.plan.n_slabs
 
     @property
     def class_names(self) -> list[str] | None:
-        """Names of the classes that labels count, where the data has them."""
+        """Names of the classes, if the data has any."""
         return self.manifest.class_names
 
     @cached_property
     def valid(self) -> NDArray[np.bool_]:
-        """(images,) rows that hold an image: it could be read and its slab is committed."""
+        """(images,) rows whose image could be read and whose slab is committed."""
         return np.asarray(self.array("valid")[:] == 1)
 
     @cached_property
     def revision(self) -> str:
-        """Digest of the slabs' commit markers: another one once a slab was written anew."""
+        """Digest of the commit markers; changes when a slab is rewritten."""
         markers = metadata.read_markers(self.files, self.manifest)
         return hashlib.sha256(json.dumps(markers, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -133,10 +135,10 @@ class Store(StoreSites):
     @cached_property
     def sizes(self) -> NDArray[np.int32]:
         """(images, 2) height and width of each original image as decoded, EXIF orientation not
-        applied; 0 where it could not be read or its slab is not committed.
+        applied; 0 if it could not be read or its slab is not committed.
 
         Raises:
-            MissingInput: the store does not say them.
+            MissingInput: the store does not record sizes.
         """
         sizes: NDArray[np.int32] = self.array("size")[:]
         if (sizes[self.valid] < 1).any():
@@ -147,11 +149,11 @@ class Store(StoreSites):
 
     @cached_property
     def fills(self) -> NDArray[np.bool_]:
-        """(images,) which images fill the model's input, or the canvas: all but those that are
-        smaller than the canvas they lie on. Unreadable images count as others do.
+        """(images,) which images fill the model's input or the canvas: all except those smaller
+        than their canvas. Unreadable images count as filling it.
 
         Raises:
-            MissingInput: the store lays images on a canvas and does not say their sizes.
+            MissingInput: the store uses a canvas and does not record image sizes.
         """
         canvas = self.plan.canvas
         return np.ones(self.n_images, np.bool_) if canvas is None else canvas.filled(self.sizes)
@@ -159,14 +161,14 @@ class Store(StoreSites):
     # arrays -----------------------------------------------------------------------------------
 
     def has(self, path: str) -> bool:
-        """Whether the store has an array, named by its path (`attention/rollout`)."""
+        """Whether the store has the array at this path (`attention/rollout`)."""
         return path in self.arrays
 
     def array(self, path: str, fixed: Mapping[int, int] | None = None) -> StoredArray:
-        """Any array by its path, at fixed places along some axes (axis -> place).
+        """An array by its path, at fixed places along some axes (axis -> place).
 
         Raises:
-            MissingInput: the store has none there.
+            MissingInput: the store has no such array.
         """
         return self._array(path, f"{self.label} has no array {path}", fixed)
 
@@ -184,12 +186,12 @@ class Store(StoreSites):
             site: its name; an alias reads the site it equals.
             tokens: "all" or "each" (images, tokens, dim), prefix tokens first; "patches" (images,
                 rows, cols, dim); "prefix" (images, prefix tokens, dim); "cls", "first" or a grid
-                cell (row, col) or "ROW,COL" (images, dim); in float32 "mean" (over the grid; what
-                `pooled` holds), "mean-all", "rest" (all but the first token), each (images, dim).
-                A vector is read as it is, a raw output with "all" only, as its module gave it.
-            partial: whether images may be smaller than their canvas: tokens beside them are 0
-                and mean nothing (`Placement.on_image` in vitsee_core.images.placement has those on
-                an image).
+                cell (row, col) or "ROW,COL" (images, dim); in float32 "mean" (over the grid, equal
+                to `pooled`), "mean-all", "rest" (all but the first token), each (images, dim). A
+                vector is read as it is, a raw output with "all" only, in its module's shape.
+            partial: whether images may be smaller than their canvas: tokens outside an image are 0
+                and meaningless (`Placement.on_image` in vitsee_core.images.placement gives those on
+                it).
 
         Raises:
             MissingInput: the site is not stored, or pooled only.
@@ -219,8 +221,8 @@ class Store(StoreSites):
         return token_array(self.array, f"{self.label}: {spec.name}", spec, tokens)
 
     def pooled(self, site: str, kind: str = "mean") -> LazyArray:
-        """(images, dim) float32: a site's class token ("cls") or its mean over the grid ("mean");
-        a vector is read as it is.
+        """(images, dim) float32: a site's class token ("cls") or its mean over the grid ("mean"); a
+        vector is read as it is.
 
         Raises:
             MissingInput: the site is not stored.
@@ -246,12 +248,12 @@ class Store(StoreSites):
         return self._array(f"vectors/{name}", f"{self.label}: {name} is no vector, read its acts")
 
     def grams(self, site: str) -> LazyArray:
-        """(slabs, slab, slab) float32: X X^T within each slab, X the slab's images by all tokens
-        of a site, flattened, less their mean over the slab's valid images. NaN in the rows and
-        columns of images that are not valid, and beyond the last image.
+        """(slabs, slab, slab) float32: X X^T within each slab, X the slab's images by all tokens of
+        a site, flattened, minus their mean over the slab's valid images. NaN in rows and columns
+        of invalid images, and beyond the last image.
 
         Raises:
-            MissingInput: the store keeps none, or the site is a vector, which has none.
+            MissingInput: not stored, or the site is a vector, which has none.
         """
         spec = self.site(site)
         vector = f"{spec.name} is a vector, kept whole: read vectors"
@@ -264,7 +266,7 @@ class Store(StoreSites):
         slab's images that `erf_counts` counts, in input pixels. Only the first slabs have any.
 
         Raises:
-            MissingInput: the store keeps none, or none of this site.
+            MissingInput: not stored, or not for this site.
         """
         spec = self.site(site)
         return self._array(
@@ -272,40 +274,39 @@ class Store(StoreSites):
         )
 
     def erf_counts(self) -> LazyArray:
-        """(erf slabs,) int64: the valid images whose gradients `erf` sums up, 0 where a slab is
-        not committed.
+        """(erf slabs,) int64: number of valid images summed in `erf`, 0 for an uncommitted slab.
 
         Raises:
-            MissingInput: the store keeps no receptive fields.
+            MissingInput: the store has no receptive fields.
         """
         missing = f"{self.label} keeps no receptive fields (extract them with --erf 256)"
         return self._array("erf/count", missing)
 
     def weights(self, name: str) -> NDArray[np.float32]:
-        """The whole of one of the model's small weights (FORMAT.md lists them): `filters`,
-        `positions`, `head_kernel`, `head_bias`, `head_norm_scale`, `head_norm_bias`.
+        """One of the model's small weights (listed in FORMAT.md): `filters`, `positions`,
+        `head_kernel`, `head_bias`, `head_norm_scale`, `head_norm_bias`.
 
         Raises:
-            MissingInput: the store has none; with the reason, where extract left one.
+            MissingInput: not stored; with the reason, if extract recorded one.
         """
         missing = absent.no_weights(self.label, self.manifest, name)
         return self._array(f"weights/{name}", missing)[:]
 
     @property
     def attention_blocks(self) -> list[AttentionGroup]:
-        """The blocks whose attention was summarised, by token layout; empty without any."""
+        """The blocks with attention summaries, by token layout; empty without any."""
         return list(self.plan.attention)
 
     def attention(self, name: str, group: str = "") -> LazyArray:
-        """A per-image summary of attention (FORMAT.md lists them): `distance_px` (images, blocks,
+        """A per-image attention summary (listed in FORMAT.md): `distance_px` (images, blocks,
         heads), NaN beyond a block's own heads; `rollout` (images, tokens); `full/blocks.3`.
 
         Args:
             name: the array below `attention/`.
-            group: the `prefix` of one of `attention_blocks`, for other grids than the first.
+            group: the `prefix` of one of `attention_blocks`, for grids other than the first.
 
         Raises:
-            MissingInput: the store has it not; names the option of extract that brings it.
+            MissingInput: not stored; names the extract option that adds it.
         """
         path = f"attention/{group}/{name}" if group else f"attention/{name}"
         return self._array(path, absent.no_attention(self.label, self.manifest, name, path))
@@ -323,7 +324,7 @@ class Store(StoreSites):
         """(images, tokens, 3) float32: z.z, f.f and z.f of skip z and branch f, prefix first.
 
         Raises:
-            MissingInput: the store has it not.
+            MissingInput: not stored.
         """
         missing = absent.no_residual(self.label, self.manifest, sublayer)
         return self._array(f"residual/{sublayer}", missing)
@@ -332,8 +333,8 @@ class Store(StoreSites):
         """(images, 3, H, W) float32: the normalised pixels, as the model saw them.
 
         Raises:
-            MissingInput: the store keeps no pixels.
-            StoreError: its manifest does not say how they were normalised.
+            MissingInput: the store has no pixels.
+            StoreError: the manifest does not record how they were normalised.
         """
         pixels = self._array("input", f"{self.label} keeps no pixels (extract it with --inputs)")
         mean, std = (self.manifest.transform.get(key) or [] for key in ("mean", "std"))
@@ -342,7 +343,7 @@ class Store(StoreSites):
         return NormalisedInputs(pixels, self.valid, mean, std)
 
     def slabs(self, images: int | None = None) -> Iterator[Slab]:
-        """The committed slabs in order, with the rows below `images` only where given."""
+        """The committed slabs in order; only rows below `images` if given."""
         stop = self.n_images if images is None else min(images, self.n_images)
         for k in range(self.n_slabs):
             rows = self.plan.rows(k)
@@ -352,8 +353,12 @@ class Store(StoreSites):
 
 @dataclass(frozen=True)
 class Slab:
-    """Consecutive rows of a store, the unit of reading. Arrays are in memory, `rows` is where
-    they stand in the store; sums are those of the whole slab `k`."""
+    """Consecutive rows of a store, the unit of reading, with arrays in memory.
+
+    Attributes:
+        rows: the slab's place in the store.
+        k: the slab's index; sums are those of the whole slab.
+    """
 
     store: Store
     k: int
@@ -368,33 +373,33 @@ class Slab:
         return self.store.valid[self.rows]
 
     def acts(self, site: str, tokens: Tokens = "all", *, partial: bool = False) -> NDArray[Any]:
-        """As `Store.acts`, of these rows."""
+        """As `Store.acts`, for these rows."""
         return self.store.acts(site, tokens, partial=partial)[self.rows]
 
     def pooled(self, site: str, kind: str = "mean") -> NDArray[Any]:
-        """As `Store.pooled`, of these rows."""
+        """As `Store.pooled`, for these rows."""
         return self.store.pooled(site, kind)[self.rows]
 
     def vectors(self, name: str) -> NDArray[Any]:
-        """As `Store.vectors`, of these rows."""
+        """As `Store.vectors`, for these rows."""
         return self.store.vectors(name)[self.rows]
 
     def attention(self, name: str, group: str = "") -> NDArray[Any]:
-        """As `Store.attention`, of these rows."""
+        """As `Store.attention`, for these rows."""
         return self.store.attention(name, group)[self.rows]
 
     def attention_sums(self, name: str, group: str = "") -> NDArray[Any]:
-        """As `Store.attention_sums`, of the whole slab: (blocks, heads, ...)."""
+        """As `Store.attention_sums`, for the whole slab: (blocks, heads, ...)."""
         return self.store.attention_sums(name, group)[self.k]
 
     def grams(self, site: str) -> NDArray[Any]:
-        """As `Store.grams`, of these rows: (rows, rows)."""
+        """As `Store.grams`, for these rows: (rows, rows)."""
         return self.store.grams(site)[self.k, : len(self), : len(self)]
 
     def residual(self, sublayer: str) -> NDArray[Any]:
-        """As `Store.residual`, of these rows."""
+        """As `Store.residual`, for these rows."""
         return self.store.residual(sublayer)[self.rows]
 
     def inputs(self) -> NDArray[Any]:
-        """As `Store.inputs`, of these rows."""
+        """As `Store.inputs`, for these rows."""
         return self.store.inputs()[self.rows]

@@ -12,7 +12,7 @@ from vitsee_stores.url import Place
 
 
 class StoreSites:
-    """What a store's reader knows of its sites; see `Store`."""
+    """Site lookup of a store; see `Store`."""
 
     place: Place
     label: str
@@ -20,17 +20,17 @@ class StoreSites:
     sites: dict[str, SiteSpec]
 
     def select(self, patterns: str | Sequence[str]) -> list[SiteSpec]:
-        """The sites that names, globs, groups or `blocks.-1.out` choose, in the model's order.
+        """The sites selected by names, globs, groups or `blocks.-1.out`, in the model's order.
 
         Raises:
-            SiteError: a pattern that nothing matches.
+            SiteError: a pattern without a match.
         """
         patterns = [patterns] if isinstance(patterns, str) else patterns
         hint = f"vitsee info {shlex.quote(str(self.place))}"
         return select_names(patterns, self.plan.sites, what=f"store, {self.label}", hint=hint)
 
     def site(self, name: str) -> SiteSpec:
-        """The stored site behind one name, an alias or `blocks.-1.out`.
+        """The stored site for one name, an alias or `blocks.-1.out`.
 
         Raises:
             MissingInput: the store does not hold it.
@@ -46,5 +46,5 @@ class StoreSites:
         return self.sites[site.alias_of] if site.alias_of else site
 
     def layout(self, site: str) -> TokenLayout | None:
-        """How the tokens of a site lie; None for a vector or a raw output."""
+        """The token layout of a site; None for a vector or a raw output."""
         return self.site(site).layout

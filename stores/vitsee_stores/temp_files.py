@@ -1,7 +1,8 @@
-"""Whose a temporary file or folder is: only what its maker cannot finish any more is left over.
+"""Ownership of temporary files and folders: only those whose maker cannot finish them are
+leftovers.
 
-A job that was requeued can stand beside its dying self, and two commands can be given one store:
-what the other is writing must not be taken away from under it.
+A requeued job can run beside its dying predecessor, and two commands can be given one store: files
+that another process is still writing must not be removed.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ OLD_SECONDS = 3600
 
 
 def temporary_name(start: str | Path, ending: str) -> str:
-    """A new name: `start`, this process, something random, `ending`."""
+    """A new name: `start`, this process, random digits, `ending`."""
     return f"{start}.{tag()}.{secrets.token_hex(8)}{ending}"
 
 
 def tag() -> str:
-    """What names this process in temporary names."""
+    """Identifies this process in temporary names."""
     return f"{_machine()}-{os.getpid()}"
 
 
 def has_ended(maker: str) -> bool:
-    """Whether this `tag` is of a process of this machine that is no more; False of others."""
+    """Whether this `tag` belongs to a process of this machine that has ended; False for other
+    machines."""
     match = re.fullmatch(r"([0-9a-f]{8})-(\d{1,9})", maker)
     return match is not None and match[1] == _machine() and not _alive(int(match[2]))
 
 
 def is_left(path: str | Path) -> bool:
-    """Whether a temporary file or folder is left over: its maker ended on this machine, whatever
-    the clock says, or it is of another machine and an hour old. False for one that is gone."""
+    """Whether a temporary file or folder is a leftover: its maker on this machine has ended,
+    whatever the clock says, or it is from another machine and an hour old. False if it is gone."""
     match = re.search(r"\.(([0-9a-f]{8})-\d{1,9})\.[0-9a-f]+\.[a-z]+$", os.fspath(path))
     if match and match[2] == _machine():
         return has_ended(match[1]) and os.path.lexists(path)
@@ -63,7 +65,7 @@ def _alive(process: int) -> bool:
 
 @functools.cache
 def _machine() -> str:
-    """Eight digits for what numbers its processes by itself: a boot of a host, a container."""
+    """Eight digits that identify a process-id namespace: one boot of a host, one container."""
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())

@@ -1,4 +1,4 @@
-"""Which tokens of a site: the words of `--tokens`, and the tokens that each stands for."""
+"""Token selections of a site: the values of `--tokens`, and the tokens each selects."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def parse_cell(text: str) -> tuple[int, int] | None:
 
 
 class TokenSelection(str):
-    """One value of `--tokens`, checked: a word, or `ROW,COL` for one cell of the grid.
+    """One checked value of `--tokens`: a word, or `ROW,COL` for one grid cell.
 
-    A string, so that it compares with words and goes into JSON; made by `parse`.
+    A string, so that it compares with words and is JSON-compatible; created by `parse`.
     """
 
     __slots__ = ()
 
     @classmethod
     def parse(cls, text: str | tuple[int, int], words: Iterable[str] = WORDS) -> TokenSelection:
-        """A word or a cell, `ROW,COL` or (row, col).
+        """Parse a word or a cell, `ROW,COL` or (row, col).
 
         Args:
-            text: a selection too, which stays as it is.
-            words: those that are allowed; cells always are.
+            text: a selection is returned unchanged.
+            words: the allowed words; cells are always allowed.
 
         Raises:
-            SiteError: neither a word of these nor a cell.
+            SiteError: neither an allowed word nor a cell.
         """
         if isinstance(text, tuple):
             return cls(f"{text[0]},{text[1]}")
@@ -55,21 +55,21 @@ class TokenSelection(str):
 
     @property
     def cell(self) -> tuple[int, int] | None:
-        """(row, col), where it is a cell."""
+        """(row, col) if it is a cell, else None."""
         return parse_cell(self)
 
     @property
     def is_mean(self) -> bool:
-        """Whether the mean over its tokens is meant, not the tokens."""
+        """Whether it stands for the mean over its tokens."""
         return self in MEANS
 
     @property
     def is_vector(self) -> bool:
-        """Whether it stands for one vector per image."""
+        """Whether it gives one vector per image."""
         return self in VECTOR_WORDS or self.cell is not None
 
     def members(self, layout: TokenLayout) -> range:
-        """Indices of its tokens among all tokens of the layout; empty where it has none."""
+        """Indices of its tokens among all tokens of the layout; empty if there are none."""
         n, n_prefix = layout.n_tokens, layout.n_prefix
         if self == "cls":
             return range(0) if layout.cls is None else range(layout.cls, layout.cls + 1)
@@ -88,7 +88,7 @@ class TokenSelection(str):
         }.get(self, range(n))
 
     def require(self, layout: TokenLayout, owner: str) -> range:
-        """As `members`, at least one.
+        """Like `members`, but at least one token.
 
         Raises:
             SiteError: the layout has none; `owner` names the store and the site.
@@ -104,10 +104,9 @@ class TokenSelection(str):
 
 @dataclass(frozen=True)
 class Token:
-    """One token. name: its kind in the prefix, `ROW,COL` of a cell, the number of a plain row; row,
-    col: of a cell."""
+    """One token; row and col are those of a cell."""
 
-    name: str
+    name: str  # its kind in the prefix, `ROW,COL` for a cell, the number of a plain row
     row: int | None = None
     col: int | None = None
 

@@ -1,4 +1,4 @@
-"""The array that a selection of a site's tokens stands for."""
+"""The array for a token selection of a site."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ Tokens = str | tuple[int, int]
 
 
 class Arrays(Protocol):
-    """`Store.array`."""
+    """Signature of `Store.array`."""
 
-    def __call__(self, path: str, fixed: Mapping[int, int] | None = None, /) -> StoredArray:
-        """An array by its path, at fixed places along some axes."""
+    def __call__(self, path: str, fixed: Mapping[int, int] | None = None, /) -> StoredArray: ...
 
 
 def token_array(array: Arrays, owner: str, spec: SiteSpec, tokens: Tokens) -> LazyArray:
-    """The array that `Store.acts` describes, of a site with a layout whose tokens are all stored.
+    """The array that `Store.acts` describes, for a site with a layout whose tokens are all stored.
 
     Args:
-        array: of the store.
+        array: reads arrays of the store.
         owner: the store and the site, for messages.
         spec: the site.
         tokens: which of its tokens.

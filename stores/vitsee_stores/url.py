@@ -1,4 +1,4 @@
-"""Where a store is: a folder, or a URL of an object store; both are parsed here only."""
+"""Locations of stores: a folder or an object store's URL, parsed only here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCHEMES = ("s3", "gs", "az")
 
 @dataclass(frozen=True)
 class Url:
-    """A folder of an object store: `s3://BUCKET/runs/b16.zarr`. key: what follows the bucket, no
-    slash at its ends."""
+    """A folder of an object store: `s3://BUCKET/runs/b16.zarr`. key: the part after the bucket,
+    without slashes at its ends."""
 
     scheme: str
     bucket: str
@@ -26,12 +26,12 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part, as of a path."""
+        """The last part, like a path's name."""
         return PurePosixPath(self.key).name
 
     @property
     def stem(self) -> str:
-        """The last part without its suffix, as of a path."""
+        """The last part without its suffix, like a path's stem."""
         return PurePosixPath(self.key).stem
 
     def absolute(self) -> Url:
@@ -42,16 +42,16 @@ Place = Path | Url
 
 
 def is_url(text: str) -> bool:
-    """Whether a text has the form of a URL, of a kind that is known or not."""
+    """Whether the text has the form of a URL, of a supported kind or not."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
 def parse_place(place: str | os.PathLike[str] | Url) -> Place:
-    """A path or a URL as what it is. A Path that pathlib made of a URL's text, and so without one
-    of its slashes, is that URL.
+    """Parse a path or URL. A Path that pathlib made from a URL's text, and so lost one of its
+    slashes, is treated as that URL.
 
     Raises:
-        StoreError: a URL of another kind, or one that names no folder in a bucket.
+        StoreError: an unsupported URL, or one that names no folder in a bucket.
     """
     if isinstance(place, Url):
         return place

@@ -1,4 +1,4 @@
-"""Whether a store is what its manifest says: metadata, files, commits and, if asked, every byte."""
+"""Checks of a store against its manifest: metadata, files, commits and, on request, every byte."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def validate(
     deep: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
-    """What is wrong with a store, a line each; [] where it is sound. That slabs are still to come
-    is no damage: `describe` tells.
+    """Problems of a store, one line each; [] if it is sound. Missing slabs are not damage: see
+    `describe`.
 
-    Looks at every metadata file, every marker, the arrays written once, and at every chunk of
-    committed slabs: its presence, its size, and its checksum against the one that was committed.
-    `deep` reads all of them too: their bytes against that checksum, and NaN or infinite values in
-    rows of readable images (but NaN in the arrays that FORMAT.md lists). Memory: one chunk a core.
-    `report` is called with the number of slabs done and of all, first with 0.
+    Checks every metadata file, every marker, the write-once arrays, and every chunk of committed
+    slabs: its presence, its size, and its checksum against the committed one. `deep` also reads all
+    bytes: against that checksum, and for NaN or infinite values in rows of readable images (except
+    NaN in the arrays that FORMAT.md lists). Memory: one chunk per core. `report` is called with the
+    number of slabs done and in total, first with 0.
 
     Raises:
         StoreError: there is no store at `path`, or its manifest cannot be read or is damaged.
@@ -56,7 +56,8 @@ def validate(
 
 
 def remedy(damage: Sequence[str]) -> str:
-    """How slabs are made again, where all damage that `validate` found is theirs; else ""."""
+    """How to make the damaged slabs again, if all problems that `validate` found are in slabs; else
+    ""."""
     slabs = set()
     for line in damage:
         if (match := re.search(r"(?:, slab|no sound marker of slab) (\d+)(?:: |$)", line)) is None:
@@ -112,7 +113,8 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
     expected = {"": metadata.group_document(), **documents(specs)}
 
     def read(path: str) -> Any:
-        """What the zarr.json of a group or array says, or what is wrong with it, as text."""
+        """The contents of a group's or array's zarr.json, or a text that says what is wrong with
+        it."""
         name = f"{path}/{metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
         try:
             found = metadata.parse(files.read(name, metadata.MOST_BYTES))
@@ -137,7 +139,7 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
 
 
 def _differences(found: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
-    """What a zarr.json says otherwise; fields that only this zarr writes may be absent."""
+    """Where a zarr.json differs; fields that only this zarr version writes may be absent."""
     for key in dict.fromkeys([*document, *found]):
         is_, should = found.get(key, OPTIONAL.get(key)), document.get(key, OPTIONAL.get(key))
         if key not in found and key not in OPTIONAL and key not in KEYS:

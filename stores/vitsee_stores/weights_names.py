@@ -1,4 +1,4 @@
-"""The name of a model's weights, from the manifest alone: the column `weights` of tables."""
+"""The name of a model's weights, from the manifest alone: column `weights` of tables."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SHORT = 8  # digits of a hash
 
 def weights_name(model: Mapping[str, Any]) -> str:
     """The pretrained tag (`augreg_in21k_ft_in1k`), `random SEED`, or the checkpoint file's name
-    (`dino.pth`, `dino.pth#student` where it has several state dicts), then `, without
-    blocks.3.attn` for skips that are ablated. "pretrained" for weights without a tag, the first
-    digits of their hash where the source is not known, "" where nothing is.
+    (`dino.pth`, `dino.pth#student` if it has several state dicts), then `, without
+    blocks.3.attn` for ablated skips. "pretrained" for weights without a tag, the first digits of
+    their hash if the source is unknown, "" without any information.
 
     Args:
         model: the `model` of a manifest; `weights` and `ablate_skip` may be missing.

@@ -1,4 +1,5 @@
-"""Whole slabs in: creation at once, slabs written, synced and then committed, leftovers swept."""
+"""Writing whole slabs: atomic creation, slabs written, synced and then committed, leftovers
+removed."""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ ATTEMPTS = 6
 class StoreWriter:
     """Writes slabs into one store; any number of processes may hold one, each with its own slabs.
 
-    manifest: what is on disk, which another process may have put there. durable: False leaves
-    out every fsync, that of a new store's metadata included, for measurements and tests.
+    Attributes:
+        manifest: as on disk, where another process may have written it.
+        durable: False skips every fsync, including those of a new store's metadata, for
+            measurements and tests.
     """
 
     def __init__(self, files: Files, manifest: Manifest):
@@ -48,10 +51,10 @@ class StoreWriter:
     def join(
         cls, path: str | os.PathLike[str] | Url, *, durable: bool = True
     ) -> StoreWriter | None:
-        """The writer of an existing store; None where nothing is at `path`.
+        """A writer for an existing store; None if nothing is at `path`.
 
         Raises:
-            StoreError: what is there is no store, or is damaged; it is left untouched.
+            StoreError: not a store, or damaged; it is left untouched.
         """
         files = files_at(path, durable=durable)
         try:
@@ -71,14 +74,14 @@ class StoreWriter:
         *,
         durable: bool = True,
     ) -> StoreWriter:
-        """The writer of a store at `path`, made now unless one is there.
+        """A writer for the store at `path`, which is created if absent.
 
-        A store is made at once, so of several processes that start together one makes it and the
+        Creation is atomic: of several processes that start together one creates the store and the
         others join. `once`: the arrays below `weights/`.
 
         Raises:
             StoreError: `path` is something else, or cannot be written.
-            IdentityMismatch: the store there was made with other choices than `manifest`.
+            IdentityMismatch: the existing store was made with other settings than `manifest`.
         """
         writer = cls.join(path, durable=durable)
         if writer is None:
@@ -118,12 +121,11 @@ class StoreWriter:
     def finish_creation(
         self, samples: Samples, once: Mapping[str, NDArray[Any]] | None = None
     ) -> None:
-        """Put what a process that ended while it made the store left out; where stores are made at
-        once, that is nothing. Arguments as of `create_or_join`.
+        """Write what a process that was killed during creation left out; nothing to do where
+        creation is atomic. Arguments as for `create_or_join`.
 
         Raises:
-            StoreError: these are not the arrays that the store was begun with, or it cannot be
-                written.
+            StoreError: not the arrays that the store was begun with, or it cannot be written.
         """
         if self.is_made:
             return
@@ -146,40 +148,40 @@ class StoreWriter:
 
     @property
     def complete(self) -> bool:
-        """Whether the store reads as whole, asked of the disk."""
+        """Whether the store is complete, read from disk."""
         return metadata.read_root(self.files)[1] and bool(self.committed().all())
 
     def committed(self) -> NDArray[np.bool_]:
-        """(slabs,) which slabs are committed, asked of the disk."""
+        """(slabs,) which slabs are committed, read from disk."""
         flags = np.zeros(self.n_slabs, np.bool_)
         flags[list(metadata.read_markers(self.files, self.manifest))] = True
         return flags
 
     def sweep(self, slabs: Sequence[int]) -> int:
-        """Remove what killed processes left of these slabs' chunks; the number of files.
+        """Remove what killed processes left of these slabs' chunks; returns the number of files.
 
-        What a living process on this machine, or any on another within the last hour, may still
-        be writing stays.
+        Files that may still be written, by a living process on this machine or within the last hour
+        on another, stay.
         """
         return self._sweep(is_left, slabs)
 
     def write_slab(
         self, k: int, arrays: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]
     ) -> int:
-        """Write, sync and commit slab `k`; the bytes written, 0 where it is committed already.
+        """Write, sync and commit slab `k`; returns the bytes written, 0 if it is committed already.
 
-        Another process that writes the same slab does no harm: one of them commits it, and what
-        is committed is whole, of one process or the other.
+        Another process writing the same slab does no harm: one of them commits it, and the
+        committed slab is entirely from one process.
 
         Args:
             k: the slab.
-            arrays: path -> its rows (images of the slab, ...) of a per-image array, or (...)
-                of a per-slab array; all of the plan's, in the plan's types.
-            provenance: kept with the marker as JSON.
+            arrays: path -> rows (images of the slab, ...) of a per-image array, or (...) of a
+                per-slab array; all arrays of the plan, in its types.
+            provenance: stored with the marker as JSON.
 
         Raises:
             StoreError: an array is missing, unknown or misshapen; the disk is full or fails. The
-                slab is not committed then.
+                slab is then not committed.
         """
         jobs = self._jobs(k, arrays)
         commits = self.arrays["commits"]
@@ -215,8 +217,8 @@ class StoreWriter:
         )
 
     def _settled(self, k: int, attempt: int) -> bool:
-        """Whether the marker that is there seals the chunks that are there. Where two processes
-        made other bytes of one slab, each may have overwritten some of the other's."""
+        """Whether the existing marker seals the existing chunks. If two processes wrote different
+        bytes for one slab, each may have overwritten some of the other's."""
         checks = SlabChecks(VerifiedChunks(self.files, self.manifest), deep=False)
         if checks.agree(k):
             return True
@@ -224,7 +226,8 @@ class StoreWriter:
         return checks.agree(k)
 
     def finish(self) -> bool:
-        """Set `complete` and sweep all leftovers if every slab is committed; whether it is so.
+        """If every slab is committed, set `complete` and remove all leftovers; returns whether it
+        did.
 
         Any process may call it any number of times.
 
@@ -281,8 +284,8 @@ class StoreWriter:
     def _write_chunks(
         self, k: int, jobs: Sequence[tuple[ArraySpec, tuple[int, ...], NDArray[Any]]]
     ) -> tuple[int, int]:
-        """Write all chunks and the row of their checksums under their names, and to the disk; the
-        bytes, and the row's own checksum."""
+        """Write and sync all chunks and the row of their checksums; returns the bytes and the row's
+        own checksum."""
         with self.files.writing() as put:
 
             def write(job: tuple[ArraySpec, tuple[int, ...], NDArray[Any]]) -> tuple[int, int]:
@@ -299,7 +302,7 @@ class StoreWriter:
         return sum(size for size, _ in written) + row_size, row_sum
 
     def _sweep(self, chosen: Callable[[str], bool], slabs: Sequence[int] | None = None) -> int:
-        """Remove temporary files; only these slabs' where given. The number."""
+        """Remove temporary files, only of these slabs if given; returns how many."""
         wanted = None if slabs is None else set(map(str, slabs))
 
         def swept(path: str) -> bool:

@@ -1,7 +1,7 @@
-"""The zarr.json of a store's groups and arrays, which zarr makes, in memory.
+"""The zarr.json of a store's groups and arrays, made by zarr in memory.
 
-Zarr is imported here and by `Files.zarr_store` only: making and validating stores take it, reading
-them does not.
+Zarr is imported only here and by `Files.zarr_store`: creating and validating stores need it,
+reading them does not.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ KEYS = (
 
 
 def documents(specs: Mapping[str, ArraySpec]) -> dict[str, dict[str, Any]]:
-    """The zarr.json of every group and array below the root, by path: of all groups, then of the
-    arrays in their order.
+    """The zarr.json of every group and array below the root, by path: all groups, then the arrays
+    in their order.
 
     Raises:
-        StoreError: zarr makes no such array.
+        StoreError: zarr cannot make such an array.
     """
     groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents} - {"."}
     made = {path: _group() for path in sorted(groups)}

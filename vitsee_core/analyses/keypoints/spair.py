@@ -22,7 +22,7 @@ import numpy as np
 from vitsee_core.types import Float
 from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import VitseeError, reason
-from vitsee_stores.fields import Fields, integer, items, number, unexpected
+from vitsee_stores.json_schema import Fields, integer, items, number, unexpected
 
 # What pairs differ in, and the names in the files.
 VARIATIONS = {

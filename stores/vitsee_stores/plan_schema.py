@@ -1,4 +1,4 @@
-"""A plan and a manifest from JSON, with types, ranges and sizes checked before any is used.
+"""Reads a plan from JSON, with types, ranges and sizes checked before any is used.
 
 The limits are far above what extraction makes, and low enough that a store's claims alone cost
 neither time nor memory.
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from vitsee_stores.canvas import Canvas
-from vitsee_stores.fields import Fields, integer, items, name, number, text, unexpected
+from vitsee_stores.json_schema import Fields, integer, items, name, number, text, unexpected
 from vitsee_stores.layout import CODECS, ITEM_SIZE, ArraySpec, arrays, n_places
 from vitsee_stores.plan import AttentionGroup, ErfPlan, SiteSpec, StorePlan, TokenLayout
 
@@ -34,7 +34,7 @@ def read_plan(value: Any) -> StorePlan:
     """The plan that `StorePlan.to_json` described.
 
     Raises:
-        ValueError: a field is missing or something else than a plan has there; names it.
+        ValueError: names a field that is missing or invalid.
     """
     data = Fields(value, "plan")
     n_images = data.integer("n_images", 1, MOST_IMAGES)
@@ -167,7 +167,7 @@ def _parts(value: Any, where: str, length: int) -> list[Any]:
 
 
 def _check_names(plan: StorePlan) -> None:
-    """Whether what refers to a site refers to one that is stored."""
+    """Check that references to sites are to stored ones."""
     stored = {site.name for site in plan.sites if site.alias_of is None}
     for site in plan.sites:
         if site.alias_of is not None and site.alias_of not in stored:
@@ -188,7 +188,7 @@ def _check_names(plan: StorePlan) -> None:
 
 
 def _check_arrays(specs: dict[str, ArraySpec]) -> None:
-    """Whether the arrays can lie in folders beside each other, and none is beyond all measure."""
+    """Check that the arrays' folders do not collide, and that none is unreasonably large."""
     for path, spec in specs.items():
         if any(part in ("zarr.json", "c") for part in path.split("/")):
             raise ValueError(f"{path} has the name of one of Zarr's files")

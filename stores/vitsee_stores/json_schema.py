@@ -1,4 +1,4 @@
-"""Fields of a JSON document, checked as they are taken: a stranger's file can hold anything."""
+"""Checked access to a JSON document: an untrusted file can hold anything."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SHOWN = 60
 
 
 class Fields:
-    """An object of the document. Every method takes one field and raises ValueError, with the
-    field's place, what it is and what was expected, where it is something else."""
+    """One object of the document. Every method returns one checked field, or raises ValueError with
+    the field's place, its value and what was expected."""
 
     def __init__(self, value: Any, where: str = ""):
         self.where = where
@@ -44,10 +44,7 @@ class Fields:
         return number(self.get(key), self.place(key), low, high)
 
     def flag(self, key: str) -> bool:
-        value = self.get(key)
-        if not isinstance(value, bool):
-            raise unexpected(self.place(key), value, "true or false")
-        return value
+        return flag(self.get(key), self.place(key))
 
     def text(self, key: str) -> str:
         return text(self.get(key), self.place(key))
@@ -62,25 +59,31 @@ class Fields:
         return str(value)
 
     def list(self, key: str, item: Callable[[Any, str], T]) -> tuple[T, ...]:
-        """A list of what `item`, given each and its place, makes of it."""
+        """A list of the results of `item`, which is called with each entry and its place."""
         return items(self.get(key), self.place(key), item)
 
     def pair(self, key: str, item: Callable[[Any, str], T]) -> tuple[T, T]:
-        found = self.list(key, item)
-        if len(found) != 2:
+        values = self.list(key, item)
+        if len(values) != 2:
             raise unexpected(self.place(key), self.value[key], "a list of two")
-        return found[0], found[1]
+        return values[0], values[1]
 
 
 def items(value: Any, where: str, item: Callable[[Any, str], T]) -> tuple[T, ...]:
-    """A list, each of its entries made by `item`."""
+    """A list whose entries are converted by `item`."""
     if not isinstance(value, list):
         raise unexpected(where, value, "a list")
     return tuple(item(one, f"{where}[{i}]") for i, one in enumerate(value))
 
 
+def flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise unexpected(where, value, "true or false")
+    return value
+
+
 def integer(value: Any, where: str, low: int, high: int) -> int:
-    """A whole number from `low` to `high`; true and false are none."""
+    """An integer from `low` to `high`; booleans are refused."""
     if type(value) is not int or not low <= value <= high:
         raise unexpected(where, value, f"a whole number from {low} to {high}")
     return value
@@ -101,7 +104,7 @@ def text(value: Any, where: str) -> str:
 
 
 def name(value: Any, where: str) -> str:
-    """What may be part of a path: no slash, no `..`, no control characters, not hidden."""
+    """A name that can be part of a path: no slash, no `..`, no control characters, not hidden."""
     good = (
         isinstance(value, str)
         and value.isprintable()
@@ -116,7 +119,7 @@ def name(value: Any, where: str) -> str:
 
 
 def unexpected(where: str, value: Any, expected: str) -> ValueError:
-    """The error of a field that is something else."""
+    """The error for a field with an unexpected value."""
     shown = json.dumps(value) if not isinstance(value, (dict, list)) or not value else "..."
     kind = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else ""
     shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."
