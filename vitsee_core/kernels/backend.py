@@ -38,8 +38,8 @@ Cast = Callable[[NDArray[Any], NDArray[Any]], None]
 def choose_device(text: str, work: float) -> str:
     """cpu, cuda or cuda:i for a user's `--device`.
 
-    `auto` is the CPU where the work, in multiplications, is too small to import torch for. The
-    device changes results by rounding alone.
+    `auto` is the CPU if the work, in multiplications, is too small to import torch for. Devices
+    differ in rounding only.
 
     Raises:
         VitseeError: no such device, or one without float64.
@@ -57,13 +57,13 @@ def choose_device(text: str, work: float) -> str:
 
 
 def is_worth_compiling(work: float) -> bool:
-    """Whether compiled loops save more than it takes to load them, for this many multiplications on
-    the CPU."""
+    """Whether compiled loops save more time than loading them takes, for this many multiplications
+    on the CPU."""
     return work > HUGE
 
 
 def full_precision(device: str) -> AbstractContextManager[None]:
-    """Context in which single precision is not replaced by TF32 or bfloat16."""
+    """Context in which float32 is not replaced by TF32 or bfloat16."""
     if device == "cpu":
         return nullcontext()
     import torch
@@ -80,23 +80,23 @@ class MatmulBackend(Protocol):
         """Copy into another type, on the host."""
 
     def staging(self, n: int, dtype: np.dtype[Any]) -> Staging | None:
-        """Pinned memory for strips of at most `n` numbers that travel as they are stored, and are
-        cast and shifted on the device; None where strips are used in place."""
+        """Pinned memory for strips of at most `n` numbers that are sent as stored, then cast and
+        shifted on the device; None where strips are used in place."""
 
     def free_bytes(self) -> int | None:
-        """Usable bytes of the device's own memory; None where it has none."""
+        """Usable bytes of the device's own memory; None if it has none."""
 
     def one_thread(self) -> AbstractContextManager[None]:
         """Context in which a product on the host runs in the thread that calls it."""
 
     def buffer(self, memory: NDArray[Any]) -> Any:
-        """Memory on the device of the size and type of `memory`."""
+        """Device memory of the size and type of `memory`."""
 
     def zeros(self, shape: tuple[int, int]) -> Any:
-        """A float64 sum of products."""
+        """A float64 sum of products, initially 0."""
 
     def take(self, x: NDArray[Any]) -> Any:
-        """A strip on the device."""
+        """The strip on the device."""
 
     def multiply(self, left: Any, right: Any, out: Any) -> None:
         """out = left right^T; if `left is right`, a GPU fills only the lower triangle."""
@@ -108,7 +108,7 @@ class MatmulBackend(Protocol):
         """total (n, n) += x x^T, both triangles, for x (n, columns) on the device."""
 
     def host(self, total: Any, symmetric: bool) -> Float:
-        """A sum as an array, both triangles."""
+        """The sum as an array, both triangles."""
 
 
 def matmul_backend(device: str, precision: str = "fp32") -> MatmulBackend:
@@ -119,7 +119,7 @@ def matmul_backend(device: str, precision: str = "fp32") -> MatmulBackend:
 
 
 def require_bfloat16(device: str) -> None:
-    """Refuse a device on which products of bfloat16 are slower than those of float32.
+    """Refuse a device on which bfloat16 products are slower than float32.
 
     Raises:
         VitseeError: names it.
@@ -138,17 +138,17 @@ def require_bfloat16(device: str) -> None:
 
 
 def product_size(rows: int, others: int) -> int:
-    """Numbers of memory that `product_in` needs."""
+    """Number of elements that `product_in` needs."""
     return rows * (others + GAP)
 
 
 def product_in(memory: Any, rows: int, others: int) -> Any:
-    """(rows, others) room for a product in an array or a tensor (n,)."""
+    """(rows, others) memory for a product, in an array or a tensor (n,)."""
     return memory[: product_size(rows, others)].reshape(rows, others + GAP)[:, :others]
 
 
 class Cpu:
-    """numpy, and torch where it is imported and faster."""
+    """numpy; torch if it is imported and faster."""
 
     def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
         """By torch, if it is imported and the values are float16: 2 to 5 times as fast."""
@@ -161,14 +161,12 @@ class Cpu:
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
-        """For BLAS, and torch where it is imported."""
         with one_blas_thread(), one_torch_thread() if "torch" in sys.modules else nullcontext():
             yield
 
     def staging(self, n: int, dtype: np.dtype[Any]) -> None: ...
 
-    def free_bytes(self) -> None:
-        """None: there is no memory but the host's."""
+    def free_bytes(self) -> None: ...
 
     def buffer(self, memory: NDArray[Any]) -> NDArray[Any]:
         return memory
@@ -180,8 +178,8 @@ class Cpu:
         return x
 
     def multiply(self, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> None:
-        """Symmetric products by numpy, which calls syrk: half the work. Others by torch, if it is
-        imported: a fifth faster than numpy at some hundred rows, a twentieth at a thousand."""
+        """Symmetric products by numpy, which calls syrk: half the work. Others by torch, if
+        imported: 20 % faster than numpy at some hundred rows, 5 % at a thousand."""
         if left is right or "torch" not in sys.modules:
             np.matmul(left, right.T, out=out)
         else:
@@ -193,7 +191,7 @@ class Cpu:
         np.add(total, product, out=total)
 
     def add_gram(self, total: Float, x: Float32) -> None:
-        """See `MatmulBackend`; by syrk."""
+        """By syrk."""
         total += x @ x.T
 
     def host(self, total: Float, symmetric: bool) -> Float:
@@ -212,17 +210,16 @@ class Cuda:
         self._torch.from_numpy(to).copy_(self._torch.from_numpy(values))
 
     def one_thread(self) -> AbstractContextManager[None]:
-        """For BLAS on the host."""
         return one_blas_thread()
 
     def staging(self, n: int, dtype: np.dtype[Any]) -> Staging:
-        """Half the bytes of float32 where float16 is stored, and no cast on the host."""
+        """Half the bytes of float32 if float16 is stored, and no cast on the host."""
         from vitsee_core.kernels.staging import Staging
 
         return Staging(self._device, n, dtype)
 
     def free_bytes(self) -> int:
-        """Half of what is free."""
+        """Half of the free memory."""
         return int(self._torch.cuda.mem_get_info(self._device)[0] // 2)
 
     def buffer(self, memory: NDArray[Any]) -> Tensor:
@@ -247,8 +244,8 @@ class Cuda:
         total += product
 
     def add_gram(self, total: Tensor, x: Tensor) -> None:
-        """In sums of at most `TERMS` products: longer ones lose digits, by as much as the kernel
-        that cuBLAS chooses decides. All whole pieces are one batched call, which fills a GPU where
+        """In sums of at most `TERMS` products: longer ones lose digits, how many depends on the
+        kernel that cuBLAS chooses. All whole pieces are one batched call, which fills a GPU where
         one small matrix does not."""
         torch, width = self._torch, x.shape[1]
         whole = width // TERMS
@@ -267,14 +264,13 @@ class Cuda:
 class CudaBfloat16(Cuda):
     """`Cuda` with factors rounded to bfloat16, 8 bits.
 
-    Of features less their mean that costs CKA 4e-6 at 512 images of 12,600 features (a test
-    measures it), and less where either is more: rounding errors are independent of each other and
-    average out over features and pairs of images. A product of some columns is rounded to 8 bits
-    too; these are summed in float32.
+    For centred features this costs CKA 4e-6 at 512 images of 12,600 features (tested), and less
+    with more of either: rounding errors are independent and average out over features and pairs of
+    images. A product of some columns is rounded to 8 bits, too; these are summed in float32.
     """
 
     def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """What lies above the diagonal of a symmetric product is undefined, but finite."""
+        """Entries above the diagonal of a symmetric product are undefined, but finite."""
         out.zero_()
         rows = max(GOOD_WIDTH, len(left) // N_WIDTHS) if left is right else len(left)
         for at in range(0, left.shape[1], BF16_COLUMNS):

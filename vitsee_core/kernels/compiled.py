@@ -1,4 +1,4 @@
-"""Loops that are compiled to machine code when they are first called."""
+"""Loops that are compiled to machine code at their first call."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ EXACT = {"contract"}
 
 
 def compiled(function: Callable[P, R], flags: Collection[str] = FAST) -> Callable[P, R]:
-    """The function compiled for the types of its arguments, without the interpreter's lock.
+    """The function compiled for the types of its arguments, releasing the GIL.
 
-    numba is imported, and the code compiled, at the first call; it is cached beside the module, or
-    in the user's cache folder, where either can be written. It may call other compiled functions by
-    their names.
+    At the first call numba is imported and the code compiled; it is cached beside the module, or in
+    the user's cache folder, if either is writable. Compiled functions may call each other by name.
 
     Callees are inlined, and compiled with every caller instead of read from the cache. Otherwise a
     call would run either the callee as compiled alone or the copy in the caller, whichever the
@@ -57,7 +56,7 @@ def compiled(function: Callable[P, R], flags: Collection[str] = FAST) -> Callabl
 
 
 def _with_compiled_callees(function: Callable[P, R]) -> Callable[P, R]:
-    """The function with numba's own in place of the compiled ones that it calls by name."""
+    """The function with numba's versions of the compiled functions that it calls by name."""
     names, code = function.__globals__, function.__code__
     called = {
         name: names[name]
@@ -77,8 +76,8 @@ def _with_compiled_callees(function: Callable[P, R]) -> Callable[P, R]:
 def _digest(
     function: Callable[..., Any], called: dict[str, FunctionType], made: dict[str, Any]
 ) -> str:
-    """Of what a function's compiled code depends on beside its own file: the files of those that it
-    calls, and what those call."""
+    """Digest of the files that a function's compiled code depends on beside its own: those of its
+    callees, recursively."""
     found, own = hashlib.sha256(), inspect.getsourcefile(function)
     for name, callee in called.items():
         found.update(getattr(made[name], "__qualname__", name).encode())

@@ -1,7 +1,7 @@
-"""Half precision made single, shifted and summed in one loop over the features.
+"""Casts half precision to single, shifts and sums it in one loop over the features.
 
-As calls of numpy and torch it is four passes over pieces that stay in cache (cast, subtract,
-product with the mean, sum), which take twice the time.
+With numpy and torch these are four passes over cached pieces (cast, subtract, product with the
+mean, sum), which take twice the time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TO_SIZE, TO_SIGN = np.uint32(13), np.uint32(16)
 
 @compiled
 def _single(bits: np.uint16) -> np.float32:
-    """A float16 as float32."""
+    """float16 bits as float32."""
     half = np.uint32(bits)
     size = np.uint32((half & SIZE) << TO_SIZE)
     infinite = size >= INFINITE
@@ -35,7 +35,7 @@ def _single(bits: np.uint16) -> np.float32:
 def _shift(
     raw: NDArray[np.uint16], mean: NDArray[np.float32], x: NDArray[np.float32]
 ) -> tuple[np.float32, np.float32]:
-    """x = raw - mean, of one row; its product with `mean`, and its sum."""
+    """x = raw - mean, for one row; returns its product with `mean`, and its sum."""
     along, total = np.float32(0), np.float32(0)
     for k in range(len(raw)):
         value = _single(raw[k]) - mean[k]
@@ -57,11 +57,11 @@ def shift_half(
 
     Args:
         raw: (rows, columns) the bits of float16.
-        mean: (columns,) what is subtracted.
+        mean: (columns,) subtracted.
         x: (rows, width), filled.
         column: where in `x` the first column goes.
-        sums: (rows, 2), added to: each row's product with `mean`, and its sum; without rows nothing
-            is added up.
+        sums: (rows, 2), added to: each row's product with `mean`, and its sum; not computed if it
+            has no rows.
     """
     rows, columns = raw.shape
     for i in range(rows):
@@ -79,7 +79,7 @@ def shift_bytes(
     scale: NDArray[np.float32],
     x: NDArray[np.float32],
 ) -> None:
-    """x = (raw - mean) scale, of (rows, columns), with a mean and a scale of each column."""
+    """x = (raw - mean) scale, for (rows, columns), with a mean and a scale per column."""
     for i in range(raw.shape[0]):
         of, to = raw[i], x[i]
         for j in range(len(of)):

@@ -1,12 +1,12 @@
-"""Exact nearest neighbours by cosine, by torch on any device.
+"""Exact nearest neighbours by cosine, with torch on any device.
 
-Cosines are products in float64, rounded to float32; equal ones are ties, and the lower row comes
-first. So neighbours and cosines do not depend on how the rows were cut into pieces, nor on the
-device, up to a float64 rounding error across a float32 boundary (about one similarity in 10^8).
+Cosines are float64 products rounded to float32; equal ones are ties, and the lower row comes first.
+So neighbours and cosines do not depend on how the rows were split, nor on the device, up to a
+float64 rounding error across a float32 boundary (about one similarity in 10^8).
 
-A float32 product and `topk` find k + PAD candidates, whose cosines are made again in float64. Where
-the rounding of float32 could hide a neighbour behind them (many equal or almost equal vectors),
-all cosines of that query are made in float64.
+A float32 product and `topk` find k + PAD candidates, whose cosines are recomputed in float64. Where
+float32 rounding could hide a neighbour behind them (many equal or almost equal vectors), all
+cosines of that query are computed in float64.
 
 Cost: 2 n m d operations. Memory: 32 bytes per query and row of a tile, 12 d bytes per query.
 """
@@ -28,10 +28,10 @@ UNUSED = torch.iinfo(torch.int64).min
 
 
 class Neighbours:
-    """The k nearest rows of each of some queries, among all rows given so far."""
+    """The k nearest rows of each query, among all rows added so far."""
 
     def __init__(self, queries: Float32, k: int, device: torch.device, tile: int = 0) -> None:
-        """Queries: (m, dim). tile: queries worked on at a time."""
+        """queries: (m, dim). tile: queries processed at a time."""
         # Metal has no float64: there only the first product is made on the device.
         self._exact_device = torch.device("cpu") if device.type == "mps" else device
         self._device, self._tile = device, tile or TILE_QUERIES
@@ -45,7 +45,7 @@ class Neighbours:
         self._error = (queries.shape[1] + 8) * 2.0**-24
 
     def add(self, rows: Float32) -> None:
-        """Count the next rows, (n, dim)."""
+        """Add the next rows, (n, dim)."""
         stored = torch.from_numpy(np.ascontiguousarray(rows)).to(self._exact_device)
         lengths = _lengths(stored)
         fast = (stored / lengths.float()[:, None]).to(self._device)
@@ -78,7 +78,7 @@ class Neighbours:
         near: torch.Tensor,
         which: torch.Tensor,
     ) -> torch.Tensor:
-        """The best k of `keys` and of the rows `which`, whose float32 cosines are `near`."""
+        """The best k among `keys` and the rows `which`, whose float32 cosines are `near`."""
         k = keys.shape[1]
         at_least = torch.cat([_cosines_in(keys), near - self._error], 1).topk(k).values[:, -1:]
         open_ = near >= at_least - self._error  # of a query the first ones
@@ -100,10 +100,9 @@ class Neighbours:
 
 
 class Cosines:
-    """Cosines of some queries with rows that come piece by piece."""
+    """Cosines of queries (m, dim) with rows that arrive piece by piece."""
 
     def __init__(self, queries: Float32, device: torch.device) -> None:
-        """Queries: (m, dim)."""
         self._device = torch.device("cpu") if device.type == "mps" else device
         self._queries = unit(queries, self._device)
 
@@ -113,13 +112,14 @@ class Cosines:
 
 
 def unit(rows: Float32, device: torch.device) -> torch.Tensor:
-    """(n, dim) float64 of length 1; a row of zeros stays, and has cosine 0 with everything."""
+    """(n, dim) float64 of length 1; a row of zeros is unchanged, and has cosine 0 with
+    everything."""
     stored = torch.from_numpy(np.ascontiguousarray(rows)).to(device)
     return stored.double().div_(_lengths(stored)[:, None])
 
 
 def _lengths(rows: torch.Tensor) -> torch.Tensor:
-    """(n,) float64 lengths; 1 of a row of zeros."""
+    """(n,) float64 lengths; 1 for a row of zeros."""
     lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return torch.where(lengths > 0, lengths, 1.0)
 
@@ -127,11 +127,11 @@ def _lengths(rows: torch.Tensor) -> torch.Tensor:
 def largest_products(
     queries: torch.Tensor, rows: torch.Tensor, k: int, memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest products of each query (m, dim) with rows (n, dim), and of which rows; all
-    products where there are fewer rows.
+    """The k largest products of each query (m, dim) with rows (n, dim), and their rows; all
+    products if there are fewer rows.
 
-    Those are in the k groups of products whose largest ones are largest: a pass over the maxima of
-    groups takes a third of the time of `topk`. memory: (m (n + GROUP),) is changed.
+    They are in the k groups of products with the largest maxima: a pass over the maxima of groups
+    takes a third of the time of `topk`. memory: (m (n + GROUP),) is overwritten.
     """
     m, n, width = len(queries), len(rows), -(-len(rows) // GROUP) * GROUP
     near = memory[: m * width].view(m, width)
@@ -146,7 +146,7 @@ def largest_products(
 
 
 def rounded(cosines: torch.Tensor) -> torch.Tensor:
-    """Cosines in float32; those of orthogonal vectors 0, which float32 alone would not make so."""
+    """Cosines in float32; those of orthogonal vectors 0, which float32 alone would not give."""
     return torch.where(cosines.abs() < ORTHOGONAL, 0.0, cosines).float()
 
 
@@ -161,7 +161,7 @@ def keys_of(cosines: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _cosines_in(keys: torch.Tensor) -> torch.Tensor:
-    """The float32 cosines in keys; -inf where there is none."""
+    """The float32 cosines in keys; -inf for an empty slot."""
     ordered = keys >> 32
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(torch.int32)
     return torch.where(keys == UNUSED, -torch.inf, bits.view(torch.float32))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class Staging:
     """A strip on its way to the device, for one thread: pinned memory that is filled with values as
-    stored, sent on a stream of its own, and filled again once it has arrived."""
+    stored, sent on a stream of its own, and refilled once it has arrived."""
 
     def __init__(self, device: Any, n: int, dtype: np.dtype[Any]) -> None:
         self._device = device
@@ -28,13 +28,13 @@ class Staging:
         self._arrived: Any = None
 
     def room(self, rows: int, columns: int) -> NDArray[Any]:
-        """(rows, columns) to be filled; waits until the contents before were copied."""
+        """(rows, columns) to be filled; waits until the previous contents were copied."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._memory[: rows * columns].view(rows, columns).numpy()
 
     def send(self, rows: int, columns: int, dtype: np.dtype[Any]) -> Tensor:
-        """What was filled in, on the device in another type."""
+        """The filled values, on the device in another type."""
         host = self._memory[: rows * columns].view(rows, columns)
         to = torch.from_numpy(np.empty(0, dtype)).dtype
         if self._stream is None:

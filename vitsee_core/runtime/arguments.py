@@ -1,5 +1,5 @@
-"""What a caller may give an analysis in place of what it takes: paths for stores, one name for
-several, the fields of `Execution` as keywords."""
+"""Convenience arguments of analyses: paths for stores, one name for several, the fields of
+`Execution` as keywords."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIELDS = tuple(field.name for field in fields(Execution))
 
 
 class Analysis(Protocol[P, R_co]):
-    """An analysis that also takes paths of stores, and the fields of `Execution` as keywords."""
+    """An analysis that also accepts paths of stores, and the fields of `Execution` as keywords."""
 
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
@@ -37,18 +37,18 @@ class Analysis(Protocol[P, R_co]):
 
 
 def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
-    """Decorator of an analysis' `run`: a path stands for the store there, a text for a sequence of
-    that one text (`sites="blocks.0.out"`), and keywords like `images=1000` for the fields of the
-    parameter `execution`, if it has that.
+    """Decorator of an analysis' `run`: accepts a path for a store, one text for a sequence of texts
+    (`sites="blocks.0.out"`), and keywords like `images=1000` for the fields of the parameter
+    `execution`, if there is one.
 
-    Which parameters take paths and texts their annotations say: `Store`, `Sequence[Store]`,
-    `Sequence[str]`. The signature that `help` shows has the fields of `Execution` by name; the
-    parameters that have an `Option` are explained by that, in the docstring's Args.
+    Parameters annotated `Store`, `Sequence[Store]` or `Sequence[str]` are converted. The signature
+    that `help` shows lists the fields of `Execution` by name; parameters with an `Option` are
+    documented by it, in the docstring's Args.
 
     Raises, when called:
         StoreError: as `open_store`.
-        VitseeError: two of the stores have one label.
-        TypeError: a keyword that the analysis does not take; names it and the nearest.
+        VitseeError: two stores share a label.
+        TypeError: an unknown keyword; names it and the closest match.
     """
     signature = inspect.signature(run)
     parameters = declared(run)
@@ -90,7 +90,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
 
 
 def documented(text: str, parameters: dict[str, Declared]) -> str:
-    """A docstring with the parameters that have options, and `execution`, among its Args."""
+    """A docstring with Args entries for `execution` and for all parameters with options."""
     entries = []
     for own in parameters.values():
         if isinstance(own.about, Option) and own.about.help:
@@ -114,7 +114,7 @@ def documented(text: str, parameters: dict[str, Declared]) -> str:
 
 
 def _entry(own: Declared, option: Option) -> str:
-    """The lines of Args about a parameter."""
+    """The Args lines for one parameter."""
     text = option.help.partition(" Repeatable")[0]
     if option.choices:
         some = "some" if own.annotation.startswith("Sequence") else "one"
@@ -143,7 +143,8 @@ def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _opened(value: Any, seen: dict[str, str]) -> Any:
-    """The store at a path; of a sequence, each. seen: label -> path, of those opened so far."""
+    """The store at a path; for a sequence, each. seen: label -> path, of the stores opened so
+    far."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(_opened(part, seen) for part in value)
     if not isinstance(value, (str, os.PathLike, Url)):

@@ -1,4 +1,4 @@
-"""Command lines as lists of words: without some options, or as one that resumes a store."""
+"""Command lines as lists of words: with options removed, or changed to resume a store."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _NOT_AGAIN = ("--shard", "--plan")
 
 
 def without_options(words: Sequence[str], options: Collection[str]) -> tuple[str, ...]:
-    """The words less every `OPTION VALUE` and `OPTION=VALUE` of these options; for those of one
-    dash, `-oVALUE`."""
+    """The words without every `OPTION VALUE` and `OPTION=VALUE` of these options; for one-dash
+    options also `-oVALUE`."""
     return tuple(word for word, option in _by_option(words, options) if option is None)
 
 
 def resuming(command: str, store: str) -> str | None:
-    """The command line that makes what a store lacks, from the one that began it. Every word is
-    quoted anew: a stranger's store can name no second command.
+    """The command line that completes a store, from the one that began it. Every word is quoted
+    anew: an untrusted store cannot smuggle in a second command.
 
     Args:
-        command: as a store records it.
-        store: how to name the store now.
+        command: as recorded in the store.
+        store: the store's current name.
 
     Returns:
-        The line; None where no command line made the store.
+        The line; None if no command line made the store.
     """
     try:
         words = shlex.split(command)
@@ -39,7 +39,7 @@ def resuming(command: str, store: str) -> str | None:
 
 
 def _by_option(words: Sequence[str], options: Collection[str]) -> Iterator[tuple[str, str | None]]:
-    """Each word with the one of the options that it belongs to."""
+    """Each word with the option that it belongs to."""
     rest = iter(words)
     for word in rest:
         name = word.partition("=")[0] if word.startswith("--") else word[:2]

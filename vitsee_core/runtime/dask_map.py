@@ -3,10 +3,9 @@
     with dask_map("local:4") as map:
         table = cka.run("a.zarr", "b.zarr", map=map)
 
-What is sent is a function, once per worker as far as it is large, and one small item per task; what
-comes back is small too: workers read stores and write Gram matrices and slabs themselves. Results
-come in the items' order, a bounded number of them before they are taken, so that what is added up
-is added in the same order as by one process.
+Sent are a function, once per worker if it is large, and one small item per task; results are small,
+too: workers read stores and write Gram matrices and slabs themselves. Results arrive in the items'
+order, with a bounded number waiting, so that sums are added in the same order as in one process.
 """
 
 from __future__ import annotations
@@ -44,11 +43,15 @@ log = logging.getLogger(__name__)
 
 
 class DaskMap:
-    """As the builtin `map`, done by the workers of a cluster.
+    """Like the builtin `map`, on the workers of a cluster.
 
-    client: of the cluster. address: as the user wrote it. local: how many of its processes are this
-    machine's own, started for this work; 0 where they are elsewhere. sent, received: bytes of
-    functions with their items, and of results, so far.
+    Attributes:
+        client: of the cluster.
+        address: as the user wrote it.
+        local: number of processes started on this machine for this work; 0 if the cluster is
+            elsewhere.
+        sent: bytes of functions and items so far.
+        received: bytes of results so far.
     """
 
     def __init__(self, client: Any, address: str, local: int = 0) -> None:
@@ -58,7 +61,7 @@ class DaskMap:
         self._asked = -math.inf
 
     def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
-        """`function` of each item, in their order.
+        """Apply `function` to each item, results in order.
 
         Raises:
             VitseeError: a task raised it; the cluster is gone; or a worker has other versions.
@@ -78,9 +81,9 @@ class DaskMap:
 
     @contextmanager
     def _on_workers(self, work: bytes) -> Iterator[bytes | str]:
-        """A pickled function as tasks take it. A large one goes to each worker once, also to those
-        that join later, as a plugin: a dependency would draw all tasks to the workers that have it,
-        and be lost with them."""
+        """A pickled function as tasks refer to it. A large one is sent once to each worker, also to
+        those that join later, as a plugin: a dependency would draw all tasks to the workers that
+        hold it, and be lost with them."""
         if len(work) <= LARGE:
             yield work
             return
@@ -101,11 +104,11 @@ class DaskMap:
                 self.client.unregister_worker_plugin(name)
 
     def n_threads(self) -> int:
-        """Tasks that the cluster can do at a time, as of the last second; at least 1."""
+        """Tasks that the cluster can run at a time, as of the last second; at least 1."""
         return max(1, sum(self._now().values()))
 
     def n_workers(self) -> int:
-        """Workers that the cluster has, as of the last second."""
+        """Number of workers, as of the last second."""
         return len(self._now())
 
     def _now(self) -> dict[str, int]:
@@ -116,10 +119,10 @@ class DaskMap:
         return self._threads
 
     def _result(self, future: Any) -> Any:
-        """What a task returned, waited for.
+        """Wait for a task's result.
 
         Raises:
-            VitseeError: it is a user's mistake, or a worker of other versions had the task.
+            VitseeError: a user's mistake, or a worker with other versions ran the task.
         """
         try:
             with _one_line(LOST, of_task=True):
@@ -150,10 +153,10 @@ class DaskMap:
                     warned = True
 
     def check_versions(self) -> None:
-        """Ask all workers.
+        """Check the versions of all workers.
 
         Raises:
-            DaskError: one has other versions, or none of vitsee.
+            DaskError: one has other versions, or no vitsee.
         """
         with _one_line(f"the Dask workers at {self.address} cannot be asked for their versions"):
             answers: Mapping[str, Any] = self.client.run(worker_versions, on_error="return")
@@ -170,7 +173,7 @@ class DaskMap:
 
 
 def parse_address(text: str) -> str | int:
-    """The address of a scheduler, or the number of processes of `local:N`.
+    """The address of a scheduler, or the number of processes in `local:N`.
 
     Raises:
         DaskError: neither.
@@ -193,8 +196,8 @@ def dask_map(address: str) -> Iterator[DaskMap]:
     `local:N` starts and stops.
 
     Raises:
-        DaskError: the package is missing, nobody answers there, or there are no workers, or other
-            versions of vitsee, Python or Dask.
+        DaskError: a missing package, no response, no workers, or other versions of vitsee, Python
+            or Dask.
     """
     where = parse_address(address)
     try:
@@ -235,7 +238,7 @@ def dask_map(address: str) -> Iterator[DaskMap]:
 
 @contextmanager
 def _local(processes: int) -> Iterator[Any]:
-    """Processes of one thread each, which share this one's cores."""
+    """Single-threaded processes that share this process' cores."""
     import dask
     import distributed
 
@@ -292,15 +295,8 @@ def _wait_for_workers(made: DaskMap) -> None:
 
 @contextmanager
 def _one_line(what: str, *, of_task: bool = False) -> Iterator[None]:
-    """Dask's own errors as one line.
-
-    Args:
-        what: what did not work.
-        of_task: errors of a task pass, too, which may be of any type.
-
-    Raises:
-        DaskError: `what`, and Dask's word for it.
-    """
+    """Reraise Dask's own errors as one line: `what`, and Dask's message. Errors of any type raised
+    by a task (`of_task`) pass unchanged."""
     from distributed import KilledWorker
     from distributed.client import FutureCancelledError
     from distributed.comm.core import CommClosedError
@@ -327,7 +323,7 @@ def _said(error: object) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Dask's own log lines are for those who look for them."""
+    """Dask's own log lines appear only at debug level."""
     logger = logging.getLogger("distributed")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""What a worker of a Dask cluster does with the pieces of `DaskMap`."""
+"""The worker side of `DaskMap`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DaskError(VitseeError):
 
 
 class Done(NamedTuple):
-    """What comes back from a worker: a result or a user's mistake, and what was logged."""
+    """Reply of a worker: a result or a user's mistake, and what was logged."""
 
     result: Any
     error: VitseeError | None
@@ -35,8 +35,8 @@ def done(ours: Mapping[str, str], work: bytes | str, item: bytes) -> bytes:
     """The pickled `Done` of one task on this worker.
 
     Args:
-        ours: the versions of the command's own process; nothing is unpickled where they differ.
-        work: the pickled function, or the name of the worker plugin whose `work` it is.
+        ours: the versions of the command's own process; nothing is unpickled if they differ.
+        work: the pickled function, or the name of the worker plugin that holds it.
         item: the pickled item.
     """
     from distributed import get_worker
@@ -58,7 +58,7 @@ def done(ours: Mapping[str, str], work: bytes | str, item: bytes) -> bytes:
 
 
 def refusal(worker: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> DaskError | None:
-    """The error about a worker of other versions, which would give other numbers."""
+    """The error for a worker with other versions, which would compute other numbers."""
     other = [name for name in ours if theirs.get(name) != ours[name]]
     if not other:
         return None
@@ -70,7 +70,7 @@ def refusal(worker: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> 
 
 
 def on_this_worker(error: VitseeError) -> DaskError:
-    """What this worker lacks and the command's own process has."""
+    """An error about something that this worker lacks and the command's own process has."""
     first, _, _ = str(error).partition(" (")
     return DaskError(f"on the Dask worker at {socket.gethostname()}: {first} ({SAME_FILES})")
 
@@ -81,7 +81,7 @@ def _function(work: bytes) -> Callable[[Any], Any]:
 
 
 class _Kept(logging.Handler):
-    """Keeps what the thread that made it logs."""
+    """Collects log records of the thread that created it."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

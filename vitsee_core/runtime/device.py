@@ -1,4 +1,4 @@
-"""Where and how precisely the model runs."""
+"""Device and precision of the forward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def resolve_device(text: str) -> torch.device:
     """The torch device for auto, cpu, cuda, cuda:i or mps; auto takes the first that exists.
 
     Raises:
-        VitseeError: another word, or a device that this machine or torch build lacks.
+        VitseeError: unknown, or not available on this machine or in this torch build.
     """
     has_mps = torch.backends.mps.is_available()
     if text == "auto":
@@ -43,21 +43,21 @@ def device_name(device: torch.device) -> str:
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array on a device, through pinned memory where that is a GPU: a copy from other memory
-    waits for all that is under way there."""
+    """Copy an array to a device, through pinned memory for a GPU: a copy from pageable memory would
+    wait for all pending work there."""
     x = torch.from_numpy(values)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 @contextmanager
 def precision_context(device: torch.device, precision: str) -> Iterator[None]:
-    """fp32 (products exactly that: no TF32, no bfloat16, no autocast, whatever the environment or
-    the caller has switched on), tf32 (CUDA), or autocast to bf16 or fp16.
+    """fp32 (exactly: no TF32, no bfloat16, no autocast, whatever the environment or the caller has
+    switched on), tf32 (CUDA), or autocast to bf16 or fp16.
 
-    Products of halves are summed in single precision in all of them. The switches are those of the
-    process: contexts may lie in each other and may be entered by several threads at once, the one
-    entered last decides, and what there was before the first comes back after the last. So threads
-    of one precision do not disturb each other; those of different precision do.
+    Products of half precision are accumulated in float32 in all of them. The switches are
+    process-wide: contexts may nest and may be entered by several threads at once, the latest
+    entered wins, and the original state returns after the last exit. So threads of one precision do
+    not disturb each other; those of different precision do.
 
     Raises:
         VitseeError: tf32 on a device that is not CUDA.
@@ -73,7 +73,7 @@ def precision_context(device: torch.device, precision: str) -> Iterator[None]:
 
 
 class _OpenContexts:
-    """The switches wanted by the contexts that are open in this process, and what was there."""
+    """The open contexts' switches, and the state before the first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ class _OpenContexts:
 
     @contextmanager
     def with_switches(self, wanted: Switches) -> Iterator[None]:
-        """Within it these are on, unless another was entered since."""
+        """Context in which these switches apply, unless a later context is open."""
         with self._lock:
             if not self._wanted:
                 self._before = [(place, name, getattr(place, name)) for place, name, _ in wanted]
@@ -105,15 +105,15 @@ _OPEN = _OpenContexts()
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Within it, products of float32 are float32: autocast rounds their factors and their result,
-    casts by hand undone, wherever no `out` is given."""
+    """Context in which products of float32 stay float32: autocast rounds their factors and their
+    result, undoing manual casts, wherever no `out` is given."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 def current_precision(device: torch.device) -> str:
-    """What float32 products run in on this device here and now: fp32, tf32, or half (autocast)."""
+    """The current precision of float32 products on this device: fp32, tf32, or half (autocast)."""
     if torch.is_autocast_enabled(device.type):
         return "half"
     if device.type != "cuda":
@@ -123,7 +123,7 @@ def current_precision(device: torch.device) -> str:
 
 
 def _switches(tf32: bool) -> Switches:
-    """What decides the precision of float32 products: (object, attribute, value)."""
+    """The settings that decide the precision of float32 products: (object, attribute, value)."""
     backends = torch.backends
     matmul = backends.cuda.matmul
     halves = [

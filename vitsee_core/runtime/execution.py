@@ -1,4 +1,5 @@
-"""What every analysis takes beside its own parameters: which images, and what the work may use."""
+"""What every analysis takes beside its own parameters: which images to use, and the resources to
+use."""
 
 from __future__ import annotations
 
@@ -22,39 +23,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Execution:
-    """Which images an analysis looks at, and what it may use. Results depend on `images` and
-    `seed`, to the last bits on `device`, and on nothing else here; an analysis that has no use for
-    a field takes it all the same.
+    """Which images an analysis uses, and on which resources. Results depend on `images` and `seed`,
+    in their last digits on `device`, and on nothing else here; an analysis may ignore fields."""
 
-    images: so many of each store, see `choose_rows`; all by default. seed: of everything random.
-    jobs: slabs (or probes, masks) worked on at a time. memory: bytes to stay within, a quarter of
-    the machine's by default. device: "auto" (a GPU if there is one), "cpu", "cuda", ... map:
-    spreads the work over processes in place of `jobs` threads, see `dask_map`. progress: receives
-    how far the work is.
-    """
-
-    images: int | None = None
-    seed: int = 0
-    jobs: int = 1
-    memory: int | None = None
-    device: str = "auto"
+    images: int | None = None  # number of images per store, see `choose_rows`; None: all
+    seed: int = 0  # of everything random
+    jobs: int = 1  # slabs (or probes, masks) processed in parallel
+    memory: int | None = None  # bytes to stay within; None: a quarter of the machine's
+    device: str = "auto"  # "auto" (a GPU if there is one), "cpu", "cuda", ...
+    # distributes work over processes instead of `jobs` threads, see `dask_map`
     map: Map | None = None
-    progress: Progress = SILENT
+    progress: Progress = SILENT  # receives progress reports
 
     @property
     def budget(self) -> int:
-        """Bytes to stay within, the default among them."""
+        """Bytes to stay within, with the default filled in."""
         return memory_bytes() // 4 if self.memory is None else self.memory
 
     @property
     def width(self) -> int:
-        """Pieces of work that are done at a time: by threads, or by the processes of `map`."""
+        """Degree of parallelism: threads, or tasks of `map`."""
         n_threads = getattr(self.map, "n_threads", None)
         return self.jobs if n_threads is None else int(n_threads())
 
     def check_device(self) -> None:
-        """Refuse a device that is not there before any work; the CPU always is, and torch is not
-        imported to say so.
+        """Refuse a missing device before any work; the CPU always exists, and is accepted without
+        importing torch.
 
         Raises:
             VitseeError: see `resolve_device`.
@@ -65,7 +59,7 @@ class Execution:
             resolve_device(self.device)
 
     def rows(self, store: Store, *, whole_slabs: bool = False) -> Rows:
-        """The images of a store, see `choose_rows`; remarks about them are logged.
+        """The images to use of a store, see `choose_rows`; remarks are logged.
 
         Raises:
             VitseeError: none of them could be read.
@@ -83,8 +77,8 @@ class Execution:
         *,
         slab_bytes: int = 0,
     ) -> A:
-        """`streaming.fold` over these rows, which counts them in `progress`; what calls it starts
-        and stops that."""
+        """`streaming.fold` over these rows, which advances `progress`; the caller starts and stops
+        it."""
         return fold(
             stores,
             make,
@@ -99,15 +93,14 @@ class Execution:
     def spread(
         self, work: Callable[[Execution, T], R], items: Iterable[T], *, unit: str = ""
     ) -> Iterator[R]:
-        """`work(execution, item)` of every item, in their order: here, one after the other, with
-        this execution; where there is a `map`, by its processes, with one of one thread there,
-        whose progress is passed on.
+        """Apply `work(execution, item)` to every item, results in order. Runs serially here, or on
+        the workers of `map`, each single-threaded; progress is forwarded.
 
         Args:
-            work: to be pickled with what it holds, and to return what is small.
-            items: what it takes.
-            unit: where `work` starts and stops progress itself, which another process cannot: of
-                what items are counted instead.
+            work: picklable; returns something small.
+            items: its arguments.
+            unit: set this if `work` starts and stops progress itself, which another process cannot:
+                items are counted instead, under this plural.
         """
         if self.map is None:
             yield from (work(self, item) for item in items)
@@ -124,12 +117,12 @@ class Execution:
                 self.progress.stop()
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-        """`work(item)` of every item, in their order, for many that take milliseconds: by `jobs`
-        threads, or some at a time by the processes of `map`. Progress is the caller's.
+        """Apply `work(item)` to every item, results in order, for many items of milliseconds: on
+        `jobs` threads, or in batches on the workers of `map`. The caller reports progress.
 
         Args:
-            work: to be pickled with what it holds, and to return what is small.
-            items: what it takes.
+            work: picklable; returns something small.
+            items: its arguments.
         """
         if self.map is None:
             yield from thread_map(self.jobs)(work, items)
@@ -140,8 +133,8 @@ class Execution:
             yield from results
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process has neither the map nor the progress, and where the map's processes share
-        this machine, its part of the memory."""
+        """Without map and progress; if the map's processes share this machine, with their share of
+        the memory."""
         if self.map is None:
             jobs, memory = self.jobs, self.memory
         else:
@@ -151,7 +144,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class _Alone(Generic[T, R]):
-    """`work` in another process, and how far it says it came."""
+    """`work` in another process, with a tally of its progress."""
 
     work: Callable[[Execution, T], R]
     execution: Execution
@@ -165,8 +158,6 @@ class _Alone(Generic[T, R]):
 
 @dataclass(frozen=True)
 class _Piece(Generic[T, R]):
-    """`work` of some items."""
-
     work: Callable[[T], R]
 
     def __call__(self, items: Sequence[T]) -> list[R]:

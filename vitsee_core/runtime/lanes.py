@@ -1,8 +1,8 @@
-"""Threads that each do whole pieces of work, one BLAS thread in each.
+"""Worker threads with single-threaded BLAS.
 
-A thread that waits for another inside a product (BLAS with a thread a core, beside a reader) leaves
-its core idle; threads that read, convert and multiply their own piece do not wait.
-What they add up is added in the pieces' order, so that results do not depend on their number.
+A thread that waits for another inside a product (BLAS with a thread per core, beside a reader)
+leaves its core idle; threads that read, convert and multiply their own piece do not wait. Sums are
+added in the pieces' order, so that results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ R = TypeVar("R")
 
 
 class _SharedLimit:
-    """A limit of the whole process that may be wanted by several at once: the first sets it, the
-    last takes it back. limit: sets it, and returns what takes it back."""
+    """Reference-counted process-wide limit: set by the first user, restored by the last. limit:
+    sets it, and returns what restores it."""
 
     def __init__(self, limit: Callable[[], Callable[[], object]]) -> None:
         self._limit, self._lock, self._inside = limit, threading.Lock(), 0
@@ -49,7 +49,7 @@ class _SharedLimit:
 
 @lru_cache(maxsize=1)
 def _libraries(n_modules: int) -> ThreadpoolController:
-    """Those that are loaded, which are looked for anew once more modules are."""
+    """The loaded BLAS libraries; searched again once more modules are imported."""
     return ThreadpoolController()
 
 
@@ -70,18 +70,17 @@ _blas, _torch = _SharedLimit(_limit_blas), _SharedLimit(_limit_torch)
 
 
 def one_blas_thread() -> AbstractContextManager[None]:
-    """Within it, a product of numpy is done by the thread that calls it. May be nested and
-    overlap."""
+    """Context in which numpy's products run in the calling thread; may nest and overlap."""
     return _blas.held()
 
 
 def one_torch_thread() -> AbstractContextManager[None]:
-    """The same of torch on the CPU, which is imported."""
+    """The same for torch on the CPU."""
     return _torch.held()
 
 
 def n_lanes(most: int | None = None) -> int:
-    """Threads: one per core, `most` at most."""
+    """Number of worker threads: one per core, at most `most`."""
     cores = machine.n_cores()
     return cores if most is None else max(1, min(cores, most))
 
@@ -91,7 +90,7 @@ class Stopped(Exception):
 
 
 class Turns:
-    """Lets piece k do something to a thing after piece k - 1 did."""
+    """Orders access to shared things: piece k waits for piece k - 1."""
 
     def __init__(self, n_things: int) -> None:
         self._done = [0] * n_things
@@ -100,10 +99,10 @@ class Turns:
 
     @contextmanager
     def of(self, piece: int, thing: int) -> Iterator[None]:
-        """Wait for the piece's turn; its end is the next one's beginning.
+        """Context for the piece's turn; exiting it admits the next piece.
 
         Raises:
-            Stopped: by `stop`.
+            Stopped: `stop` was called.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._done[thing] == piece)
@@ -115,7 +114,7 @@ class Turns:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """No piece waits any more."""
+        """Release all waiting pieces, with `Stopped`."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -127,8 +126,9 @@ def run_lanes(
     n: int,
     stop: Callable[[], None],
 ) -> None:
-    """`work(lane, take)` in so many threads; `take()` is the number of the next of n pieces, None
-    after the last. The first error is raised when all have ended, `stop` called before."""
+    """Run `work(lane, take)` in each thread; `take()` returns the index of the next of n pieces,
+    None after the last. On an error `stop` is called, and the first error is raised once all
+    threads have ended."""
     numbers = iter(range(n))
     taking = threading.Lock()
     ended = False
@@ -165,8 +165,8 @@ def run_lanes(
 def in_order(
     work: Callable[[T], R], items: Sequence[T], pool: ThreadPoolExecutor | None, ahead: int
 ) -> Iterator[R]:
-    """`work` of every item in the items' order, done by the threads of `pool` at most `ahead`
-    items before; by this one without a pool."""
+    """Apply `work` to every item, results in order, on the threads of `pool` with at most `ahead`
+    items in flight; in the calling thread without a pool."""
     if pool is None or len(items) < 2:
         yield from map(work, items)
         return
@@ -175,7 +175,7 @@ def in_order(
 
 @contextmanager
 def lane_pool(lanes: int) -> Iterator[ThreadPoolExecutor | None]:
-    """Threads for `in_order`, each with one BLAS thread; None for one lane."""
+    """Threads for `in_order`, each with single-threaded BLAS; None for one lane."""
     with one_blas_thread():
         if lanes == 1:
             yield None
@@ -187,7 +187,8 @@ def lane_pool(lanes: int) -> Iterator[ThreadPoolExecutor | None]:
 def run_all(
     work: Callable[[T], object], items: Iterable[T], pool: ThreadPoolExecutor | None
 ) -> None:
-    """`work` of every item by the threads of `pool`, in no order; back when all are done."""
+    """Apply `work` to every item on the threads of `pool`, in any order; returns when all are
+    done."""
     if pool is None:
         for item in items:
             work(item)

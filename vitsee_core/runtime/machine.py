@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, memory, disk. Standard library only."""
+"""Resources available to this process: cores, memory, disk. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def n_cores() -> int:
-    """Cores this process may run on (its affinity, not the machine's count); where it is bound to
-    none, its part among the processes of its job on this machine."""
+    """Cores this process may run on (its affinity, not the machine's count); without an affinity,
+    its share among the job's processes on this machine."""
     every = os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     return cores if cores != every else max(1, cores // local_processes(os.environ))
 
 
 def memory_bytes() -> int:
-    """Memory this process may use: the machine's, or less where a cgroup or job limits it, in equal
-    parts for the processes of its job on this machine."""
+    """Memory this process may use: the machine's, or less if a cgroup or job limits it, divided
+    among the job's processes on this machine."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in (
         Path("/sys/fs/cgroup/memory.max"),
@@ -38,8 +38,8 @@ def memory_bytes() -> int:
 
 
 def local_processes(environ: Mapping[str, str]) -> int:
-    """How many processes of this job run on this machine, as torchrun, MPI or SLURM's srun say it;
-    1 where none does."""
+    """Number of processes of this job on this machine, according to torchrun, MPI or SLURM's srun;
+    1 if none says."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if environ.get(name, "").isdigit():
             return max(1, int(environ[name]))
@@ -55,7 +55,7 @@ def local_processes(environ: Mapping[str, str]) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch means that a device or the host is out of memory; torch has several
+    """Whether a torch error means that a device or the host is out of memory; torch has several
     such errors, recognised here without importing it."""
     text = str(error)
     return (
@@ -67,13 +67,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Free bytes on the file system that `path` is on or would be created on."""
+    """Free bytes on the file system of `path`, which need not exist."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def disk_block_bytes(path: Path) -> int:
-    """What a file takes at least on the file system that `path` is on or would be created on; where
-    that names its unit of transfer instead, which may be a megabyte, 4 kB."""
+    """Allocation unit of the file system of `path`, which need not exist; 4 kB if the file system
+    reports its transfer size instead, which may be a megabyte."""
     return min(os.statvfs(_existing(path)).f_frsize, 4096)
 
 
@@ -85,8 +85,8 @@ def _existing(path: Path) -> Path:
 
 
 def scratch_folder(place: Place) -> Path:
-    """A folder of this machine for what a store is made or read with: that of a store in a folder,
-    for one at a URL the system's own for temporary files."""
+    """A folder on this machine for temporary data of a store: the store's own folder, or for a
+    store at a URL the system's folder for temporary files."""
     return place.absolute().parent if isinstance(place, Path) else Path(tempfile.gettempdir())
 
 
@@ -100,7 +100,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def human_bytes(n: float) -> str:
-    """`n` bytes as people write them (powers of 1000): 3.6 MB."""
+    """`n` bytes in powers of 1000: 3.6 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(n) < 999.5:
             return f"{n:.0f} {unit}" if unit == "B" or n >= 99.5 else f"{n:.1f} {unit}"

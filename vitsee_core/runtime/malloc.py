@@ -1,4 +1,4 @@
-"""Freed memory that stays with the process during work that asks for the same again and again."""
+"""Keeps freed memory in the process during work that requests the same sizes again and again."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OF_THE_USER = {
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Inside, memory that is freed waits for the next request; at the end the system gets it.
+    """Context in which freed memory is kept for the next request; on exit it returns to the system.
 
-    Every layer of a model frees and requests tensors of some ten megabytes. glibc returns blocks of
-    that size at once, and the system fills with zeros what it hands out again, page by page, up to
-    a fifth of a forward pass (`GLIBC_TUNABLES= python benchmarks/extraction.py` runs without it).
-    The process takes what it takes at its peak all the time, and some percent more for gaps.
+    Every layer of a model frees and requests tensors of some ten megabytes. glibc returns such
+    blocks at once, and the kernel zeroes pages before handing them out again: up to a fifth of a
+    forward pass (`GLIBC_TUNABLES= python benchmarks/extraction.py` runs without it). Resident
+    memory stays at its peak, plus a few per cent of fragmentation.
 
-    Does nothing without glibc, and where the user has set its parameters by the environment.
+    Does nothing without glibc, or if the user set its parameters in the environment.
     """
     if OF_THE_USER & os.environ.keys() or (choose := _mallopt()) is None:
         yield

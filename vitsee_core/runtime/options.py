@@ -1,4 +1,4 @@
-"""How the parameters of an analysis are given on the command line, declared in its signature.
+"""Command line options of an analysis, declared in its signature.
 
     def run(
         *stores: Store,
@@ -7,7 +7,7 @@
         execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
     ) -> Table: ...
 
-The command line makes its options from this, and `help(run)` its Args. This module knows no
+The command line derives its options from this, and `help(run)` its Args. This module knows no
 terminal, and imports no numpy.
 """
 
@@ -37,7 +37,7 @@ QUESTIONS = (STORES, SIMILARITY, ATTENTION, FLOW, KNOWLEDGE, RESULTS)
 @dataclass(frozen=True)
 class Option:
     """One option. Its type follows from the parameter's annotation: `int`, `float`, `Path`, `bool`
-    (a flag), `str`; a `Sequence` makes it repeatable. Of `*tests: Store` it says that there may be
+    (a flag), `str`; a `Sequence` makes it repeatable. On `*tests: Store` it means that there may be
     none."""
 
     help: str
@@ -61,8 +61,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Gather:
-    """A parameter made of several options: those declared by the fields of the dataclass `kind`,
-    or the named ones of them."""
+    """A parameter made of several options: all or the named fields of the dataclass `kind`."""
 
     kind: type
     fields: tuple[str, ...] = ()
@@ -71,7 +70,7 @@ class Gather:
 @dataclass(frozen=True)
 class Offers:
     """Metadata of the parameter `execution`: the fields of `Execution` that have an option, and
-    what --dask spreads, "" for no such option. replicates: rows have jackknife replicates."""
+    what --dask distributes, "" for no such option. replicates: rows have jackknife replicates."""
 
     fields: str
     dask: str = ""
@@ -80,7 +79,7 @@ class Offers:
 
 class Declared(NamedTuple):
     """A parameter: its annotation without `Annotated`, its default (`inspect.Parameter.empty` for
-    none), how its arguments are passed, and its metadata."""
+    none), its kind, and its metadata."""
 
     name: str
     annotation: str
@@ -90,8 +89,8 @@ class Declared(NamedTuple):
 
 
 def declared(function: Callable[..., Any]) -> dict[str, Declared]:
-    """Name -> parameter of a function or dataclass. Annotations are read as text, so that names
-    imported for type checkers alone may occur in them."""
+    """Name -> parameter of a function or dataclass. Annotations are read as text, so that they may
+    contain names imported for type checkers only."""
     function = inspect.unwrap(function)
     names = getattr(function, "__globals__", None) or vars(sys.modules[function.__module__])
     found = {}
@@ -115,8 +114,8 @@ def _split(annotation: Any, names: dict[str, Any]) -> tuple[str, Any]:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Declared]:
-    """Name -> parameter with an option, of a function or dataclass; those of `Gather` in place of
-    the parameter that they make."""
+    """Name -> parameter with an option, of a function or dataclass; a `Gather` is replaced by its
+    fields."""
     found = {}
     for own in declared(function).values():
         if isinstance(own.about, Option) and own.annotation != "Store":
@@ -202,6 +201,6 @@ def metrics_option(words: Iterable[str], default: str, about: str = "") -> Optio
 def image_option(
     what: str, default: str, store: str = "the first store", about: str = ""
 ) -> Option:
-    """Single images: `what` is done with them; about: what else is to say."""
+    """Single images: `what` is done with them; about: further help text."""
     text = f"{what} this image, named by its id or its row in {store}{about}."
     return Option(text, metavar="ID", default=default)

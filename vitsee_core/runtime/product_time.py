@@ -1,4 +1,4 @@
-"""How long products will take, logged before the work."""
+"""Estimated time of matrix products, logged before the work."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 
 def say_cost(label: str, n_images: int, multiplications: float) -> None:
-    """Log what comparing so many images of a store takes, estimated by a short trial, and how
-    it grows; nothing where it is done in seconds."""
+    """Log the estimated time of comparing this many images of a store, from a short trial, and how
+    it grows; silent if it is seconds."""
     seconds = multiplications / (SHARE * cpu_rate())
     log.log(
         logging.INFO if seconds >= WORTH_SAYING else logging.DEBUG,
@@ -29,7 +29,7 @@ def say_cost(label: str, n_images: int, multiplications: float) -> None:
 
 
 def cpu_rate() -> float:
-    """Multiplications a second of large products on all cores, from one that takes milliseconds."""
+    """Multiplications per second of large products on all cores, measured in milliseconds."""
     x = np.ones((SIDE, SIDE), np.float32)
     out = np.empty_like(x)
     best = np.inf
@@ -42,7 +42,7 @@ def cpu_rate() -> float:
 
 
 def rough_time(seconds: float) -> str:
-    """As people say it: about 40 s, about 12 min, about 3.5 h."""
+    """A rounded duration: about 40 s, about 12 min, about 3.5 h."""
     if seconds < 90:
         return f"about {max(1, round(seconds))} s"
     if seconds < 90 * 60:

@@ -1,4 +1,4 @@
-"""How a long run reports how far it is: one protocol, of which the terminal's draws a bar."""
+"""Progress reporting of long runs: a protocol; the terminal's implementation draws a bar."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives how far a run is. Between `start` and `stop` one phase of the work is counted; a run
-    of several phases starts each for itself."""
+    """Receives progress. Between `start` and `stop` one phase of the work is counted; a run of
+    several phases starts each separately."""
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
         """`total` of `unit` (a plural) are to be done, `done` of them already are."""
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
-        """That many more are done, and bytes written or read; from any thread."""
+        """That many more are done, with this many bytes written or read; may be called from any
+        thread."""
 
     def stop(self) -> None:
-        """The phase ended, well or not."""
+        """The phase ended, successfully or not."""
 
 
 class Silent:
@@ -44,7 +45,7 @@ _counting = threading.Lock()  # one for all: a Tally is pickled
 
 @dataclass
 class Tally(Silent):
-    """Adds up what is advanced, for whoever reports it elsewhere."""
+    """Sums what is advanced, to be reported elsewhere."""
 
     count: int = 0
     size_bytes: int = 0
@@ -71,7 +72,7 @@ def soon_said(what: str) -> Iterator[None]:
 def counting(
     progress: Progress, total: int, unit: str = "images", *, done: int = 0
 ) -> Iterator[Progress]:
-    """`progress` from its start to its stop, which comes after an error too."""
+    """Context that starts and stops `progress`, on errors too."""
     progress.start(total, done, unit)
     try:
         yield progress

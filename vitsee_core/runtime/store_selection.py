@@ -1,5 +1,4 @@
-"""Which sites of several stores an analysis looks at: models differ in their sites' names, and
-stores in what they hold."""
+"""Selecting sites in several stores: site names differ between models, contents between stores."""
 
 from __future__ import annotations
 
@@ -21,20 +20,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoreSelection(Generic[T]):
-    """What was chosen. members: each store that takes part and its sites, blocks, ...; left_out:
-    the label of each other store -> why."""
+    """Result of a selection."""
 
-    members: list[tuple[Store, list[T]]]
-    left_out: dict[str, str] = field(default_factory=dict)
+    members: list[tuple[Store, list[T]]]  # each store that takes part, with its sites, blocks, ...
+    left_out: dict[str, str] = field(default_factory=dict)  # label of each other store -> reason
 
     @property
     def stores(self) -> list[Store]:
-        """The stores that take part."""
         return [store for store, _ in self.members]
 
     @property
     def chosen(self) -> list[list[T]]:
-        """Of each of these, what was chosen."""
+        """The selected items of each of these stores."""
         return [chosen for _, chosen in self.members]
 
     def notes(self) -> dict[str, dict[str, str]]:
@@ -55,14 +52,14 @@ def select_each(
     """The sites or blocks that selectors choose in every store.
 
     Each selector must match in at least one of the stores, and in every store at least one must
-    match; what a store lacks is logged. A store that lacks the input altogether (attention,
-    residual products, ...) is left out where another has it, which is logged too.
+    match; missing ones are logged. A store without the required input (attention, residual
+    products, ...) is left out if another has it, which is logged, too.
 
     Args:
         stores: one or more.
-        patterns: selectors, comma lists among them.
-        select: chooses in one store; raises MissingInput where the store lacks the input, and
-            SiteError where a selector matches nothing.
+        patterns: selectors, including comma lists.
+        select: selects in one store; raises MissingInput if the store lacks the input, and
+            SiteError if a selector matches nothing.
 
     Raises:
         MissingInput: no store has the input.

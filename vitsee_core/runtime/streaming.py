@@ -4,9 +4,9 @@
         total = make()
         for slab in slabs:  part = make();  part.update(slab);  total.merge(part)
 
-Each slab gets an accumulator of its own and the merges happen here, one after the other, in the
-order of the slabs. So the result is the same, bit for bit, whether the slabs were worked on by
-this thread, by threads, by processes or by a cluster: give the `map` that spreads the calls.
+Each slab gets an accumulator of its own, and all are merged here in the order of the slabs. So the
+result is bitwise the same whether slabs are processed by this thread, by threads, by processes or
+by a cluster: pass the `map` that distributes the calls.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ R = TypeVar("R")
 
 
 class Map(Protocol):
-    """As the builtin `map`: results in the order of the items."""
+    """Like the builtin `map`: results in the order of the items."""
 
     def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterable[R]:
-        """`function` of each item."""
+        """Apply `function` to each item."""
 
 
 class Accumulator(Protocol):
     """A sum over slabs, in the widest sense.
 
     `update(slab)`, or `update(slab_a, slab_b)` over a pair of stores, is called once on a fresh
-    accumulator; `merge(other)` adds a later slab's and leaves `other` alone; `result()` divides.
-    Of a slab, the rows with `slab.valid` count; in a pair both slabs have the same `valid`. To
-    travel between processes an accumulator must pickle.
+    accumulator; `merge(other)` adds a later slab's and leaves `other` unchanged; `result()`
+    divides. Only rows with `slab.valid` count; in a pair both slabs have the same `valid`. To
+    travel between processes an accumulator must be picklable.
     """
 
     # Properties, as a method that takes one slab is no method that takes any number of them.
@@ -55,11 +55,11 @@ class Accumulator(Protocol):
 
     @property
     def merge(self) -> Callable[..., None]:
-        """Count what another accumulator counted."""
+        """Add another accumulator."""
 
     @property
     def result(self) -> Callable[[], Any]:
-        """What was asked for."""
+        """The final value."""
 
 
 A = TypeVar("A", bound=Accumulator)
@@ -67,17 +67,16 @@ A = TypeVar("A", bound=Accumulator)
 
 @dataclass(frozen=True)
 class Rows:
-    """The images an analysis looks at. mask: (images,) over all rows of the store; n_invalid: how
-    many of them could not be read and were left out; how: in words."""
+    """The images that an analysis uses."""
 
-    mask: Mask
-    n_invalid: int
-    how: str
+    mask: Mask  # (images,) over all rows of the store
+    n_invalid: int  # how many of them could not be read and are left out
+    how: str  # the choice in words
     remarks: tuple[str, ...] = ()
 
     @property
     def n(self) -> int:
-        """Rows looked at, the invalid ones among them."""
+        """Number of rows, invalid ones included."""
         return int(self.mask.sum())
 
     def describe(self) -> dict[str, Any]:
@@ -90,18 +89,18 @@ def choose_rows(
 ) -> Rows:
     """Which rows an analysis of `images` images uses.
 
-    The first rows of a shuffled store, which are a random sample; a sample drawn with `seed` from
-    a store in the data set's order; all rows where `images` is None or more than there are. Stores
-    that pair give the same rows. Only committed slabs count.
+    The first rows of a shuffled store, which are a random sample; a sample drawn with `seed` from a
+    store in the data set's order; all rows if `images` is None or more than there are. Paired
+    stores give the same rows. Only committed slabs count.
 
     Args:
         store: the store, or the first of a pair.
-        images: how many, invalid ones counted.
+        images: how many, including invalid ones.
         seed: of the sample.
-        whole_slabs: round up to whole slabs, for what the store holds as sums over slabs.
+        whole_slabs: round up to whole slabs, for quantities stored as sums over slabs.
 
     Raises:
-        VitseeError: none of the rows holds an image that could be read.
+        VitseeError: none of the rows holds a readable image.
     """
     if images is not None and images < 1:
         raise VitseeError(f"{images} images were asked for; expected a positive number")
@@ -150,24 +149,23 @@ def fold(
 ) -> A:
     """The accumulator of all slabs of a store, or of two paired stores in step.
 
-    Memory: `jobs` slabs as far as the accumulator reads them, and up to twice as many
-    accumulators.
+    Memory: `jobs` slabs as far as the accumulator reads them, and up to twice as many accumulators.
 
     Args:
         stores: one store, or a pair; of a pair only the rows valid in both count.
-        make: makes an empty accumulator; must pickle where `map` crosses processes.
+        make: creates an empty accumulator; picklable if `map` crosses processes.
         rows: the images to use; by default `choose_rows(store, images, seed)`.
         images: see `choose_rows`.
         seed: see `choose_rows`.
-        jobs: threads, where no `map` is given.
-        memory: bytes to stay within, where no `map` is given: fewer threads are used.
-        slab_bytes: what one slab takes while it is worked on.
-        map: spreads the calls, e.g. the `map` of a `ProcessPoolExecutor`; processes open the
-            stores again by their paths.
-        progress: is advanced by the number of rows of each slab that is done.
+        jobs: threads, without `map`.
+        memory: bytes to stay within, without `map`: fewer threads are used.
+        slab_bytes: memory of one slab during work.
+        map: distributes the calls, e.g. the `map` of a `ProcessPoolExecutor`; processes reopen the
+            stores by their paths.
+        progress: advanced by the number of rows of each finished slab.
 
     Raises:
-        StoreMismatch: a pair that holds other images.
+        StoreMismatch: a pair with different images.
     """
     total = None
     parts = each_slab(
@@ -195,9 +193,10 @@ def each_slab(
     map: Map | None = None,
     progress: Progress = SILENT,
 ) -> Iterator[R]:
-    """`work(slab)`, or `work(slab_a, slab_b)`, of every slab with a row that counts, in order.
+    """Apply `work(slab)`, or `work(slab_a, slab_b)`, to every slab with a row that counts, in
+    order.
 
-    Arguments and errors as for `fold`, which is this and a merge.
+    Arguments and errors as for `fold`, which adds the merge.
     """
     opened = _tuple(stores)
     counted = rows.mask & (require_paired(*opened) if len(opened) == 2 else opened[0].valid)
@@ -217,8 +216,8 @@ def _tuple(stores: Store | tuple[Store, Store]) -> tuple[Store, ...]:
 
 @dataclass(frozen=True)
 class Piece(Slab):
-    """A slab of which the rows in `counted` (rows,) count, and no others; of a pair that was cut
-    into slabs of different sizes, the rows of the larger one."""
+    """A slab of which only the rows in `counted` (rows,) count. If a pair has slabs of different
+    sizes, a piece has the rows of the larger one."""
 
     counted: Mask
 
@@ -228,10 +227,10 @@ class Piece(Slab):
         return self.counted
 
     def attention_sums(self, name: str, group: str = "") -> NDArray[Any]:
-        """As of any slab.
+        """As for any slab.
 
         Raises:
-            StoreMismatch: these rows are not one slab of this store, which holds sums of its own.
+            StoreMismatch: these rows are not one slab of this store, whose sums are per slab.
             ValueError: some images in the sums do not count; see `choose_rows(whole_slabs=True)`.
         """
         if (self.counted != self.store.valid[self.rows]).any():
@@ -257,8 +256,6 @@ class _Fill(Generic[A]):
 
 @dataclass(frozen=True)
 class _SlabWork(Generic[R]):
-    """`work` on one slab of the stores."""
-
     stores: tuple[Store, ...]
     work: Callable[..., R]
 
@@ -269,13 +266,13 @@ class _SlabWork(Generic[R]):
 
 
 def thread_map(jobs: int) -> Map:
-    """A `map` by so many threads; the builtin one for one."""
+    """A `map` on threads; the builtin one for one job."""
     return _Threads(jobs) if jobs > 1 else builtins.map
 
 
 @dataclass(frozen=True)
 class _Threads:
-    """A `map` over threads that keeps a bounded number of results waiting."""
+    """A `map` over threads with a bounded number of results waiting."""
 
     jobs: int
 
@@ -292,12 +289,13 @@ def submitted(
     ahead: Callable[[], int],
     result: Callable[[Any], R] = Future.result,
 ) -> Iterator[R]:
-    """The results of all items in their order. No work goes on after the end, an early end too.
+    """The results of all items in their order. No work continues after the end, also after an early
+    one.
 
     Args:
-        submit: hands an item out to a pool or a cluster and returns its future.
-        items: taken when they are handed out.
-        ahead: how many may be handed out before the first of them is taken, asked anew each time.
+        submit: hands an item to a pool or a cluster and returns its future.
+        items: consumed as they are submitted.
+        ahead: how many may be submitted before the first result is taken, asked anew each time.
         result: waits for the result of a future.
     """
     waiting: deque[Any] = deque()

@@ -1,8 +1,8 @@
-"""Splits work over threads that use one core each, instead of threads that share every pass.
+"""Splits work over single-core threads, instead of parallelising every pass.
 
-A pass over a few images takes some ten microseconds. Shared by several threads it ends when the
-slowest of them does, and where other work wants the cores (loading images, writing) that wait is
-far longer than the pass. Threads with images of their own wait for each other once per call.
+A pass over a few images takes some ten microseconds. Shared by several threads it ends with the
+slowest of them, and where other work competes for the cores (loading images, writing) that wait is
+far longer than the pass. Threads with images of their own synchronise once per call.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ CHUNK_BYTES = 1 << 20
 def run_split(
     function: Callable[[int, range], None], n_items: int, n_pieces: int, *, plain: bool = False
 ) -> None:
-    """Calls `function(piece, items)` for every piece of the items 0 to n_items - 1.
+    """Call `function(piece, items)` for every piece of the items 0 to n_items - 1.
 
-    Pieces are runs of about equal length. Each is run by a thread in which torch uses one core,
-    in the caller's inference mode and without gradients; a single piece by the caller's own
-    thread with all its cores. Returns when all have ended; an error in a piece is then raised.
+    Pieces are runs of about equal length. Each runs in a thread in which torch uses one core, in
+    the caller's inference mode and without gradients; a single piece runs in the caller's thread on
+    all its cores. Returns when all have ended; an error in a piece is then raised.
 
-    plain: nothing in it computes with torch, so that the caller's own thread takes the last piece:
-    one thread less to wake, which can take longer than a small piece.
+    plain: the function does not use torch, so the caller's thread takes the last piece: one thread
+    less to wake, which can take longer than a small piece.
     """
     bounds = [n_items * i // n_pieces for i in range(n_pieces + 1)]
     if n_pieces == 1:
@@ -61,10 +61,10 @@ def by_chunks(
     *,
     at_once: bool = False,
 ) -> None:
-    """Calls `function(images)` for chunks of a batch that stay in a core's cache over several
+    """Call `function(images)` for chunks of a batch that stay in a core's cache over several
     passes, each thread with its own images; on a GPU once, for all. With `at_once` each thread's
-    images are one chunk, and nothing may compute with torch (`plain` of `run_split`): of use where
-    there is one compiled pass, for which calls would only be costs."""
+    images are one chunk, and nothing may use torch (`plain` of `run_split`): for a single compiled
+    pass, which gains nothing from chunks."""
     if device.type != "cpu":
         function(slice(0, n_images))
         return

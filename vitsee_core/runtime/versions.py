@@ -1,4 +1,4 @@
-"""Versions of what decides numbers and files, for manifests and sidecars."""
+"""Versions of everything that affects numbers and files, for manifests and sidecars."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECODERS = ("pillow", "libjpeg", "timm")
 
 
 def store_versions() -> dict[str, str]:
-    """Of Python, the packages that make a store, and the library that decodes JPEG."""
+    """Versions of Python, the packages that make a store, and the library that decodes JPEG."""
     from PIL import features
 
     libjpeg = features.version("libjpeg_turbo") or features.version("jpg")
@@ -29,14 +29,15 @@ def store_versions() -> dict[str, str]:
 
 
 def result_versions() -> dict[str, str]:
-    """Of Python and the packages that make a table or a figure; none of them is imported."""
+    """Versions of Python and the packages that make a table or a figure; none of them is
+    imported."""
     return _installed(RESULT_PACKAGES)
 
 
 @functools.cache
 def worker_versions() -> Mapping[str, str]:
-    """Of the package's code (a digest of its source files), `WORKER_PACKAGES` and Python (the minor
-    version), as of the first call in this process."""
+    """Versions of the package's code (a digest of its source files), `WORKER_PACKAGES` and Python
+    (major and minor), as of the first call in this process."""
     import vitsee_core
     import vitsee_stores
 

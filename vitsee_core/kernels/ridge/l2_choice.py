@@ -1,7 +1,5 @@
-"""The choice of l2: by images held out of the training set, or by leaving each one out in turn.
-
-Neither sees a test image.
-"""
+"""Choice of l2 by images held out of the training set, or by leave-one-out. Neither uses a test
+image."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ ROUNDING = 1e-11
 class HeldOut:
     """Counts right answers, at every l2, on images that the probe was not fitted to.
 
-    The best l2 is right most often; of several the one with the least squared error, then the
-    largest (features that are all equal).
+    The best l2 has the most right answers; ties go to the least squared error, then to the largest
+    l2 (features that are all equal).
     """
 
     method = "most held-out images right, then the least squared error"
@@ -43,7 +41,8 @@ class HeldOut:
         self.count(self.judged(x, labels))
 
     def judged(self, x: NDArray[np.floating[Any]], labels: Integers) -> tuple[Any, ...]:
-        """What these images add; changes nothing, so that several threads may call it."""
+        """The contribution of these images; without side effects, so that several threads may call
+        it."""
         z = self.factors.coordinates(x.astype(np.float64, copy=False))
         found = (ranks(self.factors.scores(z, l2), labels) for l2 in self.l2s)
         right = np.array([np.count_nonzero(own == 0) for own in found])
@@ -52,13 +51,13 @@ class HeldOut:
         return right, counts, class_sums(z, labels, n_classes), z.T @ z
 
     def count(self, found: tuple[Any, ...]) -> None:
-        """Add what `judged` found."""
+        """Add a result of `judged`."""
         totals = self.right, self._counts, self._sums, self._scatter
         for total, part in zip(totals, found, strict=True):
             total += part
 
     def squared_error(self, l2: float) -> float:
-        """Summed over images and classes: from the sum of (b + W'z - t)^2, multiplied out."""
+        """Sum over images and classes: from the sum of (b + W'z - t)^2, multiplied out."""
         factors = self.factors
         weights = factors.weights(l2)
         level = factors.algebra.intercept(factors.mean_target, factors.n, l2)
@@ -75,9 +74,9 @@ class HeldOut:
 
 
 class LeaveOneOut:
-    """The exact squared error of each training image under the probe of all the others, at every
-    l2 (Allen's PRESS): residual / (1 - leverage). The mean and the intercept are refitted without
-    the image; standard deviations are not, nor the mean where the intercept is penalised.
+    """The exact squared error of each training image under the probe of all the others, at every l2
+    (Allen's PRESS): residual / (1 - leverage). The mean and the intercept are refitted without
+    the image; standard deviations are not, nor the mean if the intercept is penalised.
 
     The best l2 has the least error, as scikit-learn's RidgeCV chooses.
     """
@@ -96,7 +95,8 @@ class LeaveOneOut:
         self.count(self.judged(x, labels))
 
     def judged(self, x: NDArray[np.floating[Any]], labels: Integers) -> Float:
-        """(l2s,) what these images add; changes nothing, so that several threads may call it."""
+        """(l2s,) the contribution of these images; without side effects, so that several threads
+        may call it."""
         z = self.factors.coordinates(x.astype(np.float64, copy=False))
         left = 1 - self.factors.leverages(z, self.l2s).T
         # An image that alone decides its score (1 - leverage is rounding) has no other probe.
@@ -116,11 +116,11 @@ class LeaveOneOut:
         return found
 
     def count(self, found: Float) -> None:
-        """Add what `judged` found."""
+        """Add a result of `judged`."""
         self.squared_error += found
 
     def best(self) -> float:
-        """The chosen l2; the largest where no error could be computed."""
+        """The chosen l2; the largest if no error could be computed."""
         if np.isnan(self.squared_error).all():
             return self.l2s[-1]
         return self.l2s[int(np.nanargmin(self.squared_error))]
@@ -130,8 +130,8 @@ def mixture(factors: Factors, l2s: Sequence[float]) -> tuple[Float, Float]:
     """mix (l2s, k) and weights (k, r, classes) with `Factors.weights` of every l2 = mix @ weights.
 
     The weights at 30 l2 are mixtures of about 10, to rounding: shrinkage v / (v + l2) is a smooth
-    function of l2. Not so where a probe can fit every image: what is left of its residuals is
-    smaller than that.
+    function of l2. Not so if a probe can fit every image: its remaining residuals are smaller than
+    that.
     """
     values, n_l2 = factors.values, len(l2s)
     shrunk = values / (values + np.array(l2s)[:, np.newaxis])

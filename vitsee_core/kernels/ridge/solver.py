@@ -4,11 +4,11 @@ With centred features X (n, dim), targets Y (n, classes) of +-1 and l2 > 0:
 
     W = (X'X + l2 I)^-1 X'Y,    scores(x) = (x - mean) W + intercept
 
-X centred makes the constant column orthogonal to the others, so its weight is known beforehand:
-not penalised, the intercept is the mean target; as the weight of a constant column of c that is
-penalised like the others (Kolesnikov et al., big_vision: c = 100) it is that times
-c^2 n / (c^2 n + l2). Where images are fewer than channels the same W comes from the n x n matrix
-XX' (dual). Either matrix is decomposed into eigenvectors once for every l2: X'X = Q diag(v) Q', so
+X centred makes the constant column orthogonal to the others, so its weight is known beforehand: not
+penalised, the intercept is the mean target; as the weight of a constant column of c that is
+penalised like the others (Kolesnikov et al., big_vision: c = 100) it is that times c^2 n / (c^2 n +
+l2). With fewer images than channels the same W comes from the n x n matrix XX' (dual). Either
+matrix is decomposed into eigenvectors once for every l2: X'X = Q diag(v) Q', so
 
     W = Q diag(1 / (v + l2)) Q'X'Y
 """
@@ -28,15 +28,11 @@ EPSILON = 1e-5  # added to standard deviations, as in big_vision
 
 @dataclass(frozen=True)
 class Algebra:
-    """How the intercept and the scales of features are treated.
+    """Treatment of the intercept and of feature scales."""
 
-    Attributes:
-        standardise: divide features by their standard deviation over the training images (over n)
-            + 1e-5.
-        constant: of a penalised constant column; None: the intercept is not penalised.
-    """
-
+    # divide features by their standard deviation over the training images (over n) + 1e-5
     standardise: bool = False
+    # of a penalised constant column; None: the intercept is not penalised
     constant: float | None = None
 
     def intercept(self, mean_target: Float, n: int, l2: float) -> Float:
@@ -51,7 +47,7 @@ class Algebra:
         return 1 / (n if self.constant is None else n + l2 / self.constant / self.constant)
 
     def scales(self, sums_of_squares: Float, n: int) -> Float | None:
-        """(dim,) what centred features are multiplied by; None for nothing."""
+        """(dim,) factors of the centred features; None for all 1."""
         if not self.standardise:
             return None
         return 1 / (np.sqrt(np.maximum(sums_of_squares, 0) / n) + EPSILON)
@@ -71,28 +67,18 @@ class Linear:
 
 @dataclass(frozen=True)
 class Factors:
-    """A training set decomposed, so that any l2 costs little.
+    """A training set decomposed, so that any l2 costs little."""
 
-    Attributes:
-        basis: (dim, r) maps features to coordinates.
-        origin: (r,) the mean's coordinates.
-        values: (r,) eigenvalues of X'X, which is diagonal in these coordinates.
-        rhs: (r, classes) X'Y in these coordinates.
-        mean_target: (classes,).
-        n: number of training images.
-        algebra: how the intercept and the scales are treated.
-    """
-
-    basis: Float
-    origin: Float
-    values: Float
-    rhs: Float
-    mean_target: Float
-    n: int
+    basis: Float  # (dim, r) maps features to coordinates
+    origin: Float  # (r,) the mean's coordinates
+    values: Float  # (r,) eigenvalues of X'X, which is diagonal in these coordinates
+    rhs: Float  # (r, classes) X'Y in these coordinates
+    mean_target: Float  # (classes,)
+    n: int  # number of training images
     algebra: Algebra
 
     def coordinates(self, x: Float) -> Float:
-        """(m, r) of features (m, dim): rotated once, for every l2."""
+        """(m, r) for features (m, dim): rotated once, for every l2."""
         found: Float = x @ self.basis
         found -= self.origin
         return found
@@ -110,7 +96,7 @@ class Factors:
         return Linear(self.basis @ shrunk, bias)
 
     def weights(self, l2: float) -> Float:
-        """(r, classes) of the coordinates."""
+        """(r, classes) in coordinates."""
         return self.rhs / (self.values + l2)[:, np.newaxis]
 
     def leverages(self, coordinates: Float, l2s: Sequence[float]) -> Float:
@@ -121,7 +107,7 @@ class Factors:
 
     @classmethod
     def of(cls, images: SufficientStats, algebra: Algebra) -> Factors:
-        """Decompose X'X, or XX' where it is the smaller one."""
+        """Decompose X'X, or XX' if it is smaller."""
         target = mean_target(images.counts)
         if images.by_rows:
             x, mean, labels, scales = _scaled_rows(images, algebra)
@@ -146,7 +132,7 @@ def from_kernel(kernel: Float, labels: Integers, n_classes: int, algebra: Algebr
         kernel: (n, n) of the training images' features, centred (and scaled).
         labels: (n,) their classes.
         n_classes: number of classes.
-        algebra: how the intercept is treated.
+        algebra: treatment of the intercept.
     """
     n = len(kernel)
     values, vectors = np.linalg.eigh(kernel)
@@ -162,7 +148,7 @@ def from_kernel(kernel: Float, labels: Integers, n_classes: int, algebra: Algebr
 def _scaled_rows(
     images: SufficientStats, algebra: Algebra
 ) -> tuple[Float, Float, Integers, Float | None]:
-    """Features (n, d), centred and scaled; their mean, labels and the scales, None without."""
+    """Features (n, d), centred and scaled; their mean, labels and scales (None for none)."""
     x, mean, labels = images.rows()
     scales = algebra.scales(np.einsum("ij,ij->j", x, x), images.n)
     if scales is not None:
@@ -173,7 +159,7 @@ def _scaled_rows(
 def _scaled_moments(
     images: SufficientStats, algebra: Algebra
 ) -> tuple[Float, Float, Float, Float | None]:
-    """X'X and X'Y of scaled features; the mean of the features and the scales, None without."""
+    """X'X and X'Y of scaled features; the features' mean and scales (None for none)."""
     scatter, rhs, mean = images.moments()
     scales = algebra.scales(np.diagonal(scatter), images.n)
     if scales is not None:
@@ -200,8 +186,8 @@ def solve(images: SufficientStats, algebra: Algebra, l2: float) -> Linear:
 
 
 def ranks(scores: Float, labels: Integers) -> Integers:
-    """(m,) how many classes come before each image's own; of equal scores the lower class comes
-    first, and NaN comes before everything."""
+    """(m,) number of classes ranked before each image's own; among equal scores the lower class
+    comes first, and NaN comes before everything."""
     own = scores[np.arange(len(labels)), labels][:, np.newaxis]
     found: Integers = scores.shape[1] - np.count_nonzero(scores <= own, axis=1)
     equal = scores == own
@@ -212,8 +198,8 @@ def ranks(scores: Float, labels: Integers) -> Integers:
 
 
 def targets(labels: Integers, n_classes: int) -> Float:
-    """(n, classes): centred targets, +1 for an image's own class and -1 for the others, minus
-    their mean."""
+    """(n, classes): centred targets, +1 for an image's own class and -1 for the others, minus their
+    mean."""
     out = np.full((len(labels), n_classes), -1.0)
     out[np.arange(len(labels)), labels] = 1.0
     out -= out.mean(axis=0)

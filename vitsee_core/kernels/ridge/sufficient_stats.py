@@ -1,4 +1,4 @@
-"""Sufficient statistics of ridge regression, gathered piece by piece."""
+"""Sufficient statistics of ridge regression, collected piece by piece."""
 
 from __future__ import annotations
 
@@ -16,24 +16,19 @@ Piece = list[tuple[NDArray[np.float32], Integers]]
 
 @dataclass(frozen=True)
 class TrainingSums:
-    """Sums over a piece of training images, minus the shift.
+    """Sums over a piece of training images, minus the shift."""
 
-    Attributes:
-        scatter: (dim, dim).
-        of_class: (classes, dim) sums over each class.
-    """
-
-    scatter: Float
-    of_class: Float
+    scatter: Float  # (dim, dim)
+    of_class: Float  # (classes, dim) sums over each class
 
 
 class SufficientStats:
     """Training images of one probe: rows while they are fewer than channels, sums beyond.
 
-    With n images of `dim` channels and n < dim the rows are kept (the dual needs them, and they
-    take less), else n, the sum, the scatter matrix (dim, dim) and one sum per class are kept:
-    X'Y of targets +-1 is twice the class sums of centred features. Sums are of the features minus
-    the first image's, in float64: a large common mean costs no digits, equal features leave 0.
+    With n images of `dim` channels and n < dim the rows are kept (the dual needs them, and they are
+    smaller), else n, the sum, the scatter matrix (dim, dim) and one sum per class: X'Y of targets
+    +-1 is twice the class sums of centred features. Sums are of the features minus the first
+    image's, in float64: a large common mean costs no digits, equal features leave 0.
     """
 
     def __init__(self, dim: int, n_classes: int) -> None:
@@ -53,8 +48,8 @@ class SufficientStats:
             self.count(self.sums_of(piece))
 
     def wait(self, x: NDArray[np.float32], labels: Integers) -> Piece | None:
-        """Take these images, and give those that wait once they are worth it; `count` has to be
-        given their sums, in the pieces' order."""
+        """Queue these images; returns the queued images once they are worth processing. Their sums
+        must then go to `count`, in the pieces' order."""
         if len(x) == 0:
             return None
         self.n += len(x)
@@ -64,7 +59,7 @@ class SufficientStats:
         return self._ready() if self._n_waiting >= WORTH * self.dim else None
 
     def joined(self, other: SufficientStats) -> SufficientStats:
-        """The images of both."""
+        """The statistics of both sets of images."""
         out = SufficientStats(self.dim, self.n_classes)
         for part in (self, other):
             if part._scatter is not None and part._shift is not None:
@@ -84,7 +79,7 @@ class SufficientStats:
         return self.n < self.dim
 
     def rows(self) -> tuple[Float, Float, Integers]:
-        """Centred features (n, dim), their mean (dim,) and labels (n,), where `by_rows`."""
+        """Centred features (n, dim), their mean (dim,) and labels (n,), if `by_rows`."""
         x = np.concatenate([x for x, _ in self._waiting]).astype(np.float64)
         labels = np.concatenate([labels for _, labels in self._waiting])
         shift = x[0].copy()
@@ -95,7 +90,7 @@ class SufficientStats:
 
     def moments(self) -> tuple[Float, Float, Float]:
         """Scatter matrix of the centred features (dim, dim), X'Y (dim, classes) and the mean
-        (dim,), where not `by_rows`."""
+        (dim,), if not `by_rows`."""
         if self.by_rows:
             raise ValueError("these images are kept as rows")
         if self._waiting:
@@ -107,7 +102,8 @@ class SufficientStats:
         return scatter, 2 * class_sums.T, offset + self._shift
 
     def sums_of(self, piece: Piece) -> TrainingSums:
-        """What these images add; changes nothing, so that several threads may call it."""
+        """The contribution of these images; without side effects, so that several threads may call
+        it."""
         assert self._shift is not None
         apart = np.concatenate([x for x, _ in piece]).astype(np.float64)
         apart -= self._shift
@@ -138,7 +134,7 @@ class SufficientStats:
             self._class_sums = np.zeros((self.n_classes, self.dim))
 
     def _take_sums(self, part: SufficientStats) -> None:
-        """Add another's sums, written about this one's shift."""
+        """Add another's sums, converted to this one's shift."""
         assert part._shift is not None and part._scatter is not None
         if self._shift is None:
             self._shift = part._shift
@@ -164,8 +160,8 @@ def class_sums(x: Float, labels: Integers, n_classes: int) -> Float:
 
 
 def n_bytes(n: int, dim: int, n_classes: int) -> int:
-    """Memory of one probe while it is gathered and solved, in bytes, roughly: the smaller of rows
-    and scatter matrix three times over (kept, centred, factors); right-hand sides, weights, and up
-    to a dozen parts of the weights at all l2, in single precision."""
+    """Approximate memory of one probe while it is collected and solved: three times the smaller of
+    rows and scatter matrix (kept, centred, factors); right-hand sides, weights, and up to a dozen
+    components of the weights at all l2, in float32."""
     small = min(n, dim)
     return 8 * math.ceil(3 * small * dim + small * small + (4 + 12 / 2) * n_classes * dim)
