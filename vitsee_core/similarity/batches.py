@@ -1,8 +1,8 @@
 """The minibatch estimator: mean HSIC_1 over batches of images, in one or several repeats.
 
-Every sum over batches is a weighted sum over pairs of images, so where the Gram matrices of all
-images are there, or cost less than the batches' own, all repeats come from them. Otherwise each
-batch has a Gram matrix of its own, and all of them grow while the features are read once.
+Every sum over batches is a weighted sum over pairs of images, so if the Gram matrices of all images
+exist, or cost less than the batches' own, all repeats are computed from them. Otherwise each batch
+has its own Gram matrix, and all of them grow while the features are read once.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
 
 
 def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
-    """Batch, examples (a multiple of it) and repeats, capped at what there is; caps are logged.
+    """Batch, examples (a multiple of it) and repeats, capped by the data; caps are logged.
 
     Raises:
-        VitseeError: sizes that make no batch of at least 4 images.
+        VitseeError: no batch of at least 4 images is possible.
     """
     batch = estimator.batch or BATCH
     examples = estimator.examples or (n if estimator.rescale else EXAMPLES)
@@ -111,12 +111,12 @@ def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
 def draw_batches(
     n: int, batch: int, examples: int, repeats: int, seed: int | None, shuffled: bool = False
 ) -> list[list[Rows]]:
-    """Repeats of batches of places among the images, ascending within a batch; in the images'
-    order where there is no seed.
+    """Repeats of batches of image indices, ascending within a batch; in the images' order without a
+    seed.
 
-    Of many images in random order, runs are drawn and mixed within windows of some batches: as
-    random, but a batch is read from a window's slabs. Drawn one by one, its images lie in as many
-    slabs, and all batches together would read the whole store once per group that fits the memory.
+    From many images in random order, runs are drawn and mixed within windows of some batches:
+    equally random, but a batch is read from a window's slabs. Drawn individually, its images would
+    be in as many slabs, and every group of batches that fits the memory would read the whole store.
     """
     rng = np.random.default_rng(seed)
 
@@ -137,7 +137,7 @@ def draw_batches(
 
 
 def _prefer_whole(comparison: Comparison, batch_entries: int) -> bool:
-    """Whether all images' Gram matrices are there, or have fewer entries than the batches'."""
+    """Whether all images' Gram matrices exist, or have fewer entries than the batches'."""
     n = comparison.n_images
     if not comparison.in_order:  # features are read in their own store's order
         return True
@@ -166,14 +166,14 @@ def _from_whole(comparison: Comparison, drawn: Sequence[Sequence[Rows]], batch: 
 
 @dataclass(frozen=True)
 class InMemory:
-    """A matrix of `n` images that `load` brings as a whole, padded perhaps."""
+    """A matrix of `n` images that `load` returns as a whole, possibly padded."""
 
     n: int
     load: Callable[[], Float32]
 
     @property
     def shift(self) -> Shift:
-        """Never there: see `GramView.shift`.
+        """Not available, see `GramView.shift`.
 
         Raises:
             MissingInput: always.
@@ -189,8 +189,8 @@ class InMemory:
 
 
 def own_grams(comparison: Comparison, batches: Sequence[Rows]) -> list[OfBatch]:
-    """The Gram matrices of every representation over each batch (places among its images),
-    kept as all Gram matrices are."""
+    """The Gram matrices of every representation over each batch of image indices, cached like all
+    Gram matrices."""
 
     def made(r: Representation) -> GramFile | None:
         return comparison.find(r, [comparison.rows_of(r)[places] for places in batches])
@@ -240,8 +240,8 @@ def _make(batches: Sequence[Rows], comparison: Comparison, of: Representation) -
 
 
 def _rescaled(comparison: Comparison, of: Representation, batches: Sequence[Rows]) -> OfBatch:
-    """Gram matrices of plain features, each less its smallest entry and over its then largest; in
-    memory, and in float64 until they are scaled: the features' offset is in them."""
+    """Gram matrices of uncentred features, each minus its smallest entry and over its then largest;
+    in memory, and in float64 until scaled, because they contain the features' offset."""
     tiles = products(
         of.features,
         comparison.rows_of(of),

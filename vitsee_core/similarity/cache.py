@@ -1,7 +1,7 @@
-"""Where Gram matrices are kept: beside the store, under the store's identity, computed once.
+"""Cache of Gram matrices: beside the store, under the store's identity, computed once.
 
-`<store>.grams/` holds them for every pair, repeat and later comparison; never inside the store,
-which does not change once it is complete.
+`<store>.grams/` serves every pair, repeat and later comparison; it is never inside the store, which
+does not change once complete.
 """
 
 from __future__ import annotations
@@ -54,9 +54,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class GramCache:
-    """Gram files of any number of stores. folder: one place for all of them; None: beside each
-    store. persistent: off, they are gone with `scratch`. precision: of the products that they are
-    made of; those of another are not found."""
+    """Gram files of any number of stores.
+
+    Attributes:
+        folder: one place for all of them; None: beside each store.
+        persistent: False keeps them in `scratch`, which is removed at the end.
+        precision: of their products; matrices of another precision are not found.
+    """
 
     folder: Path | None
     persistent: bool
@@ -65,20 +69,20 @@ class GramCache:
     _places: dict[str, Path] = field(default_factory=dict)
 
     def place(self, store: Store) -> Path:
-        """The folder for a store's matrices; the scratch folder where the wanted one cannot be
-        written, which is logged once."""
+        """The folder for a store's matrices; the scratch folder if that is not writable (logged
+        once)."""
         store_id = store.manifest.store_id
         if store_id not in self._places:
             self._places[store_id] = self._find(store)
         return self._places[store_id]
 
     def is_shared(self, store: Store, map: Map) -> bool:
-        """Whether processes of `map` may find a store's folder: not this machine's scratch folder,
-        unless they are of this machine too."""
+        """Whether processes of `map` can see a store's folder: not this machine's scratch folder,
+        unless they run on this machine."""
         return self.place(store) != self.scratch or bool(getattr(map, "local", 0))
 
     def absolute(self) -> GramCache:
-        """The same for a process with another working folder."""
+        """The same for a process with another working directory."""
         places = {store_id: place.absolute() for store_id, place in self._places.items()}
         folder = self.folder and self.folder.absolute()
         return replace(self, folder=folder, _places=places)
@@ -103,7 +107,7 @@ class GramCache:
     def find(
         self, features: FeatureMatrix, rows: Rows, batches: Sequence[Rows] = ()
     ) -> GramFile | None:
-        """A matrix that holds `rows`, or the matrices of these batches, if they were made."""
+        """A cached matrix that contains `rows`, or the matrices of these batches."""
         store, folder = _revision(features.store), self.place(features.store)
         stem, key = self._stem(features), self._key(features)
         for path in sorted(folder.glob(f"{stem}.*.json")) if folder.is_dir() else ():
@@ -128,14 +132,14 @@ class GramCache:
         make: Callable[[FeatureOffset], Tiles],
         batches: tuple[int, ...] = (),
     ) -> GramFile:
-        """Keep a matrix while it is made; it exists only when it is whole. Where its folder goes
-        meanwhile, it is made again, in the scratch folder.
+        """Store a matrix while it is computed; it appears only when complete. If its folder
+        disappears meanwhile, it is computed again, in the scratch folder.
 
         Args:
             features: of what.
             rows: of which images; with `batches`, batch after batch.
-            tile: length of the tiles.
-            make: makes the tiles, see `gram_file`, and records the origin of the features.
+            tile: side of the tiles.
+            make: computes the tiles, see `gram_file`, and records the origin of the features.
             batches: see `Header`.
 
         Raises:
@@ -205,24 +209,25 @@ class GramCache:
         return GramFile(data, header)
 
     def _key(self, features: FeatureMatrix) -> tuple[str, ...]:
-        """What is kept of a store: of which features, and in which precision but for fp32."""
+        """Identity of cached features: store, features, and precision unless fp32."""
         return features.key if self.precision == "fp32" else (*features.key, self.precision)
 
     def _stem(self, features: FeatureMatrix) -> str:
-        """A file name that says what is in it."""
+        """A descriptive file name."""
         text = ".".join([*self._key(features), features.store.manifest.store_id[:8]])
         return re.sub(r"[^A-Za-z0-9._-]", "_", text)
 
 
 def own_folder(store: Store) -> Path:
-    """Beside a store in a folder; for one at a URL in the user's cache folder, by its identity."""
+    """Beside a store in a folder; for a store at a URL in the user's cache folder, by its
+    identity."""
     if isinstance(store.place, Path):
         return store.place.with_name(f"{store.place.name}.grams")
     return user_caches() / f"{store.place.stem}-{store.manifest.store_id[:12]}.grams"
 
 
 def user_caches() -> Path:
-    """The folder of the caches of stores at URLs."""
+    """The folder with the caches of stores at URLs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vitsee"
 
 
@@ -230,10 +235,10 @@ def user_caches() -> Path:
 def gram_cache(
     folder: Path | None, persistent: bool, precision: str = "fp32"
 ) -> Iterator[GramCache]:
-    """A cache; what was put into its scratch folder is gone at the end.
+    """A cache whose scratch folder is removed at the end.
 
     Raises:
-        VitseeError: `folder` is inside a store, or in a folder that does not exist.
+        VitseeError: `folder` is inside a store, or its parent does not exist.
     """
     if folder is not None:
         check_place(folder / OWNER)
@@ -251,12 +256,12 @@ def gram_cache(
 
 
 def _revision(store: Store) -> str:
-    """What a store's numbers are known by: its identity, and when its slabs were committed."""
+    """Version of a store's numbers: its identity, and when its slabs were committed."""
     return f"{store.manifest.store_id}:{store.revision}"
 
 
 def _remove_older(folder: Path, stem: str) -> None:
-    """Remove what earlier formats kept of the same features."""
+    """Remove matrices of the same features in earlier formats."""
     for path in folder.glob(f"{stem}.*.json"):
         if format_of(read_regular(path)) < FORMAT:
             for old in (path, path.with_suffix(".tiles")):

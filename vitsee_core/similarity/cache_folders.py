@@ -1,4 +1,4 @@
-"""Folders of cached Gram matrices: found below a folder or beside a store, and removed."""
+"""Finding and removing folders of cached Gram matrices."""
 
 from __future__ import annotations
 
@@ -17,22 +17,15 @@ from vitsee_stores.url import Place, Url
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """Gram matrices in one folder.
-
-    Attributes:
-        folder: where.
-        store_id: of the store whose features the first matrix is made of.
-        n_matrices: how many there are.
-        size_bytes: of all of them on the disk.
-    """
+    """Gram matrices in one folder."""
 
     folder: Path
-    store_id: str
+    store_id: str  # of the store of the first matrix
     n_matrices: int
-    size_bytes: int
+    size_bytes: int  # of all of them on disk
 
     def remove(self) -> None:
-        """Remove the matrices, and the folder where nothing else is in it.
+        """Remove the matrices, and the folder if nothing else is in it.
 
         Raises:
             VitseeError: the disk refused.
@@ -48,8 +41,8 @@ class CacheFolder:
 
 
 def caches_of(places: Sequence[Place]) -> list[CacheFolder]:
-    """The caches of stores, and those below other folders; without any place those below the
-    working folder and of stores at URLs.
+    """The caches of stores, and those below other folders; by default those below the working
+    directory and of stores at URLs.
 
     Raises:
         VitseeError: a place does not exist.
@@ -60,7 +53,7 @@ def caches_of(places: Sequence[Place]) -> list[CacheFolder]:
 
 
 def _root(place: Place) -> Path:
-    """Where the caches of a store, or of what is below a folder, are."""
+    """Where the caches of a store, or of everything below a folder, are."""
     if isinstance(place, Url) or (place / ZARR_JSON).is_file():
         return own_folder(open_store(place, allow_partial=True))
     if not place.is_dir():
@@ -81,7 +74,7 @@ def _headers(folder: Path) -> list[Path]:
 
 
 def _cache(folder: Path) -> CacheFolder | None:
-    """What a folder holds; None where that is no Gram matrix."""
+    """The contents of a folder; None if there is no Gram matrix."""
     headers = _headers(folder)
     if not headers:
         return None

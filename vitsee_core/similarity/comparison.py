@@ -1,4 +1,4 @@
-"""What is to be compared and how: decided once, before the first byte is read."""
+"""The comparison to be made and its settings, decided before anything is read."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ log = logging.getLogger(__name__)
 class Estimator:
     """How HSIC is estimated.
 
-    kind: "exact", the unbiased HSIC_1 over all images; "minibatch", its mean over batches (Raghu
-    et al. 2021: 10 batches of 1024 images drawn without replacement, 20 times); "biased", HSIC_0
-    over all images (Kornblith et al. 2019); "auto": exact for up to 16384 images, else
-    minibatch; within slabs where only that was kept.
-    batch, examples, repeats: of minibatch; None: 1024, 10240, 20, or what the data allow.
-    rescale: batches in the store's order, features not centred, every batch's Gram matrix scaled
-    to [0, 1] by its smallest and largest entry, as the code of Walmer et al. 2023 does. It weighs
-    batches by their outliers, and is no estimator of HSIC.
+    Attributes:
+        kind: "exact", the unbiased HSIC_1 over all images; "minibatch", its mean over batches
+            (Raghu et al. 2021: 10 batches of 1024 images drawn without replacement, 20 times);
+            "biased", HSIC_0 over all images (Kornblith et al. 2019); "auto": exact for up to 16384
+            images, else minibatch; within slabs if only those Gram matrices are stored.
+        batch, examples, repeats: of minibatch; None: 1024, 10240, 20, or what the data allow.
+        rescale: batches in the store's order, features not centred, every batch's Gram matrix
+            scaled to [0, 1] by its smallest and largest entry, as the code of Walmer et al. 2023
+            does. It weighs batches by their outliers, and is no estimator of HSIC.
     """
 
     kind: str = "auto"
@@ -55,26 +56,27 @@ class Estimator:
 
 @dataclass(frozen=True)
 class GramOptions:
-    """How the work is done; the result does not depend on it but by `precision`. cache: a folder
-    for Gram matrices, None: `<store>.grams` beside each store. use_cache: off, nothing is kept.
-    memory: bytes to stay within, None: a quarter of the machine's. map: by whose processes Gram
-    matrices are made; see `Execution`. precision: of the products, see
-    `kernels.backend.PRECISIONS`."""
+    """Resources; of these only `precision` affects the result."""
 
-    cache: Path | None = None
-    use_cache: bool = True
+    cache: Path | None = None  # folder for Gram matrices; None: `<store>.grams` beside each store
+    use_cache: bool = True  # False keeps nothing
     device: str = "auto"
-    memory: int | None = None
-    map: Map | None = None
-    precision: str = "fp32"
+    memory: int | None = None  # bytes to stay within; None: a quarter of the machine's
+    map: Map | None = None  # its processes compute Gram matrices, see `Execution`
+    precision: str = "fp32"  # of the products, see `kernels.backend.PRECISIONS`
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison. rows: store_id -> the rows that hold its images, in the first store's order;
-    own: the rows that each store counts by itself: Gram matrices are made of these, so that they
-    can be used by other comparisons too. notes: which images, for a sidecar. fused: see
-    `grams.products`."""
+    """A comparison of representations.
+
+    Attributes:
+        rows: store_id -> the rows with its images, in the first store's order.
+        own: store_id -> the rows that each store counts by itself: Gram matrices are made of these,
+            so that other comparisons can use them, too.
+        notes: the choice of images, for a sidecar.
+        fused: see `similarity.products`.
+    """
 
     representations: tuple[Representation, ...]
     n_rows: int
@@ -93,7 +95,7 @@ class Comparison:
     fused: bool = False
 
     def split(self, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T] | None]:
-        """What belongs to rows, and what to cols (None where they are the same)."""
+        """The items of rows, and those of cols (None if they are the same)."""
         return items[: self.n_rows], None if self.among_themselves else items[self.n_rows :]
 
     @property
@@ -110,17 +112,17 @@ class Comparison:
         return all(bool((np.diff(rows) > 0).all()) for rows in self.rows.values())
 
     def own_rows(self, of: Representation) -> Rows:
-        """The images that a representation's store counts."""
+        """The rows that a representation's store counts by itself."""
         return self.own[of.store.manifest.store_id]
 
     def find(self, of: Representation, batches: Sequence[Rows] = ()) -> GramFile | None:
-        """Its Gram matrix over the comparison's images (or over each of these batches of them),
-        if it was made before."""
+        """Its cached Gram matrix over the comparison's images (or over each of these batches of
+        them)."""
         return self.cache.find(of.features, self.rows_of(of), batches)
 
     def missing(self) -> dict[tuple[str, ...], Representation]:
-        """Representations whose Gram matrix over the comparison's images is yet to be made, equal
-        ones once."""
+        """Representations without a cached Gram matrix over the comparison's images, equal ones
+        once."""
         return {r.features.identity: r for r in self.representations if self.find(r) is None}
 
     def make(
@@ -128,11 +130,11 @@ class Comparison:
         how: Callable[[Comparison, Representation], GramFile],
         missing: Iterable[Representation],
     ) -> None:
-        """Gram matrices that are not there yet: one after the other, or each by a process of `map`,
-        which leaves it in the cache's folder for this one to find.
+        """Compute missing Gram matrices: one after the other, or each in a process of `map`, which
+        leaves it in the cache's folder.
 
         Raises:
-            VitseeError: it does not find one: the processes have another disk.
+            VitseeError: the result is not found: the processes use another disk.
         """
         elsewhere: list[Representation] = []
         for of in missing:
@@ -155,7 +157,7 @@ class Comparison:
 
     @property
     def alone(self) -> Comparison:
-        """What another process needs of it."""
+        """The part that another process needs."""
         return replace(
             self,
             representations=(),
@@ -166,7 +168,7 @@ class Comparison:
         )
 
     def require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
-        """Refuse Gram matrices that the disk cannot hold, before any work; `sizes` in bytes.
+        """Refuse Gram matrices that exceed the disk, before any work; `sizes` in bytes.
 
         Raises:
             VitseeError: names the bytes and what to choose.
@@ -189,7 +191,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Made:
-    """Where another process put the Gram matrix that it made."""
+    """Path of the Gram matrix that another process computed."""
 
     comparison: Comparison
     how: Callable[[Comparison, Representation], GramFile]

@@ -1,4 +1,4 @@
-"""A tile of every Gram matrix on a GPU, and its sums, which are copied off together."""
+"""A tile of every Gram matrix on a GPU, and its sums, which are copied to the host together."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ MOST_WAITING = 1 << 24
 
 
 class DeviceTiles:
-    """Memory for a tile (matrices, rows, cols) float32 at a time."""
+    """Memory for one tile (matrices, rows, cols) float32 at a time."""
 
     def __init__(self, device: str, n: int) -> None:
         self._device = torch.device(device)
         self._memory = torch.empty(n, device=self._device)
 
     def shaped(self, *shape: int) -> Tensor:
-        """The next tile; the one before is lost."""
+        """Memory for the next tile; the previous one is lost."""
         return self._memory[: int(np.prod(shape))].view(shape)
 
     def put(self, values: Tensor, k: int, block: Any) -> None:
-        """One matrix's block, from this device or from the host."""
+        """Set one matrix's block, from this device or from the host."""
         values[k] = block if isinstance(block, torch.Tensor) else to_device(block, self._device)
 
     def without_diagonals(self, values: Tensor) -> NDArray[Any]:
-        """(matrices, rows) of a square tile, which has zeros in their place from now on."""
+        """(matrices, rows) diagonals of a square tile, which are then set to zero."""
         diagonals = values.diagonal(dim1=1, dim2=2)
         found: NDArray[Any] = diagonals.cpu().numpy().copy()
         diagonals.zero_()
@@ -48,9 +48,9 @@ class DeviceTiles:
         n_rows: int,
         first_col: int,
     ) -> Iterator[tuple[Any, ...]]:
-        """Of each piece, rows and columns of the tile: (R, C) inner products, each matrix's own,
+        """For each piece (rows and columns of the tile): (R, C) inner products, each matrix's own,
         sums over its columns and over its rows, in float64. At most `TERMS` products (see
-        `pair_sums`) are added up in single precision; nothing waits in between."""
+        `pair_sums`) are added in float32; there is no synchronisation in between."""
         waiting: list[tuple[Tensor, ...]] = []
         size = 0
         for rows, cols in pieces:
@@ -72,7 +72,7 @@ class DeviceTiles:
         yield from _fetched(waiting)
 
     def _cut(self, values: Tensor, rows: Labels, cols: Labels) -> Tensor:
-        """values[:, rows][:, :, cols], contiguous; by slices where they are runs."""
+        """values[:, rows][:, :, cols], contiguous; runs become slices."""
         a, b = (slice(int(p[0]), int(p[-1]) + 1) for p in (rows, cols))
         if a.stop - a.start == len(rows) and b.stop - b.start == len(cols):
             return values[:, a, b].contiguous()

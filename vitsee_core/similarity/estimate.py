@@ -1,4 +1,4 @@
-"""HSIC between representations: over which images, by which estimator."""
+"""HSIC between representations: choice of images and estimator."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def hsic(
 ) -> Hsic:
     """HSIC of every representation in `rows` with every one in `cols`.
 
-    Each representation's Gram matrix is made once and kept, see `GramOptions`; then all pairs, the
-    spread and all repeats come from the matrices alone. Memory: `options.memory`, whatever the
+    Each representation's Gram matrix is computed once and cached, see `GramOptions`; all pairs, the
+    spread and all repeats follow from the matrices alone. Memory: `options.memory`, whatever the
     number of images and of representations.
 
     Args:
@@ -71,11 +71,11 @@ def hsic(
         seed: of samples, minibatches, and the jackknife's blocks in stores in the data's order.
         options: see `GramOptions`.
         pair_by: see `paired_rows`.
-        progress: counts Gram matrices as they are made, and the bytes read for them.
+        progress: counts finished Gram matrices, and the bytes read for them.
 
     Raises:
         StoreMismatch: stores of other images, or within-slab Gram matrices of different slabs.
-        MissingInput: an estimate across slabs was asked for, and only those within were kept.
+        MissingInput: an estimate across slabs was requested, and only those within are stored.
         VitseeError: fewer than 4 images in common, not enough disk or memory.
     """
     estimator = estimator or Estimator()
@@ -111,8 +111,8 @@ def comparing(
     pair_by: str = "image",
     progress: Progress = SILENT,
 ) -> Iterator[Comparison]:
-    """What is to be compared, with the cache of its Gram matrices while it is done; see `hsic` for
-    the arguments and errors."""
+    """Context with the comparison and its cache of Gram matrices; arguments and errors as for
+    `hsic`."""
     options = options or GramOptions()
     representations = (*rows, *(cols or ()))
     by_slab = any(r.has_blocks_only for r in representations)
@@ -149,11 +149,7 @@ def comparing(
 
 
 def _require(precision: str, device: str, of: Sequence[Representation]) -> None:
-    """Refuse a precision that does not exist, here or at all.
-
-    Raises:
-        VitseeError: says why.
-    """
+    """Refuse an unknown precision, or one that this device lacks."""
     if precision not in PRECISIONS:
         raise VitseeError(f"no precision {precision!r}; expected {' or '.join(PRECISIONS)}")
     if precision == "bf16":
@@ -194,7 +190,7 @@ def _images(
 
 
 def _estimate(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsic:
-    """By the estimator that was chosen; a damaged Gram matrix is made again."""
+    """Apply the chosen estimator; a damaged Gram matrix is computed again."""
     for _ in range(len(comparison.representations)):
         try:
             return _by_kind(comparison, estimator, by_slab)
@@ -224,7 +220,7 @@ def _by_kind(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsi
 
 
 def _work(comparison: Comparison) -> float:
-    """Multiplications, about: of the Gram matrices that are not there yet, and of all pairs."""
+    """Approximate number of multiplications: missing Gram matrices, and all pairs."""
     n, (rows, cols) = comparison.n_images, comparison.split(comparison.representations)
     missing = [
         r
@@ -236,8 +232,8 @@ def _work(comparison: Comparison) -> float:
 
 
 def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, float]]:
-    """No value where features are constant but for rounding; and |mean|^2 over the total variance
-    of those that lost digits to it when they were stored. Both are logged."""
+    """No value for features that are constant up to rounding; and |mean|^2 over the total variance
+    of those whose offset cost digits when they were stored. Both are logged."""
     found: dict[str, float] = {}
     constant: list[int] = []
     names: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""From the Gram matrices of all images: exact and biased HSIC, with a jackknife over images."""
+"""Exact and biased HSIC from the Gram matrices of all images, with a jackknife over images."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Work = Callable[..., list[Hsic]]
 
 
 def over_all_images(comparison: Comparison, *, biased: bool) -> Hsic:
-    """HSIC_1 or HSIC_0 over all images; replicates without one block of images each."""
+    """HSIC_1 or HSIC_0 over all images; each replicate leaves out one block of images."""
     grams = full_grams(comparison)
     labels = block_labels(comparison.n_images, None if comparison.shuffled else comparison.seed)
     partition = Partition(labels, int(labels.max()) + 1, crossing=True)
@@ -55,8 +55,7 @@ def over_all_images(comparison: Comparison, *, biased: bool) -> Hsic:
 
 
 def full_grams(comparison: Comparison) -> list[GramView]:
-    """The Gram matrix of every representation over the comparison's images, made where it is not
-    there yet.
+    """The Gram matrix of every representation over the comparison's images, computed if missing.
 
     Raises:
         VitseeError: the disk is too small for them.
@@ -110,8 +109,8 @@ def _make(comparison: Comparison, of: Representation) -> GramFile:
 
 
 def _along_blocks(pair: tuple[int, int]) -> int:
-    """Place of a tile along the curve that fills each square of tiles before it leaves it: the
-    bits of both places, in turn (Morton 1966)."""
+    """A tile's position along the curve that fills each square of tiles before it leaves it: the
+    bits of both indices, interleaved (Morton 1966)."""
     a, b = pair
     return sum(
         ((a >> bit & 1) << 2 * bit + 1) | ((b >> bit & 1) << 2 * bit)
@@ -120,14 +119,14 @@ def _along_blocks(pair: tuple[int, int]) -> int:
 
 
 def block_labels(n: int, seed: int | None) -> Rows:
-    """The jackknife's blocks of images: at least 20 (each image one below 24), at most a tile
-    long. Runs of a shuffled store are random samples; other orders are dealt out with `seed`."""
+    """The jackknife's blocks of images: at least 20 (below 24 images, one each), at most a tile
+    long. Runs of a shuffled store are random samples; other orders are assigned with `seed`."""
     labels = np.arange(n) * _n_blocks(n) // n
     return labels if seed is None else np.random.default_rng(seed).permutation(labels)
 
 
 def most_left_out(n: int) -> int:
-    """Images in the largest of these blocks."""
+    """Size of the largest of these blocks."""
     return -(-n // _n_blocks(n))
 
 
@@ -144,7 +143,7 @@ def leave_one_out(
     biased: bool,
     device: str,
 ) -> list[Hsic]:
-    """HSIC over all images, then without each block (not where fewer than 4 would stay)."""
+    """HSIC over all images, then without each block (unless fewer than 4 would remain)."""
     (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile)
     whole = as_one_batch(total, diagonals)
 
@@ -163,8 +162,8 @@ def leave_one_out(
 def in_groups(
     comparison: Comparison, matrices: Sequence[Matrix], work: Work, partitions: Sequence[Partition]
 ) -> list[Hsic]:
-    """`work(rows, cols, tile=...)` on all matrices, or on groups of them whose tiles fit the
-    memory together, put together again."""
+    """`work(rows, cols, tile=...)` on all matrices, or on groups of them whose tiles fit the memory
+    together, with the results assembled."""
     n, budget = matrices[0].n, comparison.memory * 3 // 4
     tile = tile_size(n)  # that of the files: every tile is read once
     while 2 * bytes_each(n, partitions, tile) > budget and tile > 64:

@@ -1,14 +1,14 @@
-"""A Gram matrix on disk: tiles of float32 in one file, a header that says of what in another.
+"""A Gram matrix on disk: tiles of float32 in one file, a descriptive header in another.
 
     <name>.tiles   float32, (tiles, t, t): of one matrix the tiles of the upper triangle row by row
-                   (diagonal tiles whole, the last row and column padded with 0), or one matrix a
+                   (diagonal tiles whole, the last row and column padded with 0), or one matrix per
                    batch
     <name>.json    format, store, features, rows, size of the tiles, a crc32c of each, what the
                    features were shifted by, and a crc32c of all that; written last
 
-The matrix is that of the features less one common vector, in the plain sense: not centred, with
-its diagonal. HSIC, centred kernels and ridge regression follow from it, and with the header's
-`Shift` the inner products of the features themselves.
+The features are shifted by one common vector; the matrix is not centred and keeps its diagonal.
+HSIC, centred kernels and ridge regression follow from it, and with the header's `Shift` the inner
+products of the features themselves.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ class DamagedGram(VitseeError):
 
 @dataclass(frozen=True)
 class Header:
-    """What a Gram file holds.
+    """Description of a Gram file.
 
-    store: its identity and revision. rows: the images, in rows of the store; batches: empty for one
-    matrix of all rows, else the lengths of the batches that `rows` is cut into, in their order.
-    offset: |mean|^2 of the features over their total variance. shift: of the rows, where there is
-    one matrix.
+    Attributes:
+        store: its identity and revision.
+        rows: the images, as rows of the store.
+        batches: empty for one matrix of all rows, else the lengths of consecutive batches in
+            `rows`.
+        offset: |mean|^2 of the features over their total variance.
+        shift: of the rows, for one matrix.
     """
 
     store: str
@@ -82,7 +85,7 @@ class Header:
 
     @classmethod
     def load(cls, text: bytes) -> Header | None:
-        """What `dump` wrote; None of anything else, other formats among it."""
+        """Parse what `dump` wrote; None for anything else, including other formats."""
         try:
             fields: dict[str, Any] = json.loads(text)
             if fields.pop("digest") != _digest(fields) or fields.pop("format") != FORMAT:
@@ -107,12 +110,12 @@ class Header:
 
     @property
     def size_bytes(self) -> int:
-        """Length of the file of tiles."""
+        """Size of the file of tiles."""
         return 4 * self.n_tiles * self.tile**2
 
 
 def format_of(text: bytes) -> int:
-    """The format that a header says it has; the present one where it says none."""
+    """The format stated in a header; the current one if it states none."""
     try:
         found = json.loads(text)["format"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -137,7 +140,8 @@ def _digest(fields: dict[str, Any]) -> int:
 
 
 def read_regular(path: Path) -> bytes:
-    """A file's bytes; none where it is gone, unreadable or no regular file (a pipe would block)."""
+    """A file's bytes; empty if it is gone, unreadable or not a regular file (a pipe would
+    block)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -147,7 +151,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def is_whole(path: Path, header: Header) -> bool:
-    """Whether there is a regular file of the header's length."""
+    """Whether there is a regular file of the size that the header implies."""
     try:
         found = path.stat()
     except OSError:
@@ -156,7 +160,7 @@ def is_whole(path: Path, header: Header) -> bool:
 
 
 def tile_size(n: int) -> int:
-    """Length of the tiles of an n x n matrix: as even as possible, at most 1024."""
+    """Side of the tiles of an n x n matrix: as even as possible, at most 1024."""
     return math.ceil(n / math.ceil(n / LARGEST_TILE))
 
 
@@ -167,7 +171,7 @@ def n_tiles(n: int, size: int) -> int:
 
 
 def gram_bytes(n: int) -> int:
-    """Bytes on disk of the Gram matrix of n images."""
+    """Size on disk of the Gram matrix of n images."""
     size = tile_size(n)
     return n_tiles(n, size) * size**2 * 4
 
@@ -175,11 +179,7 @@ def gram_bytes(n: int) -> int:
 def write_tiles(
     descriptor: int, tiles: Iterable[tuple[int, NDArray[np.float64]]], size: int
 ) -> tuple[int, ...]:
-    """Write tiles (padded to size x size), each to its place; their checksums.
-
-    Raises:
-        OSError: the disk refused them.
-    """
+    """Write tiles (padded to size x size), each to its place; returns their checksums."""
     checksums: dict[int, int] = {}
     for k, tile in tiles:
         block = tile.astype(np.float32, order="C")
@@ -195,14 +195,14 @@ def write_tiles(
 
 
 class GramFile:
-    """A Gram file that is whole; tiles are read when asked for, and checked the first time."""
+    """A complete Gram file; tiles are read on demand, and verified the first time."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.header = path, header
         self._checked: set[int] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Absolute: another process may have another working folder."""
+        """Absolute: another process may have another working directory."""
         return GramFile, (self.path.absolute(), self.header)
 
     def tile(self, k: int) -> Float32:
@@ -227,7 +227,7 @@ class GramFile:
         return block.reshape(size, size)
 
     def block(self, i: Rows, j: Rows) -> Float32:
-        """(len(i), len(j)) entries of the one matrix, at ascending places among its rows."""
+        """(len(i), len(j)) entries of the one matrix, at ascending positions among its rows."""
         size = self.header.tile
         along = math.ceil(len(self.header.rows) / size)
         out = np.empty((len(i), len(j)), np.float32)
@@ -240,7 +240,7 @@ class GramFile:
 
 
 def _by_tile(places: Rows, size: int) -> Iterable[tuple[int, slice, Rows]]:
-    """Of each tile along one side that holds some of `places`: its number, which of them it holds,
+    """For each tile along one side that holds some of `places`: its number, which of them it holds,
     and where they are within it."""
     for a in range(int(places[0]) // size, int(places[-1]) // size + 1):
         low, high = np.searchsorted(places, [a * size, (a + 1) * size])
@@ -249,7 +249,7 @@ def _by_tile(places: Rows, size: int) -> Iterable[tuple[int, slice, Rows]]:
 
 
 def _cut(tile: Float32, i: Rows, j: Rows) -> Float32:
-    """tile[i][:, j], by slices where they are runs."""
+    """tile[i][:, j]; runs become slices."""
     return tile[_run(i)][:, _run(j)]
 
 
@@ -259,7 +259,7 @@ def _run(places: Rows) -> slice | Rows:
 
 
 class GramView:
-    """The Gram matrix of some rows of a store, in any order: a part of one that is on disk."""
+    """Part of a Gram matrix on disk: some rows of a store, in any order."""
 
     def __init__(self, file: GramFile, rows: Rows) -> None:
         self.file = file
@@ -269,10 +269,10 @@ class GramView:
 
     @property
     def shift(self) -> Shift:
-        """What makes inner products of the features themselves of it; see `shift.raw_gram`.
+        """The shift for inner products of the original features; see `shift.raw_gram`.
 
         Raises:
-            MissingInput: it is of single batches, which are kept without.
+            MissingInput: a matrix of single batches, which are cached without.
         """
         if self.file.header.shift is None:
             raise MissingInput(
@@ -293,7 +293,7 @@ class GramView:
 
 
 def covers(header: Header, rows: Rows) -> bool:
-    """Whether a header's matrix holds all of `rows`."""
+    """Whether a header's matrix contains all of `rows`."""
     return not header.batches and bool(np.isin(rows, header.rows, assume_unique=True).all())
 
 

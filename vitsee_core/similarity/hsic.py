@@ -42,50 +42,40 @@ METHODS = {"jackknife": JACKKNIFE, "repeats": REPEATS, "slabs": SLABS, "": "none
 
 @dataclass(frozen=True)
 class Hsic:
-    """HSIC between representations R (rows) and C (cols).
+    """HSIC between representations R (rows) and C (cols)."""
 
-    cross: (R, C). rows: (R,) of each row with itself, cols: (C,). replicates: the same with a
-    leading axis: without one block of images each, or one per repeat; spread: which ("jackknife",
-    "slabs", "repeats", or "" for none). n_images: images counted. notes: how, for a sidecar.
-    """
-
-    cross: Float
-    rows: Float
-    cols: Float
+    cross: Float  # (R, C)
+    rows: Float  # (R,) of each row with itself
+    cols: Float  # (C,) of each column with itself
+    # the same with a leading axis: leaving out one block of images each, or one per repeat
     replicates: Hsic | None = None
-    spread: str = ""
-    n_images: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
+    spread: str = ""  # kind of the replicates: "jackknife", "slabs", "repeats", or "" for none
+    n_images: int = 0  # images counted
+    notes: dict[str, Any] = field(default_factory=dict)  # for a sidecar
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """CKA and its spread, (R, C) each. std: the jackknife's standard error, or the standard
-    deviation over repeats; low, high: 95 % interval, NaN unless from a jackknife; without: (blocks,
-    R, C) the jackknife's replicates, None unless from one."""
+    """CKA and its spread, (R, C) each."""
 
     cka: Float
-    std: Float
-    low: Float
+    std: Float  # the jackknife's standard error, or the standard deviation over repeats
+    low: Float  # 95 % interval, NaN unless from a jackknife
     high: Float
-    without: Float | None = None
+    without: Float | None = None  # (blocks, R, C) the jackknife's replicates, None unless from one
 
 
 def centred_alignment(cross: Float, rows: Float, cols: Float) -> Float:
     """CKA (..., R, C) from HSICs; NaN where a self-HSIC is not positive, as for constant features
-    (and, for the unbiased one, by chance for noise of few images)."""
+    (and, for the unbiased estimator, by chance for noise of few images)."""
     own_rows, own_cols = (np.where(own > 0, own, np.nan) for own in (rows, cols))
     # One root of the product: a representation with itself is 1 and not almost 1.
     return cross / np.sqrt(own_rows[..., :, np.newaxis] * own_cols[..., np.newaxis, :])
 
 
 def without_value(names: Sequence[str], own: Float) -> list[str]:
-    """What to say of the representations that have no CKA with anything.
-
-    Args:
-        names: of the representations.
-        own: (R,) the HSIC of each with itself.
-    """
+    """Remarks on representations that have no CKA with anything. own: (R,) the HSIC of each with
+    itself."""
     lost = [name for name, value in zip(names, own, strict=True) if not value > 0]
     if not lost:
         return []
@@ -118,8 +108,8 @@ def summarise(h: Hsic) -> Similarity:
 
 
 def assembled(grid: Sequence[Sequence[Sequence[Hsic]]]) -> list[Hsic]:
-    """The values of sites compared group by group: grid[i][j] has those of the i-th group
-    of rows with the j-th group of columns."""
+    """The values of sites compared group by group: grid[i][j] holds those of the i-th group of rows
+    with the j-th group of columns."""
     return [
         Hsic(
             np.block([[part[k].cross for part in line] for line in grid]),
@@ -132,24 +122,19 @@ def assembled(grid: Sequence[Sequence[Sequence[Hsic]]]) -> list[Hsic]:
 
 @dataclass(frozen=True)
 class PairSums:
-    """Sums over pairs of different images of every representation against every other.
+    """Sums over pairs of different images for every representation against every other."""
 
-    products: (R, C) <K~, L~>; own_rows (R,), own_cols (C,): <K~, K~>. sums_rows: (R, n) row sums
-    of K~, sums_cols (C, n); diag_rows, diag_cols: the diagonals, likewise. n_images: how many of
-    the n count; what is of others is 0.
-    """
-
-    products: Float
-    own_rows: Float
-    own_cols: Float
-    sums_rows: Float
-    sums_cols: Float
-    diag_rows: Float
-    diag_cols: Float
-    n_images: int
+    products: Float  # (R, C) <K~, L~>
+    own_rows: Float  # (R,) <K~, K~>
+    own_cols: Float  # (C,)
+    sums_rows: Float  # (R, n) row sums of K~
+    sums_cols: Float  # (C, n)
+    diag_rows: Float  # (R, n) diagonals
+    diag_cols: Float  # (C, n)
+    n_images: int  # how many of the n count; entries of the others are 0
 
     def unbiased(self) -> Hsic:
-        """HSIC_1; of 4 images or more."""
+        """HSIC_1, for 4 images or more."""
         n = self.n_images
 
         def value(products: Float, a: Float, b: Float, outer: bool) -> Float:
@@ -160,7 +145,7 @@ class PairSums:
         return self._all(value, self.sums_rows, self.sums_cols, self)
 
     def biased(self) -> Hsic:
-        """HSIC_0, diagonals included; of 2 images or more."""
+        """HSIC_0, diagonals included, for 2 images or more."""
         n = self.n_images
         d, e = self.diag_rows, self.diag_cols
         whole = PairSums(
@@ -198,7 +183,7 @@ def _joint(a: Float, b: Float, outer: bool) -> tuple[Float, Float]:
 
 
 def weighted_sum(parts: Sequence[Hsic], weights: Sequence[float] | None = None) -> Hsic:
-    """The sum of HSICs, each with its weight (1)."""
+    """The weighted sum of HSICs; weights sum to 1."""
     by = np.ones(len(parts)) if weights is None else np.asarray(weights, np.float64)
 
     def total(name: str) -> Float:
@@ -208,13 +193,13 @@ def weighted_sum(parts: Sequence[Hsic], weights: Sequence[float] | None = None) 
 
 
 def symmetric(h: Hsic) -> Hsic:
-    """HSIC among the same representations, the same both ways to the last bit."""
+    """HSIC among the same representations, made symmetric to the last bit."""
     again = None if h.replicates is None else symmetric(h.replicates)
     return replace(h, cross=(h.cross + h.cross.swapaxes(-1, -2)) / 2, replicates=again)
 
 
 def without(h: Hsic, rows: Sequence[int], cols: Sequence[int]) -> Hsic:
-    """`h` with no value for these rows and columns."""
+    """`h` with NaN for these rows and columns."""
     again = None if h.replicates is None else without(h.replicates, rows, cols)
     cross, own_rows, own_cols = h.cross.copy(), h.rows.copy(), h.cols.copy()
     cross[..., list(rows), :] = np.nan
@@ -225,7 +210,7 @@ def without(h: Hsic, rows: Sequence[int], cols: Sequence[int]) -> Hsic:
 
 
 def stacked(parts: Sequence[Hsic]) -> Hsic:
-    """Replicates, one behind the other along a new first axis."""
+    """Replicates along a new first axis."""
     cross, rows, cols = (
         np.stack([getattr(part, name) for part in parts]) for name in ("cross", "rows", "cols")
     )

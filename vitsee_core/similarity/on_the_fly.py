@@ -1,14 +1,15 @@
-"""HSIC between many small representations, their Gram matrices made tile by tile and never kept.
+"""HSIC between many small representations, whose Gram matrices are computed tile by tile and never
+stored.
 
-For each tile of images the features of both its sides are read once for all representations,
-centred, and multiplied; `pair_totals` takes the tiles as it does those from disk. So exact,
-biased and minibatch values, and their spread, are those of `hsic` on the same images.
+For each tile of images the features of both sides are read once for all representations, centred,
+and multiplied; `pair_totals` takes these tiles like those from disk. So exact, biased and minibatch
+values, and their spread, equal those of `hsic` on the same images.
 
 A product of some hundred columns is bound by memory. `benchmarks/localize.py` prints the share of
-the rate of a large product in single precision.
+the rate of a large product in float32.
 
 Cost: n (n + 1) (sum of features) for the Gram matrices, n (n + 1) R C for the pairs, and reading
-each feature about n / (2 tile) times where they do not all fit the memory.
+each feature about n / (2 tile) times if they do not all fit the memory.
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ def hsic_on_the_fly(
 ) -> Hsic:
     """HSIC of every matrix in `rows` with every one in `cols`, as `hsic` gives it.
 
-    Memory: `memory`, and the result with its replicates beside it.
+    Memory: `memory`, plus the result with its replicates.
 
     Args:
-        rows: stacks of one store, R matrices together.
-        cols: others of it, C matrices.
+        rows: stacks of one store, R matrices in total.
+        cols: other stacks of it, C matrices.
         images: rows of the store that count, ascending; at least 4.
         estimator: "exact" (and "auto"), "biased" or "minibatch", without `rescale`.
         shuffled: whether the store holds its images in random order.
-        seed: of minibatches, and of the jackknife's blocks where it does not.
-        device: where to multiply, as `choose_device` takes it.
+        seed: of minibatches, and of the jackknife's blocks in unshuffled stores.
+        device: where to multiply, see `choose_device`.
         memory: bytes to stay within.
         progress: counts tiles of images.
 
@@ -124,19 +125,19 @@ def hsic_on_the_fly(
 
 
 def multiplications(rows: Sequence[Shape], cols: Sequence[Shape], n: int) -> float:
-    """Of n images: a triangle of each Gram matrix, and the product of all pairs of them."""
+    """For n images: a triangle of each Gram matrix, and the product of all pairs of them."""
     widths = sum(count * width for count, width in (*rows, *cols))
     pairs = sum(count for count, _ in rows) * sum(count for count, _ in cols)
     return n * (n + 1) / 2 * (widths + pairs)
 
 
 def shapes(stacks: Sequence[Stack]) -> list[Shape]:
-    """Of each stack, how many matrices of how many features."""
+    """(number of matrices, number of features) of each stack."""
     return [(stack.n_matrices, stack.n_features) for stack in stacks]
 
 
 def _left_out(biased: bool, device: str) -> Work:
-    """`leave_one_out` of the cells of a partition."""
+    """`leave_one_out` over the cells of a partition."""
 
     def work(
         rows: Matrices, cols: Matrices, partitions: Sequence[Partition], **how: Any
@@ -150,7 +151,7 @@ def _left_out(biased: bool, device: str) -> Work:
 def _minibatch(
     n: int, estimator: Estimator, seed: int, shuffled: bool, device: str
 ) -> tuple[list[Partition], Work, dict[str, Any]]:
-    """One partition a repeat; all of them come from the same sums over pairs."""
+    """One partition per repeat; all share the same sums over pairs."""
     batch, examples, repeats = batch_sizes(estimator, n)
     partitions = []
     for cells in draw_batches(n, batch, examples, repeats, seed, shuffled):
@@ -178,8 +179,8 @@ def _minibatch(
 
 @dataclass(frozen=True)
 class _Division:
-    """Groups of stacks that are worked on together, the tiles' side, and of how many tiles' images
-    the features can be kept."""
+    """Groups of stacks that are processed together, the tiles' side, and the number of tiles whose
+    features stay in memory."""
 
     rows: list[list[Stack]]
     cols: list[list[Stack]]
@@ -196,8 +197,8 @@ def _divide(
     stored: bool,
 ) -> _Division:
     """Everything at once in large tiles if it fits; else smaller tiles, then groups of matrices
-    (each group of rows makes the columns' Gram matrices again, and the other way round), then
-    smaller tiles still.
+    (each group of rows recomputes the columns' Gram matrices, and vice versa), then even smaller
+    tiles.
 
     Raises:
         VitseeError: nothing of that fits.
@@ -244,13 +245,12 @@ def _divide(
 
 
 def _sides(n: int, tile: int) -> int:
-    """How often the features of a tile's side are in memory: two, and one being read, which takes
-    twice."""
+    """Number of tile sides in memory: two, and one being read, which takes twice."""
     return 4 if n > tile else 3
 
 
 def _split(stacks: Sequence[Stack], n_parts: int) -> list[list[Stack]]:
-    """The matrices of all stacks in so many groups of consecutive ones."""
+    """The matrices of all stacks in `n_parts` groups of consecutive ones."""
     ends = np.cumsum([stack.n_matrices for stack in stacks])
     edges = np.linspace(0, ends[-1], n_parts + 1).round().astype(int)
     groups = []
@@ -272,7 +272,7 @@ def _in_groups(
     read: Callable[[Sequence[Stack]], Iterator[StackGram]],
     progress: Progress,
 ) -> list[Hsic]:
-    """`work` on every group of rows with every group of columns, put together again."""
+    """`work` on every group of rows with every group of columns, assembled."""
     along = -(-n // plan.tile)
     steps = len(plan.rows) * len(plan.cols) * along * (along + 1) // 2
     progress.start(steps, unit="pairs of tiles")

@@ -1,4 +1,4 @@
-"""Options of the analyses that compare representations: which sites meet, and how."""
+"""Options of the analyses that compare representations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that belong to a living process, whatever their age: its lock ends with it."""
+"""Files owned by a living process, whatever their age: a lock that ends with the process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ except ImportError:  # no POSIX: nothing is ever found to be owned by none
 
 
 def create_owned(path: Path) -> int:
-    """A new file that belongs to this process until its descriptor, which is returned, is closed.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """A new file that belongs to this process until the returned descriptor is closed."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         if fcntl is None:
@@ -31,8 +27,8 @@ def create_owned(path: Path) -> int:
 
 
 def owned_by_none(path: Path) -> bool:
-    """Whether the process that made it with `create_owned` has ended; False where that cannot be
-    known, and where there is no such file."""
+    """Whether the process that created it with `create_owned` has ended; False if unknown, or if
+    there is no such file."""
     if fcntl is None:
         return False
     try:

@@ -1,8 +1,8 @@
-"""From Gram matrices to sums over pairs of images: all representations at once, tile by tile.
+"""Sums over pairs of images from Gram matrices: all representations at once, tile by tile.
 
 One tile of every matrix is in memory at a time, (representations, t, t), and all pairs are one
 product (Nguyen et al. 2021). Sub-blocks of a tile give the jackknife and the minibatches from the
-same numbers; features are not read a second time.
+same numbers; features are not read again.
 """
 
 from __future__ import annotations
@@ -24,21 +24,17 @@ FEW = 1 << 24
 
 @dataclass
 class Totals:
-    """Sums of one partition over pairs of different images that count.
+    """Sums of one partition over pairs of different images that count."""
 
-    products (R, C), own_rows (R,), own_cols (C,): all pairs. With `crossing`, touching: the same
-    of the pairs with an image in a cell, by cell (leading axis). rows, cols: (R, n, G) row sums
-    over each cell where crossing, else (R, n, 1) over the image's own cell.
-    """
-
-    products: Float
-    own_rows: Float
-    own_cols: Float
+    products: Float  # (R, C) of all pairs
+    own_rows: Float  # (R,)
+    own_cols: Float  # (C,)
+    # (R, n, G) row sums over each cell if crossing, else (R, n, 1) over the image's own cell
     rows: Float
-    cols: Float
+    cols: Float  # likewise
     touching: tuple[Float, Float, Float] = field(
         default_factory=lambda: (np.zeros(0), np.zeros(0), np.zeros(0))
-    )
+    )  # with `crossing`, the same for the pairs with an image in a cell, by cell (leading axis)
 
 
 def pair_totals(
@@ -51,12 +47,12 @@ def pair_totals(
 ) -> tuple[list[Totals], tuple[Float, Float]]:
     """The totals of each partition, and the diagonals, (R, n) and (C, n).
 
-    Sums are taken in the same order whatever the number of threads. Memory: see `bytes_each`.
+    Sums are added in the same order whatever the number of threads. Memory: see `bytes_each`.
 
-    Tiles are not spread over processes. To be added in this order, the sums of every piece would
-    have to come here, R C products and R row and column sums for each TERMS pairs of images: with
-    50 matrices of 16,384 images 0.9 GB, 1/30 of the matrices. Added up by tile where they are
-    made, they are few, but others in the last digits.
+    Tiles are not distributed over processes. To be added in this order, the sums of every piece
+    would have to be sent, R C products and R row and column sums for each TERMS pairs of images:
+    with 50 matrices of 16,384 images 0.9 GB, 1/30 of the matrices. Added per tile where they are
+    computed, they are few, but differ in the last digits.
 
     Args:
         rows: R matrices of the same n images.
@@ -86,8 +82,8 @@ def pair_totals(
 
 
 def bytes_each(n: int, partitions: Sequence[Partition], tile: int) -> int:
-    """Memory that `pair_totals` takes per matrix: a tile and as much again in pieces; row sums by
-    cell, and eight numbers more per image."""
+    """Memory of `pair_totals` per matrix: a tile and as much again in pieces; row sums by cell, and
+    eight more numbers per image."""
     side = min(tile, n)
     sums = sum(n * (p.n_cells if p.crossing else 1) for p in partitions) + 8 * n
     return 2 * side * side * 4 + 8 * sums
@@ -101,8 +97,7 @@ def _tiles(n: int, tile: int) -> Iterator[tuple[slice, slice]]:
 
 
 class _Running:
-    """Totals while they grow, products and own those of pairs within a cell. Everything that is
-    kept is in float64 on the host."""
+    """Running totals, in float64 on the host; products and own count pairs within a cell."""
 
     def __init__(
         self, n_all: int, n_rows: int, n_cols: int, first_col: int, n: int, partition: Partition
@@ -116,7 +111,7 @@ class _Running:
         self.touch_own = np.zeros((cells, n_all))
 
     def add(self, piece: Piece, sums: BlockSums, first_row: int, first_col: int) -> None:
-        """A piece's, of a tile that begins at these images."""
+        """Add a piece of a tile that begins at these images."""
         crossing = self.partition.crossing
         if piece.g == piece.h:
             self.products += sums.products

@@ -1,4 +1,4 @@
-"""Which rows of several stores belong together."""
+"""Pairing the rows of several stores."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Paired:
-    """Rows that belong together. rows: store_id -> (n,) of every store, in the first one's order.
-    notes: how, for a sidecar."""
+    """Rows that belong together."""
 
-    rows: dict[str, Rows]
-    notes: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, Rows]  # store_id -> (n,) rows of every store, in the first one's order
+    notes: dict[str, Any] = field(default_factory=dict)  # for a sidecar
 
 
 def paired_rows(stores: Sequence[Store], chosen: Chosen, pair_by: str = "image") -> Paired:
-    """The rows of every store that hold the same image, as far as all of them could read it.
+    """The rows of every store that hold the same image, if all of them could read it.
 
     Args:
         stores: distinct stores.
         chosen: rows of the first one.
         pair_by: "image": the stores hold the same images, by ids, labels and bytes, in the same
-            order; "id": rows of the same id, whatever their bytes, labels and order (the same
-            pictures clean and corrupted); a row without a partner in every store is left out,
-            which is logged.
+            order; "id": rows with the same id, whatever their bytes, labels and order (the same
+            pictures clean and corrupted); a row without a partner in every store is left out, which
+            is logged.
 
     Raises:
         StoreMismatch: "image": they do not hold the same images in the same order; "id": a store
@@ -90,7 +89,7 @@ def paired_rows(stores: Sequence[Store], chosen: Chosen, pair_by: str = "image")
 
 
 def _refuse_twice(store: Store) -> None:
-    """Raises StoreMismatch where two rows of a store have one id."""
+    """Raises StoreMismatch if two rows of a store share an id."""
     ids, counts = np.unique(store.samples.id, return_counts=True)
     twice = ids[counts > 1]
     if len(twice):

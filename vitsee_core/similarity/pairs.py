@@ -1,4 +1,4 @@
-"""Which sites of which stores are compared with which."""
+"""Choosing which sites of which stores are compared."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SKIPS = {
 
 @dataclass(frozen=True)
 class SitePairs:
-    """Sites to compare: rows with cols (None: rows with each other), and of all these pairs the
-    places (row, col) that are wanted, in the table's order."""
+    """Sites to compare: rows with cols (None: rows with each other), and the requested (row, col)
+    pairs, in the table's order."""
 
     rows: list[Side]
     cols: list[Side] | None
@@ -43,24 +43,24 @@ def choose_pairs(
     sites_b: Sequence[str] = (),
     pairs: str = "all",
 ) -> SitePairs:
-    """What `vitsee cka` compares.
+    """The pairs that `vitsee cka` compares.
 
     all: one store's sites with each other, or its `sites_a` with its `sites_b`; two stores' sites;
-    of three and more, one site each, with each other. same-depth: the first store's sites with
-    each other store's, one by one. branch: one store's skips with its long branches, sublayers of
-    one kind with each other.
+    of three or more, one site each, with each other. same-depth: the first store's sites with each
+    other store's, one by one. branch: one store's skips with its long branches, sublayers of one
+    kind with each other.
 
     Args:
         stores: one or more.
-        sites: selectors, of every store, by default `blocks`; for `branch` of sites in the blocks
+        sites: selectors, for every store, by default `blocks`; for `branch` of sites in the blocks
             that count, by default all.
-        sites_a: for the rows, in place of `sites`.
-        sites_b: for the columns, in place of `sites`.
+        sites_a: for the rows, instead of `sites`.
+        sites_b: for the columns, instead of `sites`.
         pairs: one of `PAIRS`.
 
     Raises:
-        SiteError: a selector that nothing matches.
-        MissingInput: the store keeps no skips and branches.
+        SiteError: a selector without a match.
+        MissingInput: the store has no skips and branches.
         VitseeError: a number of stores or sites that gives no such comparison.
     """
     if pairs not in PAIRS:
@@ -121,7 +121,7 @@ def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:
     """One site of every store.
 
     Raises:
-        VitseeError: several of one.
+        VitseeError: a store has several.
     """
     chosen = sites_of_each(stores, sites)
     if any(len(of_store) > 1 for of_store in chosen):
@@ -137,7 +137,7 @@ def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:
 def _same_depth(
     stores: Sequence[Store], sites: Sequence[str], sites_a: Sequence[str], sites_b: Sequence[str]
 ) -> SitePairs:
-    """By name where both lists have the same names, else the i-th with the i-th."""
+    """By name if both lists have the same names, else the i-th with the i-th."""
     if len(stores) == 1 and not (sites_a and sites_b):
         raise VitseeError(
             "--pairs same-depth compares two stores, or --sites-a with --sites-b of one; got one "
@@ -167,7 +167,7 @@ def _branches(store: Store, sites: Sequence[str]) -> SitePairs:
     """Skips (rows) and long branches (cols), in the model's order within each kind of sublayer.
 
     Raises:
-        MissingInput: the store has no branches, or not the skips that belong to them.
+        MissingInput: the store has no branches, or not their skips.
     """
     blocks = {site.block for site in store.select(sites)} if sites else None
     kinds: dict[str, list[tuple[SiteSpec, SiteSpec]]] = {}

@@ -1,7 +1,7 @@
 """The pixels of each input patch, as the model saw them: normalised, patch by patch.
 
-From the store where `extract --inputs` kept them; else the images are loaded again from the data
-that the store says it was made of, and refused unless they are the same; see `provenance.Pictures`.
+From the store if `extract --inputs` stored them; else the images are loaded again from the data set
+that the store records, and refused if they differ; see `provenance.Pictures`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 class PatchPixels:
     """Each patch's pixels as features, channels first: a `similarity.stacks.Stack`.
 
-    The patch of a grid cell is the pixels of the cell, see `cells.cell_edges`. Patches that are
-    smaller than others are filled with zeros, which no similarity sees.
+    The patch of a grid cell is the pixels of the cell, see `cells.cell_edges`. Smaller patches are
+    padded with zeros, which do not affect similarities.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PatchPixels:
         layout: TokenLayout,
         cells: Rows | None = None,
     ) -> None:
-        """Of a site's layout with a grid; cells: only these of it, row by row."""
+        """layout: of a site with a grid; cells: only these of it, row by row."""
         assert layout.grid is not None
         self.store, self.pixels, self.layout = store, pixels, layout
         self.cells = np.arange(layout.n_body) if cells is None else cells
@@ -81,16 +81,16 @@ class PatchPixels:
 
     @cached_property
     def scale(self) -> Float32 | None:
-        """(features,) what a step of a pixel's value is, normalised; None where the pixels are not
-        stored as bytes."""
+        """(features,) normalised difference of one pixel level; None unless the pixels are stored
+        as bytes."""
         if not isinstance(self.pixels, NormalisedInputs):
             return None
         of_channel = 1 / (np.float32(255) * self.pixels.std)
         return np.repeat(of_channel, self.n_features // len(of_channel))
 
     def read_stored(self, rows: slice) -> NDArray[np.uint8]:
-        """(patches, rows, features) of consecutive rows of the store, before they are normalised;
-        0 beyond smaller patches."""
+        """(patches, rows, features) of consecutive rows of the store, not normalised; 0 in
+        padding."""
         assert isinstance(self.pixels, NormalisedInputs)
         stored, edges, n = self.pixels.pixels, np.array(self._edges()), rows.stop - rows.start
         out = np.zeros((self.n_matrices, n, *self.shape), np.uint8)
@@ -100,7 +100,7 @@ class PatchPixels:
         return out.reshape(self.n_matrices, n, -1)
 
     def _edges(self) -> list[tuple[list[int], list[int]]]:
-        """Of each patch, the first row and the one after the last, and the same of its columns."""
+        """For each patch, its first row and the one after its last, and the same for columns."""
         assert self.layout.grid is not None
         places = (divmod(cell, self.layout.grid[1]) for cell in self.cells.tolist())
         (ys, xs) = self.bounds
@@ -119,7 +119,7 @@ def cut_patches(
     Args:
         pixels: (images, channels, height, width), contiguous.
         begin: (4,) its first image, channel, row and column.
-        edges: (patches, 2, 2) the first row and the one after the last, the same of columns.
+        edges: (patches, 2, 2) the first row and the one after the last, the same for columns.
         out: (patches, images, channels, rows, columns), contiguous: filled from a patch's first row
             and column on.
     """
@@ -150,14 +150,14 @@ def cut_patches(
 
 
 def patch_shape(layout: TokenLayout, pixels: tuple[int, ...]) -> tuple[int, ...]:
-    """(channels, rows, cols) of the largest patch, of pixels (channels, height, width)."""
+    """(channels, rows, cols) of the largest patch, for pixels (channels, height, width)."""
     edges = cell_edges(layout, pixels[1:])
     return (pixels[0], *(int(np.diff(along).max()) for along in edges))
 
 
 def pixels_shape(store: Store) -> tuple[int, ...] | None:
-    """(channels, height, width) of what the model saw, as `input_pixels` will give it; None where
-    the store does not say it."""
+    """(channels, height, width) of the result of `input_pixels`; None if the store does not record
+    it."""
     if store.has("input"):
         return store.inputs().shape[1:]
     size = store.manifest.transform.get("input_size")
@@ -171,7 +171,7 @@ def input_pixels(
     order, may be read. `data`: see `Pictures`.
 
     Raises:
-        MissingInput: the store keeps none, and they cannot be had again from its data.
+        MissingInput: not stored, and not available from its data.
     """
     if store.has("input"):
         return store.inputs()
@@ -216,7 +216,7 @@ def _load(store: Store, rows: Rows, pictures: Pictures, progress: Progress) -> L
 
 
 class _Reloaded(LazyArray):
-    """As `Store.inputs`, from pixels that were loaded again."""
+    """Like `Store.inputs`, from pixels that were loaded again."""
 
     def __init__(
         self, pixels: NDArray[np.uint8], valid: NDArray[np.bool_], transform: dict[str, Any]
@@ -225,7 +225,7 @@ class _Reloaded(LazyArray):
         self.shape, self.dtype = pixels.shape, np.dtype(np.float32)
 
     def load(self, box: tuple[slice, ...]) -> NDArray[np.float32]:
-        """The part that `box` cuts out; all channels and pixels of its images are normalised."""
+        """Normalises all channels and pixels of the images in `box`."""
         import torch
 
         from vitsee_core.images import normalise

@@ -1,4 +1,4 @@
-"""What a tile of Gram matrices is cut into: the pairs of images of two cells of a partition."""
+"""Pieces of a tile of Gram matrices: the pairs of images of two cells of a partition."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ TERMS = 1 << 14
 
 @dataclass(frozen=True)
 class Partition:
-    """Images in cells: labels (n,), -1 for those in none; cells count from 0.
+    """Images in cells."""
 
-    crossing: pairs of images in different cells count too (blocks of a jackknife), not only those
-    within a cell (minibatches).
-    """
-
-    labels: Labels
+    labels: Labels  # (n,) cell, counted from 0; -1 for none
     n_cells: int
+    # count pairs of images in different cells, too (blocks of a jackknife), not only those within a
+    # cell (minibatches)
     crossing: bool
 
 
 class Piece(NamedTuple):
-    """Some rows of a block of a tile: places within the tile of the images of cell g and of those
-    of cell h. square: both are the images of one cell in the same order, or some of those and all
-    of them, so that pairs below the diagonal are those above it."""
+    """Some rows of a block of a tile: positions in the tile of the images of cell g and of those of
+    cell h. square: both are the images of one cell in the same order, or some of those and all of
+    them, so that pairs below the diagonal equal those above it."""
 
     g: int
     h: int
@@ -43,9 +41,8 @@ class Piece(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """Of a piece, and of the same pairs of images the other way round: (R, C) inner products, each
-    matrix's own, in float64; sums over its columns and over its rows, None where the latter are
-    the former."""
+    """Sums of a piece and its transpose: (R, C) inner products, each matrix's own, in float64; sums
+    over columns and over rows, None where the latter equal the former."""
 
     products: Float
     own: Float
@@ -54,7 +51,7 @@ class BlockSums(NamedTuple):
 
 
 def pieces(partition: Partition, i: slice, j: slice) -> Iterator[Piece]:
-    """What a tile is cut into; of one on the diagonal, the cells on and below its diagonal."""
+    """The pieces of a tile; of a diagonal tile, the cells on and below its diagonal."""
     of_i, of_j = _cells(partition.labels[i]), _cells(partition.labels[j])
     for g, rows in of_i.items():
         for h, cols in of_j.items():
@@ -67,7 +64,7 @@ def pieces(partition: Partition, i: slice, j: slice) -> Iterator[Piece]:
 
 
 def _cells(labels: Labels) -> dict[int, Labels]:
-    """Cell -> places that are in it."""
+    """Cell -> positions in it."""
     order = np.argsort(labels, kind="stable")
     names, starts = np.unique(labels[order], return_index=True)
     parts = np.split(order, starts[1:])
@@ -75,6 +72,6 @@ def _cells(labels: Labels) -> dict[int, Labels]:
 
 
 def as_run(places: Labels) -> slice | Labels:
-    """A slice where they follow one another."""
+    """Consecutive positions as a slice."""
     first, last = int(places[0]), int(places[-1])
     return slice(first, last + 1) if last - first + 1 == len(places) else places

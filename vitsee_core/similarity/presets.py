@@ -1,4 +1,4 @@
-"""The estimators of published figures by name, and what a user's own choices change of them."""
+"""Estimators of published figures by name, with defaults that a user's options override."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ KINDS = ("exact", "minibatch", "biased")
 
 @dataclass(frozen=True)
 class Preset:
-    """estimator: its `examples` are all images where they are None. source: of it, in words. sites:
-    what is compared unless the user says otherwise; () for anything. order: of the images, "" for
-    any."""
+    """A published estimator."""
 
-    estimator: Estimator
-    source: str
-    sites: tuple[str, ...] = ()
-    order: str = ""
+    estimator: Estimator  # without `examples`, all images
+    source: str  # in words
+    sites: tuple[str, ...] = ()  # compared by default; () for anything
+    order: str = ""  # required order of the images, "" for any
 
 
 PRESETS = {
@@ -61,22 +59,22 @@ def choose_estimator(
     seed: int = 0,
     pair_by: str = "image",
 ) -> Estimator:
-    """The estimator that a preset and a user's own choices, which count more, describe.
+    """The estimator given by user options, with defaults from a preset.
 
     Args:
         stores: to be compared.
         preset: one of `PRESETS`.
         kind: one of `KINDS`.
         batch: images per batch.
-        examples: images a repeat.
-        repeats: how often they are drawn.
+        examples: images per repeat.
+        repeats: number of repeats.
         images: see `choose_rows`.
         seed: see `choose_rows`.
         pair_by: see `paired_rows`.
 
     Raises:
-        VitseeError: an unknown word, sizes of batches for an estimator without batches, or a
-            preset that needs its images in another order.
+        VitseeError: an unknown word, batch sizes for an estimator without batches, or a preset that
+            needs its images in another order.
         StoreMismatch: the stores hold other images.
     """
     if kind not in (None, *KINDS):
@@ -116,7 +114,7 @@ def choose_estimator(
 
 
 def _count(stores: Sequence[Store], images: int | None, seed: int, pair_by: str) -> int:
-    """Images that all the stores can compare."""
+    """Number of images that all the stores can compare."""
     distinct = list({store.manifest.store_id: store for store in stores}.values())
     found = paired_rows(distinct, choose_rows(stores[0], images, seed), pair_by)
     return len(found.rows[distinct[0].manifest.store_id])

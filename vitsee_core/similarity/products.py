@@ -1,18 +1,18 @@
-"""Gram matrices from features: each strip of columns is read once and adds to all tiles that fit.
+"""Gram matrices from features: each strip of columns is read once and added to all tiles that fit.
 
     store -> slab (fp16) -> strip: float32 less a mean -> x_i x_j^T -> float64 tile
 
-Each thread reads, casts and multiplies a strip of its own with one BLAS thread, and adds it when
-the strips before it were added: the result does not depend on the number of threads.
+Each thread reads, casts and multiplies a strip of its own with single-threaded BLAS, and adds it
+after the previous strips: the result does not depend on the number of threads.
 
 Costs: a Gram matrix takes n (n + 1) p useful operations; on the CPU a diagonal tile is a symmetric
 product (half the work), on a GPU nearly so.
 
-What was measured and is not done (two cores with AVX-512, 1,024 images of 75,648 features, where
-syrk takes 0.27 of 0.34 s): the triangle from blocks of products, by OpenBLAS or MKL, which are
-slower the smaller they are; panels of 384 to 2,688 columns cast just before they are multiplied, so
-that they lie in the second cache (no difference); adding one triangle only (none); files mapped
-instead of read (half the speed). `benchmarks/cka.py rate` prints what the pass takes.
+Measured and rejected (two cores with AVX-512, 1,024 images of 75,648 features, where syrk takes
+0.27 of 0.34 s): the triangle from blocks of products, by OpenBLAS or MKL, which are slower the
+smaller they are; panels of 384 to 2,688 columns cast just before they are multiplied, so that they
+stay in the second cache (no difference); adding one triangle only (none); memory-mapped instead of
+read files (half the speed). `benchmarks/cka.py rate` prints the time of the pass.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LANES = 2  # threads that the width of strips leaves room for; it does not depen
 
 @dataclass(frozen=True)
 class GramTile:
-    """A product to be made: of the chosen rows, places `i` times places `j`; `i is j` where it is
+    """A requested product of the chosen rows: indices `i` times indices `j`; `i is j` if
     symmetric."""
 
     i: Places
@@ -58,14 +58,14 @@ class GramTile:
 
 
 class Workspace:
-    """Buffers that are used again from one matrix to the next: fresh memory of their size costs
-    page faults. For one call of `products` at a time."""
+    """Buffers that are reused from one matrix to the next: fresh memory of their size costs page
+    faults. For one call of `products` at a time."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, NDArray[np.uint8]] = {}
 
     def take(self, name: str, n: int, dtype: DTypeLike) -> NDArray[Any]:
-        """(n,) of undefined values, in the memory of the last call with this name."""
+        """(n,) uninitialised, in the memory of the last call with this name."""
         size = n * np.dtype(dtype).itemsize
         found = self._buffers.get(name)
         if found is None or len(found) < size:
@@ -79,12 +79,11 @@ class Workspace:
 
 @dataclass(frozen=True)
 class StripPlan:
-    """How a pass is cut. at_once: tiles that are made together. columns: of a strip. lanes: how
-    many threads have room."""
+    """How a pass is divided."""
 
-    at_once: int
-    columns: int
-    lanes: int
+    at_once: int  # tiles that are computed together
+    columns: int  # of a strip
+    lanes: int  # number of threads with memory for a strip
 
     @classmethod
     def of(
@@ -96,7 +95,7 @@ class StripPlan:
         item: int,
     ) -> StripPlan:
         """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
-        for what the libraries take, and for a tile on its way to the disk.
+        for the libraries, and for a tile on its way to disk.
 
         Raises:
             VitseeError: not even one tile and two narrow strips fit.
@@ -140,26 +139,26 @@ def products(
     workspace: Workspace | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Iterator[NDArray[np.float64]]:
-    """x_i x_j^T of every tile, in their order; x the features of `rows`, less a common vector.
+    """x_i x_j^T of every tile, in their order; x the features of `rows`, minus a common vector.
 
-    The vector is the mean over some rows of the first slab. What is made of the result (HSIC,
-    centred kernels) does not depend on it; single precision does (offsets of 300 standard
-    deviations cost two digits of CKA without it).
+    The vector is the mean over some rows of the first slab. Everything derived from the result
+    (HSIC, centred kernels) is independent of it, but float32 precision is not (offsets of 300
+    standard deviations would cost two digits of CKA).
 
     Args:
         features: the matrix.
         rows: (n,) rows of the store, ascending.
-        tiles: what to compute; they are made in groups that fit the memory, each of which reads
-            the rows it needs once.
+        tiles: what to compute, in groups that fit the memory; each group reads the rows it needs
+            once.
         device: where to multiply: cpu, cuda or cuda:1.
         memory: bytes to stay within, of the host; on a GPU also of the device.
         centred: subtract that vector.
         dtype: of the products; sums over strips are in float64.
-        precision: "bf16" rounds the factors of the products; see `bfloat16`.
-        fused: whether features in half precision are shifted by compiled code, which takes a second
-            to be loaded; sums that `origin` records then have another rounding.
+        precision: "bf16" rounds the factors of the products; see `kernels.backend`.
+        fused: shift half-precision features by compiled code, which takes a second to load; sums
+            that `origin` records then round differently.
         origin: records what was subtracted.
-        workspace: where its buffers come from.
+        workspace: source of buffers.
         progress: called with the bytes of each finished strip.
 
     Raises:
@@ -189,7 +188,7 @@ def _length(part: Places) -> int:
 
 
 def _most_rows(tiles: Sequence[GramTile]) -> int:
-    """Rows that all these tiles need, counted once."""
+    """Number of rows that all these tiles need, counted once."""
     n = 1 + max(
         int(p.stop - 1 if isinstance(p, slice) else p.max()) for t in tiles for p in (t.i, t.j)
     )
@@ -197,7 +196,7 @@ def _most_rows(tiles: Sequence[GramTile]) -> int:
 
 
 def _used(n: int, tiles: Sequence[GramTile]) -> Rows:
-    """The places among n that any of these tiles needs."""
+    """The indices below n that any of these tiles needs."""
     mask = np.zeros(n, bool)
     for tile in tiles:
         mask[tile.i] = True
@@ -220,7 +219,7 @@ def _localise(tile: GramTile, places: Rows, n: int) -> GramTile:
 
 
 def _balanced(strips: list[Strip], columns: int) -> list[Strip]:
-    """The last wide strip as two, so that of two threads none works while the other is done."""
+    """Split the last wide strip in two, so that of two threads neither idles meanwhile."""
     if not strips or strips[-1].n_columns < columns // 2 or columns < 2 * FEWEST_COLUMNS:
         return strips
     return [*strips[:-1], *strips[-1].cut(strips[-1].n_columns // 2)]
@@ -298,7 +297,7 @@ class _Pass:
     def _load(
         self, k: int, buffer: NDArray[Any], slab: NDArray[np.uint8]
     ) -> tuple[NDArray[Any], int]:
-        """A strip's (rows, columns) less its centre, and the bytes it was read from."""
+        """A strip (rows, columns) minus its mean, and the bytes it was read from."""
         strip, size = self._strips[k], 0
         x = buffer[: self._n * strip.n_columns].reshape(self._n, strip.n_columns)
         with in_this_thread():
@@ -318,7 +317,7 @@ class _Pass:
     def _send(
         self, k: int, staging: Staging, slab: NDArray[np.uint8], dtype: np.dtype[Any]
     ) -> tuple[Any, int]:
-        """A strip on the device, less its centre; and the bytes it was read from."""
+        """A strip on the device, minus its mean; and the bytes it was read from."""
         strip, size = self._strips[k], 0
         shape = self._n, strip.n_columns
         room = staging.room(*shape)
@@ -334,8 +333,8 @@ class _Pass:
 
 
 def _by_slab(features: FeatureMatrix, rows: Rows) -> list[tuple[slice, Rows | None, slice]]:
-    """Of every slab with rows that count: its rows in the store, which of them count (None: all),
-    and where they go."""
+    """For every slab with rows that count: its rows in the store, which of them count (None: all),
+    and their destination."""
     plan, found = features.store.plan, []
     for k in range(plan.n_slabs):
         span = plan.rows(k)

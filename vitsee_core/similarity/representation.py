@@ -1,4 +1,4 @@
-"""What is compared: some tokens of a site of a store, as one feature matrix."""
+"""A representation: some tokens of a site of a store, as one feature matrix."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Representation:
-    """What one site of a store says about an image: its tokens' channels, flattened.
+    """The features of one site of a store: its tokens' channels, flattened.
 
     An example is an image, its features are token x channel; tokens are never examples. `cls` and
     `mean` are read from the pooled vectors, in float32; a vector site is read as it is.
 
     Args:
         store: an open store.
-        site: one of its sites, an alias too.
+        site: one of its sites, or an alias.
         tokens: "all", "patches", "cls", "prefix", "mean", "mean-all", "first", "rest", "ROW,COL".
-        channels: of every token, these channels only.
-        clamp: values beyond -clamp and clamp are cut off; None: all are as they are.
+        channels: only these channels of every token.
+        clamp: values are limited to [-clamp, clamp]; None: unchanged.
 
     Raises:
-        MissingInput: the store keeps neither these tokens nor within-slab Gram blocks of them.
+        MissingInput: the store has neither these tokens nor within-slab Gram blocks of them.
         SiteError: the site has no such tokens.
     """
 
@@ -46,12 +46,12 @@ class Representation:
 
     @property
     def stored(self) -> SiteSpec:
-        """The site that is stored: the one an alias equals."""
+        """The stored site: the one an alias equals."""
         return self.store.site(self.site.name)
 
     @property
     def has_blocks_only(self) -> bool:
-        """Whether the store keeps no such features, only their Gram matrix within each slab."""
+        """Whether the store has not the features, only their Gram matrix within each slab."""
         site = self.stored
         return (
             site.kind != "vector"

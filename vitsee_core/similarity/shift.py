@@ -1,8 +1,8 @@
 """From the Gram matrix of shifted features to that of the features themselves.
 
-Gram matrices are made of X - c, c one vector for all images, which keeps single precision good and
-changes no centred kernel: K = H G H, and d_ij^2 = G_ii + G_jj - 2 G_ij. Inner products of X itself
-follow from G = (X - c)(X - c)^T with g_i = (x_i - c) . c
+Gram matrices are computed from X - c, c one vector for all images, which preserves float32
+precision and changes no centred kernel: K = H G H, and d_ij^2 = G_ii + G_jj - 2 G_ij. Inner
+products of X itself follow from G = (X - c)(X - c)^T with g_i = (x_i - c) . c
 
     X X^T = G + g 1^T + 1 g^T + |c|^2
 
@@ -23,29 +23,20 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Shift:
-    """The shift of n images by a common vector c.
+    """The shift of n images by a common vector c."""
 
-    Attributes:
-        along: (n,) (x_i - c) . c.
-        means: (n,) mean of x_i over its features.
-        squared: |c|^2.
-        n_features: D.
-    """
-
-    along: Float
-    means: Float
-    squared: float
-    n_features: int
+    along: Float  # (n,) (x_i - c) . c
+    means: Float  # (n,) mean of x_i over its features
+    squared: float  # |c|^2
+    n_features: int  # D
 
     def of(self, places: Rows | slice) -> Shift:
         return Shift(self.along[places], self.means[places], self.squared, self.n_features)
 
 
 def raw_gram(gram: ArrayLike, shift: Shift) -> Float:
-    """(n, n) X X^T of features from the Gram matrix of the shifted ones.
-
-    Exact: the error is that of `gram`, whose entries in a cache are single precision.
-    """
+    """(n, n) X X^T of features from the Gram matrix of the shifted ones. Exact: the error is that
+    of `gram`, whose cached entries are float32."""
     g = shift.along
     return np.asarray(gram, np.float64) + (g[:, np.newaxis] + g) + shift.squared
 
@@ -71,8 +62,8 @@ def _normalised(products: Float) -> Float:
 class FeatureOffset:
     """The vector subtracted from the features of n rows of a store, strip by strip of columns.
 
-    The rows' sums have to be added in the strips' order, so that rounding never changes. n_rows: 0
-    where no `Shift` is wanted.
+    The rows' sums have to be added in the strips' order, so that rounding is reproducible. n_rows:
+    0 if no `Shift` is needed.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -80,7 +71,7 @@ class FeatureOffset:
         self._centres: dict[int, tuple[float, float, int, float, int]] = {}
 
     def centre(self, strip: int, mean: NDArray[np.float32], sample: NDArray[np.float32]) -> None:
-        """Record a strip's part of the vector, and the rows, less it, that it is the mean of."""
+        """Record a strip's part of the vector, and the centred rows that it is the mean of."""
         c = mean.astype(np.float64)
         spread = sum(float(row @ row) for row in sample)
         self._centres[strip] = (float(c @ c), float(c.sum()), len(c), spread, len(sample))

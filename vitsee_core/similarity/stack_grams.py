@@ -1,4 +1,4 @@
-"""Gram matrices of stacks of small feature matrices, computed when they are read."""
+"""Gram matrices of stacks of small feature matrices, computed when read."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class StackGram:
         return len(self.features.images)
 
     def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
-        """Jobs to run, in any order, before its blocks are made; none the second time."""
+        """Jobs to run, in any order, before its blocks are computed; none the second time."""
         return self.features.reading(i, j)
 
     def block(self, i: slice, j: slice) -> Any:
-        """(len(i), len(j)) of its entries, where the features are: on the CPU or a GPU."""
+        """(len(i), len(j)) entries, on the device of the features."""
         a, b = self._both(i, j)
         return a @ b.T
 
@@ -38,14 +38,14 @@ class StackGram:
         self.features.backend.multiply(*self._both(i, j), out)
 
     def _both(self, i: slice, j: slice) -> tuple[Any, Any]:
-        """Its features of the images in `i` and of those in `j`; one array twice where i is j."""
+        """Its features of the images in `i` and of those in `j`; one array twice if i is j."""
         x = self.features.of(self.k, i, "left")
         return x, x if i == j else self.features.of(self.k, j, "right")
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A matrix that counts the blocks that are read of it."""
+    """A matrix that counts the blocks read from it."""
 
     matrix: StackGram
     progress: Progress
@@ -82,8 +82,8 @@ def matrices(
     stored: bool,
 ) -> Iterator[StackGram]:
     """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
-    `kept` tiles' images stay in memory, at least two, and `progress` counts the bytes read. stored:
-    they stay as they are stored, where they can be."""
+    `kept` (at least two) tiles' images stay in memory, and `progress` counts the bytes read.
+    stored: they are kept in their stored type, if possible."""
     for stack in stacks:
         features: Runs
         if stored and StoredRuns.takes(stack):

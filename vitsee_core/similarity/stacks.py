@@ -1,4 +1,4 @@
-"""Stacks of small feature matrices, read together and kept by runs of images."""
+"""Stacks of small feature matrices, read together and cached by runs of images."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Stack(Protocol):
 
     @property
     def store(self) -> Store:
-        """Whose rows they have."""
+        """The store of their rows."""
 
     @property
     def n_matrices(self) -> int:
-        """How many."""
+        """Number of matrices."""
 
     @property
     def n_features(self) -> int:
-        """Columns of each."""
+        """Columns of each matrix."""
 
     def read(self, rows: slice) -> NDArray[Any]:
         """(rows, matrices, features) of consecutive rows of the store."""
@@ -83,9 +83,9 @@ class TokenStack:
 
 class Runs:
     """A stack's features by runs of images: (matrices, images, features) float32 on the device,
-    less a fixed vector each, which changes no HSIC and keeps single precision good: the mean over
-    the first images. Features that never change become 0, to the bit. `kept` runs stay in memory,
-    at least two."""
+    minus a fixed vector each, which changes no HSIC and preserves float32 precision: the mean over
+    the first images. Constant features become 0, bitwise. `kept` runs (at least two) stay in
+    memory."""
 
     def __init__(
         self, stack: Stack, images: Rows, kept: int, backend: MatmulBackend, progress: Progress
@@ -97,8 +97,8 @@ class Runs:
         self._mean: Float32 | None = None
 
     def reading(self, i: slice, j: slice) -> list[Callable[[], None]]:
-        """What is to be done to have both runs, i <= j, in any order; nothing where they are there
-        or have been asked for."""
+        """Jobs to load both runs, i <= j, in any order; none if they are loaded or already
+        requested."""
         jobs = []
         for run in (i, j):
             if run.start not in self._runs:
@@ -114,8 +114,8 @@ class Runs:
         return [read]
 
     def of(self, k: int, run: slice, name: str) -> Any:
-        """(images, features) of one matrix, once they were read. name: of the memory that this
-        thread takes again where they have to be made."""
+        """(images, features) of one matrix, after reading. name: of the per-thread memory that is
+        reused if they have to be computed."""
         return self._runs[run.start][k]
 
     def _make_room(self, i: int, j: int) -> None:

@@ -1,8 +1,8 @@
-"""Stacks kept in memory as they are stored, for much work on the CPU.
+"""Stacks kept in memory as stored, for large work on the CPU.
 
 float16 and bytes take a half and a quarter of float32. They are cast, shifted and scaled just
-before a product, into memory that stays in the core's cache: features in float32 come from further
-away, which takes longer where matrices have some hundred columns.
+before a product, into memory that stays in the core's cache: features in float32 come from main
+memory, which takes longer for matrices of some hundred columns.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NO_SUMS, NO_VALUES = np.zeros((0, 2), np.float32), np.zeros((0, 0, 0))
 
 
 class Scratch(threading.local):
-    """Memory that a thread uses again for its next piece of work: fresh memory costs page
+    """Per-thread memory that is reused for the next piece of work: fresh memory costs page
     faults."""
 
     def __init__(self) -> None:
         self._found: dict[str, Float32] = {}
 
     def take(self, name: str, rows: int, columns: int) -> Float32:
-        """(rows, columns) of undefined values, in the memory of the last call with this name."""
+        """(rows, columns) uninitialised, in the memory of the last call with this name."""
         n = rows * columns
         found = self._found.get(name)
         if found is None or len(found) < n:
@@ -44,7 +44,7 @@ class StoredRuns(Runs):
     """`Runs` of one matrix at a time.
 
     Patches keep their pixels' values, scaled as the model's normalisation does; the mean that it
-    subtracts is the same for all pixels of a channel and changes nothing.
+    subtracts is the same for all pixels of a channel and has no effect.
 
     _runs: for each slab, which of the run's images it has, and (matrices, images, features).
     """
@@ -58,7 +58,7 @@ class StoredRuns(Runs):
 
     @staticmethod
     def takes(stack: Stack) -> bool:
-        """Whether a stack is stored so."""
+        """Whether a stack is stored in such a type."""
         if isinstance(stack, TokenStack):
             return stack.is_half
         return isinstance(stack, PatchPixels) and stack.scale is not None
@@ -76,8 +76,8 @@ class StoredRuns(Runs):
         return x
 
     def _mean_of(self, k: int) -> Float32:
-        """What is subtracted of a matrix: the mean over the first rows of the first run, which is
-        there when it is asked for first; of bytes a whole number."""
+        """The mean to subtract from a matrix: over the first rows of the first run, which is loaded
+        when first requested; an integer for bytes."""
         if k not in self._means:
             x = self._runs[0][0][1][k][:MEAN_ROWS].astype(np.float32)
             # Of equal rows it is these, to the bit.

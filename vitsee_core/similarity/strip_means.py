@@ -1,4 +1,4 @@
-"""The means that are subtracted from strips of features before they are multiplied."""
+"""The means that are subtracted from strips of features before products."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class StripMeans:
     def __init__(
         self, centred: bool, origin: FeatureOffset | None, cast: Cast, fused: bool = False
     ) -> None:
-        """fused: features in half precision are shifted by compiled code."""
+        """fused: shift half-precision features by compiled code."""
         self._centred, self._origin, self._cast, self._fused = centred, origin, cast, fused
         self._of: dict[int, NDArray[np.float32]] = {}
         self._sums: dict[int, NDArray[np.float32]] = {}
 
     def has_mean(self, strip: int) -> bool:
-        """Whether a strip's mean is there, or none is wanted."""
+        """Whether a strip's mean is known, or none is wanted."""
         return not self._centred or strip in self._of
 
     def fill(self, x: Any, raw: NDArray[Any], strip: int, rows: slice, columns: slice) -> None:
-        """x[rows, columns] = raw - its strip's mean, in pieces that stay in cache. All columns of
-        the first rows come first."""
+        """x[rows, columns] = raw - its strip's mean, in cache-sized pieces. All columns of the
+        first rows come first."""
         if not self._centred:
             self._cast(x[rows, columns], raw)
             return
@@ -64,7 +64,7 @@ class StripMeans:
         return self._origin is not None and bool(self._origin.n_rows)
 
     def take_mean(self, raw: NDArray[Any], strip: int) -> None:
-        """The rows that are read first of a strip, which have its mean; others change nothing."""
+        """Compute a strip's mean from the rows that are read first; later calls do nothing."""
         if self._centred and strip not in self._of:
             self._of[strip] = self._mean(raw, strip)
 
@@ -77,7 +77,7 @@ class StripMeans:
                 self._sums[strip] = staging.times(x, _weights(mean))
 
     def done(self, strip: int, places: Rows, fresh: NDArray[np.bool_]) -> None:
-        """A strip is whole; called in the strips' order."""
+        """Mark a strip as complete; called in the strips' order."""
         if self._origin is not None and (sums := self._sums.pop(strip, None)) is not None:
             self._origin.add(places, sums[fresh])
 
@@ -93,5 +93,5 @@ class StripMeans:
 
 
 def _weights(mean: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What rows are multiplied with for their product with the mean, and their sum."""
+    """Factors that give the rows' products with the mean, and their sums."""
     return np.stack([mean, np.ones_like(mean)], 1)

@@ -1,4 +1,4 @@
-"""A tile of every Gram matrix whole in memory, on the host or on a GPU, and its sums."""
+"""A whole tile of every Gram matrix in memory, on the host or on a GPU, and its sums."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Matrix(Protocol):
         """Number of images."""
 
     def block(self, i: slice, j: slice) -> Any:
-        """(len(i), len(j)) float32 of its entries, an array, or on the device where it was made."""
+        """(len(i), len(j)) float32 entries, an array, or on the device where they were computed."""
 
 
 @runtime_checkable
 class Computed(Protocol):
-    """A matrix whose blocks are made where they are wanted."""
+    """A matrix whose blocks are computed on demand."""
 
     def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
-        """What is to be done before, in any order; nothing the second time."""
+        """Jobs to run first, in any order; none the second time."""
 
     def compute(self, i: slice, j: slice, out: Float32) -> None:
-        """As `Matrix.block`, into contiguous memory of the host."""
+        """Like `Matrix.block`, into contiguous memory of the host."""
 
 
 def read(matrices: Sequence[object], i: slice, j: slice, pool: ThreadPoolExecutor | None) -> None:
@@ -61,8 +61,7 @@ class WholeTiles:
     def sums(
         self, i: slice, j: slice, pieces: Sequence[Piece], pool: ThreadPoolExecutor | None
     ) -> tuple[Float32 | None, Iterator[BlockSums]]:
-        """The diagonals (matrices, images) of a tile on the diagonal, and the sums of each
-        piece."""
+        """The diagonals (matrices, images) of a diagonal tile, and the sums of each piece."""
         memory, n_rows, first_col = self._memory, self._n_rows, self._first_col
         host = isinstance(memory, _HostTiles)
         shape = len(self._matrices), i.stop - i.start, j.stop - j.start
@@ -87,7 +86,7 @@ class WholeTiles:
 
 
 class _HostTiles:
-    """`DeviceTiles` in host memory, but for the sums, which threads share."""
+    """`DeviceTiles` in host memory, except for the sums, which threads share."""
 
     def __init__(self, n: int) -> None:
         self._memory = np.empty(n, np.float32)
@@ -106,7 +105,7 @@ class _HostTiles:
 
 
 def _memory(device: str, n: int) -> Any:
-    """Memory for tiles where they are multiplied."""
+    """Memory for tiles on the device that multiplies them."""
     if device == "cpu":
         return _HostTiles(n)
     from vitsee_core.similarity.device_tiles import DeviceTiles
@@ -115,7 +114,7 @@ def _memory(device: str, n: int) -> Any:
 
 
 def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> BlockSums:
-    """Of a tile (matrices, rows, cols), its diagonal 0."""
+    """Sums of a piece of a tile (matrices, rows, cols), whose diagonal is 0."""
     block = _cut(values, piece.rows, piece.cols)
     part = block.reshape(len(block), -1)
     products = np.matmul(part[:n_rows], part[first_col:].T)
@@ -125,7 +124,7 @@ def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> BlockSu
 
 
 def _both_ways(piece: Piece, made: tuple[Any, ...]) -> BlockSums:
-    """Of a piece whose pairs are there one way round, unless it is square."""
+    """Add the transpose of a piece, unless it is square."""
     products, own, over_cols, over_rows = made
     products, own = (x.astype(np.float64) for x in (products, own))
     if piece.square:
@@ -134,7 +133,7 @@ def _both_ways(piece: Piece, made: tuple[Any, ...]) -> BlockSums:
 
 
 def _cut(values: Float32, rows: Labels, cols: Labels) -> Float32:
-    """values[:, rows][:, :, cols], contiguous; by slices where they are runs."""
+    """values[:, rows][:, :, cols], contiguous; runs become slices."""
     a, b = as_run(rows), as_run(cols)
     if isinstance(a, slice) and isinstance(b, slice):
         return np.ascontiguousarray(values[:, a, b])

@@ -1,4 +1,4 @@
-"""Minibatch HSIC where all that was kept is a Gram matrix within each slab (extract --grams)."""
+"""Minibatch HSIC for sites with only a Gram matrix within each slab (extract --grams)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:
-    """The mean HSIC_1 over slabs, weighed by their images; replicates leave a slab out, where
-    there are at least 10.
+    """The mean HSIC_1 over slabs, weighted by their images; replicates leave out one slab, if there
+    are at least 10.
 
     Raises:
         MissingInput: the estimator needs pairs of images across slabs.
@@ -70,7 +70,7 @@ def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:
 
 
 def _require(comparison: Comparison, estimator: Estimator) -> tuple[int, str]:
-    """The slab size, and which site is short in words."""
+    """The slab size, and a description of the limited sites."""
     only = [r for r in comparison.representations if r.has_blocks_only]
     site = only[0].stored.name
     names = list(dict.fromkeys(f"{r.store.label} {r.stored.name}" for r in only))
@@ -98,7 +98,7 @@ def _require(comparison: Comparison, estimator: Estimator) -> tuple[int, str]:
 
 
 def _grams(comparison: Comparison, cells: Sequence[Rows], slab: int) -> list[OfBatch]:
-    """Every representation's Gram matrices within the slabs: the store's, or made now."""
+    """Every representation's Gram matrices within the slabs: stored ones, or computed now."""
     with_acts = [r for r in comparison.representations if not r.has_blocks_only]
     made = iter(own_grams(replace(comparison, representations=tuple(with_acts)), cells))
     return [

@@ -1,11 +1,11 @@
 """Mean, median and geometric mean over images of many tokens at once, with 95 % intervals.
 
-Values come as (tokens, images) float64, a token's images side by side, NaN where there is none;
-every sum runs along a token's own row, so that no result depends on which tokens came together.
+Values are (tokens, images) float64, contiguous per token, NaN for missing; every sum runs along a
+token's own row, so that no result depends on which tokens are processed together.
 
-A mean over tokens is taken of the tokens' own statistics: images first, then tokens. Its interval
-is still one over images: each statistic brings a trace along (the images' shares in a mean, or the
-statistic without one block of images each), and traces are averaged over tokens too.
+A mean over tokens is the mean of the tokens' own statistics: images first, then tokens. Its
+interval is still over images: each statistic carries a trace (the images' shares in a mean, or the
+statistic without one block of images each), and traces are averaged over tokens, too.
 """
 
 from __future__ import annotations
@@ -34,37 +34,32 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Estimates:
-    """Statistics over images, (entries,) each. value: NaN where n = 0; std, low, high: as
-    `METHODS` says, NaN where n < 2; n: images with a value; without: (entries, blocks) the
-    statistic without each block of images (of a mean over tokens that lack values in different
-    images to first order), None where there are none."""
+    """Statistics over images, (entries,) each."""
 
-    value: Float
-    std: Float
+    value: Float  # NaN where n = 0
+    std: Float  # see `METHODS`; NaN, like low and high, where n < 2
     low: Float
     high: Float
-    n: Integers
+    n: Integers  # images with a value
+    # (entries, blocks) the statistic without each block of images (for a mean over tokens that lack
+    # values in different images, to first order), None where there are none
     without: Float | None = None
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """One statistic of some tokens.
+    """One statistic of some tokens."""
 
-    value: (tokens,). trace: (tokens, images) an image's share in the error of a mean, 0 where it
-    has no value; or (tokens, blocks) the statistic without one block of images each, NaN where
-    nothing is left. present: (tokens, images) which images have a value. labels: (images,) the
-    blocks.
-    """
-
-    value: Float
+    value: Float  # (tokens,)
+    # (tokens, images) an image's share in the error of a mean, 0 where it has no value; or (tokens,
+    # blocks) the statistic without one block of images each, NaN where nothing is left
     trace: Float
-    present: Mask
+    present: Mask  # (tokens, images) which images have a value
     jackknife: bool
-    labels: Integers
+    labels: Integers  # (images,) the blocks
 
     def estimates(self) -> Estimates:
-        """Each token for itself."""
+        """Estimates for each token."""
         return estimates_of(self.value, self.trace, self.present, self.jackknife, self.labels)
 
 
@@ -97,8 +92,8 @@ def _means_without(value: Float, shares: Float, present: Mask, labels: Integers)
 
 
 def block_labels(n: int, seed: int | None) -> Integers:
-    """(images,) the jackknife's block of each image: runs of rows, which of a shuffled store are
-    random samples; dealt out with `seed` otherwise."""
+    """(images,) the jackknife's block of each image: runs of rows, which in a shuffled store are
+    random samples; otherwise assigned with `seed`."""
     labels = np.arange(n) * min(n, BLOCKS) // n
     return labels if seed is None else np.random.default_rng(seed).permutation(labels)
 
@@ -107,10 +102,10 @@ def statistic(x: Float, estimator: str, labels: Integers) -> Statistic:
     """A statistic over images of each token.
 
     The geometric mean is exp(mean(log x)), 0 where an x is 0; the median of an even number of
-    images is the mean of the two in the middle, exact.
+    images is the mean of the middle two, exact.
 
     Args:
-        x: (tokens, images), NaN where there is no value; above or equal 0 for `geomean`.
+        x: (tokens, images), NaN for missing; not negative for `geomean`.
         estimator: one of `ESTIMATORS`.
         labels: (images,) from `block_labels`.
     """
@@ -126,7 +121,7 @@ def statistic(x: Float, estimator: str, labels: Integers) -> Statistic:
 
 
 def _filled(x: Float, present: Mask, value: float) -> Float:
-    """`x` with another value in place of NaN."""
+    """`x` with NaN replaced."""
     return x if present.all() else np.where(present, x, value)
 
 
@@ -139,7 +134,7 @@ def _block_sums(x: NDArray[np.generic], labels: Integers) -> Float:
 
 
 def _geomeans(x: Float, present: Mask, labels: Integers) -> tuple[Float, Float]:
-    """(tokens,) of all images, and (tokens, blocks) without each block."""
+    """(tokens,) over all images, and (tokens, blocks) without each block."""
     with np.errstate(divide="ignore"):
         logs = np.log(_filled(x, present, 1.0))
     sums = _block_sums(logs, labels)
@@ -153,7 +148,7 @@ def _geomeans(x: Float, present: Mask, labels: Integers) -> tuple[Float, Float]:
 
 
 def _medians(x: Float, present: Mask, labels: Integers) -> tuple[Float, Float]:
-    """(tokens,) of all images, and (tokens, blocks) without each block; both exact."""
+    """(tokens,) over all images, and (tokens, blocks) without each block; both exact."""
     value = np.full(len(x), np.nan)
     without = np.full((len(x), labels.max() + 1), np.nan)
     counts = present.sum(1)
@@ -165,10 +160,10 @@ def _medians(x: Float, present: Mask, labels: Integers) -> tuple[Float, Float]:
 
 
 def _medians_of(x: Float, n: int, of_block: Integers, labels: Integers) -> tuple[Float, Float]:
-    """As `_medians`, of rows with `n` values each, `of_block` (rows, blocks) of them in a block.
+    """Like `_medians`, for rows with `n` values each, `of_block` (rows, blocks) of them in a block.
 
-    Without the d values of a block, the middle of a row is at most (d + 1) / 2 ranks from the
-    middle of the whole. So only that window of ranks is put in order.
+    Without the d values of a block, a row's middle is at most (d + 1) / 2 ranks from the middle of
+    the whole. So only that window of ranks is sorted.
     """
     reach = (int(of_block.max()) + 1) // 2
     low, high = max(0, (n - 1) // 2 - reach), min(n - 1, n // 2 + reach)

@@ -1,8 +1,8 @@
 """The delete-a-block jackknife: its blocks of images, its replicates and its standard error.
 
-A replicate is a row's value from all images but those of one block. Replicates are kept as (...,
-blocks), NaN where there is none, so that differences of rows keep their blocks: what two rows have
-in common (the same images) cancels in the difference's own replicates.
+A replicate is a row's value from all images except one block. Replicates are stored as (...,
+blocks), NaN for missing, so that differences of rows keep their blocks: what two rows share (the
+same images) cancels in the difference's own replicates.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of the images that count. labels: (images that count,) in the store's order;
-    of_rows: (all images,) -1 where one does not count; digest: the same for the same images in the
-    same blocks, whatever the model."""
+    """The blocks of the images that count."""
 
-    labels: Integers
-    of_rows: Integers
-    digest: str
+    labels: Integers  # (images that count,) in the store's order
+    of_rows: Integers  # (all images,) -1 where one does not count
+    digest: str  # equal for the same images in the same blocks, whatever the model
 
     @classmethod
     def of(cls, store: Store, mask: Mask, seed: int) -> Blocks:
-        """As many runs of the rows in `mask` (all images,) as `BLOCKS`, at most one a row."""
+        """`BLOCKS` runs of the rows in `mask` (all images,), or one per row if there are fewer."""
         shuffled = store.shuffled
         labels = block_labels(int(mask.sum()), None if shuffled else seed)
         of_rows = np.full(len(mask), -1, np.int64)
@@ -60,7 +58,8 @@ class Blocks:
         return block_sums(values, self.labels, self.n)
 
     def means_without(self, values: NDArray[Any], among: Mask | None = None) -> Float:
-        """(blocks,) the mean of (images that count,) without each block; among: of these only."""
+        """(blocks,) the mean of (images that count,) without each block; among: restrict to
+        these."""
         counted = np.ones(len(self.labels)) if among is None else among.astype(np.float64)
         return means_without(self.sums(values * counted), self.sums(counted))
 
@@ -76,7 +75,7 @@ def block_sums(values: NDArray[Any], labels: Integers, n: int) -> Float:
 
 
 def means_without(sums: Float, counts: Float) -> Float:
-    """(..., blocks) means without each block, of its sums and counts (..., blocks); NaN where
+    """(..., blocks) means without each block, from its sums and counts (..., blocks); NaN where
     nothing is left."""
     left = counts.sum(-1, keepdims=True) - counts
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -97,12 +96,12 @@ def interval(
     value: Float, replicates: Float, limits: Limits = UNLIMITED
 ) -> tuple[Float, Float, Float]:
     """Standard error, low and high of the 95 % interval: value -+ t(0.975, m - 1) * error; NaN with
-    fewer than two replicates, or where one of them has no value.
+    fewer than two replicates, or a missing one.
 
     Args:
         value: (...).
         replicates: (..., m).
-        limits: least and largest value that there can be; the interval ends there.
+        limits: least and largest possible value, which bound the interval.
     """
     m = replicates.shape[-1]
     if m < 2:
@@ -114,7 +113,7 @@ def interval(
 
 
 def cut(value: Float, low: Float, high: Float, limits: Limits) -> tuple[Float, Float]:
-    """Low and high of an interval, within the limits as far as the value is."""
+    """Low and high of an interval, clipped to the limits as far as the value is within them."""
     least, most = limits
     return (
         np.maximum(low, np.minimum(value, least)),

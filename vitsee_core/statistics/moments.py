@@ -25,17 +25,13 @@ INTERVAL_METHOD = (
 
 @dataclass(frozen=True)
 class Summary:
-    """What a sample says about its mean, one number an entry (shape: an example's).
+    """Mean of a sample with its uncertainty, one number per entry (shape: an example's)."""
 
-    mean: NaN where n = 0. std: sample standard deviation (n - 1), NaN where n < 2. low, high: the
-    interval described in `INTERVAL_METHOD`, NaN where n < 2. n: examples counted.
-    """
-
-    mean: Float
-    std: Float
-    low: Float
+    mean: Float  # NaN where n = 0
+    std: Float  # sample standard deviation (n - 1), NaN where n < 2
+    low: Float  # the interval in `INTERVAL_METHOD`, NaN where n < 2
     high: Float
-    n: NDArray[np.int64]
+    n: NDArray[np.int64]  # examples counted
 
     def cells(self, at: int | tuple[int, ...] = ()) -> dict[str, float | int]:
         """The columns value, std, low, high and n_images of a row about one entry."""
@@ -48,8 +44,8 @@ class Moments:
     """Count, mean and sum of squared deviations of examples, entry by entry, in float64.
 
     A NaN entry is left out and not counted; the other entries of its example are used. Pieces are
-    joined by Chan, Golub and LeVeque's update (1983), so that neither a large mean nor the cut
-    into pieces costs digits; joining in another order changes the last ones only.
+    joined by Chan, Golub and LeVeque's update (1983), so that neither a large mean nor the split
+    into pieces costs digits; another order of joining changes only the last ones.
     """
 
     def __init__(self) -> None:
@@ -73,7 +69,7 @@ class Moments:
         self._join(n, shift + offset, m2)
 
     def merge(self, other: Moments) -> None:
-        """Count what `other` counted; `other` stays as it is."""
+        """Add the counts of `other`, which stays unchanged."""
         self._join(other._n, other._mean, other._m2)
 
     def _join(self, n: Any, mean: Any, m2: Any) -> None:
@@ -95,10 +91,10 @@ class Moments:
 
 
 class SlabMoments:
-    """Moments over images of what `read` makes of a slab, to be filled by `streaming.fold`.
+    """Moments over images of what `read` returns for a slab, to be filled by `streaming.fold`.
 
-    `read(slab)` gives key -> (images, ...) of the slab's images that count, the same keys for each
-    slab. To travel between processes it must pickle.
+    `read(slab)` gives key -> (images, ...) for the slab's images that count, with the same keys for
+    each slab; it must be picklable.
     """
 
     def __init__(self, read: Callable[[Slab], Mapping[Any, ArrayLike]]) -> None:

@@ -3,8 +3,8 @@
 A symmetric interval, value -+ t std / sqrt(n), of a proportion that no image of the sample has is
 [0, 0], and that of a rare one misses it more often than not; Wilson's has a width there.
 
-Where an image contributes a fraction (of its tokens, say), or where the standard error comes from
-a jackknife, n is the effective sample size (Dean and Pagano 2015): that of independent yes-or-no
+If an image contributes a fraction (of its tokens, say), or the standard error comes from a
+jackknife, n is the effective sample size (Dean and Pagano 2015): that of independent yes-or-no
 answers with the same standard error,
 
     n_effective = value (1 - value) / error^2 + 1,  n where the value is 0 or 1
@@ -34,7 +34,7 @@ Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 def wilson(share: ArrayLike, n: ArrayLike, quantile: float = Z) -> tuple[Float, Float]:
-    """Low and high of Wilson's interval of shares of n; NaN where n is 0."""
+    """Low and high of Wilson's interval for shares of n; NaN where n is 0."""
     p, n = np.asarray(share, np.float64), np.asarray(n, np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         scale = 1 + quantile**2 / n
@@ -53,7 +53,7 @@ def share_interval(
         share: 0 to 1.
         error: its standard error; NaN gives no interval.
         n: images.
-        quantile: of the standard normal distribution, or of Student's where the error is of few
+        quantile: of the standard normal distribution, or of Student's for an error from few
             replicates.
     """
     p, error = np.asarray(share, np.float64), np.asarray(error, np.float64)
@@ -63,8 +63,8 @@ def share_interval(
 
 
 def jackknife_share(share: float, replicates: Float, n: int) -> tuple[float, float]:
-    """Low and high of the interval of a share of n images with these replicates (blocks,); NaN
-    with fewer than two of them."""
+    """Low and high of the interval of a share of n images with these replicates (blocks,); NaN with
+    fewer than two of them."""
     m = len(replicates)
     if m < 2:
         return np.nan, np.nan

@@ -19,11 +19,12 @@ METHOD = (
 
 
 def largest_t(replicates: Float) -> float:
-    """The q with P(max over pairs |difference| / error > q) = 0.05 where no two rows differ.
+    """The q with P(max over pairs |difference| / error > q) = 0.05 if no two rows differ.
 
-    Drawn are blocks with the rows' covariance, normal; each pair is divided by an error of its own
-    from these blocks, as the differences are. With one error for all pairs, as in Tukey's
-    procedure, q would be too small: measured, 10 % in place of 5 % with 13 rows and 20 blocks.
+    Blocks are drawn from a normal distribution with the rows' covariance; each pair is divided by
+    its own error from these blocks, as the differences are. With one error for all pairs, as in
+    Tukey's procedure, q would be too small: measured, 10 % instead of 5 % with 13 rows and 20
+    blocks.
 
     Args:
         replicates: (rows, blocks), at least two of each; rows without a value everywhere are left

@@ -1,4 +1,4 @@
-"""Skip against branch: what the stored dot products of residual sublayers say, image by image.
+"""Skip against branch: image-wise statistics from the stored dot products of residual sublayers.
 
 A sublayer adds its branch f(z) to its skip z. A store keeps z.z, f.f and z.f of every token
 (float32), and from these follow (Raghu et al. 2021, section 6, Figs. 7, E.1, E.2)
@@ -41,8 +41,6 @@ ROUNDING = 2.0**-22
 
 @dataclass(frozen=True)
 class StoredSublayer(StoredPart):
-    """One residual sublayer."""
-
     @property
     def block(self) -> str:
         return block_of_sublayer(self.site)
@@ -50,17 +48,14 @@ class StoredSublayer(StoredPart):
 
 @dataclass(frozen=True)
 class TokenPlace:
-    """What a row of a table is about: one token, or the mean over several.
+    """What a row of a table is about: one token, or the mean over several."""
 
-    token: "cls", "dist", "reg0", or "registers", "patches" for means; "flat" for all tokens as one
-    vector; the number of a row where the tokens are no grid; None for a cell. row, col: of a cell.
-    members: indices of the tokens, or `FLAT`.
-    """
-
+    # "cls", "dist", "reg0", or "registers", "patches" for means; "flat" for all tokens as one
+    # vector; the number of a row if the tokens form no grid; None for a cell
     token: str | None
-    row: int | None
-    col: int | None
-    members: tuple[int, ...]
+    row: int | None  # of a cell
+    col: int | None  # of a cell
+    members: tuple[int, ...]  # indices of the tokens, or `FLAT`
 
 
 def quantities(
@@ -69,8 +64,8 @@ def quantities(
     """Ratio, cosines and norms of each image and token, in float64, shape (...) each.
 
     NaN: `norm_ratio` where f = 0; `cos_branch` where z or f is 0; `cos_out` where z is 0 or z + f
-    is 0 to within the rounding of the products. Where f = 0, `cos_out` is 1: the sublayer hands z
-    on. Cosines that rounding takes beyond -1 or 1 are cut there.
+    is 0 to within the rounding of the products. Where f = 0, `cos_out` is 1: the sublayer passes z
+    on. Cosines beyond -1 or 1 by rounding are clipped.
 
     Args:
         products: (..., 3) z.z, f.f, z.f.
@@ -113,8 +108,8 @@ def _over(a: Float, b: Float) -> Float:
 
 @dataclass(frozen=True)
 class SlabQuantities:
-    """A slab's images. quantities: name -> (tokens, images); n_zero: how many tokens of images
-    have f = 0."""
+    """Quantities of a slab's images: name -> (tokens, images); n_zero: number of tokens of images
+    with f = 0."""
 
     quantities: dict[str, Float]
     n_zero: int
@@ -122,15 +117,15 @@ class SlabQuantities:
 
 @dataclass(frozen=True)
 class ReadQuantities:
-    """The work on one slab: a sublayer's tokens in this order (`FLAT` comes first), of the images
-    that count."""
+    """Reads the quantities of one slab: a sublayer's tokens in this order (`FLAT` first), for the
+    images that count."""
 
     site: str
     tokens: tuple[int, ...]
     names: tuple[str, ...]
 
     def __call__(self, slab: Slab) -> SlabQuantities:
-        """Reads the dot products of one sublayer, and nothing else."""
+        """Reads only the dot products of one sublayer."""
         products = slab.residual(self.site)[slab.valid]
         if self.tokens != tuple(range(products.shape[1])):
             flat = products.sum(1, dtype=np.float64, keepdims=True) if FLAT in self.tokens else None
@@ -198,10 +193,10 @@ def _as_site(sublayer: StoredSublayer) -> SiteSpec:
 
 
 def places_of(layout: TokenLayout, words: Iterable[str]) -> list[TokenPlace]:
-    """The places that words of --tokens stand for, each once; none for what the layout lacks.
+    """The places selected by values of --tokens, each once; none for tokens that the layout lacks.
 
-    `each`: every token alone. `cls`: the class token. `prefix`: the prefix tokens, one place a
-    kind, registers as their mean. `patches`: the mean over the grid (or over rows that are none).
+    `each`: every token alone. `cls`: the class token. `prefix`: the prefix tokens, one place per
+    kind, registers as their mean. `patches`: the mean over the grid (or over rows without a grid).
     `all`: `prefix` and `patches`. `flat`: all tokens as one vector. ROW,COL: one cell.
     """
     found: dict[TokenPlace, None] = {}
@@ -235,8 +230,8 @@ def _prefix_kinds(layout: TokenLayout) -> list[TokenPlace]:
 
 
 def missing_tokens(label: str, sublayers: Sequence[StoredSublayer], word: str) -> str | None:
-    """A remark where a word of --tokens stands for no token in some sublayers of a store;
-    None where it stands for something in all."""
+    """A remark if a value of --tokens matches no token in some sublayers of a store; None if it
+    matches in all."""
     without = [s for s in sublayers if not places_of(s.layout, [word])]
     if not without:
         return None

@@ -1,4 +1,4 @@
-"""The value columns of a table's row: a statistic of images, its spread and its replicates."""
+"""Value columns of a table's row: a statistic of images, its spread and its replicates."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Cells = dict[str, Any]
 
 
 def mean_cells(values: ArrayLike, labels: Integers) -> Cells:
-    """Of the mean over images; see `image_statistics.METHODS`.
+    """Cells of a mean over images; see `image_statistics.METHODS`.
 
     Args:
-        values: (images,), NaN where an image has none; it is left out.
+        values: (images,), NaN for missing, which are left out.
         labels: (images,) blocks of the jackknife, for the replicates.
     """
     x = np.asarray(values, np.float64)[np.newaxis]
@@ -27,14 +27,14 @@ def mean_cells(values: ArrayLike, labels: Integers) -> Cells:
 
 
 def jackknife_cells(value: float, without: Float, n: int, limits: Limits = UNLIMITED) -> Cells:
-    """Of a statistic that is no mean: its 95 % interval by the delete-a-block jackknife, and as std
-    sqrt(n) times the standard error.
+    """Cells of a statistic other than a mean: its 95 % interval by the delete-a-block jackknife;
+    std is sqrt(n) times the standard error.
 
     Args:
-        value: of all images.
+        value: over all images.
         without: (blocks,) the same without each block of images.
         n: images.
-        limits: least and largest value that there can be.
+        limits: least and largest possible value.
     """
     error, low, high = interval(np.array(value), without, limits)
     return {

@@ -1,1 +1,1 @@
-"""Second moments of features, by block of images, and the spectra that follow from them."""
+"""Second moments of features, by block of images, and spectra derived from them."""

@@ -1,7 +1,7 @@
 """Principal axes of features from their second moments.
 
-The axes are eigenvectors of the scatter about the mean, largest eigenvalue first (Pearson 1901); as
-an axis has no sign of its own, the entry of largest magnitude is positive, as scikit-learn has it
+The axes are eigenvectors of the scatter about the mean, largest eigenvalue first (Pearson 1901);
+the sign of an axis is chosen so that its entry of largest magnitude is positive, as in scikit-learn
 from 1.5 on.
 """
 
@@ -20,13 +20,12 @@ from vitsee_core.types import Float
 
 @dataclass(frozen=True)
 class PrincipalAxes:
-    """mean: (dim,). axes: (k, dim) unit vectors. shares: (k,) each one's part of the variance, NaN
-    where all examples are alike. n: examples."""
+    """Leading principal axes."""
 
-    mean: Float
-    axes: Float
-    shares: Float
-    n: int
+    mean: Float  # (dim,)
+    axes: Float  # (k, dim) unit vectors
+    shares: Float  # (k,) shares of the variance, NaN if all examples are equal
+    n: int  # examples
 
     def scores(self, x: NDArray[np.floating]) -> Float:
         """(..., k) coordinates of features (..., dim) along the axes, about the mean."""
@@ -34,10 +33,8 @@ class PrincipalAxes:
 
 
 def principal_axes(sums: CovarianceSums, k: int) -> PrincipalAxes:
-    """The first k axes; k is at most the number of channels.
-
-    Time: (4/3) dim^3 for all k together.
-    """
+    """The first k axes; k is at most the number of channels. Time: (4/3) dim^3 for all k
+    together."""
     from scipy.linalg import eigh
 
     scatter, dim = sums.scatter, len(sums.shift)

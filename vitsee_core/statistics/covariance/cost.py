@@ -1,4 +1,4 @@
-"""How long second moments will take, logged before the work."""
+"""Estimated time of second moments, logged before the work."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DOUBLE = 0.5  # of the rate of products in single precision
 
 
 def say_cost(sites: Sequence[SiteFeatures], n_images: int) -> float:
-    """Log what one pass over the tokens of these sites of a store takes, estimated by a short
-    trial; only in detail (-v) where it is done in seconds.
+    """Log the estimated time of one pass over the tokens of these sites, from a short trial; only
+    at debug level (-v) if it is seconds.
 
     Returns:
         Multiply-adds: tokens x dim^2, summed over sites.

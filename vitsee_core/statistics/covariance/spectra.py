@@ -1,6 +1,6 @@
-"""What the spectrum of features says of them: how many directions they use, and how evenly.
+"""Measures of the spectrum of features: how many directions they use, and how evenly.
 
-Of n examples with D channels, sigma_i the singular values of the matrix of examples, lambda_i the
+For n examples with D channels, sigma_i the singular values of the matrix of examples, lambda_i the
 eigenvalues of the scatter about the mean (squared singular values of the centred matrix):
 
 - `rankme` = exp(-sum p_i log p_i), p_i = sigma_i / sum sigma: of the matrix as it is, not centred,
@@ -31,9 +31,15 @@ ALIKE = 1e-10
 
 @dataclass(frozen=True)
 class Spectrum:
-    """n, dim: of the examples. raw, centred: eigenvalues, largest first, 0 and above; as many as
-    there are dimensions or examples. fourth: sum of |x - mean|^4. resultant, n_long: length of the
-    sum of the unit vectors, and how many those are."""
+    """Spectrum of n examples with `dim` channels.
+
+    Attributes:
+        raw: eigenvalues of X'X, largest first, 0 and above; min(n, dim) of them.
+        centred: the same about the mean.
+        fourth: sum of |x - mean|^4.
+        resultant: length of the sum of the unit vectors.
+        n_long: number of those.
+    """
 
     n: int
     dim: int
@@ -45,7 +51,7 @@ class Spectrum:
 
     @classmethod
     def of_sums(cls, sums: CovarianceSums) -> Spectrum:
-        """From second moments, D x D; best where n is above D."""
+        """From second moments, D x D; best if n is above D."""
         return cls(
             sums.n, len(sums.shift), _eigenvalues(sums.raw), _eigenvalues(sums.scatter),
             sums.fourth_about_mean, float(np.linalg.norm(sums.directions)), sums.n_long,
@@ -53,7 +59,7 @@ class Spectrum:
 
     @classmethod
     def of_examples(cls, x: Float) -> Spectrum:
-        """From examples (n, dim) themselves, n x n; best where D is above n."""
+        """From examples (n, dim) themselves, n x n; best if D is above n."""
         y = x - x.mean(0)
         length = np.linalg.norm(x, axis=1)
         long = length > 0
@@ -66,11 +72,11 @@ class Spectrum:
 
     @property
     def alike(self) -> bool:
-        """Whether all examples are the same up to rounding."""
+        """Whether all examples are equal up to rounding."""
         return float(self.centred.sum()) <= ALIKE * float(self.raw.sum())
 
     def metrics(self) -> dict[str, float]:
-        """Each of `METRICS`; NaN where it is not defined."""
+        """Each of `METRICS`; NaN where undefined."""
         n, dim = self.n, self.dim
         found = dict.fromkeys(METRICS, math.nan)
         found["rankme"] = entropy_rank(self.raw[: min(n, dim)])
@@ -86,7 +92,7 @@ class Spectrum:
         return found
 
     def caps(self) -> dict[str, float]:
-        """The largest value that each metric can have; NaN where there is none."""
+        """The largest possible value of each metric; NaN if there is none."""
         n, dim = self.n, self.dim
         return {
             "rankme": min(n, dim),
@@ -109,7 +115,8 @@ class Spectrum:
 
 
 def entropy_rank(eigenvalues: Float) -> float:
-    """exp of the entropy of the singular values, which are the roots of these; NaN of zeros."""
+    """exp of the entropy of the singular values, the roots of these eigenvalues; NaN if all are
+    0."""
     values = np.sqrt(eigenvalues)
     if not values.sum() > 0:
         return math.nan
@@ -119,7 +126,7 @@ def entropy_rank(eigenvalues: Float) -> float:
 
 
 def power_law(eigenvalues: Float) -> float:
-    """Minus the slope of log eigenvalue on log rank, see above; NaN where one of these is 0."""
+    """Minus the slope of log eigenvalue on log rank, see above; NaN if one of them is 0."""
     values = eigenvalues[FIRST_RANK - 1 : LAST_RANK]
     if len(values) <= LAST_RANK - FIRST_RANK or not values.min() > ALIKE * eigenvalues.sum():
         return math.nan
@@ -131,5 +138,5 @@ def power_law(eigenvalues: Float) -> float:
 
 
 def _eigenvalues(matrix: Float) -> Float:
-    """Largest first; what rounding took below 0 is 0."""
+    """Largest first; negative rounding errors become 0."""
     return np.maximum(np.linalg.eigvalsh(matrix)[::-1], 0.0)

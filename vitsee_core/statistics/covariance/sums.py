@@ -1,13 +1,12 @@
-"""One pass over a site's vectors or tokens: sums from which covariances of any blocks of images
-follow.
+"""One pass over a site's vectors or tokens: sums that give covariances of any blocks of images.
 
 Examples y are taken about a fixed `shift` (an example of the site), so that a large mean costs no
-digits; with S = sum y y^T the scatter about the mean is S - s s^T / n. The fourth powers are what
-unbiased estimates of tr(C^2) need. All in float64; one product of n x D by D x n costs n D^2
-multiply-adds, half of them as it is symmetric.
+digits; with S = sum y y^T the scatter about the mean is S - s s^T / n. Unbiased estimates of
+tr(C^2) need the fourth powers. All in float64; one product of n x D by D x n costs n D^2
+multiply-adds, half of that by symmetry.
 
-Each slab is summed by one thread with one BLAS thread, and there are as many as cores: the result
-does not depend on their number.
+Each slab is summed by one thread with single-threaded BLAS, one thread per core: the result does
+not depend on their number.
 """
 
 from __future__ import annotations
@@ -36,27 +35,16 @@ ROWS_AT_ONCE = 1024  # examples in float64 at a time
 
 @dataclass
 class CovarianceSums:
-    """Moment sums of examples y = x - shift.
+    """Moment sums of examples y = x - shift."""
 
-    Attributes:
-        shift: (dim,) a fixed vector.
-        n: number of examples.
-        first: (dim,) sum(y).
-        second: (dim, dim) sum(y y^T).
-        third: (dim,) sum(|y|^2 y).
-        fourth: sum(|y|^4).
-        directions: (dim,) sum of x / |x| over examples whose length is not 0.
-        n_long: number of those.
-    """
-
-    shift: Float
-    n: int
-    first: Float
-    second: Float
-    third: Float
-    fourth: float
-    directions: Float
-    n_long: int
+    shift: Float  # (dim,) a fixed vector
+    n: int  # number of examples
+    first: Float  # (dim,) sum(y)
+    second: Float  # (dim, dim) sum(y y^T)
+    third: Float  # (dim,) sum(|y|^2 y)
+    fourth: float  # sum(|y|^4)
+    directions: Float  # (dim,) sum of x / |x| over examples of non-zero length
+    n_long: int  # number of those
 
     @classmethod
     def empty(cls, shift: Float) -> CovarianceSums:
@@ -66,7 +54,7 @@ class CovarianceSums:
 
     @classmethod
     def of(cls, x: Float | Float32, shift: Float) -> CovarianceSums:
-        """Of examples (n, dim)."""
+        """From examples (n, dim)."""
         found = cls.empty(shift)
         found.n = len(x)
         buffer = np.empty((min(ROWS_AT_ONCE, len(x)), len(shift)))
@@ -81,7 +69,7 @@ class CovarianceSums:
         return found
 
     def add(self, other: CovarianceSums, sign: int = 1) -> None:
-        """Count the examples of another, which stays as it is; sign -1: take them out again."""
+        """Add another's examples, which stays unchanged; sign -1 removes them again."""
         self.n += sign * other.n
         self.n_long += sign * other.n_long
         self.fourth += sign * other.fourth
@@ -92,7 +80,7 @@ class CovarianceSums:
 
     @property
     def mean(self) -> Float:
-        """(dim,) of the examples as they are."""
+        """(dim,) mean of the unshifted examples."""
         return self.shift + self.first / self.n
 
     @property
@@ -123,11 +111,10 @@ class CovarianceSums:
 
 
 class Examples(Protocol):
-    """Which tokens are examples, and what is made of them; to travel between processes it must
-    pickle."""
+    """Selects and transforms the tokens that are examples; must be picklable."""
 
     def __call__(self, x: Float32, rows: Integers) -> tuple[Float32, Mask]:
-        """(images, tokens, dim) what is summed, and (images, tokens) which of it counts.
+        """(images, tokens, dim) values to sum, and (images, tokens) which of them count.
 
         Args:
             x: (images, tokens, dim) as stored.
@@ -136,11 +123,10 @@ class Examples(Protocol):
 
 
 class BlockSums:
-    """Sums of each block of images, to be filled by `streaming.fold`: every token is an example,
-    or what `examples` makes of them.
+    """Sums of each block of images, to be filled by `streaming.fold`: every token is an example, or
+    what `examples` makes of them.
 
-    features: of one site. shift: (dim,). labels: (all images,) each one's block, below 0 for
-    none.
+    features: of one site. shift: (dim,). labels: (all images,) each one's block, below 0 for none.
     """
 
     def __init__(
@@ -176,7 +162,7 @@ class BlockSums:
             self.blocks[b].add(sums)
 
     def result(self) -> list[CovarianceSums]:
-        """Of every block, in order."""
+        """Sums of every block, in order."""
         return [self.blocks[b] for b in sorted(self.blocks)]
 
 
@@ -189,8 +175,8 @@ def add_vectors(
     third: Float,
     directions: Float,
 ) -> tuple[int, float]:
-    """Put x - shift, (n, dim), into y and add to the vector sums of `CovarianceSums` in one
-    pass over x. Returns n_long and `fourth`."""
+    """Write x - shift, (n, dim), to y and add to the vector sums of `CovarianceSums` in one pass
+    over x. Returns n_long and `fourth`."""
     n_long, fourth = 0, 0.0
     for i in range(x.shape[0]):
         length, size = 0.0, 0.0
@@ -219,14 +205,14 @@ def block_sums(
 ) -> list[CovarianceSums]:
     """Sums of each block of a site's images.
 
-    Memory: a D x D matrix in float64 for each block, and one more for each slab in work.
+    Memory: a D x D matrix in float64 for each block, and one more for each slab in progress.
 
     Args:
         features: which tokens of which site.
         rows: which images.
         labels: (all images,) blocks, below 0 for none.
-        execution: what the work may use.
-        examples: which tokens count, and what is made of them; all as they are by default.
+        execution: resources.
+        examples: selects and transforms tokens; by default all, unchanged.
     """
     first = int(np.flatnonzero((labels >= 0) & rows.mask)[0])
     token: Float32 = features.load(slice(first, first + 1), slice(0, 1)).astype(np.float32)
@@ -245,7 +231,7 @@ def block_sums(
 
 
 def total(parts: Sequence[CovarianceSums]) -> CovarianceSums:
-    """Of several blocks together."""
+    """The sum of several blocks."""
     found = CovarianceSums.empty(parts[0].shift)
     for part in parts:
         found.add(part)
