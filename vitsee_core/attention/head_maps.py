@@ -1,7 +1,7 @@
-"""Mean attention maps of heads, from the sums over slabs that a store keeps.
+"""Mean attention maps of heads, from the sums over slabs in a store.
 
 A map is an array over spatial keys, (rows, cols) of the grid, or for `aligned` over the offsets key
-minus query, (2 rows - 1, 2 cols - 1) from -(rows - 1) and -(cols - 1) on.
+minus query, (2 rows - 1, 2 cols - 1), starting at -(rows - 1) and -(cols - 1).
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ SUMS = {"mean-cls": "cls_map", "mean-spatial": "received", "aligned": "aligned"}
 
 @dataclass(frozen=True)
 class SlabSums:
-    """Sums over images. sums: (array, group) -> (parts, blocks, ...) float64, NaN where an image
-    has none; n_images: (parts,) valid images in each part, where a part is a run of consecutive
-    slabs."""
+    """Sums over images."""
 
+    # (array, group) -> (parts, blocks, ...) float64, NaN where an image has none
     sums: dict[Key, Float]
-    n_images: NDArray[np.int64]
+    n_images: NDArray[np.int64]  # (parts,) valid images in each part, a run of consecutive slabs
 
 
 def sum_slabs(
@@ -54,11 +53,11 @@ def sum_slabs(
     *,
     parts: int = 1,
 ) -> SlabSums:
-    """The stored sums of these slabs, added up in float64 to at most `parts` parts; of arrays
-    stored per image, their sums over the valid images.
+    """The stored sums of these slabs, added in float64 to at most `parts` parts; for arrays stored
+    per image, their sums over the valid images.
 
-    Memory: `parts` times the arrays, and `jobs` slabs of them (fewer where `memory` is short).
-    `rows` must be whole slabs; they are counted in the execution's progress.
+    Memory: `parts` times the arrays, and `jobs` slabs of them (fewer if `memory` is short). `rows`
+    must be whole slabs; they are counted in the execution's progress.
     """
     counted = rows.mask & store.valid
     places = [store.plan.rows(k) for k in range(store.n_slabs)]
@@ -107,8 +106,8 @@ def mean_maps(
 
     sums: (heads, ...) as stored under `SUMS[kind]`. `mean-cls` and `mean-spatial`: attention
     without renormalisation, so that a map's total is 1 minus the mass on prefix tokens. `aligned`:
-    of total mass 1; an image without spatial mass in a head is excluded there. NaN where no image
-    is left.
+    total mass 1; an image without spatial mass in a head is excluded there. NaN if no image is
+    left.
     """
     n_heads = len(sums)
     if kind != "aligned":
@@ -130,8 +129,8 @@ def query_coverage(grid: tuple[int, int]) -> Float:
 
 
 def per_query(aligned: Float) -> Float:
-    """Mass by offset, (..., 2 rows - 1, 2 cols - 1), as the mean attention of those queries that
-    have a key there: constant for uniform attention, whose mass is not."""
+    """Mass by offset, (..., 2 rows - 1, 2 cols - 1), as the mean attention of the queries that have
+    a key there: constant for uniform attention, whose mass is not."""
     height, width = aligned.shape[-2:]
     return aligned / query_coverage(((height + 1) // 2, (width + 1) // 2))
 
@@ -175,7 +174,7 @@ def _without_attention(store: Store) -> dict[str, str]:
 
 
 def check_class_token(store: Store, blocks: Sequence[StoredAttention], instead: str) -> None:
-    """Raises MissingInput where a block has no class token; `instead` names an alternative."""
+    """Raises MissingInput if a block has no class token; `instead` names an alternative."""
     for block in blocks:
         if block.layout.cls is None:
             held = ", ".join(block.layout.prefix) or "none"
@@ -188,7 +187,7 @@ def check_class_token(store: Store, blocks: Sequence[StoredAttention], instead: 
 def check_heads(
     store: Store, blocks: Sequence[StoredAttention], heads: Sequence[int]
 ) -> list[NDArray[np.int64]]:
-    """The heads of each block: the chosen ones, or all.
+    """The chosen heads of each block, by default all.
 
     Raises:
         VitseeError: a head that some block does not have.
@@ -211,8 +210,9 @@ def map_columns(
     n_images: NDArray[np.int64],
     metric: str,
 ) -> dict[str, NDArray[Any]]:
-    """The rows of one block's maps, (heads, height, width), in a table: columns as arrays, as it
-    may have half a million rows. `aligned` ones have offsets, the others cells, in row and col."""
+    """The rows of one block's maps, (heads, height, width), in a table: columns as arrays,
+    because there may be half a million rows. `aligned` maps have offsets in row and col, the
+    others cells."""
     n_heads, height, width = maps.shape
     first = (-(height // 2), -(width // 2)) if metric.startswith("aligned") else (0, 0)
     cells, n = height * width, maps.size

@@ -21,8 +21,8 @@ Array = tuple[str, str]
 
 @dataclass(frozen=True)
 class StoredAttention(StoredPart):
-    """The attention of one block: its place in the store's attention arrays (`group`, `row` of the
-    block axis), its heads and their tokens."""
+    """The stored attention of one block: its place in the store's attention arrays (`group`, `row`
+    of the block axis), its heads and their tokens."""
 
     group: str
     row: int
@@ -34,7 +34,7 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
 
     Raises:
         MissingInput: there are none.
-        SiteError: a pattern matches no block.
+        SiteError: a pattern without a match.
     """
     groups = store.attention_blocks
     if not groups:
@@ -67,7 +67,7 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
 
 
 def _as_site(block: StoredAttention) -> SiteSpec:
-    """The block as an entry that selectors search."""
+    """The block in the form that selectors search."""
     return SiteSpec(
         name=block.site,
         part="",
@@ -89,8 +89,8 @@ def read_heads(arrays: Sequence[Array], slab: Slab) -> dict[Array, NDArray[Any]]
 
 
 def uniform_distance(layout: TokenLayout) -> float:
-    """The distance in pixels of attention spread evenly over the grid: 116.5 on 14 x 14 cells of
-    16 px; 0 on a single cell. Every offset is weighted by the number of pairs that have it."""
+    """The distance in pixels of uniform attention over the grid: 116.5 on 14 x 14 cells of 16 px; 0
+    on a single cell. Every offset is weighted by the number of pairs that have it."""
     if layout.grid is None or layout.stride_px is None:
         return np.nan
     (gh, gw), (step_y, step_x) = layout.grid, layout.stride_px

@@ -47,16 +47,15 @@ MOST_IMAGES = 32
 
 @dataclass(frozen=True)
 class Attended:
-    """What was computed of some images. rows: (images,) in the store. values: block -> name ->
-    array (images, ...)."""
+    """Results for some images."""
 
-    rows: Rows
-    values: dict[str, dict[str, Array]]
+    rows: Rows  # (images,) in the store
+    values: dict[str, dict[str, Array]]  # block -> name -> array (images, ...)
 
 
 def find_rows(store: Store, names: Sequence[str]) -> Rows:
     """The rows of these images, each named by its id, its row number in the store, or by its id
-    without folder or ending where only one image has that.
+    without folder or ending if that is unique.
 
     Raises:
         VitseeError: no such image, or it could not be read when the store was made.
@@ -106,7 +105,7 @@ def attention_of_images(
     device: str = "auto",
     progress: Progress = SILENT,
 ) -> Iterator[Attended]:
-    """What `take` computes from each block's attention, one batch of images at a time.
+    """The results of `take` for each block's attention, one batch of images at a time.
 
     `take(block, a)` gets (images, heads, tokens, tokens) float32: softmax attention as it is,
     queries by keys, prefix tokens first. Read from a store of `extract --attention full` (float16
@@ -117,14 +116,14 @@ def attention_of_images(
         store: with attention summaries.
         rows: valid rows of the store, each once.
         take: computes what to keep.
-        blocks: all that the store has attention of, by default.
+        blocks: by default all with stored attention.
         origin: see `Provenance`.
         device: as --device; not used for stored attention.
         progress: advanced by the images done.
 
     Raises:
         MissingInput: the store has no attention summaries.
-        VitseeError: images or weights are gone, or are others than the store's.
+        VitseeError: images or weights are gone, or differ from the store's.
     """
     chosen = attention_blocks(store) if blocks is None else list(blocks)
     progress.start(len(rows))
@@ -221,7 +220,7 @@ def _computed(
 
 
 class _Taker:
-    """An observer that keeps what `take` computes from each block's attention."""
+    """An observer that collects the results of `take` for each block's attention."""
 
     def __init__(self, blocks: Mapping[str, StoredAttention], take: Take) -> None:
         self._blocks, self._take = blocks, take
@@ -232,7 +231,6 @@ class _Taker:
     def branch(self, *_: Any) -> None: ...
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Compute what is wanted from a block's attention."""
         import torch
 
         a = torch.softmax(call.scores(slice(None)), -1)

@@ -1,4 +1,4 @@
-"""Features with their outliers cut off: values beyond a bound become the bound."""
+"""Features with clipped outliers: values beyond a bound become the bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS = 1 << 16
 
 
 class ClampedArray(LazyArray):
-    """An array whose values are cut at -bound and bound."""
+    """An array whose values are clipped to [-bound, bound]."""
 
     def __init__(self, array: LazyArray, bound: float):
         self.array, self.bound = array, bound
@@ -28,7 +28,6 @@ class ClampedArray(LazyArray):
 
     @property
     def rows_per_chunk(self) -> int:
-        """Rows of the first axis that are read together."""
         return self.array.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
@@ -37,20 +36,21 @@ class ClampedArray(LazyArray):
 
 
 def clamped(features: FeatureMatrix, bound: float) -> FeatureMatrix:
-    """The same features, cut at -bound and bound."""
+    """The same features, clipped to [-bound, bound]."""
     parts = [(ClampedArray(array, bound), box) for array, box in features.parts]
     return FeatureMatrix(features.store, (*features.key, f"clamped at {bound!r}"), parts)
 
 
 def quantile_of_sizes(matrices: Sequence[FeatureMatrix], mask: Mask, share: float) -> float:
-    """The value below which this share of all |x| lies: of m of them, ascending and counted from 0,
-    the floor(share m)-th; |x| as float32.
+    """The value below which this share of all |x| lies: the floor(share m)-th of m ascending
+    values, counted from 0; |x| as float32.
 
-    Two passes over the features, in flat memory: the first counts the upper halves of the numbers'
-    bits, which are ordered as they are, the second the lower halves of those where it lies.
+    Two passes over the features, in constant memory: the first counts the upper halves of the
+    numbers' bit patterns, which sort like the numbers, the second the lower halves within the half
+    that contains the quantile.
 
     Args:
-        matrices: together they are one sample.
+        matrices: together one sample.
         mask: (rows,) of their store, the images that count.
         share: from 0 to below 1.
 
@@ -68,7 +68,7 @@ def quantile_of_sizes(matrices: Sequence[FeatureMatrix], mask: Mask, share: floa
 
 
 def _count(matrices: Sequence[FeatureMatrix], mask: Mask, high: int | None) -> Integers:
-    """How many numbers have which upper half, or which lower half below the upper half `high`."""
+    """Counts of upper halves, or of lower halves below the upper half `high`."""
     counts = np.zeros(1 << RADIX_BITS, np.int64)
     for matrix in matrices:
         for strip in matrix.strips(_COLUMNS):

@@ -1,8 +1,8 @@
-"""Whether stores that are compared agree in all that decides what their features mean.
+"""Checks that compared stores agree in everything that decides what their features mean.
 
-Stores whose vectors meet (train and test, queries and database) have to be of one model, with the
-same weights, skip connections and transform: `require_comparable`. Stores of different models may
-well be compared over the same images (CKA); what then differs in the images' preprocessing is
+Stores whose vectors are compared directly (train and test, queries and database) must be of one
+model, with the same weights, skip connections and transform: `require_comparable`. Stores of
+different models can be compared over the same images (CKA); differences in preprocessing are then
 logged. `compared` records either kind of comparison for a sidecar.
 """
 
@@ -35,18 +35,18 @@ ABSENT = {"ablate_skip": [], "precision": "fp32"}
 
 
 def default_token(stores: Iterable[Store], site: str) -> str:
-    """`cls` where the site has a class token in every store that has the site, else `mean`."""
+    """`cls` if the site has a class token in every store that has the site, else `mean`."""
     layouts = [store.site(site).layout for store in stores if site in store.sites]
     return "cls" if all(layout is None or layout.cls is not None for layout in layouts) else "mean"
 
 
 def model_key(store: Store) -> str:
-    """Equal for stores of the same model, weights and skip connections."""
+    """Equal for stores with the same model, weights and skip connections."""
     return json.dumps([_setting(store, name) for name in [*DECISIVE][:-1]], sort_keys=True)
 
 
 def require_comparable(store: Store, others: Iterable[Store]) -> None:
-    """Refuse stores whose vectors do not compare with those of `store`.
+    """Refuse stores whose vectors are not comparable with those of `store`.
 
     Raises:
         StoreMismatch: another model, weights, skip connections or transform.
@@ -70,13 +70,13 @@ def require_comparable(store: Store, others: Iterable[Store]) -> None:
 def compared(
     stores: Iterable[Store], tokens: Mapping[str, str] | str, *, asked: str | None = ""
 ) -> dict[str, Any]:
-    """The sidecar's record of a comparison; what differs in transform, precision or token is
+    """The sidecar's record of a comparison; differences in transform, precision or token are
     logged.
 
     Args:
         stores: any number; one is compared with itself.
-        tokens: what was compared, of each site or of all of them.
-        asked: the token that the user asked for, None where it was the default.
+        tokens: what was compared, for each site or for all of them.
+        asked: the token that the user requested, None for the default.
     """
     distinct = list({store.manifest.store_id: store for store in stores}.values())
     lines, record = [], {}
@@ -96,7 +96,7 @@ def compared(
 
 
 def _without_class_token(stores: Sequence[Store], tokens: Mapping[str, str]) -> Iterator[str]:
-    """A line where the mean took the place of a class token that some of the stores have."""
+    """A remark if the mean replaces a class token that some of the stores have."""
     sites: dict[str, list[str]] = {}
     for site, word in tokens.items():
         layouts = {s.label: s.site(site).layout for s in stores if site in s.sites}
@@ -119,7 +119,7 @@ def _setting(store: Store, field: str) -> Any:
 
 
 def _differences(stores: Sequence[Store], field: str) -> Iterator[tuple[str, list[Any]]]:
-    """(key, value in each store) of what is not the same in all of them."""
+    """(key, value in each store) for everything that differs between them."""
     settings = [_setting(store, field) for store in stores]
     if not any(isinstance(setting, Mapping) for setting in settings):
         settings = [{field: setting} for setting in settings]
@@ -138,5 +138,5 @@ def _by_value(stores: Sequence[Store], values: Sequence[Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """At most the first digits of a digest."""
+    """Text, with digests shortened to their first digits."""
     return value[:8] if isinstance(value, str) and len(value) == 64 else str(value)

@@ -1,11 +1,11 @@
-"""Features of one site as a plain file, for tools that read no stores; slab by slab.
+"""Features of one site as a plain file, for other tools; written slab by slab.
 
     .npy          (images, dim), or (images, tokens, dim) where several tokens are chosen
     .safetensors  the same as the tensor `features`, what they are of in the metadata
-    .parquet      a row per image: row, index, id, label, split, features (a list of dim numbers);
-                  of one vector per image
+    .parquet      one row per image: row, index, id, label, split, features (a list of dim
+                  numbers); of one vector per image
 
-Images are in the store's order; those that could not be read are left out.
+Images are in the store's order; unreadable ones are left out.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def export(
     force: bool = False,
     execution: Execution = DEFAULT,
 ) -> tuple[int, ...]:
-    """Write features to a file of `ENDINGS`, what they are of to a companion `path.json`.
+    """Write features to a file of `ENDINGS`, and their description to a companion `path.json`.
 
     Args:
         store: an open store.
-        site: one of its sites, or a selector that chooses one.
+        site: one of its sites, or a selector that matches one.
         path: to write.
-        tokens: as for the analyses, by default `cls` where the site has one, else `mean`.
+        tokens: as for the analyses, by default `cls` if the site has one, else `mean`.
         dtype: "stored" (float16 for tokens, float32 for pooled vectors), "float16" or "float32".
-        force: replace files that exist.
+        force: replace existing files.
         execution: which images; memory is that of a slab.
 
     Returns:
@@ -63,7 +63,7 @@ def export(
 
     Raises:
         SiteError: no such site or tokens, several sites, or several tokens for .parquet.
-        MissingInput: the store keeps no such tokens.
+        MissingInput: the store has no such tokens.
         VitseeError: another ending or dtype, numbers beyond float16, or a file that cannot be
             written.
     """
@@ -138,7 +138,7 @@ def _cast(block: NDArray[Any], kind: np.dtype[Any], features: SiteFeatures) -> N
 
 
 class _Sink(ABC):
-    """Receives the blocks of an array of known shape, one after the other."""
+    """Receives the blocks of an array of known shape in order."""
 
     def __init__(
         self,
@@ -154,15 +154,15 @@ class _Sink(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Write what comes before the numbers."""
+        """Write the part before the numbers."""
 
     @abstractmethod
     def add(self, block: NDArray[Any]) -> None:
-        """The next images."""
+        """Append the next images."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what comes after the numbers."""
+        """Write the part after the numbers."""
 
 
 class _Plain(_Sink):
@@ -180,7 +180,7 @@ class _Npy(_Plain):
 
 
 class _Safetensors(_Plain):
-    """Length in 8 bytes, a header in JSON, the numbers; the library writes whole arrays only."""
+    """Length in 8 bytes, a header in JSON, the numbers; the library only writes whole arrays."""
 
     def open(self) -> None:
         tensor = {

@@ -1,11 +1,11 @@
-"""CNN stages made comparable: every stage's feature map brought to the last stage's grid.
+"""CNN stages made comparable: every stage's feature map is converted to the last stage's grid.
 
 For CNNs, whose stages differ in channels and resolution, Raghu et al. 2021 (appendix A) split a
 feature map into patches, flatten each, and pool to the last stage's grid; patch sizes are not
 given. The rule here (`match_last_stage`): patches of p x p cells with the largest p such that
 channels x p^2 is at most the last stage's channels and p divides the grid without leaving fewer
-cells than the last stage has, then adaptive average pooling to the last stage's grid. ResNet-50:
-p = 2, 2, 1, 1. Where nothing is to be done (every ViT) the tokens stay as they are.
+cells than the last stage has, then adaptive average pooling to the last stage's grid. ResNet-50: p
+= 2, 2, 1, 1. If nothing needs conversion (every ViT) the tokens stay unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Matching:
-    """How a grid is brought to the last stage's: patches of `patch` cells, then `grid` cells."""
+    """Conversion of a grid to the last stage's: patches of `patch` cells, then `grid` cells."""
 
     patch: int
     grid: tuple[int, int]
@@ -37,7 +37,7 @@ class Matching:
 
 
 def match_last_stage(store: Store, site: SiteSpec) -> Matching | None:
-    """How a site is brought to the last stage's grid; None where nothing is to be done.
+    """A site's conversion to the last stage's grid; None if it needs none.
 
     Raises:
         MissingInput: the store lacks the output of the last block.
@@ -88,7 +88,7 @@ def flatten_patches(maps: Float32, patch: int) -> Float32:
 
 def adaptive_average(maps: Float32, grid: tuple[int, int]) -> Float32:
     """Maps (images, rows, cols, channels) averaged to `grid` cells: cell i of k is the mean of the
-    rows from floor(i n / k) to ceil((i + 1) n / k), as torch's adaptive average pooling."""
+    rows from floor(i n / k) to ceil((i + 1) n / k), like torch's adaptive average pooling."""
     out = maps
     for axis, k in zip((1, 2), grid, strict=True):
         n = out.shape[axis]

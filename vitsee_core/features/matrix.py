@@ -21,7 +21,7 @@ Part = tuple[LazyArray, Box]
 
 @dataclass(frozen=True)
 class Strip:
-    """Some columns of a feature matrix: the part of `array` that `box` cuts out of its axes after
+    """Some columns of a feature matrix: the part of `array` that `box` selects on its axes after
     the first."""
 
     array: LazyArray
@@ -32,8 +32,8 @@ class Strip:
         return math.prod(part.stop - part.start for part in self.box)
 
     def read(self, rows: slice, memory: NDArray[np.uint8] | None = None) -> NDArray[Any]:
-        """(rows, columns) of consecutive images, in the type they are stored in; in `memory`,
-        bytes, where that can be."""
+        """(rows, columns) of consecutive images, in their stored type; in `memory`, bytes, if
+        possible."""
         n = rows.stop - rows.start
         if memory is None or not isinstance(self.array, StoredArray) or self.array.fixed:
             return self.array.load((rows, *self.box)).reshape(n, -1)
@@ -45,9 +45,9 @@ class Strip:
     def pieces(
         self, rows: slice, memory: NDArray[np.uint8] | None = None
     ) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """What `read` gives of some rows of one slab, in pieces that are to be used before the next
-        one is asked for: which columns, and their values (rows, columns). They are parts of chunks,
-        not copied, where a chunk has columns that follow each other."""
+        """The result of `read` for rows of one slab, in pieces to be used before the next is
+        requested: which columns, and their values (rows, columns). Uncopied parts of chunks, if a
+        chunk's columns are contiguous."""
         array, shape = self.array, [part.stop - part.start for part in self.box]
         if isinstance(array, StoredArray) and not array.fixed:
             parts = array.parts((rows, *self.box))
@@ -61,7 +61,7 @@ class Strip:
         yield slice(0, self.n_columns), self.read(rows, memory)
 
     def in_one_chunk(self, rows: slice) -> bool:
-        """Whether `pieces` of some rows of one slab is a single one, of all columns."""
+        """Whether `pieces` yields a single piece, of all columns, for these rows of one slab."""
         array = self.array
         return (
             isinstance(array, StoredArray)
@@ -70,23 +70,21 @@ class Strip:
         )
 
     def cut(self, columns: int) -> list[Strip]:
-        """This one in strips of at most `columns` columns."""
+        """This strip in strips of at most `columns` columns."""
         chunks = _chunk_lengths(self.array)
         return [Strip(self.array, piece) for piece in _pieces(self.box, chunks, columns)]
 
 
 class FeatureMatrix:
-    """Images by features: columns of stored arrays, side by side.
-
-    key: what tells these features from others of the same store, for a cache.
-    """
+    """Images by features: columns of stored arrays, side by side. key: identifies these features
+    among others of the same store, for a cache."""
 
     def __init__(self, store: Store, key: Sequence[str], parts: Sequence[Part]) -> None:
         self.store, self.key, self.parts = store, tuple(key), tuple(parts)
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """The store and the key: the same features have the same, others have another."""
+        """Store and key: equal for equal features only."""
         return (self.store.manifest.store_id, *self.key)
 
     @property
@@ -105,7 +103,7 @@ class FeatureMatrix:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the largest stored chunk: what a thread that reads holds beside its strip."""
+        """Bytes of the largest stored chunk: memory of a reading thread beside its strip."""
         return max(
             (a.spec.chunk_bytes for a, _ in self.parts if isinstance(a, StoredArray)), default=0
         )
@@ -122,14 +120,14 @@ class FeatureMatrix:
         )
 
     def strips(self, columns: int) -> list[Strip]:
-        """All features in strips of at most `columns` columns, cut where chunks end if they can
-        be, so that each byte is read once."""
+        """All features in strips of at most `columns` columns, cut at chunk boundaries if possible,
+        so that each byte is read once."""
         return [strip for array, box in self.parts for strip in Strip(array, box).cut(columns)]
 
 
 def _consecutive(target: Box, shape: Sequence[int]) -> slice | None:
-    """The columns that `target` cuts out of axes of these lengths, laid side by side; None where
-    they do not follow each other."""
+    """The columns that `target` selects from axes of these lengths, flattened; None if they are not
+    contiguous."""
     lengths = [part.stop - part.start for part in target]
     first = 0  # the first axis that is not cut to one place; those after it must be whole
     while first < len(shape) and lengths[first] == 1:

@@ -1,4 +1,4 @@
-"""The one reader of features: which tokens of a site, from which arrays, in which form.
+"""The single reader of features: which tokens of a site, from which arrays, in which form.
 
     features = choose_features(store, site, "cls")
     features.vectors(mask)              (images, dim) float32, slab by slab
@@ -6,8 +6,8 @@
     features.load(rows, part)           the same of consecutive rows, in the stored type
     features.matrix()                   one matrix, images by all its features, read in strips
 
-What extract pooled (`cls`, `mean`) is read in the float32 of `pooled/`, and so from stores that
-keep nothing else; other tokens from `acts/`, in the type in which they are stored.
+Pooled tokens (`cls`, `mean`) are read from `pooled/` in float32, and so from stores that have
+nothing else; other tokens from `acts/`, in their stored type.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SiteFeatures:
-    """Some tokens of one site of a store.
+    """Some tokens of one site of a store. A site without tokens is read as it is, flattened: one
+    vector per image.
 
-    site: a stored one, no alias. matching: for CNNs, see `last_stage`. partial: see `Store.acts`. A
-    site without tokens is
-    read as it is, flattened: one vector per image.
+    Attributes:
+        site: a stored site, not an alias.
+        matching: for CNNs, see `last_stage`.
+        partial: see `Store.acts`.
     """
 
     store: Store
@@ -55,7 +57,7 @@ class SiteFeatures:
 
     @cached_property
     def arrays(self) -> list[LazyArray]:
-        """The stored arrays that hold the tokens, in the tokens' order.
+        """The stored arrays with the tokens, in the tokens' order.
 
         Raises:
             SiteError: the site has no such tokens.
@@ -79,19 +81,19 @@ class SiteFeatures:
 
     @property
     def layout(self) -> TokenLayout | None:
-        """Of the tokens that are read: the site's, or what it is brought to."""
+        """Layout of the tokens as read: the site's, or after conversion."""
         if self.matching is None or self.site.layout is None:
             return self.site.layout
         return dataclasses.replace(self.site.layout, grid=self.matching.grid)
 
     @property
     def several(self) -> bool:
-        """Whether an image has several vectors, or may have: one for each token."""
+        """Whether an image has, or may have, several vectors: one per token."""
         return self.site.layout is not None and not self.selection.is_vector
 
     @cached_property
     def tokens(self) -> list[Token]:
-        """What each vector of an image is of."""
+        """The token that each vector of an image belongs to."""
         layout = self.layout
         if layout is None:
             return [Token("")]
@@ -116,14 +118,14 @@ class SiteFeatures:
 
     @property
     def slab_bytes(self) -> int:
-        """What a slab takes while it is read: as it is stored, and in float32."""
+        """Memory of a slab while it is read: as stored, and in float32."""
         whole = self.several or self.selection in ("mean-all", "rest") or self.matching is not None
         of_image = math.prod(self.site.shape) if whole else self.site.dim
         return 2 * 4 * of_image * self.store.plan.slab
 
     def groups(self, n_tokens: int) -> list[slice]:
-        """`tokens` in pieces of about `n_tokens`, cut where chunks of the store end as far as
-        that is possible, so that each byte is read once."""
+        """`tokens` in groups of about `n_tokens`, cut at chunk boundaries as far as possible, so
+        that each byte is read once."""
         n, n_prefix = len(self.tokens), self.n_prefix
         if n <= n_tokens:
             return [slice(0, n)]
@@ -137,7 +139,7 @@ class SiteFeatures:
         return [slice(a, b) for a, b in zip(starts, [*starts[1:], n], strict=True)]
 
     def _chunk_tokens(self) -> int:
-        """Tokens of the grid that are read together."""
+        """Number of grid tokens that are read together."""
         layout = self.site.layout
         if layout is None or layout.grid is None or self.matching is not None:
             return 1
@@ -208,7 +210,7 @@ class SiteFeatures:
         yield from each_slab(self.store, work, rows=Rows(mask, 0, ""), jobs=jobs)
 
     def vectors(self, mask: Mask, *, jobs: int = 1, memory: int | None = None) -> Iterator[Float32]:
-        """(images of a slab, dim): `blocks` of features that are one vector per image."""
+        """(images of a slab, dim): `blocks` of features with one vector per image."""
         for block in self.blocks(mask, slice(0, 1), jobs=jobs, memory=memory):
             yield block[:, 0]
 
@@ -216,7 +218,7 @@ class SiteFeatures:
         """All features of an image side by side, as one matrix that is read in strips.
 
         Args:
-            channels: of every token, these only.
+            channels: only these channels of every token.
 
         Raises:
             SiteError: the site has no such tokens.
@@ -257,22 +259,22 @@ def choose_features(
     match_last_stage: bool = False,
     partial: bool = False,
 ) -> SiteFeatures:
-    """The features that an analysis reads of a site, refused here rather than in the middle of the
+    """The features that an analysis reads of a site; errors are raised here rather than during the
     work.
 
     Args:
         store: an open store.
-        site: one of its sites, an alias too.
-        tokens: by default `cls` where the site has a class token and `mean` (over patches)
-            elsewhere; a site without tokens is read as it is.
+        site: one of its sites, or an alias.
+        tokens: by default `cls` if the site has a class token, else `mean` (over patches); a site
+            without tokens is read as it is.
         among: stores that it is compared with; the default is then the same in all of them.
-        one_vector: refuse tokens that are several vectors per image.
-        match_last_stage: bring a CNN's grids and channels to the last stage's; see `last_stage`.
+        one_vector: refuse tokens that give several vectors per image.
+        match_last_stage: convert a CNN's grids and channels to the last stage's; see `last_stage`.
         partial: whether images may be smaller than their canvas; see `Store.acts`.
 
     Raises:
-        SiteError: the site has no such tokens, or they are several where one vector is needed; or
-            images do not fill their canvas.
+        SiteError: the site has no such tokens, or several where one vector is needed; or images do
+            not fill their canvas.
         MissingInput: the site is stored pooled only, or the last stage is not stored.
     """
     site = store.site(site.name)
@@ -297,7 +299,7 @@ def choose_features(
 
 
 def check_alike(ours: SiteFeatures, theirs: SiteFeatures) -> None:
-    """Refuse a site that has other tokens or channels in the store that tests.
+    """Refuse a site with other tokens or channels in the test store.
 
     Raises:
         StoreMismatch: names both.

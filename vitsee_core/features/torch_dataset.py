@@ -7,8 +7,8 @@
     for batch in DataLoader(tokens, batch_size=None, num_workers=2):  # (4096, dim) float32
         ...
 
-A shuffled store's slabs are random samples of the data, so that a stream that mixes the tokens of a
-few slabs at a time is close to a shuffle of all; memory does not grow with the store.
+A shuffled store's slabs are random samples of the data, so a stream that mixes the tokens of a few
+slabs at a time is close to a full shuffle; memory does not grow with the store.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class TokenDataset(IterableDataset[torch.Tensor]):
         store: an open store, or its path.
         site: one of its sites.
         tokens: "all", "patches", "prefix", or one vector per image ("cls", "mean", "3,4"); by
-            default `patches` where the site has a grid.
-        batch_size: tokens in a batch; the last of an epoch (of each worker) may be smaller.
+            default `patches` if the site has a grid.
+        batch_size: tokens per batch; the last of an epoch (of each worker) may be smaller.
         mixed: slabs whose tokens are mixed: two slabs of 256 images of a ViT-B/16 are 310 MB.
-        shuffle: off, tokens come in the store's order.
+        shuffle: False keeps tokens in the store's order.
         seed: of the order; equal seeds and epochs give equal batches for one number of workers.
-        rank, world: which part of the slabs this process reads, of so many processes.
+        rank, world: which part of the slabs this process reads, of `world` processes.
 
-    Workers of a DataLoader share out the slabs; every token comes once in an epoch. Set
-    `dataset.epoch` before each epoch where workers are started anew; iterating counts it up.
+    Workers of a DataLoader divide the slabs; every token comes once per epoch. Set `dataset.epoch`
+    before each epoch if workers are restarted; iterating increments it.
 
     Raises:
         SiteError: no such site or tokens.
-        MissingInput: the store keeps no such tokens.
+        MissingInput: the store has no such tokens.
         VitseeError: sizes below 1, or a rank outside of the world.
     """
 
@@ -85,7 +85,7 @@ class TokenDataset(IterableDataset[torch.Tensor]):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens in an epoch, over all processes."""
+        """Tokens per epoch, over all processes."""
         per_image = len(self.features.tokens) if self.features.several else 1
         return int(self.store.valid.sum()) * per_image
 
@@ -112,7 +112,7 @@ class TokenDataset(IterableDataset[torch.Tensor]):
             yield torch.from_numpy(left[0].copy())
 
     def _slab(self, k: int) -> Float32:
-        """(tokens, dim) of a slab's images that could be read."""
+        """(tokens, dim) of a slab's readable images."""
         rows = self.store.plan.rows(k)
         mask = np.zeros(self.store.n_images, bool)
         mask[rows] = self.store.valid[rows]

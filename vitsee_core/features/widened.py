@@ -1,4 +1,4 @@
-"""Stored features in float32, as analyses take them."""
+"""Stored features in float32, as analyses use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TO_FLOAT32 = np.float32(2.0**112)  # between the exponents of both types
 
 
 def widened(values: NDArray[Any]) -> tuple[Float32, bool]:
-    """The values in float32, themselves where they are that, and whether all are finite."""
+    """The values in float32 (unchanged if they are), and whether all are finite."""
     if values.dtype == np.float16 and values.size >= LARGE and values.flags.c_contiguous:
         out = np.empty(values.shape, np.float32)
         bits = out.reshape(-1).view(np.uint32)
@@ -30,12 +30,12 @@ def widened(values: NDArray[Any]) -> tuple[Float32, bool]:
 
 @compiled
 def widen(halves: NDArray[np.uint16], bits: NDArray[np.uint32], out: Float32) -> bool:
-    """Float16 as float32; False where some are not finite, `out` is then undefined.
+    """Convert float16 to float32; returns False, with `out` undefined, if some are not finite.
 
     Args:
         halves: (n,) the bits of the float16.
         bits: (n,) the memory of `out`.
-        out: (n,) changed.
+        out: (n,) filled.
     """
     largest = np.uint32(0)
     for start in range(0, len(halves), AT_ONCE):

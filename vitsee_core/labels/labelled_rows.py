@@ -1,9 +1,9 @@
-"""Images with labels: which rows of a store have one, whether two stores fit together, and the
-baselines and intervals of what is scored against labels.
+"""Labelled images: which rows of a store have a label, whether two stores fit together, and the
+baselines and intervals of scores against labels.
 
 Labels are class numbers, -1 for none. The space of classes is that of the data set (the store's
-class names), not what happens to occur among the rows used. Where one store trains and another
-tests, the results' rows bear the label of the test store.
+class names), not the classes that occur among the rows used. If one store trains and another tests,
+the results' rows bear the label of the test store.
 """
 
 from __future__ import annotations
@@ -38,12 +38,17 @@ DRAWN_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """The rows of a store that were chosen, could be read and have a label, in the store's order.
+    """The selected, readable, labelled rows of a store, in its order.
 
-    mask: (images,) over all rows of the store. rows: (n,) their numbers. labels: (n,) classes.
-    classes: names of all classes of the data set ("0", "1", ... where it names none). index: (n,)
-    positions in the data set's own order. hashes: (n,) of the images' encoded bytes.
-    n_invalid, n_unlabelled: chosen rows left out. how: in words.
+    Attributes:
+        mask: (images,) over all rows of the store.
+        rows: (n,) their numbers.
+        labels: (n,) classes.
+        classes: names of all classes of the data set ("0", "1", ... if it has no names).
+        index: (n,) positions in the data set's own order.
+        hashes: (n,) of the images' encoded bytes.
+        n_invalid, n_unlabelled: selected rows that are left out.
+        how: in words.
     """
 
     store: Store
@@ -76,11 +81,11 @@ class LabelledRows:
 
     @property
     def n_images(self) -> int:
-        """Number of images; of examples that are no images, see `segments`, those with one."""
+        """Number of images; if examples are not images, see `segments`, of images with one."""
         return len(self)
 
     def counted(self, among: Mask | None = None) -> dict[str, int]:
-        """The columns of a table that count, of all or of some (n,)."""
+        """The count columns of a table, for all or for some (n,)."""
         return {"n_images": len(self) if among is None else int(among.sum())}
 
     def jackknife(self, seed: int) -> Blocks:
@@ -93,8 +98,8 @@ class LabelledRows:
 
         Args:
             value: the accuracy.
-            n: of so many examples.
-            right: how many of them are right; None where that is no whole number.
+            n: number of examples.
+            right: how many of them are right; None if that is not an integer.
             replicates: (blocks,) the accuracy without each block.
         """
         del value, replicates
@@ -122,13 +127,13 @@ class LabelledRows:
             done += len(x)
 
     def vectors(self, features: SiteFeatures, *, jobs: int, memory: int) -> Iterator[Float32]:
-        """(m, dim): `read` of features that are one vector per example, of all of them."""
+        """(m, dim): `read` of features with one vector per example, for all examples."""
         every = np.arange(len(self))
         for _, x in self.read(features, every, slice(0, 1), jobs=jobs, memory=memory):
             yield x[:, 0]
 
     def subset(self, keep: Mask, how: str) -> Self:
-        """Those (n,) to keep; how: in words."""
+        """The rows in `keep` (n,); how: in words."""
         mask = np.zeros_like(self.mask)
         mask[self.rows[keep]] = True
         return replace(
@@ -137,8 +142,8 @@ class LabelledRows:
         )  # fmt: skip
 
     def held_out(self, share: float, rng: np.random.Generator) -> Mask | None:
-        """(n,) the examples to hold out where several are of one image, which stays whole; None
-        where each is an image, of which this share of each class is held out."""
+        """(n,) the examples to hold out if images have several, keeping images whole; None if each
+        example is an image, of which this share of each class is held out."""
         del share, rng
         return None
 
@@ -150,8 +155,8 @@ def labelled_rows(
 
     Args:
         store: the store.
-        images: look at so many rows, as `choose_rows` does, before the others are left out.
-        seed: of a sample, where one is drawn.
+        images: start from this many rows, see `choose_rows`, before others are left out.
+        seed: of a sample, if one is drawn.
         split: only rows of this split of the data.
 
     Raises:
@@ -187,7 +192,7 @@ def labelled_rows(
 
 
 def in_split(store: Store, split: str) -> Mask:
-    """(images,) which rows are of a split of the data.
+    """(images,) which rows are in a split of the data.
 
     Raises:
         MissingInput: the data has no such split.
@@ -209,8 +214,8 @@ def _classes(store: Store) -> list[str]:
 def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:
     """Refuse rows whose class numbers do not mean the same classes.
 
-    Where one of the stores names no classes, it has only to stay within the other's: labels are
-    then matched by number, which is what the remarks that come back say.
+    If a store has no class names, its labels only have to stay within the other's: they are then
+    matched by number, which the returned remarks say.
 
     Raises:
         StoreMismatch: names what differs.
@@ -246,7 +251,7 @@ def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:
 
 
 def check_disjoint(train: LabelledRows, test: LabelledRows, allow_shared: bool = False) -> int:
-    """How many of the test rows hold an image (equal encoded bytes) that is in train too.
+    """Number of test rows with an image (equal encoded bytes) that is in train, too.
 
     Raises:
         StoreMismatch: there are any, and `allow_shared` is not set.
@@ -265,15 +270,15 @@ def check_disjoint(train: LabelledRows, test: LabelledRows, allow_shared: bool =
 
 
 def random_features(n: int, dim: int, seed: int | Sequence[int]) -> NDArray[np.float32]:
-    """(n, dim) independent standard normal numbers: features that know nothing."""
+    """(n, dim) independent standard normal numbers: uninformative features."""
     return np.random.default_rng(seed).standard_normal((n, dim), np.float32)
 
 
 def accuracy_interval(correct: Mask) -> tuple[float, float, float, float]:
     """Value, std, low and high of an accuracy; see `INTERVAL_METHOD` (Wilson 1927).
 
-    Unlike mean -+ t std / sqrt(n) it stays within 0 and 1, and keeps a width where all test images
-    are right. NaN without a test image; std NaN with one.
+    Unlike mean -+ t std / sqrt(n) it stays within 0 and 1, and keeps a width if all test images are
+    right. NaN without a test image; std NaN with one.
 
     Args:
         correct: (n,) whether each test image is right.
@@ -288,6 +293,6 @@ def accuracy_interval(correct: Mask) -> tuple[float, float, float, float]:
 
 
 def random_pieces(n: int, dim: int, seed: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-    """`random_features` in pieces, each drawn for itself: memory does not grow with n."""
+    """`random_features` in pieces, each drawn separately: memory does not grow with n."""
     for i, start in enumerate(range(0, n, DRAWN_AT_ONCE)):
         yield random_features(min(DRAWN_AT_ONCE, n - start), dim, (*seed, i))

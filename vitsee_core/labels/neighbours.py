@@ -16,11 +16,11 @@ TILE_ROWS, TILE_QUERIES, TILE_BYTES = 20480, 512, 32
 
 @dataclass(frozen=True)
 class Nearest:
-    """cosines, rows: (m, k), nearest first, ties by row. constant: all rows are the same."""
+    """Neighbours (m, k), nearest first, ties by row."""
 
     cosines: Float32
     rows: NDArray[np.int64]
-    constant: bool
+    constant: bool  # all rows are the same
 
 
 def nearest(
@@ -36,11 +36,11 @@ def nearest(
     """The k nearest of `rows` for each of `queries`; see `kernels.neighbours`.
 
     Args:
-        rows: gives the pieces (n, dim) in order; called again where the queries do not fit.
-        queries: gives the pieces (m, dim) in order.
-        shape: how many queries and rows there are in all, and their length dim.
+        rows: yields the pieces (n, dim) in order; called again if the queries do not fit.
+        queries: yields the pieces (m, dim) in order.
+        shape: total number of queries and of rows, and their length dim.
         k: number of neighbours, at most the number of rows.
-        device: makes the products; see `device.resolve_device`.
+        device: computes the products; see `device.resolve_device`.
         memory: bytes to stay within: two thirds for queries, a third for tiles.
         progress: counts rows, once in all passes.
 
@@ -71,7 +71,7 @@ def nearest(
 
 
 def in_tiles(pieces: Iterable[Float32], size: int = TILE_ROWS) -> Iterator[Float32]:
-    """The same rows in order, `size` of them at a time, the last piece perhaps shorter."""
+    """The same rows in order, `size` at a time; the last piece may be shorter."""
     held: list[Float32] = []
     n = 0
     for piece in pieces:

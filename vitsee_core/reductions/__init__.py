@@ -1,4 +1,4 @@
-"""Attention and residual summaries, computed where the model runs while it is being extracted."""
+"""Attention and residual summaries, computed on the model's device during extraction."""
 
 from vitsee_core.reductions.activations import (
     SitePass,

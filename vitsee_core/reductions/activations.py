@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def residual_products(z: Tensor, f: Tensor) -> Tensor:
     """The dot products z.z, f.f and z.f of every token, summed over channels in float32.
 
-    `z`, the skip input, and `f`, the branch: (images, tokens, dim), of any strides and float
-    dtype. Returns (images, tokens, 3) float32, from which the norm ratio |z| / |f| and the
-    cosines of z with f and with z + f follow (Raghu et al. 2021, Figs. 7, E.1, E.2).
+    `z`, the skip input, and `f`, the branch: (images, tokens, dim), of any strides and float dtype.
+    Returns (images, tokens, 3) float32, from which the norm ratio |z| / |f| and the cosines of z
+    with f and with z + f follow (Raghu et al. 2021, Figs. 7, E.1, E.2).
     """
     out = torch.empty(*z.shape[:2], 3, dtype=torch.float32, device=z.device)
     if z.device.type != "cpu":
@@ -49,8 +49,8 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
 
 
 def _multiply_at_once(z: Tensor, f: Tensor, out: Tensor) -> None:
-    """`residual_products` where memory is wide: one kernel per product, which reads the stored type
-    and sums in float32."""
+    """`residual_products` on a GPU: one kernel per product, which reads the stored type and sums in
+    float32."""
     for column, x in enumerate((z, f)):
         norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
         torch.square(norm, out=out[..., column])
@@ -59,17 +59,12 @@ def _multiply_at_once(z: Tensor, f: Tensor, out: Tensor) -> None:
 
 
 class SitePass(NamedTuple):
-    """What is taken of a site's tokens in one pass.
+    """Results of one pass over a site's tokens; copies, so they stay valid when the model
+    overwrites its tensors."""
 
-    cls: (images, dim) float32, the class token, None where the layout has none. mean: (images,
-    dim) float32, over grid cells or rows; prefix tokens are no part of it. peak: the largest |x|,
-    prefix included, a float32 scalar, NaN where one is NaN. All are copies, so they stay valid when
-    the model overwrites its tensors.
-    """
-
-    cls: Tensor | None
-    mean: Tensor
-    peak: Tensor
+    cls: Tensor | None  # (images, dim) float32, the class token, None if the layout has none
+    mean: Tensor  # (images, dim) float32, over grid cells or rows, without prefix tokens
+    peak: Tensor  # the largest |x|, prefix included, a float32 scalar, NaN if any is NaN
 
 
 def pass_over(prefix: Tensor | None, body: Tensor, layout: TokenLayout) -> SitePass:
@@ -93,11 +88,11 @@ def pass_over(prefix: Tensor | None, body: Tensor, layout: TokenLayout) -> SiteP
 
 
 def take_tokens(body: Tensor, mean: Tensor, kept: Tensor | None) -> Tensor:
-    """One pass over the tokens of a site, which must be so that `is_by_token`.
+    """One pass over the tokens of a site, which must satisfy `is_by_token`.
 
     `mean`: (images, dim) float32, filled with means over cells or rows; `kept`: of the body's
     shape, filled with the tokens in its own dtype, or None. Both are contiguous. Returns the
-    largest |x|, a float32 scalar, NaN where one is NaN.
+    largest |x|, a float32 scalar, NaN if any is NaN.
     """
     rows = body.flatten(1, -2)
     memory, shape = memory_of(rows), (rows.shape[1], rows.shape[2])
@@ -115,8 +110,8 @@ def take_tokens(body: Tensor, mean: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def is_by_token(body: Tensor) -> bool:
-    """Whether a compiled pass takes the tokens: on a CPU, in single precision, the channels of each
-    one after another, and one token after another."""
+    """Whether a compiled pass can process the tokens: float32 on a CPU, channels of a token
+    contiguous, and tokens in order."""
     if body.device.type != "cpu" or body.dtype != torch.float32 or body.stride(-1) != 1:
         return False
     steps = list(zip(body.shape, body.stride(), strict=True))[1:-1]
@@ -126,8 +121,8 @@ def is_by_token(body: Tensor) -> bool:
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """The largest |x|, a float32 scalar, NaN where x has one. Strided tensors are read as they
-    lie: `aminmax` would copy them first."""
+    """The largest |x|, a float32 scalar, NaN if x has one. Strided tensors are read in place:
+    `aminmax` would copy them first."""
     if x.device.type == "cuda":  # one pass, which takes ten times two of these on a CPU
         return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     return torch.maximum(-x.amin(), x.amax()).float()

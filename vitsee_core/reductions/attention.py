@@ -1,4 +1,4 @@
-"""The computation of attention summaries (see summary.py for what they are)."""
+"""Computation of the attention summaries that summary.py defines."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ PART_BYTES = 512 << 10
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Whether compiled loops do the work, and not a GPU's kernels."""
+    """Whether compiled loops do the work, not a GPU's kernels."""
     return device.type == "cpu"
 
 
 class AttentionReducer:
     """Summarises the attention of blocks that share a token layout.
 
-    Keeps their constants and its buffers: on a CPU for each thread A of one image, and its scores
-    where they are no plain product; on a GPU twice the scores of a block of images (`block_bytes`,
-    or one image if that is more). Every image is
-    reduced separately: on a CPU its values do not depend on blocks, batches or threads, bit for
-    bit, nor do the sums on threads; a GPU's libraries choose kernels by the number of images, which
-    moves last digits.
+    Holds their constants and its buffers: on a CPU for each thread A of one image, and its scores
+    if they are not a plain product; on a GPU twice the scores of a block of images (`block_bytes`,
+    or one image if that is more). Every image is reduced separately: on a CPU its values are
+    bitwise independent of blocks, batches and threads, and the sums of threads; a GPU's libraries
+    choose kernels by the number of images, which affects last digits.
 
-    `rollout` adds head means, `rows` the rows of every image, `full` A itself.
-    Raises ValueError if the layout has no grid or no stride: callers choose blocks that do.
+    `rollout` adds head means, `rows` the rows of every image, `full` A itself. Raises ValueError if
+    the layout has no grid or no stride: callers select blocks that do.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class AttentionReducer:
     def reduce(self, call: AttentionScores, valid: Tensor) -> AttentionSummary:
         """The summary of one call; `valid` (images,) bool says which images enter the sums.
 
-        Rows of an invalid image contain whatever the model computed from its pixels, NaN included.
+        Rows of an invalid image contain whatever the model computed from its pixels, including NaN.
         With `valid` on the host a GPU skips the pass that excludes invalid images. The host never
         waits for the device.
 
@@ -103,7 +102,7 @@ class AttentionReducer:
         )
 
     def _mask(self, valid: Tensor) -> Tensor | None:
-        """Which images count, where the work is done; on a GPU None where it is known that all."""
+        """Which images count, on the reducing device; on a GPU None if all are known to."""
         if is_cpu(self.device):
             return valid.cpu()
         # Only a host tensor can be read without waiting for the device.
@@ -111,7 +110,8 @@ class AttentionReducer:
         return None if all_valid else valid.to(self.device)
 
     def _empty(self, n_images: int, n_heads: int) -> dict[str, Tensor]:
-        """Room for the results per image: what `DevicePasses.reduce` fills, and copies of A."""
+        """Memory for the results per image: the output of `DevicePasses.reduce`, and copies of
+        A."""
         t = self.layout.n_tokens
         shapes: dict[str, tuple[int, ...]] = {
             "numbers": (len(NUMBERS), n_images, n_heads),
@@ -134,7 +134,7 @@ class AttentionReducer:
         }
 
     def _no_sums(self, n_parts: int, n_heads: int) -> dict[str, Tensor]:
-        """Zeros, to which each part's sums over its images are added, by name."""
+        """Zeros for each part's sums over its images, by name."""
         names = ["received_rows"] if self.layout.cls is None else ["received_rows", "cls_rows"]
         dtypes = {"pairs": self._passes.pairs_dtype} | dict.fromkeys(names, self._sum_dtype)
         shapes = {"pairs": self._passes.pairs_shape(n_heads)}
@@ -145,7 +145,7 @@ class AttentionReducer:
         }
 
     def _split(self, call: AttentionScores) -> tuple[int, int, int]:
-        """The number of parts (runs of images with sums of their own), of threads that take them,
+        """The number of parts (runs of images with their own sums), of threads that process them,
         and of threads that share an image."""
         image_bytes = 4 * call.n_heads * call.n_tokens**2
         if not is_cpu(self.device) or image_bytes > THREAD_BYTES:
@@ -157,8 +157,8 @@ class AttentionReducer:
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
-    """The sum over the first axis, always in the same order: equal bits whatever else is computed
-    at the same time."""
+    """The sum over the first axis, always in the same order: bitwise equal whatever else runs at
+    the same time."""
     if len(parts) == 1:
         return parts[0]
     return torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))

@@ -1,4 +1,4 @@
-"""Memory that is used again from call to call."""
+"""Memory that is reused from call to call."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ if TYPE_CHECKING:
 
 
 class Buffers:
-    """Float32 tensors by name, whose contents are lost when they are asked for again."""
+    """Float32 tensors by name; requesting one again loses its contents."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[str, Tensor] = {}
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """Of this shape, uninitialised."""
         size = math.prod(shape)
         kept = self._kept.get(name)
         if kept is None or kept.numel() < size:

@@ -1,4 +1,4 @@
-"""Numbers of heads from what `cpu_sums` sums up over an image, compiled."""
+"""Per-head numbers from an image's sums in `cpu_sums`, compiled."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def numbers_of(
     over: OverImages,
     part: int,
 ) -> None:
-    """What is said of every head by itself, for the images from `images[0]` to `images[1]` - 1.
+    """Values of every head by itself, for the images from `images[0]` to `images[1]` - 1.
 
     Args:
         images: the first, and the one after the last.
-        geometry: where tokens lie.
+        geometry: positions of tokens.
         valid: (batch,) which images enter the sums over images.
-        head_sums: as from `sum_heads`.
+        head_sums: from `sum_heads`.
         cls_rows: (batch, heads, tokens), or of no heads.
         found: filled.
         over: added to.
-        part: of the batch, in which the images are.
+        part: of the batch, which contains the images.
     """
     totals, received, renormalised, offsets = head_sums
     numbers, counts, received_rows = found

@@ -1,4 +1,4 @@
-"""The attention of some images on a CPU, by the compiled loops of the modules beside."""
+"""Attention summaries of some images on a CPU, by compiled loops."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ NO_CLS = np.empty((0, 0, 0), np.float32)
 
 
 class CpuPasses:
-    """Fills the summaries of images from their scores; see `DevicePasses`, whose methods these are.
-
-    Keeps each thread's buffers: the scores of one image, and A.
-    """
+    """Fills the summaries of images from their scores, with the interface of `DevicePasses`. Holds
+    each thread's buffers: the scores of one image, and A."""
 
     pairs_dtype = torch.float64
 
@@ -48,7 +46,7 @@ class CpuPasses:
         self._buffers = Buffers(torch.device("cpu"))
 
     def pairs_shape(self, n_heads: int) -> tuple[int, ...]:
-        """Of what is summed over images for `aligned`."""
+        """Shape of the sums over images for `aligned`."""
         gh, gw = self._geometry.grid
         return n_heads, 2 * gh - 1, 2 * gw - 1
 
@@ -96,7 +94,7 @@ class CpuPasses:
         common: InCommon,
         n_threads: int,
     ) -> None:
-        """`sum_heads` and `sum_queries` of an image, by some threads."""
+        """`sum_heads` and `sum_queries` of an image, on some threads."""
         a, geometry = room.numpy(), self._geometry
 
         def some_heads(_: int, heads: range) -> None:
@@ -109,13 +107,13 @@ class CpuPasses:
         run_split(some_queries, a.shape[1], min(n_threads, a.shape[1]))
 
     def _keep(self, a: Tensor, out: Tensor) -> None:
-        """A of an image, without what lies between the prefix and the grid."""
+        """Copy A of an image without the padding between the prefix and the grid."""
         n = self._geometry.n_prefix
         out[..., :n] = a[..., :n]
         out[..., n:] = a[..., padded(n) : padded(n) + out.shape[-1] - n]
 
     def _room(self, call: AttentionScores, thread: int) -> Tensor:
-        """For A of an image, as from `sum_heads`."""
+        """Memory for A of an image, as `sum_heads` fills it."""
         width = padded(self._geometry.n_prefix) + padded(call.n_tokens - self._geometry.n_prefix)
         return self._buffers.get(f"a {thread}", call.n_heads, call.n_tokens, width)
 
@@ -126,7 +124,7 @@ class CpuPasses:
         return call.scores(slice(image, image + 1), out=room).numpy().reshape(-1)
 
     def shapes(self, n_images: int, n_heads: int) -> dict[str, tuple[int, ...]]:
-        """Of `HeadSums`, float64: what `reduce` needs in `out` for itself."""
+        """Shapes of `HeadSums`, float64: what `reduce` needs in `out` for itself."""
         gh, gw = self._geometry.grid
         n_tokens = self._geometry.n_prefix + gh * gw
         last = len(TOTALS), n_tokens, n_tokens, (2 * gh - 1) * (2 * gw - 1)
@@ -139,6 +137,6 @@ class CpuPasses:
 
 
 def _padded_rows(x: Tensor) -> Float32:
-    """Rows of whole vectors, zeros beyond, as one."""
+    """Rows padded with zeros to whole vectors, flattened."""
     more = padded(x.shape[1]) - x.shape[1]
     return torch.nn.functional.pad(x.float(), (0, more)).flatten().numpy()

@@ -1,10 +1,10 @@
-"""A on a CPU, and its sums: loops that go through it while it lies in the caches.
+"""A on a CPU, and its sums: loops over A while it is in the caches.
 
-Written as torch calls the same work is some twenty passes over A, and for small images mostly the
-calls themselves. Here the scores of a few queries at a time are made probabilities and summed up
-next to the core; A of one image is then read twice more, for spreads. Sums over keys are
-in float32 (some hundred terms, in vector lanes), those over queries in float32 over eight of them
-and then in float64.
+As torch calls the same work is some twenty passes over A, and for small images mostly call
+overhead. Here the scores of a few queries at a time become probabilities and are summed in a core's
+cache; A of one image is then read twice more, for spreads. Sums over keys are in float32 (some
+hundred terms, in vector lanes), those over queries in float32 over eight of them and then in
+float64.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SMALLEST, MAGNITUDE = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 @compiled
 def padded(n: int) -> int:
-    """The length of a row of `n` numbers in whole vectors."""
+    """The length of a row of `n` numbers, rounded up to whole vectors."""
     return -(-n // LANES) * LANES
 
 
@@ -66,12 +66,12 @@ def exponential(x: np.float32) -> np.float32:
 
 @compiled
 def subtract_largest(rows: NDArray[np.float32], n_rows: int, width: int) -> None:
-    """Scores minus the largest of their row, at least LEAST_SCORE; NaN where one is NaN or all are
+    """Scores minus the largest of their row, at least LEAST_SCORE; NaN if one is NaN or all are
     -inf.
 
     Args:
         rows: of (rows, width), changed.
-        n_rows: how many.
+        n_rows: number of rows.
         width: the length of a row.
     """
     # As integers of the same order: of floats the vector units would have to ask for NaN.
@@ -97,16 +97,16 @@ def take(
     width: int,
     scores: NDArray[np.float32],
 ) -> None:
-    """Scores of a few queries, in rows of whole vectors.
+    """Copy the scores of a few queries into rows of whole vectors.
 
     Args:
-        given: (anything,) with the queries' rows one after another.
+        given: (anything,) contiguous rows of the queries.
         at: where the first begins.
-        n_queries: how many.
+        n_queries: number of queries.
         n_prefix: tokens before the grid's.
-        n_tokens: of a row of those given.
-        width: of a row of scores.
-        scores: of (QUERIES, width), filled: LEAST where there is no key.
+        n_tokens: length of a given row.
+        width: length of a row of scores.
+        scores: of (QUERIES, width), filled; LEAST in padding.
     """
     gap = padded(n_prefix) - n_prefix
     scores[:] = LEAST
@@ -131,11 +131,11 @@ def sum_heads(
 
     Args:
         given: (heads tokens tokens,) scores of the image.
-        geometry: where tokens lie.
+        geometry: positions of tokens.
         image: its place in the batch.
         heads: the first, and the one after the last.
-        a: (heads, tokens, width), filled: the softmax of the scores. Of the keys the prefix and
-            the grid's begin with a vector each, with zeros up to the next.
+        a: (heads, tokens, width), filled: the softmax of the scores. Prefix keys and grid keys each
+            begin at a vector boundary, with zeros in between.
         sums: filled.
     """
     px, unit = geometry.px, geometry.unit
@@ -278,14 +278,14 @@ def sum_queries(
     image: int,
     common: InCommon,
 ) -> None:
-    """What the heads of an image have in common, for queries from `queries[0]` to `queries[1]` - 1.
+    """Values shared by the heads of an image, for queries from `queries[0]` to `queries[1]` - 1.
 
     Args:
-        a: (heads, tokens, width), as from `sum_heads`.
-        geometry: where tokens lie.
+        a: (heads, tokens, width), from `sum_heads`.
+        geometry: positions of tokens.
         queries: the first, and the one after the last.
         image: its place in the batch.
-        common: filled; the class token's row where it is one of the queries.
+        common: filled; the class token's row if it is one of the queries.
     """
     head_mean, spread, cls_rows = common
     n_prefix, cls = geometry.n_prefix, geometry.cls

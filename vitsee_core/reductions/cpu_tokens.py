@@ -19,7 +19,7 @@ RUN = 16
 
 
 def memory_of(x: Tensor) -> NDArray[np.float32]:
-    """All of the memory that a float32 tensor is a view of, as one row."""
+    """The whole memory that a float32 tensor is a view of, as one row."""
     n = x.untyped_storage().nbytes() // x.itemsize
     return x.detach().as_strided((n,), (1,), 0).numpy()
 
@@ -61,10 +61,10 @@ def means_and_peak(
     images: tuple[int, int],
     means: NDArray[np.float32],
 ) -> np.float32:
-    """The mean over tokens of every image; returns the largest |x| of all, NaN where one is NaN.
+    """The mean over tokens of every image; returns the largest |x| of all, NaN if any is NaN.
 
     Args:
-        memory: with the tokens in it, the channels of each one after another.
+        memory: contains the tokens, the channels of each contiguous.
         places: in it: the first number, and the strides by image and by token.
         shape: tokens, channels.
         images: the first, and the one after the last.

@@ -1,4 +1,4 @@
-"""The attention of some images on a GPU: few kernels, and nothing that the host waits for."""
+"""Attention summaries of some images on a GPU: few kernels, and the host never waits."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ class DevicePasses:
         self._sum_dtype = torch.float32 if device.type == "mps" else torch.float64
 
     def _widened(self, distance: Tensor) -> Tensor:
-        """Distances by spatial query and any key, 0 for prefix keys: whole rows are contiguous."""
+        """Distances by spatial query and any key, 0 for prefix keys, so that whole rows are
+        contiguous."""
         return torch.nn.functional.pad(distance, (self._n, 0)).float()
 
     def pairs_shape(self, n_heads: int) -> tuple[int, ...]:
-        """Of what is summed over images for `aligned`."""
+        """Shape of the sums over images for `aligned`."""
         n_cells = self._grid[0] * self._grid[1]
         return n_heads, n_cells, n_cells
 
     def shapes(self, n_images: int, n_heads: int) -> dict[str, tuple[int, ...]]:
-        """Of what else `reduce` needs in `out`, float64: nothing."""
+        """Shapes of other arrays that `reduce` needs in `out`, float64: none."""
         return {}
 
     def reduce(
@@ -71,12 +72,10 @@ class DevicePasses:
             valid: (batch,) which of the images enter the sums; None: all.
             out: numbers (`NUMBERS`, batch, heads), counts (`COUNTS`, batch, heads), head_std
                 (batch,), received_rows (batch, heads, tokens), head_mean (batch, tokens, tokens);
-                where they are wanted cls_rows (batch, heads, tokens) and full (batch, heads,
-                tokens, tokens).
+                if wanted cls_rows (batch, heads, tokens) and full (batch, heads, tokens, tokens).
             sums: by part: pairs of `pairs_shape`, and received_rows and cls_rows (heads, tokens);
                 added to.
-            n_threads: how many take parts and how many share an image, where that is not up to the
-                device.
+            n_threads: how many process parts and how many share an image; ignored by a GPU.
         """
         for part, (start, stop) in enumerate(itertools.pairwise(bounds)):
             here = {name: tensor[part] for name, tensor in sums.items()}
@@ -120,8 +119,8 @@ class DevicePasses:
         out: Mapping[str, Tensor],
         pairs: Tensor,
     ) -> None:
-        """The same of images whose A (images, heads, tokens, tokens) fits the buffers; `scores` are
-        overwritten, `start` is the place of the first image in `out`."""
+        """`reduce` for images whose A (images, heads, tokens, tokens) fits the buffers; `scores`
+        are overwritten, `start` is the first image's place in `out`."""
         n, images = self._n, slice(start, start + len(a))
         here = {name: out["numbers"][i, images] for i, name in enumerate(NUMBERS)}
         here |= {name: out["counts"][i, images] for i, name in enumerate(COUNTS)}
@@ -143,14 +142,14 @@ class DevicePasses:
         self._add_pairs(pairs, a, scores, share, valid)
 
     def finish(self, out: Mapping[str, Tensor], pairs: Tensor) -> Tensor:
-        """Complete `out` once all images are in it; returns `aligned`, (heads, 2 rows - 1,
-        2 columns - 1), from the sums of all."""
+        """Complete `out` once it holds all images; returns `aligned`, (heads, 2 rows - 1, 2 columns
+        - 1), from the sums of all."""
         return sum_by_offset(pairs.to(self._sum_dtype), self._grid)
 
     def _add_pairs(
         self, pairs: Tensor, a: Tensor, scratch: Tensor, share: Tensor, valid: Tensor | None
     ) -> None:
-        """Adds the renormalised rows of the valid images (None: of all) to `pairs`."""
+        """Add the renormalised rows of the valid images (None: of all) to `pairs`."""
         n = self._n
         weighted = torch.mul(a[:, :, n:], share.unsqueeze(-1), out=scratch[:, :, n:])
         if valid is not None:
@@ -166,7 +165,7 @@ class DevicePasses:
         n_queries: Tensor,
         here: dict[str, Tensor],
     ) -> None:
-        """Distances; `share` (b, H, N) is each query's weight in the renormalised mean."""
+        """Mean distances; `share` (b, H, N) is each query's weight in the renormalised mean."""
         undefined = n_queries == 0
         reach = torch.mul(rows, self._px, out=scratch).sum(-1)
         here["distance_px_raw"].copy_(reach.mean(-1))
@@ -180,7 +179,7 @@ class DevicePasses:
 
     def _received(self, rows: Tensor, share: Tensor, here: dict[str, Tensor]) -> Tensor:
         """The mass that keys receive, and its maximum; returns the mean of the renormalised rows
-        over spatial keys, (b, H, N), NaN where there is none."""
+        over spatial keys, (b, H, N), NaN without any."""
         n, (n_images, n_heads, n_queries, n_keys) = self._n, rows.shape
         received = torch.mean(rows, 2, out=here["received_rows"])
         here["prefix_mass"].copy_(received[..., :n].sum(-1))
@@ -211,7 +210,7 @@ def row_entropies(p: Tensor, scratch: Tensor, mass: Tensor) -> tuple[Tensor, Ten
     `p`: (images, heads, queries, keys), prefix keys first; `scratch`: of that shape, overwritten.
     `mass`: (images, heads, queries), the sum of p over spatial keys. Returns two (images, heads,
     queries) in nats; the second of the row restricted to the spatial keys and divided by its mass,
-    and NaN where the mass is 0. Keys without mass contribute 0, and a row with NaN is NaN.
+    NaN where the mass is 0. Keys without mass contribute 0, and a row with NaN is NaN.
     """
     n_prefix = p.shape[-1] - p.shape[-2]
     terms = torch.special.entr(p, out=scratch)
@@ -229,7 +228,7 @@ def shared_information(mean: Tensor, entropy: Tensor, n_queries: Tensor) -> Tens
     """[H(mean) - entropy] / sqrt(ln n_queries H(mean)): (images, heads).
 
     `mean`: (images, heads, keys), the mean row; `entropy`: the rows' mean entropy; `n_queries`:
-    how many rows. NaN (0 / 0) for one query, and where all rows are the same single key.
+    number of rows. NaN (0 / 0) for one query, and if all rows are the same single key.
     """
     of_keys = torch.special.entr(mean).sum(-1)
     shared = (of_keys - entropy).clamp_(min=0.0)

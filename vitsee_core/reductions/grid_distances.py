@@ -23,7 +23,7 @@ def distances(grid: tuple[int, int], step: tuple[float, float]) -> Tensor:
 
 
 def unit_step(grid: tuple[int, int]) -> tuple[float, float]:
-    """The step of a grid laid on the unit square, x = col / (gw - 1) and y = row / (gh - 1).
+    """The step of a grid on the unit square, x = col / (gw - 1) and y = row / (gh - 1).
 
     The coordinates of the code of Walmer et al. 2023; an axis of length 1 has coordinate 0.
     """
@@ -32,7 +32,7 @@ def unit_step(grid: tuple[int, int]) -> tuple[float, float]:
 
 
 def sum_by_offset(pairs: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Sums a query-by-key map over all pairs of cells with the same offset.
+    """Sum a query-by-key map over all pairs of cells with the same offset.
 
     `pairs`: (heads, cells, cells), query by key. Returns (heads, 2 gh - 1, 2 gw - 1) of the same
     dtype: [h, gh - 1 + dy, gw - 1 + dx] is the sum over pairs whose key minus query is (dy, dx).
@@ -63,17 +63,15 @@ def _sum_by_offset_fold(pairs: Tensor, grid: tuple[int, int]) -> Tensor:
 
 @dataclass(frozen=True)
 class GridDistances:
-    """Between the cells of a grid, (cells, cells) float64: px in pixels, unit on the unit square;
-    unit_per_px: their ratio, None where it is not one number (grids or cells that are no squares).
-    """
+    """Distances between the cells of a grid, (cells, cells) float64."""
 
-    px: Tensor
-    unit: Tensor
-    unit_per_px: float | None
+    px: Tensor  # in pixels
+    unit: Tensor  # on the unit square
+    unit_per_px: float | None  # their ratio, None if it is not constant (non-square grids or cells)
 
 
 def grid_distances(grid: tuple[int, int], stride_px: tuple[float, float]) -> GridDistances:
-    """Those of a grid whose cells are `stride_px` pixels (y, x) from each other."""
+    """Distances in a grid whose cells are `stride_px` pixels (y, x) apart."""
     px, unit = distances(grid, stride_px), distances(grid, unit_step(grid))
     ratio = float(unit.max() / px.max()) if px.max() > 0 else 1.0
     equal = torch.allclose(unit, px * ratio, rtol=1e-12)

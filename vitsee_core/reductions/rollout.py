@@ -23,12 +23,12 @@ def rollout(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool = 
     """The class token's row of A_L ... A_1 with A = 0.5 (mean over heads) + 0.5 I.
 
     `head_means`: one (images, tokens, tokens) tensor per block, first block first. Rows are
-    renormalised, so a result sums to 1 over its tokens; `residual=False` leaves the identity out.
+    renormalised, so a result sums to 1 over its tokens; `residual=False` omits the identity.
     Without a class token the row is the mean over the spatial queries. Returns (images, tokens),
     prefix tokens included.
 
-    Only one row of the product is wanted, so a row is carried from the last block to the first:
-    T^2 multiplications per block where the full product takes T^3.
+    Only one row of the product is needed, so a row is propagated from the last block to the first:
+    T^2 multiplications per block instead of T^3 for the full product.
     """
     if not head_means:
         raise ValueError("rollout needs the head means of at least one block")

@@ -39,7 +39,7 @@ PER_IMAGE = (
 
 
 class AttentionScores(Protocol):
-    """What is needed here of one call of attention by the model."""
+    """One attention call of the model, as far as summaries need it."""
 
     @property
     def n_images(self) -> int: ...
@@ -49,7 +49,7 @@ class AttentionScores(Protocol):
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens an image has, prefix included."""
+        """Number of tokens per image, prefix included."""
         ...
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attributes of models as columns of a table: from sidecars, or from a file of the user's."""
+"""Attributes of models as columns of a table: from sidecars, or from a user's file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ KEYS = ("store", "model")  # columns of a file of attributes, of which it needs 
 def with_attribute(
     table: Table, name: str, sidecars: Sequence[Mapping[str, Any]], own: Table | None = None
 ) -> Table:
-    """The table with a column `name`: of the file of attributes, its own, or from sidecars.
+    """The table with a column `name`: from the file of attributes, from the table itself, or from
+    sidecars.
 
     Args:
         table: with the columns store and model.
         name: `params`, `resolution`, `images`, `data`, or a column.
         sidecars: of the results that the rows come from.
-        own: attributes with a column of `KEYS`; a model's row also stands for its pretrained tags.
+        own: attributes with a column of `KEYS`; a model's row also applies to its pretrained tags.
 
     Raises:
         VitseeError: no such attribute, or a store that has none.
@@ -68,8 +69,8 @@ def with_attribute(
 
 
 def _recorded(sidecars: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(label, attributes) of every store of the results, and of the results that these were made
-    of."""
+    """(label, attributes) of every store of the results, and of the results they were derived
+    from."""
     for sidecar in sidecars:
         stores, made_of = sidecar.get("stores"), sidecar.get("results")
         for entry in stores if isinstance(stores, list) else ():

@@ -1,16 +1,16 @@
-"""The columns of result tables: their names, their order, and what stands in the first of them.
+"""The columns of result tables: their names, their order, and the site columns.
 
-Every table has its columns in one order, each only where the analysis has it:
+Every table has its columns in one order, each only if the analysis has it:
 
 1. `SITE`, where the row was measured; a comparison has these twice, `PAIR`;
 2. `ABOUT`, what the row is about, then the analysis' own columns (`type`, `shots`, `l2`, `k`, ...);
 3. `VALUES`: the metric's name, its value, the spread and what `std` is (`spread`);
-   `NULL`, what chance gives in its place;
+   `NULL`, the value under chance;
 4. counts (`n_images`, ...), then `baseline`, empty in the rows about the model.
 
-`weights` tells trained, random and ablated stores of one `model` apart (see `weights_name`).
-`block` is the path of the block that a site lies in (`blocks.3`, `layer1.0`), empty outside of
-blocks, so that the tables of different analyses join on store and block.
+`weights` distinguishes trained, random and ablated stores of one `model` (see `weights_name`).
+`block` is the path of the site's block (`blocks.3`, `layer1.0`), empty outside of blocks, so that
+the tables of different analyses join on store and block.
 """
 
 from __future__ import annotations
@@ -55,34 +55,32 @@ class Measured(Protocol):
 
     @property
     def name(self) -> str:
-        """What the rows call it."""
+        """Its name in rows."""
 
     @property
     def block(self) -> str | None:
-        """The path of the block it lies in, if it lies in one."""
+        """The path of its block, if it is in one."""
 
     @property
     def depth(self) -> int:
-        """Its number among those of its kind."""
+        """Its index among those of its kind."""
 
     @property
     def rel_depth(self) -> float:
-        """The same over the last one's number."""
+        """That index over the last one's."""
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A block or sublayer that a store measured as a whole. site: its path; depth: its index in the
-    model; rel_depth: that over the last one's; layout: of its tokens."""
+    """A block or sublayer that a store measured as a whole."""
 
-    site: str
-    depth: int
-    rel_depth: float
-    layout: TokenLayout
+    site: str  # its path
+    depth: int  # its index in the model
+    rel_depth: float  # that index over the last one's
+    layout: TokenLayout  # of its tokens
 
     @property
     def name(self) -> str:
-        """Its path, as rows name it."""
         return self.site
 
     @property
@@ -107,7 +105,7 @@ def pair_columns(a: tuple[Store, Measured], b: tuple[Store, Measured]) -> dict[s
 
 
 def block_of_sublayer(name: str) -> str:
-    """`blocks.3` of the sublayer `blocks.3.attn`; a sublayer that is a whole block is its own."""
+    """`blocks.3` for the sublayer `blocks.3.attn`; a sublayer that is a whole block is its own."""
     block, _, part = name.rpartition(".")
     return block if part in SUBLAYERS else name
 

@@ -1,4 +1,4 @@
-"""Files that exist only when they are whole: written under a temporary name, then renamed."""
+"""Atomic files: written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MOST_BYTES = 4 << 30  # of a table or a sidecar
 
 
 def read_file(path: Path) -> bytes:
-    """All of a table or sidecar.
+    """The contents of a table or sidecar.
 
     Raises:
-        VitseeError: a pipe or a device, which is not waited for, or more than 4 GiB.
+        VitseeError: a pipe or a device, without blocking, or more than 4 GiB.
         OSError: it cannot be opened.
     """
     try:
@@ -35,9 +35,9 @@ def check_place(path: Path, *, images: str = "") -> None:
     """Refuse an output inside a store, or inside a folder of images.
 
     Args:
-        path: the file or folder to come.
-        images: the command's --data; where it names a folder, nothing is written below it, as the
-            next command would read pictures there as images.
+        path: the file or folder to be written.
+        images: the command's --data; nothing is written below a folder of images, as the next
+            command would read pictures there as images.
 
     Raises:
         VitseeError: names the store or the folder.
@@ -58,12 +58,12 @@ def check_new_files(
     """Refuse, before any work, files that could not or should not be written.
 
     Args:
-        paths: the files to come.
+        paths: the files to be written.
         force: existing files may be replaced.
         inputs: files that the work reads; these are never replaced.
 
     Raises:
-        VitseeError: a file exists and `force` is off, is an input, a folder or no ordinary file
+        VitseeError: a file exists and `force` is off, is an input, a folder or not an ordinary file
             (`force` or not), is inside a store or in a folder that is missing or read-only, or is
             named twice.
     """
@@ -90,8 +90,8 @@ def check_new_files(
 def write_files(contents: Mapping[Path, bytes], *, force: bool = False) -> None:
     """Write all the files or none: each under a temporary name beside its place, then renamed.
 
-    A link is followed, so that the file it names is replaced and not the link. The files appear in
-    the order given; a file that belongs to another comes before it.
+    For a link the target is replaced, not the link. The files appear in the order given; a file
+    that belongs to another comes before it.
 
     Raises:
         VitseeError: as `check_new_files`; or the disk refused them, and nothing is left behind.
@@ -104,8 +104,7 @@ def write_files(contents: Mapping[Path, bytes], *, force: bool = False) -> None:
 
 @contextmanager
 def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[list[Path]]:
-    """Names to write files under, one for each of `paths`, which have them at the end; see
-    `write_files`.
+    """Context with temporary names for `paths`, which are renamed at its end; see `write_files`.
 
     Raises:
         VitseeError: as `write_files`.
@@ -121,11 +120,12 @@ def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[list[Pa
 
 @contextmanager
 def renamed(places: Mapping[Path, Path]) -> Iterator[None]:
-    """While the caller writes files under temporary names. At the end they are renamed, in order;
-    none is left under its temporary name, whatever happens.
+    """Context in which the caller writes files under temporary names. At the end they are renamed,
+    in order; no temporary file remains, whatever happens.
 
     Args:
-        places: temporary name -> place, on one file system. Emptied meanwhile: nothing is renamed.
+        places: temporary name -> place, on one file system. If emptied meanwhile, nothing is
+            renamed.
 
     Raises:
         OSError: a file cannot be renamed, or was not written; those before it were renamed.
@@ -141,5 +141,5 @@ def renamed(places: Mapping[Path, Path]) -> Iterator[None]:
 
 
 def _hidden_name(place: Path) -> Path:
-    """A new name beside a file, without the file's own, which may be as long as names can be."""
+    """A new name beside a file, without the file's own, which may have the maximum length."""
     return place.with_name(f".vitsee-{os.getpid()}-{secrets.token_hex(4)}.partial")

@@ -38,7 +38,7 @@ NO_PYARROW = "pyarrow is not installed; run: pip install pyarrow"
 
 
 def ending_of(path: Path, known: Sequence[str], what: str) -> str:
-    """Which of the `known` endings a file's name has, whatever its case.
+    """The one of the `known` endings that a file's name has, in any case.
 
     Raises:
         VitseeError: none of them; the message names what was expected of `what`.
@@ -52,10 +52,10 @@ def ending_of(path: Path, known: Sequence[str], what: str) -> str:
 
 
 def table_ending(path: Path, what: str = "the table") -> str:
-    """The ending that chooses a table's format.
+    """The ending that selects a table's format.
 
     Raises:
-        VitseeError: no known one, or .parquet without pyarrow.
+        VitseeError: an unknown one, or .parquet without pyarrow.
     """
     ending = ending_of(path, TABLE_ENDINGS, what)
     if ending == ".parquet" and importlib.util.find_spec("pyarrow") is None:
@@ -64,7 +64,7 @@ def table_ending(path: Path, what: str = "the table") -> str:
 
 
 def table_bytes(columns: Columns, ending: str) -> bytes:
-    """The table in the format of that ending; the same table gives the same bytes."""
+    """The table in the format of that ending, reproducible byte for byte."""
     if ending == ".json":
         return _json(columns)
     if ending == ".parquet":
@@ -91,7 +91,7 @@ def _cell(value: Any) -> Any:
 
 
 def plain_json(value: Any) -> Any:
-    """`value` as strict JSON has it: a number that is not finite is null."""
+    """`value` in strict JSON: non-finite numbers become null."""
     if isinstance(value, Mapping):
         return {key: plain_json(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -129,9 +129,8 @@ def _parquet(columns: Columns) -> bytes:
 
 
 def read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table's file, each cell as its text in a CSV ("" for an empty one).
-
-    A name without a known ending is read as CSV.
+    """Header and rows of a table's file, each cell as its text in a CSV ("" for an empty one). A
+    name without a known ending is read as CSV.
 
     Raises:
         VitseeError: not in the format of its ending, or .parquet without pyarrow.

@@ -1,9 +1,9 @@
-"""What a table answers in one line per store: the pieces of the analyses' `headline`.
+"""One-line answers of a table, per store: building blocks of the analyses' `headline`.
 
-An answer is (whose it is, what the table says of it): a store's name, or two, and text with the
-numbers of one or two rows and their 95 % intervals, or simple statistics of several rows' values,
-which then have none. Nothing is said that the rows do not say: rows that are missing, because the
-command was asked for other metrics or tokens, make no answer.
+An answer is (whose it is, what the table says): a store's name, or two, and text with the numbers
+of one or two rows and their 95 % intervals, or simple statistics of several rows' values, which
+then have none. Only what rows state is said: rows that are missing, because other metrics or tokens
+were requested, give no answer.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def number(value: float) -> str:
 
 
 def measured(rows: Table, i: int = 0) -> str:
-    """A row's value with its 95 % interval, where it has one. Of fewer than `FEW` observations
-    their number stands in the interval's place; it also stands beside an interval that is wider
-    than the value itself, or of a metric that depends on it."""
+    """A row's value with its 95 % interval, if it has one. With fewer than `FEW` observations their
+    number replaces the interval; it is also shown beside an interval that is wider than the value
+    itself, or for a metric that depends on it."""
     value = float(rows["value"][i])
     low, high = (_float(rows.columns[n][i]) if n in rows.columns else math.nan for n in LIMITS)
     n, what = observations(rows.take(np.array([i])))
@@ -54,8 +54,8 @@ def measured(rows: Table, i: int = 0) -> str:
 
 
 def observations(rows: Table) -> tuple[float, str]:
-    """The most observations that any value of a table has, and what they are (`images`); infinite
-    where the table does not count them."""
+    """The largest number of observations behind any value of a table, and their kind (`images`);
+    infinite if the table does not count them."""
     found = (math.inf, "images")
     for name in COUNTS:
         counts = [_float(n) for n in _cells(rows, name) if is_given(n)]
@@ -70,8 +70,8 @@ def too_few(n: float, what: str) -> str:
 
 
 def picked(table: Table, **wanted: Any) -> Table:
-    """The rows with a finite value whose cells are these; None asks for an empty cell, which a
-    column that the table lacks has everywhere; a tuple for one of several."""
+    """The rows with a finite value and these cells; None requires an empty cell, which a missing
+    column has everywhere; a tuple allows several values."""
     keep = np.isfinite([_float(v) for v in _cells(table, "value")])
     for name, value in wanted.items():
         choices = [c if is_given(c) else None for c in _several(value)]
@@ -105,7 +105,7 @@ def first_and_last(rows: Table, unit: str = "") -> str:
 
 
 def margin(rows: Table) -> str:
-    """How far the 95 % intervals of several rows reach at most, where all have one."""
+    """The largest half-width of the 95 % intervals of several rows, if all have one."""
     if not {*LIMITS} <= rows.columns.keys():
         return ""
     n, what = observations(rows)
@@ -160,11 +160,11 @@ def best_layers(table: Table, units: Mapping[str, str]) -> list[Answer]:
 
 
 def alike(table: Table, metric: str) -> list[Answer]:
-    """How alike the sites of each pair of stores are.
+    """How similar the sites of each pair of stores are.
 
-    Of one store, the mean of the pairs in the first and in the last third of its layers (three
-    layers at least), and its first layer with its last. Of two stores the most similar pair; where
-    each has one site, that pair.
+    Within one store, the mean of the pairs in the first and in the last third of its layers (three
+    layers at least), and its first layer with its last. Between two stores the most similar pair;
+    if each has one site, that pair.
     """
     if not {"store_a", "store_b", "site_a", "site_b", "metric"} <= table.columns.keys():
         return []

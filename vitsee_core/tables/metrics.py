@@ -1,4 +1,4 @@
-"""Which way each metric is better, and which depend on the number of images, by their names."""
+"""Which direction of each metric is better, and which depend on the number of images, by name."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _LOWER = re.compile(r"lens_rank | [jf]_decay", re.VERBOSE)
 
 
 def asked_for(metrics: Sequence[str], known: Iterable[str], analysis: str) -> list[str]:
-    """The metrics of an analysis that were asked for, in its own order.
+    """The requested metrics of an analysis, in its own order.
 
     Raises:
-        VitseeError: one that it does not know.
+        VitseeError: an unknown one.
     """
     known = list(known)
     for metric in metrics:
@@ -45,13 +45,13 @@ def asked_for(metrics: Sequence[str], known: Iterable[str], analysis: str) -> li
 
 
 def depends_on_size(metric: str) -> bool:
-    """Whether a metric's interval is about its value at this number of images alone."""
+    """Whether a metric's interval refers to its value at this number of images only."""
     return _OF_THIS_SIZE.fullmatch(metric) is not None
 
 
 def direction(metric: str) -> Direction:
-    """Whether a higher or a lower value is better; "none" of what has no better side: distances,
-    ratios, norms, spectra, similarities, and metrics that are not known."""
+    """Whether a higher or a lower value is better; "none" for metrics without a better side:
+    distances, ratios, norms, spectra, similarities, and unknown ones."""
     if _HIGHER.fullmatch(metric):
         return "higher"
     return "lower" if _LOWER.fullmatch(metric) else "none"

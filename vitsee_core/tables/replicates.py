@@ -1,11 +1,11 @@
 """The block replicates of a table, in a file of their own beside it.
 
-`r.replicates.csv` beside `r.csv` (the same for every ending that tables have): the table's rows in
-their order, what each is about, its `value`, and the value without each block of images,
-`without_0`, `without_1`, ... From these anything that is made of several rows (a difference, a mean
-over heads) gets an interval over images:
+`r.replicates.csv` beside `r.csv` (likewise for every ending of tables): the table's rows in their
+order, what each is about, its `value`, and the value without each block of images, `without_0`,
+`without_1`, ... From these anything computed from several rows (a difference, a mean over heads)
+gets an interval over images:
 
-    sqrt((m - 1) / m sum_b (r_b - mean r)^2),  r_b the same made of the columns without_b
+    sqrt((m - 1) / m sum_b (r_b - mean r)^2),  r_b the same computed from the columns without_b
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def as_columns(columns: dict[str, NDArray[Any]], replicates: Float) -> dict[str,
 
 
 def stacked(found: Sequence[NDArray[Any] | None]) -> Float | None:
-    """(rows, blocks) of one array a row, NaN where a row has none or fewer; None where none has."""
+    """(rows, blocks) from one array per row, NaN where a row has none or fewer; None if none has
+    any."""
     m = max((len(one) for one in found if one is not None), default=0)
     if not m:
         return None
@@ -50,7 +51,7 @@ def stacked(found: Sequence[NDArray[Any] | None]) -> Float | None:
 
 
 def joined(parts: Sequence[tuple[int, Float | None]]) -> Float | None:
-    """The same of several tables' rows: (number of rows, their replicates)."""
+    """The same for several tables' rows: (number of rows, their replicates)."""
     m = max((one.shape[1] for _, one in parts if one is not None), default=0)
     if not m:
         return None

@@ -30,14 +30,15 @@ SHOWN_COLUMNS = 8
 
 @dataclass(frozen=True)
 class Table:
-    """A tidy table: one observation a row.
+    """A tidy table: one observation per row.
 
-    columns: name -> one-dimensional array, all of one length, in the order of the CSV.
-    notes: what a reader of the numbers has to know and no row can say (the interval's method, how
-        many images were left out, seeds); JSON, written into the sidecar.
-    replicates: (rows, blocks) each row's value without one block of the images, NaN where it has
-        none; None where no row has any. See `vitsee_core.tables.replicates`.
-    made_by: the analysis and its arguments, where an analysis returned the table.
+    Attributes:
+        columns: name -> one-dimensional array, all of one length, in the order of the CSV.
+        notes: facts about the numbers that no row can state (the interval's method, how many images
+            were left out, seeds); JSON, written into the sidecar.
+        replicates: (rows, blocks) each row's value without one block of the images, NaN if it has
+            none; None if no row has any. See `vitsee_core.tables.replicates`.
+        made_by: the analysis and its arguments, if an analysis returned the table.
     """
 
     columns: dict[str, NDArray[Any]]
@@ -90,13 +91,13 @@ class Table:
         return self.columns[name]
 
     def take(self, index: NDArray[Any]) -> Table:
-        """The rows that `index` chooses (a mask, or row numbers in the wanted order)."""
+        """The rows selected by `index` (a mask, or row numbers in the wanted order)."""
         columns = {name: values[index] for name, values in self.columns.items()}
         own = None if self.replicates is None else self.replicates[index]
         return Table(columns, self.notes, own)
 
     def where(self, **wanted: Any) -> Table:
-        """The rows whose columns equal these values, or are among them where a list is given."""
+        """The rows whose columns equal these values, or are among them for a list."""
         keep = np.ones(len(self), bool)
         for name, value in wanted.items():
             choices = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
@@ -114,7 +115,7 @@ class Table:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Table:
-        """A table that a command or `write` wrote, with the notes of its sidecar.
+        """Read a table that a command or `write` wrote, with the notes of its sidecar.
 
         Raises:
             VitseeError: no such table; see `read_result`.
@@ -125,8 +126,8 @@ class Table:
     def to_csv(self, file: IO[str] | str | os.PathLike[str], *, force: bool = False) -> None:
         """Write a header and the rows as CSV, to an open text file or as `write` does.
 
-        Floats have as many digits as bring back the same float64; NaN and None are empty cells.
-        Text that a spreadsheet would take for a formula has a single quote before it.
+        Floats have enough digits to restore the same float64; NaN and None are empty cells. Text
+        that a spreadsheet would take for a formula is prefixed with a single quote.
         """
         if isinstance(file, (str, os.PathLike)):
             path = Path(file)
@@ -136,9 +137,9 @@ class Table:
             write_csv(self.columns, file)
 
     def write(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write the table in the format of the ending: .csv, .csv.gz, .tsv, .json or
-        .parquet; and beside it `r.csv.json`, with the notes and, of what an analysis returned, how
-        it was made, which `vitsee plot` and `vitsee report` read.
+        """Write the table in the format of the ending: .csv, .csv.gz, .tsv, .json or .parquet; and
+        beside it `r.csv.json`, with the notes and, if an analysis returned the table, how it was
+        made, which `vitsee plot` and `vitsee report` read.
 
         Raises:
             VitseeError: another ending, or a file exists and `force` is off.
@@ -151,7 +152,7 @@ class Table:
         write_files(files, force=force)
 
     def map_text(self, change: Callable[[str], str]) -> Table:
-        """The table with every text in it, and in its notes, changed so."""
+        """The table with `change` applied to every text in it and in its notes."""
         columns = {n: _mapped(values, change) for n, values in self.columns.items()}
         notes: dict[str, Any] = _mapped_notes(self.notes, change)
         return Table(columns, notes, self.replicates)
@@ -168,7 +169,7 @@ class Table:
         return f"<Table {len(self)} rows: {', '.join(self.columns)}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the first and the last rows."""
+        """Notebook display: the first and the last rows."""
         n = len(self)
         rows = list(range(n)) if n <= SHOWN_ROWS else [*range(SHOWN_ROWS // 2), None]
         rows += [] if n <= SHOWN_ROWS else range(n - SHOWN_ROWS // 2, n)
@@ -211,9 +212,14 @@ def _mapped_notes(value: Any, change: Callable[[str], str]) -> Any:
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A table that a command wrote. command: the command's name and sidecar: the content of
-    `r.csv.json`; "" and empty without that file. changed: the table is not the one that the sidecar
-    describes, or the sidecar itself was edited (False where it does not say)."""
+    """A table that a command wrote.
+
+    Attributes:
+        command: the command's name; "" without a sidecar.
+        sidecar: the content of `r.csv.json`; empty without that file.
+        changed: the table is not the one that the sidecar describes, or the sidecar was edited
+            (False if it does not say).
+    """
 
     path: Path
     table: Table
@@ -223,7 +229,7 @@ class ResultFile:
 
     @property
     def as_written(self) -> bool:
-        """Whether table and sidecar are known to be unchanged: what fails then is our bug."""
+        """Whether table and sidecar are known to be unchanged: failures are then our bug."""
         return "digest" in self.sidecar and not self.changed
 
     def has(self, columns: Sequence[str]) -> bool:
@@ -237,11 +243,11 @@ class ResultFile:
 
 
 def read_result(path: str | Path) -> ResultFile:
-    """The table in a file, in the format of its ending, and how it was made.
+    """Read a table's file in the format of its ending, with its sidecar.
 
     The sidecar says what each column holds; without one it is inferred. A column of numbers is
-    float64 (an empty cell NaN) or, where all of it are whole numbers, int64 (an object array with
-    None where a cell is empty); every other column is text.
+    float64 (an empty cell NaN) or, if all are integers, int64 (an object array with None for an
+    empty cell); every other column is text.
 
     Raises:
         VitseeError: a folder, not in the format of its ending, no rows, rows of different lengths,
@@ -256,7 +262,7 @@ def read_result(path: str | Path) -> ResultFile:
 
 
 def kinds_in(sidecar: Mapping[str, Any]) -> dict[str, str]:
-    """Column -> what `kind_of` says of it, as the sidecar says; nothing where it does not."""
+    """Column -> result of `kind_of`, from the sidecar; empty if it does not say."""
     kinds = sidecar.get("columns")
     given = kinds.items() if isinstance(kinds, dict) else ()
     return {str(name): str(kind) for name, kind in given}
@@ -358,8 +364,8 @@ _SHAPES: dict[str, type] = {
 
 
 def _sidecar(path: Path) -> dict[str, Any]:
-    """The content of `r.csv.json`, without keys that hold another kind of value than ours do; empty
-    where it is missing or not ours."""
+    """The content of `r.csv.json`, without keys whose values are of an unexpected type; empty if it
+    is missing or not ours."""
     try:
         found = parse(read_file(path.with_name(path.name + ".json")))
     except (OSError, ValueError, VitseeError):

@@ -1,6 +1,6 @@
-"""Results in which one store label stands for several models or weights, told apart.
+"""Disambiguates results in which one store label stands for several models or weights.
 
-Labels are unique within a command and not between commands: the stores `a/vit.zarr` and
+Labels are unique within a command but not between commands: the stores `a/vit.zarr` and
 `b/vit.zarr` are both `vit`, and may be a trained and a random model.
 """
 
@@ -20,10 +20,8 @@ Model = tuple[str, str]  # its name and that of its weights
 
 
 def tell_apart(files: Sequence[ResultFile]) -> list[ResultFile]:
-    """The results with `vit (random 0)` in place of `vit` where that label has several weights.
-
-    Rows that do not say which weights (tables of earlier versions) keep their label.
-    """
+    """The results with `vit (random 0)` for `vit` if that label has several weights. Rows that do
+    not name their weights (tables of earlier versions) keep their label."""
     known: dict[str, set[Model]] = {}
     for file in files:
         for label, model in _models(file.table):
@@ -40,7 +38,7 @@ def tell_apart(files: Sequence[ResultFile]) -> list[ResultFile]:
 
 
 def _models(table: Table) -> list[tuple[str, Model]]:
-    """(label, model) of every row that says which weights, once each."""
+    """(label, model) of every row that names its weights, once each."""
     found: dict[tuple[str, Model], None] = {}
     for side in SIDES:
         found |= dict.fromkeys(pair for pair in _pairs(table, side).values() if pair[1][1])
@@ -67,7 +65,7 @@ def _cells(table: Table, side: str) -> list[list[Any]]:
 
 
 def _told(model: Model, others: set[Model]) -> str:
-    """What tells a model from others: its weights, with its name where that is not enough."""
+    """What distinguishes a model from others: its weights, with its name if needed."""
     alone = sum(model[1] == weights for _, weights in others) == 1
     return model[1] if alone else f"{model[0]}, {model[1]}"
 

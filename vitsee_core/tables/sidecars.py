@@ -1,4 +1,4 @@
-"""The file beside a table, `r.csv.json`: what made it, and what its columns hold."""
+"""The file beside a table, `r.csv.json`: how the table was made, and the types of its columns."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def sidecar_bytes(
 def describe_run(
     stores: Iterable[Store], *, command: Sequence[str], parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What made a result, for its sidecar: command line, parameters after defaults (seeds among
-    them), stores by identity, versions, time."""
+    """How a result was made, for its sidecar: command line, parameters after defaults (including
+    seeds), stores by identity, versions, time."""
     return {
         "command": list(command),
         "parameters": {name: _plain(value) for name, value in parameters.items()},
@@ -65,8 +65,8 @@ def describe_run(
 
 
 def attributes_of(store: Store) -> dict[str, Any]:
-    """What a sidecar records of a store's model and images: `params`, `resolution` (the shorter
-    side of the input in pixels), `images` and `data` (the data set's last name), where known."""
+    """A store's attributes in sidecars: `params`, `resolution` (the shorter side of the input in
+    pixels), `images` and `data` (the data set's last name), if known."""
     model, info = store.manifest.model, store.manifest.info
     size = model.get("input_size") or (None,)
     data = str((info.get("data") or {}).get("data") or "").rstrip("/").rpartition("/")[2]
@@ -78,10 +78,10 @@ def attributes_of(store: Store) -> dict[str, Any]:
 
 
 def describe_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What made a table, as `describe_run`, where an analysis was called in Python.
+    """Like `describe_run`, for an analysis called in Python.
 
     Args:
-        name: of the analysis, as its module is called.
+        name: of the analysis' module.
         arguments: of its `run`, with defaults.
     """
     stores: list[Store] = []
@@ -117,7 +117,7 @@ def digest_of(sidecar: Mapping[str, Any]) -> str:
 
 
 def kind_of(values: NDArray[Any]) -> str:
-    """What a column holds: "text", "integer" or "number" (with empty cells, if any), or "empty"."""
+    """The type of a column: "text", "integer" or "number" (empty cells allowed), or "empty"."""
     if values.dtype.kind not in "OU":
         return {"f": "number", "i": "integer", "u": "integer"}.get(values.dtype.kind, "text")
     present = [value for value in values.tolist() if value is not None]

@@ -1,4 +1,4 @@
-"""The selectors of sites on tables: which rows are about the sites that they name."""
+"""Site selectors on tables: which rows are about the selected sites."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
-    """The rows about the sites that `patterns` choose, in the grammar of `vitsee_stores.selectors`
-    (names, globs, `depth:0.5`, `!norm`; a group is what a table reveals of it: `all`, and `blocks`,
-    the outs with what enters the first block; `first` and `last` are each store's in the table,
-    which may lack the model's). A row about two sites stays where both are chosen, and so does one
-    about no site.
+    """The rows about the sites that `patterns` select, in the grammar of `vitsee_stores.selectors`
+    (names, globs, `depth:0.5`, `!norm`; groups only as far as a table reveals them: `all`, and
+    `blocks`, the outs with the input of the first block; `first` and `last` are each store's in
+    the table, which may lack the model's). A row about two sites stays if both are selected, and
+    so does one about no site.
 
     Raises:
-        SiteError: a pattern matches nothing.
+        SiteError: a pattern without a match.
         VitseeError: the table has no sites.
     """
     sides = [side for side in ("", "_a", "_b") if f"site{side}" in table.columns]
@@ -52,7 +52,7 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
 
 @dataclass(frozen=True)
 class _Row:
-    """A site as far as a table knows it, with what selectors ask of a site."""
+    """A site as far as a table knows it, with the attributes that selectors use."""
 
     name: str
     block: str
@@ -74,7 +74,7 @@ class _Row:
 
 
 def _placed(rows: Sequence[_Row]) -> Sequence[_Row]:
-    """Where no row is a block or its out, as of sublayers and heads, each stands for its block."""
+    """If no row is a block or its out, as for sublayers and heads, each stands for its block."""
     if any(row.block and row.part in ("out", "") for row in rows):
         return rows
     return [replace(row, stands=True) if row.block else row for row in rows]
@@ -94,7 +94,7 @@ def _select(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
 
 
 def _at_ends(pattern: str, rows: Sequence[_Row]) -> list[str]:
-    """The names of what is `first` or `last` of these rows; another pattern as it is."""
+    """The names of the `first` or `last` of these rows; other patterns unchanged."""
     end = pattern.removeprefix(NOT)
     placed = [row for row in rows if row.block and row.part in ("out", "")]
     if end not in ENDS or not placed:

@@ -1,5 +1,5 @@
-"""Text from stores and lists on its way to people: nothing in it steers a terminal, a spreadsheet
-or a figure."""
+"""Sanitises text from stores and lists for output: nothing in it can control a terminal, a
+spreadsheet or a figure."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _escaped(character: str) -> str:
 
 
 def figure_text(text: str) -> str:
-    r"""`text` as matplotlib draws it letter by letter: control characters written out, and `$` as
-    `\$`, so that a name like `$x$` is not set as a formula. Twice is as good as once."""
+    r"""`text` as matplotlib draws it literally: control characters written out, and `$` as `\$`, so
+    that a name like `$x$` is not set as a formula. Idempotent."""
     return _DOLLAR.sub(r"\\$", visible(text, keep="\n"))
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text`, its middle left out where it is longer than `limit` characters."""
+    """`text` with its middle left out if longer than `limit` characters."""
     if len(text) <= limit:
         return text
     head = (limit - 1) * 2 // 3
@@ -48,8 +48,8 @@ def shorten(text: str, limit: int) -> str:
 
 def spreadsheet_cell(text: str) -> str:
     """`text` as a cell of a CSV: control characters written out, and a single quote before text
-    that begins with =, +, - or @ (perhaps behind quotes) unless it is a number. `from_cell` takes
-    the quote away again."""
+    that begins with =, +, - or @ (perhaps behind quotes) unless it is a number. `from_cell` removes
+    the quote."""
     text = visible(text)
     return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
 

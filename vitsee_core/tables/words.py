@@ -1,4 +1,4 @@
-"""Words of figures and reports for what tables name by codes: metrics, sites and tokens."""
+"""Human-readable names of metrics, sites and tokens, for figures and reports."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ _MAPS = {"uniform": "uniform map", "centre": "centre of the image", "random": "m
 
 
 def metric_words(metric: str) -> str:
-    """A metric as an axis names it: `top-1 accuracy`, `mean average precision (easy)`."""
+    """A metric as an axis label: `top-1 accuracy`, `mean average precision (easy)`."""
     if metric in METRICS:
         return METRICS[metric]
     match = re.fullmatch(r"(\w+?)@([\d.]+)(?:_(\w+))?", metric)
@@ -170,9 +170,9 @@ def metric_words(metric: str) -> str:
 
 
 def site_words(site: str, block: str = "") -> str:
-    """A site as a title names it: `block 3`, `block 3, attention`, `layer1.0`, `final norm`.
+    """A site in a title: `block 3`, `block 3, attention`, `layer1.0`, `final norm`.
 
-    block: the path of its block, where it is known; else it ends with the last number.
+    block: the path of its block, if known; else it ends with the last number.
     """
     if site in _SITES:
         return _SITES[site]
@@ -187,7 +187,7 @@ def site_words(site: str, block: str = "") -> str:
 
 
 def block_words(block: str) -> str:
-    """The path of a block: `block 3` of `blocks.3`, `block 1.2` of `stages.1.blocks.2`."""
+    """The path of a block: `block 3` for `blocks.3`, `block 1.2` for `stages.1.blocks.2`."""
     numbers = re.findall(r"\d+", block)
     plain = re.sub(r"\d+", "*", block) in ("blocks.*", "stages.*.blocks.*", "layers.*.blocks.*")
     return f"block {'.'.join(numbers)}" if plain else block
@@ -203,13 +203,13 @@ def token_words(token: str) -> str:
 
 
 def baseline_words(name: str, metric: str = "") -> str:
-    """A baseline as a legend names it: `baseline: random features`."""
+    """A baseline in a legend: `baseline: random features`."""
     words = BASELINES | (_MAPS if metric == "iou" else {})
     return f"baseline: {words.get(name, name)}"
 
 
 def task_words(task: str) -> str:
-    """A task of best-layer: `knn: top-1 accuracy, k = 20` of `knn top1, k = 20`."""
+    """A task of best-layer: `knn: top-1 accuracy, k = 20` for `knn top1, k = 20`."""
     head, comma, settings = task.partition(",")
     command, _, metric = head.rpartition(" ")
     return f"{command}: {metric_words(metric)}{comma}{settings}".removeprefix(": ")
