@@ -251,19 +251,27 @@ def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:
 
 
 def check_disjoint(train: LabelledRows, test: LabelledRows, allow_shared: bool = False) -> int:
-    """Number of test rows with an image (equal encoded bytes) that is in train, too.
+    """How many of the test rows hold an image that is in train too; see `shared_images`."""
+    return shared_images(train.store, train.rows, test.store, test.rows, allow_shared)
+
+
+def shared_images(
+    train: Store, train_rows: Integers, test: Store, test_rows: Integers, allow_shared: bool = False
+) -> int:
+    """How many images of the test rows (equal encoded bytes) are among the training rows.
 
     Raises:
         StoreMismatch: there are any, and `allow_shared` is not set.
     """
-    shared = np.unique(test.rows[np.isin(test.hashes, train.hashes)])
+    rows = np.unique(test_rows)
+    shared = rows[np.isin(test.samples.hash[rows], train.samples.hash[train_rows])]
     n_shared = len(shared)
     if n_shared and not allow_shared:
-        names = test.store.samples.id[shared[:SHOWN]].tolist()
+        names = test.samples.id[shared[:SHOWN]].tolist()
         more = ", ..." if n_shared > len(names) else ""
         raise StoreMismatch(
-            f"{n_shared} of the {test.n_images} test images of {test.store.label} are in "
-            f"{train.store.label} too ({', '.join(names)}{more}); give other data, or count them "
+            f"{n_shared} of the {len(rows)} test images of {test.label} are in "
+            f"{train.label} too ({', '.join(names)}{more}); give other data, or count them "
             "with --allow-shared"
         )
     return n_shared

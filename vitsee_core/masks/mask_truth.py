@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,8 +149,20 @@ def _tell(store: Store, n: int, counts: Mapping[str, int]) -> None:
             log.info("%s: %d of %d images are left out: without %s", store.label, left, n, what)
 
 
+class Named(Protocol):
+    """Masks by the names of their images. name: of their source."""
+
+    @property
+    def name(self) -> str:
+        """See the class."""
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The images' names."""
+
+
 def match_rows(
-    store: Store, masks: MaskSource, rows: Rows
+    store: Store, masks: Named, rows: Rows
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rows with an image and a mask, ascending, and the number of each one's mask.
 

@@ -1,0 +1,83 @@
+"""Scores of counts per class, with jackknife intervals over blocks of test images.
+
+    IoU of a class = both / (predicted + labelled - both)
+
+over all pixels of the data set that count, not per image. `miou` is the mean over the classes that
+occur in a label or in a prediction; `boundary_iou` is the same of pixels near the boundaries of
+their regions (Cheng et al. 2021); `pixel_accuracy` the share of pixels that are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from vitsee_core.analyses.dense_probe.scoring import BOTH, LABELLED, PREDICTED, Counts
+from vitsee_core.statistics.jackknife import SHARE, interval
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.types import Float, Integers
+
+MEANS = ("miou", "pixel_accuracy", "boundary_iou")
+CLASS = "iou_class"
+METHOD = (
+    "delete-a-block jackknife over blocks of test images (t quantile); the probe, its l2 and the "
+    "training images held fixed; of a class that is missing without one of the blocks there is none"
+)
+
+
+def class_ious(counts: Integers) -> Float:
+    """(..., classes) of counts (..., 3, classes); NaN for a class in neither label nor
+    prediction."""
+    both, predicted, labelled = (counts[..., k, :] for k in (BOTH, PREDICTED, LABELLED))
+    either = predicted + labelled - both
+    found: Float = np.where(either > 0, both / np.maximum(either, 1), np.nan)
+    return found
+
+
+def mean_iou(counts: Integers) -> Float:
+    """(...) the mean over classes; NaN without a pixel."""
+    ious = class_ious(counts)
+    there = ~np.isnan(ious)
+    n = there.sum(-1)
+    found: Float = np.where(n > 0, np.where(there, ious, 0).sum(-1) / np.maximum(n, 1), np.nan)
+    return found
+
+
+def accuracy(counts: Integers) -> Float:
+    """(...) the share of pixels that are right; NaN without a pixel."""
+    both, labelled = (counts[..., k, :].sum(-1) for k in (BOTH, LABELLED))
+    found: Float = np.where(labelled > 0, both / np.maximum(labelled, 1), np.nan)
+    return found
+
+
+def metric_cells(
+    counts: Counts, metrics: Sequence[str], classes: Sequence[str] = ()
+) -> Iterator[dict[str, object]]:
+    """The cells of each row: metric, value and interval, and its replicates.
+
+    Args:
+        counts: by block.
+        metrics: some of `MEANS`.
+        classes: names of all classes by number, where those that occur get a row each.
+    """
+    of = {"miou": mean_iou, "pixel_accuracy": accuracy, "boundary_iou": mean_iou}
+    for metric in metrics:
+        own = counts.edge if metric == "boundary_iou" else counts.whole
+        yield {"metric": metric, **_spread(of[metric](own.sum(0)), of[metric](without(own)))}
+    if classes:
+        ious, replicates = class_ious(counts.whole.sum(0)), class_ious(without(counts.whole))
+        for number in np.flatnonzero(~np.isnan(ious)).tolist():
+            cells = _spread(ious[number], replicates[:, number])
+            yield {"metric": CLASS, "class": classes[number], **cells}
+
+
+def without(counts: Integers) -> Integers:
+    """(blocks, 3, classes) of all images but those of each block."""
+    found: Integers = counts.sum(0) - counts
+    return found
+
+
+def _spread(value: Float, replicates: Float) -> dict[str, object]:
+    _, low, high = interval(np.asarray(value), replicates, SHARE)
+    return {"value": float(value), "low": float(low), "high": float(high), WORD: replicates}

@@ -1,0 +1,156 @@
+"""The labelled pixels of an image, and how tokens' values become those of pixels: bilinearly.
+
+Pixels are one of three kinds (`RESOLUTIONS`):
+
+- `label`: those of the class map as it was distributed. Nothing is resampled but the scores, which
+  is what `interpolate(scores, size=label.shape, mode="bilinear", align_corners=False)` does where a
+  grid covers its image;
+- `input`: those of the model's input; the map is resampled by the nearest pixel;
+- `patch`: one per token, its class the most frequent one among the input pixels of its cell (of
+  equally frequent ones the lowest; none where most pixels have none).
+
+Pixels that the model did not see, as they were cropped, have no class; cells whose middle is beside
+the image (padding, canvases) have no part in any pixel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.images.cell_edges import cell_edges
+from vitsee_core.masks.class_maps import IGNORED, ClassMap
+from vitsee_core.types import Float, Integers
+
+if TYPE_CHECKING:
+    from vitsee_core.images.placement import Placement
+    from vitsee_stores.layout import TokenLayout
+
+RESOLUTIONS = ("label", "input", "patch")
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """labels: (height, width) classes, `IGNORED` for pixels that do not count. down: (height, rows)
+    and across: (width, cols) weights of the grid's cells in each pixel, which add up to 1."""
+
+    labels: ClassMap
+    down: Float
+    across: Float
+
+    @cached_property
+    def counted(self) -> Float:
+        """(height, width) 1 for pixels that count."""
+        found: Float = (self.labels != IGNORED).astype(np.float64)
+        return found
+
+    @cached_property
+    def present(self) -> list[int]:
+        """The classes that occur."""
+        found = np.flatnonzero(np.bincount(self.labels.ravel(), minlength=IGNORED + 1)[:IGNORED])
+        return [int(number) for number in found]
+
+    def on_cells(self, values: Float) -> Float:
+        """(rows, cols) U'v of values (height, width): sums over pixels, as cells have part in
+        them."""
+        found: Float = self.down.T @ values @ self.across
+        return found
+
+
+def labelled_pixels(
+    class_map: ClassMap,
+    placement: Placement,
+    layout: TokenLayout,
+    input_size: tuple[int, int],
+    resolution: str,
+) -> Pixels:
+    """The pixels of one image for the tokens of one grid.
+
+    Args:
+        class_map: of the original image.
+        placement: of the image on the model's input.
+        layout: with a grid.
+        input_size: height and width of the input.
+        resolution: one of `RESOLUTIONS`.
+    """
+    assert layout.grid is not None and layout.stride_px is not None
+    ends = (placement.top, placement.bottom), (placement.left, placement.right)
+    if resolution == "label":
+        labels = class_map.copy()
+        centres = []
+        for axis, (low, high) in enumerate(ends):
+            n = class_map.shape[axis]
+            at = low + (np.arange(n) + 0.5) * (high - low) / n
+            labels[_along(axis, (at < 0) | (at > input_size[axis]))] = IGNORED
+            centres.append(at)
+    else:
+        labels = on_input(class_map, placement, input_size)
+        centres = [np.arange(n) + 0.5 for n in input_size]
+    if resolution == "patch":
+        labels = most_frequent(labels, layout)
+    on_image = placement.on_image(layout)
+    weights = []
+    for axis in (0, 1):
+        cells = np.flatnonzero(on_image.any(1 - axis))
+        n = layout.grid[axis]
+        if not len(cells):
+            return Pixels(
+                np.full_like(labels, IGNORED),
+                *(np.zeros((labels.shape[i], layout.grid[i])) for i in (0, 1)),
+            )
+        if resolution == "patch":
+            labels[_along(axis, np.delete(np.arange(n), cells))] = IGNORED
+            weights.append(np.eye(n))
+            continue
+        at = (centres[axis] - layout.offset_px[axis]) / layout.stride_px[axis] - 0.5
+        weights.append(interpolation(at, int(cells[0]), int(cells[-1]), n))
+    return Pixels(labels, *weights)
+
+
+def on_input(class_map: ClassMap, placement: Placement, size: tuple[int, int]) -> ClassMap:
+    """The class map on the model's input, each pixel that of the original that its middle lies on;
+    without a class beside the image."""
+    ends = (placement.top, placement.bottom), (placement.left, placement.right)
+    places, inside = [], []
+    for (low, high), n, own in zip(ends, size, class_map.shape, strict=True):
+        at = np.floor((np.arange(n) + 0.5 - low) / (high - low) * own).astype(np.int64)
+        places.append(np.clip(at, 0, own - 1))
+        inside.append((at >= 0) & (at < own))
+    found: ClassMap = class_map[places[0][:, None], places[1]]
+    found[~(inside[0][:, None] & inside[1])] = IGNORED
+    return found
+
+
+def most_frequent(labels: ClassMap, layout: TokenLayout) -> ClassMap:
+    """(rows, cols) the most frequent class of each cell's pixels, see `RESOLUTIONS`.
+
+    labels: of the model's input, (height, width).
+    """
+    down, across = cell_edges(layout, labels.shape)
+    found = np.full((len(down) - 1, len(across) - 1), IGNORED, np.uint8)
+    for row, col in np.ndindex(found.shape):
+        cell = labels[down[row] : down[row + 1], across[col] : across[col + 1]]
+        if cell.size:
+            found[row, col] = np.bincount(cell.ravel()).argmax()
+    return found
+
+
+def interpolation(at: Float, first: int, last: int, n: int) -> Float:
+    """(pixels, n) weights of cells in places along one axis, in cells: 0 is the middle of the
+    first. Beyond the cells from `first` to `last` it is the nearest of them."""
+    at = np.clip(at, first, last)
+    low = np.floor(at).astype(np.int64)
+    part = at - low
+    weights = np.zeros((len(at), n))
+    pixels: Integers = np.arange(len(at))
+    weights[pixels, low] = 1 - part
+    weights[pixels, np.minimum(low + 1, last)] += part
+    return weights
+
+
+def _along(axis: int, chosen: Integers | np.ndarray) -> tuple[slice | np.ndarray, ...]:
+    """The index of these rows (axis 0) or columns (axis 1)."""
+    return (chosen,) if axis == 0 else (slice(None), chosen)

@@ -1,0 +1,219 @@
+"""Least squares at the resolution of pixels, from one pass over tokens.
+
+    min over W, b of  1/n |M (U Z W + b - Y)|^2 + l2 v |W|^2
+
+over the n pixels that count of all images: U interpolates tokens bilinearly, Y is 1 for a pixel's
+class and 0 for the others; v is the mean variance of a feature over pixels, so that l2 has no unit.
+The intercept b is not penalised. With tokens about a fixed `shift`, the sums of `cell_sums` make
+
+    A = Z'SZ - n m m',  B = Z'T - m (counts)',  m = Z'S1 / n,   W = (A + l2 n v I)^-1 B
+
+and one eigendecomposition of A serves every l2. l2 is chosen by the squared error of held-out
+training images, which follows from their own sums: no second pass. Everything is in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.analyses.dense_probe.cell_sums import CellSums
+from vitsee_core.analyses.dense_probe.linear import LinearHead
+from vitsee_core.masks.class_maps import IGNORED
+from vitsee_core.types import Float, Integers, Mask
+
+if TYPE_CHECKING:
+    from vitsee_core.analyses.dense_probe.truth import Truth
+    from vitsee_core.features import SiteFeatures
+    from vitsee_stores import Slab
+
+GRID = tuple(10.0**e for e in range(-8, 3))
+
+
+@dataclass
+class PixelSums:
+    """Sums over pixels of features z about a shift, and of their classes.
+
+    counts: (classes,) pixels of each class. first: (dim,) sum of z. second: (dim, dim) sum of zz'.
+    of_class: (classes, dim) sum of z over each class, with z as interpolated to pixels.
+    """
+
+    counts: Integers
+    first: Float
+    second: Float
+    of_class: Float
+
+    @classmethod
+    def empty(cls, dim: int) -> PixelSums:
+        """Of no pixel."""
+        return cls(
+            np.zeros(IGNORED, np.int64), np.zeros(dim), np.zeros((dim, dim)),
+            np.zeros((IGNORED, dim)),
+        )  # fmt: skip
+
+    @property
+    def n(self) -> int:
+        """Pixels."""
+        return int(self.counts.sum())
+
+    def count(self, tokens: Float, sums: CellSums) -> None:
+        """Add an image; tokens: (rows, cols, dim) about the shift."""
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        self.counts[sums.present] += sums.counts
+        self.first += sums.weights.ravel() @ flat
+        self.second += flat.T @ sums.smoothed(tokens).reshape(flat.shape)
+        self.of_class[sums.present] += sums.targets.reshape(len(sums.present), -1) @ flat
+
+    def add(self, other: PixelSums) -> None:
+        """Add the pixels of another."""
+        self.counts += other.counts
+        self.first += other.first
+        self.second += other.second
+        self.of_class += other.of_class
+
+    def joined(self, other: PixelSums) -> PixelSums:
+        """The pixels of both."""
+        found = PixelSums.empty(len(self.first))
+        found.add(self)
+        found.add(other)
+        return found
+
+
+@dataclass
+class PlaceSums:
+    """What the baselines learn of a grid: (classes, rows, cols) the pixels of each class that cells
+    have part in."""
+
+    of_class: Float
+
+    def add(self, other: PlaceSums) -> None:
+        """Add those of others."""
+        self.of_class += other.of_class
+
+
+@dataclass
+class TrainingSums:
+    """All sites' sums of the training images, to be filled by `streaming.fold`.
+
+    features: site -> its patches. grids: site -> key of its grid in `truth.layouts`. shifts: site
+    -> (dim,). held_out: (images,) which of the store's rows choose l2.
+    """
+
+    features: Mapping[str, SiteFeatures]
+    grids: Mapping[str, str]
+    truth: Truth
+    shifts: Mapping[str, Float]
+    held_out: Mask
+    sums: dict[tuple[str, bool], PixelSums] = field(default_factory=dict)
+    places: dict[str, PlaceSums] = field(default_factory=dict)
+
+    def update(self, slab: Slab) -> None:
+        """Count a slab's images."""
+        rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
+        by_image = []
+        for row in rows.tolist():
+            of_grid = {key: CellSums.of(own) for key, own in self.truth.pixels(row).items()}
+            by_image.append(of_grid)
+            for grid, sums in of_grid.items():
+                self._count_places(grid, sums)
+        for site, features in self.features.items():
+            assert features.layout is not None and features.layout.grid is not None
+            shape = *features.layout.grid, features.dim
+            tokens = features.of_slab(slab, slice(0, len(features.tokens)))
+            for row, x, of_grid in zip(rows.tolist(), tokens, by_image, strict=True):
+                key = site, bool(self.held_out[row])
+                if key not in self.sums:
+                    self.sums[key] = PixelSums.empty(features.dim)
+                z = x.astype(np.float64) - self.shifts[site]
+                self.sums[key].count(z.reshape(shape), of_grid[self.grids[site]])
+
+    def merge(self, other: TrainingSums) -> None:
+        """Count what `other` counted."""
+        for key, own in other.sums.items():
+            if key in self.sums:
+                self.sums[key].add(own)
+            else:
+                self.sums[key] = own
+        for grid, places in other.places.items():
+            if grid in self.places:
+                self.places[grid].add(places)
+            else:
+                self.places[grid] = places
+
+    def result(self) -> TrainingSums:
+        """The sums themselves."""
+        return self
+
+    def parts(self, site: str) -> tuple[PixelSums, PixelSums]:
+        """Of the images that fit and of those held out."""
+        empty = PixelSums.empty(self.features[site].dim)
+        return self.sums.get((site, False), empty), self.sums.get((site, True), empty)
+
+    def _count_places(self, grid: str, sums: CellSums) -> None:
+        if grid not in self.places:
+            self.places[grid] = PlaceSums(np.zeros((IGNORED, *sums.weights.shape)))
+        self.places[grid].of_class[sums.present] += sums.targets
+
+
+@dataclass(frozen=True)
+class Solutions:
+    """Weights at every l2. classes: those that occur. basis: (dim, dim) eigenvectors of A; values:
+    (dim,) its eigenvalues over n v; rhs: (dim, classes) B over n v in their coordinates; mean:
+    (dim,) of features about the shift; shares: (classes,) of pixels."""
+
+    classes: Integers
+    basis: Float
+    values: Float
+    rhs: Float
+    mean: Float
+    shares: Float
+
+    @classmethod
+    def of(cls, sums: PixelSums) -> Solutions:
+        """From the sums of some images."""
+        n, classes = sums.n, np.flatnonzero(sums.counts)
+        mean = sums.first / n
+        scatter = sums.second - n * np.outer(mean, mean)
+        scatter = (scatter + scatter.T) / 2
+        crossed = sums.of_class[classes] - sums.counts[classes, None] * mean
+        # n times the mean variance; features that are all equal have none, and get no weight.
+        scale = float(np.trace(scatter)) / len(mean) or 1.0
+        values, basis = np.linalg.eigh(scatter / scale)
+        rhs = basis.T @ crossed.T / scale
+        return cls(classes, basis, np.maximum(values, 0), rhs, mean, sums.counts[classes] / n)
+
+    def head(self, l2: float, shift: Float) -> LinearHead:
+        """The probe at one l2, of features as they are stored."""
+        weights = self.basis @ self._rotated(l2)
+        return LinearHead(self.classes, weights, self.shares - (self.mean + shift) @ weights)
+
+    def squared_errors(self, l2s: Sequence[float], held_out: PixelSums) -> list[float]:
+        """Per held-out pixel, at each l2; of a class that did not train, the score is 0."""
+        n = held_out.n
+        turned = self.basis.T @ held_out.second @ self.basis
+        first = self.basis.T @ held_out.first
+        own = held_out.counts[self.classes]
+        crossed = self.basis.T @ held_out.of_class[self.classes].T
+        origin = self.basis.T @ self.mean
+        found = []
+        for l2 in l2s:
+            weights = self._rotated(l2)
+            bias = self.shares - origin @ weights
+            # The sum of |W'z + b - y|^2, multiplied out.
+            products = float(np.einsum("rc,rc->", weights, turned @ weights))
+            levels = 2 * float(bias @ (first @ weights)) + n * float(bias @ bias)
+            agreed = float(np.einsum("rc,rc->", weights, crossed)) + float(bias @ own)
+            found.append((products + levels - 2 * agreed + n) / n)
+        return found
+
+    def _rotated(self, l2: float) -> Float:
+        return self.rhs / (self.values + l2)[:, None]
+
+
+def choose_l2(fitted: PixelSums, held_out: PixelSums, l2s: Sequence[float]) -> float:
+    """The l2 with the least squared error of a held-out pixel; of several the largest."""
+    errors = Solutions.of(fitted).squared_errors(l2s, held_out)
+    return min(zip(errors, l2s, strict=True), key=lambda pair: (pair[0], -pair[1]))[1]
