@@ -29,6 +29,7 @@ OTHERS = {
     "cka-heads": [[*VIT, "cnn.zarr"]],
     "cluster": [[*VIT, "--k", "2"]],
     "cosine-map": [[*VIT, "cnn.zarr"], [*VIT, "--at", "0,1", "--to", "3"], [*VIT, "--offsets"]],
+    "dense-probe": [["train.zarr", *VIT, "--masks", "maps", "--show", "1", "--per-class"]],
     "keypoints": [["pairs.zarr", "--pairs", "pairs"]],
     "knn": [["train.zarr", *VIT, "--k", "3", "--per-class"]],
     "lens": [["cnn.zarr", "--patches"]],
@@ -69,6 +70,10 @@ def write_everything(path: Path) -> None:
         square = np.zeros((32, 32), np.uint8)
         square[:16, :20] = 1
         Image.fromarray(square).save(mask)
+        classes = path / "maps" / of_class
+        classes.parent.mkdir(parents=True, exist_ok=True)
+        square[24:, i:] = 2
+        Image.fromarray(square).save(classes)
     write_davis(path / "videos")
     first = (path / "videos" / "ImageSets" / "2017" / "val.txt").read_text().split()[0]
     (path / "val.txt").write_text(f"{first}\n")

@@ -27,6 +27,7 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import (
     cka,
     cluster,
+    dense_probe,
     knn,
     localize,
     probe,
@@ -174,7 +175,9 @@ def test_masks(two: DaskMap, whole: Store, tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         Image.fromarray((rng.random((50, 60)) < 0.6).astype(np.uint8)).save(path)
-    for run in (saliency.run, spatial.run):
+    of_pixels = partial(dense_probe.run, holdout=0.3, l2=[1.0])
+    runs: tuple[Run, ...] = (saliency.run, spatial.run, of_pixels)
+    for run in runs:
         sent = two.sent
         assert equal(run(whole, masks=tmp_path), run(whole, masks=tmp_path, map=two))
         assert two.sent > sent

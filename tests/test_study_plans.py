@@ -32,7 +32,7 @@ def test_every_analysis_is_a_step_or_has_a_reason() -> None:
     found = plan(study(), [model("vit"), cnn("cnn")], labelled=True)
     known = {*needs_of_analyses(), BEST}
     assert {step.command for step in found.analyses} | {*found.left_out} >= known
-    assert {"saliency", "propagate", "keypoints"} < {*found.left_out}
+    assert {"saliency", "propagate", "keypoints", "dense-probe"} < {*found.left_out}
     assert found.left_out["attn-dist of cnn"] == NO_ATTENTION
     assert "head-types: " not in "\n".join(reasons(found.left_out))
     names = [step.name for step in found.steps]
@@ -144,6 +144,7 @@ def test_what_the_user_sets_takes_the_place_of_what_a_study_chooses() -> None:
 def test_masks_pairs_and_a_truth_are_named_by_settings() -> None:
     """Without labels too; of attention, saliency reads that of single images."""
     options = {"saliency": "--masks", "propagate": "--masks", "keypoints": "--pairs"}
+    options |= {"dense-probe": "--masks"}
     options |= {"cluster": "--masks", "retrieve": "--truth"}
     without = plan(study(analyses=(*options,)), [model("vit")], labelled=True)
     assert without.left_out == {
@@ -152,6 +153,7 @@ def test_masks_pairs_and_a_truth_are_named_by_settings() -> None:
             ("saliency", "masks", "masks of objects"),
             ("propagate", "masks", "masks of the frames of videos"),
             ("keypoints", "pairs", "keypoints of pairs of images"),
+            ("dense-probe", "masks", "class maps"),
         )
     }
     settings = {name: [Setting((option,), (option, "x"))] for name, option in options.items()}

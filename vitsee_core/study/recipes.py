@@ -213,6 +213,9 @@ RECIPES: dict[str, Recipe] = {
     "knn": Recipe(_knn, (), (LABELS, TRAIN)),
     "probe": Recipe(_probe, (), (LABELS,)),
     "lens": Recipe(together("lens"), (TOKENS,), (LABELS,)),
+    "dense-probe": Recipe(
+        each("dense-probe", "--holdout", "0.3"), (TOKENS,), (GIVEN,), ("--masks", "class maps")
+    ),
     "pca": Recipe(together("pca"), (TOKENS, PIXELS)),
     "cosine-map": Recipe(together("cosine-map"), (TOKENS, PIXELS)),
     "saliency": Recipe(together("saliency"), (ROWS,), (GIVEN,), ("--masks", "masks of objects")),

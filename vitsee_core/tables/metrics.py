@@ -20,6 +20,7 @@ _HIGHER = re.compile(
     | pck(_point|_image)?@.+
     | jf | j | f | [jf]_recall
     | lens_top1 | lens_agreement
+    | miou | pixel_accuracy | iou_class | boundary_iou
     """,
     re.VERBOSE,
 )

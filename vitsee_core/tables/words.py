@@ -22,6 +22,10 @@ METRICS = {
     "j_decay": "decay of J",
     "f_decay": "decay of F",
     "iou": "IoU with the objects",
+    "miou": "mean IoU of classes",
+    "pixel_accuracy": "pixel accuracy",
+    "boundary_iou": "boundary IoU of classes",
+    "iou_class": "IoU of the class",
     "map": "mean average precision",
     "ap": "average precision",
     "distance_px": "attention distance (px)",
@@ -153,6 +157,9 @@ BASELINES = {
     "still": "same place",
     "central": "blob in the centre",
     "image": "whole image",
+    "majority": "most frequent class",
+    "position": "position alone",
+    "untrained": "untrained model",
 }
 # Of saliency, whose baselines are maps.
 _MAPS = {"uniform": "uniform map", "centre": "centre of the image", "random": "map of noise"}

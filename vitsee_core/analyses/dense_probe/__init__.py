@@ -284,7 +284,7 @@ def run(
     notes = {
         "solver": _describe(l2s, resolution),
         "interval": METHOD,
-        "classes": {"source": maps.name, "n_trained": len(found[0].classes), **maps.rules},
+        "classes": {"source": maps.name, "n_trained": len(found[0].trained.classes), **maps.rules},
         "seed": execution.seed,
         "train": {"store": train.label, **works[0].train.counts, **found[0].trained.notes},
         "tests": [
@@ -416,11 +416,6 @@ class _Found:
     trained: Trained
     counts: Mapping[HeadKey, Counts]
     blocks: Blocks
-
-    @property
-    def classes(self) -> list[int]:
-        """Those that occur in training."""
-        return [int(k) for k in next(iter(self.trained.heads.values())).classes]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Of the model's sites, then of the baselines beside each of them."""

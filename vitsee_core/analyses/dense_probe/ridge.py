@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class PixelSums:
         self.counts[sums.present] += sums.counts
         self.first += sums.weights.ravel() @ flat
         self.second += flat.T @ sums.smoothed(tokens).reshape(flat.shape)
-        self.of_class[sums.present] += sums.targets.reshape(len(sums.present), -1) @ flat
+        self.of_class[sums.present] += sums.targets.reshape(-1, len(flat)) @ flat
 
     def add(self, other: PixelSums) -> None:
         """Add the pixels of another."""
@@ -94,41 +94,52 @@ class PlaceSums:
         self.of_class += other.of_class
 
 
-@dataclass
-class TrainingSums:
-    """All sites' sums of the training images, to be filled by `streaming.fold`.
-
-    features: site -> its patches. grids: site -> key of its grid in `truth.layouts`. shifts: site
-    -> (dim,). held_out: (images,) which of the store's rows choose l2.
-    """
+@dataclass(frozen=True)
+class TrainingImages:
+    """What is summed. features: site -> its patches. grids: site -> key of its grid in
+    `truth.layouts`. shifts: site -> (dim,). held_out: (images,) which of the store's rows choose
+    l2."""
 
     features: Mapping[str, SiteFeatures]
     grids: Mapping[str, str]
     truth: Truth
     shifts: Mapping[str, Float]
     held_out: Mask
+
+
+@dataclass
+class TrainingSums:
+    """Sums of the training images, to be filled by `streaming.fold`. sums: (site, whether of images
+    that are held out) -> its sums. places: grid -> its."""
+
+    images: TrainingImages | None
     sums: dict[tuple[str, bool], PixelSums] = field(default_factory=dict)
     places: dict[str, PlaceSums] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process gives back the sums alone."""
+        return self.__dict__ | ({"images": None} if self.sums else {})
 
     def update(self, slab: Slab) -> None:
         """Count a slab's images."""
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
-        by_image = []
+        images, by_image = self.images, []
+        assert images is not None
         for row in rows.tolist():
-            of_grid = {key: CellSums.of(own) for key, own in self.truth.pixels(row).items()}
+            of_grid = {key: CellSums.of(own) for key, own in images.truth.pixels(row).items()}
             by_image.append(of_grid)
             for grid, sums in of_grid.items():
                 self._count_places(grid, sums)
-        for site, features in self.features.items():
+        for site, features in images.features.items():
             assert features.layout is not None and features.layout.grid is not None
             shape = *features.layout.grid, features.dim
             tokens = features.of_slab(slab, slice(0, len(features.tokens)))
             for row, x, of_grid in zip(rows.tolist(), tokens, by_image, strict=True):
-                key = site, bool(self.held_out[row])
+                key = site, bool(images.held_out[row])
                 if key not in self.sums:
                     self.sums[key] = PixelSums.empty(features.dim)
-                z = x.astype(np.float64) - self.shifts[site]
-                self.sums[key].count(z.reshape(shape), of_grid[self.grids[site]])
+                z = x.astype(np.float64) - images.shifts[site]
+                self.sums[key].count(z.reshape(shape), of_grid[images.grids[site]])
 
     def merge(self, other: TrainingSums) -> None:
         """Count what `other` counted."""
@@ -147,9 +158,9 @@ class TrainingSums:
         """The sums themselves."""
         return self
 
-    def parts(self, site: str) -> tuple[PixelSums, PixelSums]:
+    def parts(self, site: str, dim: int) -> tuple[PixelSums, PixelSums]:
         """Of the images that fit and of those held out."""
-        empty = PixelSums.empty(self.features[site].dim)
+        empty = PixelSums.empty(dim)
         return self.sums.get((site, False), empty), self.sums.get((site, True), empty)
 
     def _count_places(self, grid: str, sums: CellSums) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,13 +54,11 @@ class Counts:
         self.edge += other.edge
 
 
-@dataclass
-class TestCounts:
-    """Counts of every head, to be filled by `streaming.fold`.
-
-    heads: key -> a trained probe; several may read one site. features, grids: as in
-    `ridge.TrainingSums`, of the test store. blocks: (images,) of the jackknife, of all rows.
-    """
+@dataclass(frozen=True)
+class TestImages:
+    """What is predicted. heads: key -> a trained probe; several may read one site. features: site
+    -> its patches. grids: site -> key of its grid in `truth.layouts`. blocks: (images,) of the
+    jackknife, of all rows. boundary: whether pixels near boundaries are counted too."""
 
     heads: Mapping[HeadKey, Head]
     features: Mapping[str, SiteFeatures]
@@ -69,39 +67,52 @@ class TestCounts:
     blocks: Integers
     n_blocks: int
     boundary: bool
+
+
+@dataclass
+class HeadCounts:
+    """Counts of every head, to be filled by `streaming.fold`."""
+
+    images: TestImages | None
     counts: dict[HeadKey, Counts] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process gives back the counts alone."""
+        return self.__dict__ | ({"images": None} if self.counts else {})
 
     def update(self, slab: Slab) -> None:
         """Count a slab's images."""
+        images = self.images
+        assert images is not None
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid].tolist()
-        pixels = [self.truth.pixels(row) for row in rows]
+        pixels = [images.truth.pixels(row) for row in rows]
         edges: dict[tuple[int, str], Mask] = {}
-        if self.boundary:
+        if images.boundary:
             edges = {
                 (i, key): near_boundary(own.labels)
                 for i, of_grid in enumerate(pixels)
                 for key, own in of_grid.items()
             }
         nothing = np.zeros((0, 0, 0))
-        for key, head in self.heads.items():
+        for key, head in images.heads.items():
             if key.baseline:
                 for i, row in enumerate(rows):
                     own = pixels[i][key.of]
                     found = head.predict(nothing, own)
                     self._count(key, row, found, own.labels, edges.get((i, key.of)))
-        for site, features in self.features.items():
+        for site, features in images.features.items():
             assert features.layout is not None and features.layout.grid is not None
             shape = *features.layout.grid, features.dim
             tokens = features.of_slab(slab, slice(0, len(features.tokens)))
-            heads = {k: h for k, h in self.heads.items() if k.of == site and not k.baseline}
+            heads = {k: h for k, h in images.heads.items() if k.of == site and not k.baseline}
             for i, (row, x) in enumerate(zip(rows, tokens, strict=True)):
                 z = x.astype(np.float64).reshape(shape)
-                own = pixels[i][self.grids[site]]
+                own = pixels[i][images.grids[site]]
                 for key, head in heads.items():
-                    edge = edges.get((i, self.grids[site]))
+                    edge = edges.get((i, images.grids[site]))
                     self._count(key, row, head.predict(z, own), own.labels, edge)
 
-    def merge(self, other: TestCounts) -> None:
+    def merge(self, other: HeadCounts) -> None:
         """Count what `other` counted."""
         for key, counts in other.counts.items():
             if key in self.counts:
@@ -116,9 +127,11 @@ class TestCounts:
     def _count(
         self, key: HeadKey, row: int, found: ClassMap, labels: ClassMap, edge: Mask | None
     ) -> None:
+        images = self.images
+        assert images is not None
         if key not in self.counts:
-            self.counts[key] = Counts.empty(self.n_blocks, self.boundary)
-        counts, block = self.counts[key], int(self.blocks[row])
+            self.counts[key] = Counts.empty(images.n_blocks, images.boundary)
+        counts, block = self.counts[key], int(images.blocks[row])
         found = np.where(labels == IGNORED, np.uint8(IGNORED), found)
         counts.whole[block] += counted(found, labels)
         if edge is not None:

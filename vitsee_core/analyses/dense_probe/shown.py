@@ -60,8 +60,8 @@ def show_images(
         prediction = head.predict(x.astype(np.float64).reshape(*layout.grid, -1), pixels)
         counted = pixels.labels != IGNORED
         right = prediction == pixels.labels
-        error = np.where(right[..., None], RIGHT, WRONG)
-        error = np.where(counted[..., None], error, NOTHING).astype(np.uint8)
+        judged = np.where(right[..., None], RIGHT, WRONG)
+        judged = np.where(counted[..., None], judged, NOTHING).astype(np.uint8)
         one: dict[str, Any] = {
             "store": part.store.label,
             "image": str(part.store.samples.id[row]),
@@ -69,12 +69,11 @@ def show_images(
             "right": float(right[counted].mean()) if counted.any() else None,
             "label": _picture(coloured(pixels.labels)),
             "prediction": _picture(coloured(prediction)),
-            "error": _picture(error),
+            "error": _picture(judged),
         }
         if photo is not None:
-            one["photo"] = _picture(
-                photo.transpose(1, 2, 0).repeat(3 // len(photo), 2), smooth=True
-            )
+            rgb = photo.transpose(1, 2, 0).repeat(3 // len(photo), axis=2)
+            one["photo"] = _picture(rgb, smooth=True)
         found.append(one)
     return found
 
@@ -82,11 +81,9 @@ def show_images(
 def coloured(labels: ClassMap) -> NDArray[np.uint8]:
     """(height, width, 3): the palette of Pascal VOC, whose colours follow from the bits of a class;
     white without a class."""
-    palette = np.zeros((IGNORED + 1, 3), np.uint8)
-    for number in range(IGNORED):
-        for bit in range(8):
-            for channel in range(3):
-                palette[number, channel] |= ((number >> (3 * bit + channel)) & 1) << (7 - bit)
+    numbers, bits = np.arange(IGNORED + 1)[:, None, None], np.arange(8)
+    set_bits = numbers >> (3 * bits + np.arange(3)[:, None]) & 1
+    palette = (set_bits << (7 - bits)).sum(-1).astype(np.uint8)
     palette[IGNORED] = NOTHING
     found: NDArray[np.uint8] = palette[labels]
     return found

@@ -16,10 +16,11 @@ from vitsee_core.analyses.dense_probe.ridge import (
     PixelSums,
     PlaceSums,
     Solutions,
+    TrainingImages,
     TrainingSums,
     choose_l2,
 )
-from vitsee_core.analyses.dense_probe.scoring import Counts, HeadKey, TestCounts
+from vitsee_core.analyses.dense_probe.scoring import Counts, HeadCounts, HeadKey, TestImages
 from vitsee_core.analyses.dense_probe.splits import CHOOSING, drawn
 from vitsee_core.analyses.dense_probe.truth import Truth, find_truth
 from vitsee_core.features import SiteFeatures, choose_features
@@ -90,10 +91,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Trained:
-    """The probes of a pair of stores. heads: by key. notes: of the choice of l2, for a sidecar."""
+    """The probes of a pair of stores. heads: by key. classes: those that occurred. notes: of the
+    training, for a sidecar."""
 
     heads: dict[HeadKey, Head]
-    n_pixels: int
+    classes: list[int]
     notes: dict[str, object]
 
 
@@ -112,11 +114,13 @@ def train_ridge(part: Part, l2s: Sequence[float], execution: Execution) -> Train
     held_out = np.zeros(part.store.n_images, bool)
     if not l2s:
         held_out = drawn(part.store, part.truth.mask, CHOOSING, seed)
-    sums = _fold_training(part, held_out, execution)
+    shifts = _shifts(part)
+    sums = _fold_training(part, shifts, held_out, execution)
     heads: dict[HeadKey, Head] = {}
-    n_pixels, chosen = 0, {}
-    for site in part.features:
-        fitted, held = sums.parts(site)
+    chosen, notes = {}, dict[str, object]()
+    classes: list[int] = []
+    for site, features in part.features.items():
+        fitted, held = sums.parts(site, features.dim)
         whole = fitted.joined(held)
         if not whole.n:
             raise VitseeError(
@@ -126,14 +130,15 @@ def train_ridge(part: Part, l2s: Sequence[float], execution: Execution) -> Train
         values = list(l2s) or [_chosen(fitted, held, site)]
         solutions = Solutions.of(whole)
         for l2 in values:
-            heads[HeadKey(site, l2)] = solutions.head(l2, sums.shifts[site])
-        n_pixels, chosen[site] = whole.n, values
+            heads[HeadKey(site, l2)] = solutions.head(l2, shifts[site])
+        chosen[site], classes = values, solutions.classes.tolist()
+        notes["training_pixels"] = whole.n
     for grid, places in sums.places.items():
         heads |= _baselines(grid, places)
-    notes: dict[str, object] = {"l2": chosen, "training_pixels": n_pixels}
+    notes["l2"] = chosen
     if not l2s:
         notes["held_out_images"] = int(held_out.sum())
-    return Trained(heads, n_pixels, notes)
+    return Trained(heads, classes, notes)
 
 
 def _chosen(fitted: PixelSums, held: PixelSums, site: str) -> float:
@@ -145,13 +150,21 @@ def _chosen(fitted: PixelSums, held: PixelSums, site: str) -> float:
     return choose_l2(fitted, held, GRID)
 
 
-def _fold_training(part: Part, held_out: Mask, execution: Execution) -> TrainingSums:
+def _shifts(part: Part) -> dict[str, Float]:
+    """Of each site a token, about which sums lose no digits."""
     first = int(np.flatnonzero(part.truth.mask)[0])
-    shifts: dict[str, Float] = {}
+    found = {}
     for site, own in part.features.items():
         token = own.load(slice(first, first + 1), slice(0, 1))[0, 0].astype(np.float64)
-        shifts[site] = np.where(np.isfinite(token), token, 0.0)
-    make = partial(TrainingSums, part.features, part.grids, part.truth, shifts, held_out)
+        found[site] = np.where(np.isfinite(token), token, 0.0)
+    return found
+
+
+def _fold_training(
+    part: Part, shifts: dict[str, Float], held_out: Mask, execution: Execution
+) -> TrainingSums:
+    images = TrainingImages(part.features, part.grids, part.truth, shifts, held_out)
+    make = partial(TrainingSums, images)
     dims = [own.dim for own in part.features.values()]
     size = part.slab_bytes() + sum(8 * 2 * dim * (dim + IGNORED) for dim in dims)
     with _lanes(size, execution) as wider:
@@ -184,9 +197,10 @@ def score_heads(
         VitseeError: no pixel of the test images has a class.
     """
     blocks = Blocks.of(part.store, part.truth.mask, execution.seed)
-    make = partial(
-        TestCounts, heads, part.features, part.grids, part.truth, blocks.of_rows, blocks.n, boundary
+    images = TestImages(
+        heads, part.features, part.grids, part.truth, blocks.of_rows, blocks.n, boundary
     )
+    make = partial(HeadCounts, images)
     size = part.slab_bytes()
     with _lanes(size, execution) as wider:
         found = wider.fold(part.store, make, part.truth.rows, slab_bytes=size).result()

@@ -1,0 +1,488 @@
+"""Dense probes: against explicit pixels, hand-computed values and what a user sees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.metrics import jaccard_score
+
+from tests.printed_text import flat
+from tests.stores import write_sites
+from vitsee_cli.main import main
+from vitsee_core.analyses.dense_probe import COLUMNS, plot, run
+from vitsee_core.analyses.dense_probe.cell_sums import CellSums
+from vitsee_core.analyses.dense_probe.metrics import accuracy, class_ious, mean_iou
+from vitsee_core.analyses.dense_probe.pixels import Pixels, labelled_pixels
+from vitsee_core.analyses.dense_probe.ridge import PixelSums, Solutions
+from vitsee_core.analyses.dense_probe.scoring import counted, near_boundary
+from vitsee_core.images.placement import Placement
+from vitsee_core.masks.class_maps import IGNORED
+from vitsee_core.tables.results import Table
+from vitsee_stores import Store
+from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
+from vitsee_stores.layout import TokenLayout
+
+Array = NDArray[Any]
+STEP = 4  # pixels of a token
+SIZES = [(17, 23), (8, 8), (31, 9), (12, 12)]  # of images, in turn
+
+
+def layout(rows: int, cols: int, step: float = STEP, prefix: Sequence[str] = ()) -> TokenLayout:
+    return TokenLayout(tuple(prefix), (rows, cols), stride_px=(step, step))
+
+
+def transform(height: int, width: int, mode: str = "squash") -> dict[str, Any]:
+    return {
+        "input_size": (3, height, width), "interpolation": "bilinear", "crop_pct": 1.0,
+        "crop_mode": mode, "mean": (0.5,) * 3, "std": (0.5,) * 3,
+    }  # fmt: skip
+
+
+def class_map(size: tuple[int, int], seed: int, classes: Sequence[int]) -> Array:
+    """Blobs of classes and of ignored pixels."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.choice([*classes, IGNORED], (3, 4)).astype(np.uint8)
+    return np.asarray(Image.fromarray(coarse).resize(size[::-1], Image.Resampling.NEAREST))
+
+
+def made(
+    folder: Path,
+    n: int = 12,
+    *,
+    grid: tuple[int, int] = (3, 4),
+    dim: int = 5,
+    mode: str = "squash",
+    name: str = "a",
+    seed: int = 0,
+    sites: Sequence[str] = ("blocks.0.out", "blocks.1.out"),
+    classes: Sequence[int] = (0, 1, 2, 4),
+    **more: Any,
+) -> tuple[Store, Path]:
+    """A store of random tokens and a folder of class maps."""
+    rng = np.random.default_rng(seed)
+    where = layout(*grid)
+    sizes = [SIZES[i % len(SIZES)] for i in range(n)]
+    masks = folder / f"{name}-masks"
+    masks.mkdir(parents=True)
+    for i, size in enumerate(sizes):
+        Image.fromarray(class_map(size, 100 * seed + i, classes)).save(masks / f"{name}{i}.png")
+    tokens: dict[str, Any] = {
+        site: (np.float32(rng.normal(3, 1 + k, (n, grid[0] * grid[1], dim))), where)
+        for k, site in enumerate(sites)
+    }
+    size = grid[0] * STEP, grid[1] * STEP
+    store = write_sites(
+        folder / f"{name}.zarr", tokens, slab=5, sizes=sizes,
+        ids=[f"{name}{i}.jpg" for i in range(n)], transform=transform(*size, mode),
+        hash_offset=1000 * seed, **more,
+    )  # fmt: skip
+    return store, masks
+
+
+# ---------------------------------------------------------------- oracles: pixels in memory
+
+
+def upsampled(tokens: Array, size: tuple[int, int]) -> Array:
+    """(pixels, dim) by torch, of tokens (rows, cols, dim) that cover the image."""
+    maps = torch.from_numpy(np.asarray(tokens, np.float64)).permute(2, 0, 1)[None]
+    found = torch.nn.functional.interpolate(maps, size, mode="bilinear", align_corners=False)
+    return np.asarray(found[0].permute(1, 2, 0).reshape(-1, tokens.shape[-1]))
+
+
+def explicit_ridge(x: Array, labels: Array, l2: float) -> tuple[Array, Array, Array]:
+    """Classes, weights and bias of ridge on all pixels, as an augmented least-squares problem."""
+    classes = np.unique(labels)
+    y = (labels[:, None] == classes).astype(float)
+    centred = x - x.mean(0)
+    unit = l2 * len(x) * centred.var(0).mean()
+    rows = np.concatenate([centred, np.sqrt(unit) * np.eye(x.shape[1])])
+    aim = np.concatenate([y - y.mean(0), np.zeros((x.shape[1], y.shape[1]))])
+    weights = np.linalg.lstsq(rows, aim, rcond=None)[0]
+    return classes, weights, y.mean(0) - x.mean(0) @ weights
+
+
+def every_pixel(store: Store, site: str, masks: Path, rows: Sequence[int]) -> tuple[Array, Array]:
+    """Features and labels of all labelled pixels of squashed images."""
+    xs, ys = [], []
+    for row in rows:
+        labels = np.asarray(Image.open(masks / store.samples.id[row].replace("jpg", "png")))
+        x = upsampled(store.acts(site, "patches")[row : row + 1][0], labels.shape)
+        keep = labels.ravel() != IGNORED
+        xs.append(x[keep])
+        ys.append(labels.ravel()[keep])
+    return np.concatenate(xs), np.concatenate(ys)
+
+
+@pytest.mark.parametrize("grid", [(3, 4), (1, 5), (1, 1), (6, 2)])
+def test_weights_equal_those_of_explicit_pixels(tmp_path: Path, grid: tuple[int, int]) -> None:
+    store, masks = made(tmp_path, 8, grid=grid)
+    site = "blocks.0.out"
+    rows = range(8)
+    x, labels = every_pixel(store, site, masks, rows)
+    shift = np.full(5, 2.5)
+    sums = PixelSums.empty(5)
+    for row in rows:
+        found = np.asarray(Image.open(masks / f"a{row}.png"))
+        pixels = labelled_pixels(
+            found, Placement(0, 0, STEP * grid[0], STEP * grid[1]), layout(*grid),
+            (STEP * grid[0], STEP * grid[1]), "label",
+        )  # fmt: skip
+        tokens = store.acts(site, "patches")[row : row + 1][0].astype(np.float64) - shift
+        sums.count(tokens, CellSums.of(pixels))
+    assert sums.n == len(labels)
+    solutions = Solutions.of(sums)
+    for l2 in (1e-6, 1e-2, 10.0):
+        classes, weights, bias = explicit_ridge(x, labels, l2)
+        head = solutions.head(l2, shift)
+        assert head.classes.tolist() == classes.tolist()
+        np.testing.assert_allclose(head.weights, weights, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(head.bias, bias, rtol=0, atol=1e-9)
+
+
+def test_held_out_errors_equal_those_of_explicit_pixels(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 8, classes=(0, 1, 2))
+    site, l2s = "blocks.1.out", (1e-4, 1e-1, 1.0)
+    parts = []
+    for rows in (range(0, 5), range(5, 8)):
+        sums = PixelSums.empty(5)
+        for row in rows:
+            own = np.asarray(Image.open(masks / f"a{row}.png"))
+            pixels = labelled_pixels(own, Placement(0, 0, 12, 16), layout(3, 4), (12, 16), "label")
+            tokens = store.acts(site, "patches")[row : row + 1][0].astype(np.float64)
+            sums.count(tokens, CellSums.of(pixels))
+        parts.append((sums, *every_pixel(store, site, masks, rows)))
+    (fitted, x, labels), (held, other, truth) = parts
+    found = Solutions.of(fitted).squared_errors(l2s, held)
+    for l2, value in zip(l2s, found, strict=True):
+        classes, weights, bias = explicit_ridge(x, labels, l2)
+        off = other @ weights + bias - (truth[:, None] == classes)
+        assert value == pytest.approx((off**2).sum() / len(truth), rel=1e-9)
+
+
+def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
+    """Training, prediction and counts, of images of odd sizes, by another way throughout."""
+    train, masks = made(tmp_path, 9)
+    test, others = made(tmp_path, 7, name="b", seed=1)
+    table = run(train, test, masks=[masks, others], l2=[0.01], per_class=True)
+    assert tuple(table.columns) == COLUMNS
+    for site in ("blocks.0.out", "blocks.1.out"):
+        classes, weights, bias = explicit_ridge(*every_pixel(train, site, masks, range(9)), 0.01)
+        x, truth = every_pixel(test, site, others, range(7))
+        predicted = classes[(x @ weights + bias).argmax(1)]
+        own = table.where(site=site, baseline="")
+        present = np.union1d(truth, predicted)
+        each = jaccard_score(truth, predicted, labels=present, average=None)
+        assert own.where(metric="miou")["value"] == pytest.approx(each.mean(), abs=1e-12)
+        right = (truth == predicted).mean()
+        assert own.where(metric="pixel_accuracy")["value"] == pytest.approx(right, abs=1e-12)
+        by_class = own.where(metric="iou_class")
+        assert by_class["class"].tolist() == [str(number) for number in present]
+        assert by_class["value"] == pytest.approx(each, abs=1e-12)
+    assert set(table["n_images"].tolist()) == {7}
+
+
+def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path) -> None:
+    train, masks = made(tmp_path, 6)
+    test, others = made(tmp_path, 6, name="b", seed=1)
+    table = run(train, test, masks=[masks, others], l2=[0.01], sites=["last"], metrics=["miou"])
+    without = []
+    for row in range(6):
+        only = [name for i, name in enumerate(test.samples.id.tolist()) if i != row]
+        folder = tmp_path / f"without{row}"
+        folder.mkdir()
+        for name in only:
+            picture = name.replace("jpg", "png")
+            (folder / picture).write_bytes((others / picture).read_bytes())
+        part = run(train, test, masks=[masks, folder], l2=[0.01], sites=["last"], metrics=["miou"])
+        without.append(part.where(baseline="")["value"][0])
+    assert table.replicates is not None
+    np.testing.assert_allclose(table.replicates[0], without, atol=1e-12)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_a_probe_of_separable_tokens_is_perfect(tmp_path: Path) -> None:
+    """Classes are halves of images and tokens say which: nearest to the middle the halves meet
+    where the interpolation crosses."""
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    tokens = np.zeros((4, 2, 1), np.float32)
+    for i in range(4):
+        flipped = i % 2
+        labels = np.repeat([[flipped, 1 - flipped]], 2, axis=0).repeat(4, 0).repeat(4, 1)
+        Image.fromarray(labels.astype(np.uint8)).save(masks / f"{i}.png")
+        tokens[i, flipped] = 1
+    where = layout(1, 2, 8)
+    store = write_sites(
+        tmp_path / "a.zarr", {"blocks.0.out": (tokens, where)}, ids=[f"{i}.png" for i in range(4)],
+        sizes=(8, 8), transform=transform(8, 16),
+    )  # fmt: skip
+    table = run(store, masks=masks, holdout=0.5, l2=[1e-9])
+    assert table.where(baseline="", metric="miou")["value"].tolist() == [1]
+    assert table.where(baseline="", metric="boundary_iou")["value"].tolist() == [1]
+    # of either class half of the pixels: chance by the lower class, and by the place
+    half = table.where(baseline="majority", metric="pixel_accuracy")["value"]
+    assert half.tolist() == [0.5]
+
+
+def test_counts_and_ious_by_hand() -> None:
+    labels = np.array([[0, 0, 1, IGNORED]], np.uint8)
+    found = np.array([[0, 1, 1, IGNORED]], np.uint8)
+    counts = counted(found, labels)
+    assert counts[:, :3].tolist() == [[1, 1, 0], [1, 2, 0], [2, 1, 0]]
+    ious = class_ious(counts)
+    assert ious[:2].tolist() == [0.5, 0.5]
+    assert np.isnan(ious[2:]).all()
+    assert mean_iou(counts) == 0.5
+    assert accuracy(counts) == pytest.approx(2 / 3)
+    assert np.isnan(mean_iou(np.zeros((3, IGNORED), int)))
+
+
+def test_boundaries_equal_erosion_by_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    labels = np.kron(rng.integers(0, 3, (4, 5)), np.ones((9, 11))).astype(np.uint8)
+    reach = max(1, round(0.02 * float(np.hypot(*labels.shape))))
+    expected = np.zeros(labels.shape, bool)
+    for r, c in np.ndindex(labels.shape):
+        rows, cols = (range(at - reach, at + reach + 1) for at in (r, c))
+        inside = rows[0] >= 0 and cols[0] >= 0
+        inside &= rows[-1] < labels.shape[0] and cols[-1] < labels.shape[1]
+        near = labels[max(r - reach, 0) : r + reach + 1, max(c - reach, 0) : c + reach + 1]
+        expected[r, c] = not inside or bool((near != labels[r, c]).any())
+    assert (near_boundary(labels) == expected).all()
+
+
+# ---------------------------------------------------------------- pixels
+
+
+def test_what_was_cropped_has_no_class() -> None:
+    """A wide image of which the model saw the middle square."""
+    labels = np.arange(16, dtype=np.uint8)[None].repeat(8, 0)
+    pixels = labelled_pixels(labels, Placement(0, -4, 8, 12), layout(2, 2), (8, 8), "label")
+    assert (pixels.labels[0] == [*[IGNORED] * 4, *range(4, 12), *[IGNORED] * 4]).all()
+    # pixel 6 has its middle on that of the first cell but half a pixel
+    assert pixels.across[6].tolist() == [0.875, 0.125]
+    seen = labelled_pixels(labels, Placement(0, -4, 8, 12), layout(2, 2), (8, 8), "input")
+    assert (seen.labels == np.arange(4, 12)).all()
+
+
+def test_cells_beside_the_image_have_no_part() -> None:
+    labels = np.zeros((8, 8), np.uint8)
+    for resolution in ("label", "input"):
+        pixels = labelled_pixels(labels, Placement(0, 0, 8, 8), layout(2, 4), (8, 16), resolution)
+        assert not pixels.across[:, 2:].any()
+        counted_columns = (pixels.labels != IGNORED).all(0)
+        assert counted_columns.tolist() == [True] * 8 + [False] * (len(counted_columns) - 8)
+    cells = labelled_pixels(labels, Placement(0, 0, 8, 8), layout(2, 4), (8, 16), "patch")
+    assert cells.labels.tolist() == [[0, 0, IGNORED, IGNORED]] * 2
+
+
+def test_patches_have_their_most_frequent_class() -> None:
+    labels = np.array([[0, 1, 1, IGNORED], [1, 2, IGNORED, IGNORED]], np.uint8)
+    pixels = labelled_pixels(labels, Placement(0, 0, 2, 4), layout(1, 2, 2), (2, 4), "patch")
+    assert pixels.labels.tolist() == [[1, IGNORED]]
+
+
+def test_the_map_on_the_input_is_pillow_s_nearest() -> None:
+    rng = np.random.default_rng(0)
+    for size in ((5, 7), (24, 30), (13, 16)):
+        labels = rng.integers(0, 9, size).astype(np.uint8)
+        seen = labelled_pixels(labels, Placement(0, 0, 12, 16), layout(3, 4), (12, 16), "input")
+        expected = Image.fromarray(labels).resize((16, 12), Image.Resampling.NEAREST)
+        assert (seen.labels == np.asarray(expected)).all()
+
+
+def test_sums_of_an_image_without_a_class_are_zero() -> None:
+    nothing = Pixels(np.full((4, 6), IGNORED, np.uint8), np.ones((4, 1)), np.ones((6, 1)))
+    sums = CellSums.of(nothing)
+    assert sums.present == []
+    assert sums.targets.shape == (0, 1, 1)
+    assert not sums.smoothed(np.ones((1, 1, 3))).any()
+    pixels = PixelSums.empty(3)
+    pixels.count(np.ones((1, 1, 3)), sums)
+    assert pixels.n == 0
+
+
+# ---------------------------------------------------------------- invariances and edge cases
+
+
+def test_scale_and_order_do_not_matter(tmp_path: Path) -> None:
+    """Features in other units, or with a large mean, give the same predictions; so does any number
+    of threads, to the bit."""
+    store, masks = made(tmp_path, 10)
+    values = np.asarray(store.acts("blocks.0.out", "patches")[:], np.float32)
+    other = write_sites(
+        tmp_path / "b.zarr", {"blocks.0.out": (64 * values.reshape(10, 12, 5) + 512, layout(3, 4))},
+        slab=5, sizes=store.sizes, ids=store.samples.id.tolist(), transform=transform(12, 16),
+    )  # fmt: skip
+    choice: dict[str, Any] = {"masks": masks, "holdout": 0.4, "sites": ["blocks.0.out"]}
+    table = run(store, **choice)
+    np.testing.assert_allclose(run(other, **choice)["value"], table["value"], atol=1e-12)
+    again = run(store, **choice, jobs=3)
+    assert again["value"].tolist() == table["value"].tolist()
+
+
+def test_one_class_and_constant_tokens(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 6, classes=(7,))
+    table = run(store, masks=masks, holdout=0.5, metrics=["miou", "pixel_accuracy"])
+    assert set(table["value"].tolist()) == {1.0}
+    flat_store = write_sites(
+        tmp_path / "flat.zarr", {"blocks.0.out": (np.ones((6, 12, 2), np.float32), layout(3, 4))},
+        sizes=store.sizes, ids=store.samples.id.tolist(), transform=transform(12, 16),
+    )  # fmt: skip
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    for i, size in enumerate(store.sizes.tolist()):
+        Image.fromarray(class_map(tuple(size), i, (1, 2))).save(mixed / f"a{i}.png")
+    found = run(flat_store, masks=mixed, holdout=0.5, metrics=["pixel_accuracy"])
+    real, blind = (found.where(baseline=name)["value"] for name in ("", "majority"))
+    assert real.tolist() == blind.tolist()
+
+
+def test_a_class_that_did_not_train_scores_zero(tmp_path: Path) -> None:
+    train, masks = made(tmp_path, 5, classes=(0, 1))
+    test, others = made(tmp_path, 5, name="b", seed=1, classes=(0, 1, 9))
+    table = run(train, test, masks=[masks, others], per_class=True)
+    row = table.where(metric="iou_class", baseline="", site="blocks.0.out")
+    assert dict(zip(row["class"].tolist(), row["value"].tolist(), strict=True))["9"] == 0
+
+
+def test_untrained_stores_are_a_baseline(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 8)
+    other, _ = made(tmp_path / "more", 8, seed=3)
+    choice: dict[str, Any] = {"masks": masks, "holdout": 0.5, "l2": [0.1]}
+    table = run(store, untrained=[other.path], **choice)
+    alone = run(other, **choice).where(baseline="")
+    control = table.where(baseline="untrained")
+    assert control["value"].tolist() == alone["value"].tolist()
+    assert set(control["store"].tolist()) == {"a"}
+    with pytest.raises(VitseeError, match=r"--untrained was given 2 times; expected 1"):
+        run(store, untrained=[other.path] * 2, **choice)
+
+
+def test_the_chosen_l2_is_that_of_held_out_images(tmp_path: Path) -> None:
+    """Random tokens know nothing: the largest l2 errs least."""
+    store, masks = made(tmp_path, 40)
+    table = run(store, masks=masks, holdout=0.3, sites=["first"], metrics=["miou"])
+    assert table.where(baseline="")["l2"].tolist() == [100.0]
+    assert table.notes["train"]["held_out_images"] == 3
+    several = run(store, masks=masks, holdout=0.3, sites=["first"], metrics=["miou"], l2=[0.1, 1.0])
+    assert several.where(baseline="")["l2"].tolist() == [0.1, 1.0]
+
+
+def test_figures(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 8)
+    for more in ({}, {"l2": [0.1, 1.0]}, {"show": 2}):
+        table = run(store, masks=masks, holdout=0.5, **more)
+        figure = plot(Table(table.columns, json.loads(json.dumps(table.notes))))
+        pictures = [axes for axes in figure.axes if axes.images]
+        assert len(pictures) == (6 if "show" in more else 0)  # no photographs: no data
+
+
+# ---------------------------------------------------------------- wrong inputs
+
+
+def command(*args: object) -> Result:
+    return CliRunner().invoke(main, ["dense-probe", *map(str, args)])
+
+
+def test_wrong_maps_are_refused_by_name(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 4)
+    first = masks / "a0.png"
+    good = first.read_bytes()
+    args = (store.path, "--holdout", 0.5, "--masks", masks, "-o", "-")
+
+    def line(*more: object) -> str:
+        result = command(*args, *more)
+        assert isinstance(result.exception, SystemExit), result.exception
+        assert result.exit_code == 1, result.output
+        return flat(result.stderr)
+
+    Image.new("RGB", (23, 17)).save(first)
+    assert "a0.png holds colours (mode RGB)" in line()
+    Image.new("L", (5, 5)).save(first)
+    assert "a0.png is 5 x 5 pixels, its image a0.jpg is 23 x 17" in line()
+    Image.fromarray(np.full((17, 23), 300, np.uint16)).save(first)
+    assert "a0.png has the value 300" in line()
+    first.write_bytes(b"no picture")
+    assert "a0.png" in line()
+    first.write_bytes(good)
+    assert "--ignore dog: no class" in line("--ignore", "dog")
+    assert "--ignore 256: no class" in line("--ignore", "256")
+    assert "training images of a has a class" in line("--ignore", "0,1,2,4")
+    for picture in masks.glob("*.png"):
+        picture.rename(picture.with_name("x" + picture.name))
+    assert "expected the same names but for the ending" in line()
+
+
+def test_wrong_choices_are_refused(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 4)
+    other, others = made(tmp_path, 4, name="b", seed=1)
+    both = [masks, others]
+    with pytest.raises(VitseeError, match="give exactly one of TEST"):
+        run(store, masks=masks)
+    with pytest.raises(VitseeError, match="give exactly one of TEST"):
+        run(store, other, masks=both, holdout=0.5)
+    with pytest.raises(VitseeError, match="no file or folder"):
+        run(store, masks=tmp_path / "none", holdout=0.5)
+    with pytest.raises(VitseeError, match=r"has no split 'val'"):
+        run(store, masks=masks, split="val")
+    with pytest.raises(VitseeError, match="no resolution 'cell'"):
+        run(store, masks=masks, holdout=0.5, resolution="cell")
+    with pytest.raises(VitseeError, match="no metric 'iou'"):
+        run(store, masks=masks, holdout=0.5, metrics=["iou"])
+    with pytest.raises(VitseeError, match="--l2 holdout chooses the value"):
+        run(store, masks=masks, holdout=0.5, l2=["holdout", 1.0])
+    with pytest.raises(VitseeError, match="l2 cannot be chosen"):
+        run(store, masks=masks, holdout=0.7)
+    with pytest.raises(SiteError):
+        run(store, masks=masks, holdout=0.5, sites=["blocks.9.out"])
+    with pytest.raises(StoreMismatch, match="test images of a are in a too"):
+        run(store, store, masks=masks)
+    with pytest.raises(VitseeError, match="give each once"):
+        run(store, other, masks=[masks, masks])
+    coarse, more = made(tmp_path, 4, name="c", seed=2, grid=(6, 8))
+    with pytest.raises(StoreMismatch):
+        run(store, coarse, masks=[masks, more])
+    vectors = write_sites(
+        tmp_path / "v.zarr", {"pooled": np.ones((4, 3), np.float32)}, sizes=(8, 8),
+        ids=store.samples.id.tolist(), transform=transform(12, 16),
+    )  # fmt: skip
+    with pytest.raises(SiteError, match="no grid of patches"):
+        run(vectors, masks=masks, holdout=0.5, sites=["pooled"])
+    bare = write_sites(
+        tmp_path / "bare.zarr", {"blocks.0.out": (np.ones((4, 12, 2), np.float32), layout(3, 4))},
+        sizes=(8, 8), ids=store.samples.id.tolist(),
+    )  # fmt: skip
+    with pytest.raises(MissingInput, match="does not say how its images were resized"):
+        run(bare, masks=masks, holdout=0.5)
+
+
+def test_a_user_s_run(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 8, splits=["train"] * 5 + ["val"] * 3)
+    out, png = tmp_path / "r.csv", tmp_path / "r.png"
+    args = (store.path, "--masks", masks, "--split", "val", "-o", out, "--png", png)
+    result = command(*args, "--ignore", "0", "--resolution", "input")
+    assert result.exit_code == 0, result.output
+    table = Table.read(out)
+    assert set(table["n_images"].tolist()) == {3}
+    assert table.notes["classes"]["ignored values"] == "0, 255"
+    assert table.notes["train"]["with_mask"] == 5
+    assert png.stat().st_size > 0
+    listed = tmp_path / "val.txt"
+    listed.write_text("a5\na6\na7\n")
+    other = tmp_path / "s.csv"
+    again = (store.path, "--masks", masks, "--split", listed, "-o", other)
+    result = command(*again, "--ignore", "0", "--resolution", "input")
+    assert result.exit_code == 0, result.output
+    assert Table.read(other)["value"].tolist() == table["value"].tolist()
