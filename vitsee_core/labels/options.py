@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vitsee_core.runtime.options import Option
 
+TESTS = Option("", default="none")
 RANDOM_BASELINE = Option(
     "Add the rows of Gaussian features of the same shape.",
     "--baseline",

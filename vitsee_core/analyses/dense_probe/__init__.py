@@ -50,7 +50,7 @@ from vitsee_core.analyses.dense_probe.work import (
 from vitsee_core.features import check_alike, compared, require_comparable
 from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.labelled_rows import shared_images
-from vitsee_core.labels.options import ALLOW_SHARED
+from vitsee_core.labels.options import ALLOW_SHARED, TESTS
 from vitsee_core.masks.class_maps import IGNORED, ClassMaps, open_class_maps
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.views import grid_sites
@@ -153,7 +153,7 @@ def parse_l2(text: str) -> str | float:
 @analysis
 def run(
     train: Store,
-    *tests: Annotated[Store, Option("", default="none")],
+    *tests: Annotated[Store, TESTS],
     masks: Annotated[
         Path | Sequence[Path],
         Option(
@@ -230,6 +230,7 @@ def run(
             "Draw the first N test images: image, label, prediction and error of the best layer.",
             metavar="N",
             least=0,
+            default="none",
         ),
     ] = 0,
     allow_shared: Annotated[bool, ALLOW_SHARED] = False,

@@ -46,7 +46,7 @@ from vitsee_core.analyses.probe.sgd import Training
 from vitsee_core.analyses.probe.site_probes import Item, SiteProbes, shape_of_random
 from vitsee_core.features import SiteFeatures, check_alike, compared, require_comparable
 from vitsee_core.labels.labelled_rows import LabelledRows, check_disjoint
-from vitsee_core.labels.options import ALLOW_SHARED, PER_CLASS, RANDOM_BASELINE
+from vitsee_core.labels.options import ALLOW_SHARED, PER_CLASS, RANDOM_BASELINE, TESTS
 from vitsee_core.masks.segments import Examples, Segmentation, as_segmentation, examples_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -132,7 +132,7 @@ SEGMENT_COLUMNS = (*COLUMNS[:-1], "n_segments", "baseline")
 @analysis
 def run(
     train: Store,
-    *tests: Annotated[Store, Option("", default="none")],
+    *tests: Annotated[Store, TESTS],
     test_split: Annotated[
         str | None,
         Option(
