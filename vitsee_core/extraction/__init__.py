@@ -1,1 +1,1 @@
-"""model x images -> store (see run.py for the path the data takes)."""
+"""model x images -> store (run.py describes the data's path)."""

@@ -1,4 +1,4 @@
-"""Host memory for one slab's numbers, and what the store takes from it."""
+"""Host memory for one slab's numbers, and its conversion to the store's arrays."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ PEAKS = "peaks"
 
 
 class SlabBuffers:
-    """Host memory for one slab, reused from slab to slab: path -> tensor, (slab, ...) of what is
-    known image by image, and one row of what is summed over a slab.
+    """Host memory for one slab, reused from slab to slab: path -> tensor, (slab, ...) of per-image
+    values, and one row of sums over a slab.
 
-    unstored: activations that are not stored and that Gram matrices are still to be made of. sums
-    and peaks: what has been summed, and the largest |x| by site. done: what to wait for before any
-    is read.
+    Attributes:
+        unstored: activations that are not stored but needed for Gram matrices.
+        sums: the sums so far.
+        peaks: the largest |x| by site.
+        done: what to wait for before reading.
     """
 
     def __init__(self, plan: StorePlan, pinned: bool):
@@ -44,7 +46,7 @@ class SlabBuffers:
         self.begin()
 
     def begin(self) -> None:
-        """Before a slab: nothing has been summed."""
+        """Start a slab: clear the sums."""
         self.sums: dict[str, Tensor] = {}
         self.peaks: dict[str, Tensor] = {}
         self.done: torch.cuda.Event | None = None
@@ -57,13 +59,13 @@ class SlabBuffers:
         return self.unstored[path]
 
     def sum(self, path: str, shape: torch.Size) -> Tensor:
-        """Where the sum of this shape goes: a Gram matrix of fewer images than a slab has is
-        smaller than its place."""
+        """Destination of a sum of this shape; a Gram matrix of fewer images than a slab is smaller
+        than its place."""
         self.sums[path] = self._row[path].flatten()[: shape.numel()].view(shape)
         return self.sums[path]
 
     def largest(self, names: list[str]) -> Tensor:
-        """Where the largest |x| of these sites go, in their order."""
+        """Destination of the largest |x| of these sites, in their order."""
         out = self._memory.tensors[PEAKS][: len(names)]
         self.peaks = dict(zip(names, out.unbind(), strict=True))
         return out
@@ -74,7 +76,7 @@ class SlabBuffers:
             self.done.synchronize()
 
     def release(self) -> None:
-        """Give pinned memory back; no copy may be under way."""
+        """Unpin memory; no copy may be pending."""
         self._memory.release()
 
 
@@ -86,7 +88,7 @@ def feature_paths(site: SiteSpec) -> list[str]:
 
 
 def is_sum(path: str, spec: ArraySpec) -> bool:
-    """Whether an array has one row per slab that the observer sums up, on the device."""
+    """Whether an array has one row per slab that the observer sums on the device."""
     return spec.per == "slab" and path.startswith(("attention/", "grams/"))
 
 
@@ -101,8 +103,8 @@ def _dtype(spec: ArraySpec) -> torch.dtype:
 def to_store(
     buffers: SlabBuffers, sums: Mapping[str, Tensor], n: int, plan: StorePlan
 ) -> dict[str, NDArray[Any]]:
-    """The first `n` rows of the buffers and the slab's sums as arrays, once they have arrived;
-    invalid rows become NaN."""
+    """The first `n` rows of the buffers and the slab's sums as arrays, after their arrival; invalid
+    rows become NaN."""
     out: dict[str, NDArray[Any]] = {k: v[:n].numpy() for k, v in buffers.arrays.items()}
     invalid = np.flatnonzero(out["valid"] == 0)
     if invalid.size:
@@ -122,7 +124,8 @@ def to_store(
 
 
 def _blank_missing_heads(out: dict[str, NDArray[Any]], group: AttentionGroup) -> None:
-    """Beyond a block's own heads: NaN, or `MISSING` (buffers are reused and start undefined)."""
+    """Beyond a block's own heads: NaN, or `MISSING` (buffers are reused and initially
+    undefined)."""
     widest = max(group.n_heads)
     for row, heads in enumerate(group.n_heads):
         if heads == widest:
@@ -133,7 +136,7 @@ def _blank_missing_heads(out: dict[str, NDArray[Any]], group: AttentionGroup) ->
 
 
 def as_block(gram: NDArray[Any], valid: NDArray[np.bool_], slab: int) -> NDArray[np.float32]:
-    """(slab, slab): the matrix of the valid images in their places, NaN in all others."""
+    """(slab, slab): the matrix of the valid images in their places, NaN elsewhere."""
     block = np.full((slab, slab), np.nan, np.float32)
     places = np.flatnonzero(valid)
     block[np.ix_(places, places)] = gram

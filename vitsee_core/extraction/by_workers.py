@@ -1,8 +1,8 @@
 """`extract --dask`: the missing slabs of one store, made and committed by the workers of a cluster.
 
-A worker loads the model with the first slabs that it is given and keeps it. What comes back says
-how many images there were, nothing of them. Claims show whose the slabs are, as with `--shard
-claims`; those of a worker that was lost are taken over by whoever is given its slabs.
+A worker loads the model with its first slabs and keeps it. Results are only counts of images.
+Claims mark the slabs in progress, as with `--shard claims`; those of a lost worker are taken over
+by the worker that is given its slabs.
 """
 
 from __future__ import annotations
@@ -48,11 +48,9 @@ BY_DASK = Shard(dask=True)
 
 @dataclasses.dataclass
 class SlabsByWorker:
-    """Makes slabs of a store that is there, and keeps what that takes. about: of this run's claims.
-
-    Pickled, it is the options alone; paths are absolute, as a worker has a working folder of its
-    own.
-    """
+    """Makes slabs of an existing store, and keeps the model and images for the next ones. about: of
+    this run's claims. Pickles as the options alone; paths are absolute, as a worker has its own
+    working directory."""
 
     model: ModelOptions
     data: DataOptions
@@ -73,7 +71,7 @@ class SlabsByWorker:
         self.__post_init__()
 
     def __call__(self, execution: Execution, slabs: list[int]) -> Outcome:
-        """Make and commit those of the slabs that are missing and that nobody else has claimed."""
+        """Make and commit those of the slabs that are missing and unclaimed."""
         with self._one:
             if self.prepared is None:
                 self.prepared = self._prepare()
@@ -88,7 +86,7 @@ class SlabsByWorker:
                 return fill(self.prepared, writer, *how, remarks=False)
 
     def _prepare(self) -> Prepared:
-        """What the command's own process has prepared without an error.
+        """Repeat the preparation that succeeded in the command's own process.
 
         Raises:
             DaskError: the worker does not see the store, the images or the model.
@@ -109,8 +107,8 @@ def extract_by_workers(
     map: Map,
     progress: Progress = SILENT,
 ) -> Outcome:
-    """As `extract`, the slabs spread over the workers of `map`; this process makes the store, and
-    none of its slabs.
+    """`extract` with the slabs distributed over the workers of `map`; this process creates the
+    store, and makes none of its slabs.
 
     Raises:
         VitseeError: as `extract`.
@@ -145,7 +143,7 @@ def extract_by_workers(
 def _until_done(
     writer: StoreWriter, execution: Execution, work: SlabsByWorker
 ) -> Iterator[Outcome]:
-    """What each piece came to; slabs that others have claimed are asked for again."""
+    """Results of each piece; slabs claimed by others are requested again."""
     before, pause = -1, None
     while len(missing := np.flatnonzero(~writer.committed()).tolist()):
         if len(missing) == before:
@@ -163,7 +161,7 @@ def _until_done(
 def by_absolute_paths(
     model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
 ) -> SlabsByWorker:
-    """The work by options that mean the same in any working folder."""
+    """The options with paths that are valid in any working directory."""
     name = source_of(model.name).placed(Path.cwd())
     folder = Path(data.data)
     return SlabsByWorker(
@@ -183,8 +181,8 @@ def by_absolute_paths(
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Signals raise KeyboardInterrupt with their name here: nothing is in the making that has to
-    come to an end first."""
+    """Context in which signals raise KeyboardInterrupt with their name: there is no work to finish
+    first."""
 
     def note(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)

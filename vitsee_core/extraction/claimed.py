@@ -1,4 +1,4 @@
-"""`--shard claims`: processes that come and go take what is missing, a few slabs at a time."""
+"""`--shard claims`: processes that come and go make the missing slabs, a few at a time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ FIRST_SECONDS, POLL_SECONDS = 0.2, 5.0  # of waiting for others: at first, and a
 
 
 def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int]]:
-    """Slabs to make now, round by round, until the store has all or a signal came: what others have
-    claimed is waited for, and taken over where they are lost.
-
-    Close it where it is not used up: claims end with it.
+    """Slabs to make now, round by round, until the store is complete or a signal came: slabs
+    claimed by others are waited for, and taken over if their claims are lost. Close the
+    generator if it is not exhausted, to release the claims.
 
     Raises:
-        StoreError: claims cannot be put into the store.
+        StoreError: claims cannot be written to the store.
     """
     claims = Claims(writer.files, {"host": socket.gethostname(), "pid": os.getpid()})
     pause: Iterator[float] | None = None
@@ -55,7 +54,7 @@ class Together:
         self._started = False
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
-        """Begin with the first round."""
+        """Only the first round starts."""
         if not self._started:
             self._started = True
             self.progress.start(self.total, self.done, unit)
@@ -72,12 +71,12 @@ class Together:
 
 
 def _at_once(n_missing: int) -> int:
-    """Few enough that nobody ends long after the others; each round starts the loading anew."""
+    """Few enough that all processes end at about the same time; each round restarts the loading."""
     return max(1, min(MOST_AT_ONCE, n_missing // 32))
 
 
 def pauses() -> Iterator[float]:
-    """Seconds between looks at what others do: soon at first, as their slab may be nearly done."""
+    """Seconds between checks of others' work: short at first, as their slab may be nearly done."""
     seconds = FIRST_SECONDS
     while True:
         yield min(seconds, POLL_SECONDS)

@@ -1,4 +1,5 @@
-"""`extract --dry-run`: what a store would hold, from the shapes of a model where these suffice."""
+"""`extract --dry-run`: the contents of a planned store, from the shapes of a model if these
+suffice."""
 
 from __future__ import annotations
 
@@ -36,24 +37,22 @@ UNCHECKED = (
 
 @dataclass(frozen=True)
 class DryRun:
-    """The contents of a store that is not made. left_out: what it will not have, and why. notes:
-    for the user. cost: that of receptive fields in words, "" without any."""
+    """The contents of a store that is not made."""
 
     plan: StorePlan
-    left_out: dict[str, str]
-    notes: tuple[str, ...]
-    cost: str = ""
+    left_out: dict[str, str]  # what it will not have -> reason
+    notes: tuple[str, ...]  # for the user
+    cost: str = ""  # of receptive fields in words, "" without any
 
 
 def dry_run(model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions) -> DryRun:
     """What `extract` with these options would store. Nothing is written.
 
-    Weights are read where shapes do not say it all (order of tokens, skips taken out, cells on a
-    canvas), where a store is joined, which is compared with the model, and for the measured cost
-    of --erf.
+    Weights are loaded if shapes are not enough (order of tokens, ablated skips, cells on a canvas),
+    for an existing store, which is compared with the model, and to measure the cost of --erf.
 
     Raises:
-        VitseeError: anything the user can mend, in one line.
+        VitseeError: anything the user can fix, in one line.
     """
     check_model_options(model.name, vars(model))
     found = None
@@ -70,7 +69,7 @@ def dry_run(model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunO
 def needs_weights(
     model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
 ) -> bool:
-    """Whether what was asked for is decided on weights, whatever the architecture."""
+    """Whether the options depend on weights, whatever the architecture."""
     canvas = data.short_side is not None or data.tiles or data.multiple is not None
     ablated = model.ablate_skip or source_of(model.name).skips_left_out
     if canvas or ablated or keep.erf or _brings_arguments(model):
@@ -79,7 +78,7 @@ def needs_weights(
 
 
 def _brings_arguments(model: ModelOptions) -> bool:
-    """Whether a checkpoint has a layout whose arguments are not the architecture's own."""
+    """Whether a checkpoint's layout has arguments that differ from the architecture's."""
     try:
         file = model.checkpoint and Checkpoint.read(model.checkpoint, model.checkpoint_key)
     except ModelError:
@@ -90,7 +89,7 @@ def _brings_arguments(model: ModelOptions) -> bool:
 def _from_shapes(
     options: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
 ) -> DryRun | None:
-    """The plan without weights; None where shapes do not suffice."""
+    """The plan without weights; None if shapes are not enough."""
     check_output(run, data)
     device, selection = resolve_device(run.device), chosen_images(data, {})
     listing = from_shapes(options.name, vars(options))

@@ -1,15 +1,15 @@
-"""Effective receptive fields while a store is made (Raghu et al. 2021, Figs. 6, C.1 to C.4).
+"""Effective receptive fields during extraction (Raghu et al. 2021, Figs. 6, C.1 to C.4).
 
     s     = sum over channels of a site's activation at the centre of its grid
     field = |d s / d x| summed over RGB, of each image; then summed over a slab's images
 
 x is the normalised image. The centre is the middle cell; along an axis with an even number of cells
-it is the mean of the two in the middle, so of four cells in all where both are even. Images do not
-see each other (eval mode), so one backward pass is enough for a batch: the gradient of the sum of
-s over images contains that of each image. Absolute values are taken before any sum over images.
+it is the mean of the middle two, so of four cells if both are even. Images are independent (eval
+mode), so one backward pass suffices for a batch: the gradient of the sum of s over images contains
+that of each image. Absolute values are taken before any sum over images.
 
-It takes a forward pass of its own, in single precision: the stored activations of the same images
-keep every bit. On a GPU a backward pass need not give the same last digits twice.
+It takes a separate forward pass in float32, so that the stored activations of the same images are
+bitwise unaffected. On a GPU a backward pass may not reproduce the last digits.
 """
 
 from __future__ import annotations
@@ -50,16 +50,21 @@ PROBE_IMAGES = 2
 
 @dataclass(frozen=True)
 class ErfCost:
-    """The cost by a probe on a few images. seconds: of one image, all sites; image_bytes: what
-    autograd stores of one image; left_out: site -> why it has no field."""
+    """The cost, measured on a few images.
+
+    Attributes:
+        seconds: per image, all sites.
+        image_bytes: memory of autograd per image.
+        left_out: site -> why it has no field.
+    """
 
     seconds: float
     image_bytes: int
     left_out: dict[str, str]
 
     def batch_size(self, device: torch.device, most: int) -> int:
-        """Images per backward pass: at most `most`, and so many that they fit a quarter of the
-        memory, or half of a GPU's that is free."""
+        """Images per backward pass: at most `most`, limited to a quarter of the memory, or half of
+        a GPU's free memory."""
         if device.type == "cuda":
             room = torch.cuda.mem_get_info(device)[0] // 2
         else:
@@ -67,7 +72,7 @@ class ErfCost:
         return max(1, min(most, room // max(1, self.image_bytes)))
 
     def describe(self, batches: Sequence[int], n_sites: int) -> str:
-        """In words, for batches of so many images that are still to do."""
+        """In words, for batches of these many remaining images."""
         n_images, largest = sum(batches), max(batches)
         return (
             f"receptive fields of {n_images} images at {n_sites} sites: {len(batches) * n_sites} "
@@ -91,23 +96,23 @@ class ErfPasses:
         return [site.name for site in self._sites]
 
     def without(self, names: Collection[str]) -> ErfPasses:
-        """The same for the other sites."""
+        """The passes for the other sites only."""
         kept = [site for site in self._sites if site.name not in names]
         other = ErfPasses(self._model, self._table, kept, self._device)
         other.plain_attention = self.plain_attention
         return other
 
     def fields(self, pixels: Tensor) -> dict[str, Tensor | None]:
-        """Site -> (images, H, W) field of each image, None where nothing depends on the input.
+        """Site -> (images, H, W) field of each image, None if nothing depends on the input.
 
-        pixels: (images, 3, H, W) normalised, on the device; left as they are.
+        pixels: (images, 3, H, W) normalised, on the device; not changed.
         """
         with self._context():
             x, centres = self._forward(pixels)
             return {name: _field(centres[name], x) for name in self.names}
 
     def probe(self, pixels: Tensor) -> ErfCost:
-        """Fields of a few images: which sites have one, and what it costs.
+        """Fields of a few images: which sites have one, and the cost.
 
         Raises:
             VitseeError: the model has no backward pass.
@@ -153,7 +158,7 @@ class ErfPasses:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        """Gradients, single precision, and kernels that have a backward pass."""
+        """Gradients, float32, and kernels that have a backward pass."""
         kernels: AbstractContextManager[Any] = (
             sdpa_kernel(SDPBackend.MATH) if self.plain_attention else nullcontext()
         )
@@ -166,7 +171,7 @@ class ErfPasses:
             yield
 
     def _forward(self, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The input and, site by site, the sum over images of s."""
+        """The input and, per site, the sum over images of s."""
         x = pixels.clone().requires_grad_(True)
         centres = _CentreSums()
         with self._capture as capture:
@@ -197,8 +202,8 @@ def prepare_erf(
     pixels: Tensor,
     device: torch.device,
 ) -> tuple[StorePlan, tuple[ErfPasses, ErfCost], dict[str, str]]:
-    """What makes the plan's receptive fields, tried on a few images; the plan without the sites
-    that have none, and why these have none.
+    """The passes for the plan's receptive fields, tried on a few images; the plan without the sites
+    that have none, and the reasons.
 
     Raises:
         VitseeError: no site has one.
@@ -232,8 +237,8 @@ class _CentreSums:
 
 
 class ErfSums:
-    """One slab's sums: `start`, `add` for each batch, `finish`. Memory: a field a site, in float64
-    (in float32 on Metal), and a batch of `batch_size` images as autograd keeps it."""
+    """One slab's sums: `start`, `add` for each batch, `finish`. Memory: a field per site, in
+    float64 (float32 on Metal), and autograd's memory of a batch of `batch_size` images."""
 
     def __init__(self, passes: ErfPasses, size: tuple[int, int], batch_size: int) -> None:
         self._passes, self._size, self._batch_size = passes, size, batch_size
@@ -243,7 +248,7 @@ class ErfSums:
         self._count = 0
 
     def add(self, pixels: Tensor, stopped: Callable[[], bool]) -> bool:
-        """Add images (images, 3, H, W); False when stopped before all were."""
+        """Add images (images, 3, H, W); False if stopped before all were added."""
         for some in pixels.split(self._batch_size) if len(pixels) else ():
             if stopped():
                 return False
@@ -258,7 +263,7 @@ class ErfSums:
         return True
 
     def finish(self, where: str) -> dict[str, NDArray[Any]]:
-        """The slab's arrays as the store takes them.
+        """The slab's arrays for the store.
 
         Raises:
             VitseeError: a gradient is not finite.

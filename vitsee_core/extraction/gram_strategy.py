@@ -1,13 +1,13 @@
-"""Where Gram matrices come from: an entry needs both of its images, so either one forward pass
-takes a whole slab, or activations are kept until the slab is full.
+"""Computing Gram matrices within slabs: an entry needs both of its images, so either one forward
+pass takes a whole slab, or activations are kept until the slab is full.
 
-    WholeSlabs       each site's matrix is made from the live tensor, in full precision
+    WholeSlabs       each site's matrix is computed from the live tensor, in full precision
     InHostMemory     activations wait in host memory, in the type they would be stored in
-    InScratchFile    the same in a scratch file that has no name, beside the store
+    InScratchFile    the same in an unnamed scratch file beside the store
 
 Rounding to float16 moves entries by 1e-5 of the mean diagonal (rms; 2e-4 at worst, measured on a
 small ViT); nothing else differs. On a CPU one strategy and batch size give the same bytes whatever
-shards and resumed runs there are; on a GPU kernels may be chosen anew, and last digits move.
+shards and resumed runs there are; on a GPU kernels may be selected anew, and last digits move.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ FEWEST_SLABS = 10  # of a leave-one-slab-out spread
 
 @dataclass(frozen=True)
 class GramStrategy:
-    """How this process makes Gram matrices: here not at all, as none are asked for.
+    """How this process computes Gram matrices; this base class: not at all, none are requested.
 
-    batch_size: images per forward pass. name: in the provenance of slabs.
+    Attributes:
+        batch_size: images per forward pass.
+        name: in the provenance of slabs.
     """
 
     batch_size: int
@@ -76,10 +78,10 @@ class GramStrategy:
     def open(
         self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
     ) -> Iterator[SlabGrams]:
-        """What makes the Gram matrices of slabs, and within the context the memory for it.
+        """Context with the object that computes the Gram matrices of slabs, and its memory.
 
         Raises:
-            VitseeError: the disk has no room for the scratch file, or none can be made there.
+            VitseeError: no room for the scratch file, or it cannot be created.
         """
         yield SlabGrams(plan)
 
@@ -102,8 +104,8 @@ class WholeSlabs(GramStrategy):
 
 @dataclass(frozen=True)
 class InHostMemory(GramStrategy):
-    """From activations in host memory. n_sets: slabs that are kept at once; set_bytes: memory of
-    one, beside its buffers."""
+    """From activations in host memory. n_sets: slabs kept at once; set_bytes: memory of one, beside
+    its buffers."""
 
     n_sets: int
     set_bytes: int
@@ -134,7 +136,7 @@ class InHostMemory(GramStrategy):
 
 @dataclass(frozen=True)
 class InScratchFile(InHostMemory):
-    """The same in a scratch file that has no name, beside the store."""
+    """Like `InHostMemory`, in an unnamed scratch file beside the store."""
 
     name: ClassVar[str] = "file"
 
@@ -170,7 +172,7 @@ def _of_sites(plan: StorePlan) -> str:
 
 
 def gram_notes(plan: StorePlan) -> list[str]:
-    """A line where slabs are too small for CKA, or too few for its error bars."""
+    """A remark if slabs are too small for CKA, or too few for its error bars."""
     if not plan.gram_sites:
         return []
     start = f"Gram matrices within {plan.n_slabs} slabs of {plan.slab} images"
@@ -183,7 +185,7 @@ def gram_notes(plan: StorePlan) -> list[str]:
 
 
 def unstored_arrays(plan: StorePlan) -> dict[str, ArraySpec]:
-    """What a slab's Gram matrices need beside what is stored: the activations of sites that are
+    """Activations that a slab's Gram matrices need beside stored ones: those of sites that are
     stored pooled, under the names they would have in a store."""
     everything = tuple(dataclasses.replace(site, tokens="all") for site in plan.gram_sites)
     whole = arrays(dataclasses.replace(plan, sites=everything))
@@ -198,12 +200,12 @@ def choose_strategy(
     explicit_batch: int | None,
     default_batch: int,
 ) -> GramStrategy:
-    """The way to this plan's Gram matrices, and with it the batch size where none was given.
+    """The strategy for this plan's Gram matrices, with the default batch size.
 
-    Whole slabs where their forward pass fits a quarter of the memory, or half of a GPU's that is
-    free: on the CPU a batch of 256 cost 5 % more time than one of 32, keeping its activations twice
-    the memory. Else activations are kept in a quarter of the memory beside the slab buffers, of two
-    slabs (one is multiplied while the next is filled) or of one; else in a file.
+    Whole slabs if their forward pass fits a quarter of the memory, or half of a GPU's free memory:
+    on the CPU a batch of 256 cost 5 % more time than one of 32, keeping its activations twice the
+    memory. Else activations are kept in a quarter of the memory beside the slab buffers, for two
+    slabs (one is multiplied while the next is filled) or for one; else in a file.
     """
     batch_size = min(explicit_batch or default_batch, plan.slab)
     if not plan.gram_sites:
@@ -242,7 +244,7 @@ def _shapes(plan: StorePlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def _scratch(size: int, output: Place) -> mmap.mmap:
-    """Memory that lies in a file beside `output`; the file goes with the last use of it."""
+    """Memory mapped to a file beside `output`, which is removed with its last use."""
     try:
         with tempfile.TemporaryFile(dir=scratch_folder(output)) as file:
             # A full disk is an error here and not, later, a signal.

@@ -1,4 +1,4 @@
-"""Blocks of host memory for many tensors, into which a GPU may write while the host works."""
+"""Blocks of host memory for many tensors, which a GPU can write to asynchronously."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ALIGNED = 64
 
 
 class HostMemory:
-    """Tensors of given shapes and types, one after another in one block.
+    """Tensors of given shapes and types, consecutive in one block.
 
-    Pinned memory is that of the block itself, registered with CUDA: torch's own pinned tensors are
-    rounded up to powers of two each, up to twice what was asked for, and cannot be swapped out.
+    The block itself is pinned by registering it with CUDA: torch's own pinned tensors are each
+    rounded up to powers of two, up to twice the size, and cannot be swapped out.
 
     Args:
         shapes: name -> (shape, type).
-        pinned: for copies that a GPU makes while the host works; until `release`.
-        block: uint8, at least `block_bytes(shapes)` long, in place of memory of its own.
+        pinned: for asynchronous copies from a GPU; until `release`.
+        block: uint8, at least `block_bytes(shapes)` long, instead of its own memory.
 
     Raises:
         VitseeError: CUDA refuses to pin so much.
@@ -56,14 +56,13 @@ class HostMemory:
                 )
 
     def release(self) -> None:
-        """Give pinned memory back; no copy may be under way. The tensors keep their values."""
+        """Unpin the memory; no copy may be pending. The tensors keep their values."""
         if self._pinned:
             self._pinned = False
             _cudart().cudaHostUnregister(self._block.data_ptr())
 
 
 def block_bytes(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
-    """What a block of these tensors takes."""
     return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes.values())
 
 

@@ -1,4 +1,4 @@
-"""What makes two extractions the same store: model, images and choices, as manifests have them."""
+"""The identity of a store: model, images and choices, as recorded in manifests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vitsee_stores.layout import FORMAT_VERSION, StorePlan
 def fixed_identity(
     model: LoadedModel, selection: Selection, canvas: Canvas | None = None
 ) -> dict[str, Any]:
-    """What is compared whether or not it was chosen explicitly: model, weights, images."""
+    """Fields that are always compared: model, weights, images."""
     return {
         "format": FORMAT_VERSION,
         "model": {
@@ -38,7 +38,7 @@ def fixed_identity(
 def given_identity(
     keep: KeepOptions, data: DataOptions, choices: Choices, plan: StorePlan
 ) -> dict[str, Any]:
-    """The identity fields that were chosen explicitly."""
+    """Fields that were chosen explicitly."""
     values: dict[str, Any] = {
         "sites": choices.requested["sites"] if keep.sites is not None else None,
         "tokens": choices.requested["tokens"] if keep.tokens is not None else None,
@@ -61,7 +61,7 @@ def given_identity(
 def chosen_identity(
     keep: KeepOptions, data: DataOptions, choices: Choices, plan: StorePlan
 ) -> dict[str, Any]:
-    """The choices of a new store, defaults included."""
+    """The choices of a new store, including defaults."""
     return {
         **choices.requested,
         "seed": data.seed if data.seed is not None else 0,
@@ -79,10 +79,10 @@ def chosen_identity(
 
 
 def check_same_model(writer: StoreWriter, model: LoadedModel) -> None:
-    """One store, one architecture.
+    """Refuse another architecture.
 
     Raises:
-        IdentityMismatch: the store is of another model, whose sites have other names.
+        IdentityMismatch: the store's model has other site names.
     """
     stored = writer.manifest.model
     if stored.get("architecture") not in (None, model.architecture):

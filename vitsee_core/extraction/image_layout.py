@@ -1,5 +1,5 @@
-"""`--short-side`: images of several proportions as they are, on one canvas; the model on the whole
-canvas where all images fill it, else (`--tiles`) on tiles of its own input size."""
+"""`--short-side`: images in their own proportions, on one canvas; the model sees the whole canvas
+if all images fill it, else (`--tiles`) tiles of its own input size."""
 
 from __future__ import annotations
 
@@ -36,9 +36,14 @@ TRANSFORM = ("input_size", "interpolation", "mean", "std")
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """How images come to the model. model, table: as they run. kept: the sites that a store can
-    keep, with the layout it keeps them in. canvas: None where every image is brought to the
-    model's input. left_out: what tiles do not have, and why."""
+    """How images reach the model.
+
+    Attributes:
+        model, table: as they run.
+        kept: the sites that a store can keep, with their layout in the store.
+        canvas: None if every image is resized to the model's input.
+        left_out: what tiles do not support -> reason.
+    """
 
     model: LoadedModel
     table: SiteTable
@@ -64,14 +69,14 @@ def lay_out(
     selection: Selection,
     stored: Canvas | None = None,
 ) -> ImageLayout:
-    """The model, and the canvas where one is asked for.
+    """The model, and the canvas if one is requested.
 
     Args:
         options: the model, or how to load it.
         data: which images, and on what canvas.
-        keep: what tiles refuse.
+        keep: refused by tiles in part.
         selection: the images, whose headers are read.
-        stored: the canvas of the store that is joined, whose size stands.
+        stored: the canvas of an existing store, which is kept.
 
     Raises:
         OptionError: options that exclude each other.
@@ -124,7 +129,7 @@ def describe(canvas: Canvas | None) -> str:
 
 
 def image_sizes(selection: Selection) -> NDArray[np.int64]:
-    """(images, 2) height and width by the images' headers, 0 where one cannot be read."""
+    """(images, 2) height and width from the images' headers, 0 if one cannot be read."""
     log.info("reading the sizes of %s", counted(len(selection), "images"))
 
     # A line that names the image comes instead, when it is read.
@@ -172,8 +177,8 @@ def _check_options(
 
 
 def _step(model: LoadedModel, table: SiteTable) -> int:
-    """Pixels that every side of an image has to be a multiple of: the steps between the cells of
-    all block outputs, where they have grids that cover the input exactly."""
+    """Required multiple, in pixels, of every image side: the steps between the cells of all block
+    outputs whose grids cover the input exactly."""
     grids = [s for s in table.sites if s.layout and _divides(s.layout, model.input_size[1:])]
     blocks = [site for site in grids if "blocks" in site.groups] or grids
     steps = {round(stride) for site in blocks for stride in site.stride_px or ()}
@@ -186,7 +191,8 @@ def _step(model: LoadedModel, table: SiteTable) -> int:
 
 
 def _divides(layout: TokenLayout, size: Size, step: int | None = None) -> bool:
-    """Whether the cells of a grid cover an input exactly, and a step too where one is given."""
+    """Whether the cells of a grid cover an input exactly, with a step that divides `step` if
+    given."""
     if layout.grid is None or layout.stride_px is None or layout.offset_px != (0, 0):
         return False
     return all(
@@ -219,7 +225,7 @@ def _check_numbers(
 def _around(
     asked: Canvas, sizes: NDArray[np.int64], selection: Selection
 ) -> tuple[Canvas, tuple[str, ...]]:
-    """The canvas that the largest images need, and what to say about it."""
+    """The canvas that the largest images need, and remarks about it."""
     found: Counter[Size] = Counter()
     names: dict[Size, str] = {}
     for name, (height, width) in zip(selection.samples.ids, sizes.tolist(), strict=True):
@@ -258,7 +264,7 @@ def _around(
 def _tiled(
     table: SiteTable, canvas: Canvas, tiles: Size, step: int
 ) -> tuple[SiteTable, dict[str, str]]:
-    """The sites that can be put together from tiles, on the canvas; and why others cannot."""
+    """The sites that can be assembled from tiles, on the canvas; and why others cannot."""
     left_out: dict[str, str] = {}
     kept: dict[str, SiteSpec] = {}
     prefix = False

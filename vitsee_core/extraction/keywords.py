@@ -130,10 +130,10 @@ def _own(
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given (None is not).
+    """The given options (those that are not None).
 
     Raises:
-        OptionError: one that does not exist.
+        OptionError: an unknown one.
     """
     kinds = (ModelOptions, DataOptions, KeepOptions, RunOptions)
     names = [f.name for kind in kinds for f in fields(kind) if f.name not in _PLACED]
@@ -149,7 +149,7 @@ def _checked(key: str, value: Any) -> Any:
     """A value in the form of the options' fields.
 
     Raises:
-        OptionError: one that the option does not take.
+        OptionError: a value that the option does not take.
     """
     expected: str | None = None
     if key in _CHOICES and value not in _CHOICES[key]:
@@ -171,6 +171,6 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def _taken(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that are fields of `kind`, less the ones that the caller places."""
+    """The `values` that are fields of `kind`, without those that the caller sets."""
     names = {f.name for f in fields(kind)} - set(_PLACED)
     return {key: value for key, value in values.items() if key in names}

@@ -1,8 +1,8 @@
-"""The loop over slabs: forward passes in this thread, writing in one beside it.
+"""The loop over slabs: forward passes in this thread, writing in another.
 
     images -> batches -> Capture -> SlabObserver -> slab buffers -> writer thread -> store
 
-Two sets of slab buffers go round: while one is written, the forward pass fills the other.
+Two sets of slab buffers alternate: while one is written, the forward pass fills the other.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 
 class SlabLoop:
-    """Makes and commits slabs; `written`, `clock`, `unreadable` and `overtaken` (slabs that another
-    process committed meanwhile) are the result."""
+    """Makes and commits slabs. Results: `written`, `clock`, `unreadable` and `overtaken` (slabs
+    that another process committed meanwhile)."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class SlabLoop:
 
     @contextmanager
     def _memory(self, plan: StorePlan, sets: int) -> Iterator[tuple[SlabGrams, SlabObserver]]:
-        """Host memory for so many slabs, and what fills it; given back once nothing is copied into
-        it any more."""
+        """Context with host memory for `sets` slabs and the observer that fills it; freed once no
+        copy is pending."""
         device = self.prepared.device
         with ExitStack() as stack:
             for _ in range(sets):
@@ -121,7 +121,7 @@ class SlabLoop:
             yield grams, observer
 
     def _take(self, free: queue.SimpleQueue[T]) -> T:
-        """Waits for a free set; the writer's error, if any, is raised here."""
+        """Wait for a free set; an error of the writer is raised here."""
         while True:
             for future in self._pending:
                 if future.done():
@@ -140,7 +140,7 @@ class SlabLoop:
         feed: PixelFeed,
         stop: StopRequest,
     ) -> bool:
-        """One slab through the model; False when a signal came before it was whole."""
+        """One slab through the model; False if a signal came before it was complete."""
         prepared, clock = self.prepared, self.clock
         rows = prepared.plan.rows(k)
         timed = TimedObserver(observer, clock) if prepared.device.type == "cpu" else observer
@@ -173,7 +173,7 @@ class SlabLoop:
     def _parts(
         self, pixels: torch.Tensor, batch: Batch, observer: SlabObserver
     ) -> Iterable[torch.Tensor]:
-        """What goes through the model at once: a batch, or some of its tiles."""
+        """Inputs of single forward passes: a batch, or some of its tiles."""
         if not isinstance(observer, TiledObserver):
             return (pixels,)
         return observer.parts(pixels, batch.size.tolist(), self.strategy.batch_size)
@@ -181,8 +181,8 @@ class SlabLoop:
     def _add_erf(
         self, row: int, pixels: torch.Tensor, batch: Batch, capture: Capture, stop: StopRequest
     ) -> bool:
-        """Receptive fields of a batch that begins at this row of the store; False when a signal
-        came before they were whole."""
+        """Receptive fields of a batch that begins at this row of the store; False if a signal came
+        before they were complete."""
         plan = self.prepared.plan
         if self.erf is None or plan.erf is None or row >= plan.erf.n_images:
             return True
@@ -223,11 +223,7 @@ class SlabLoop:
 
 @contextmanager
 def _batch_fits(n_images: int, device: torch.device) -> Iterator[None]:
-    """Names the batch size to try where memory runs out inside.
-
-    Raises:
-        VitseeError: it did.
-    """
+    """Context that turns out-of-memory errors into VitseeError with the batch size to try."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""The options of an extraction. None means: the default, or the value of the store."""
+"""The options of an extraction. None means the default, or the value of the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitsee_stores.url import Place
 
 
 class OptionError(VitseeError):
-    """An option's value that no option takes, whatever the model and the data are."""
+    """A value that is invalid for an option, whatever the model and the data."""
 
     exit_code = 2
 
@@ -59,8 +59,8 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class KeepOptions:
-    """What the store keeps. A field that is None takes the default of a new store, or the value
-    of the store that is joined; a field that is set must equal the joined store's."""
+    """What the store keeps. None takes the default of a new store, or the value of an existing one;
+    a field that is set must equal the existing store's."""
 
     sites: tuple[str, ...] | None = None
     tokens: tuple[str, ...] | None = None
@@ -95,7 +95,7 @@ def split_model(text: str) -> tuple[str, dict[str, list[str]]]:
     """`NAME?OPTION=VALUE&OPTION=VALUE` as the name and the values of each option.
 
     Raises:
-        OptionError: no name, or something behind `?` that is no OPTION=VALUE.
+        OptionError: no name, or something after `?` that is not OPTION=VALUE.
     """
     name, mark, rest = text.partition("?")
     options: dict[str, list[str]] = {}
@@ -114,7 +114,7 @@ def parse_tokens(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
     """`--tokens` values as (default, {selector: "all" | "pooled"}).
 
     Raises:
-        OptionError: a value that is none of all, pooled, GROUP=all, GROUP=pooled; two for the same.
+        OptionError: not one of all, pooled, GROUP=all, GROUP=pooled; two for the same.
     """
     expected = "all, pooled, or GROUP=pooled (as norms=pooled)"
     return _by_selector("--tokens", texts, ("all", "pooled"), expected)
@@ -124,8 +124,7 @@ def parse_dtypes(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
     """`--dtype` values as (default, {selector: dtype}).
 
     Raises:
-        OptionError: a value that is none of float16, float32, SITE=float16, SITE=float32; two for
-            the same.
+        OptionError: not one of float16, float32, SITE=float16, SITE=float32; two for the same.
     """
     expected = "float16, float32, or SITE=float32 (Zarr has no bfloat16)"
     return _by_selector("--dtype", texts, ("float16", "float32"), expected)

@@ -1,4 +1,4 @@
-"""What one call of `extract` did, and where the time went."""
+"""Result of one call of `extract`, and where the time went."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from vitsee_core.runtime.machine import counted
 
 @dataclass
 class Outcome:
-    """What one call of `extract` did; `complete` speaks of the whole store.
+    """Result of one call of `extract`; `complete` refers to the whole store.
 
-    clock: seconds by stage, one after the other: their sum is `seconds`, of each worker where there
-    are several. beside: those of stages that ran at the same time.
+    Attributes:
+        clock: seconds by consecutive stage: their sum is `seconds`, of each worker if there are
+            several.
+        beside: seconds of stages that ran concurrently.
     """
 
     complete: bool
@@ -25,7 +27,7 @@ class Outcome:
     unreadable: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, other: Outcome) -> None:
-        """Take what another round did into this one."""
+        """Add the results of another round."""
         self.n_images += other.n_images
         self.size_bytes += other.size_bytes
         self.seconds += other.seconds
@@ -35,7 +37,7 @@ class Outcome:
         self.unreadable += other.unreadable
 
     def stages(self) -> str:
-        """Where the time went, in words."""
+        """The time by stage, in words."""
 
         def listed(clock: Mapping[str, float]) -> str:
             longest = sorted(clock.items(), key=lambda item: -item[1])
@@ -46,7 +48,7 @@ class Outcome:
         return f"{line}; beside these {listed(self.beside)}" if self.beside else line
 
     def unreadable_line(self) -> str:
-        """Which images could not be read, and why; "" where all could."""
+        """Which images could not be read, and why; "" if none."""
         if not self.unreadable:
             return ""
         named = "; ".join(f"{name} ({reason})" for _, name, reason in self.unreadable[:10])

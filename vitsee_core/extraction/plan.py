@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choices:
-    """Every choice about a store's contents, resolved; `requested` is what identity compares."""
+    """Every choice about a store's contents, resolved; identity compares `requested`."""
 
     sites: tuple[SiteSpec, ...]
     attention: str
@@ -55,12 +55,11 @@ def choose(
     table: SiteTable,
     input_size: tuple[int, int, int],
 ) -> Choices:
-    """Resolve `keep` against the joined store's identity (`stored`, {} for a new one) and what the
-    model supports. A default that it does not support is left out with its reason.
+    """Resolve `keep` against an existing store's identity (`stored`, {} for a new one) and what the
+    model supports. An unsupported default is left out with its reason.
 
     Raises:
-        VitseeError: an explicit choice that the model does not support, a selector that matches
-            nothing.
+        VitseeError: an explicit choice that the model does not support, a selector without a match.
     """
     asked = stored_choices(stored)
     left_out: dict[str, str] = {}
@@ -168,7 +167,6 @@ def stored_names(sites: Iterable[SiteSpec]) -> set[str]:
 
 
 def in_order(sites: Iterable[SiteSpec], table: SiteTable) -> tuple[SiteSpec, ...]:
-    """`sites` in the model's order."""
     place = {site.name: i for i, site in enumerate(table.sites)}
     return tuple(sorted(sites, key=lambda site: place[site.name]))
 
@@ -197,7 +195,7 @@ def build_plan(
 
 
 def attention_groups(blocks: Sequence[AttentionBlock]) -> tuple[AttentionGroup, ...]:
-    """Blocks with the same token layout together, in the model's order; the first is unnamed."""
+    """Blocks grouped by token layout, in the model's order; the first group is unnamed."""
     by_layout: dict[TokenLayout, list[AttentionBlock]] = {}
     for block in blocks:
         by_layout.setdefault(block.layout, []).append(block)
@@ -227,8 +225,8 @@ def places(table: SiteTable) -> tuple[tuple[str, int, float], ...]:
 
 
 def slab_bytes(plan: StorePlan) -> int:
-    """Host memory of one slab's buffers and Gram matrices; without the activations that those
-    are made of, which may be in a file (gram_strategy.py)."""
+    """Host memory of one slab's buffers and Gram matrices, without the activations for those, which
+    may be in a file (gram_strategy.py)."""
     return sum(
         (plan.slab if spec.per == "image" else 1)
         * int(np.prod(spec.shape[1:], dtype=np.int64))
@@ -241,7 +239,7 @@ def slab_bytes(plan: StorePlan) -> int:
 def fit_slab(
     explicit: int | None, choices: Choices, table: SiteTable, n_images: int
 ) -> tuple[int, str | None]:
-    """The slab size and a line to say when the default was reduced.
+    """The slab size, and a remark if the default was reduced.
 
     The default is halved until two slabs fit a quarter of the memory; an explicit value is kept.
 

@@ -1,5 +1,5 @@
 """Everything between the command line and the first slab: model, images, checks, manifest; for a
-new store, or one that is joined."""
+new or an existing store."""
 
 from __future__ import annotations
 
@@ -40,9 +40,13 @@ from vitsee_stores.manifest import Manifest, check_identity, new_manifest
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked extraction: `writer` is None until the store exists, `weights` where
-    it is all there; erf: where receptive fields are asked for, what makes them and what they
-    cost."""
+    """A checked extraction.
+
+    Attributes:
+        writer: None until the store exists.
+        weights: set once it exists completely.
+        erf: passes and cost of receptive fields, if requested.
+    """
 
     model: LoadedModel
     table: SiteTable
@@ -62,22 +66,22 @@ class Prepared:
 
     @property
     def captured(self) -> list[SiteSpec]:
-        """The sites whose values are taken (aliases are not)."""
+        """The sites whose values are captured (not aliases)."""
         return [site for site in self.plan.sites if site.alias_of is None]
 
 
 def prepare(
     options: ModelOptions | LoadedModel, data: DataOptions, keep: KeepOptions, run: RunOptions
 ) -> Prepared:
-    """Load the model (if it is not), choose the images, run the self-check, and decide the contents
-    of the store.
+    """Load the model (if needed), choose the images, run the self-check, and decide the contents of
+    the store.
 
     Nothing is written. An existing store is joined: it supplies every choice that was not given,
     and is compared with those that were.
 
     Raises:
-        VitseeError: anything the user can mend, in one line.
-        IdentityMismatch: the store at the output was made from something else.
+        VitseeError: anything the user can fix, in one line.
+        IdentityMismatch: the existing store was made from something else.
     """
     writer = None if run.force else StoreWriter.join(run.output)
     if writer is None:
@@ -107,7 +111,7 @@ def join_store(
 
     Raises:
         VitseeError: as `prepare`.
-        IdentityMismatch: another model, other images or other choices made the store.
+        IdentityMismatch: the store was made from another model, other images or other choices.
     """
     stored = writer.manifest.identity
     plan = writer.manifest.plan
@@ -141,7 +145,7 @@ def join_store(
 def plan_store(
     options: ModelOptions | LoadedModel, data: DataOptions, keep: KeepOptions, run: RunOptions
 ) -> Prepared:
-    """An extraction into a new store, which is planned and not yet made.
+    """An extraction into a new store, planned but not yet created.
 
     Raises:
         VitseeError: as `prepare`.
@@ -193,7 +197,7 @@ def plan_store(
 def plan_contents(
     layout: ImageLayout, keep: KeepOptions, n_images: int
 ) -> tuple[Choices, StorePlan, SmallWeights, list[str]]:
-    """What a new store of so many images will hold, and what to say about it.
+    """The planned contents of a new store of `n_images` images, and remarks.
 
     Raises:
         VitseeError: as `choose`, `fit_slab` and `small_weights`.
@@ -210,7 +214,7 @@ def plan_contents(
 
 
 def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any]) -> Choices:
-    """What the store keeps, of the sites that it can keep.
+    """The choices among the sites that the store can keep.
 
     Raises:
         VitseeError: as `choose`.
@@ -224,7 +228,7 @@ def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any])
 
 
 def chosen_images(data: DataOptions, stored: Mapping[str, Any]) -> Selection:
-    """The images; a joined store's (`stored`: its identity) seed and order where none are given."""
+    """The images, with an existing store's (`stored`: its identity) seed and order by default."""
     with soon_said(f"listing the images of {data.data}"):
         return select(
             open_source(data.data, split=data.split),
@@ -244,7 +248,7 @@ def run_self_check(
     device: torch.device,
     precision: str,
 ) -> SelfCheck:
-    """The self-check on these images, from which every process takes the same types.
+    """The self-check on these images, which fixes the stored types for every process.
 
     Raises:
         VitseeError: the check failed.
@@ -273,8 +277,7 @@ def run_self_check(
 
 
 def cut_sides(options: ModelOptions | LoadedModel, model: LoadedModel) -> list[str]:
-    """A line where a crop mode for whole images was asked for, and the crop cuts them all the same
-    by the model's own share."""
+    """A remark if a crop mode for whole images still crops them by the model's own share."""
     share = model.transform.get("crop_pct", 1)
     if not isinstance(options, ModelOptions) or options.crop_pct is not None or share >= 1:
         return []
@@ -287,7 +290,7 @@ def cut_sides(options: ModelOptions | LoadedModel, model: LoadedModel) -> list[s
 
 
 def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
-    """A line where whole patches do not cover the input."""
+    """A remark if whole patches do not cover the input."""
     if not table.patches:
         return []
     # Of several embeddings of one image (CrossViT) each pixel is seen by some.

@@ -1,4 +1,5 @@
-"""Whether a command has nothing to do, from its store's manifest: no model, no images, no torch."""
+"""Detects a repeated command with nothing to do, from its store's manifest: without model, images
+and torch."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ _HOW = ("--shard", "--dask", "--device", "--workers", "--batch-size")
 
 
 def n_complete(command: str, output: Place) -> int | None:
-    """How many images the store at `output` holds, where it is complete and this command made it,
-    in this folder, and no file that it names (a list, a checkpoint) is newer; None otherwise.
+    """The number of images of the store at `output`, if it is complete, was made by this command in
+    this folder, and no file that it names (a list, a checkpoint) is newer; else None.
 
     Raises:
-        StoreError: what is there is no store, or is damaged.
+        StoreError: not a store, or damaged.
     """
     writer = StoreWriter.join(output)
     if writer is None:

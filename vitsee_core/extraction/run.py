@@ -1,7 +1,7 @@
 """One call of `vitsee extract`: prepare, create or join the store, fill what this process owns.
 
-Batches never cross a slab, so a slab does not depend on which process makes it: bit for bit on a
-CPU, to last digits on a GPU, whose libraries may choose other kernels.
+Batches never cross a slab, so a slab does not depend on which process makes it: bitwise on a CPU,
+up to last digits on a GPU, whose libraries may select other kernels.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def made_or_joined(
     keep: KeepOptions,
     run: RunOptions,
 ) -> tuple[Prepared, StoreWriter]:
-    """The store's writer, and what it was prepared for.
+    """The store's writer, with the preparation that belongs to it.
 
     Raises:
         VitseeError: as `open_writer`.
@@ -107,7 +107,7 @@ def fill_all(
     progress: Progress,
     stop: StopRequest,
 ) -> Outcome:
-    """Say what is known, make what is missing, and mark a store complete that is.
+    """Log remarks, make what is missing, and mark a finished store as complete.
 
     Raises:
         Interrupted: a signal; exit code 75.
@@ -126,7 +126,7 @@ def fill_all(
 
 
 def announce(prepared: Prepared, writer: StoreWriter, run: RunOptions) -> bool:
-    """Log what is known before any work; whether there is none, as the store is complete."""
+    """Log what is known before any work; returns whether the store is already complete."""
     for note in prepared.notes:
         log.warning("%s", note)
     for line in by_reason(prepared.manifest.left_out):
@@ -148,10 +148,10 @@ def fill_claimed(
     progress: Progress,
     stop: StopRequest,
 ) -> Outcome:
-    """Make what is missing, as far as it can be claimed, until nothing is or a signal came.
+    """Make missing slabs as they can be claimed, until none is missing or a signal came.
 
     Raises:
-        Interrupted: a signal in the middle of a slab.
+        Interrupted: a signal within a slab.
     """
     plan, outcome = prepared.plan, Outcome(False)
     rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
@@ -168,7 +168,7 @@ def fill_claimed(
 
 
 def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
-    """The joined store's writer, or that of a store created now.
+    """The existing store's writer, or that of a store created now.
 
     Raises:
         VitseeError: the store would not fit the free disk (nothing is made then).
@@ -227,7 +227,7 @@ def fill(
     remarks: bool = True,
 ) -> Outcome:
     """Make and commit every missing slab of `mine`, which the shard owns or has claimed. Without
-    `remarks`, what earlier rounds said already is logged for those who debug.
+    `remarks`, what earlier rounds logged is logged at debug level.
 
     Raises:
         Interrupted: a signal came before they were all made.
@@ -302,7 +302,7 @@ def fill(
 
 
 def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interrupted:
-    """What a run that a signal ended says. others: who may commit more, "" for nobody."""
+    """The message after a signal. others: who may commit more, "" for nobody."""
     until_now = f" until now ({others})" if others else ""
     return Interrupted(
         f"stopped by {stop.signal_name} with {int(writer.committed().sum())} of "
@@ -311,14 +311,14 @@ def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interru
 
 
 def images_at_once(plan: StorePlan, batch_size: int) -> int:
-    """Images a batch: of tiles, about so many that a batch of them goes through the model."""
+    """Images per batch; with tiles, about as many as give a batch of tiles."""
     if plan.canvas is None or plan.canvas.tiles is None:
         return batch_size
     return max(1, batch_size // n_tiles(plan.canvas.size, plan.canvas.tiles))
 
 
 def erf_cost(prepared: Prepared, batch_size: int, spans: Sequence[slice]) -> str:
-    """What the receptive fields of these rows will cost, in words; "" without any."""
+    """The cost of the receptive fields of these rows, in words; "" without any."""
     plan = prepared.plan
     if prepared.erf is None or plan.erf is None:
         return ""
@@ -334,20 +334,19 @@ def erf_cost(prepared: Prepared, batch_size: int, spans: Sequence[slice]) -> str
 
 
 def strategy_of(prepared: Prepared, run: RunOptions) -> GramStrategy:
-    """How this process makes Gram matrices, and its batch size."""
+    """How this process computes Gram matrices, and its batch size."""
     device = prepared.device
     default = default_batch(device)
     return choose_strategy(prepared.plan, prepared.table, device, run.batch_size, default)
 
 
 def default_batch(device: torch.device) -> int:
-    """Images per forward pass."""
     return 128 if device.type == "cuda" else 32
 
 
 def default_workers(device: torch.device) -> int:
-    """0 (one loading thread) beside a CPU model, which needs the cores; else a process per core but
-    two, which feed the device and write."""
+    """0 (one loading thread) beside a CPU model, which needs the cores; else one process per core
+    except two, which feed the device and write."""
     if device.type == "cpu":
         return 0
     return min(MOST_WORKERS, max(1, n_cores() - 2))

@@ -1,4 +1,5 @@
-"""Which slabs a process owns: `--shard i/n`, the numbers a SLURM job gives its tasks, or claims."""
+"""Assignment of slabs to processes: `--shard i/n`, the numbers of a SLURM job's tasks, or
+claims."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from vitsee_stores.errors import VitseeError
 @dataclass(frozen=True)
 class Shard:
     """One of `count` processes that fill a store together; `index` counts from 0. With `claims` it
-    is one of any number, which claim what is missing; with `dask` a worker, which is given its
+    is one of any number, which claim missing slabs; with `dask` a worker, which is given its
     slabs."""
 
     index: int = 0
@@ -27,7 +28,7 @@ class Shard:
 
     @property
     def others(self) -> str:
-        """What goes on when this process is stopped; "" where it is alone."""
+        """What continues when this process is stopped; "" if it is alone."""
         alone = self.count == 1 and not self.claims
         return "" if alone else "other processes with --shard go on"
 
@@ -38,15 +39,14 @@ class Shard:
 
 
 def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:
-    """The shard that `text` names: None (all slabs), 'i/n', 'slurm' or 'claims'.
+    """The shard named by `text`: None (all slabs), 'i/n', 'slurm' or 'claims'.
 
-    'slurm' multiplies the array task by the rank in its step: element a of an array of A tasks
-    with R ranks each is shard a*R + rank of A*R. The environment is read only for 'slurm'.
+    'slurm' multiplies the array task by the rank in its step: element a of an array of A tasks with
+    R ranks each is shard a*R + rank of A*R. The environment is read only for 'slurm'.
 
     Raises:
         OptionError: text of another form, an index out of range.
-        VitseeError: SLURM variables that are missing or do not number the shards from one end to
-            the other.
+        VitseeError: SLURM variables are missing, or do not number the shards consecutively.
     """
     if text is None:
         return Shard()

@@ -11,14 +11,14 @@ from vitsee_stores.errors import VitseeError
 
 
 class Interrupted(VitseeError):
-    """Stopped by a signal with everything committed so far whole; the same command resumes."""
+    """Stopped by a signal with all commits complete; the same command resumes."""
 
     exit_code = 75  # EX_TEMPFAIL: schedulers may requeue
 
 
 class StopRequest:
-    """A context in which the first SIGTERM or SIGINT sets `signal_name`; a second one acts at once,
-    as signals did before.
+    """Context in which the first SIGTERM or SIGINT sets `signal_name`; a second one has its
+    original effect.
 
     Signals can be caught in the main thread only; elsewhere nothing is installed.
     """

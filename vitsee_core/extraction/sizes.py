@@ -1,4 +1,4 @@
-"""What a planned store takes on disk, for `extract --dry-run`."""
+"""Disk usage of a planned store, for `extract --dry-run`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from vitsee_stores.layout import StorePlan, arrays, n_bytes
 
 @dataclass(frozen=True)
 class Size:
-    """name: of an array, of a folder of arrays (`acts/`), or `total`. shape, dtype: an array's,
-    else empty. size_bytes: of the chunks before compression. n_files: chunks and metadata."""
+    """Disk usage of an array, of a folder of arrays (`acts/`), or the `total`."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
-    size_bytes: int
-    n_files: int
+    shape: tuple[int, ...]  # of an array, else empty
+    dtype: str  # of an array, else empty
+    size_bytes: int  # of the chunks before compression
+    n_files: int  # chunks and metadata
 
     def row(self, n_images: int) -> str:
-        """As a line of CSV, see HEADER."""
+        """A line of CSV, see HEADER."""
         shape = "x".join(map(str, self.shape))
         per_image = round(self.size_bytes / n_images)
         return f"{self.name},{shape},{self.dtype},{self.size_bytes},{per_image},{self.n_files}"
@@ -31,7 +30,7 @@ HEADER = "array,shape,dtype,bytes,bytes_per_image,files"
 
 
 def total_size(plan: StorePlan) -> Size:
-    """The whole store, its groups' metadata included in the files."""
+    """The whole store; the files include its groups' metadata."""
     each = array_sizes(plan)
     groups = {str(parent) for size in each for parent in PurePosixPath(size.name).parents}
     files = sum(size.n_files for size in each) + len(groups)
@@ -39,7 +38,7 @@ def total_size(plan: StorePlan) -> Size:
 
 
 def folder_sizes(plan: StorePlan) -> list[Size]:
-    """The arrays below each top folder together, the largest first."""
+    """The arrays below each top folder together, largest first."""
     folders: dict[str, list[Size]] = {}
     for size in array_sizes(plan):
         top, slash, _ = size.name.partition("/")
@@ -52,7 +51,7 @@ def folder_sizes(plan: StorePlan) -> list[Size]:
 
 
 def array_sizes(plan: StorePlan) -> list[Size]:
-    """Every array, in the order in which a slab is written."""
+    """Every array, in writing order."""
     sizes = n_bytes(plan)
     return [
         Size(path, tuple(spec.shape), spec.dtype, sizes[path], math.prod(spec.grid) + 1)

@@ -1,8 +1,8 @@
-"""One slab's numbers while they are made: an observer that fills host buffers batch by batch.
+"""An observer that fills one slab's host buffers batch by batch.
 
-Casts and reductions run on the device, in single precision whatever the model runs in. On CUDA the
-results leave through pinned buffers on a side stream, and nothing waits for a site or a sum: the
-host waits once a batch, for the results of the batch before last, and the writer once a slab.
+Casts and reductions run on the device, in float32 whatever the model runs in. On CUDA the results
+leave through pinned buffers on a side stream, without synchronisation per site or sum: the host
+waits once per batch, for the results of the batch before last, and the writer once per slab.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ SUMS = ("aligned", "cls_map", "received")
 
 
 class Overflow(VitseeError):
-    """An activation does not fit the type it is stored in, or is not a number."""
+    """An activation does not fit its stored type, or is NaN."""
 
 
 class SlabObserver:
-    """Takes what `Capture` shows and writes it into a slab's buffers.
+    """Writes what `Capture` observes into a slab's buffers.
 
     Per slab: `start(buffers)`, for each batch `begin_batch`, a captured forward, `end_batch`, and
     `finish()`. Memory: the buffers, plus on the device the attention sums of one slab, the head
-    means of one batch and what `HostCopies` and `grams` say. precision: what the model runs in.
+    means of one batch, and that of `HostCopies` and `grams`. precision: what the model runs in.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SlabObserver:
         self._copies.end_batch()
 
     def finish(self) -> None:
-        """The slab's sums and peaks follow; the buffers are whole once their `wait` returns."""
+        """Send the slab's sums and peaks; the buffers are complete once their `wait` returns."""
         self._sums |= self._grams.on_device(self._buffers, self._rows.stop, self._copies)
         for path, value in self._sums.items():
             self._copies.copy(self._buffers.sum(path, value.shape), value)
@@ -143,11 +143,11 @@ class SlabObserver:
         self._buffers.done = self._copies.mark()
 
     def close(self) -> None:
-        """Wait for copies that are under way, so that their memory may go."""
+        """Wait for pending copies, so that their memory can be freed."""
         self._copies.wait()
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        """Keep a site's tokens and pooled vectors, and note its largest value."""
+        """Store a site's tokens and pooled vectors, and its largest value."""
         with self._exactly():
             self._site(site, prefix, body)
 
@@ -189,7 +189,7 @@ class SlabObserver:
         layout: TokenLayout,
         paths: Sequence[str],
     ) -> None:
-        """A site's tokens where one compiled pass takes them into their places."""
+        """Store a site's tokens in one compiled pass."""
         places = [self._buffers[path][self._rows] for path in paths]
         mean = self._buffers[f"pooled/{name}/mean"][self._rows]
         self._note_peak(name, take_tokens(body, mean, places[-1] if places else None))
@@ -201,18 +201,18 @@ class SlabObserver:
                 self._keep(path, prefix)
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Keep the dot products of a skip and its branch."""
+        """Store the dot products of a skip and its branch."""
         with self._exactly():
             self._keep(f"residual/{sublayer.name}", residual_products(z, f))
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Keep a block's attention summaries; its sums add to the slab's."""
+        """Store a block's attention summaries; its sums are added to the slab's."""
         with self._exactly():
             self._attention(block, call)
 
     @contextmanager
     def _exactly(self) -> Iterator[None]:
-        """Single precision inside, whatever the model runs in."""
+        """Context of float32 precision, whatever the model runs in."""
         model_is = self._precision
         with nullcontext() if model_is == "fp32" else precision_context(self._device, "fp32"):
             yield
@@ -239,15 +239,15 @@ class SlabObserver:
             self._head_means[block.name] = summary.head_mean
 
     def _stage(self, path: str, value: Tensor, *place: int | slice) -> None:
-        """Put one block's numbers beside the others' on the device, to leave it together: a copy
-        into a strided part of host memory would wait for the device."""
+        """Collect one block's numbers with the others' on the device, to be copied together: a copy
+        into strided host memory would wait for the device."""
         if path not in self._staged:
             out = self._buffers.arrays[path][self._rows]
             self._staged[path] = torch.empty(out.shape, dtype=out.dtype, device=self._device)
         self._staged[path][(slice(None), *place)] = value
 
     def _keep(self, path: str, value: Tensor, images: slice = slice(None)) -> None:
-        """Put the values of some of the batch's images into their place."""
+        """Copy the values of some of the batch's images to their place."""
         self._copies.copy(self._buffers[path][self._rows][images], value)
 
     def _note_peak(self, name: str, *peaks: Tensor) -> None:
@@ -264,11 +264,11 @@ def check_peaks(
     kept: Collection[str],
     precision: str = "fp32",
 ) -> None:
-    """Stop at the first site whose values did not fit; `kept`: names of the sites whose
-    tokens went to host memory in their stored type; `precision`: what the model ran in.
+    """Stop at the first site whose values did not fit; `kept`: names of the sites whose tokens went
+    to host memory in their stored type; `precision`: what the model ran in.
 
     Raises:
-        Overflow: names the site, its largest |x| and the option that keeps it.
+        Overflow: names the site, its largest |x| and the option that stores it.
     """
     for site in sites:
         if site.name not in peaks:

@@ -1,9 +1,9 @@
-"""Gram matrices of a slab's images, made while the slab is.
+"""Gram matrices of a slab's images, computed with the slab.
 
     for each site:  X = (valid images, tokens x channels), less the mean image;  K = X X^T
 
 HSIC_1 is exactly invariant to that shift (rounding the mean to float32 does no harm); without it
-single precision fails on features with a common offset. Columns go through float32 in chunks, sums
+float32 fails on features with a common offset. Columns are converted to float32 in chunks, sums
 over chunks are in float64. The product itself is in float32 whatever the model's precision: no
 TF32, no autocast.
 """
@@ -31,7 +31,7 @@ Tensors = dict[str, Tensor]
 
 
 class SlabGrams:
-    """Called through the life of each slab, where no Gram matrices are asked for: makes none.
+    """Hooks called for each slab; this base class computes no Gram matrices.
 
     kept: names of the sites whose tokens go to host memory, in their stored type.
     """
@@ -44,20 +44,20 @@ class SlabGrams:
     def reserve(
         self, buffers: SlabBuffers, take: Callable[[queue.SimpleQueue[Tensors]], Tensors]
     ) -> None:
-        """Before a slab: give its buffers the memory for what Gram matrices need beside them, with
-        `take`, which waits until a set is free."""
+        """Before a slab: give its buffers the additional memory that Gram matrices need, with
+        `take`, which waits for a free set."""
 
     def of_batch(self, site: str, parts: Sequence[Tensor], valid: Tensor) -> Mapping[str, Tensor]:
-        """Array name -> Gram matrix, made of the live tensors of one batch; see `GramProducts`."""
+        """Array name -> Gram matrix, from the live tensors of one batch; see `GramProducts`."""
         return {}
 
     def on_device(self, buffers: SlabBuffers, n: int, copies: HostCopies) -> Mapping[str, Tensor]:
-        """After the last batch of a slab of `n` images: those that are made before it goes to the
+        """After the last batch of a slab of `n` images: matrices to compute before it goes to the
         writer's thread."""
         return {}
 
     def on_host(self, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
-        """In the writer's thread, when the slab has arrived: the others."""
+        """In the writer's thread, once the slab has arrived: the remaining matrices."""
         return {}
 
 
@@ -79,7 +79,7 @@ class LiveGrams(SlabGrams):
 class BufferedGrams(SlabGrams):
     """Gram matrices of the activations of a full slab, stored ones and those of `sets`.
 
-    Where copies are asynchronous they are made on the device, in the order of its stream; else by
+    If copies are asynchronous they are computed on the device, in the order of its stream; else by
     the CPU in the writer's thread.
     """
 
@@ -101,7 +101,7 @@ class BufferedGrams(SlabGrams):
         buffers.unstored = take(self._free)
 
     def on_device(self, buffers: SlabBuffers, n: int, copies: HostCopies) -> Mapping[str, Tensor]:
-        """As the base class. The memory is free at once: copies to come wait for the products."""
+        """Frees the memory at once: later copies wait for the products."""
         if not copies.asynchronous:
             return {}
         # Activations are read on the host where they do not fit the device: not before they are
@@ -113,7 +113,7 @@ class BufferedGrams(SlabGrams):
         return {} if buffers.unstored is None else self._made(self._on_host, buffers, n)
 
     def _made(self, products: GramProducts, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
-        """Of the valid images among the first `n`; their memory is free then."""
+        """Matrices of the valid images among the first `n`; frees their memory."""
         with self._clock("grams"):
             valid = buffers["valid"][:n] == 1
             made = {
@@ -127,7 +127,7 @@ class BufferedGrams(SlabGrams):
 
 
 class GramProducts:
-    """X X^T on one device, through one buffer that every call takes again: for one thread."""
+    """X X^T on one device, through one reused buffer: for one thread."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -139,8 +139,8 @@ class GramProducts:
         """(n, n) float32 on the device, exactly symmetric, n the number of valid images.
 
         Args:
-            parts: (images, ...) each, on this device or on the host; an image's features are all
-                of theirs.
+            parts: (images, ...) each, on this device or on the host; an image's features are those
+                of all parts.
             valid: (images,) bool, on the host: which images count.
         """
         n = int(valid.sum())
@@ -171,7 +171,7 @@ class GramProducts:
                 self._backend.add_gram(total, x)
 
     def _near(self, part: Tensor) -> Tensor:
-        """The part on the device where it fits, in one copy; else as it is, to be fetched in
+        """The part on the device if it fits, in one copy; else unchanged, to be fetched in
         pieces."""
         if self._device.type != "cuda" or part.is_cuda:
             return part
@@ -181,8 +181,8 @@ class GramProducts:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """(images, features), the features in the order of memory (which changes no product): a CNN's
-    output, seen channels last, is not copied for it."""
+    """(images, features), in memory order (which changes no product): a channels-last CNN output is
+    not copied."""
     strides = x.stride()
     order = sorted(range(1, x.ndim), key=lambda axis: -strides[axis])
     return x.permute(0, *order).reshape(len(x), -1)

@@ -1,9 +1,10 @@
-"""Two processes at one slab: without --shard, or a requeued job beside the one that is ending.
+"""Locks against two processes writing one slab: without --shard, or a requeued job beside its dying
+predecessor.
 
-Each slab's chunks have to be of one process, since another batch size or device rounds otherwise,
-and the commit marker seals them together. So a slab is written under a lock that the system frees
-with its process; the second process finds it committed and continues. File systems without
-locks are used without, and object stores.
+A slab's chunks must all come from one process, since another batch size or device rounds otherwise,
+and the commit marker seals them together. So a slab is written under a lock that the system
+releases with its process; the second process finds it committed and continues. File systems without
+locks, and object stores, are used without.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ except ImportError:  # no POSIX
 
 @contextmanager
 def only_writer(store: Place, slab: int) -> Iterator[None]:
-    """A context in which no other process writes this slab; waits for one that does. Threads of one
+    """Context in which no other process writes this slab; waits for one that does. Threads of one
     process do not exclude each other."""
     with _locked(store, [slab], wait=True):
         yield
@@ -30,16 +31,16 @@ def only_writer(store: Place, slab: int) -> Iterator[None]:
 
 @contextmanager
 def without_writer(store: Place, slabs: Sequence[int]) -> Iterator[list[int]]:
-    """Those of the slabs that no other process is writing, nor will within the context:
-    their partial files were left by processes that ended."""
+    """Context with those of the slabs that no other process writes, before or during it: their
+    partial files are from processes that ended."""
     with _locked(store, slabs, wait=False) as free:
         yield free
 
 
 @contextmanager
 def _locked(store: Place, slabs: Sequence[int], wait: bool) -> Iterator[list[int]]:
-    """Locks on the slab-th bytes of a file that exists anyway; the slabs that no other process
-    has locked. Object stores have no locks."""
+    """Locks on one byte per slab of an existing file; yields the slabs that no other process has
+    locked. Object stores have no locks."""
     if isinstance(store, Url):
         yield list(slabs)
         return
@@ -55,7 +56,7 @@ def _locked(store: Place, slabs: Sequence[int], wait: bool) -> Iterator[list[int
 
 
 def _lock(descriptor: int, byte: int, wait: bool) -> bool:
-    """False where another process has locked it."""
+    """False if another process has locked it."""
     if fcntl is None:
         return True
     try:

@@ -1,5 +1,4 @@
-"""An extraction as a job array on SLURM: the script that submits it, with a job behind it that
-validates the store."""
+"""An extraction as a SLURM job array: a script that submits it, followed by a validating job."""
 
 from __future__ import annotations
 
@@ -88,10 +87,14 @@ echo "submitted: array $array, then validation ${{check%%;*}}"
 class ArrayPlan:
     """A job array that fills one store.
 
-    words: the extraction's command line, without shards. store: its store, as the user names it.
-    folder: in which relative paths hold. n_slabs: of the store; at most so many tasks are worth
-    while. workers: loading processes, None for the default. gpu: whether tasks need one.
-    shard: how they share the slabs, "slurm" or "claims".
+    Attributes:
+        words: the extraction's command line, without shards.
+        store: its store, as the user names it.
+        folder: base of relative paths.
+        n_slabs: of the store; more tasks are useless.
+        workers: loading processes, None for the default.
+        gpu: whether tasks need one.
+        shard: how they divide the slabs, "slurm" or "claims".
     """
 
     words: tuple[str, ...]
@@ -106,7 +109,7 @@ class ArrayPlan:
         """The text of the script for bash.
 
         Raises:
-            OptionError: a word with a line break, which no script takes.
+            OptionError: a word with a line break.
         """
         for text in (*self.words, self.store, self.folder):
             if not text.isprintable():
@@ -139,9 +142,9 @@ def plan_array(
     run: RunOptions,
     shard: str = "slurm",
 ) -> ArrayPlan:
-    """The array for an extraction whose command line is `words`. The images are counted and the
-    model's name is looked up, so that mistakes are found before they wait in a queue; no model is
-    built, and nothing is written.
+    """The array for an extraction with the command line `words`. The images are counted and the
+    model's name is looked up, so that mistakes are found before they wait in a queue; no model
+    is built, and nothing is written.
 
     Raises:
         VitseeError: no such model or images; the store is complete; --force.

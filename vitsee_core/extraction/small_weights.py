@@ -1,5 +1,5 @@
-"""What a store keeps of its model's weights: first-layer filters, position embeddings, and the
-classifier where it is a formula over tokens."""
+"""Model weights that a store keeps: first-layer filters, position embeddings, and the classifier if
+it is a formula over tokens."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ HEAD_BYTES = 16 << 20  # the largest classifier that is kept without being asked
 
 @dataclass(frozen=True)
 class SmallWeights:
-    """arrays: float32 by name, for `weights/`. record: for the manifest's `info`.
-    notes: for the user."""
+    """Weights for a store."""
 
-    arrays: dict[str, NDArray[np.float32]]
-    record: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
+    arrays: dict[str, NDArray[np.float32]]  # float32 by name, for `weights/`
+    record: dict[str, Any]  # for the manifest's `info`
+    notes: list[str] = field(default_factory=list)  # for the user
 
     @property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -35,15 +34,15 @@ class SmallWeights:
 
 
 def small_weights(model: LoadedModel, table: SiteTable, head: bool | None) -> SmallWeights:
-    """Those of a model on the CPU.
+    """The small weights of a model on the CPU.
 
     Args:
         model: with its sites in `table`.
         table: see `site_table`.
-        head: whether the classifier is kept; None: where it takes at most `HEAD_BYTES`.
+        head: whether to keep the classifier; None: if it takes at most `HEAD_BYTES`.
 
     Raises:
-        VitseeError: `head` is asked for and the model's is no formula over tokens.
+        VitseeError: `head` is requested and the model's is not a formula over tokens.
     """
     own = input_weights.of_model(model)
     found = find_classifier(model, table) if head is not False else "not asked for"

@@ -1,9 +1,9 @@
-"""Tiles of an image on a canvas, and what of each is new (Walmer et al. 2023, Sec. B.4).
+"""Tiles of an image on a canvas, and which part of each is new (Walmer et al. 2023, Sec. B.4).
 
-    tile i of a side begins at  min(i * side, length - side)  and brings what lies from  i * side on
+    tile i of a side begins at  min(i * side, length - side)  and adds what lies from  i * side on
 
-The last tile of a row or column is moved back to the image's edge and overlaps the one before,
-which was first and stands. So every cell comes from exactly one tile.
+The last tile of a row or column is moved back to the image's edge and overlaps the previous one,
+which takes precedence. So every cell comes from exactly one tile.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ TILED = "the model runs on tiles, which do not see each other"
 
 @dataclass(frozen=True)
 class Tile:
-    """image: its place in the batch. top, left: where the tile begins, in pixels. new: (row, col)
-    of its first pixel that no earlier tile has, within it."""
+    """One tile of an image."""
 
-    image: int
-    top: int
-    left: int
-    new: Size
+    image: int  # its place in the batch
+    top: int  # first pixel row
+    left: int  # first pixel column
+    new: Size  # (row, col) within it of its first pixel that no earlier tile has
 
 
 def starts(length: int, side: int) -> list[tuple[int, int]]:
-    """Where the tiles of one axis begin, and the first pixel that is new within each."""
+    """Starts of the tiles along one axis, and the first new pixel within each."""
     first = [min(k, length - side) for k in range(0, length, side)]
     return [(at, k * side - at) for k, at in enumerate(first)]
 
 
 def n_tiles(size: Size, side: Size) -> int:
-    """How many tiles cover an image of this size on the canvas."""
+    """Number of tiles that cover an image of this size on the canvas."""
     return len(starts(size[0], side[0])) * len(starts(size[1], side[1]))
 
 
@@ -51,8 +50,7 @@ def tiles_of(sizes: Sequence[Size], canvas: Canvas) -> list[Tile]:
     """The tiles of a batch, image by image and row by row.
 
     Args:
-        sizes: (height, width) of the original images, 0 for one that could not be read: it has
-            none.
+        sizes: (height, width) of the original images, 0 for an unreadable one: it has none.
         canvas: with tiles.
     """
     assert canvas.tiles is not None
@@ -66,11 +64,11 @@ def tiles_of(sizes: Sequence[Size], canvas: Canvas) -> list[Tile]:
 
 
 class TiledObserver(SlabObserver):
-    """Lays the tokens of tiles into the grids of their images.
+    """Assembles the tokens of tiles into the grids of their images.
 
     Per batch: `begin_batch`, for each part of `parts` a captured forward of its pixels, and
-    `end_batch`. Memory on the device, beside what `SlabObserver` says: the grids of one batch of
-    images, of one site where all their tiles go through the model at once, else of all.
+    `end_batch`. Memory on the device, beside that of `SlabObserver`: the grids of one batch of
+    images, for one site if all their tiles go through the model at once, else for all.
     """
 
     def start(self, buffers: SlabBuffers) -> None:
@@ -78,7 +76,7 @@ class TiledObserver(SlabObserver):
         self._spare: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
     def parts(self, pixels: Tensor, sizes: Sequence[Size], most: int) -> Iterator[Tensor]:
-        """Pixels of at most so many tiles at a time, (tiles, channels, rows, cols).
+        """Pixels of at most `most` tiles at a time, (tiles, channels, rows, cols).
 
         Args:
             pixels: (images, channels, height, width) of a batch, on the canvas.
@@ -100,7 +98,7 @@ class TiledObserver(SlabObserver):
             )  # fmt: skip
 
     def end_batch(self) -> None:
-        """As the base class; images without tiles have grids of zeros."""
+        """Images without tiles have grids of zeros."""
         if not any(min(size) for size in self._images):
             with self._exactly():
                 for site in self._stored.values():
@@ -133,7 +131,7 @@ class TiledObserver(SlabObserver):
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _lay_out(self, name: str, grid: Tensor) -> None:
-        """Keep whole grids, and their means over the cells on the image."""
+        """Store whole grids, and their means over the cells on the image."""
         stored = self._stored[name]
         total = grid.flatten(1, 2).sum(1, dtype=torch.float32)
         self._keep(f"pooled/{name}/mean", total / self._cells(_steps(stored.layout)))
@@ -142,7 +140,7 @@ class TiledObserver(SlabObserver):
         self._spare.setdefault((grid.shape, grid.dtype), []).append(grid)
 
     def _cells(self, step: Size) -> Tensor:
-        """(images, 1) cells on each image, on the device once a batch."""
+        """(images, 1) cells on each image, sent to the device once per batch."""
         if step not in self._n_cells:
             n = [max(1, (h // step[0]) * (w // step[1])) for h, w in self._images]
             self._n_cells[step] = to_device(np.array(n, np.float32), self._device)[:, None]
@@ -150,6 +148,6 @@ class TiledObserver(SlabObserver):
 
 
 def _steps(layout: TokenLayout | None) -> Size:
-    """Pixels between cells, which are whole ones where tiles are taken."""
+    """Pixels between cells, integers where tiles are used."""
     assert layout is not None and layout.stride_px is not None
     return round(layout.stride_px[0]), round(layout.stride_px[1])

@@ -22,12 +22,12 @@ REST = "setting up"  # mostly compiled loops, which are read or made, and buffer
 
 
 class Clock:
-    """Seconds by stage; `with clock("loading"): ...`. Safe from several threads.
+    """Seconds by stage; `with clock("loading"): ...`. Thread-safe.
 
-    seconds: of the thread that makes the clock, each moment in the innermost stage that is running
-    there, so that they add up to the time of its outermost. beside: of other threads, which work
-    at the same time. On a CPU a stage has all that is computed in it; an asynchronous device works
-    on after the call, and its time is in the stage that waits for it.
+    seconds: of the thread that created the clock, each moment in its innermost running stage, so
+    that they add up to the time of the outermost. beside: of other threads, which work
+    concurrently. On a CPU a stage includes all its computation; an asynchronous device continues
+    after the call, and its time is in the stage that waits for it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Clock:
             of[stage] = of.get(stage, 0.0) + seconds
 
     def limit(self) -> str:
-        """What the run was waiting for most, in words: images, the disk, or the model."""
+        """What the run was mostly waiting for, in words: images, the disk, or the model."""
         waited = {
             "loading images (more --workers, smaller files)": self.seconds.get("loading", 0.0),
             "writing (a faster disk, --tokens pooled)": self.seconds.get(
@@ -57,7 +57,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Add the time spent inside to a stage, and not to one around it."""
+        """Add the time spent inside to this stage, and not to an outer one."""
         running = self._running
         self._change()
         running.stages.append(stage)
@@ -68,7 +68,7 @@ class Clock:
             running.stages.pop()
 
     def _change(self) -> None:
-        """Count what passed since the last change to the stage that is running."""
+        """Add the time since the last change to the running stage."""
         now, running = time.perf_counter(), self._running
         if running.stages:
             self.add(running.stages[-1], now - running.since)
@@ -76,7 +76,7 @@ class Clock:
 
 
 class _Running(threading.local):
-    """What runs in each thread: stages from the outermost on, and since when the last one does."""
+    """The running stages of each thread, outermost first, and the start of the innermost."""
 
     def __init__(self) -> None:
         self.stages: list[str] = []

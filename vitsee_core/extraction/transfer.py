@@ -1,7 +1,7 @@
-"""Results on their way from the device to the host, and pixels on theirs to the device.
+"""Asynchronous copies: results from the device to the host, pixels to the device.
 
-On CUDA copies run on streams of their own, beside the model. Nothing on the host waits for them
-but at the places that say so; on other devices each is done when its call returns.
+On CUDA copies run on streams of their own, beside the model. The host waits for them only where the
+methods say so; on other devices each is done when its call returns.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ N_PINNED_BATCHES = 3
 class HostCopies:
     """Copies into host memory, in the order of the calls.
 
-    Memory on the device: the results of at most three batches, the one being made among them; on
-    the host: two buffers of the size of the largest copy into memory that is not pinned.
+    Memory on the device: the results of at most three batches, including the current one; on the
+    host: two buffers of the size of the largest copy into unpinned memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,14 +40,14 @@ class HostCopies:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether copies are still under way when `copy` has returned."""
+        """Whether copies are still pending when `copy` has returned."""
         return self._stream is not None
 
     def copy(self, out: Tensor, value: Tensor) -> None:
         """Copy `value` into host memory `out`; `value` may change once this has returned.
 
-        Into memory that is not pinned a GPU cannot write by itself: such copies take a second step
-        on the host, which happens when the buffers between are needed, or in `wait` and `mark`.
+        A GPU cannot write to unpinned memory asynchronously: such copies take a second step on the
+        host, which happens when the intermediate buffers are needed, or in `wait` and `mark`.
         """
         if self._stream is None or value.device.type != self._device.type:
             out.copy_(value)
@@ -64,8 +64,8 @@ class HostCopies:
             self._bouncing.append((self._now(), between, out))
 
     def end_batch(self) -> None:
-        """Wait until the results of the batch before last have left the device: without it they
-        would pile up wherever the model is faster than the bus."""
+        """Wait until the results of the batch before last have left the device: otherwise they
+        would pile up if the model is faster than the bus."""
         if self._stream is None:
             return
         self._batches.append(self._now())
@@ -80,7 +80,7 @@ class HostCopies:
 
     def mark(self) -> torch.cuda.Event | None:
         """What to wait for (`synchronize`, from any thread) until all copies so far have arrived;
-        None where they have."""
+        None if they have."""
         self._settle(0)
         return None if self._stream is None else self._now()
 
@@ -98,7 +98,7 @@ class HostCopies:
         return torch.empty(n, dtype=torch.uint8, pin_memory=True)
 
     def _settle(self, n: int) -> None:
-        """Take the second step of the oldest copies, until at most `n` are without it."""
+        """Complete the oldest copies, until at most `n` lack the second step."""
         while len(self._bouncing) > n:
             event, between, out = self._bouncing.popleft()
             event.synchronize()
@@ -112,8 +112,8 @@ def _seen_as(memory: Tensor, like: Tensor) -> Tensor:
 
 
 class PixelFeed:
-    """Batches with their pixels on the device, which on CUDA are copied there while the model is
-    busy with the batch before: call `ahead` once its forward pass has been started."""
+    """Batches with their pixels on the device. On CUDA they are copied while the model processes
+    the previous batch: call `ahead` once its forward pass has been started."""
 
     def __init__(self, loading: Iterator[Batch], device: torch.device) -> None:
         self._loading, self._device = loading, device
@@ -122,7 +122,7 @@ class PixelFeed:
         self._next: tuple[Batch, Tensor, torch.cuda.Event] | None = None
 
     def ahead(self) -> None:
-        """Load the next batch, where there is one, and start its copy; only on CUDA."""
+        """Load the next batch, if there is one, and start its copy; only on CUDA."""
         if self._stream is None or self._next is not None:
             return
         batch = next(self._loading, None)
