@@ -376,7 +376,7 @@ def run(
 
 class _Work:
     """Probes every site, and turns tallies into rows. words: of tokens, by site; matched: sites
-    that were brought to the last stage's grid."""
+    converted to the last stage's grid."""
 
     def __init__(
         self,
@@ -427,7 +427,7 @@ class _Work:
         return rows, random_rows
 
     def _features(self) -> Iterator[tuple[SiteFeatures, SiteFeatures]]:
-        """What is probed: of the training images and of the test images."""
+        """The probed features of the training and of the test images."""
         train, test = self.train.store, self.test.store
         for site in train.select(list(self.settings.sites)):
             other = test.site(site.name)

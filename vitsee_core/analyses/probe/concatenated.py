@@ -1,8 +1,8 @@
-"""Probes of all tokens side by side, where features are more than images: by inner products.
+"""Probes of all tokens side by side, with more features than images: by inner products.
 
 The matrix of inner products of training images, and of test with training images, is a sum over
-tokens, so they are read in groups and each byte once; the features (151,296 of a
-ViT-B/16 layer) are never together in memory.
+tokens, so they are read in groups and each byte once; the features (151,296 of a ViT-B/16 layer)
+are never in memory all together.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from vitsee_stores.errors import VitseeError
 
 
 class Products:
-    """Inner products of some training images with each other (n, n), and of other images with
-    them (m, n); the features of both minus the training images' mean, and scaled."""
+    """Inner products of some training images with each other (n, n), and of other images with them
+    (m, n); the features of both minus the training images' mean, and scaled."""
 
     def __init__(self, n: int, m: int, algebra: Algebra) -> None:
         self.algebra = algebra
         self.kernel, self.cross = np.zeros((n, n)), np.zeros((m, n))
 
     def start(self, x: Float32) -> None:
-        """The next group of features of the training images, (n, features)."""
+        """Begin the next group of features, from the training images (n, features)."""
         self._shift = x[0].astype(np.float64)
         self._x = x - self._shift
         self._mean = self._x.mean(axis=0)
@@ -44,7 +44,7 @@ class Products:
         self.kernel += self._x @ self._x.T
 
     def add(self, rows: Integers, x: Float32) -> None:
-        """The same features of some of the other images, (rows, features)."""
+        """Add the same features of some of the other images, (rows, features)."""
         other = x - self._shift - self._mean
         if self._scales is not None:
             other *= self._scales
@@ -53,7 +53,7 @@ class Products:
 
 @dataclass(frozen=True)
 class _Of:
-    """Places, among the images read, of a draw's images: all, those that fit, those that judge."""
+    """Places, among the images read, of a draw's images: all, the fitted ones, the judging ones."""
 
     whole: Integers
     fit: Integers
@@ -63,7 +63,7 @@ class _Of:
 def probe_concatenated(
     train: Source, test: Source, draws: Sequence[Draw], task: Task, tally: Tally
 ) -> None:
-    """Fit and test; the result is in `tally`, as of one token.
+    """Fit and test; the result goes into `tally`, as for one token.
 
     Raises:
         VitseeError: the inner products of one draw do not fit the memory.
@@ -73,7 +73,7 @@ def probe_concatenated(
 
 
 def _in_memory(draws: Sequence[Draw], n_test: int, memory: int) -> Iterator[list[int]]:
-    """Numbers of the draws that go together."""
+    """Groups of draws that fit the memory together."""
     sizes = [8 * len(d) * (3 * len(d) + n_test) for d in draws]
     if max(sizes) > memory // 2:
         raise VitseeError(

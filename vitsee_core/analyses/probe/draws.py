@@ -1,7 +1,7 @@
-"""Which images train a probe, which of them choose its l2, and which test it.
+"""Which images train a probe, which choose its l2, and which test it.
 
-All of it is decided over the data set's own order (`samples.index`), so that a shuffled store
-chooses the same images as one in order.
+All of it is decided in the data set's own order (`samples.index`), so that a shuffled store selects
+the same images as an ordered one.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Draw:
-    """Training images of one probe. shots: per class, None for all; places: (n,) among the labelled
-    training rows, ascending; held_out: (n,) which of them choose l2, none where all classes have
-    one image."""
+    """Training images of one probe."""
 
-    shots: int | None
+    shots: int | None  # per class, None for all
     seed: int
-    places: Integers
-    held_out: Mask
+    places: Integers  # (n,) among the labelled training rows, ascending
+    held_out: Mask  # (n,) which of them choose l2, none if all classes have one image
 
     def __len__(self) -> int:
         return len(self.places)
 
 
 def draw_images(train: LabelledRows, shots: int | None, seed: int) -> Draw:
-    """All images, or `shots` of each class: the first of a permutation of the class, drawn class
-    after class by one generator, so that fewer shots are among more (as in big_vision).
+    """All images, or `shots` per class: the first of a permutation of the class, drawn class after
+    class by one generator, so that fewer shots are a subset of more (as in big_vision).
 
     Raises:
         VitseeError: classes with fewer images; names and counts them.
@@ -54,7 +52,7 @@ def draw_images(train: LabelledRows, shots: int | None, seed: int) -> Draw:
 
 
 def _by_class(data: LabelledRows) -> tuple[Integers, list[Integers]]:
-    """The labelled rows in the data set's order, and where in that order each class's are."""
+    """The labelled rows in the data set's order, and each class's positions in it."""
     order = np.argsort(data.index, kind="stable")
     labels = data.labels[order]
     return order, [np.flatnonzero(labels == number) for number in range(data.n_classes)]
@@ -87,10 +85,10 @@ def _share_of_each(classes: Sequence[Integers], share: float, rng: np.random.Gen
 
 
 def check_classes(train: LabelledRows, test: LabelledRows, shots: Sequence[int]) -> list[str]:
-    """What to say of training images of a single class, and of tested classes without any.
+    """Remarks on training images of a single class, and on tested classes without any.
 
     Raises:
-        VitseeError: there are any, and so many images of each class were asked for.
+        VitseeError: there are any, and a number of images per class was requested.
     """
     tested = np.bincount(test.labels, minlength=train.n_classes)
     trained = np.bincount(train.labels, minlength=train.n_classes)
@@ -128,17 +126,17 @@ def split_rows(
 
     Args:
         train: its labelled rows train.
-        test: its labelled rows test; None where `train` has to give both.
-        test_split: rows of this split of the data test, those of all others train.
+        test: its labelled rows test; None if `train` has to give both.
+        test_split: rows of this split of the data test, all others train.
         holdout: this share of each class tests, drawn with `seed`, at least one image of a class
             with two.
-        rows: the labelled rows of a store, and of a `split` of its data.
+        rows: returns the labelled rows of a store, and of a `split` of its data.
         seed: of the held-out share.
 
     Raises:
         MissingInput: no labels, or no such split.
-        VitseeError: not exactly one of `test`, `test_split`, `holdout`; or nothing is left to
-            train or test.
+        VitseeError: not exactly one of `test`, `test_split`, `holdout`; or nothing is left to train
+            or test.
     """
     ways = {"a second store": test, "--test-split NAME": test_split, "--holdout SHARE": holdout}
     given = [name for name, value in ways.items() if value is not None]

@@ -1,4 +1,4 @@
-"""Pictures of probes, drawn from the table alone."""
+"""Figures of probes, drawn from the table alone."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ EACH = "each"
 @styled
 def plot(table: Table) -> Figure:
     """Accuracy against relative depth, a panel per metric and a curve per store, token and shots,
-    with the 95 % interval as a band and the baseline dashed (Raghu et al. 2021, Figs. 11, 13, F).
+    with the 95 % interval as a band and the baseline dashed (Raghu et al. 2021, Figs. 11, 13,
+    F).
 
-    Where every token was probed, their mean is the curve, and below it stand maps of each site's
-    tokens, on one scale (Fig. D.4; the paper's panels have one each). Where several l2 were asked
-    for, accuracy is drawn against l2 instead, one curve per site.
+    If every token was probed, the curve is their mean, and below it are maps of each site's tokens,
+    on one scale (Fig. D.4; the paper's panels have one each). If several l2 were requested,
+    accuracy is drawn against l2 instead, one curve per site.
     """
     curves = _with_vectors(table.take(~_cells(table)))
     metrics = [metric for metric in DRAWN if metric in curves.unique("metric")]
@@ -78,7 +79,7 @@ def _text(values: Any) -> list[str]:
 
 
 def _with_vectors(table: Table) -> Table:
-    """Vectors have no token: they are drawn with the first kind of token that there is."""
+    """Vectors have no token: they are drawn with the first kind of token in the table."""
     tokens = _text(table["token"])
     first = next((token for token in tokens if token), "")
     token = np.array([token or first for token in tokens], object)
@@ -105,8 +106,8 @@ def _several_l2(rows: Table) -> bool:
 
 
 def _draw_l2(axes: Any, rows: Table, ylabel: str) -> None:
-    """Accuracy against l2, a curve per site from dark (low) to light (high); what else differs has
-    markers of its own."""
+    """Accuracy against l2, a curve per site from dark (low) to light (high); other differences are
+    shown by markers."""
     import matplotlib
 
     colours = matplotlib.colormaps["viridis"]
@@ -135,8 +136,8 @@ Site = tuple[str, Any]  # name, map
 
 
 def _maps(table: Table) -> list[tuple[str, list[Site]]]:
-    """(title, maps) of each store whose tokens were probed one by one; with several numbers of
-    shots those with most."""
+    """(title, maps) of each store whose tokens were probed individually; for several numbers of
+    shots, the largest."""
     cells = table.take(_cells(table) & (table["metric"] == "top1"))
     cells = cells.take(np.array([not text for text in _text(cells["baseline"])], bool))
     out = []

@@ -35,10 +35,14 @@ JUDGED = 1024  # images that one thread looks at
 
 @dataclass(frozen=True)
 class Task:
-    """What all probes of a run share.
+    """Settings shared by all probes of a run.
 
-    labels: (n,) of the labelled training images. l2s: given values, of which all are reported;
-    empty where `choose`, "holdout" or "loo", decides. jobs: threads. memory: bytes.
+    Attributes:
+        labels: (n,) of the labelled training images.
+        l2s: given values, all of which are reported; empty if `choose`, "holdout" or "loo",
+            decides.
+        jobs: threads.
+        memory: bytes.
     """
 
     labels: Integers
@@ -50,14 +54,14 @@ class Task:
     memory: int
 
     def method(self, draw: Draw) -> str:
-        """given, holdout or loo; loo where a draw has no images to hold out (one shot)."""
+        """given, holdout or loo; loo if a draw has no images to hold out (one shot)."""
         if self.l2s:
             return "given"
         return self.choose if self.choose == "loo" or draw.held_out.any() else "loo"
 
     @property
     def n_l2(self) -> int:
-        """How many l2 each probe is reported at."""
+        """Number of l2 values that each probe is reported at."""
         return max(1, len(self.l2s))
 
 
@@ -75,7 +79,8 @@ class Fitted:
         return not weights.any()
 
     def ranks(self, x: Float, labels: Integers) -> Integers:
-        """(l2s, m) how many classes come before each image's own, of equal scores the lower class.
+        """(l2s, m) number of classes ranked before each image's own; among equal scores the lower
+        class comes first.
 
         Args:
             x: (m, dim) features.
@@ -88,7 +93,7 @@ class Fitted:
 
 
 def token_bytes(task: Task, draws: Sequence[Draw], dim: int) -> int:
-    """Memory that one token takes while it is probed, roughly."""
+    """Approximate memory of one token while it is probed."""
     probes = sum(n_bytes(len(draw), dim, task.n_classes) for draw in draws)
     again = len(_looked_at_again(task, draws))
     return probes + (4 * again * dim if 4 * again * dim <= task.memory // 2 else 0)
@@ -97,7 +102,7 @@ def token_bytes(task: Task, draws: Sequence[Draw], dim: int) -> int:
 def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[list[Fitted]]:
     """A probe for each draw and token of the part.
 
-    The training images are read once; twice where those that choose l2 do not fit the memory.
+    The training images are read once; twice if those that choose l2 do not fit the memory.
 
     Args:
         source: of the training images.
@@ -176,7 +181,7 @@ def _judge(
     read: Callable[[], Iterable[Block]],
     draws: Sequence[Draw],
 ) -> Judges:
-    """How well each probe does at every l2, on held-out images or by leaving one out."""
+    """Evaluate each probe at every l2, on held-out images or by leave-one-out."""
     pairs = [pair for pair in pairs if methods[pair[0]] != "given"]
     if not pairs:
         return {}
@@ -198,8 +203,8 @@ def _look(judges: Judges, blocks: Iterable[Block], masks: Mask, task: Task) -> N
     """Show the judges the images in (draws, images) `masks`."""
 
     def pieces() -> Iterator[tuple[tuple[int, int], NDArray[np.float32], Integers]]:
-        """Of as many images whatever the number of threads, as the order of sums decides the last
-        digits."""
+        """Pieces of a fixed number of images whatever the number of threads, as the order of sums
+        decides the last digits."""
         for places, x in blocks:
             chosen = [np.flatnonzero(mask[places]) for mask in masks]
             for d, t in judges:
@@ -218,7 +223,7 @@ def _look(judges: Judges, blocks: Iterable[Block], masks: Mask, task: Task) -> N
 
 
 def _chosen(mask: Mask, x: NDArray[np.float32]) -> tuple[slice | Integers, NDArray[np.float32]]:
-    """Which images of a block, and their features; no copy of all of them."""
+    """Which images of a block are selected, and their features; without copying all of them."""
     if mask.all():
         return slice(None), x
     rows = np.flatnonzero(mask)
@@ -232,7 +237,7 @@ def _in_memory(places: Integers, x: NDArray[np.float32]) -> Iterator[Block]:
 
 
 def _union(n: int, places: Sequence[Integers]) -> Integers:
-    """Those of n places that are in any of these, in order."""
+    """The sorted union of these places below n."""
     chosen = np.zeros(n, bool)
     for some in places:
         chosen[some] = True

@@ -1,4 +1,4 @@
-"""What to say of probes that ran, and whose values a reader might take for more than they are."""
+"""Remarks on probes whose values could be overinterpreted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def remarks_on(features: SiteFeatures, tally: Tally, task: Task, one_class: bool
     """One sentence each on SGD that diverged, equal features, and an l2 at an end of the grid.
 
     Args:
-        features: what was probed.
+        features: the probed features.
         tally: its result.
-        task: how.
-        one_class: all training images have the same label, so that equal scores say nothing of
+        task: its settings.
+        one_class: all training images have the same label, so that equal scores say nothing about
             the features.
     """
     name, out = features.site.name, []

@@ -31,16 +31,15 @@ INTERVAL = (
 
 @dataclass(frozen=True)
 class Scorer:
-    """What is the same for every site. draws: of the tally; test: the test images; classes: names
-    of those that have rows of their own; blocks: of the test images, as the tally has them."""
+    """Turns tallies into rows."""
 
-    draws: Sequence[Draw]
-    test: LabelledRows
-    classes: Sequence[str]
-    blocks: Blocks
+    draws: Sequence[Draw]  # of the tally
+    test: LabelledRows  # the test images
+    classes: Sequence[str]  # names of those that have rows of their own
+    blocks: Blocks  # of the test images, as in the tally
 
     def rows(self, tokens: Sequence[Token], tally: Tally, each: bool) -> Iterator[dict[str, Any]]:
-        """Rows of one site: tokens, of `each` then their mean, for each number of shots and l2."""
+        """Rows of one site: tokens, for `each` then their mean, for each number of shots and l2."""
         for shots in dict.fromkeys(draw.shots for draw in self.draws):
             own = np.array([d for d, draw in enumerate(self.draws) if draw.shots == shots])
             for i in range(tally.right.shape[1]):
@@ -87,7 +86,7 @@ class Scorer:
         failed: NDArray[np.bool_],
         without: Float | None,
     ) -> dict[str, Any]:
-        """Of the numbers of right answers among n, one per seed; without: (blocks,) their mean
+        """From the numbers of right answers among n, one per seed; without: (blocks,) their mean
         share without each block."""
         ends = [self.test.ends(right.mean() / max(n, 1), n, int(one), without) for one in right]
         low, high = (np.array(column) for column in zip(*ends, strict=True))
@@ -101,14 +100,14 @@ class Scorer:
 
 
 def tokens_of(features: SiteFeatures) -> list[Token]:
-    """What the rows call the probed vectors."""
+    """Token name of the probed vectors in rows."""
     if features.site.layout is not None and features.selection == "all":
         return [Token("all")]
     return features.tokens
 
 
 def _mean_l2(values: NDArray[np.float64]) -> float | None:
-    """The value, or the geometric mean of several; None where there is none."""
+    """The value, or the geometric mean of several; None if there is none."""
     if not np.isfinite(values).all():
         return None
     if (values == values.flat[0]).all():
@@ -117,7 +116,7 @@ def _mean_l2(values: NDArray[np.float64]) -> float | None:
 
 
 def _mean_share(share: NDArray[np.float32]) -> dict[str, Any]:
-    """Of (seeds, images): which share of the probes is right about each image."""
+    """From (seeds, images): the share of probes that are right about each image."""
     moments = Moments()
     moments.add(share.T)
     found = moments.summary()

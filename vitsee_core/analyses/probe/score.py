@@ -1,4 +1,4 @@
-"""Probes of one site's tokens, fitted and tested."""
+"""Fits and tests probes of one site's tokens."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from vitsee_stores.errors import VitseeError
 
 @dataclass(frozen=True)
 class Prober:
-    """What is the same for every site. test_labels: of the labelled test images; training: of SGD,
-    None for ridge; blocks: (test images,) the jackknife's."""
+    """Settings shared by every site."""
 
     task: Task
     draws: Sequence[Draw]
-    test_labels: NDArray[np.int64]
-    training: Training | None = None
-    blocks: NDArray[np.int64] | None = None
+    test_labels: NDArray[np.int64]  # of the labelled test images
+    training: Training | None = None  # of SGD, None for ridge
+    blocks: NDArray[np.int64] | None = None  # (test images,) the jackknife's
 
     def each(
         self,
@@ -50,7 +49,7 @@ class Prober:
             test: features of the test images.
             what: in words, for errors.
             first: tokens from this one on are averaged in the tally's `share`.
-            done: called with the number of probes that are finished.
+            done: called with the number of finished probes.
 
         Raises:
             VitseeError: not even one token fits the memory.
@@ -60,8 +59,8 @@ class Prober:
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Within it, ridge probes' products are made by the thread that calls them. It takes some
-        milliseconds, which those who probe many sites hold it for all to save."""
+        """Context in which ridge probes' products run in the calling thread. Entering takes some
+        milliseconds, so callers with many sites hold it for all."""
         if self.training is not None:
             yield
             return
@@ -88,7 +87,7 @@ class Prober:
         return tally
 
     def side_by_side(self, train: Source, test: Source, what: str) -> Tally:
-        """One probe of all tokens together: by inner products where features are more than
+        """One probe of all tokens together: by inner products if there are more features than
         images."""
         wide = train.n_tokens * train.dim > max(map(len, self.draws))
         if train.n_tokens > 1 and wide and self.training is None:

@@ -1,13 +1,13 @@
-"""How probes are fitted: the user's choices, and those of published protocols where he leaves them.
+"""Probe settings: user options, with defaults from published protocols.
 
 `raghu`: Raghu et al. 2021, appendix A: 10 images per class, the mean of all tokens, l2 tuned on a
-held-out part of the training images; CNNs brought to the last stage's grid and channels. They
+held-out part of the training images; CNNs converted to the last stage's grid and channels. They
 follow Dosovitskiy et al. 2021 and say nothing of scaling: features are centred, the intercept is
 not penalised. Seeds and the held-out share are not given.
 
 `big_vision`: the few-shot evaluation of Dosovitskiy et al. 2021 in its published code
-(google-research/big_vision, evaluators/fewshot_lsr.py): standardised features, a constant column
-of 100, l2 = 2^10, the pooled vector. With shots 1, 5, 10, 25 and seeds 0 to 2 it is that protocol.
+(google-research/big_vision, evaluators/fewshot_lsr.py): standardised features, a constant column of
+100, l2 = 2^10, the pooled vector. With shots 1, 5, 10, 25 and seeds 0 to 2 it is that protocol.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ SOLVERS = ("ridge", "sgd")
 
 
 def parse_l2(text: str) -> str | float:
-    """A number above 0, or a word.
+    """A positive number, or a word.
 
     Raises:
-        VitseeError: neither of them.
+        VitseeError: neither.
     """
     words = (*CHOOSERS, "grid")
     return text if text in words else _positive(text, f"a number above 0, {', '.join(words)}")
 
 
 def parse_intercept(text: str) -> str | float:
-    """`free` or a number above 0.
+    """`free` or a positive number.
 
     Raises:
-        VitseeError: neither of them.
+        VitseeError: neither.
     """
     return text if text == FREE else _positive(text, "free or a number above 0, e.g. 100")
 
@@ -59,15 +59,14 @@ def _positive(text: str, expected: str) -> float:
 
 @dataclass(frozen=True)
 class Settings:
-    """tokens: () for each site's default. shots: () for all images. l2s: values to report; () where
-    `choose` decides."""
+    """Settings of all probes."""
 
     sites: tuple[str, ...]
-    tokens: tuple[str, ...]
-    shots: tuple[int, ...]
+    tokens: tuple[str, ...]  # () for each site's default
+    shots: tuple[int, ...]  # () for all images
     seeds: tuple[int, ...]
     algebra: Algebra
-    l2s: tuple[float, ...]
+    l2s: tuple[float, ...]  # values to report; () if `choose` decides
     choose: str
     match_last_stage: bool
 
@@ -109,14 +108,14 @@ def choose_settings(
     intercept: float | str | None = None,
     match_last_stage: bool | None = None,
 ) -> Settings:
-    """What was asked for, the preset's where nothing was, else the defaults.
+    """The user's options, else the preset's, else the defaults.
 
     Args:
         preset: one of `PRESETS`.
         sites: default `blocks`.
         tokens: words of tokens.
         shots: training images per class; empty for all.
-        seeds: how many draws of them, default 3.
+        seeds: number of draws, default 3.
         seed: of the first draw.
         l2: numbers and `grid`, or one of `CHOOSERS`; default `holdout`.
         standardise: scale features.
@@ -179,13 +178,13 @@ def _parse_l2(values: Sequence[float | str]) -> tuple[tuple[float, ...], str]:
 def choose_training(
     solver: str, device: str, *, sgd: Mapping[str, Any], ridge: Mapping[str, Any]
 ) -> Training | None:
-    """How SGD trains; None for ridge.
+    """Settings of SGD; None for ridge.
 
     Args:
         solver: one of `SOLVERS`.
         device: of SGD.
-        sgd: options of SGD alone by name, None where not given: `Training`'s fields.
-        ridge: options of ridge alone by name, None where not given.
+        sgd: options of SGD alone by name, None if not given: `Training`'s fields.
+        ridge: options of ridge alone by name, None if not given.
 
     Raises:
         VitseeError: an unknown solver, or options of the other one.

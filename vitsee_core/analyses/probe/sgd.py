@@ -1,7 +1,7 @@
 """A linear layer trained by stochastic gradient descent, optionally on batch-normalised features.
 
-Walmer et al. 2023 (appendix, Table 6) train for 20 epochs and say no more. The rest is what
-linear probes of self-supervised models commonly use (Caron et al. 2021, He et al. 2022):
+Walmer et al. 2023 (appendix, Table 6) train for 20 epochs and say no more. The rest is common
+practice for linear probes of self-supervised models (Caron et al. 2021, He et al. 2022):
 cross-entropy, momentum 0.9, no weight decay, learning rate lr x batch / 256 falling to 0 along a
 cosine, images shuffled every epoch (a last, smaller batch left out); batch normalisation without
 scale and shift of its own, tested with the mean and variance of all training images, which do not
@@ -33,7 +33,7 @@ MOMENTUM, NORM_EPSILON = 0.9, 1e-6
 
 @dataclass(frozen=True)
 class Training:
-    """epochs, learning rate for 256 images, images per step, whether features are batch-normalised,
+    """Epochs, learning rate for 256 images, images per step, whether features are batch-normalised,
     and the torch device."""
 
     epochs: int = 20
@@ -60,7 +60,7 @@ def train_linear(
         x: (n, dim).
         labels: (n,).
         n_classes: number of classes.
-        training: how.
+        training: settings.
         seed: of the order of images and the initial weights.
     """
     from vitsee_core.runtime.device import precision_context, resolve_device
@@ -116,10 +116,10 @@ def _trained(
 def fit_sgd(
     source: Source, part: slice, draws: Sequence[Draw], task: Task, training: Training
 ) -> list[list[Fitted | None]]:
-    """A trained layer for each draw and token of the part; None where training diverged.
+    """A trained layer for each draw and token of the part; None if training diverged.
 
     Raises:
-        VitseeError: a single image, to be batch-normalised.
+        VitseeError: batch normalisation of a single image.
     """
     if training.batch_norm and min(map(len, draws)) < 2:
         raise VitseeError("--batch-norm needs the variance of at least 2 training images; found 1")

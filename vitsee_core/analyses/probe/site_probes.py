@@ -1,4 +1,4 @@
-"""The probes of one site: fitted, tested and turned into rows, wherever that is done."""
+"""The probes of one site, fitted, tested and turned into rows, in any process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Item = tuple[SiteFeatures, SiteFeatures] | tuple[int, int]
 
 @dataclass(frozen=True)
 class SiteProbes:
-    """The rows of a site's probes, or of those of random features, and what is to be said."""
+    """The rows of a site's probes, or of those of random features, and remarks."""
 
     prober: Prober
     train: LabelledRows
@@ -60,12 +60,12 @@ class SiteProbes:
         return prober.each(ours, theirs, what, first, progress.advance)
 
     def _random(self, prober: Prober, n: int, dim: int) -> Tally:
-        """Of so many tokens and channels."""
+        """Random features with these numbers of tokens and channels."""
         ours = Random(len(self.train), n, dim, (self.seed, 0))
         theirs = Random(len(self.test), n, dim, (self.seed, 1))
         return prober.side_by_side(ours, theirs, "random features")
 
 
 def shape_of_random(features: SiteFeatures) -> tuple[int, int]:
-    """Tokens and channels of the random features beside these; of `each`, for one token."""
+    """Tokens and channels of the random features beside these; for `each`, of one token."""
     return len(features.tokens) if features.selection == "all" else 1, features.dim

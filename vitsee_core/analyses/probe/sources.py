@@ -1,4 +1,4 @@
-"""Where a probe's features come from: a store, or a random generator."""
+"""Sources of a probe's features: a store, or a random generator."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Source(Protocol):
 
     @property
     def n_tokens(self) -> int:
-        """Number of vectors an image."""
+        """Number of vectors per image."""
 
     @property
     def dim(self) -> int:
         """Channels of a vector."""
 
     def groups(self, n_tokens: int) -> list[slice]:
-        """The tokens in pieces of about so many that are read together."""
+        """The tokens in groups of about `n_tokens` that are read together."""
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        """(places, features (m, tokens of the part, dim)) until all of `places` were there.
+        """(places, features (m, tokens of the part, dim)) until all of `places` are done.
 
         Args:
             part: of the tokens.
@@ -56,11 +56,9 @@ class Stored:
         return self.features.dim
 
     def groups(self, n_tokens: int) -> list[slice]:
-        """The tokens in pieces of about so many that are read together."""
         return self.features.groups(n_tokens)
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        """(places, features) of these images, block by block."""
         yield from self.data.read(
             self.features, places, part, jobs=self.jobs, memory=self.memory // 4
         )
@@ -68,8 +66,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Random:
-    """Independent standard normal numbers in place of features: of n images, `n_tokens` vectors
-    of `dim` channels each."""
+    """Independent standard normal numbers instead of features: for n images, `n_tokens` vectors of
+    `dim` channels each."""
 
     n: int
     n_tokens: int
@@ -77,12 +75,10 @@ class Random:
     seed: Sequence[int]
 
     def groups(self, n_tokens: int) -> list[slice]:
-        """The tokens in pieces of about so many that are read together."""
         step = max(1, n_tokens)
         return [slice(a, min(a + step, self.n_tokens)) for a in range(0, self.n_tokens, step)]
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        """(places, features) of these images, block by block."""
         wanted = np.zeros(self.n, bool)
         wanted[places] = True
         tokens = [
@@ -110,12 +106,10 @@ class ConcatenatedTokens:
         return self.source.n_tokens * self.source.dim
 
     def groups(self, n_tokens: int) -> list[slice]:
-        """The tokens in pieces of about so many that are read together."""
         del n_tokens
         return [slice(0, 1)]
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        """(places, features) of these images, block by block."""
         del part
         for where, x in self.source.blocks(slice(0, self.source.n_tokens), places):
             yield where, x.reshape(len(x), 1, -1)

@@ -1,4 +1,4 @@
-"""How often probes are right, class by class."""
+"""Counts of right answers of probes, class by class."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ METRICS = ("top1", "top5")
 class Tally:
     """Right answers on the test images, for each draw, l2, token and class.
 
-    right: (draws, l2s, tokens, metrics, classes). share: (draws, l2s, metrics, images), for how
-    many of the tokens from `first` on each image is right. metrics: `top1` and, with more than
-    five classes, `top5` (with five or fewer it would be 1 whatever the probe does). in_block:
-    (draws, l2s, tokens, metrics, blocks), right answers in each block of test images.
+    Attributes:
+        right: (draws, l2s, tokens, metrics, classes).
+        share: (draws, l2s, metrics, images), for how many of the tokens from `first` on each image
+            is right.
+        metrics: `top1` and, with more than five classes, `top5` (with five or fewer it would always
+            be 1).
+        in_block: (draws, l2s, tokens, metrics, blocks), right answers in each block of test images.
     """
 
     def __init__(
@@ -30,7 +33,7 @@ class Tally:
         first: int = 0,
         blocks: Integers | None = None,
     ) -> None:
-        """labels, blocks: (images,) class and block of each; without `blocks` all are one."""
+        """labels, blocks: (images,) class and block of each; without `blocks` there is only one."""
         self.labels, self.n_classes, self.first = labels, n_classes, first
         self.blocks = np.zeros(len(labels), np.int64) if blocks is None else blocks
         self.metrics = METRICS if n_classes > TOP else METRICS[:1]
@@ -44,8 +47,8 @@ class Tally:
         self.share = np.zeros((draws, l2s, n, len(labels)), np.float32)
 
     def judged(self, ranks: Integers) -> Mask:
-        """(l2s, metrics, m) whether each image is right, of how many classes come before its own,
-        (l2s, m)."""
+        """(l2s, metrics, m) whether each image is right, from its number of classes ranked before
+        its own, (l2s, m)."""
         most = np.array((1, TOP)[: len(self.metrics)])
         return ranks[:, np.newaxis] < most[:, np.newaxis]
 

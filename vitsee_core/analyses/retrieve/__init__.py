@@ -200,7 +200,7 @@ def run(
 def _opened(
     truth: str | os.PathLike[str] | RetrievalTruth,
 ) -> tuple[RetrievalTruth | None, dict[str, Any]]:
-    """The ground truth, None for labels, and what a sidecar says of it."""
+    """The ground truth, None for labels, and its description for a sidecar."""
     if isinstance(truth, RetrievalTruth):
         return truth, {"source": truth.source}
     if str(truth) == LABELS:
@@ -231,7 +231,7 @@ def _checked(
 def _by_model(
     stores: Sequence[Store], queries: Sequence[Store], distractors: Sequence[Store]
 ) -> Iterator[tuple[Store, Store | None, list[Store]]]:
-    """Each store with the stores of queries and of distractors that are of its model."""
+    """Each store with the stores of queries and of distractors of its model."""
 
     models = {model_key(store) for store in stores}
     for given, what in ((queries, "queries"), (distractors, "distractors")):
@@ -260,8 +260,8 @@ def _by_model(
 
 
 def _scores(plan: Plan, execution: Execution, features: Features) -> tuple[Scores, Scores, str]:
-    """Of a site, setting -> metric -> (queries,), the same (blocks, queries) without each block of
-    images where these are the queries, and what is to be remarked on."""
+    """For a site, setting -> metric -> (queries,), the same (blocks, queries) without each block of
+    images if these are the queries, and remarks."""
     from vitsee_core.analyses.retrieve.search_passes import passes
 
     parts: dict[Setting, list[list[dict[str, Float]]]] = {one: [] for one, _ in plan.scored}

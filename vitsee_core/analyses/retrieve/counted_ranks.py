@@ -1,11 +1,11 @@
-"""Ranks by counting: how many images are nearer to a query than each image of its lists.
+"""Ranks by counting: the number of images nearer to a query than each image of its lists.
 
-The images that are searched come in tiles. The cosines of a tile are sorted where they are, in the
-processor's cache, and it is looked up how many are above that of each listed image; no ranking of
-all images is ever made. Memory: the lists, and one tile; whatever the number of images.
+The searched images come in tiles. A tile's cosines are sorted in the processor's cache, and the
+number above that of each listed image is looked up; no ranking of all images is ever made. Memory:
+the lists, and one tile; whatever the number of images.
 
-Cosines are products in float64, rounded to float32; equal ones are ties, and the image that comes
-first in the store (its distractors after it) is the nearer one.
+Cosines are float64 products rounded to float32; equal ones are ties, and the image that comes first
+in the store (its distractors after it) is the nearer one.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ Cosines = Callable[[Float32], Float32]  # (queries, rows) in float32 with rows (
 
 @dataclass(frozen=True)
 class Listed:
-    """The images of some queries' lists, by place. query, place, name: (pairs,) which query, which
-    image, and the number of its list in `names`."""
+    """The images of some queries' lists, by place."""
 
-    query: Integers
-    place: Integers
-    name: Integers
+    query: Integers  # (pairs,) which query
+    place: Integers  # (pairs,) which image
+    name: Integers  # (pairs,) the index of its list in `names`
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, lists: Sequence[Mapping[str, Integers]]) -> Listed:
-        """Of each query's lists: name -> places."""
+        """From each query's lists: name -> places."""
         names = tuple(dict.fromkeys(name for own in lists for name in own))
         parts = [
             (np.full(len(places), i), places, np.full(len(places), names.index(name)))
@@ -63,15 +62,14 @@ class Listed:
 
 
 class Counter:
-    """For each of some queries and each image of its lists: how many images that are in no list of
-    the query are nearer. First all that is listed is to be passed to `find`, then everything to
-    `count`."""
+    """For each of some queries and each image of its lists: the number of nearer images that are in
+    no list of the query. First pass all listed images to `find`, then everything to `count`."""
 
     def __init__(
         self, n: int, listed: Listed, cosines: Cosines, blocks: Integers | None = None
     ) -> None:
         """n: queries; cosines: theirs; blocks: (images,) of the first places, to count the images
-        of each block too."""
+        of each block, too."""
         self._n, self._listed, self._cosines, self._blocks = n, listed, cosines, blocks
         n_blocks = 0 if blocks is None else int(blocks.max(initial=-1)) + 1
         self._in_block = np.zeros((len(listed.place), n_blocks), np.int32)
@@ -81,13 +79,13 @@ class Counter:
         self._pairs_of: list[Integers] = []
 
     def find(self, places: Integers, rows: Float32) -> None:
-        """Take note of the listed ones of these images; places: (rows,) ascending."""
+        """Record the listed ones of these images; places: (rows,) ascending."""
         pairs, columns = self._pairs_at(places)
         if len(columns):
             self._scores[pairs] = self._cosines(rows)[self._listed.query[pairs], columns]
 
     def count(self, places: Integers, rows: Float32 | None) -> None:
-        """Count images against all listed ones; rows: None where they could not be read."""
+        """Count images against all listed ones; rows: None if they could not be read."""
         if rows is None:
             shape = (self._n, len(places))
             cosines = np.full(shape, UNREADABLE, np.float32)
@@ -108,7 +106,7 @@ class Counter:
                 self._above[own[tied]] += self._before(own[tied], row, sorted_, places)
 
     def _count_blocks(self, blocks: Integers, cosines: Float32, places: Integers) -> None:
-        """As `count`, by block: of each image, how many listed ones it is nearer than."""
+        """Like `count`, by block: for each image, the number of listed ones it is nearer than."""
         n = self._in_block.shape[1]
         label = np.full(len(places), n)  # a distractor is in no block
         inside = places < len(blocks)
@@ -126,7 +124,7 @@ class Counter:
     def _before(
         self, pairs: Integers, row: Float32, ordered: Float32, places: Integers
     ) -> Integers:
-        """How many images with the very cosine of each of these pairs come before it."""
+        """Number of images with exactly the cosine of each of these pairs that come before it."""
         scores, own = self._scores[pairs], self._listed.place[pairs]
         n: Integers = np.searchsorted(ordered, scores, "right") - np.searchsorted(ordered, scores)
         n[own < places[0]] = 0
@@ -144,7 +142,7 @@ class Counter:
         return self._pairs_of
 
     def _pairs_at(self, places: Integers) -> tuple[Integers, Integers]:
-        """Which pairs are of these images, and of the how-manieth of them."""
+        """Which pairs are of these images, and each image's position among them."""
         listed = self._listed.place
         low, high = np.searchsorted(listed, [places[0], places[-1] + 1]).tolist()
         columns = np.searchsorted(places, listed[low:high])
@@ -153,8 +151,8 @@ class Counter:
         return np.arange(low, high)[there], columns[there]
 
     def result(self) -> tuple[Integers, Integers, NDArray[np.int32]]:
-        """(pairs,) keys, larger is nearer, how many images that are not listed are nearer, and of
-        these (pairs, blocks) how many are in each block."""
+        """(pairs,) keys, larger is nearer, number of nearer images that are not listed, and how
+        many of these are in each block, (pairs, blocks)."""
         return keys_of(self._scores, self._listed.place), self._above, self._in_block
 
 
@@ -168,12 +166,12 @@ def keys_of(cosines: Float32, places: Integers) -> Integers:
 
 
 def most_queries(memory: int) -> int:
-    """How many queries to count for at a time, so that tiles have rows enough."""
+    """Queries to process at a time, so that tiles have enough rows."""
     return max(16, min(TILE_CELLS, memory // CELL_BYTES) // FEW_ROWS)
 
 
 def tile_rows(n_queries: int, memory: int) -> int:
-    """How many images to count at a time."""
+    """Images to count at a time."""
     cells = min(TILE_CELLS, max(1, memory // CELL_BYTES))
     return max(16, min(TILE_ROWS, cells // max(1, n_queries)))
 

@@ -1,4 +1,4 @@
-"""What is read of one site in the stores of a search."""
+"""The vectors of one site in the stores of a search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RandomFeatures:
-    """Standard normal vectors of `dim` channels in place of a store's, one for each of its rows."""
+    """Standard normal vectors of `dim` channels instead of a store's, one for each of its rows."""
 
     store: Store
     dim: int
@@ -34,7 +34,7 @@ class RandomFeatures:
 
 @dataclass(frozen=True)
 class Features:
-    """One vector per image, of the images, the queries and the distractors. name: what they are."""
+    """One vector per image, for the images, the queries and the distractors. name: in words."""
 
     name: str
     images: SiteFeatures | RandomFeatures

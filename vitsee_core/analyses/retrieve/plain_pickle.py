@@ -1,10 +1,10 @@
 """Pickles of plain data, read without running anything that they name.
 
-A pickle is a program that may call any function by its name. Here it may call six names, and what
-stands behind these is written below: numpy's arrays, scalars and types as pickles of protocols 0
-to 4 describe them, and bytes. Instructions that plain data has no use for are refused, among them
-those that reserve memory on the file's word. The interpreter is the standard library's in Python,
-whose table of objects grows with the objects and not with the numbers that a file gives them.
+A pickle is a program that may call any function by its name. Here it may call six names,
+implemented below: numpy's arrays, scalars and types as pickles of protocols 0 to 4 describe them,
+and bytes. Instructions that plain data does not need are refused, among them those that reserve
+memory as the file claims. The interpreter is the standard library's in Python, whose object table
+grows with the objects and not with the numbers that a file gives them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ _TYPE = re.compile(r"[?bBhHiIlLqQefd]|[biuf](1|2|4|8)|[US][1-9]\d{0,3}|O8?")
 
 
 def load_plain(path: Path) -> Any:
-    """The dicts, lists, tuples, texts, bytes and numbers of a pickle; arrays of one dimension come
-    as lists.
+    """The dicts, lists, tuples, texts, bytes and numbers of a pickle; one-dimensional arrays become
+    lists.
 
     Raises:
-        VitseeError: it cannot be read, is larger than `MOST_BYTES`, is no pickle, or names anything
-            else than the above.
+        VitseeError: unreadable, larger than `MOST_BYTES`, not a pickle, or naming anything else.
     """
     try:
         with open(open_regular(path), "rb") as file:
@@ -70,7 +69,7 @@ def _kind(error: Exception) -> str:
 
 
 class _Callable:
-    """What a name in a pickle stands for. It takes no attributes and no state."""
+    """The object behind a name in a pickle; takes no attributes and no state."""
 
     __slots__ = ("_work",)
 
@@ -85,7 +84,7 @@ class _Callable:
 
 
 class _Type:
-    """A numpy type: one of whole numbers, floats, texts or objects."""
+    """A numpy type of integers, floats, text or objects."""
 
     __slots__ = ("_code", "_order")
 
@@ -116,7 +115,7 @@ class _Type:
 
 
 class _Array:
-    """A numpy array of one dimension, filled by its state."""
+    """A one-dimensional numpy array, filled by its state."""
 
     __slots__ = ("values",)
 
@@ -192,7 +191,7 @@ class _Unpickler(_INTERPRETER):  # type: ignore[misc]
         """The object.
 
         Raises:
-            UnpicklingError: an instruction or a name that is not known.
+            UnpicklingError: an unknown instruction or name.
         """
         try:
             return super().load()
@@ -213,9 +212,9 @@ class _Unpickler(_INTERPRETER):  # type: ignore[misc]
 
 
 def _plain(value: Any, seen: dict[int, Any]) -> Any:
-    """The same with arrays as lists. An object that is referred to many times stays one.
+    """The value with arrays as lists. A shared object stays shared.
 
-    seen: id -> what became of an object; None while that is being found out.
+    seen: id -> converted object; None during its conversion.
     """
     if not isinstance(value, (_Array, list, tuple, dict)):
         return value

@@ -1,4 +1,4 @@
-"""One search with all that decides its numbers: what is read, and what is scored."""
+"""One search with everything that decides its numbers."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ Scores = dict[Setting, dict[str, Float]]
 
 @dataclass(frozen=True)
 class Plan:
-    """One search: what is read, and what is scored. read: site -> its features; scored: setting and
-    its queries (queries,)."""
+    """One search."""
 
     search: Search
-    read: dict[str, tuple[SiteSpec, Features]]
+    read: dict[str, tuple[SiteSpec, Features]]  # site -> its features
     form: str
     at: tuple[int, ...]
-    scored: list[tuple[Setting, Mask]]
+    scored: list[tuple[Setting, Mask]]  # setting and its queries (queries,)
     blocks: Blocks
     remarks: list[str]
 
@@ -57,7 +56,7 @@ class Plan:
         at: Sequence[int],
         seed: int,
     ) -> Plan:
-        """What of a search is scored.
+        """Plan the scores of a search.
 
         Args:
             search: checked.
@@ -65,7 +64,7 @@ class Plan:
             tokens: which token stands for an image.
             form: of the average precision.
             at: the K of mp@K.
-            seed: deals the queries out to the blocks of the replicates.
+            seed: assigns the queries to the blocks of the replicates.
 
         Raises:
             MissingInput: a store lacks a site or its tokens.
@@ -99,7 +98,7 @@ class Plan:
 
     @cached_property
     def chance(self) -> dict[Setting, dict[str, Float]]:
-        """Setting -> metric -> (queries,) what is expected in random order."""
+        """Setting -> metric -> (queries,) expected in random order."""
         return {setting: self._chance(setting) for setting, _ in self.scored}
 
     def _chance(self, setting: Setting) -> dict[str, Float]:
@@ -130,9 +129,9 @@ class Plan:
 
         Args:
             scores: setting -> metric -> (queries,).
-            without: the same (blocks, queries) without the images of each block, where the queries
-                are the images.
-            per_query: also those.
+            without: the same (blocks, queries) without the images of each block, if the queries are
+                the images.
+            per_query: whether to add rows per query.
         """
         for setting, mask in self.scored:
             for metric, values in scores[setting].items():

@@ -35,24 +35,22 @@ from vitsee_core.types import Float, Integers
 
 @dataclass(frozen=True)
 class Ranked:
-    """The right images of some queries, those of each from the nearest on. query: (right images,)
-    which query; number: 0, 1, ... within it; rank: among all images that count. n: (queries,) how
-    many each has."""
+    """The right images of some queries, nearest first for each."""
 
-    query: Integers
-    number: Integers
-    rank: Integers
-    n: Integers
+    query: Integers  # (right images,) which query
+    number: Integers  # 0, 1, ... within it
+    rank: Integers  # among all images that count
+    n: Integers  # (queries,) how many each has
 
 
 def ranked(n_queries: int, query: Integers, keys: Integers, above: Integers) -> Ranked:
     """Ranks among right and wrong images.
 
     Args:
-        n_queries: how many queries there are.
-        query: (right images,) whose it is.
-        keys: (right images,) larger is nearer, no two of a query equal.
-        above: (right images,) how many wrong images are nearer.
+        n_queries: number of queries.
+        query: (right images,) its query.
+        keys: (right images,) larger is nearer, distinct within a query.
+        above: (right images,) number of nearer wrong images.
     """
     order = np.lexsort((~keys, query))
     of = query[order]
@@ -67,7 +65,7 @@ def average_precision(found: Ranked, form: str, top: int = 0) -> Float:
     Args:
         found: the ranks.
         form: "trapezoid" or "plain".
-        top: only so many nearest images count (plain form); all where 0.
+        top: only this many nearest images count (plain form); 0 for all.
     """
     rank, number = found.rank.astype(np.float64), found.number.astype(np.float64)
     terms = (number + 1) / (rank + 1)
@@ -95,8 +93,8 @@ def chance_precision(n_right: Integers, n_images: Integers, form: str, top: int 
     Args:
         n_right: (queries,) right images.
         n_images: (queries,) right and wrong ones.
-        form: as of `average_precision`.
-        top: the same.
+        form: as for `average_precision`.
+        top: likewise.
     """
     r, n = n_right.astype(np.float64), n_images.astype(np.float64)
     others = np.divide(r - 1, n - 1, out=np.ones_like(r), where=n > 1)
@@ -135,7 +133,7 @@ def _chance_at(r: int, n: int, k: int) -> float:
 
 @lru_cache(maxsize=2)
 def _harmonic(n: int) -> Float:
-    """(n + 1,) the harmonic numbers from that of 0 on."""
+    """(n + 1,) the harmonic numbers, starting with that of 0."""
     return np.concatenate([[0.0], np.cumsum(1.0 / np.arange(1, n + 1))])
 
 

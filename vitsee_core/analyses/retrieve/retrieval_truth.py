@@ -29,9 +29,15 @@ MOST_PLACES = 1 << 24  # in all lists of a file together
 
 @dataclass(frozen=True)
 class Setting:
-    """What is averaged into one number. suffix: of the metrics' names; positives: the lists whose
-    images are right, those of the others are left out of the ranking; use: only queries of this
-    use (any but `ignored` where empty); top: only so many nearest images count (all where 0)."""
+    """One averaged score.
+
+    Attributes:
+        suffix: of the metrics' names.
+        positives: the lists whose images are right; those of the others are left out of the
+            ranking.
+        use: only queries of this use (any but `ignored` if empty).
+        top: only this many nearest images count (0 for all).
+    """
 
     suffix: str
     positives: tuple[str, ...]
@@ -46,27 +52,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Query:
-    """An image that is searched with. lists: name -> places in `RetrievalTruth.images`, ascending;
-    box: x0, y0, x1, y1 of what is searched for, in pixels; use: of queries that are scored apart.
-    """
+    """A query image."""
 
     name: str
+    # name -> places in `RetrievalTruth.images`, ascending
     lists: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    box: tuple[float, ...] | None = None
-    use: str = ""
+    box: tuple[float, ...] | None = None  # x0, y0, x1, y1 of the searched object, in pixels
+    use: str = ""  # of queries that are scored separately
 
 
 @dataclass(frozen=True)
 class RetrievalTruth:
-    """images: names of the images that are searched; more: so are all other images of the store but
-    the queries. form: of the average precision, by default. source: in words."""
+    """Which images are searched, and with which queries."""
 
-    source: str
-    images: tuple[str, ...]
+    source: str  # in words
+    images: tuple[str, ...]  # names of the searched images
     queries: tuple[Query, ...]
     settings: tuple[Setting, ...]
-    form: str
-    more: bool = False
+    form: str  # default form of the average precision
+    more: bool = False  # all other images of the store except the queries are searched, too
 
     @property
     def boxed(self) -> bool:
@@ -97,10 +101,10 @@ EXPECTED = (
 
 
 def revisited(value: Any, source: str) -> RetrievalTruth:
-    """The ground truth of a file of the form of ROxford, RParis or Oxford5k.
+    """The ground truth of a file in the format of ROxford, RParis or Oxford5k.
 
     Raises:
-        VitseeError: names what is not as it should be.
+        VitseeError: names what is wrong.
     """
     if not isinstance(value, dict) or {*map(_key, value)} != {"imlist", "qimlist", "gnd"}:
         held = ", ".join(sorted(map(_key, value))[:6]) if isinstance(value, dict) else _kind(value)
@@ -144,10 +148,10 @@ def revisited(value: Any, source: str) -> RetrievalTruth:
 
 
 def as_json(truth: RetrievalTruth) -> dict[str, Any]:
-    """The same in the form that `revisited` reads.
+    """The ground truth in the format that `revisited` reads.
 
     Raises:
-        VitseeError: it has no boxes and lists of that kind.
+        VitseeError: it has no such boxes and lists.
     """
     if truth.settings not in KEYS.values():
         raise VitseeError(
@@ -165,8 +169,8 @@ def as_json(truth: RetrievalTruth) -> dict[str, Any]:
 
 
 def check_queries_apart(truth: RetrievalTruth) -> None:
-    """Refuse a query that is among the images that are searched, unless it is its own junk: it
-    would find itself.
+    """Refuse a query that is among the searched images, unless it is its own junk: it would find
+    itself.
 
     Raises:
         VitseeError: names it.

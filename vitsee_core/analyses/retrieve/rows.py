@@ -35,12 +35,17 @@ _BOX = re.compile(r"#[-+\d.e]+(,[-+\d.e]+){3}$")
 
 @dataclass(frozen=True)
 class Search:
-    """Queries and the images that are searched, of one model.
+    """Queries and searched images, of one model.
 
-    rows: (images,) of `store`, ascending: an image's place is its number here, and the distractors'
-    follow. queries: of `query_store`, (queries,) rows with their names. lists: of each query, name
-    -> places. settings: what is scored. uses: of each query. itself: the queries are the images
-    that are searched, each its own junk, in these blocks of the jackknife.
+    Attributes:
+        rows: (images,) of `store`, ascending: an image's place is its number here, and the
+            distractors' follow.
+        queries: of `query_store`, (queries,) rows with their names.
+        lists: of each query, name -> places.
+        settings: what is scored.
+        uses: of each query.
+        itself: the queries are the searched images, each its own junk, in these blocks of the
+            jackknife.
     """
 
     store: Store
@@ -63,7 +68,7 @@ class Search:
 
     @property
     def n_images(self) -> int:
-        """Images that are searched, with the distractors."""
+        """Number of searched images, with the distractors."""
         return len(self.rows) + sum(int(store.valid.sum()) for store in self.distractors)
 
     @property
@@ -79,12 +84,12 @@ class Search:
 
     @property
     def most_listed(self) -> int:
-        """The images in the lists of the query that has most."""
+        """Images in the lists of the query that has most."""
         return int(sum(self._lengths.values(), np.zeros(1, np.int64)).max(initial=0))
 
     @cached_property
     def _lengths(self) -> dict[str, Integers]:
-        """Name of a list -> (queries,) how many images it has."""
+        """Name of a list -> (queries,) number of its images."""
         names = {name for setting in self.settings for name in setting.positives} | {JUNK}
         names |= {name for own in self.lists[:1] for name in own}
         found = {name: np.zeros(len(self.lists), np.int64) for name in names}
@@ -94,14 +99,14 @@ class Search:
         return found
 
     def scored(self, setting: Setting) -> Mask:
-        """(queries,) which count: those of its use with a right image."""
+        """(queries,) which count: those of the setting's use with a right image."""
         used = [not setting.use or use == setting.use for use in self.uses]
         return np.array(used, bool) & (self.counts(setting)[0] > 0)
 
 
 def by_labels(store: Store, queries: Store | None, images: int | None, seed: int) -> Search:
-    """Every image with a label is a query (those of `queries` where there is such a store), and
-    right are the others of its class.
+    """Every image with a label is a query (those of `queries` if given), and the others of its
+    class are right.
 
     Raises:
         MissingInput: no labels.
@@ -124,8 +129,8 @@ def by_labels(store: Store, queries: Store | None, images: int | None, seed: int
 
 
 class _OfClass(Sequence[dict[str, Integers]]):
-    """The lists of queries with labels, made when they are asked for: all of them would take the
-    number of images to the second power."""
+    """The lists of queries with labels, made on demand: together they would take the square of the
+    number of images."""
 
     def __init__(self, labels: Integers, queries: Integers, *, itself: bool) -> None:
         self._queries, self._itself = queries.tolist(), itself
@@ -147,7 +152,7 @@ def by_truth(truth: RetrievalTruth, store: Store, queries: Store | None) -> Sear
     """The images and queries that a ground truth names.
 
     Raises:
-        MissingInput: a name that is not in the store, or is that of several images.
+        MissingInput: a name that is not in the store, or is ambiguous.
         VitseeError: a query that could not be read.
     """
     own = store if queries is None else queries
@@ -194,11 +199,11 @@ def by_truth(truth: RetrievalTruth, store: Store, queries: Store | None) -> Sear
 
 
 def check_search(search: Search) -> None:
-    """Refuse searches that could not be trusted.
+    """Refuse invalid searches.
 
     Raises:
-        StoreMismatch: stores of other models or transforms, a query that is among the images that
-            are searched and not in its junk, or a distractor that is a right image or a query.
+        StoreMismatch: stores of other models or transforms, a query that is among the searched
+            images and not in its junk, or a distractor that is a right image or a query.
         VitseeError: no query has a right image.
     """
     if not any(search.scored(setting).any() for setting in search.settings):
@@ -245,7 +250,7 @@ def _check_distractors(search: Search) -> None:
 
 
 def _hashes(search: Search) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Of the images that are searched, and of the queries."""
+    """Hashes of the searched images, and of the queries."""
     return (
         search.store.samples.hash[search.rows],
         search.query_store.samples.hash[search.queries],
@@ -254,7 +259,7 @@ def _hashes(search: Search) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 
 class _Ids:
     """Rows by name: a sample's id, its id without ending, the last part of its path with and
-    without ending, the first of these that there is; the box that lists add to ids left out."""
+    without ending, whichever exists first; boxes that lists add to ids are ignored."""
 
     def __init__(self, store: Store, wanted: Iterable[str]) -> None:
         self.store = store
@@ -273,7 +278,7 @@ class _Ids:
         return next((of[name] for of in self._rows if name in of), [])
 
     def found(self, names: Sequence[str]) -> Integers:
-        """The rows of those names that there are."""
+        """The rows of those names that exist."""
         return np.array([row for name in names for row in self._of(name)], np.int64)
 
     def rows(self, names: Sequence[str], what: str, source: str) -> Integers:

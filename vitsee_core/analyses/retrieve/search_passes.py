@@ -1,4 +1,4 @@
-"""The two passes over the images: their listed ones are found, then all are counted."""
+"""The two passes over the images: listed ones are found, then all are counted."""
 
 from __future__ import annotations
 
@@ -29,22 +29,14 @@ from vitsee_core.types import Float32, Integers, Mask
 
 @dataclass(frozen=True)
 class Block:
-    """Some queries and their listed images.
+    """Some queries and their listed images."""
 
-    Attributes:
-        listed: pairs of a query and an image of its lists.
-        keys: (pairs,), larger is nearer.
-        above: (pairs,) how many images in no list of the query are nearer.
-        in_block: (pairs, blocks) how many of these are in each block.
-        constant: all images have one vector.
-        blank: (queries,) whose cosine with every image is the same, for this or as they are zero.
-    """
-
-    listed: Listed
-    keys: Integers
-    above: Integers
-    in_block: NDArray[np.int32]
-    constant: bool
+    listed: Listed  # pairs of a query and an image of its lists
+    keys: Integers  # (pairs,), larger is nearer
+    above: Integers  # (pairs,) number of nearer images in no list of the query
+    in_block: NDArray[np.int32]  # (pairs, blocks) how many of these are in each block
+    constant: bool  # all images have one vector
+    # (queries,) whose cosine is the same with every image, for this reason or because they are zero
     blank: Mask
 
     @property
@@ -53,7 +45,7 @@ class Block:
 
 
 def passes(search: Search, features: Features, execution: Execution) -> Iterator[Block]:
-    """The queries in order, so many at a time as fit; `progress` counts images, once in all.
+    """The queries in order, as many at a time as fit; `progress` counts images, once in all.
 
     Memory: a third of the budget for queries and their lists, a quarter for a tile of cosines, a
     quarter for slabs while they are read.
@@ -81,7 +73,7 @@ def passes(search: Search, features: Features, execution: Execution) -> Iterator
 
 @contextmanager
 def _cosines(text: str) -> Iterator[Callable[[Float32], Cosines]]:
-    """Makes cosines of queries (m, dim) on a device."""
+    """Returns a function that makes cosines of queries (m, dim) on a device."""
     from vitsee_core.kernels import neighbours
     from vitsee_core.runtime.device import precision_context, resolve_device
 
@@ -98,7 +90,7 @@ class _Passes:
 
     @property
     def n_images(self) -> int:
-        """How many are searched, distractors among them."""
+        """Number of searched images, including distractors."""
         return len(self.search.readable) + sum(
             features.store.n_images for features in self.features.distractors
         )
@@ -111,7 +103,8 @@ class _Passes:
         return found[np.searchsorted(ascending, rows)]
 
     def count(self, counter: Counter, listed: Listed, n: int, n_queries: int) -> bool:
-        """Find and count all images; whether they have one vector. n: queries of this block."""
+        """Find and count all images; returns whether they share one vector. n: queries of this
+        block."""
         search, images = self.search, self.features.images
         tiles = partial(with_places, size=tile_rows(n, self.execution.budget // 4))
         readable = search.readable
@@ -142,14 +135,14 @@ class _Passes:
     def _vectors(
         self, features: SiteFeatures | RandomFeatures, rows: Integers
     ) -> Iterator[Float32]:
-        """Of these rows, all readable, in the store's order."""
+        """Vectors of these rows, all readable, in the store's order."""
         mask = np.zeros(features.store.n_images, bool)
         mask[rows] = True
         return features.vectors(mask, jobs=self.execution.jobs, memory=self.execution.budget // 4)
 
 
 class _AllEqual:
-    """Whether all vectors that came so far are one."""
+    """Whether all vectors so far are equal."""
 
     def __init__(self) -> None:
         self.so_far = True

@@ -1,5 +1,5 @@
-"""Ground-truth files of retrieval: .pkl and .json of ROxford and RParis, .csv of GLDv2; and what is
-written from them."""
+"""Ground-truth files of retrieval: .pkl and .json of ROxford and RParis, .csv of GLDv2; and exports
+from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_truth(path: Path) -> RetrievalTruth:
     """The ground truth in a file.
 
     Raises:
-        VitseeError: another ending, or a file that is none; names what is wrong.
+        VitseeError: another ending, or not a ground truth; names what is wrong.
     """
     ending = path.suffix.lower()
     if ending not in ENDINGS:
@@ -82,7 +82,7 @@ def _text(path: Path) -> str:
 
 
 def _solution(text: str, source: str) -> RetrievalTruth:
-    """`id,images` or, as GLDv2 has it, `id,images,Usage`: names of right images by spaces."""
+    """`id,images` or, as in GLDv2, `id,images,Usage`: names of right images separated by spaces."""
     lines = [line for line in text.splitlines() if line.strip()]
     header = _cells(lines[0]) if lines else []
     if header not in (["id", "images"], ["id", "images", "Usage"]):
@@ -128,17 +128,17 @@ def _cells(line: str) -> list[str]:
 def export(
     source: Path, queries: Path | None = None, truth: Path | None = None, *, force: bool = False
 ) -> None:
-    """Write the list of a ground truth's queries, its JSON, or both; nothing where neither is
-    asked for.
+    """Write the list of a ground truth's queries, its JSON, or both; nothing if neither is
+    requested.
 
     Args:
         source: the ground truth.
-        queries: where the list goes, see `queries_list`.
-        truth: where the JSON goes.
-        force: replace files that exist.
+        queries: path of the list, see `queries_list`.
+        truth: path of the JSON.
+        force: replace existing files.
 
     Raises:
-        VitseeError: no such ground truth, an image of a query is not there, or a file exists.
+        VitseeError: no such ground truth, an image of a query is missing, or a file exists.
     """
     wanted = [path for path in (queries, truth) if path is not None]
     if not wanted:
@@ -162,10 +162,10 @@ def queries_list(truth: RetrievalTruth, source: Path, to: Path) -> bytes:
     Args:
         truth: with boxes.
         source: its file.
-        to: where the list will lie: paths are relative to its folder.
+        to: the future list: paths are relative to its folder.
 
     Raises:
-        VitseeError: no boxes, or an image that is not there.
+        VitseeError: no boxes, or a missing image.
     """
     from PIL import Image
 

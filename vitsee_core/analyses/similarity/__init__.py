@@ -263,7 +263,7 @@ def run(
 def choose_measures(
     names: Sequence[str], *, k: int, rdm: str, ridge: float, variance: float
 ) -> list[Measure]:
-    """The measures of these names, each once.
+    """The measures with these names, each once.
 
     Raises:
         VitseeError: an unknown one, or a parameter out of range.
@@ -308,7 +308,7 @@ def check_k(measures: Sequence[Measure], stores: Sequence[Store], images: int | 
 
 
 def numbered_pairs(chosen: SitePairs, *, both: bool) -> Integers:
-    """(pairs, 2) places among the rows and columns; both: each of two sides the other way too."""
+    """(pairs, 2) indices of rows and columns; both: each pair of two sides in both orders."""
     shift = 0 if chosen.cols is None else len(chosen.rows)
     places = np.array([(i, j + shift) for i, j in chosen.places], np.int64)
     if both and chosen.cols is not None:
@@ -411,7 +411,7 @@ def _draw_curves(table: Table) -> Figure:
 
 
 def headline(table: Table) -> list[Answer]:
-    """As of CKA, by the first measure that the table has of those that are 1 where all is alike."""
+    """Like CKA's, by the table's first measure that is 1 for equal representations."""
     metric = next((m for m in table.unique("metric") if m in LABELS and m != "gulp"), None)
     found = alike(table, metric) if metric else []
     return [(who, f"{LABELS[str(metric)]}, {text}") for who, text in found]

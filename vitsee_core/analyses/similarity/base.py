@@ -1,4 +1,5 @@
-"""What a measure is: a state per representation, made once, and numbers of pairs of states."""
+"""The protocol of measures: a state per representation, computed once, and numbers from pairs of
+states."""
 
 from __future__ import annotations
 
@@ -19,10 +20,14 @@ MOST_DENSE = 4096
 class Measure(ABC):
     """A measure of similarity of two representations of the same n images.
 
-    name: as in tables. distance: a lower value is nearer. symmetric: both orders of a pair have one
-    value. limits: least and largest value. most_images: of more, a random sample is taken; None:
-    all. slow: a pair takes seconds, so that intervals and calibration are made for few pairs only.
-    reduces: the state without some images follows from the state of all, see `reduced`.
+    Attributes:
+        name: as in tables.
+        distance: a lower value is nearer.
+        symmetric: both orders of a pair have one value.
+        limits: least and largest value.
+        most_images: beyond this a random sample is taken; None: all.
+        slow: a pair takes seconds, so that intervals and calibration are limited to few pairs.
+        reduces: the state without some images follows from the state of all, see `reduced`.
     """
 
     name: ClassVar[str]
@@ -35,21 +40,21 @@ class Measure(ABC):
 
     @abstractmethod
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Any:
-        """What is needed of one representation, whatever it is compared with; None where it has no
-        value. kept: of the state of all images, for one without some of them."""
+        """The state of one representation, whatever it is compared with; None if it has no value.
+        kept: from the state of all images, for the state without some of them."""
 
     def kept(self, state: Any) -> tuple[int, ...]:
-        """What replicates without some of the images take over from the state of all: choices by
-        number; none by default. Those of several states of the same images are put together."""
+        """What replicates without some of the images reuse from the state of all: choices by
+        number; none by default. Those of several states of the same images are merged."""
         return ()
 
     def reduced(self, state: Any, places: Integers) -> Any:
-        """The state of the images at these ascending places among those of `state`, as `prepare`
-        makes it of their Gram matrix; None where that matrix is needed."""
+        """The state of the images at these ascending places among those of `state`, equal to
+        `prepare` of their Gram matrix; None if that matrix is needed."""
         return None
 
     def lacking(self, gram: SiteGram) -> Mask | None:
-        """(n,) images that have no value in this representation; None where that cannot be."""
+        """(n,) images without a value in this representation; None if there cannot be any."""
         return None
 
     @abstractmethod
@@ -79,9 +84,9 @@ class Measure(ABC):
         return np.array(found)
 
     def remark(self, a: Sequence[Any], b: Sequence[Any], pairs: Integers) -> str | None:
-        """What a reader of these values has to know, if anything."""
+        """A caveat about these values, if any."""
         return None
 
     @abstractmethod
     def state_bytes(self, n: int) -> int:
-        """Bytes of a state of n images, about."""
+        """Approximate bytes of a state of n images."""

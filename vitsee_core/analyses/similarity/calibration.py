@@ -1,4 +1,4 @@
-"""What a similarity is worth: against the same with the images of one side permuted.
+"""Calibration of a similarity: against the same with the images of one side permuted.
 
 Under the null hypothesis the images are exchangeable: any order of one side's goes with the
 other's. With s_1 .. s_B of B permutations (arXiv 2602.14486):
@@ -8,7 +8,7 @@ other's. With s_1 .. s_B of B permutations (arXiv 2602.14486):
     calibrated = max(0, (s - tau) / (1 - tau))
 
 and, for the many layers of two models, p_family with the largest s_b of all of them in the place of
-each (Westfall & Young 1993). Of a distance, signs are reversed and calibrated = max(0, (tau - d) /
+each (Westfall & Young 1993). For a distance, signs are reversed and calibrated = max(0, (tau - d) /
 tau).
 """
 
@@ -31,7 +31,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of each pair, (pairs,)."""
+    """For each pair, (pairs,)."""
 
     null_mean: Float
     tau: Float

@@ -41,13 +41,13 @@ def nearest(cosines: Float, k: int) -> Mask:
 
 @dataclass(frozen=True)
 class NeighbourPairs:
-    """keys: (n k,) i n + j of each neighbour j of image i, ascending; cosines: theirs. order,
-    order_cosines: (n, k and more) the nearest of each image, the nearest first, from which follow
-    those among fewer images; None of what was made of them or permuted."""
+    """Neighbours of each image."""
 
     n: int
-    keys: Integers
-    cosines: Float
+    keys: Integers  # (n k,) i n + j of each neighbour j of image i, ascending
+    cosines: Float  # theirs
+    # (n, k and more) the nearest of each image, nearest first, which give those among fewer images;
+    # None if derived or permuted
     order: NDArray[np.int32] | None = None
     order_cosines: Float | None = None
 
@@ -61,7 +61,7 @@ class NeighbourPairs:
 
 
 def _of_lists(n: int, i: Integers, j: Integers, cosines: Float) -> NeighbourPairs:
-    """Of neighbours j of images i, in any order."""
+    """From neighbours j of images i, in any order."""
     keys = i * n + j
     by = np.argsort(keys)
     return NeighbourPairs(n, keys[by], cosines[by])
@@ -104,8 +104,8 @@ class _OfNeighbours(Measure):
         return replace(found, order=order.astype(np.int32), order_cosines=of_order)
 
     def reduced(self, state: NeighbourPairs, places: Integers) -> NeighbourPairs | None:
-        """See `Measure`: the cosines are as they were, the k nearest are those that are left of the
-        lists; None where the lists are too short."""
+        """Cosines do not change, the k nearest are the remaining ones of the lists; None if the
+        lists are too short."""
         if state.order is None or state.order_cosines is None:
             return None
         there = np.zeros(state.n, bool)
@@ -187,7 +187,7 @@ class Cknna(_OfNeighbours):
 
 
 def _each_hsic(pairs: Sequence[tuple[NeighbourPairs, NeighbourPairs]]) -> list[float]:
-    """HSIC_1 of two kernels that are 0 but between neighbours in both, of each pair, on all
+    """HSIC_1 of two kernels that are 0 except between common neighbours, for each pair, on all
     cores."""
 
     def some(part: list[tuple[NeighbourPairs, NeighbourPairs]]) -> list[float]:
@@ -199,7 +199,7 @@ def _each_hsic(pairs: Sequence[tuple[NeighbourPairs, NeighbourPairs]]) -> list[f
 
 
 def masked_hsic(a: NeighbourPairs, b: NeighbourPairs) -> float:
-    """HSIC_1 of two kernels of n images that are 0 but at the neighbours that both have."""
+    """HSIC_1 of two kernels of n images that are 0 except at common neighbours."""
     n = a.n
     at = np.minimum(np.searchsorted(b.keys, a.keys), len(b.keys) - 1)
     both = b.keys[at] == a.keys

@@ -29,15 +29,13 @@ _SAID = 10  # seconds above which a slow measure's cost is said first
 
 @dataclass(frozen=True)
 class Compared:
-    """Of each of the pairs that were asked for. value: (pairs,), NaN where a representation is
-    constant. without: (blocks, pairs) replicates; null: (permutations, pairs); None for none.
-    n_images: images counted; remarks: what was left out."""
+    """Results for the requested pairs."""
 
-    value: Float
-    without: Float | None
-    null: Float | None
-    n_images: int
-    remarks: list[str] = field(default_factory=list)
+    value: Float  # (pairs,), NaN if a representation is constant
+    without: Float | None  # (blocks, pairs) replicates; None for none
+    null: Float | None  # (permutations, pairs); None for none
+    n_images: int  # images counted
+    remarks: list[str] = field(default_factory=list)  # what was left out
 
 
 def compare_all(
@@ -53,9 +51,9 @@ def compare_all(
     Args:
         grams: of the representations.
         measure: see `Measure`.
-        pairs: (pairs, 2) numbers of representations.
-        intervals: whether replicates without one block of images each are made.
-        permutations: so many.
+        pairs: (pairs, 2) indices of representations.
+        intervals: whether to compute replicates without one block of images each.
+        permutations: their number.
 
     Raises:
         VitseeError: too few images.
@@ -94,7 +92,7 @@ def compare_all(
 
 
 def draw_orders(n: int, permutations: int, seed: int) -> list[Integers]:
-    """So many random orders of n images."""
+    """Random orders of n images."""
     rng = np.random.default_rng(seed)
     return [rng.permutation(n) for _ in range(permutations)]
 
@@ -134,12 +132,12 @@ def _images(
 
 @dataclass(frozen=True)
 class _Found:
-    """Of distinct pairs. value: (pairs,). null: (permutations, pairs). without: (parts, pairs) of
-    some of the images. kept: what replicates take over, see `Measure.kept`."""
+    """Results for distinct pairs."""
 
-    value: Float
-    null: Float
-    without: Float
+    value: Float  # (pairs,)
+    null: Float  # (permutations, pairs)
+    without: Float  # (parts, pairs) of some of the images
+    # what replicates reuse, see `Measure.kept`
     kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -153,7 +151,7 @@ class _Work:
     constant: set[int]
 
     def steps(self, n: int) -> int:
-        """States to be made of n images."""
+        """Number of states to compute."""
         return sum(len(members) for _, members in self._groups(n))
 
     def whole(
@@ -164,7 +162,7 @@ class _Work:
         remarks: list[str],
     ) -> _Found:
         """Values of all images, of permuted ones, and of the images at each of `parts` among
-        `places`, for measures that reduce; what is to be said goes into `remarks`."""
+        `places`, for measures that reduce; remarks are appended to `remarks`."""
         n = len(self.pairs)
         rows = (1, len(orders), len(parts))
         (value,), null, without = (np.full((k, n), np.nan) for k in rows)
@@ -190,8 +188,8 @@ class _Work:
     def _null(
         self, states: Sequence[Any], pairs: Integers, places: Integers, orders: Sequence[Integers]
     ) -> Float:
-        """(permutations, pairs), by this process; or a range of permutations by each of a map's
-        processes, which make the states again, where their memory holds these."""
+        """(permutations, pairs), in this process; or a range of permutations in each of a map's
+        processes, which recompute the states, if their memory holds these."""
         used = np.unique(pairs).tolist()
         execution = self.grams.comparison.execution
         there = self.grams.elsewhere(used)
@@ -234,7 +232,7 @@ class _Work:
     def _in_groups(
         self, places: Integers, kept: dict[int, tuple[int, ...]]
     ) -> Iterator[tuple[Integers, list[Any]]]:
-        """Numbers of pairs, and the states that they need, at their representations' places; pairs
+        """Indices of pairs, and the states that they need, at their representations' places; pairs
         of representations without a state are left out."""
 
         def prepare(k: int) -> Any:
@@ -254,12 +252,12 @@ class _Work:
                 yield of, states
 
     def made(self, make: Callable[[int], Any], members: list[int]) -> Iterator[tuple[int, Any]]:
-        """Each of these representations and what `make` makes of it, on all cores."""
+        """Results of `make` for each of these representations, on all cores."""
         with lane_pool(n_lanes()) as pool:
             yield from zip(members, in_order(make, members, pool, n_lanes() + 1), strict=True)
 
     def _groups(self, n: int) -> list[tuple[Integers, list[int]]]:
-        """Numbers of pairs, and the representations in them, whose states fit the memory."""
+        """Indices of pairs, and the representations in them, whose states fit the memory."""
         used = np.unique(self.pairs)
         each = 2 * self.measure.state_bytes(n)  # permuted or reduced ones too
         most = max(2, int(STATES * self.grams.memory // each))
@@ -275,7 +273,7 @@ class _Work:
         return found
 
     def _say_cost(self, states: list[Any], pairs: Integers, times: int) -> None:
-        """Log how long all pairs will take, by one of them."""
+        """Log the estimated time of all pairs, from one of them."""
         start = time.perf_counter()
         self.measure.compare(states, states, pairs[len(pairs) // 2][np.newaxis])
         seconds = (time.perf_counter() - start) * len(pairs) * times / n_lanes()

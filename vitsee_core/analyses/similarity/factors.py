@@ -18,8 +18,8 @@ _ROUNDING = 2.0**-24  # of float32, relative
 
 
 def factorised(gram: SiteGram) -> tuple[Float, Float]:
-    """(n, r), (r,) eigenvectors and eigenvalues of K, the largest first, at numerical rank: above
-    what rounding G to float32 can make (four times the longest row of its errors)."""
+    """(n, r), (r,) eigenvectors and eigenvalues of K, largest first, at numerical rank: above the
+    error of rounding G to float32 (four times the longest row of its errors)."""
     values, vectors = np.linalg.eigh(gram.centred())
     noise = 4 * _ROUNDING * float(np.linalg.norm(gram.shifted, axis=1).max())
     kept = slice(int(np.searchsorted(values, noise, "right")), None)
@@ -89,7 +89,7 @@ class Svcca(_OfFactors):
         return np.ascontiguousarray(vectors[:, :leading])
 
     def remark(self, a: Sequence[Float], b: Sequence[Float], pairs: Integers) -> str | None:
-        """See `Measure`: correlations that are 1 whatever the features are."""
+        """Correlations that are 1 whatever the features are."""
         forced = sum(a[i].shape[1] + b[j].shape[1] > len(a[i]) - 1 for i, j in pairs.tolist())
         if not forced:
             return None

@@ -46,7 +46,7 @@ def _part(matrices: Sequence[Float32], at: int, step: int) -> Float:
 
 @dataclass(frozen=True)
 class _Flattened(Measure):
-    """The state is a matrix. of_norms: values are made of the matrices' norms, too."""
+    """The state is a matrix. of_norms: values depend on the matrices' norms, too."""
 
     of_norms: ClassVar[bool] = True
 
@@ -67,8 +67,8 @@ class _Flattened(Measure):
         return self._values(products[i, j], own_a[i], own_b[j], equal, len(of_a[0]))
 
     def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
-        """(pairs,) of inner products, those of either side with itself, and which sides are one,
-        of n images."""
+        """(pairs,) from inner products, those of either side with itself, and which sides are
+        equal, for n images."""
         return products
 
     def state_bytes(self, n: int) -> int:
@@ -86,18 +86,18 @@ class Cka(_Flattened):
     reduces: ClassVar[bool] = True
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32 | None:
-        """(n, n) U-centred, of norm 1; None where HSIC_1 with itself is not positive."""
+        """(n, n) U-centred, of norm 1; None if HSIC_1 with itself is not positive."""
         return _u_centred(gram.centred())
 
     def reduced(self, state: Float32, places: Integers) -> Float32 | None:
-        """See `Measure`: U-centring takes off a number per row and per column, so that of a part of
-        the images it may begin where that of all ended."""
+        """U-centring subtracts a number per row and per column, so that for a part of the images it
+        may start from that of all."""
         found: Float32 = np.empty((len(places),) * 2, np.float32)
         return found if u_centre(state, places, found) > 0 else None
 
 
 def _u_centred(k: Float) -> Float32 | None:
-    """(n, n) U-centred, of norm 1; None where nothing is left. `k` is overwritten."""
+    """(n, n) U-centred, of norm 1; None if nothing is left. `k` is overwritten."""
     n = len(k)
     np.fill_diagonal(k, 0)
     sums = k.sum(0)
@@ -126,14 +126,14 @@ class Rsa(_Flattened):
     reduces: ClassVar[bool] = True
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32 | None:
-        """(n, n) ranks of dissimilarities from 1 on, exact in float32, 0 on the diagonal; None
-        where all are the same."""
+        """(n, n) ranks of dissimilarities from 1 on, exact in float32, 0 on the diagonal; None if
+        all are equal."""
         of = gram.distances() if self.rdm == "euclidean" else 1 - gram.correlations()
         values = of[np.triu_indices(gram.n, 1)]
         return _symmetric(mean_ranks(values, np.argsort(values)), gram.n)
 
     def reduced(self, state: Float32, places: Integers) -> Float32 | None:
-        """See `Measure`: dissimilarities keep their order, so their ranks are counted anew."""
+        """Dissimilarities keep their order, so their ranks are recounted."""
         found: Float32 = np.zeros((len(places),) * 2, np.float32)
         return found if rank_anew(state, places, found) > 1 else None
 
@@ -171,8 +171,8 @@ def u_centre(k: Float32, places: Integers, found: Float32) -> float:
 
 @compiled
 def rank_anew(ranks: Float32, places: Integers, found: Float32) -> int:
-    """Put the ranks among pairs of these images into `found`, on both sides of its diagonal;
-    returns how many different ones there are."""
+    """Write the ranks among pairs of these images to `found`, on both sides of its diagonal;
+    returns the number of distinct ones."""
     n = len(places)
     counts = np.zeros(len(ranks) * (len(ranks) - 1) + 1, np.int32)
     for i in range(n):
@@ -195,7 +195,7 @@ def rank_anew(ranks: Float32, places: Integers, found: Float32) -> int:
 
 
 def _symmetric(ranks: Float, n: int) -> Float32 | None:
-    """(n, n) of the upper triangle's; None where all are the same."""
+    """(n, n) from the upper triangle's; None if all are equal."""
     if not np.ptp(ranks) > 0:
         return None
     out = np.zeros((n, n), np.float32)
@@ -205,7 +205,7 @@ def _symmetric(ranks: Float, n: int) -> Float32 | None:
 
 @compiled
 def mean_ranks(values: Float, order: Integers) -> Float:
-    """Ranks from 1 on of values that `order` puts in order; of equal ones their mean."""
+    """Ranks from 1 on of values sorted by `order`; ties get their mean."""
     found = np.empty(len(values))
     start = 0
     while start < len(values):
@@ -250,7 +250,7 @@ def _squared(matrix: Float32) -> float:
 
 
 def inverse(matrix: Float) -> Float:
-    """Of a positive definite (n, n) matrix, which is overwritten."""
+    """Inverse of a positive definite (n, n) matrix, which is overwritten."""
     from scipy.linalg import lapack
 
     factor, failed = lapack.dpotrf(matrix, lower=1, overwrite_a=1)

@@ -1,4 +1,4 @@
-"""The Gram matrices of all representations that are compared, over the images that count."""
+"""The Gram matrices of all compared representations, over the images that count."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ HELD = 0.25  # of the memory, for matrices that are read once
 
 @dataclass(frozen=True)
 class Grams:
-    """Of some representations, each read when asked for, and then held where the memory allows it.
-    notes: which images, for a sidecar."""
+    """Gram matrices, each read on demand, and kept if the memory allows it. notes: which images,
+    for a sidecar."""
 
     comparison: Comparison
     views: Sequence[GramView]
@@ -59,12 +59,12 @@ class Grams:
 
     @cached_property
     def labels(self) -> Integers:
-        """(images,) the jackknife's block of each, as `vitsee cka`'s."""
+        """(images,) the jackknife's block of each, as in `vitsee cka`."""
         shuffled = self.comparison.shuffled
         return block_labels(self.n_images, None if shuffled else self.seed)
 
     def sample(self, most: int | None) -> Integers:
-        """At most so many of the images, in order: of a random order the first, else drawn."""
+        """At most this many of the images, in order: the first of a random order, else drawn."""
         n = self.n_images
         if most is None or n <= most:
             return np.arange(n)
@@ -73,7 +73,7 @@ class Grams:
         return np.sort(np.random.default_rng(self.seed).choice(n, most, replace=False))
 
     def elsewhere(self, used: Sequence[int]) -> Grams | None:
-        """What another process reads these of them with; None where it finds no files."""
+        """A picklable reader for another process; None if there are no files."""
         own, among = self.comparison, [self.comparison.representations[k] for k in used]
         if own.map is None or not all(own.cache.is_shared(of.store, own.map) for of in among):
             return None
@@ -94,7 +94,7 @@ class Grams:
         return f"{of.store.label} {of.site.name}"
 
     def read(self, k: int, places: Integers) -> SiteGram:
-        """Of the k-th representation, of some of the images.
+        """The Gram matrix of the k-th representation, over some of the images.
 
         Raises:
             DamagedGram: its file is not what was written.
@@ -119,8 +119,8 @@ def grams_of(
     pair_by: str = "image",
     progress: Progress = SILENT,
 ) -> Iterator[Grams]:
-    """The Gram matrices of `rows`, then of `cols`, made where they are not cached yet, as `vitsee
-    cka` makes them; see `similarity.hsic` for the arguments and errors."""
+    """The Gram matrices of `rows`, then of `cols`, computed as in `vitsee cka` if not cached; see
+    `similarity.estimate.hsic` for the arguments and errors."""
     for one in (*rows, *(cols or ())):
         if one.has_blocks_only:
             raise MissingInput(
@@ -141,7 +141,7 @@ def grams_of(
 
 
 def _whole(comparison: Comparison) -> list[GramView]:
-    """Views whose tiles are what was written; what is damaged is made again."""
+    """Views of verified tiles; damaged ones are recomputed."""
     for _ in range(len(comparison.representations)):
         with full_precision(comparison.device), one_blas_thread():
             views = full_grams(comparison)

@@ -36,12 +36,12 @@ SOURCE = (
 def without_outliers(
     representations: Sequence[Representation], execution: Execution, pair_by: str
 ) -> list[Representation]:
-    """The same, cut off at the quantile of all those of one store, over the images that are
-    compared.
+    """The same, clipped at the quantile over all representations of one store, over the compared
+    images.
 
     Raises:
         StoreMismatch: the stores do not hold the same images.
-        VitseeError: numbers that are not finite.
+        VitseeError: non-finite numbers.
     """
     stores = {one.store.manifest.store_id: one.store for one in representations}
     first = next(iter(stores.values()))
@@ -62,7 +62,7 @@ def without_outliers(
 
 def alignments(table: Table) -> list[str]:
     """A line for each measure and pair of stores: its largest value over pairs of layers, and which
-    layers (the first of equal ones)."""
+    layers (the first of ties)."""
     lines = []
     for metric, of_metric in table.groups("metric"):
         if metric == "gulp":

@@ -1,4 +1,4 @@
-"""How well one representation is predicted linearly from another: ridge, R^2 on left-out images."""
+"""Linear prediction of one representation from another: ridge, R^2 on left-out images."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ RIDGES = 10.0 ** np.arange(-6, 7)
 
 @dataclass
 class Predictor:
-    """Of one representation. kernel: (n, n) K. vectors, values: its eigenvectors and eigenvalues.
-    ridges: which of `RIDGES` are tried; best: which of them targets chose so far."""
+    """A predicting representation."""
 
-    kernel: Float32
-    vectors: Float
-    values: Float
-    ridges: tuple[int, ...] = tuple(range(len(RIDGES)))
-    best: set[int] = field(default_factory=set)
+    kernel: Float32  # (n, n) K
+    vectors: Float  # its eigenvectors
+    values: Float  # its eigenvalues
+    ridges: tuple[int, ...] = tuple(range(len(RIDGES)))  # which of `RIDGES` are tried
+    best: set[int] = field(default_factory=set)  # which of them targets chose so far
 
     def press_maker(self, ridge: float) -> Float32:
         """(n, n) P with PRESS of target features Y = sum_ij P_ij (Y Y^T)_ij.
@@ -66,7 +65,7 @@ class RidgeR2(Measure):
         return replace(made, ridges=kept) if kept else made
 
     def kept(self, state: Predictor) -> tuple[int, ...]:
-        """See `Measure`: the ridges that targets chose."""
+        """The ridges that targets chose."""
         return tuple(sorted(state.best))
 
     def permuted(self, state: Predictor, order: Integers) -> Predictor:
@@ -83,7 +82,7 @@ class RidgeR2(Measure):
         pairs: Integers,
         orders: Sequence[Integers],
     ) -> Float:
-        """See `Measure`. What predicts is made once for all orders."""
+        """Predictors are computed once for all orders."""
         return self._each(a, b, pairs, orders)
 
     def _each(
@@ -93,7 +92,7 @@ class RidgeR2(Measure):
         pairs: Integers,
         orders: Sequence[Integers | None],
     ) -> Float:
-        """(orders, pairs); None: as the images are."""
+        """(orders, pairs); None: the original order."""
         found = np.full((len(orders), len(pairs)), np.nan)
         for j in np.unique(pairs[:, 1]).tolist():
             at = np.flatnonzero(pairs[:, 1] == j)

@@ -1,4 +1,5 @@
-"""The Gram matrix of one representation, as measures need it: centred, raw, cosines, distances."""
+"""The Gram matrix of one representation in the forms that measures need: centred, raw, cosines,
+distances."""
 
 from __future__ import annotations
 
@@ -16,22 +17,21 @@ CONSTANT = 1e-10
 
 @dataclass(frozen=True)
 class SiteGram:
-    """Of n images: shifted, (n, n) inner products of features less one common vector; shift: what
-    makes those of the features themselves of it, see `grams.shift`."""
+    """Gram matrix of n images."""
 
-    shifted: Float32
-    shift: Shift
+    shifted: Float32  # (n, n) inner products of features minus one common vector
+    shift: Shift  # gives the inner products of the features themselves, see `similarity.shift`
 
     @property
     def n(self) -> int:
         return len(self.shifted)
 
     def of(self, places: Integers) -> SiteGram:
-        """Of some of the images, in this order."""
+        """Restricted to some of the images, in this order."""
         return SiteGram(self.shifted[np.ix_(places, places)], self.shift.of(places))
 
     def centred(self) -> Float:
-        """(n, n) K = H G H, of features less their mean over the images."""
+        """(n, n) K = H G H, of features minus their mean over the images."""
         g = self.shifted.astype(np.float64)
         mean = g.mean(0)
         g -= mean
@@ -39,15 +39,14 @@ class SiteGram:
         return g
 
     def cosines(self) -> Float:
-        """(n, n) of the features, not centred; NaN for images whose features are all 0."""
+        """(n, n) cosines of the features, not centred; NaN for images whose features are all 0."""
         return cosine(self.shifted, self.shift)
 
     def correlations(self) -> Float:
-        """(n, n) over features; NaN for images whose features are all the same."""
+        """(n, n) correlations over features; NaN for images whose features are all the same."""
         return pearson(self.shifted, self.shift)
 
     def distances(self) -> Float:
-        """(n, n) Euclidean distances."""
         g = self.shifted.astype(np.float64)
         own = np.diagonal(g).copy()
         squared = own[:, np.newaxis] + own - 2 * g
@@ -55,7 +54,7 @@ class SiteGram:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all images have the same features but for rounding."""
+        """Whether all images have the same features, up to rounding."""
         g = self.shifted.astype(np.float64)
         own = np.trace(g)
         centred = own - g.sum() / self.n
@@ -64,7 +63,7 @@ class SiteGram:
 
     @property
     def zero(self) -> Mask:
-        """(n,) images whose features are all 0 but for rounding."""
+        """(n,) images whose features are all 0, up to rounding."""
         own, g = np.diagonal(self.shifted).astype(np.float64), self.shift.along
         scale = own + 2 * np.abs(g) + self.shift.squared
         return own + 2 * g + self.shift.squared <= CANCELLED * scale
