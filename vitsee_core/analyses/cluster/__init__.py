@@ -269,7 +269,7 @@ def run(
 
 
 def _preset(preset: str | None, choice: Segmentation | None) -> Segmentation | None:
-    """The segments of a preset; what was chosen beside it stays."""
+    """The segments of a preset; explicit choices are kept."""
     if preset is None:
         return choice
     if preset not in PRESETS:
@@ -313,7 +313,7 @@ def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | 
 @dataclass(frozen=True)
 class _Clusters:
     """k-means of one store's examples with each seed, and the clusters compared with labels. read:
-    what is clustered, by site; blocks: of segments, for intervals."""
+    the examples, by site; blocks: of segments, for intervals."""
 
     data: LabelledRows
     k: int
@@ -323,8 +323,8 @@ class _Clusters:
     blocks: Blocks | None = None
 
     def __call__(self, execution: Execution, item: str | int) -> tuple[dict[str, list[Score]], str]:
-        """The scores of a site and of its baselines, or those of random features of so many
-        channels; and what is to be said."""
+        """The scores of a site and of its baselines, or those of random features with this many
+        channels; and remarks."""
         data, progress = self.data, execution.progress
         if isinstance(item, int):
             return {"random": self.scores(self.of_noise(item, progress))}, ""
@@ -363,7 +363,7 @@ class _Clusters:
         return found
 
     def of_noise(self, dim: int, progress: Progress) -> list[Integers]:
-        """The same of standard normal vectors, drawn anew for each seed."""
+        """The same for standard normal vectors, drawn anew for each seed."""
         noise = (random_features(len(self.data), dim, (seed, 2)) for seed in self.seeds)
         return self.of(noise, progress)
 

@@ -1,8 +1,8 @@
-"""Clusters of vectors, and how well they agree with classes.
+"""Clusters of vectors, and their agreement with classes.
 
-purity   (1 / n) sum over clusters of the largest number of members of one class in it
-nmi      mutual information of clusters and classes over the mean of their entropies
-ari      pairs that agree, corrected for chance (Hubert and Arabie 1985)
+purity   (1 / n) sum over clusters of the largest number of members of one class in it nmi
+mutual information of clusters and classes over the mean of their entropies ari      pairs that
+agree, corrected for chance (Hubert and Arabie 1985)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ N_INIT = 10
 
 
 def why_meaningless(labels: Integers, k: int, noun: str = "image") -> str | None:
-    """Why k clusters of these examples carry no information about the features, whatever these are;
-    None where they do. noun: of one."""
+    """Why k clusters of these examples carry no information about any features; None if they do.
+    noun: of one."""
     n, n_classes = len(labels), len(np.unique(labels))
     if n_classes == 1:
         one = noun if n == 1 else f"class among its {noun}s"
@@ -37,7 +37,7 @@ def why_meaningless(labels: Integers, k: int, noun: str = "image") -> str | None
 
 
 def k_means(vectors: Float32, k: int, seed: int) -> Integers:
-    """(n,) cluster of each vector; fewer than k clusters where fewer vectors differ."""
+    """(n,) cluster of each vector; fewer than k clusters if there are fewer distinct vectors."""
     if (vectors == vectors[0]).all():
         # k-means would fill its empty clusters with some of the equal vectors.
         return np.zeros(len(vectors), np.int64)
@@ -73,7 +73,7 @@ def agreement(clusters: Integers, labels: Integers) -> dict[str, float]:
 
 def agreement_without(clusters: Integers, labels: Integers, blocks: Blocks) -> dict[str, Float]:
     """Metric -> (blocks,) the agreement of the same clusters without the members of each block; NaN
-    where nothing is left.
+    if nothing is left.
 
     Args:
         clusters: (n,) numbers from 0.
@@ -93,7 +93,7 @@ def agreement_without(clusters: Integers, labels: Integers, blocks: Blocks) -> d
 
 
 def _agreement_of_table(table: NDArray[Any]) -> dict[str, float]:
-    """Of the numbers of members, (clusters, classes)."""
+    """Agreement from the numbers of members, (clusters, classes)."""
     counts = table.astype(np.float64)
     n = counts.sum()
     if n == 0:

@@ -177,7 +177,7 @@ def plot(table: Table) -> Figure:
 
 
 def choose_sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
-    """The stored sites with a receptive field that the patterns choose, in the model's order.
+    """The selected stored sites with a receptive field, in the model's order.
 
     Raises:
         MissingInput: there are none.
@@ -202,7 +202,7 @@ def choose_slabs(
     """(erf slabs,) which are used, and how they were chosen, for the sidecar.
 
     Raises:
-        VitseeError: none of their images is valid, or none was asked for.
+        VitseeError: none of their images is valid, or none was requested.
     """
     if images is not None and images < 1:
         raise VitseeError(f"{images} images were asked for; expected a positive number")
@@ -236,7 +236,7 @@ class Field:
         return self.sums.sum(0) / self.counts.sum()
 
     def without_each(self) -> list[Float]:
-        """The sums of all other slabs, for each slab with images; [] where these are too few."""
+        """The sums of all other slabs, for each slab with images; [] if these are too few."""
         there = self.sums[self.counts > 0]
         if len(there) < LEAST_SLABS:
             return []
@@ -278,7 +278,7 @@ def offset(field: Float) -> float:
 
 
 def squares(field: Float) -> tuple[int, Float]:
-    """Pixels along a square's side, and the map's mean in each square; the last ones may be cut."""
+    """Pixels along a square's side, and the map's mean in each square; the last may be cut."""
     step = -(-max(field.shape) // MOST_CELLS)
     for axis, length in enumerate(field.shape):
         starts = np.arange(0, length, step)

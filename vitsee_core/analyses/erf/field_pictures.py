@@ -1,5 +1,5 @@
-"""Pictures of receptive fields: one field per site, and the radii against depth. From the columns
-of `vitsee erf`'s table: store, site, rel_depth, row, col, metric, value, low, high, n_images."""
+"""Figures of receptive fields: one field per site, and the radii against depth. From the columns of
+`vitsee erf`'s table: store, site, rel_depth, row, col, metric, value, low, high, n_images."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Line:
-    """The fields of one store and kind of site, by the block (or the site outside blocks)."""
+    """The fields of one store and kind of site, by block (or by site outside blocks)."""
 
     store: str
     kind: str
@@ -169,7 +169,7 @@ def _draw(axes: Axes, picture: Picture) -> AxesImage:
 
 
 def _centre(picture: Picture) -> tuple[float, float]:
-    """Centre of mass in pixels, of squares taken as whole."""
+    """Centre of mass in pixels, treating squares as whole."""
     cells = np.nan_to_num(picture.cells)
     places = [(np.arange(n) + 0.5) * picture.step - 0.5 for n in cells.shape]
     return (

@@ -268,10 +268,10 @@ def run(
 
 
 def _with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
-    """The sites whose tokens lie on the image.
+    """The sites whose tokens are on the image.
 
     Raises:
-        SiteError: none of those that match does.
+        SiteError: none of the matching sites has a grid.
         MissingInput: one is stored pooled only.
     """
     chosen = store.select(list(patterns))
@@ -303,7 +303,7 @@ def _rows(
 
 
 def _groups(located: Located, protocol: Protocol) -> Iterator[tuple[dict[str, str], Mask | None]]:
-    """What rows are about, and which of the pairs they are of."""
+    """What rows are about, and which of the pairs they include."""
     yield {CLASS: "", GROUP: ""}, None
     for word in protocol.by:
         values = np.array(

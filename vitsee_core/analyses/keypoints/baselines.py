@@ -1,4 +1,4 @@
-"""What is found without features: by chance, by staying, and at best."""
+"""Baselines without features: chance, the same place, and the best possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def found_without_features(
     """Baseline -> (points, alphas), 1 where a keypoint is found.
 
     chance: the probability that a candidate drawn at random is near enough. still: the same place
-    relative to the image. grid: the candidate nearest to the keypoint, the most that is possible.
+    relative to the image. grid: the candidate nearest to the keypoint, the upper bound.
     """
     shape = len(located), len(alphas)
     nearest, probable = np.empty_like(located.target), np.empty(shape)

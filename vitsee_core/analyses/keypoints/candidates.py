@@ -1,11 +1,11 @@
-"""Where on the input a keypoint may be found, and the weights of the tokens there.
+"""Candidate positions of a keypoint on the input, and the weights of the tokens there.
 
-Candidates are rows of positions with columns of positions, so that a map over all of them is made
-by one product for each axis. What is interpolated between the centres of tokens without being
-scaled is bilinear there and has its largest value at a corner: for `vit_analysis` only the pixels
-next to centres, and the first and last of each border, are candidates of all the pixels. Pixels
-beyond the outer centres are equal; of equal ones the first is taken, where the released code leaves
-the lower and right border to rounding.
+Candidates are the product of rows and columns of positions, so that a map over all of them takes
+one product per axis. What is interpolated between the centres of tokens without rescaling is
+bilinear there and has its largest value at a corner: for `vit_analysis` only the pixels next to
+centres, and the first and last of each border, are candidates of all the pixels. Pixels beyond the
+outer centres are equal; of equal ones the first is taken, while the released code leaves the lower
+and right border to rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vitsee_stores.layout import TokenLayout
 
 @dataclass(frozen=True)
 class Cells:
-    """A row of n tokens along one axis: cell i begins at pixel `offset` + i `stride`."""
+    """n tokens along one axis: cell i begins at pixel `offset` + i `stride`."""
 
     n: int
     stride: float
@@ -28,12 +28,12 @@ class Cells:
 
     @property
     def centres(self) -> Float:
-        """(n,) in pixels whose centres have whole numbers."""
+        """(n,) in pixels whose centres are integers."""
         return self.offset - 0.5 + (np.arange(self.n, dtype=np.float64) + 0.5) * self.stride
 
     def places(self, at: Float) -> Float:
-        """Pixels in units of cells, 0 the first centre; beyond the first and last they are those,
-        as interpolation repeats the border."""
+        """Pixels in units of cells, 0 the first centre; clamped to the first and last centre, as
+        interpolation repeats the border."""
         return np.clip((at + 0.5 - self.offset) / self.stride - 0.5, 0, self.n - 1)
 
     def weights(self, at: Float) -> Float:
@@ -53,11 +53,10 @@ class Cells:
 
 @dataclass(frozen=True)
 class CandidateAxis:
-    """Positions along one axis where the target may lie. at: (positions,) pixels. weights:
-    (positions, cells) of the tokens."""
+    """Candidate positions of the target along one axis."""
 
-    at: Float
-    weights: Float
+    at: Float  # (positions,) pixels
+    weights: Float  # (positions, cells) of the tokens
 
 
 def cells_of(layout: TokenLayout) -> tuple[Cells, Cells]:
@@ -72,13 +71,13 @@ def cells_of(layout: TokenLayout) -> tuple[Cells, Cells]:
 def candidates(
     layout: TokenLayout, size: tuple[int, int], window: Float, match: str
 ) -> tuple[CandidateAxis, CandidateAxis]:
-    """Where the target may lie: every row of the first axis with every column of the second.
+    """Candidate positions: every row of the first axis with every column of the second.
 
     Args:
         layout: with a grid.
         size: of the input, (height, width).
-        window: left, top, right, bottom of what is searched. Where no position is in it, the
-            nearest to its middle.
+        window: left, top, right, bottom of the searched area. If it contains no position, the one
+            nearest to its middle is used.
         match: one of `protocol.MATCHES`.
     """
     rows, cols = cells_of(layout)

@@ -1,4 +1,4 @@
-"""The picture of keypoints: the share found against relative depth, a panel per alpha."""
+"""Figure of keypoints: the share found against relative depth, a panel per alpha."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _highest(*values: Float) -> float:
 
 
 def _draw_line(axes: Axes, rows: Table, models: Table, name: str, dashes: Any) -> None:
-    """A baseline: grey where it is the same for all stores, else in their colours."""
+    """A baseline: grey if it is the same for all stores, else in their colours."""
     tints = {curve[0]: look["color"] for curve, look in curve_looks(models).items()}
     values = rows["value"]
     shared = float(np.nanmax(values) - np.nanmin(values)) < ALIKE

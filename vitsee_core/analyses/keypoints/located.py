@@ -1,4 +1,4 @@
-"""Where the keypoints of pairs lie on the input of a store's model."""
+"""Positions of the pairs' keypoints on the input of a store's model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,19 @@ RECIPE = "extract the images anew with --crop-mode border --crop-pct 1, which sh
 @dataclass(frozen=True)
 class Located:
     """The pairs whose images a store holds, and their keypoints on the input, in pixels whose
-    centres have whole numbers.
+    centres are integers.
 
-    pairs: those pairs. source_row, target_row: (pairs,) rows of the store. pair: (points,) which
-    pair a keypoint is of. source, target: (points, 2) x, y. still: (points, 2) where the target
-    would be if it lay as the source does in its image. unit: (points, 2) what an input pixel
-    measures in x and y; side: (points,) what alpha is a part of, in the same measure. window:
-    (points, 4) left, top, right, bottom of where the target may lie. size: the input's (height,
-    width). counts: what became of the pairs, for a sidecar.
+    Attributes:
+        pairs: those pairs.
+        source_row, target_row: (pairs,) rows of the store.
+        pair: (points,) the pair of each keypoint.
+        source, target: (points, 2) x, y.
+        still: (points, 2) the target if it had the source's position relative to its image.
+        unit: (points, 2) size of an input pixel in x and y.
+        side: (points,) the length that alpha is a fraction of, in the same measure.
+        window: (points, 4) left, top, right, bottom of the area searched for the target.
+        size: the input's (height, width).
+        counts: numbers of used and skipped pairs, for a sidecar.
     """
 
     pairs: list[Pair]
@@ -58,7 +63,7 @@ class Located:
         return len(self.pair)
 
     def groups(self) -> list[Target]:
-        """The keypoints by what they are looked for in, in the order of the store's rows."""
+        """The keypoints grouped by searched image and window, in the order of the store's rows."""
         keys = np.concatenate([self.target_row[self.pair][:, None], self.window], 1)
         each, which = np.unique(keys, axis=0, return_inverse=True)
         points = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
@@ -71,12 +76,11 @@ class Located:
 
 @dataclass(frozen=True)
 class Target:
-    """Keypoints that are looked for together: in one image, within one window. row: the image's.
-    window: (4,), as in `Located`. points: their numbers."""
+    """Keypoints that are searched together: in one image, within one window."""
 
-    row: int
-    window: Float
-    points: Integers
+    row: int  # the image's
+    window: Float  # (4,), as in `Located`
+    points: Integers  # their numbers
 
 
 def locate(store: Store, pairs: Sequence[Pair], protocol: Protocol) -> Located:
@@ -84,8 +88,8 @@ def locate(store: Store, pairs: Sequence[Pair], protocol: Protocol) -> Located:
     logged, as are pairs without a keypoint.
 
     Raises:
-        MissingInput: the store does not say how its images were resized, or shows them cropped so
-            that keypoints are outside.
+        MissingInput: the store does not record how its images were resized, or crops them so that
+            keypoints are outside.
         VitseeError: most of the images are not in the store, or one is of another size.
     """
     if not store.manifest.transform:
@@ -122,7 +126,7 @@ def locate(store: Store, pairs: Sequence[Pair], protocol: Protocol) -> Located:
 def _matched(
     store: Store, pairs: Sequence[Pair]
 ) -> tuple[list[Pair], list[tuple[int, int]], dict[str, int]]:
-    """The pairs with both images in the store and a keypoint, their rows, and what became of the
+    """The pairs with both images in the store and a keypoint, their rows, and counts of the
     others."""
     row_of = _Rows(store, {pair.category for pair in pairs})
     images: dict[tuple[str, str], int] = {}
@@ -170,8 +174,8 @@ def _matched(
 
 
 class _Rows:
-    """(category, image name) -> row of the store, -1 where it has none that could be read. Images
-    are known by their folder and name; where folders are no categories, by their name."""
+    """(category, image name) -> row of the store, -1 if no readable one exists. Images are
+    identified by folder and name; if folders are not categories, by name."""
 
     def __init__(self, store: Store, categories: set[str]) -> None:
         self._in_folder: dict[tuple[str, str], int] = {}
@@ -207,8 +211,7 @@ def _stem(name: str) -> str:
 
 
 class _Places:
-    """Size of an original image -> where it lies on the input. size: the input's (height,
-    width)."""
+    """Size of an original image -> its place on the input. size: the input's (height, width)."""
 
     def __init__(self, store: Store) -> None:
         self._transform = store.manifest.transform
@@ -225,7 +228,7 @@ class _Places:
 def _points(
     pair: Pair, source: Placement, target: Placement, size: tuple[int, int], protocol: Protocol
 ) -> dict[str, Float]:
-    """The fields of `Located` that have an entry for each keypoint."""
+    """The fields of `Located` with an entry per keypoint."""
     n = pair.n_points
     height, width = pair.target_size
     seen = [
@@ -271,7 +274,7 @@ def _points(
 
 
 def _off(xy: Float, size: tuple[int, int]) -> Mask:
-    """Which points lie beyond the edges of the input."""
+    """Which points are beyond the edges of the input."""
     last = np.array(size[::-1]) - 0.5
     beyond = (xy < -0.5 - ROUNDING) | (xy > last + ROUNDING)
     return np.any(beyond, axis=1)
@@ -296,7 +299,7 @@ def _one_scale(pair: Pair, where: Placement, size: tuple[int, int]) -> float:
 
 
 def _inside(xy: Float, size: tuple[int, int]) -> Float:
-    """Points with those in the rim brought to the border."""
+    """Points with those in the rim moved to the border."""
     return np.clip(xy, -0.5, (size[1] - 0.5, size[0] - 0.5))
 
 

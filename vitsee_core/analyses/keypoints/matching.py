@@ -34,7 +34,7 @@ LEAST_SQUARE = 1e-6  # of |f|: opposite tokens cancel, and no direction is left
 def sample(
     tokens: torch.Tensor, cells: tuple[Cells, Cells], at: Float, match: str, size: tuple[int, int]
 ) -> torch.Tensor:
-    """(points, dim) features at points of an image; their length means nothing.
+    """(points, dim) features at points of an image; their length is meaningless.
 
     Args:
         tokens: (rows, cols, dim) unit vectors.
@@ -70,7 +70,8 @@ def find(
     cols: CandidateAxis,
     match: str,
 ) -> Float:
-    """(points, 2) x, y of the candidate most like each source; of equal ones the first, by row.
+    """(points, 2) x, y of the candidate most similar to each source; of equal ones the first, by
+    row.
 
     Args:
         sources: (points, dim).
@@ -98,7 +99,7 @@ def _best(
     across: torch.Tensor,
     scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(2, points) column and row of the largest of all candidates, on the device; flat: (tokens,
+    """(2, points) column and row of the best of all candidates, on the device; flat: (tokens,
     dim)."""
     similar = (sources @ flat.T).view(-1, grid[1]) @ across.T
     values = torch.matmul(down, similar.view(len(sources), grid[0], -1))
@@ -120,7 +121,7 @@ def _pieces(sources: torch.Tensor, n_candidates: int) -> Iterator[torch.Tensor]:
 
 
 def _inverse_norms(tokens: torch.Tensor, down: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
-    """(candidate rows, candidate cols) 1 / |f|, 0 where f is nothing. down, across: weights."""
+    """(candidate rows, candidate cols) 1 / |f|, 0 where f is 0. down, across: weights."""
 
     def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.linalg.vecdot(a, b)

@@ -1,4 +1,4 @@
-"""How keypoints are matched and scored: the choices, and a paper's by name."""
+"""Settings of matching and scoring keypoints, and a paper's by name."""
 
 from __future__ import annotations
 
@@ -37,9 +37,16 @@ MATCHED = {
 
 @dataclass(frozen=True)
 class Protocol:
-    """match: one of `MATCHES`. candidates: where the target may lie, one of `CANDIDATES`.
-    threshold: whose longer side alpha is a part of, one of `THRESHOLDS`. alphas: descending.
-    pairs_per_class: how many are drawn, None for all. by: some of `GROUPS`."""
+    """Settings of matching and scoring.
+
+    Attributes:
+        match: one of `MATCHES`.
+        candidates: positions of the target, one of `CANDIDATES`.
+        threshold: whose longer side alpha is a fraction of, one of `THRESHOLDS`.
+        alphas: descending.
+        pairs_per_class: number of pairs drawn, None for all.
+        by: some of `GROUPS`.
+    """
 
     match: str
     candidates: str
@@ -73,7 +80,7 @@ def choose_protocol(
     pairs_per_class: int | None = None,
     by: Sequence[str] = (),
 ) -> Protocol:
-    """What was asked for, the preset's where nothing was, else the defaults.
+    """The user's choices, else the preset's, else the defaults.
 
     Args:
         preset: one of `PRESETS`.
@@ -85,7 +92,7 @@ def choose_protocol(
         by: default none.
 
     Raises:
-        VitseeError: an unknown word, or a number that is not above 0.
+        VitseeError: an unknown word, or a number that is not positive.
     """
     if preset not in (None, *PRESETS):
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")

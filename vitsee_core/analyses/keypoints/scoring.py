@@ -45,9 +45,16 @@ REPLICATES_METHOD = "value without one image of a category and all of its pairs"
 
 @dataclass(frozen=True)
 class KeypointScorer:
-    """Which pairs and images the points belong to. pair: (points,) their pairs. category: (pairs,).
-    source, target: (pairs,) numbers of images, of which one in two categories has two.
-    image_category: (images,). names: of the categories. digest: the same for the same pairs."""
+    """Scores of points by pair, category and image.
+
+    Attributes:
+        pair: (points,) their pairs.
+        category: (pairs,).
+        source, target: (pairs,) numbers of images; an image in two categories has two.
+        image_category: (images,).
+        names: of the categories.
+        digest: equal for equal pairs.
+    """
 
     pair: Integers
     category: Integers
@@ -83,7 +90,7 @@ class KeypointScorer:
         """The cells of a row for each metric and alpha.
 
         Args:
-            found: (points, alphas) 1 where a keypoint was found, or how probable that is.
+            found: (points, alphas) 1 where a keypoint was found, or the probability of that.
             alphas: their thresholds.
             among: (pairs,) these pairs only.
         """
@@ -115,7 +122,8 @@ class KeypointScorer:
         }
 
     def _of_images(self, values: Float) -> Float:
-        """(images, ...) sums over the pairs of each image; a pair of an image with itself once."""
+        """(images, ...) sums over the pairs of each image; a pair of an image with itself counts
+        once."""
         other = self.source != self.target
         of_source = _sums(values, self.source, self.n_images)
         return of_source + _sums(values[other], self.target[other], self.n_images)
@@ -128,7 +136,7 @@ class KeypointScorer:
         return value, _ratio(values.sum(0) - self._of_images(values), left)
 
     def _classes(self, hits: Float, points: NDArray[Any]) -> tuple[Float, Float]:
-        """The mean over categories of their shares of points, and that without each image."""
+        """The mean over categories of their shares of points, and the same without each image."""
         counts = points.astype(np.float64)[:, None]
         n = len(self.names)
         class_hits, class_counts = (_sums(x, self.category, n) for x in (hits, counts))
@@ -143,7 +151,7 @@ class KeypointScorer:
         return value, value + change
 
     def _score(self, value: Float, without: Float, in_use: Integers) -> Score:
-        """Value and interval; images that have none of the pairs do not count."""
+        """Value and interval; images without any of the pairs do not count."""
         own, v = self.image_category[in_use], without[in_use]
         n = np.bincount(own, minlength=len(self.names))
         mean = _ratio(_sums(v, own, len(n)), n[:, None].astype(np.float64))
@@ -159,7 +167,7 @@ class KeypointScorer:
 
 @dataclass(frozen=True)
 class Score:
-    """Of one metric: value, std, low, high (alphas,); without: (images, alphas)."""
+    """Score of one metric: value, std, low, high (alphas,); without: (images, alphas)."""
 
     value: Float
     std: Float
@@ -174,7 +182,7 @@ class Score:
 
 
 def scores_counts(scorer: KeypointScorer, among: Mask | None) -> dict[str, int]:
-    """How many images, pairs and points a row is about."""
+    """Numbers of images, pairs and points that a row is about."""
     used = np.ones(len(scorer.category), bool) if among is None else among
     images = np.union1d(scorer.source[used], scorer.target[used])
     return {

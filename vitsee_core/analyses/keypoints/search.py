@@ -55,13 +55,13 @@ def search(
         site: with a grid.
         located: the keypoints.
         match: one of `protocol.MATCHES`.
-        device: makes the products.
-        part: rows of the store: looked for is only in these images, elsewhere NaN is found.
-        noise: a seed: standard normal features are searched in place of the store's.
+        device: computes the products.
+        part: rows of the store: only these images are searched, the others give NaN.
+        noise: a seed: search standard normal features instead of the store's.
         progress: advanced by `n_images(located, part)`.
 
     Raises:
-        VitseeError: a number of the store is not finite.
+        VitseeError: a number in the store is not finite.
     """
     layout = site.layout
     assert layout is not None
@@ -92,7 +92,7 @@ def search(
 
 
 def n_images(located: Located, part: slice = WHOLE) -> int:
-    """How many images a search reads: sources, then targets."""
+    """Number of images that a search reads: sources, then targets."""
     among = _among(located, part)
     both = located.source_row[among], located.target_row[among]
     return sum(len(np.unique(rows)) for rows in both)
@@ -105,7 +105,7 @@ def _among(located: Located, part: slice) -> Mask:
 
 
 def parts_of(store: Store, n_sites: int, execution: Execution) -> list[slice]:
-    """Rows of whole slabs, in order: so many parts that with the sites all processes are busy."""
+    """Rows of whole slabs, in order: enough parts that with the sites all processes are busy."""
     if execution.map is None:
         return [WHOLE]
     n = min(store.n_slabs, -(-execution.width // n_sites))
@@ -122,7 +122,7 @@ def search_all(
     execution: Execution,
     noise: int | None = None,
 ) -> Iterator[Float]:
-    """`search` at each site, of whole images put together from these parts of them."""
+    """`search` at each site, assembled from these parts of the images."""
     work = _Search(store, replace(located, pairs=[]), match, noise)
     items = [(site, part) for site in sites for part in parts]
     results = execution.spread(work, items)
@@ -135,7 +135,7 @@ def search_all(
 
 @dataclass(frozen=True)
 class _Search:
-    """(points, 2) of those keypoints whose target is in a part, at one site."""
+    """(points, 2) of the keypoints whose target is in a part, at one site."""
 
     store: Store
     located: Located
@@ -161,7 +161,7 @@ def _images(
     noise: int | None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Row and (rows, cols, dim) unit tokens of each of these images, in the store's order; random
-    where `noise` is their seed."""
+    if `noise` is a seed."""
     if noise is not None:
         assert site.layout is not None and site.layout.grid is not None
         height, width = site.layout.grid
@@ -184,7 +184,7 @@ def _images(
 
 
 def _read(site: str, slab: Slab) -> tuple[Integers, list[NDArray[Any]]]:
-    """Numbers of a slab's images that count, and (rows, cols, dim) of each, as stored."""
+    """Indices of a slab's images that count, and (rows, cols, dim) of each, as stored."""
     values = slab.store.acts(site, "patches", partial=True)[slab.rows]
     own = np.flatnonzero(slab.valid)
     return slab.rows.start + own, [values[i] for i in own]

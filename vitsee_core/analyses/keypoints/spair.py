@@ -45,10 +45,16 @@ _coordinate = partial(number, low=-MOST_COORDINATE, high=MOST_COORDINATE)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images of one category. source, target: their names; source_size, target_size: (height,
-    width). box: x0, y0, x1, y1 of the object in the target. source_xy, target_xy: (points, 2) x, y
-    of the keypoints seen in both, in pixels of the originals. variations: what of `VARIATIONS` the
-    file says."""
+    """Two images of one category.
+
+    Attributes:
+        source, target: their names.
+        source_size, target_size: (height, width).
+        box: x0, y0, x1, y1 of the object in the target.
+        source_xy, target_xy: (points, 2) x, y of the keypoints seen in both, in pixels of the
+            originals.
+        variations: those of `VARIATIONS` that the file states.
+    """
 
     name: str
     category: str
@@ -70,8 +76,8 @@ def read_pairs(path: str | Path, split: str | None = None) -> list[Pair]:
     """The pairs of a split, by name.
 
     Args:
-        path: the folder SPair-71k, one of its folders PairAnnotation and PairAnnotation/SPLIT, or a
-            list of names of pairs in it (Layout/large/test.txt).
+        path: the folder SPair-71k, its folder PairAnnotation or PairAnnotation/SPLIT, or a list of
+            names of pairs in it (Layout/large/test.txt).
         split: its name; by default that of the list, else `test`.
 
     Raises:
@@ -91,8 +97,8 @@ def read_pairs(path: str | Path, split: str | None = None) -> list[Pair]:
 
 
 def draw_pairs(pairs: Sequence[Pair], n: int | None, seed: int = 0) -> list[Pair]:
-    """At most `n` pairs of each category, drawn without replacement from its pairs by name; all
-    where `n` is None. A category's draw does not depend on the other categories' pairs."""
+    """At most `n` pairs of each category, drawn without replacement from its pairs by name; all if
+    `n` is None. A category's draw does not depend on the other categories' pairs."""
     by_category: dict[str, list[Pair]] = {}
     for pair in sorted(pairs, key=lambda pair: _plain(pair.name)):
         by_category.setdefault(pair.category, []).append(pair)
@@ -106,7 +112,7 @@ def draw_pairs(pairs: Sequence[Pair], n: int | None, seed: int = 0) -> list[Pair
 
 
 def _files(folder: Path, split: str | None) -> list[Path]:
-    """The annotations of a split below one of the folders that may be named."""
+    """The annotations of a split below one of the accepted folders."""
     above = folder / ANNOTATIONS if (folder / ANNOTATIONS).is_dir() else folder
     if split is None and (found := _annotations(above)):
         return found
@@ -154,7 +160,7 @@ def _listed(path: Path, split: str | None) -> list[Path]:
 
 
 def _plain(text: str) -> str:
-    """A pair's name, whichever way its category is set off."""
+    """A pair's name, whichever way its category is separated."""
     return text.replace(":", "_")
 
 

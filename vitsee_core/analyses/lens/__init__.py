@@ -161,8 +161,8 @@ def _sites(
 
     Raises:
         MissingInput: the store has no classifier, or not the tokens that it reads.
-        NotOffered: the model has none that can be read, or none of its blocks is as wide as it.
-        SiteError: no selected site is as wide as it.
+        NotOffered: the model has none that can be read, or none of its blocks is as wide.
+        SiteError: no selected site is as wide.
     """
     head = heads(store)
     chosen = sites_of(store, patterns)
@@ -225,7 +225,7 @@ class _Store:
         self.metrics = [metric for metric in have if metric in (metrics or METRICS)]
 
     def _remark(self, mask: Any) -> str:
-        """Why there is nothing to say of labels; "" where there is."""
+        """Why labels give no metrics; "" if they do."""
         labels = self.store.samples.label[mask]
         n = len(self.store.class_names or ()) or int(labels.max(initial=-1)) + 1
         if not (labels >= 0).any():
@@ -265,7 +265,7 @@ class _Store:
 
 @dataclass(frozen=True)
 class _ReadLogits:
-    """The work on one slab: metric -> (images, 1 + patches), the pooled tokens first; NaN of
+    """The work on one slab: metric -> (images, 1 + patches), the pooled tokens first; NaN for
     images without a label."""
 
     site: str
@@ -299,7 +299,7 @@ class _ReadLogits:
         return {metric: np.concatenate([one[metric] for one in found], 1) for metric in METRICS}
 
     def _output(self, slab: Slab) -> Integers:
-        """(images,) the class that the model says."""
+        """(images,) the class that the model predicts."""
         if not self.agreement:
             return np.zeros(int(slab.valid.sum()), np.int64)
         if "logits" in slab.store.sites:

@@ -86,7 +86,7 @@ def _picked(rows: Table) -> list[str]:
 
 
 def _given(table: Table, name: str) -> Any:
-    """(rows,) whether a column has a value, before and after a CSV."""
+    """(rows,) whether a column has a value, in memory or read from a CSV."""
     return np.array([v is not None and v == v and v != "" for v in table[name].tolist()], bool)
 
 

@@ -218,8 +218,8 @@ def run(
 
 
 def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Rows, dict[str, Any]]:
-    """The images that are used, and remarks about them. Minibatches of all images cost as
-    much here as the exact value, so that not those but a sample takes its place where it is long.
+    """The images that are used, and remarks about them. Minibatches of all images cost as much here
+    as the exact value, so if that takes long a sample of images is used instead of minibatches.
 
     Raises:
         VitseeError: fewer than 4.

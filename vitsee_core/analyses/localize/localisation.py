@@ -1,4 +1,4 @@
-"""What maps of patches say about each token's own patch."""
+"""Measures of each token's own patch from maps of patches."""
 
 from __future__ import annotations
 
@@ -29,9 +29,15 @@ SITE_METRICS = ("own_top1", *TOKEN_METRICS)
 
 @dataclass(frozen=True)
 class Maps:
-    """One site's maps. cka, std, low, high: (tokens, patches), patches row by row of `grid`;
-    replicates: (m, tokens, patches) CKA, m = 0 without a spread; cells: each token's place among
-    the patches, -1 for none; stride_px: between patches; patch_px: (channels, rows, cols)."""
+    """One site's maps.
+
+    Attributes:
+        cka, std, low, high: (tokens, patches), patches row by row of `grid`.
+        replicates: (m, tokens, patches) CKA, m = 0 without a spread.
+        cells: each token's place among the patches, -1 for none.
+        stride_px: between patches.
+        patch_px: (channels, rows, cols).
+    """
 
     site: SiteSpec
     tokens: list[str]
@@ -76,8 +82,8 @@ class Maps:
 def own_patch(cka: Float, own: Rows | Sequence[int]) -> Float:
     """(metrics, ..., tokens): `OWN_METRICS` of maps (..., tokens, patches).
 
-    NaN where a token has no value at its own patch, or at no other. Of patches that are equally
-    similar none comes before the other.
+    NaN if a token has no value at its own patch, or at no other. Equally similar patches do not
+    rank before each other.
 
     Args:
         cka: maps.
@@ -104,7 +110,7 @@ def token_summary(maps: Maps) -> dict[str, Float]:
 
 
 def site_summary(maps: Maps) -> tuple[int, dict[str, Float]]:
-    """How many tokens count, and value, std, low, high over them, (SITE_METRICS,) each."""
+    """Number of tokens that count, and value, std, low, high over them, (SITE_METRICS,) each."""
     value, replicates = (_all_metrics(maps, cka) for cka in (maps.cka, maps.replicates))
     over_tokens = _over_tokens(value), _over_tokens(replicates).T
     numbers = _with_spread(*over_tokens, maps.spread, SITE_METRICS)
@@ -113,7 +119,7 @@ def site_summary(maps: Maps) -> tuple[int, dict[str, Float]]:
 
 def replicates_of(maps: Maps, summary: str | None) -> Float | None:
     """(rows, blocks) the jackknife's, of the rows that `localize` makes of these maps: tokens by
-    patches, tokens by TOKEN_METRICS, or SITE_METRICS. NaN for what a jackknife says nothing of."""
+    patches, tokens by TOKEN_METRICS, or SITE_METRICS. NaN without a jackknife."""
     m = len(maps.replicates)
     if m < 2 or maps.spread == "repeats":
         return None
@@ -145,7 +151,7 @@ def _all_metrics(maps: Maps, cka: Float) -> Float:
 
 
 def chance(maps: Maps) -> float:
-    """`own_top1` of tokens that tell of no patch more than of another."""
+    """`own_top1` of uninformative tokens."""
     n_patches = int((~np.isnan(maps.cka)).any(0).sum())
     return 1 / n_patches if n_patches > 1 else np.nan
 
@@ -164,8 +170,8 @@ def _over_tokens(metrics: Float) -> Float:
 def _with_spread(
     value: Float, replicates: Float, spread: str, metrics: Sequence[str]
 ) -> dict[str, Float]:
-    """Of (metrics, ...), as `similarity.summarise`: replicates, (m, metrics, ...), without a block
-    of images each, or one per repeat."""
+    """For (metrics, ...), like `similarity.hsic.summarise`: replicates, (m, metrics, ...), without
+    a block of images each, or one per repeat."""
     nothing = np.full_like(value, np.nan)
     m = len(replicates)
     if m < 2:

@@ -33,13 +33,13 @@ CURVES = ("own_top1", "own_margin", "peak_distance_px")
 
 @dataclass(frozen=True)
 class TokenMaps:
-    """The maps of one site. tokens: their names; maps: (tokens, rows, cols)."""
+    """The maps of one site."""
 
     store: str
     site: str
     rel_depth: float
-    tokens: list[str]
-    maps: Float
+    tokens: list[str]  # their names
+    maps: Float  # (tokens, rows, cols)
 
     @property
     def title(self) -> str:
@@ -51,7 +51,7 @@ class TokenMaps:
         return bool(len(self.placed()) == math.prod(self.maps.shape[1:]))
 
     def placed(self) -> dict[int, tuple[int, int]]:
-        """The indices and places of the tokens that lie on the grid."""
+        """The indices and places of the tokens on the grid."""
         cells = enumerate(map(parse_cell, self.tokens))
         return {k: cell for k, cell in cells if cell is not None}
 
@@ -94,7 +94,7 @@ def _draw_zero(axes: Axes, rows: Table, metric: str) -> None:
 
 
 def draw_curve_panels(every: Sequence[Axes], table: Table, metrics: Sequence[str]) -> None:
-    """As `draw_curves`, of these metrics into panels of a larger figure."""
+    """Like `draw_curves`, for these metrics, into panels of a larger figure."""
     for axes, metric in zip(every, metrics, strict=True):
         draw_depth_curves(axes, table.where(metric=metric), among=table)
         _draw_zero(axes, table, metric)

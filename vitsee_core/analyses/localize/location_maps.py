@@ -1,5 +1,5 @@
-"""Pictures of localisation: maps of patches by token, mosaics of them. From a table's columns
-alone."""
+"""Figures of localisation: maps of patches by token, and mosaics of them; drawn from a table's
+columns alone."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ def _draw_mosaics(panels: Sequence[TokenMaps], table: Table) -> Figure:
 
 
 def _step(panel: TokenMaps) -> int:
-    """Draw one of how many tokens along a side, so that the maps are legible."""
+    """Draw one of this many tokens along a side, so that the maps are legible."""
     longest = int(max(panel.maps.shape[1:]))
     return math.ceil(longest * (longest + 1) / MOST_CELLS)
 
 
 def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesImage:
-    """The maps of the tokens, each in its token's place, with a gap between them; the class
-    token's in a line of its own above. side: inches."""
+    """The maps of the tokens, each in its token's place, with gaps; the class token's in a line of
+    its own above. side: inches."""
     step, (rows, cols) = _step(panel), panel.maps.shape[1:]
     places = panel.placed()
     others = [k for k in range(len(panel.tokens)) if k not in places]

@@ -1,4 +1,4 @@
-"""The maps of a store's sites: checked before any work, then compared together where that goes."""
+"""The maps of a store's sites: checked before any work, then computed together where possible."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORDS = ("each", "cls")
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The chosen tokens of a site: the stack they are read from, their names, their cells of the
+    """The selected tokens of a site: the stack they are read from, their names, their cells of the
     grid (-1 for the class token)."""
 
     site: SiteSpec
@@ -74,7 +74,7 @@ class SiteMaps:
         say_cost(self.store.label, n_images, total)
 
     def _alike(self) -> list[list[_Tokens]]:
-        """The sites, by their patches."""
+        """The sites, grouped by their patches."""
         groups: dict[Any, list[_Tokens]] = {}
         for site in self.sites:
             layout = site.layout
@@ -91,7 +91,7 @@ class SiteMaps:
         seed: int,
         execution: Execution,
     ) -> list[Maps]:
-        """Of some of the sites, which have the same patches."""
+        """For some of the sites, which share their patches."""
         sites = [self.sites[k] for k in together]
         patches = PatchPixels(self.store, pixels, sites[0].layout)
         h = hsic_on_the_fly(
@@ -114,7 +114,7 @@ class SiteMaps:
         return found
 
     def together(self, how: Estimator, n: int, memory: int) -> list[list[int]]:
-        """The places of sites with the same patches, as many as have room for their maps and
+        """Groups of sites with the same patches, as many as have room for their maps and
         replicates."""
         place = {site.site.name: k for k, site in enumerate(self.sites)}
         together: list[list[int]] = []
@@ -130,7 +130,7 @@ class SiteMaps:
         return together
 
     def leave_out_large(self, how: Estimator, memory: int) -> dict[str, str]:
-        """Leave out the sites whose maps are too large for the memory; the reason of each.
+        """Leave out the sites whose maps exceed the memory; returns the reason for each.
 
         Raises:
             VitseeError: all are too large.
@@ -154,7 +154,7 @@ class SiteMaps:
 
 
 def _tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> _Tokens:
-    """The tokens of a site that --tokens asks for, the class token first.
+    """The tokens of a site that --tokens selects, the class token first.
 
     Raises:
         SiteError: it has no such tokens.
@@ -182,7 +182,7 @@ def _tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> _Tokens:
 
 
 def _some_rows(h: Hsic, rows: slice) -> Hsic:
-    """Of some of the rows."""
+    """`h` restricted to some of the rows."""
     inner = None if h.replicates is None else h.replicates
     return Hsic(
         h.cross[rows],
@@ -196,7 +196,7 @@ def _some_rows(h: Hsic, rows: slice) -> Hsic:
 
 
 def _with_grid(store: Store, sites: Sequence[SiteSpec]) -> list[SiteSpec]:
-    """The sites whose tokens lie on a grid; others are logged.
+    """The sites with a grid; others are logged.
 
     Raises:
         SiteError: none of them.

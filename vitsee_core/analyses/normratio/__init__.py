@@ -227,8 +227,6 @@ def _check_tokens(
 
 
 class _Measure:
-    """The statistics of one store's sublayers."""
-
     def __init__(self, store: Store, rows: Rows, execution: Execution) -> None:
         self.store, self.rows, self.execution = store, rows, execution
         self.n = int((rows.mask & store.valid).sum())

@@ -1,4 +1,4 @@
-"""Pictures of a quantity of tokens in sublayers: tokens against sublayers, and means against depth.
+"""Figures of a quantity of tokens in sublayers: tokens against sublayers, and means against depth.
 
 Drawn from the columns of `vitsee normratio`'s table: store, site, depth, rel_depth, token, row,
 col, metric, value, low, high.
@@ -101,8 +101,8 @@ def draw_norm_ratios(table: Table) -> Figure:
 
 
 def _map_panels(of_store: Table, metric: str) -> list[MapPanel]:
-    """The maps of one store and metric, one per kind of sublayer; none where the table has no more
-    than a few of its tokens one by one."""
+    """The maps of one store and metric, one per kind of sublayer; none if the table has only a few
+    individual tokens."""
     rows, store = of_store.where(metric=metric), str(of_store["store"][0])
     count = max(of_store["n_images"].tolist())
     tokens = _tokens(rows)
@@ -129,7 +129,7 @@ def _tokens(rows: Table) -> list[Any]:
 
 
 def _given(value: Any) -> bool:
-    """Whether a cell of a column has a value, before and after a CSV."""
+    """Whether a cell of a column has a value, in memory or read from a CSV."""
     return value is not None and value == value and value != ""
 
 
@@ -211,7 +211,7 @@ def _draw_curves(axes: Axes, table: Table, metric: str, curves: Sequence[Curve])
 
 
 def _looks(curves: Sequence[Curve], stores: Sequence[str]) -> dict[Curve, dict[str, Any]]:
-    """How each curve is drawn, no two alike. With several stores the colour stands for the store
+    """The style of each curve, all distinct. With several stores the colour stands for the store
     and the marker for the tokens; with one store the colour stands for the tokens. Dashes stand for
     the kind of sublayer."""
     several = bool(stores)
@@ -253,7 +253,7 @@ def _curve(rows: Table, depth: str, kind: str) -> tuple[Float, Float, Float, Flo
 
 
 def _by_site(rows: Table, exact: NDArray[np.bool_]) -> list[tuple[str, Table]]:
-    """Each site's rows: those about the kind itself where there are any."""
+    """Each site's rows: those about the kind itself if there are any."""
     found = []
     sites = rows["site"]
     for site in rows.unique("site"):

@@ -1,4 +1,4 @@
-"""Statistics over images, first of every token, then averaged over the tokens of a kind."""
+"""Statistics over images for every token, then averaged over the tokens of a kind."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class TokenMean:
 
 
 class Places:
-    """Estimates of places: a token each, or several tokens whose mean is meant. Tokens come in
-    pieces, in their order."""
+    """Estimates of places: one token each, or the mean over several tokens. Tokens come in pieces,
+    in their order."""
 
     def __init__(self, members: Sequence[Sequence[int]]) -> None:
         self._single: dict[int, list[int]] = {}
@@ -73,7 +73,7 @@ class Places:
         self._without: list[Float | None] = [None] * len(members)
 
     def add(self, of: Statistic, tokens: Integers) -> None:
-        """Count the statistic of these tokens, a row each."""
+        """Count the statistic of these tokens, one per row."""
         pairs = [(k, i) for k, t in enumerate(tokens.tolist()) for i in self._single.get(t, ())]
         self._put(of.estimates(), [k for k, _ in pairs], [i for _, i in pairs])
         for members, mean in self._several.values():

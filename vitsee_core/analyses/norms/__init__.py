@@ -211,7 +211,7 @@ def plot(table: Table) -> Figure:
 
 
 def _sites(store: Store, patterns: Sequence[str], metrics: Sequence[str]) -> list[SiteSpec]:
-    """The sites that have norms; those pooled away are named, vectors too.
+    """The sites that have norms; those pooled away are named, including vectors.
 
     Raises:
         SiteError: none has tokens.
@@ -240,8 +240,6 @@ def _sites(store: Store, patterns: Sequence[str], metrics: Sequence[str]) -> lis
 
 
 class _Site:
-    """The rows of one store's sites."""
-
     def __init__(
         self,
         store: Store,
@@ -352,7 +350,7 @@ class _Site:
 
 
 def _columns(norms: Float, members: Sequence[int]) -> Float:
-    """These tokens' norms; a view where they are side by side."""
+    """These tokens' norms; a view if they are contiguous."""
     first, last = members[0], members[-1]
     if tuple(members) == tuple(range(first, last + 1)):
         return norms[:, first : last + 1]
@@ -366,7 +364,7 @@ def _about(place: TokenPlace, metric: str) -> Cells:
 def _of_tokens(
     places: Sequence[TokenPlace], metric: str, values: Any, labels: Integers
 ) -> list[Cells]:
-    """Means over images of single tokens; of a few at a time, which need little memory."""
+    """Means over images of single tokens; a few at a time, which need little memory."""
     rows: list[Cells] = []
     at_once = max(1, PIECE_BYTES // (8 * len(values)))
     for first in range(0, len(places), at_once):
@@ -379,7 +377,7 @@ def _of_tokens(
 
 
 def _commonest(of_images: Integers) -> int:
-    """The value of most images, the lowest of several."""
+    """The most frequent value, the lowest of ties."""
     values, counts = np.unique(of_images, return_counts=True)
     return int(values[counts.argmax()])
 

@@ -1,7 +1,5 @@
-"""Pictures of token norms: histograms over depth, where outliers lie, and their share over depth.
-
-From the columns of `vitsee norms`' table.
-"""
+"""Figures of token norms: histograms over depth, where outliers are, and their share over depth.
+From the columns of `vitsee norms`' table."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def draw_norms(table: Table) -> Figure:
 
 
 def _draw_kinds(table: Table) -> Figure:
-    """Of a table without patches: norms of other tokens over depth."""
+    """For a table without patches: norms of other tokens over depth."""
     figure, (axes,) = panels(1)
     rows = table.where(metric=["norm", "norm_median"])
     rows = rows.take(~_given(rows, "row"))
@@ -101,7 +99,7 @@ def _draw_kinds(table: Table) -> Figure:
 
 
 def _given(table: Table, name: str) -> Any:
-    """(rows,) whether a column has a value, before and after a CSV."""
+    """(rows,) whether a column has a value, in memory or read from a CSV."""
     return np.array([v is not None and v == v and v != "" for v in table[name].tolist()], bool)
 
 
@@ -178,7 +176,7 @@ def _blocks(table: Table) -> dict[str, str]:
 
 
 def _tiles(own: Table) -> tuple[str, Table, list[str]]:
-    """Of a store: the metric of its maps, their rows, and the sites that are drawn: those with most
+    """For a store: the metric of its maps, their rows, and the drawn sites: those with most
     outliers, in their order."""
     metric, rows = _mapped(own)
     most = {site: np.nanmax(of["value"].astype(float)) for site, of in rows.groups("site")}
@@ -206,7 +204,7 @@ def _draw_maps(
 
 
 def _mapped(rows: Table) -> tuple[str, Table]:
-    """The map that says something: of the fixed threshold where any patch is above it."""
+    """The informative map: of the fixed threshold if any patch is above it."""
     for metric in MAPS:
         cells = _cells(rows, metric)
         if len(cells) and (metric == MAPS[-1] or np.nanmax(cells["value"].astype(float)) > 0):

@@ -27,11 +27,11 @@ def blocks_out(labels: NDArray[np.integer]) -> Iterator[Mask]:
 
 
 def share_above_mad(norms: Float, labels: Integers) -> tuple[float, Float]:
-    """The share of norms above `mad_threshold`, and the same without each block of images,
-    threshold and share anew; NaN where nothing is left.
+    """The share of norms above `mad_threshold`, and the same without each block of images, with
+    threshold and share recomputed; NaN if nothing is left.
 
-    Norms are put in order once, and stay so without a block: neither medians nor counts cost more
-    than leaving it out. Memory: beside the norms, three times as much.
+    Norms are sorted once, and stay so without a block: neither medians nor counts cost more than
+    leaving it out. Memory: beside the norms, three times as much.
 
     Args:
         norms: (images, tokens).
@@ -56,7 +56,7 @@ def _threshold(ascending: Float) -> float:
 
 
 def _nearest(ascending: Float, middle: float, k: int) -> float:
-    """The k-th smallest |x - middle|: the k nearest values stand side by side, from where a
+    """The k-th smallest |x - middle|: the k nearest values are contiguous, starting where a
     bisection finds."""
     low, high = 0, len(ascending) - k
     while low < high:
@@ -69,8 +69,8 @@ def _nearest(ascending: Float, middle: float, k: int) -> float:
 
 
 def pooled_median(norms: Float, labels: Integers) -> tuple[float, Float]:
-    """The median over all tokens of all images, and the same without each block of images; NaN
-    where nothing is left. Memory as of `share_above_mad`."""
+    """The median over all tokens of all images, and the same without each block of images; NaN if
+    nothing is left. Memory as for `share_above_mad`."""
     values, blocks = _in_order(norms, labels)
     return _median(values), np.array([_median(values[keep]) for keep in blocks_out(blocks)])
 
@@ -90,8 +90,8 @@ def _in_order(norms: Float, labels: Integers) -> tuple[Float, NDArray[np.int32]]
 
 def bimodality(norms: Float, labels: Integers) -> tuple[float, Float]:
     """(skewness^2 + 1) / kurtosis of the logarithms of all norms above 0 (Sarle's coefficient), and
-    the same without each block of images: 1/3 for a normal sample, 5/9 for a uniform one, 1 for two
-    equal peaks; NaN where all are alike.
+    the same without each block of images: 1/3 for a normal sample, 5/9 for a uniform one, 1 for
+    two equal peaks; NaN if all are equal.
 
     Args:
         norms: (images, tokens).
@@ -106,8 +106,8 @@ def bimodality(norms: Float, labels: Integers) -> tuple[float, Float]:
 
 
 def _powers(norms: Float, centre: float) -> Float:
-    """(images, 5) how many norms of an image are above 0, and the sums over these of the first four
-    powers of their logarithms less `centre`."""
+    """(images, 5) number of an image's norms above 0, and the sums over these of the first four
+    powers of their logarithms minus `centre`."""
     with np.errstate(divide="ignore"):
         logs = np.log(norms)
     there = np.isfinite(logs)
@@ -116,7 +116,7 @@ def _powers(norms: Float, centre: float) -> Float:
 
 
 def _pieces(norms: Float) -> Iterator[Float]:
-    """A few images' norms at a time, which need little memory beside them."""
+    """A few images' norms at a time, which need little additional memory."""
     step = max(1, PIECE // norms.shape[1])
     return (norms[at : at + step] for at in range(0, len(norms), step))
 
@@ -136,8 +136,8 @@ def _coefficient(powers: Float) -> float:
 
 
 def histogram(norms: Float) -> list[tuple[float, float, float]]:
-    """(from, to, share of the norms) for each bin that has any; bins are eighths of a factor of 2,
-    the same for every site and model. Norms of 0 are in none."""
+    """(from, to, share of the norms) for each non-empty bin; bins are eighths of a factor of 2, the
+    same for every site and model. Norms of 0 are in none."""
     counts = Counter[int]()
     for piece in _pieces(norms):
         bins = np.floor(BINS_PER_OCTAVE * np.log2(piece[piece > 0])).astype(np.int64)

@@ -1,11 +1,11 @@
-"""Norms and largest activations of tokens, and where a store has them.
+"""Norms and largest activations of tokens, and their sources in a store.
 
 Stores keep the dot products z.z, f.f and z.f of every residual sublayer's skip z and branch f, for
 every token. A site that is the skip of a sublayer, as the output of block b is that of the
 attention in block b + 1, has the norm sqrt(z.z); the sum of a sublayer has sqrt(z.z + 2 z.f + f.f).
-So stores without activations (`extract --tokens pooled`) have norms too. Which site is which
+So stores without activations (`extract --tokens pooled`) have norms, too. Which site is which
 follows from the store's aliases and from the sums that the self-check proved; an output behind an
-activation function (ResNet v1) or a norm is no sum, and needs the activations.
+activation function (ResNet v1) or a norm is not a sum, and needs the activations.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ IMAGES_AT_ONCE = 8  # activations in float64 at a time
 
 @dataclass(frozen=True)
 class NormSource:
-    """Where the norms of a site's tokens come from: a sublayer's dot products (of its skip, or of
-    its sum where `total`), or with "" the activations."""
+    """The source of a site's norms: a sublayer's dot products (of its skip, or of its sum if
+    `total`), or with "" the activations."""
 
     sublayer: str = ""
     total: bool = False
@@ -46,7 +46,7 @@ class NormSource:
 
 
 def norm_source(store: Store, site: SiteSpec) -> NormSource:
-    """The dot products that are a site's squared norms, or else its activations.
+    """The dot products that give a site's squared norms, or else its activations.
 
     Raises:
         MissingInput: the store has neither.
@@ -70,7 +70,7 @@ def norm_source(store: Store, site: SiteSpec) -> NormSource:
 
 
 def _skips(sublayer: str) -> tuple[str, ...]:
-    """What the skip of a sublayer may be called."""
+    """Possible names of a sublayer's skip."""
     block, _, word = sublayer.rpartition(".")
     if word in SKIPS:
         return (f"{block}.{SKIPS[word]}",)
@@ -78,7 +78,7 @@ def _skips(sublayer: str) -> tuple[str, ...]:
 
 
 def _sum(store: Store, sublayer: str) -> str:
-    """The site that is skip + branch of a sublayer; "" where something may follow the sum."""
+    """The site that is skip + branch of a sublayer; "" if something may follow the sum."""
     block, _, word = sublayer.rpartition(".")
     if word in SUMS:
         return f"{block}.{SUMS[word]}"
@@ -89,20 +89,18 @@ def _sum(store: Store, sublayer: str) -> str:
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """Of one site, by image. norms: (images, tokens). Of the activations, else empty: largest,
-    median: (images,) of |x| over all tokens and channels; channel, token: (images,) where the
-    largest is; neighbour_cos: (images,) see `neighbour_cosines`."""
+    """Statistics of one site, by image; all but `norms` only from activations, else empty."""
 
-    norms: Float
-    largest: Float
-    median: Float
-    channel: Integers
-    token: Integers
-    neighbour_cos: Float
+    norms: Float  # (images, tokens)
+    largest: Float  # (images,) of |x| over all tokens and channels
+    median: Float  # (images,) of |x|
+    channel: Integers  # (images,) of the largest
+    token: Integers  # (images,) of the largest
+    neighbour_cos: Float  # (images,) see `neighbour_cosines`
 
     @classmethod
     def joined(cls, parts: Iterable[TokenStatistics], n: int) -> TokenStatistics:
-        """Of `n` images of several slabs, which are never all in memory twice."""
+        """From `n` images of several slabs, without holding all in memory twice."""
         whole: dict[str, NDArray[Any]] = {}
         done = 0
         for part in parts:
@@ -118,17 +116,16 @@ class TokenStatistics:
 
 @dataclass(frozen=True)
 class ReadTokens:
-    """The work on one slab. site: a stored one; activations: whether to read these too, for what
-    is no norm; n_prefix, grid: of its layout."""
+    """The work on one slab."""
 
-    site: str
+    site: str  # a stored site
     source: NormSource
-    activations: bool
-    n_prefix: int
-    grid: tuple[int, int] | None
+    activations: bool  # whether to read these, for what is not a norm
+    n_prefix: int  # of its layout
+    grid: tuple[int, int] | None  # of its layout
 
     def __call__(self, slab: Slab) -> TokenStatistics:
-        """Of the images that count.
+        """For the images that count.
 
         Raises:
             VitseeError: a number is not finite.
@@ -183,10 +180,10 @@ def _stored_norms(slab: Slab, source: NormSource) -> Float:
 
 
 def neighbour_cosines(cells: Float32) -> Float:
-    """(images,) the mean over cells of a cell's mean cosine with its neighbours above, below, left
-    and right, two to four of them (Darcet et al. 2024, Fig. 5a).
+    """(images,) the mean over cells of a cell's mean cosine with its two to four neighbours above,
+    below, left and right (Darcet et al. 2024, Fig. 5a).
 
-    A cell without length has no cosines and is no neighbour; NaN where no cell has one.
+    A cell of length 0 has no cosines and is not a neighbour; NaN if no cell has one.
 
     Args:
         cells: (images, rows, cols, dim).

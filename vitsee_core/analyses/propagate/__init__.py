@@ -179,7 +179,7 @@ def run(
 
 
 def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
-    """The sites of one store, every one with a grid that is stored."""
+    """The sites of one store with a stored grid; every selected site must have one."""
     found = store.select(list(patterns))
     for site in found:
         if site.layout is None or site.layout.grid is None:
@@ -227,8 +227,8 @@ def _group(work: VideoWork, execution: Execution, group: Sequence[Video]) -> Fou
 def _saving(
     save: Path | None, stores: Sequence[Store], sites: Sequence[Sequence[SiteSpec]]
 ) -> Iterator[dict[tuple[int, str], Path]]:
-    """(store's number, site) -> the folder of its videos' labels; below a temporary folder, which
-    becomes `save` at the end, so that this exists when it is whole."""
+    """(store's number, site) -> the folder of its videos' labels, below a temporary folder that
+    becomes `save` at the end, so that it appears only when complete."""
     if save is None:
         yield {}
         return
@@ -258,7 +258,7 @@ def _saving(
 
 
 def _remarks(work: VideoWork, videos: Sequence[Video], found: Found) -> list[str]:
-    """What a reader of the numbers should know."""
+    """Caveats about the numbers."""
     remarks = []
     for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
         grids: dict[tuple[int, int] | None, str] = {}

@@ -1,11 +1,11 @@
-"""Videos and their masks as DAVIS-2017 lays them out.
+"""Videos and their masks in the layout of DAVIS-2017.
 
     JPEGImages/480p/<video>/00000.jpg, ...     the frames that a store was extracted from
     Annotations/480p/<video>/00000.png, ...    one mask per frame: pixels are numbers of objects, 0
                                                is background, 255 is left out
     ImageSets/2017/val.txt                     the names of videos, one per line
 
-In a store a video is the run of images whose ids have one folder, which names it.
+In a store a video is the run of images whose ids share a folder, which names it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ _RESOLUTION = "480p"
 
 @dataclass(frozen=True)
 class Video:
-    """frames: their names without ending, in order. rows: where each store has them. masks: the
-    file of each frame's mask below `MaskFiles.root`. size: height and width of the frames."""
+    """A video of the stores."""
 
     name: str
-    frames: tuple[str, ...]
-    rows: tuple[range, ...]
-    masks: tuple[str, ...]
-    size: tuple[int, int]
+    frames: tuple[str, ...]  # their names without ending, in order
+    rows: tuple[range, ...]  # in each store
+    masks: tuple[str, ...]  # the file of each frame's mask below `MaskFiles.root`
+    size: tuple[int, int]  # height and width of the frames
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class MaskFiles:
         """(frames, height, width) numbers of objects, 0 where void.
 
         Raises:
-            VitseeError: a mask is damaged, holds colours, or is not of its frame's size; or the
-                first shows no object.
+            VitseeError: a mask is damaged, in colour, or not of its frame's size; or the first
+                shows no object.
         """
         wanted = range(len(video.frames)) if frames is None else frames
         labels = np.zeros((len(wanted), *video.size), np.uint8)
@@ -128,7 +127,7 @@ def find_videos(stores: Sequence[Store], masks: MaskFiles, only: Path | None = N
 
     Raises:
         StoreMismatch: stores with other videos, frames or sizes.
-        DataError: `only` cannot be read, or names a video that is not there.
+        DataError: `only` cannot be read, or names a missing video.
         VitseeError: a store in another order, a video that is in pieces, too short or without
             masks, or a frame that could not be read.
     """
@@ -190,8 +189,7 @@ def _check_new(store: Store, name: str, folder: str, folders: dict[str, str]) ->
 
 
 def _readable(store: Store, runs: dict[str, range]) -> dict[str, range]:
-    """The videos of which every frame can be read; of an unfinished store the others are left
-    out."""
+    """The videos with only readable frames; in an unfinished store the others are left out."""
     committed = np.repeat(store.committed, store.plan.slab)
     kept = {name: rows for name, rows in runs.items() if committed[rows.start : rows.stop].all()}
     for name, rows in kept.items():
@@ -240,7 +238,7 @@ def _check_order(store: Store, name: str, frames: Sequence[str]) -> None:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key by which 2 comes before 10."""
+    """A sort key by which 2 comes before 10."""
     return [(int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"([0-9]+)", name) if p]
 
 

@@ -1,8 +1,8 @@
-"""Between a frame's pixels and the cells of the grid that lie on it.
+"""Mapping between a frame's pixels and the grid cells on it.
 
-Whole pixels and cells are taken as Pillow's nearest resize takes them, its rounding included: where
-the grid covers the frame exactly this is the resize of the released code, to the bit. Frames that
-were cropped or padded are the general case.
+Pixels and cells are matched like Pillow's nearest resize, its rounding included: if the grid covers
+the frame exactly this is bitwise the resize of the released code. Cropped or padded frames are the
+general case.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _WHOLE = 1e-6  # edges nearer than this to a pixel's are that pixel's
 class FrameAxis:
     """One axis of a frame and of its cells.
 
-    first, stop: the cells whose middle is on the frame. length: pixels of the frame. low, high:
-    where these cells begin and end, in its pixels; beyond it where it was padded. seen: where all
-    cells of the grid do. cell: input pixels of a cell, to which it is enlarged.
+    Attributes:
+        first, stop: the cells whose middle is on the frame.
+        length: pixels of the frame.
+        low, high: where these cells begin and end, in its pixels; beyond it if it was padded.
+        seen: where all cells of the grid begin and end.
+        cell: input pixels of a cell, to which it is enlarged.
     """
 
     first: int
@@ -43,18 +46,18 @@ class FrameAxis:
 
     @property
     def n(self) -> int:
-        """Cells on the frame."""
+        """Number of cells on the frame."""
         return self.stop - self.first
 
     def pixels_of_cells(self) -> Integers:
-        """(cells,) the pixel in the middle of each cell; of a cell whose middle is beyond the frame
-        the pixel at its border."""
+        """(cells,) the pixel in the middle of each cell; the border pixel for a cell whose middle
+        is beyond the frame."""
         return np.clip(nearest_places(self.length, self.n, self.low, self.high), 0, self.length - 1)
 
     def cells_of_pixels(self, per_cell: int) -> Integers:
-        """(pixels,) for each pixel the part of a cell that it lies in, of `per_cell` parts each, or
-        is next to, where a cell was left out as its middle is beyond the frame; -1 for pixels that
-        no cell has seen."""
+        """(pixels,) for each pixel its part of a cell, with `per_cell` parts each, or the nearest
+        part if the cell is left out because its middle is beyond the frame; -1 for pixels that no
+        cell has seen."""
         n = self.n * per_cell
         scale = n / (self.high - self.low)
         low, high = (_whole((edge - self.low) * scale) for edge in (0, self.length))
@@ -64,7 +67,7 @@ class FrameAxis:
         return np.where(seen, np.clip(found, 0, n - 1), -1)
 
     def weights(self) -> Float:
-        """(cells, pixels) how much of each pixel lies in a cell."""
+        """(cells, pixels) share of each pixel within each cell."""
         edges = self.low + (self.high - self.low) / self.n * np.arange(self.n + 1)
         pixels = np.arange(self.length)
         low = np.maximum(edges[:-1, None], pixels)
@@ -93,7 +96,7 @@ class FrameMap:
 
         Args:
             labels: (height, width) numbers of classes.
-            n_classes: the background among them.
+            n_classes: including the background.
             how: `nearest`: the class of the pixel in the middle; `area`: each class's share.
         """
         classes = np.arange(n_classes)
@@ -114,7 +117,7 @@ class FrameMap:
 def frame_map(
     site: str, layout: TokenLayout | None, place: Placement, size: tuple[int, int]
 ) -> FrameMap:
-    """How a frame lies on a site's grid.
+    """The mapping of a frame to a site's grid.
 
     Args:
         site: its name.
@@ -123,8 +126,8 @@ def frame_map(
         size: height and width of the frame.
 
     Raises:
-        SiteError: the site has no grid, or does not say where it lies.
-        VitseeError: no cell lies on the frame.
+        SiteError: the site has no grid, or its position is unknown.
+        VitseeError: no cell is on the frame.
     """
     if layout is None or layout.grid is None or layout.stride_px is None:
         raise SiteError(f"{site} has no grid of tokens; propagate needs sites that have one")
@@ -154,8 +157,8 @@ def _axis(
 
 
 def nearest_places(n: int, n_out: int, low: float, high: float) -> Integers:
-    """(n_out,) which of n places each of `n_out` equal parts of `low` to `high` has its middle in,
-    by Pillow's nearest resize; below 0 and from n on beyond them."""
+    """(n_out,) which of n places contains the middle of each of `n_out` equal parts of `low` to
+    `high`, by Pillow's nearest resize; below 0 or at least n beyond them."""
     begin, end = min(0, int(np.floor(low))), max(n, int(np.ceil(high)))
     ramp = Image.fromarray(np.arange(begin, end, dtype=np.int32)[None])
     box = (low - begin, 0, high - begin, 1)

@@ -41,18 +41,16 @@ UPSAMPLED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class WindowStrip:
-    """Some lines of queries across the longer axis, and the keys that their windows reach.
+    """Some lines of queries across the longer axis, and the keys that their windows reach."""
 
-    queries, keys: of tokens, in the order of `Window`. outside: (queries, keys) 0 within the window
-    and -inf outside of it; None where all keys are within."""
-
-    queries: slice
-    keys: slice
+    queries: slice  # tokens, in the order of `Window`
+    keys: slice  # tokens, in the order of `Window`
+    # (queries, keys) 0 within the window and -inf outside of it; None if all keys are within
     outside: Tensor | None
 
 
 class Window:
-    """Which tokens each token of a grid may look at; tokens are in the order of the longer axis, so
+    """Which tokens each token of a grid may attend to; tokens are ordered along the longer axis, so
     that strips of it are consecutive."""
 
     def __init__(
@@ -70,7 +68,7 @@ class Window:
 
     @cached_property
     def strips(self) -> list[WindowStrip]:
-        """They cover the grid."""
+        """Strips that cover the grid."""
         reach = self.long if self._radii is None else int(self._radii[0])
         n_keys = min(self.long, 2 * reach + 1) * self.short * (self.settings.context + 1)
         wanted = CPU_QUERIES if self.device.type == "cpu" else GPU_QUERIES
@@ -120,7 +118,7 @@ class Propagation:
     """The frames of one video, in order: `start` with the first, then `step` with each."""
 
     def __init__(self, window: Window, dim: int, n_classes: int) -> None:
-        """dim: of the tokens. n_classes: the background among them."""
+        """dim: of the tokens. n_classes: including the background."""
         self._window, self._settings = window, window.settings
         n, slots = window.long * window.short, window.settings.context + 1
         device = window.device
@@ -170,7 +168,7 @@ class Propagation:
         return found
 
     def _with_ties(self, near: Tensor, values: Tensor, labels: Tensor) -> Tensor:
-        """The same of queries where more than `top` tokens count."""
+        """Labels of queries with more than `top` tied tokens."""
         top, temperature = self._settings.top, self._settings.temperature
         kept = near >= values[:, top - 1 : top]
         weights = torch.where(kept, torch.exp((near - values[:, :1]) / temperature), 0.0)
@@ -189,10 +187,10 @@ class Propagation:
 
 
 class Enlarged:
-    """From the soft labels of cells to a frame's pixels."""
+    """Converts soft labels of cells to a frame's pixels."""
 
     def __init__(self, place: FrameMap, upsample: str, device: torch.device) -> None:
-        """upsample: `bilinear`, or `nearest`: the cell that a pixel lies in."""
+        """upsample: `bilinear`, or `nearest`: the cell that contains the pixel."""
         self._shape, self._bilinear = place.grid, upsample == "bilinear"
         axes = (place.y, place.x)
         self._per_cell = [axis.cell if self._bilinear else 1 for axis in axes]
@@ -209,7 +207,8 @@ class Enlarged:
         return labels
 
     def winners(self, maps: Tensor) -> Tensor:
-        """The same on the device, but for pixels that no cell has seen, which have any class."""
+        """The same on the device, except that pixels that no cell has seen have an arbitrary
+        class."""
         shape = [n * m for n, m in zip(self._shape, self._per_cell, strict=True)]
         at_once = max(1, UPSAMPLED_BYTES // (4 * shape[0] * shape[1]))
         best: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What propagation costs, before it begins: time from a few frames, memory from shapes."""
+"""Cost estimate of propagation: time from a few frames, memory from shapes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ MEASURED = 3  # frames of each kind
 
 @dataclass(frozen=True)
 class Cost:
-    """n_frames: of all videos, whose labels are needed. n_runs: how often these are gone through,
-    once per site of a store and once per kind of noise. seconds: of one thread."""
+    """Estimated cost."""
 
-    n_frames: int
-    n_runs: int
-    seconds: float
+    n_frames: int  # of all videos, whose labels are needed
+    n_runs: int  # passes over these, one per site of a store and per kind of noise
+    seconds: float  # of one thread
 
     def line(self, jobs: int) -> str:
         seconds = self.seconds / jobs
@@ -42,7 +41,7 @@ class Cost:
 
 
 def cost_of(work: VideoWork, videos: Sequence[Video]) -> Cost:
-    """Measured on the first video's first masks, with noise for tokens."""
+    """Measured on the first video's first masks, with noise as tokens."""
     n_frames = sum(work.n_frames(video) for video in videos)
     kinds = [
         work.kind(number, site, videos[0])
@@ -59,7 +58,7 @@ def cost_of(work: VideoWork, videos: Sequence[Video]) -> Cost:
 
 
 def _seconds(work: VideoWork, kind: Kind, truth: VideoTruth) -> float:
-    """Of a frame, propagated and scored; the shortest of the last ones."""
+    """Time per frame, propagated and scored; the shortest of the last ones."""
     frame = next(noise_frames(work.seed, "", kind.where, kind.dim))
     clock: list[float] = []
 
@@ -75,7 +74,7 @@ def _seconds(work: VideoWork, kind: Kind, truth: VideoTruth) -> float:
 
 
 def group_bytes(work: VideoWork, videos: Sequence[Video]) -> int:
-    """What a thread holds at most: see `work`."""
+    """Peak memory of a thread: see `work`."""
     largest = 0
     for store, sites in zip(work.stores, work.sites, strict=True):
         for site in sites:

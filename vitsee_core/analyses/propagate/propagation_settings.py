@@ -1,4 +1,4 @@
-"""How labels are propagated, and the published choices by name."""
+"""Settings of propagation, and published ones by name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ UPSAMPLES = ("bilinear", "nearest")
 class PropagationSettings:
     """See `propagation`.
 
-    context: how many of the last frames count beside the first. radius: of the window, in tokens;
-    radius_px: in input pixels, in its place; both None: no window. window: `square` (|dy| and |dx|
-    up to the radius) or `circle`. top: how many tokens count; more where they tie. temperature: of
-    their weights. seeds: how the first mask becomes labels of tokens, `nearest` (the pixel in the
-    middle; small objects vanish) or `area` (shares). upsample: how these become pixels, `bilinear`
-    or `nearest`.
+    Attributes:
+        context: how many of the last frames count beside the first.
+        radius: of the window, in tokens.
+        radius_px: in input pixels, instead of `radius`; both None: no window.
+        window: `square` (|dy| and |dx| up to the radius) or `circle`.
+        top: how many tokens count; more if they tie.
+        temperature: of their weights.
+        seeds: how the first mask becomes labels of tokens, `nearest` (the pixel in the middle;
+            small objects vanish) or `area` (shares).
+        upsample: how these become pixels, `bilinear` or `nearest`.
     """
 
     context: int = 7
@@ -41,7 +45,7 @@ class PropagationSettings:
         return None if self.radius is None else (self.radius, self.radius)
 
     def most(self, stride_px: tuple[float, float]) -> float:
-        """How many tokens a window over all its frames has at most."""
+        """Largest number of tokens in a window over all its frames."""
         radii = self.radii(stride_px)
         if radii is None:
             return math.inf
@@ -50,11 +54,11 @@ class PropagationSettings:
 
 @dataclass(frozen=True)
 class PropagationPreset:
-    """settings; sites: what is propagated unless the user says otherwise; source: in words."""
+    """A published setting."""
 
     settings: PropagationSettings
-    sites: tuple[str, ...]
-    source: str
+    sites: tuple[str, ...]  # propagated by default
+    source: str  # in words
 
 
 PRESETS = {
@@ -78,11 +82,11 @@ PRESETS = {
 
 
 def choose_settings(preset: str | None, **own: Any) -> PropagationSettings:
-    """The settings of a preset (`walmer` by default) and a user's own, which count more; None
-    stands for those of the preset, and a `radius` of `math.inf` for no window.
+    """The settings of a preset (`walmer` by default), overridden by the user's; None keeps the
+    preset's, and a `radius` of `math.inf` means no window.
 
     Raises:
-        VitseeError: an unknown preset or choice, or a number that is none of its kind.
+        VitseeError: an unknown preset or choice, or an invalid number.
     """
     if preset is not None and preset not in PRESETS:
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")

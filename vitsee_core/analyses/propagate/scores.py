@@ -1,5 +1,5 @@
-"""Region similarity J and contour accuracy F of one object's mask (Perazzi et al. 2016), and what
-becomes of them over the frames of a video; the numbers of DAVIS-2017's own evaluation, to the bit.
+"""Region similarity J and contour accuracy F of one object's mask (Perazzi et al. 2016), and their
+summaries over the frames of a video; bitwise the numbers of DAVIS-2017's own evaluation.
 
     J = |P & G| / |P | G|, 1 where both are empty
     F = 2 p r / (p + r), p the share of P's boundary pixels within a distance d of G's boundary, r
@@ -10,8 +10,8 @@ frame's border is no boundary, so that a mask of the whole frame has none. One b
 both: 1.
 
 The official code dilates by a disk of radius d. Here the distance to the nearest boundary pixel is
-looked up in a k-d tree: the same pixels, as squared distances are whole numbers. The trees of the
-truth serve every prediction.
+looked up in a k-d tree: the same pixels, as squared distances are integers. The trees of the truth
+are reused for every prediction.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Contour:
         return cKDTree(self.points)
 
     def share_near(self, other: Contour, radius: int) -> float:
-        """The share of its pixels within `radius` of a boundary that is not empty; 1 for none."""
+        """Share of its pixels within `radius` of a non-empty boundary; 1 without pixels."""
         if not len(self.points):
             return 1.0
         # The bound excludes; sqrt(radius^2 + 1) may lie below it.
@@ -76,7 +76,7 @@ def contour_of(mask: Mask) -> Contour:
 
 
 def boundary_radius(size: tuple[int, int]) -> int:
-    """How far boundaries may be apart in frames of (height, width), in pixels."""
+    """Tolerance between boundaries in frames of (height, width), in pixels."""
     return int(np.ceil(TOLERANCE * np.linalg.norm(size)))
 
 
@@ -103,7 +103,7 @@ def region_similarity(found: Labels, truth: Labels, n_objects: int) -> Float:
 
 
 def _upto(labels: Labels, largest: int) -> Labels:
-    """Labels of which the larger ones are background."""
+    """Labels with those above `largest` set to background."""
     return labels if labels.max(initial=0) <= largest else np.where(labels > largest, 0, labels)
 
 
@@ -130,7 +130,7 @@ class VideoTruth:
         return range(1, len(self.labels) - 1)
 
     def score(self, frame: int, found: Labels) -> tuple[Float, Float]:
-        """(objects,) J and F of the labels found in a frame."""
+        """(objects,) J and F of the predicted labels of a frame."""
         if frame not in self._contours:
             self._contours[frame] = self._contours_of(self.labels[frame])
         pairs = zip(self._contours_of(found), self._contours[frame], strict=True)
@@ -142,9 +142,9 @@ class VideoTruth:
 
 
 def decay(values: Float) -> Float:
-    """(...) the mean over the first quarter of the frames less that over the last; values: (...,
-    frames). Quarters share the frame between them. (The official code keeps their bounds in 8 bits,
-    which is wrong from 257 frames on.)"""
+    """(...) the mean over the first quarter of the frames minus that over the last; values: (...,
+    frames). Quarters share a frame at their bounds. (The official code keeps their bounds in 8
+    bits, which is wrong from 257 frames on.)"""
     bounds = np.round(np.linspace(1, values.shape[-1], BINS + 1) + 1e-10).astype(np.int64) - 1
     first, last = (values[..., bounds[i] : bounds[i + 1] + 1] for i in (0, BINS - 1))
     return first.mean(-1) - last.mean(-1)

@@ -1,4 +1,4 @@
-"""Videos spread over threads, which end where one fails or the user stops the run."""
+"""Distributes videos over threads, which stop if one fails or the user stops the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class StoppableProgress:
-    """Passes on how far the work is, until it is to end: then what reports to it ends."""
+    """Forwards progress until the run is stopped; then reporting raises `Stopped`."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -29,7 +29,7 @@ class StoppableProgress:
         """See `Progress`.
 
         Raises:
-            Stopped: the work is to end.
+            Stopped: the run was stopped.
         """
         if self.ended.is_set():
             raise Stopped
@@ -43,7 +43,7 @@ def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Fo
     """All groups, `jobs` at a time.
 
     Raises:
-        VitseeError: the first that any of them raises.
+        VitseeError: the first error of any group.
     """
     progress = StoppableProgress(work.progress)
     total, adding = Found(), threading.Lock()
@@ -77,8 +77,8 @@ def check_masks(masks: MaskFiles, videos: Sequence[Video], jobs: int, progress: 
 def _each(
     function: Callable[[T], None], items: Sequence[T], jobs: int, progress: StoppableProgress
 ) -> None:
-    """`function` of every item, which reports to `progress`: that ends it everywhere at once where
-    it fails in one thread."""
+    """Apply `function` to every item; it reports to `progress`, which stops all threads as soon as
+    one fails."""
 
     def lane(_: int, take: Callable[[], int | None]) -> None:
         while (number := take()) is not None:

@@ -1,5 +1,4 @@
-"""One video on one grid: its first mask as labels of tokens, these through the frames, and what
-they score."""
+"""One video on one grid: its first mask as labels of tokens, their propagation, and its scores."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ Frames = Iterator[NDArray[np.floating]]
 
 @dataclass(frozen=True)
 class Lost:
-    """Objects of a first mask that no token stands for, of so many."""
+    """Objects of a first mask without any token, out of a total."""
 
     n_lost: int
     n_objects: int
 
 
 class VideoRun:
-    """What the tokens of any site with this grid make of a video's first mask."""
+    """Data of a video that all sites with this grid share."""
 
     def __init__(self, truth: VideoTruth, where: FrameMap, window: Window) -> None:
         self._truth, self._where, self._window = truth, where, window
@@ -39,7 +38,7 @@ class VideoRun:
 
     @cached_property
     def lost(self) -> Lost:
-        """Objects of the first frame that no token stands for."""
+        """Objects of the first frame without any token."""
         first = self._truth.labels[0]
         there, kept = np.unique(first[first > 0]), np.flatnonzero(self._first.any((0, 1)))
         return Lost(len(np.setdiff1d(there, kept)), len(there))
@@ -52,12 +51,12 @@ class VideoRun:
         save: Callable[[int, Labels], None] | None = None,
         progress: Progress = SILENT,
     ) -> FrameScores:
-        """The scores of the labels that tokens carry on.
+        """The scores of the propagated labels.
 
         Args:
             frames: (rows, cols, dim) of the site's grid, frame by frame.
             dim: channels.
-            n_frames: of how many frames labels are made.
+            n_frames: number of frames to label.
             save: receives each frame's number and labels, (height, width).
             progress: counts frames.
         """
@@ -92,15 +91,15 @@ class VideoRun:
 
 
 def scored(truth: VideoTruth, labels: Callable[[int], Labels]) -> FrameScores:
-    """The scores of the labels of each frame, which are asked for in order."""
+    """The scores of the labels of each frame, which are requested in order."""
     pairs = [truth.score(frame, labels(frame)) for frame in truth.scored]
     j, f = (np.stack([pair[i] for pair in pairs], 1) for i in (0, 1))
     return FrameScores(j, f)
 
 
 def noise_frames(seed: int, video: str, where: FrameMap, dim: int) -> Frames:
-    """(rows, cols, dim) standard normal numbers for each frame, the same for a video and a grid
-    whatever else is measured."""
+    """(rows, cols, dim) standard normal numbers for each frame, depending only on the video and the
+    grid."""
     rng = np.random.default_rng((seed, zlib.crc32(video.encode())))
     while True:
         yield rng.standard_normal((where.y.stop, where.x.stop, dim), np.float32)

@@ -32,12 +32,11 @@ REPLICATES = "value without one video each, in the order of the videos"
 
 @dataclass(frozen=True)
 class VideoSummary:
-    """Metric -> values of all objects, and the video of each. frames: scored in all videos.
-    spreads: metric -> standard deviations over each object's frames."""
+    """Metric -> values of all objects, and the video of each."""
 
     videos: list[str]
     values: dict[str, Float]
-    spreads: dict[str, Float]
+    spreads: dict[str, Float]  # metric -> standard deviations over each object's frames
     of: Integers
     n_frames: list[int]
 
@@ -55,7 +54,7 @@ class VideoSummary:
         return cls([video.name for video in videos], values, spreads, of, n_frames)
 
     def rows(self, per_video: bool) -> Iterator[dict[str, Any]]:
-        """A row per metric; then, with `per_video`, one per metric and video, and per object."""
+        """A row per metric; with `per_video`, also one per metric and video, and per object."""
         m, n = len(self.videos), len(self.of)
         counts = {"n_objects": n, "n_videos": m, "n_images": sum(self.n_frames)}
         for name, values in self.values.items():
@@ -87,14 +86,14 @@ class VideoSummary:
 
 
 def describe_blocks(videos: Sequence[Video]) -> dict[str, Any]:
-    """For a sidecar: the jackknife's blocks, with a digest that is the same for the same videos."""
+    """The jackknife's blocks for a sidecar, with a digest that is equal for equal videos."""
     text = json.dumps([[video.name, video.frames] for video in videos])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return {"n_blocks": len(videos), "digest": digest, "method": REPLICATES}
 
 
 def _std(values: Float, axis: int) -> Float:
-    """Sample standard deviation, NaN of fewer than two."""
+    """Sample standard deviation, NaN for fewer than two."""
     if values.shape[axis] < 2:
         return np.full(np.delete(values.shape, axis), np.nan)
     return values.std(axis, ddof=1)

@@ -40,8 +40,8 @@ Radii = tuple[float, float] | None
 
 @dataclass(frozen=True)
 class Kind:
-    """What a run's cost, and noise in place of its tokens, depend on: where a frame lies on the
-    grid, the window, the number of channels."""
+    """What the cost of a run, and the noise that replaces its tokens, depend on: the mapping of a
+    frame to the grid, the window, the number of channels."""
 
     where: FrameMap
     radii: Radii
@@ -50,8 +50,8 @@ class Kind:
 
 @dataclass
 class Found:
-    """Of each row and video: its scores, the share of the frame that no token has seen, and the
-    objects that no token stands for."""
+    """For each row and video: its scores, the share of the frame that no token has seen, and the
+    objects without any token."""
 
     scores: dict[Key, dict[str, FrameScores]] = field(default_factory=dict)
     hidden: dict[Key, dict[str, float]] = field(default_factory=dict)
@@ -71,19 +71,17 @@ class Found:
 
 @dataclass
 class VideoWork:
-    """What is done with every video.
-
-    sites: of each store. folders: (store's number, site) -> where the labels found are written,
-    one folder per video; empty where they are not kept.
-    """
+    """The work on every video."""
 
     stores: Sequence[Store]
-    sites: Sequence[Sequence[SiteSpec]]
+    sites: Sequence[Sequence[SiteSpec]]  # of each store
     masks: MaskFiles
     settings: PropagationSettings
     baselines: Sequence[str]
     seed: int
     device: torch.device
+    # (store's number, site) -> where predicted labels are written, one folder per video; empty if
+    # they are not saved
     folders: dict[tuple[int, str], Path] = field(default_factory=dict)
     progress: Progress = SILENT
 
@@ -100,11 +98,10 @@ class VideoWork:
             return _Group(self, videos).run()
 
     def n_frames(self, video: Video) -> int:
-        """How many frames labels are needed of: the last is not scored."""
+        """Number of frames that need labels: the last is not scored."""
         return len(video.frames) - (not self.folders)
 
     def kind(self, number: int, site: SiteSpec, video: Video) -> Kind:
-        """Of a site of a store's and a video."""
         transform = self.stores[number].manifest.transform
         where = frame_map(site.name, site.layout, place(transform, video.size), video.size)
         assert site.layout is not None and site.layout.stride_px is not None
@@ -112,7 +109,7 @@ class VideoWork:
 
 
 class _Group:
-    """Some videos, and what is made of them once for all sites."""
+    """Some videos, with what all sites share computed once."""
 
     def __init__(self, work: VideoWork, videos: Sequence[Video]) -> None:
         self._work, self._videos = work, videos
@@ -150,7 +147,7 @@ class _Group:
             self._found.add((number, site.name, baseline), name, control)
 
     def _control(self, baseline: str, video: Video, kind: Kind, run: VideoRun) -> FrameScores:
-        """Made once for what it depends on."""
+        """Computed once per what it depends on."""
         truth, work = self._truths[video.name], self._work
         depends = {"still": None, "grid": kind.where, "random": kind}[baseline]
         key = (baseline, video.name, depends)
@@ -175,11 +172,11 @@ class _Group:
 
 
 class SiteReader:
-    """The grids of a site's frames, slab by slab: the last slab is kept, so that videos in order
+    """The grids of a site's frames, slab by slab: the last slab is cached, so that videos in order
     read each once."""
 
     def __init__(self, store: Store, site: SiteSpec, rows: Sequence[range]) -> None:
-        """rows: all that will be asked for."""
+        """rows: all that will be requested."""
         self._acts = store.acts(site.name, "patches", partial=True)
         self._slab = store.plan.slab
         self._span = min(r.start for r in rows), max(r.stop for r in rows)
@@ -202,8 +199,8 @@ def _writer(folder: Path, frames: Sequence[str]) -> Callable[[int, Labels], None
 
 
 def group_videos(videos: Sequence[Video], slab: int, least: int) -> list[list[Video]]:
-    """Videos that begin in one slab (of the first store) together, in order; cut further where
-    there would be fewer than `least` groups."""
+    """Videos that begin in one slab (of the first store) grouped in order; split further if there
+    would be fewer than `least` groups."""
     groups: dict[int, list[Video]] = {}
     for video in videos:
         groups.setdefault(video.rows[0].start // slab, []).append(video)

@@ -271,7 +271,7 @@ class _ReadSpatial:
     foreground: Labels | None
 
     def __call__(self, slab: Slab) -> tuple[ImageStructure, dict[int, TokenSums]]:
-        """Of the images that count: each one's structure, and each block's sums."""
+        """For the images that count: each one's structure, and each block's sums."""
         cells = slab.acts(self.site, "patches")[slab.valid]
         if not np.isfinite(cells).all():
             raise VitseeError(

@@ -1,14 +1,14 @@
-"""Two-way analysis of variance of patch tokens: what the image explains, what the position.
+"""Two-way analysis of variance of patch tokens: the parts explained by image and by position.
 
-Of x_nt, the token at position t of image n (channels), N images of T positions each:
+For x_nt, the token at position t of image n (channels), N images of T positions each:
 
     total    = sum_nt |x_nt - m|^2
     image    = T sum_n |m_n - m|^2,   m_n the mean over the image's tokens
     position = N sum_t |m_t - m|^2,   m_t the mean over images at the position
     rest     = total - image - position
 
-each over the total. Of independent noise the shares are (N - 1) / (N T - 1), (T - 1) / (N T - 1)
-and what is left.
+each over the total. For independent noise the shares are (N - 1) / (N T - 1), (T - 1) / (N T - 1)
+and the remainder.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ ALIKE = 1e-12
 
 @dataclass
 class TokenSums:
-    """n: images; at: (tokens, dim) sums over images; squares: sum of |x|^2; means: sum over images
-    of |m_n|^2."""
+    """Sums of tokens."""
 
-    n: int
-    at: Float
-    squares: float
-    means: float
+    n: int  # images
+    at: Float  # (tokens, dim) sums over images
+    squares: float  # sum of |x|^2
+    means: float  # sum over images of |m_n|^2
 
     @classmethod
     def of(cls, x: Float) -> TokenSums:
-        """Of (images, tokens, dim)."""
+        """From (images, tokens, dim)."""
         means = x.mean(1)
         squares, of_means = float(np.vdot(x, x)), float(np.vdot(means, means))
         return cls(len(x), x.sum(0), squares, of_means)
 
     def plus(self, other: TokenSums, sign: int = 1) -> TokenSums:
-        """With the images of another, or without them."""
+        """With the images of another added, or removed."""
         return TokenSums(
             self.n + sign * other.n,
             self.at + sign * other.at,
@@ -51,7 +50,7 @@ class TokenSums:
         )
 
     def shares(self) -> dict[str, float]:
-        """Each of `SHARES`; NaN where all tokens are alike, or with one image or position."""
+        """Each of `SHARES`; NaN if all tokens are equal, or with one image or position."""
         n, t = self.n, len(self.at)
         found = dict.fromkeys(SHARES, math.nan)
         if n < 2 or t < 2:
@@ -67,7 +66,7 @@ class TokenSums:
         return found
 
     def nulls(self) -> dict[str, float]:
-        """The shares of independent noise; NaN as `shares` is."""
+        """The shares of independent noise; NaN where `shares` is."""
         n, t = self.n, len(self.at)
         left = n * t - 1
         if n < 2 or t < 2:

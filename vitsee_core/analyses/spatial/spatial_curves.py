@@ -66,7 +66,7 @@ def _has(table: Table, metric: str) -> bool:
 
 
 def _same(table: Table, metric: str) -> bool:
-    """Whether a metric of the grid's own distances says what the published one says."""
+    """Whether a metric scaled to the grid equals the published one."""
     published = table.where(metric=metric.removesuffix("_scaled"))["value"].astype(float)
     own = table.where(metric=metric)["value"].astype(float)
     return len(own) == len(published) and np.allclose(own, published, equal_nan=True)

@@ -38,22 +38,21 @@ TINY = 1e-6  # below the logarithm of an amplitude
 
 
 def scaled(cells: int, grid: tuple[int, int]) -> int:
-    """A distance on a grid of 16 x 16 brought to another grid, 2 at least."""
+    """A distance on a grid of 16 x 16 scaled to another grid, at least 2."""
     return max(2, round(cells * max(grid) / SIDE))
 
 
 @dataclass(frozen=True)
 class ImageStructure:
-    """Of each image: values: name -> (images,), NaN where there is none; profile: (images, rings)
-    of `fourier_radial`, from the lowest frequency above 0 on; n_zero: tokens of length 0."""
+    """Structure of each image."""
 
-    values: dict[str, Float]
-    profile: Float
-    n_zero: int
+    values: dict[str, Float]  # name -> (images,), NaN where there is none
+    profile: Float  # (images, rings) of `fourier_radial`, from the lowest frequency above 0 on
+    n_zero: int  # tokens of length 0
 
 
 def image_structure(cells: NDArray[np.floating], labels: Labels | None = None) -> ImageStructure:
-    """Of patch tokens.
+    """The structure of patch tokens.
 
     Args:
         cells: (images, rows, cols, dim).
@@ -105,7 +104,7 @@ def _cosines(units: Float, there: Mask) -> dict[str, float]:
 
 
 def _decline(values: Float, reach: int) -> float:
-    """Minus the slope of values at 1, 2, ..., reach; NaN where one lacks."""
+    """Minus the slope of values at 1, 2, ..., reach; NaN if one is missing."""
     if len(values) < reach:
         return math.nan
     x = np.arange(reach) - (reach - 1) / 2
@@ -116,11 +115,11 @@ def sums_by_distance(units: Float, there: Mask) -> tuple[Float, Float]:
     """Sums of cosines, and numbers of pairs, of the tokens at each Manhattan distance 0, 1, ...,
     every pair twice.
 
-    By the autocorrelation over the grid, which costs T log T where all pairs cost T^2.
+    By autocorrelation over the grid, which costs T log T instead of T^2 for all pairs.
 
     Args:
         units: (rows, cols, dim) unit vectors, or 0.
-        there: (rows, cols) which are none of 0.
+        there: (rows, cols) which are not 0.
     """
     rows, cols = there.shape
     distance = _distances(rows, cols)
@@ -134,8 +133,8 @@ def sums_by_distance(units: Float, there: Mask) -> tuple[Float, Float]:
 
 @lru_cache(maxsize=16)
 def _distances(rows: int, cols: int) -> Integers:
-    """(2 rows, 2 cols) the Manhattan length of each offset; the middle ones, which no pair has, are
-    given the largest."""
+    """(2 rows, 2 cols) the Manhattan length of each offset; the middle ones, which no pair has, get
+    the largest."""
     y = np.minimum(np.arange(2 * rows), 2 * rows - np.arange(2 * rows))
     x = np.minimum(np.arange(2 * cols), 2 * cols - np.arange(2 * cols))
     return np.minimum(np.add.outer(y, x), rows + cols - 2)

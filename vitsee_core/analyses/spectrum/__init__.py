@@ -196,7 +196,7 @@ class _Store:
         self.predicted = self._predicted()
 
     def _predicted(self) -> Integers | None:
-        """(images,) class of the model's logits; None where they are not of the labels' classes."""
+        """(images,) class of the model's logits; None if they are not of the labels' classes."""
         classes = max(len(self.store.class_names or ()), int(self.labels.max(initial=-1)) + 1)
         if collapse.FOURTH not in self.metrics or "logits" not in self.store.sites:
             return None
@@ -206,7 +206,7 @@ class _Store:
         return np.concatenate([x.argmax(1) for x in features.vectors(self.mask)])
 
     def check(self, features: SiteFeatures, budget: int) -> None:
-        """Refuse, before any work, what was asked for and cannot be had."""
+        """Refuse, before any work, requests that cannot be met."""
         label, n, dim = self.store.label, len(self.labels), features.dim
         of_images = {"twonn", *OF_CLASSES} & self.asked
         if features.several and of_images:
@@ -228,7 +228,7 @@ class _Store:
             )
 
     def _of_classes(self) -> list[str]:
-        """The metrics of classes that there can be."""
+        """The metrics of classes that are possible."""
         if len(np.unique(self.labels[self.labels >= 0])) < 2:
             return []
         found = [metric for metric in collapse.METRICS if metric in self.metrics]
@@ -237,7 +237,7 @@ class _Store:
     def __call__(
         self, execution: Execution, of: tuple[SiteSpec, SiteFeatures]
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """The rows of a site, and what is to be said of it."""
+        """The rows of a site, and remarks."""
         site, features = of
         make = self._of_tokens if features.several else self._of_vectors
         measure = make(features, execution)
@@ -278,7 +278,7 @@ class _Store:
         return _Measure(partial(_of_sums, parts, total(parts)), [], {})
 
     def _of_vectors(self, features: SiteFeatures, use: Execution) -> _Measure:
-        """Spectra from D x D, or from n x n where that is less."""
+        """Spectra from D x D, or from n x n if that is smaller."""
         vectors = features.vectors(self.mask, jobs=use.jobs, memory=use.budget)
         x = np.concatenate(list(vectors))
         use.progress.advance(self.rows.n)
@@ -302,7 +302,7 @@ class _Store:
 
 
 def _of_sums(parts: Sequence[CovarianceSums], whole: CovarianceSums, among: Mask) -> Spectrum:
-    """Of the blocks in `among`: the whole less the others where these are few."""
+    """The sums of the blocks in `among`: the whole minus the others if these are few."""
     if among.sum() * 2 <= len(parts):
         return Spectrum.of_sums(
             total([part for part, use in zip(parts, among, strict=True) if use])
@@ -318,7 +318,7 @@ def _of_examples(x: Float32, labels: Integers, among: Mask) -> Spectrum:
 
 
 class _Other(ABC):
-    """Metrics of one vector per image, of some blocks of images (blocks,)."""
+    """Metrics of one vector per image, over some blocks of images (blocks,)."""
 
     @abstractmethod
     def values(self, among: Mask) -> Measured:
@@ -378,17 +378,11 @@ class _Classes(_Other):
 
 @dataclass
 class _Measure:
-    """All metrics of one site.
+    """All metrics of one site."""
 
-    Attributes:
-        spectrum: of the blocks in a mask (blocks,).
-        others: metrics that no spectrum gives.
-        replicates: metric -> (blocks,), for metrics whose replicates are not their values without
-            each block.
-    """
-
-    spectrum: Callable[[Mask], Spectrum]
-    others: Sequence[_Other]
+    spectrum: Callable[[Mask], Spectrum]  # of the blocks in a mask (blocks,)
+    others: Sequence[_Other]  # metrics that no spectrum gives
+    # metric -> (blocks,), if its replicates are not its values without each block
     replicates: dict[str, Float]
     whole: Spectrum | None = None
 
@@ -397,7 +391,7 @@ class _Measure:
         return self._values(self.whole, among), self.whole.caps() | {collapse.FOURTH: 1.0}
 
     def values(self, among: Mask) -> Measured:
-        """By name; NaN where no image is left."""
+        """By name; NaN if no image is left."""
         if not among.any():
             return dict.fromkeys(METRICS, math.nan)
         return self._values(self.spectrum(among), among)

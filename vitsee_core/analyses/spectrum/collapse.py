@@ -92,7 +92,7 @@ def _geometry(centred: Float) -> dict[str, float]:
 
 
 def halves(labels: Integers) -> Integers:
-    """(n,) which half of its class an example is in, 0 or 1: every second one, in order."""
+    """(n,) which half of its class an example is in, 0 or 1, alternating in order."""
     found = np.zeros(len(labels), np.int64)
     for c in np.unique(labels):
         of_class = np.flatnonzero(labels == c)
@@ -103,8 +103,8 @@ def halves(labels: Integers) -> Integers:
 def nearest_mean_disagrees(
     x: Float, labels: Integers, predicted: Integers, half: Integers
 ) -> Float:
-    """(n,) 1 where the nearest class mean is not the class that the model predicts, else 0; NaN
-    of classes that are not in both halves. Means are of the half that the example is not in.
+    """(n,) 1 if the nearest class mean is not the class that the model predicts, else 0; NaN for
+    classes that are not in both halves. Means are of the half without the example.
 
     Args:
         x: (n, dim).

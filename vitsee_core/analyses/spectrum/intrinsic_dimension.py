@@ -44,7 +44,7 @@ class TwoNearest:
         self.nearest = np.stack([_two(squared[:, self.labels == b]) for b in self.blocks], 1)
 
     def dimension(self, among: Mask) -> float:
-        """Of the examples in these blocks (blocks,) alone; NaN of fewer than three."""
+        """From the examples in these blocks (blocks,) alone; NaN for fewer than three."""
         keep = np.isin(self.labels, self.blocks[among])
         if keep.sum() < 3:
             return math.nan
@@ -57,9 +57,9 @@ class TwoNearest:
         return float(x @ y / (x @ x)) if x @ x > 0 else math.nan
 
     def replicates(self) -> Float:
-        """(blocks,) the dimension moved by as much as a mean over the blocks moves without each:
-        their jackknife's standard error is that of batch means. NaN where a block has no
-        dimension (fewer than three examples)."""
+        """(blocks,) the dimension moved as much as a mean over the blocks moves without each: their
+        jackknife's standard error is that of batch means. NaN if a block has no dimension (fewer
+        than three examples)."""
         every = np.ones(len(self.blocks), bool)
         alone = np.array([self.dimension(self.blocks == b) for b in self.blocks])
         moved: Float = 1 + (1 - alone / alone.mean()) / max(len(alone) - 1, 1)
@@ -67,6 +67,6 @@ class TwoNearest:
 
 
 def _two(squared: Float) -> Float:
-    """(n, 2) the two smallest of each row, inf where there are fewer."""
+    """(n, 2) the two smallest of each row, inf if there are fewer."""
     squared = np.pad(squared, ((0, 0), (0, 2)), constant_values=np.inf)
     return np.partition(squared, 1, axis=1)[:, :2]

@@ -204,7 +204,7 @@ def _step(grid: tuple[int, ...]) -> int:
 
 
 def _rows(own: InputWeights, site: str, n: int, **columns: Any) -> dict[str, NDArray[Any]]:
-    """`n` rows of these columns; the others are empty."""
+    """`n` rows with these columns; the others are empty."""
     names = {"store": own.store or None, "model": own.model, "weights": own.weights, "site": site}
     found = {}
     for name in COLUMNS:

@@ -29,7 +29,7 @@ LABEL_ROOM = 0.3  # of a tile, above each component
 
 @dataclass(frozen=True)
 class _MetricPanel:
-    """The rows of one metric, and how many tiles stand in a column and in a line."""
+    """The rows of one metric, and the number of tiles per column and per line."""
 
     metric: str
     cut: Table
@@ -47,22 +47,15 @@ class _MetricPanel:
 
 @dataclass(frozen=True)
 class _Band:
-    """The panels of one store or model, from left to right.
+    """The panels of one store or model, from left to right."""
 
-    Attributes:
-        cut: the rows.
-        panels: of these.
-        lines: the name above, then what is absent.
-        notes: on the source.
-    """
-
-    cut: Table
-    panels: list[_MetricPanel]
-    lines: list[str]
-    notes: dict[str, Any]
+    cut: Table  # the rows
+    panels: list[_MetricPanel]  # of these
+    lines: list[str]  # the name above, then what is missing
+    notes: dict[str, Any]  # on the source
 
     def grids(self) -> list[tuple[Grid, list[_MetricPanel]]]:
-        """The panels side by side where there is room, else below one another."""
+        """The panels side by side if there is room, else below one another."""
         wide = min(room(), 44.0 if any(panel.cells > 300 for panel in self.panels) else 30.0)
         fit = max(1, int(room() / wide))
         rows = [self.panels[i : i + fit] for i in range(0, len(self.panels), fit)] or [[]]
@@ -137,9 +130,10 @@ def colours(values: Float, scale: str) -> tuple[Float, float]:
     """(tiles, height, width, 3) from 0 to 1, and the weight of full colour.
 
     Args:
-        values: (tiles, channels, height, width); other than three channels are averaged to grey.
-        scale: "shared": 0 is middle grey, the largest weight of all tiles full colour; "tile":
-            each tile's least and largest weight are 0 and 1.
+        values: (tiles, channels, height, width); any number of channels other than three is
+            averaged to grey.
+        scale: "shared": 0 is middle grey, the largest weight of all tiles full colour; "tile": each
+            tile's least and largest weight are 0 and 1.
     """
     if values.shape[1] != 3:
         values = np.repeat(values.mean(1, keepdims=True), 3, axis=1)
@@ -197,7 +191,7 @@ def _draw_filters(axes: Axes, panel: _MetricPanel, shares: Float, scale: str) ->
 
 
 def _share_size(axes: Axes, panel: _MetricPanel) -> float:
-    """Points of the shares above components: five letters on each tile."""
+    """Font size of the shares above components: five letters per tile."""
     tile = axes.get_window_extent().width / axes.figure.dpi * 72 / panel.across  # type: ignore[union-attr]
     return min(small(), tile / 4.5)
 
