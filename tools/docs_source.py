@@ -46,6 +46,7 @@ PAGES = {
     "docs/gpu.md": "gpu",
     "docs/architectures.md": "architectures",
     "docs/architecture.md": "architecture",
+    "docs/glossary.md": "glossary",
     "stores/vitsee_stores/FORMAT.md": "format",
     "CONTRIBUTING.md": "contributing",
     "CHANGES.md": "changes",

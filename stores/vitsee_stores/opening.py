@@ -82,11 +82,7 @@ def _address(store: Store) -> tuple[Any, ...]:
 @lru_cache(maxsize=16)
 def _at(place: Place, label: str, store_id: str, committed: bytes | None) -> Store:
     """Reopen a pickled store; if unfinished, with the slabs that were committed when it was
-    pickled.
-
-    Raises:
-        StoreMismatch: another store is there now.
-    """
+    pickled. Raises StoreMismatch: another store is there now."""
     store = open_store(place, allow_partial=committed is not None, label=label)
     if store.manifest.store_id != store_id:
         raise StoreMismatch(f"{place} was replaced by another store during the work")

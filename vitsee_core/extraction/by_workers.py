@@ -86,11 +86,8 @@ class SlabsByWorker:
                 return fill(self.prepared, writer, *how, remarks=False)
 
     def _prepare(self) -> Prepared:
-        """Repeat the preparation that succeeded in the command's own process.
-
-        Raises:
-            DaskError: the worker does not see the store, the images or the model.
-        """
+        """Repeat the preparation that succeeded in the command's own process. Raises DaskError: the
+        worker does not see the store, the images or the model."""
         try:
             if StoreWriter.join(self.run.output) is None:
                 raise NoStore(f"no store at {self.run.output}: nothing is there")

@@ -24,12 +24,9 @@ FIRST_SECONDS, POLL_SECONDS = 0.2, 5.0  # of waiting for others: at first, and a
 
 def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int]]:
     """Slabs to make now, round by round, until the store is complete or a signal came: slabs
-    claimed by others are waited for, and taken over if their claims are lost. Close the
-    generator if it is not exhausted, to release the claims.
-
-    Raises:
-        StoreError: claims cannot be written to the store.
-    """
+    claimed by others are waited for, and taken over if their claims are lost. Close the generator
+    if it is not exhausted, to release the claims. Raises StoreError: claims cannot be written to
+    the store."""
     claims = Claims(writer.files, {"host": socket.gethostname(), "pid": os.getpid()})
     pause: Iterator[float] | None = None
     with claims.beating():

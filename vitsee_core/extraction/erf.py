@@ -112,11 +112,8 @@ class ErfPasses:
             return {name: _field(centres[name], x) for name in self.names}
 
     def probe(self, pixels: Tensor) -> ErfCost:
-        """Fields of a few images: which sites have one, and the cost.
-
-        Raises:
-            VitseeError: the model has no backward pass.
-        """
+        """Fields of a few images: which sites have one, and the cost. Raises VitseeError: the model
+        has no backward pass."""
         try:
             return self._probe(pixels)
         except RuntimeError as error:
@@ -203,11 +200,7 @@ def prepare_erf(
     device: torch.device,
 ) -> tuple[StorePlan, tuple[ErfPasses, ErfCost], dict[str, str]]:
     """The passes for the plan's receptive fields, tried on a few images; the plan without the sites
-    that have none, and the reasons.
-
-    Raises:
-        VitseeError: no site has one.
-    """
+    that have none, and the reasons. Raises VitseeError: no site has one."""
     sites = [site for site in plan.sites if site.name in asked.sites]
     passes = ErfPasses(model, table, sites, device)
     cost = passes.probe(normalise(pixels[:PROBE_IMAGES], model.transform, device))
@@ -263,11 +256,7 @@ class ErfSums:
         return True
 
     def finish(self, where: str) -> dict[str, NDArray[Any]]:
-        """The slab's arrays for the store.
-
-        Raises:
-            VitseeError: a gradient is not finite.
-        """
+        """The slab's arrays for the store. Raises VitseeError: a gradient is not finite."""
         out: dict[str, NDArray[Any]] = {"erf/count": np.asarray(self._count, np.int64)}
         for name in self._passes.names:
             total = self._sums.get(name)

@@ -78,11 +78,8 @@ class GramStrategy:
     def open(
         self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
     ) -> Iterator[SlabGrams]:
-        """Context with the object that computes the Gram matrices of slabs, and its memory.
-
-        Raises:
-            VitseeError: no room for the scratch file, or it cannot be created.
-        """
+        """Context with the object that computes the Gram matrices of slabs, and its memory. Raises
+        VitseeError: no room for the scratch file, or it cannot be created."""
         yield SlabGrams(plan)
 
 

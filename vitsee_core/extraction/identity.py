@@ -79,11 +79,8 @@ def chosen_identity(
 
 
 def check_same_model(writer: StoreWriter, model: LoadedModel) -> None:
-    """Refuse another architecture.
-
-    Raises:
-        IdentityMismatch: the store's model has other site names.
-    """
+    """Refuse another architecture. Raises IdentityMismatch: the store's model has other site
+    names."""
     stored = writer.manifest.model
     if stored.get("architecture") not in (None, model.architecture):
         raise IdentityMismatch(

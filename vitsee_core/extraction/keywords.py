@@ -130,11 +130,7 @@ def _own(
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options (those that are not None).
-
-    Raises:
-        OptionError: an unknown one.
-    """
+    """The given options (those that are not None). Raises OptionError: an unknown one."""
     kinds = (ModelOptions, DataOptions, KeepOptions, RunOptions)
     names = [f.name for kind in kinds for f in fields(kind) if f.name not in _PLACED]
     for key in options:
@@ -146,11 +142,8 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """A value in the form of the options' fields.
-
-    Raises:
-        OptionError: a value that the option does not take.
-    """
+    """A value in the form of the options' fields. Raises OptionError: a value that the option does
+    not take."""
     expected: str | None = None
     if key in _CHOICES and value not in _CHOICES[key]:
         expected = ", ".join(_CHOICES[key])

@@ -56,11 +56,8 @@ def choose(
     input_size: tuple[int, int, int],
 ) -> Choices:
     """Resolve `keep` against an existing store's identity (`stored`, {} for a new one) and what the
-    model supports. An unsupported default is left out with its reason.
-
-    Raises:
-        VitseeError: an explicit choice that the model does not support, a selector without a match.
-    """
+    model supports. An unsupported default is left out with its reason. Raises VitseeError: an
+    explicit choice that the model does not support, a selector without a match."""
     asked = stored_choices(stored)
     left_out: dict[str, str] = {}
     patterns = keep.sites if keep.sites is not None else asked.get("sites")
@@ -134,11 +131,8 @@ def choose_erf(
     input_size: tuple[int, int, int],
     left_out: dict[str, str],
 ) -> ErfPlan:
-    """Receptive fields of the chosen sites with a grid; the others go into `left_out`.
-
-    Raises:
-        VitseeError: no chosen site has a grid.
-    """
+    """Receptive fields of the chosen sites with a grid; the others go into `left_out`. Raises
+    VitseeError: no chosen site has a grid."""
     with_grid = [s.name for s in sites if s.layout is not None and s.layout.grid is not None]
     if not with_grid:
         raise VitseeError(

@@ -91,11 +91,8 @@ def prepare(
 
 
 def check_output(run: RunOptions, data: DataOptions) -> None:
-    """Refuse a new store inside another store, or inside the folder of its images.
-
-    Raises:
-        VitseeError: names the folder.
-    """
+    """Refuse a new store inside another store, or inside the folder of its images. Raises
+    VitseeError: names the folder."""
     if isinstance(run.output, Path):
         check_place(run.output, images=data.data)
 
@@ -145,11 +142,8 @@ def join_store(
 def plan_store(
     options: ModelOptions | LoadedModel, data: DataOptions, keep: KeepOptions, run: RunOptions
 ) -> Prepared:
-    """An extraction into a new store, planned but not yet created.
-
-    Raises:
-        VitseeError: as `prepare`.
-    """
+    """An extraction into a new store, planned but not yet created. Raises VitseeError: as
+    `prepare`."""
     device, selection = resolve_device(run.device), chosen_images(data, {})
     with soon_said("loading the model"):
         layout = lay_out(options, data, keep, selection)
@@ -197,11 +191,8 @@ def plan_store(
 def plan_contents(
     layout: ImageLayout, keep: KeepOptions, n_images: int
 ) -> tuple[Choices, StorePlan, SmallWeights, list[str]]:
-    """The planned contents of a new store of `n_images` images, and remarks.
-
-    Raises:
-        VitseeError: as `choose`, `fit_slab` and `small_weights`.
-    """
+    """The planned contents of a new store of `n_images` images, and remarks. Raises VitseeError: as
+    `choose`, `fit_slab` and `small_weights`."""
     choices = choose_of(layout, keep, {})
     slab, slab_note = fit_slab(keep.slab, choices, layout.kept, n_images)
     weights = small_weights(layout.model, layout.table, keep.head_weights)
@@ -214,11 +205,7 @@ def plan_contents(
 
 
 def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any]) -> Choices:
-    """The choices among the sites that the store can keep.
-
-    Raises:
-        VitseeError: as `choose`.
-    """
+    """The choices among the sites that the store can keep. Raises VitseeError: as `choose`."""
     try:
         return choose(keep, stored, layout.kept, layout.input_size)
     except SiteError as error:
@@ -248,11 +235,8 @@ def run_self_check(
     device: torch.device,
     precision: str,
 ) -> SelfCheck:
-    """The self-check on these images, which fixes the stored types for every process.
-
-    Raises:
-        VitseeError: the check failed.
-    """
+    """The self-check on these images, which fixes the stored types for every process. Raises
+    VitseeError: the check failed."""
     blocks = {block for group in plan.attention for block in group.blocks}
     chosen = {name for name, _ in plan.sublayers}
     _, height, width = model.input_size  # of the first tile, where there are several

@@ -18,11 +18,8 @@ _HOW = ("--shard", "--dask", "--device", "--workers", "--batch-size")
 
 def n_complete(command: str, output: Place) -> int | None:
     """The number of images of the store at `output`, if it is complete, was made by this command in
-    this folder, and no file that it names (a list, a checkpoint) is newer; else None.
-
-    Raises:
-        StoreError: not a store, or damaged.
-    """
+    this folder, and no file that it names (a list, a checkpoint) is newer; else None. Raises
+    StoreError: not a store, or damaged."""
     writer = StoreWriter.join(output)
     if writer is None:
         return None

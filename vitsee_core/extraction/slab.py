@@ -265,11 +265,8 @@ def check_peaks(
     precision: str = "fp32",
 ) -> None:
     """Stop at the first site whose values did not fit; `kept`: names of the sites whose tokens went
-    to host memory in their stored type; `precision`: what the model ran in.
-
-    Raises:
-        Overflow: names the site, its largest |x| and the option that stores it.
-    """
+    to host memory in their stored type; `precision`: what the model ran in. Raises Overflow: names
+    the site, its largest |x| and the option that stores it."""
     for site in sites:
         if site.name not in peaks:
             continue

@@ -106,11 +106,7 @@ class ArrayPlan:
     shard: str = "slurm"
 
     def script(self) -> str:
-        """The text of the script for bash.
-
-        Raises:
-            OptionError: a word with a line break.
-        """
+        """The text of the script for bash. Raises OptionError: a word with a line break."""
         for text in (*self.words, self.store, self.folder):
             if not text.isprintable():
                 raise OptionError(f"--plan: {text!r} cannot stand in a script; choose another name")
@@ -143,12 +139,9 @@ def plan_array(
     shard: str = "slurm",
 ) -> ArrayPlan:
     """The array for an extraction with the command line `words`. The images are counted and the
-    model's name is looked up, so that mistakes are found before they wait in a queue; no model
-    is built, and nothing is written.
-
-    Raises:
-        VitseeError: no such model or images; the store is complete; --force.
-    """
+    model's name is looked up, so that mistakes are found before they wait in a queue; no model is
+    built, and nothing is written. Raises VitseeError: no such model or images; the store is
+    complete; --force."""
     if run.force:
         raise VitseeError(
             "--force with --plan: each task would delete the others' work; delete the store first"

@@ -139,10 +139,7 @@ class PixelFeed:
 
     def take(self) -> tuple[Batch, Tensor]:
         """The next batch, and its pixels (images, channels, height, width) uint8 on the device.
-
-        Raises:
-            StopIteration: there is none.
-        """
+        Raises StopIteration: there is none."""
         if self._stream is None:
             batch = next(self._loading)
             return batch, batch.pixels.to(self._device)

@@ -58,6 +58,12 @@ def is_image(name: str) -> bool:
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
 
 
+def image_stem(name: str) -> str:
+    """A name without the ending of an image file."""
+    stem, ending = os.path.splitext(name)
+    return stem if ending.lower() in EXTENSIONS else name
+
+
 def classify(
     paths: Sequence[str],
 ) -> tuple[NDArray[np.int64], list[str], list[str] | None]:

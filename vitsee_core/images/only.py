@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.folders import EXTENSIONS
+from vitsee_core.images.folders import image_stem
 from vitsee_stores.errors import reason
 
 MOST_BYTES = 1 << 28
@@ -57,7 +56,7 @@ def named_only(path: Path, ids: Sequence[str], name: str) -> NDArray[np.bool_]:
     """
     lines = read_only(path)
     by_file = _by(map(_file, ids))
-    finders = (_by(ids), _by(map(_stem, ids)), _by_folder(ids), by_file)
+    finders = (_by(ids), _by(map(image_stem, ids)), _by_folder(ids), by_file)
     chosen = np.zeros(len(ids), bool)
     unmatched = []
     for number, line in lines:
@@ -103,13 +102,8 @@ def _by_folder(ids: Sequence[str]) -> Places:
 
 def shorter_ids(own: str) -> set[str]:
     """An image's id without its ending, without its folders, without both."""
-    return {_stem(own), own.rpartition("/")[2], _file(own)}
-
-
-def _stem(name: str) -> str:
-    stem, ending = os.path.splitext(name)
-    return stem if ending.lower() in EXTENSIONS else name
+    return {image_stem(own), own.rpartition("/")[2], _file(own)}
 
 
 def _file(name: str) -> str:
-    return _stem(name.rpartition("/")[2])
+    return image_stem(name.rpartition("/")[2])

@@ -119,11 +119,8 @@ def matmul_backend(device: str, precision: str = "fp32") -> MatmulBackend:
 
 
 def require_bfloat16(device: str) -> None:
-    """Refuse a device on which bfloat16 products are slower than float32.
-
-    Raises:
-        VitseeError: names it.
-    """
+    """Refuse a device on which bfloat16 products are slower than float32. Raises VitseeError: names
+    it."""
     if device == "cpu":
         raise VitseeError(
             "--precision bf16 is slower than fp32 on a CPU; leave it out, or give --device cuda"

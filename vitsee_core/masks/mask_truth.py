@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.images import DataError
 from vitsee_core.images.boxes import box_pixels
-from vitsee_core.images.folders import EXTENSIONS
+from vitsee_core.images.folders import image_stem
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource
 from vitsee_core.masks.token_labels import as_seen, mask_recipe, token_labels
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -215,9 +214,9 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64
     for what is left, the last parts of both (`JPEGImages/7.jpg` and `SegmentationClass/7.png`),
     where these name one image and one mask only.
     """
-    whole = [_stem(name) for name in images]
-    by_path = _only([_stem(name) for name in masks])
-    by_file = _only([_last(_stem(name)) for name in masks])
+    whole = [image_stem(name) for name in images]
+    by_path = _only([image_stem(name) for name in masks])
+    by_file = _only([_last(image_stem(name)) for name in masks])
     single = _only([_last(name) for name in whole])
     found = np.full(len(images), -1, np.int64)
     for i, name in enumerate(whole):
@@ -226,11 +225,6 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64
         elif _last(name) in single:
             found[i] = by_file.get(_last(name), -1)
     return found
-
-
-def _stem(name: str) -> str:
-    stem, ending = os.path.splitext(name)
-    return stem if ending.lower() in EXTENSIONS else name
 
 
 def _last(name: str) -> str:

@@ -61,11 +61,8 @@ class DaskMap:
         self._asked = -math.inf
 
     def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
-        """Apply `function` to each item, results in order.
-
-        Raises:
-            VitseeError: a task raised it; the cluster is gone; or a worker has other versions.
-        """
+        """Apply `function` to each item, results in order. Raises VitseeError: a task raised it;
+        the cluster is gone; or a worker has other versions."""
         import cloudpickle
 
         work = cloudpickle.dumps(function)
@@ -119,11 +116,8 @@ class DaskMap:
         return self._threads
 
     def _result(self, future: Any) -> Any:
-        """Wait for a task's result.
-
-        Raises:
-            VitseeError: a user's mistake, or a worker with other versions ran the task.
-        """
+        """Wait for a task's result. Raises VitseeError: a user's mistake, or a worker with other
+        versions ran the task."""
         try:
             with _one_line(LOST, of_task=True):
                 data = self._waited_for(future)

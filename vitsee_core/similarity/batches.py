@@ -84,11 +84,8 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
 
 
 def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
-    """Batch, examples (a multiple of it) and repeats, capped by the data; caps are logged.
-
-    Raises:
-        VitseeError: no batch of at least 4 images is possible.
-    """
+    """Batch, examples (a multiple of it) and repeats, capped by the data; caps are logged. Raises
+    VitseeError: no batch of at least 4 images is possible."""
     batch = estimator.batch or BATCH
     examples = estimator.examples or (n if estimator.rescale else EXAMPLES)
     repeats = estimator.repeats or (1 if estimator.rescale else REPEATS)
@@ -173,11 +170,7 @@ class InMemory:
 
     @property
     def shift(self) -> Shift:
-        """Not available, see `GramView.shift`.
-
-        Raises:
-            MissingInput: always.
-        """
+        """Not available, see `GramView.shift`. Raises MissingInput: always."""
         raise MissingInput(
             "Gram matrices of single batches or slabs are kept without what inner products of the "
             "features themselves need (cosine, Pearson); those of all images have it, which need "

@@ -235,11 +235,8 @@ def user_caches() -> Path:
 def gram_cache(
     folder: Path | None, persistent: bool, precision: str = "fp32"
 ) -> Iterator[GramCache]:
-    """A cache whose scratch folder is removed at the end.
-
-    Raises:
-        VitseeError: `folder` is inside a store, or its parent does not exist.
-    """
+    """A cache whose scratch folder is removed at the end. Raises VitseeError: `folder` is inside a
+    store, or its parent does not exist."""
     if folder is not None:
         check_place(folder / OWNER)
         if not folder.absolute().parent.is_dir():

@@ -25,11 +25,8 @@ class CacheFolder:
     size_bytes: int  # of all of them on disk
 
     def remove(self) -> None:
-        """Remove the matrices, and the folder if nothing else is in it.
-
-        Raises:
-            VitseeError: the disk refused.
-        """
+        """Remove the matrices, and the folder if nothing else is in it. Raises VitseeError: the
+        disk refused."""
         try:
             for header in _headers(self.folder):
                 for file in (header, header.with_suffix(".tiles")):
@@ -42,11 +39,7 @@ class CacheFolder:
 
 def caches_of(places: Sequence[Place]) -> list[CacheFolder]:
     """The caches of stores, and those below other folders; by default those below the working
-    directory and of stores at URLs.
-
-    Raises:
-        VitseeError: a place does not exist.
-    """
+    directory and of stores at URLs. Raises VitseeError: a place does not exist."""
     roots = [_root(place) for place in places] or [Path(), user_caches()]
     folders = dict.fromkeys(folder for root in roots for folder in _below(root))
     return [cache for folder in sorted(folders) if (cache := _cache(folder)) is not None]

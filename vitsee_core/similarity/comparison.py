@@ -131,11 +131,8 @@ class Comparison:
         missing: Iterable[Representation],
     ) -> None:
         """Compute missing Gram matrices: one after the other, or each in a process of `map`, which
-        leaves it in the cache's folder.
-
-        Raises:
-            VitseeError: the result is not found: the processes use another disk.
-        """
+        leaves it in the cache's folder. Raises VitseeError: the result is not found: the processes
+        use another disk."""
         elsewhere: list[Representation] = []
         for of in missing:
             if self.map is not None and self.cache.is_shared(of.store, self.map):
@@ -168,11 +165,8 @@ class Comparison:
         )
 
     def require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
-        """Refuse Gram matrices that exceed the disk, before any work; `sizes` in bytes.
-
-        Raises:
-            VitseeError: names the bytes and what to choose.
-        """
+        """Refuse Gram matrices that exceed the disk, before any work; `sizes` in bytes. Raises
+        VitseeError: names the bytes and what to choose."""
         by_place: dict[Path, int] = {}
         for of, size in sizes:
             place = self.cache.place(of.store)

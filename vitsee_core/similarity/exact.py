@@ -56,10 +56,7 @@ def over_all_images(comparison: Comparison, *, biased: bool) -> Hsic:
 
 def full_grams(comparison: Comparison) -> list[GramView]:
     """The Gram matrix of every representation over the comparison's images, computed if missing.
-
-    Raises:
-        VitseeError: the disk is too small for them.
-    """
+    Raises VitseeError: the disk is too small for them."""
     missing = comparison.missing()
     if missing:
         sizes = [(r, gram_bytes(len(comparison.own_rows(r)))) for r in missing.values()]

@@ -206,11 +206,7 @@ class GramFile:
         return GramFile, (self.path.absolute(), self.header)
 
     def tile(self, k: int) -> Float32:
-        """(t, t) the k-th tile.
-
-        Raises:
-            DamagedGram: gone, cut short, or not what was written.
-        """
+        """(t, t) the k-th tile. Raises DamagedGram: gone, cut short, or not what was written."""
         size = self.header.tile
         try:
             block = np.fromfile(self.path, np.float32, size * size, offset=k * size * size * 4)
@@ -269,11 +265,8 @@ class GramView:
 
     @property
     def shift(self) -> Shift:
-        """The shift for inner products of the original features; see `shift.raw_gram`.
-
-        Raises:
-            MissingInput: a matrix of single batches, which are cached without.
-        """
+        """The shift for inner products of the original features; see `shift.raw_gram`. Raises
+        MissingInput: a matrix of single batches, which are cached without."""
         if self.file.header.shift is None:
             raise MissingInput(
                 f"{self.file.path} holds Gram matrices of batches, kept without what inner "

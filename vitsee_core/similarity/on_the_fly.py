@@ -198,11 +198,7 @@ def _divide(
 ) -> _Division:
     """Everything at once in large tiles if it fits; else smaller tiles, then groups of matrices
     (each group of rows recomputes the columns' Gram matrices, and vice versa), then even smaller
-    tiles.
-
-    Raises:
-        VitseeError: nothing of that fits.
-    """
+    tiles. Raises VitseeError: nothing of that fits."""
 
     def needs(tile: int, parts: tuple[int, int]) -> tuple[int, int]:
         """Bytes of the tiles and sums, and of the features of one side of a tile."""

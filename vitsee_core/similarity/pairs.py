@@ -118,11 +118,7 @@ def sites_of_each(stores: Sequence[Store], patterns: Sequence[str]) -> list[list
 
 
 def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:
-    """One site of every store.
-
-    Raises:
-        VitseeError: a store has several.
-    """
+    """One site of every store. Raises VitseeError: a store has several."""
     chosen = sites_of_each(stores, sites)
     if any(len(of_store) > 1 for of_store in chosen):
         counts = ", ".join(f"{len(of_store)} of {of_store[0][0].label}" for of_store in chosen)
@@ -165,10 +161,7 @@ def _same_depth(
 
 def _branches(store: Store, sites: Sequence[str]) -> SitePairs:
     """Skips (rows) and long branches (cols), in the model's order within each kind of sublayer.
-
-    Raises:
-        MissingInput: the store has no branches, or not their skips.
-    """
+    Raises MissingInput: the store has no branches, or not their skips."""
     blocks = {site.block for site in store.select(sites)} if sites else None
     kinds: dict[str, list[tuple[SiteSpec, SiteSpec]]] = {}
     for site in store.sites.values():

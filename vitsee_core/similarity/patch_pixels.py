@@ -168,11 +168,8 @@ def input_pixels(
     store: Store, rows: Rows, data: str | None = None, progress: Progress = SILENT
 ) -> LazyArray:
     """(images, channels, height, width) float32, normalised; only `rows`, valid ones in their
-    order, may be read. `data`: see `Pictures`.
-
-    Raises:
-        MissingInput: not stored, and not available from its data.
-    """
+    order, may be read. `data`: see `Pictures`. Raises MissingInput: not stored, and not available
+    from its data."""
     if store.has("input"):
         return store.inputs()
     try:
@@ -186,11 +183,8 @@ def input_pixels(
 
 
 def _load(store: Store, rows: Rows, pictures: Pictures, progress: Progress) -> LazyArray:
-    """The pixels of these rows in a temporary file.
-
-    Raises:
-        VitseeError: an image has changed or is gone, or there is no room.
-    """
+    """The pixels of these rows in a temporary file. Raises VitseeError: an image has changed or is
+    gone, or there is no room."""
     name, transform = pictures.source.name, store.manifest.transform
     shape = (store.n_images, *(int(n) for n in transform["input_size"]))
     need, free = len(rows) * int(np.prod(shape[1:])), free_disk_bytes(Path(tempfile.gettempdir()))

@@ -95,11 +95,8 @@ class StripPlan:
         item: int,
     ) -> StripPlan:
         """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
-        for the libraries, and for a tile on its way to disk.
-
-        Raises:
-            VitseeError: not even one tile and two narrow strips fit.
-        """
+        for the libraries, and for a tile on its way to disk. Raises VitseeError: not even one tile
+        and two narrow strips fit."""
         largest = max(_length(t.i) * _length(t.j) for t in tiles)
         share = memory * 3 // 8
         at_once = max(1, share // (largest * 8))

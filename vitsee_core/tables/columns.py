@@ -111,4 +111,5 @@ def block_of_sublayer(name: str) -> str:
 
 
 def is_given(value: Any) -> bool:
+    """Whether a cell has a value, in memory or read from a CSV."""
     return value is not None and value != "" and value == value

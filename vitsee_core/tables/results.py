@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.tables import replicates
-from vitsee_core.tables.columns import NUMBERS, TEXT
+from vitsee_core.tables.columns import NUMBERS, TEXT, is_given
 from vitsee_core.tables.files import read_file, write_files
 from vitsee_core.tables.formats import ending_of, read_rows, table_bytes, table_ending, write_csv
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
+from vitsee_core.types import Mask
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.metadata import parse
 from vitsee_stores.notebook import html_table, shown_cell, to_frame
@@ -107,6 +108,10 @@ class Table:
     def unique(self, name: str) -> list[Any]:
         """The values of a column in order of first appearance."""
         return list(dict.fromkeys(self.columns[name].tolist()))
+
+    def given(self, name: str) -> Mask:
+        """(rows,) which rows have a value in a column, in memory or read from a CSV."""
+        return np.array([is_given(value) for value in self[name].tolist()], bool)
 
     def groups(self, name: str) -> Iterator[tuple[Any, Table]]:
         """(value, its rows) for each value of a column, in order of first appearance."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from vitsee_core.analyses.keypoints.protocol import Protocol
 from vitsee_core.analyses.keypoints.spair import Pair
-from vitsee_core.images.folders import EXTENSIONS
+from vitsee_core.images.folders import image_stem
 from vitsee_core.images.placement import Placement, place
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import MissingInput, VitseeError
@@ -183,7 +182,7 @@ class _Rows:
         ids, valid = store.samples.id.tolist(), store.valid
         for row, text in enumerate(ids):
             folder, _, file = text.rpartition("/")
-            folder, file = folder.rpartition("/")[2], _stem(file)
+            folder, file = folder.rpartition("/")[2], image_stem(file)
             own = row if valid[row] else -1
             if folder in categories:
                 known = (folder, file) in self._in_folder
@@ -193,7 +192,7 @@ class _Rows:
         self._label = store.label
 
     def __call__(self, category: str, image: str) -> int:
-        name = _stem(image)
+        name = image_stem(image)
         row = self._in_folder.get((category, name), self._loose.get(name, -1))
         if row == _AMBIGUOUS:
             raise VitseeError(
@@ -203,11 +202,6 @@ class _Rows:
 
 
 _AMBIGUOUS = -2
-
-
-def _stem(name: str) -> str:
-    stem, ending = os.path.splitext(name)
-    return stem if ending.lower() in EXTENSIONS else name
 
 
 class _Places:

@@ -315,11 +315,8 @@ class _ReadLogits:
 
 
 def _scores(logits: Float, labels: Integers, output: Integers) -> dict[str, Float]:
-    """Metric -> (images, places) of logits (images, places, classes).
-
-    Raises:
-        VitseeError: a logit is not finite.
-    """
+    """Metric -> (images, places) of logits (images, places, classes). Raises VitseeError: a logit
+    is not finite."""
     if not np.isfinite(logits).all():
         raise VitseeError("the classifier gives logits that are not finite (see vitsee validate)")
     first = logits.argmax(-1)

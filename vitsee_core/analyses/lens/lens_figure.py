@@ -56,7 +56,7 @@ def draw_lens(table: Table) -> Figure:
         *(small_maps(len(sites), 2) for sites in shown.values()),
     ]
     figure, parts = stack(*grids)
-    pooled = table.take(~_given(table, "row") & ~_given(table, "token"))
+    pooled = table.take(~table.given("row") & ~table.given("token"))
     panels = grids[0].axes(parts[0])
     for axes, metric in zip(panels, metrics, strict=True):
         draw_depth_curves(axes, pooled.where(metric=metric), among=pooled)
@@ -85,14 +85,9 @@ def _picked(rows: Table) -> list[str]:
     return [sites[i] for i in picks]
 
 
-def _given(table: Table, name: str) -> Any:
-    """(rows,) whether a column has a value, in memory or read from a CSV."""
-    return np.array([v is not None and v == v and v != "" for v in table[name].tolist()], bool)
-
-
 def _cells(table: Table, metric: str) -> Table:
     rows = table.where(metric=metric)
-    return rows.take(_given(rows, "row"))
+    return rows.take(rows.given("row"))
 
 
 def _places(rows: Table) -> list[tuple[Any, Any]]:

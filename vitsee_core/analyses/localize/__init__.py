@@ -220,10 +220,7 @@ def run(
 def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Rows, dict[str, Any]]:
     """The images that are used, and remarks about them. Minibatches of all images cost as much here
     as the exact value, so if that takes long a sample of images is used instead of minibatches.
-
-    Raises:
-        VitseeError: fewer than 4.
-    """
+    Raises VitseeError: fewer than 4."""
     images = execution.images
     if images is None and how.kind == "auto" and store.valid.sum() > MOST_EXACT:
         images = MOST_EXACT

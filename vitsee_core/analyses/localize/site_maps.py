@@ -130,11 +130,8 @@ class SiteMaps:
         return together
 
     def leave_out_large(self, how: Estimator, memory: int) -> dict[str, str]:
-        """Leave out the sites whose maps exceed the memory; returns the reason for each.
-
-        Raises:
-            VitseeError: all are too large.
-        """
+        """Leave out the sites whose maps exceed the memory; returns the reason for each. Raises
+        VitseeError: all are too large."""
         reasons = {
             site.site.name: (
                 f"its maps of {len(site.names)} tokens take {human_bytes(size)}; choose some with "
@@ -196,11 +193,7 @@ def _some_rows(h: Hsic, rows: slice) -> Hsic:
 
 
 def _with_grid(store: Store, sites: Sequence[SiteSpec]) -> list[SiteSpec]:
-    """The sites with a grid; others are logged.
-
-    Raises:
-        SiteError: none of them.
-    """
+    """The sites with a grid; others are logged. Raises SiteError: none of them."""
     kept = [s for s in sites if s.layout is not None and s.layout.grid is not None]
     others = ", ".join(s.name for s in sites if s not in kept)
     if not kept:

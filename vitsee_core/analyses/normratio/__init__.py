@@ -205,11 +205,8 @@ def plot(table: Table) -> Figure:
 def _check_tokens(
     stores: Sequence[Store], plans: Sequence[Sequence[StoredSublayer]], words: Sequence[str]
 ) -> None:
-    """Log which tokens are missing where; refuse those that are missing everywhere.
-
-    Raises:
-        SiteError: see `run`.
-    """
+    """Log which tokens are missing where; refuse those that are missing everywhere. Raises
+    SiteError: see `run`."""
     for word in words:
         served = [any(places_of(s.layout, [word]) for s in plan) for plan in plans]
         for store, plan in zip(stores, plans, strict=True):

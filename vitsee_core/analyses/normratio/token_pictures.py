@@ -33,6 +33,7 @@ from vitsee_core.figures.plotting import (
     styled,
 )
 from vitsee_core.figures.token_maps import NO_VALUE, MapPanel, colour_scale, draw_map, value_ticks
+from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, metric_words, token_words
 from vitsee_core.types import Float
@@ -125,12 +126,7 @@ def _map_panels(of_store: Table, metric: str) -> list[MapPanel]:
 def _tokens(rows: Table) -> list[Any]:
     """For each row, (row, col) of a cell, or the token's name."""
     places = zip(rows["token"].tolist(), rows["row"].tolist(), rows["col"].tolist(), strict=True)
-    return [str(t) if _given(t) else (int(float(r)), int(float(c))) for t, r, c in places]
-
-
-def _given(value: Any) -> bool:
-    """Whether a cell of a column has a value, in memory or read from a CSV."""
-    return value is not None and value == value and value != ""
+    return [str(t) if is_given(t) else (int(float(r)), int(float(c))) for t, r, c in places]
 
 
 def _on_one_scale(table: Table, metric: str) -> Float:

@@ -92,28 +92,23 @@ def _draw_kinds(table: Table) -> Figure:
     """For a table without patches: norms of other tokens over depth."""
     figure, (axes,) = panels(1)
     rows = table.where(metric=["norm", "norm_median"])
-    rows = rows.take(~_given(rows, "row"))
+    rows = rows.take(~rows.given("row"))
     draw_depth_curves(axes, rows, by=["token", "metric"], ylabel="norm of a token")
     add_curve_legend(figure, [axes])
     return figure
-
-
-def _given(table: Table, name: str) -> Any:
-    """(rows,) whether a column has a value, in memory or read from a CSV."""
-    return np.array([v is not None and v == v and v != "" for v in table[name].tolist()], bool)
 
 
 def _of_sites(table: Table, metric: str) -> Table:
     """A metric's rows about all patches, or the whole site."""
     rows = table.where(metric=metric)
     named = rows["token"] == "patches"
-    whole = ~_given(rows, "token") & ~_given(rows, "row")
+    whole = ~rows.given("token") & ~rows.given("row")
     return rows.take(named | whole)
 
 
 def _cells(table: Table, metric: str) -> Table:
     rows = table.where(metric=metric)
-    return rows.take(_given(rows, "row"))
+    return rows.take(rows.given("row"))
 
 
 # ------------------------------------------------------------------------------------ histograms

@@ -46,11 +46,8 @@ class NormSource:
 
 
 def norm_source(store: Store, site: SiteSpec) -> NormSource:
-    """The dot products that give a site's squared norms, or else its activations.
-
-    Raises:
-        MissingInput: the store has neither.
-    """
+    """The dot products that give a site's squared norms, or else its activations. Raises
+    MissingInput: the store has neither."""
     site = store.site(site.name)
     equal = {site.name} | {s.name for s in store.plan.sites if s.alias_of == site.name}
     alike = [name for name, layout in store.plan.sublayers if layout == site.layout]
@@ -125,11 +122,7 @@ class ReadTokens:
     grid: tuple[int, int] | None  # of its layout
 
     def __call__(self, slab: Slab) -> TokenStatistics:
-        """For the images that count.
-
-        Raises:
-            VitseeError: a number is not finite.
-        """
+        """For the images that count. Raises VitseeError: a number is not finite."""
         n = int(slab.valid.sum())
         none = np.zeros(0)
         largest, median, near = none, none, none

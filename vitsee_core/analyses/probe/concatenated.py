@@ -63,11 +63,8 @@ class _Of:
 def probe_concatenated(
     train: Source, test: Source, draws: Sequence[Draw], task: Task, tally: Tally
 ) -> None:
-    """Fit and test; the result goes into `tally`, as for one token.
-
-    Raises:
-        VitseeError: the inner products of one draw do not fit the memory.
-    """
+    """Fit and test; the result goes into `tally`, as for one token. Raises VitseeError: the inner
+    products of one draw do not fit the memory."""
     for numbers in _in_memory(draws, len(tally.labels), task.memory):
         _probe(train, test, [draws[d] for d in numbers], numbers, task, tally)
 

@@ -35,11 +35,8 @@ class Draw:
 
 def draw_images(train: LabelledRows, shots: int | None, seed: int) -> Draw:
     """All images, or `shots` per class: the first of a permutation of the class, drawn class after
-    class by one generator, so that fewer shots are a subset of more (as in big_vision).
-
-    Raises:
-        VitseeError: classes with fewer images; names and counts them.
-    """
+    class by one generator, so that fewer shots are a subset of more (as in big_vision). Raises
+    VitseeError: classes with fewer images; names and counts them."""
     rng = np.random.default_rng(seed)
     order, classes = _by_class(train)
     picked = [members if shots is None else rng.permutation(members)[:shots] for members in classes]
@@ -85,11 +82,8 @@ def _share_of_each(classes: Sequence[Integers], share: float, rng: np.random.Gen
 
 
 def check_classes(train: LabelledRows, test: LabelledRows, shots: Sequence[int]) -> list[str]:
-    """Remarks on training images of a single class, and on tested classes without any.
-
-    Raises:
-        VitseeError: there are any, and a number of images per class was requested.
-    """
+    """Remarks on training images of a single class, and on tested classes without any. Raises
+    VitseeError: there are any, and a number of images per class was requested."""
     tested = np.bincount(test.labels, minlength=train.n_classes)
     trained = np.bincount(train.labels, minlength=train.n_classes)
     missing = [train.classes[i] for i in np.flatnonzero((tested > 0) & (trained == 0))]

@@ -29,21 +29,13 @@ SOLVERS = ("ridge", "sgd")
 
 
 def parse_l2(text: str) -> str | float:
-    """A positive number, or a word.
-
-    Raises:
-        VitseeError: neither.
-    """
+    """A positive number, or a word. Raises VitseeError: neither."""
     words = (*CHOOSERS, "grid")
     return text if text in words else _positive(text, f"a number above 0, {', '.join(words)}")
 
 
 def parse_intercept(text: str) -> str | float:
-    """`free` or a positive number.
-
-    Raises:
-        VitseeError: neither.
-    """
+    """`free` or a positive number. Raises VitseeError: neither."""
     return text if text == FREE else _positive(text, "free or a number above 0, e.g. 100")
 
 

@@ -116,11 +116,8 @@ def _trained(
 def fit_sgd(
     source: Source, part: slice, draws: Sequence[Draw], task: Task, training: Training
 ) -> list[list[Fitted | None]]:
-    """A trained layer for each draw and token of the part; None if training diverged.
-
-    Raises:
-        VitseeError: batch normalisation of a single image.
-    """
+    """A trained layer for each draw and token of the part; None if training diverged. Raises
+    VitseeError: batch normalisation of a single image."""
     if training.batch_norm and min(map(len, draws)) < 2:
         raise VitseeError("--batch-norm needs the variance of at least 2 training images; found 1")
     union = np.unique(np.concatenate([draw.places for draw in draws]))

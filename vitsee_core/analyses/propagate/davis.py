@@ -55,12 +55,8 @@ class MaskFiles:
     of: dict[str, dict[str, str]]
 
     def read(self, video: Video, frames: range | None = None) -> NDArray[np.uint8]:
-        """(frames, height, width) numbers of objects, 0 where void.
-
-        Raises:
-            VitseeError: a mask is damaged, in colour, or not of its frame's size; or the first
-                shows no object.
-        """
+        """(frames, height, width) numbers of objects, 0 where void. Raises VitseeError: a mask is
+        damaged, in colour, or not of its frame's size; or the first shows no object."""
         wanted = range(len(video.frames)) if frames is None else frames
         labels = np.zeros((len(wanted), *video.size), np.uint8)
         for place, frame in enumerate(wanted):
@@ -93,11 +89,8 @@ class MaskFiles:
 
 
 def find_masks(path: Path) -> MaskFiles:
-    """The masks below DAVIS' own folder, its `Annotations`, or a folder of folders.
-
-    Raises:
-        VitseeError: there is no such folder, or no PNG file in it.
-    """
+    """The masks below DAVIS' own folder, its `Annotations`, or a folder of folders. Raises
+    VitseeError: there is no such folder, or no PNG file in it."""
     if not path.is_dir():
         raise VitseeError(f"no folder {path}; expected that of DAVIS, or one folder per video")
     root = path

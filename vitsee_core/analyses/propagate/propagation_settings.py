@@ -83,11 +83,8 @@ PRESETS = {
 
 def choose_settings(preset: str | None, **own: Any) -> PropagationSettings:
     """The settings of a preset (`walmer` by default), overridden by the user's; None keeps the
-    preset's, and a `radius` of `math.inf` means no window.
-
-    Raises:
-        VitseeError: an unknown preset or choice, or an invalid number.
-    """
+    preset's, and a `radius` of `math.inf` means no window. Raises VitseeError: an unknown preset or
+    choice, or an invalid number."""
     if preset is not None and preset not in PRESETS:
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
     base = PRESETS[preset or "walmer"].settings

@@ -26,11 +26,7 @@ class StoppableProgress:
         self._progress.start(total, done, unit)
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
-        """See `Progress`.
-
-        Raises:
-            Stopped: the run was stopped.
-        """
+        """See `Progress`. Raises Stopped: the run was stopped."""
         if self.ended.is_set():
             raise Stopped
         self._progress.advance(count, size_bytes)
@@ -40,11 +36,7 @@ class StoppableProgress:
 
 
 def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Found:
-    """All groups, `jobs` at a time.
-
-    Raises:
-        VitseeError: the first error of any group.
-    """
+    """All groups, `jobs` at a time. Raises VitseeError: the first error of any group."""
     progress = StoppableProgress(work.progress)
     total, adding = Found(), threading.Lock()
     stoppable = replace(work, progress=progress)
@@ -59,11 +51,7 @@ def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Fo
 
 
 def check_masks(masks: MaskFiles, videos: Sequence[Video], jobs: int, progress: Progress) -> None:
-    """Read every mask once, before any other work.
-
-    Raises:
-        VitseeError: see `MaskFiles.read`.
-    """
+    """Read every mask once, before any other work. Raises VitseeError: see `MaskFiles.read`."""
     stoppable = StoppableProgress(progress)
 
     def check(video: Video) -> None:

@@ -89,11 +89,8 @@ class VideoWork:
         return {**self.__dict__, "progress": SILENT}
 
     def __call__(self, videos: Sequence[Video]) -> Found:
-        """The scores of a group of videos.
-
-        Raises:
-            VitseeError: a mask is damaged or does not fit its frame.
-        """
+        """The scores of a group of videos. Raises VitseeError: a mask is damaged or does not fit
+        its frame."""
         with torch.inference_mode(), precision_context(self.device, "fp32"):
             return _Group(self, videos).run()
 

@@ -39,11 +39,8 @@ _TYPE = re.compile(r"[?bBhHiIlLqQefd]|[biuf](1|2|4|8)|[US][1-9]\d{0,3}|O8?")
 
 def load_plain(path: Path) -> Any:
     """The dicts, lists, tuples, texts, bytes and numbers of a pickle; one-dimensional arrays become
-    lists.
-
-    Raises:
-        VitseeError: unreadable, larger than `MOST_BYTES`, not a pickle, or naming anything else.
-    """
+    lists. Raises VitseeError: unreadable, larger than `MOST_BYTES`, not a pickle, or naming
+    anything else."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -188,11 +185,7 @@ class _Unpickler(_INTERPRETER):  # type: ignore[misc]
     }
 
     def load(self) -> Any:
-        """The object.
-
-        Raises:
-            UnpicklingError: an unknown instruction or name.
-        """
+        """The object. Raises UnpicklingError: an unknown instruction or name."""
         try:
             return super().load()
         except KeyError as error:

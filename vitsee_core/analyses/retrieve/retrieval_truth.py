@@ -101,11 +101,8 @@ EXPECTED = (
 
 
 def revisited(value: Any, source: str) -> RetrievalTruth:
-    """The ground truth of a file in the format of ROxford, RParis or Oxford5k.
-
-    Raises:
-        VitseeError: names what is wrong.
-    """
+    """The ground truth of a file in the format of ROxford, RParis or Oxford5k. Raises VitseeError:
+    names what is wrong."""
     if not isinstance(value, dict) or {*map(_key, value)} != {"imlist", "qimlist", "gnd"}:
         held = ", ".join(sorted(map(_key, value))[:6]) if isinstance(value, dict) else _kind(value)
         raise VitseeError(f"{source} has {held or 'nothing'}; {EXPECTED}")
@@ -148,11 +145,8 @@ def revisited(value: Any, source: str) -> RetrievalTruth:
 
 
 def as_json(truth: RetrievalTruth) -> dict[str, Any]:
-    """The ground truth in the format that `revisited` reads.
-
-    Raises:
-        VitseeError: it has no such boxes and lists.
-    """
+    """The ground truth in the format that `revisited` reads. Raises VitseeError: it has no such
+    boxes and lists."""
     if truth.settings not in KEYS.values():
         raise VitseeError(
             f"{truth.source} is no ground truth of the form of ROxford or RParis; only such is "
@@ -170,11 +164,7 @@ def as_json(truth: RetrievalTruth) -> dict[str, Any]:
 
 def check_queries_apart(truth: RetrievalTruth) -> None:
     """Refuse a query that is among the searched images, unless it is its own junk: it would find
-    itself.
-
-    Raises:
-        VitseeError: names it.
-    """
+    itself. Raises VitseeError: names it."""
     place = {name: i for i, name in enumerate(truth.images)}
     for query in truth.queries:
         own = place.get(query.name)

@@ -282,11 +282,7 @@ class _Ids:
         return np.array([row for name in names for row in self._of(name)], np.int64)
 
     def rows(self, names: Sequence[str], what: str, source: str) -> Integers:
-        """The row of each name.
-
-        Raises:
-            MissingInput: a name without a row, or with several.
-        """
+        """The row of each name. Raises MissingInput: a name without a row, or with several."""
         rows = [self._of(name) for name in names]
         if missing := [name for name, own in zip(names, rows, strict=True) if not own]:
             first = self.store.samples.id[0]

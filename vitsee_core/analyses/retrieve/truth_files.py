@@ -36,11 +36,8 @@ _IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", "")
 
 
 def read_truth(path: Path) -> RetrievalTruth:
-    """The ground truth in a file.
-
-    Raises:
-        VitseeError: another ending, or not a ground truth; names what is wrong.
-    """
+    """The ground truth in a file. Raises VitseeError: another ending, or not a ground truth; names
+    what is wrong."""
     ending = path.suffix.lower()
     if ending not in ENDINGS:
         raise VitseeError(

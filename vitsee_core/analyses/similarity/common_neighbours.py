@@ -75,11 +75,8 @@ class _OfNeighbours(Measure):
     reduces: ClassVar[bool] = True
 
     def check(self, n: int) -> None:
-        """Refuse as many neighbours as there are images, or more.
-
-        Raises:
-            VitseeError: names both.
-        """
+        """Refuse as many neighbours as there are images, or more. Raises VitseeError: names
+        both."""
         if not 0 < self.k < n:
             raise VitseeError(
                 f"--k {self.k} neighbours of {counted(n, 'images')}; expected at most {n - 1}"

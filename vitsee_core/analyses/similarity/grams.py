@@ -80,11 +80,7 @@ class Grams:
         return Grams(own.alone, self.views)
 
     def require(self, used: Sequence[int]) -> None:
-        """Refuse files that this process does not find.
-
-        Raises:
-            VitseeError: names one.
-        """
+        """Refuse files that this process does not find. Raises VitseeError: names one."""
         for path in (self.views[k].file.path for k in used):
             if not path.exists():
                 raise VitseeError(f"the Gram matrix {path} is not on a worker's disk: {SHARE}")
@@ -94,11 +90,8 @@ class Grams:
         return f"{of.store.label} {of.site.name}"
 
     def read(self, k: int, places: Integers) -> SiteGram:
-        """The Gram matrix of the k-th representation, over some of the images.
-
-        Raises:
-            DamagedGram: its file is not what was written.
-        """
+        """The Gram matrix of the k-th representation, over some of the images. Raises DamagedGram:
+        its file is not what was written."""
         whole, n = self._held.get(k), self.n_images
         if whole is None:
             view = self.views[k]

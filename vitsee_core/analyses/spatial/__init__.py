@@ -171,11 +171,7 @@ def plot(table: Table) -> Figure:
 
 
 def _sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
-    """The sites with a grid.
-
-    Raises:
-        SiteError: none has one.
-    """
+    """The sites with a grid. Raises SiteError: none has one."""
     chosen = sites_of(store, patterns)
     found = [site for site in chosen if site.layout is not None and site.layout.grid is not None]
     if not found:
