@@ -59,7 +59,7 @@ def decode(data: bytes | memoryview[int], spec: ArraySpec) -> NDArray[Any]:
         raise ValueError("does not match its checksum")
     compressor = _compressor(spec.codec, np.dtype(spec.dtype).itemsize)
     if compressor is not None:
-        # A few bytes can claim to unpack to any size: read the claim before memory is taken.
+        # A few bytes can claim to unpack to any size: check before allocating memory.
         claimed = _SIZE_OF[spec.codec](body)
         if claimed != spec.chunk_bytes:
             raise ValueError(f"unpacks to {claimed} bytes, expected {spec.chunk_bytes}")
@@ -85,7 +85,7 @@ def check_length(size: int, spec: ArraySpec) -> None:
         raise ValueError(f"is cut short: it has {size} bytes")
     if spec.codec == "none" and size != whole:
         raise ValueError(f"has {size} bytes, expected {whole}")
-    # What cannot be compressed grows by less than a 64th and a header.
+    # Incompressible data grow by less than a 64th and a header.
     if size > (longest := whole + spec.chunk_bytes // 64 + 4096):
         raise ValueError(f"has {size} bytes, expected at most {longest}")
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 PARTIAL = ".partial"
-# fsync waits for the disk, not for a core.
+# fsync is bound by the disk, not by cores.
 SYNC_THREADS = 16
 RESERVE_BYTES = 1 << 20
 
@@ -99,9 +99,11 @@ def write_new(path: str, buffers: Sequence[bytes | NDArray[np.uint8]]) -> int:
         _reserve(descriptor, sum(map(len, buffers)))
         size = 0
         for buffer in buffers:
-            view = memoryview(cast(bytes, buffer))  # numpy tells type checkers so from 3.12 on
+            view = memoryview(
+                cast(bytes, buffer)
+            )  # type checkers know that numpy is a buffer from 3.12 on
             while view:
-                # One call writes at most 2 GiB, and less where a signal or the disk's end comes.
+                # One call writes at most 2 GiB, and less on a signal or a nearly full disk.
                 done = os.write(descriptor, view)
                 view = view[done:]
                 size += done
@@ -187,7 +189,7 @@ def put_if_absent(path: str | Path, data: bytes, *, durable: bool = True) -> boo
             return False
         except FileNotFoundError:
             raise
-        except OSError:  # no hard links here: as near as one comes
+        except OSError:  # no hard links on this file system: best effort
             if os.path.lexists(path):
                 return False
             os.replace(temporary, path)

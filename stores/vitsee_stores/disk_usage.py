@@ -11,7 +11,7 @@ from vitsee_stores.manifest import Manifest
 from vitsee_stores.metadata import root_document, to_text
 from vitsee_stores.zarr_metadata import documents
 
-ENTRY_BYTES = 128  # of a file in its folder's index, under its temporary name too
+ENTRY_BYTES = 128  # of a file in its folder's index, also under its temporary name
 SEALED_BYTES = 32  # of an array's checksum in the manifest, beside the array's name
 
 
@@ -23,7 +23,7 @@ def max_disk_bytes(manifest: Manifest, block: int) -> int:
     made = documents(specs)
     root = len(to_text(root_document(manifest, complete=False)))
     root += sum(SEALED_BYTES + len(path) for path, spec in specs.items() if spec.per == "once")
-    n_files = Counter(str(PurePosixPath(path).parent) for path in made)  # folders, to begin with
+    n_files = Counter(str(PurePosixPath(path).parent) for path in made)  # starting with folders
     total = 2 * _blocks(root, block)
     for path, document in made.items():
         total += _blocks(len(to_text(document)), block)

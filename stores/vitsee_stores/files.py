@@ -21,7 +21,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Pieces = Sequence[bytes | NDArray[np.uint8]]
-# Puts a file of these pieces, one after the other; its bytes.
+# Writes a file from these pieces in order; returns its size.
 Put = Callable[[str, Pieces], int]
 
 

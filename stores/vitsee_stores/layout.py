@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 2
-# Additions that a store may name in its manifest's `features`, and this package reads.
+# Format extensions that this package reads, as named in a manifest's `features`.
 FEATURES: tuple[str, ...] = ("box", "canvas")
 CODECS = ("none", "zstd", "lz4")
 COMMIT_BYTES = 4096
@@ -246,7 +246,7 @@ def _chunks(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
         shortest = max(1, math.ceil(SMALL_CHUNK / one))
         longest = max(shortest, LARGE_CHUNK // one)
         n, low, high = shape[axis], min(shortest, shape[axis]), min(longest, shape[axis])
-        # The best lengths are the shortest that make so many pieces.
+        # The best lengths are the shortest that give this number of pieces.
         most, least = math.ceil(n / low), math.ceil(n / high)
         if most - least < high - low:
             lengths = {max(low, math.ceil(n / pieces)) for pieces in range(least, most + 1)}
@@ -289,7 +289,7 @@ def _attention(table: _Specs, group: AttentionGroup, level: str) -> None:
         raise ValueError(f"attention of {group.blocks} without a grid")
     n_blocks, n_heads, n_tokens = len(group.blocks), max(group.n_heads), layout.n_tokens
     ragged = len(set(group.n_heads)) > 1
-    # A name has one size in a folder and all below it, so that xarray opens the whole tree.
+    # xarray needs one size per axis name within a folder and everything below it.
     suffix = f"_{group.prefix}" if group.prefix else ""
     block, head, dy, dx, key = (f"{name}{suffix}" for name in ("block", "head", "dy", "dx", "key"))
     heads, head_axes = (n_blocks, n_heads), (block, head)

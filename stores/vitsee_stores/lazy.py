@@ -46,7 +46,7 @@ class LazyArray:
     def __repr__(self) -> str:
         return f"<LazyArray {self.dtype} {self.shape}>"
 
-    # Without this, iteration would read the slab anew for each of its images.
+    # Iteration would read a slab again for each of its images.
     __iter__ = None
 
     def __getitem__(self, index: Index) -> NDArray[Any]:

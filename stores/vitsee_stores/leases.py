@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "commits"
 BEAT_SECONDS = 20.0
-LOST_SECONDS = 180.0  # several heartbeats, that a busy file system may delay
+LOST_SECONDS = 180.0  # several heartbeats, which a busy file system may delay
 _LARGEST = 4096
 
 
@@ -57,7 +57,7 @@ class Claims:
         try:
             claimed = _claimed(self.files)
             free = [slab for slab in slabs if slab not in claimed]
-            # Not where all the others begin as well.
+            # A random start avoids contention with other claimants.
             start = random.randrange(len(free)) if free else 0
             taken = self._put(free[start:] + free[:start], most)
             if not taken:

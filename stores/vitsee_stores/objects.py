@@ -38,13 +38,13 @@ R = TypeVar("R")
 TRIES = 3
 # Before the second try; twice that before the third. Half as much again at random.
 WAIT_SECONDS = 0.5
-# A request waits for the network, not for a core; each holds a chunk in memory.
+# Requests are bound by the network, not by cores; each holds a chunk in memory.
 THREADS = 16
-# Larger objects are put in parts of this size.
+# Larger objects are written in parts of this size.
 PART_BYTES = 32 << 20
 ROOT, LAST_MADE = "zarr.json", "commits/zarr.json"
 _thread = threading.local()
-_process: list[int] = []  # where obstore's threads run, once they do
+_process: list[int] = []  # pid in which obstore's threads run, once started
 
 
 class Objects(Files):
@@ -111,7 +111,7 @@ class Objects(Files):
                 found = obstore.get(self._client, name, options={"range": {"suffix": length}})
                 return found.meta["size"], bytes(found.bytes())
             except (NotSupportedError, GenericError) as error:
-                # The first are Azure's; the second of an empty object, of which there is no part.
+                # The first is raised by Azure, the second for a range of an empty object.
                 if isinstance(error, GenericError) and "NotPartial" not in str(error):
                     raise
             size = obstore.head(self._client, name)["size"]
@@ -207,7 +207,7 @@ class Objects(Files):
         try:
             return self._tried(once)
         except FileExistsError:
-            # The answer to an earlier try may have been lost, and not what it put.
+            # An earlier try may have succeeded although its response was lost.
             return tries > 1 and self.read(name, len(data) + (1 << 20)) == data
 
     @contextmanager
@@ -293,7 +293,7 @@ def _joined(pieces: Pieces) -> bytes:
 def _in_words(error: BaseError) -> tuple[str, bool]:
     """obstore's error as part of a line, and whether retrying is useless."""
     text = str(error)
-    if "169.254.169.254" in text or "metadata.google" in text:  # where clouds' machines ask
+    if "169.254.169.254" in text or "metadata.google" in text:  # the clouds' metadata servers
         return (
             "no credentials are set (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
             "AWS_SKIP_SIGNATURE=true for a public bucket)"

@@ -32,5 +32,5 @@ def files_at(place: str | os.PathLike[str] | Url, *, durable: bool = True) -> Fi
 
 def store_around(path: Path) -> Path | None:
     """The store (a folder with a zarr.json) that contains a path; None if there is none."""
-    folders = reversed(path.resolve().parents)  # the root's zarr.json, not that of a group in it
+    folders = reversed(path.resolve().parents)  # the root's zarr.json, not a nested group's
     return next((folder for folder in folders if (folder / ZARR_JSON).is_file()), None)

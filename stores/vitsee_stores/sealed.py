@@ -78,7 +78,7 @@ class VerifiedChunks:
         Raises:
             StoreError: missing, unreadable, damaged, or not the chunk that was committed.
         """
-        if spec.per == "commit":  # what seals the others
+        if spec.per == "commit":  # it seals the other chunks
             self.read_row(index[0])
             return read_chunk(self.files, spec, index)[0]
         expected = self.expected(spec, index)
@@ -178,7 +178,7 @@ class VerifiedChunks:
         """
         shape = tuple(part.stop - part.start for part in box)
         if spec.per == "once" and out is None:
-            # One chunk, whose file says before memory is taken whether it is as large as claimed.
+            # A single chunk, whose file size is checked before memory is allocated.
             whole = self.read(spec, (0,) * len(shape))
             return whole[box].copy()
         result = np.empty(shape, spec.dtype) if out is None else out

@@ -28,7 +28,7 @@ Chunk = tuple[ArraySpec, tuple[int, ...]]
 
 SHOWN = 4
 MISSING = "is missing"
-# Small, and what other arrays are judged by.
+# Small arrays that checks of others depend on.
 ALWAYS_READ = ("valid", "n_valid", "size")
 
 
@@ -135,7 +135,7 @@ class SlabChecks:
             numbers = np.flatnonzero(valid)
         else:
             numbers = np.arange(len(rows))
-        # Padding of the chunk along further axes is NaN by design: what the array holds counts.
+        # Padding of the chunk along further axes is NaN by design: only the array counts.
         inside = tuple(
             slice(0, n - i * c)
             for i, c, n in zip(index[1:], spec.chunks[1:], spec.shape[1:], strict=True)

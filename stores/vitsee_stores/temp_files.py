@@ -16,7 +16,7 @@ import socket
 import time
 from pathlib import Path
 
-# A file is written in seconds; makers on other machines cannot be asked whether they live.
+# Files are written in seconds; processes on other machines cannot be checked.
 OLD_SECONDS = 3600
 
 

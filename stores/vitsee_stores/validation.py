@@ -157,7 +157,7 @@ def _foreign_files(files: Files, specs: Mapping[str, ArraySpec], complete: bool)
             if inner not in folders:
                 below.remove(name)
                 yield f"{_short(inner)}: is no part of the store"
-        # Hidden files are the droppings of file systems and desktops (.nfs*, .DS_Store).
+        # Hidden files are left by file systems and desktops (.nfs*, .DS_Store).
         for name in sorted(n for n in names if n != metadata.ZARR_JSON and not n.startswith(".")):
             if path in specs and _is_chunk(name, specs[path]):
                 continue

@@ -26,7 +26,7 @@ from vitsee_stores.slab_checks import SlabChecks
 from vitsee_stores.temp_files import is_left, is_mine
 from vitsee_stores.url import Url
 
-# How often a slab is written anew that another process writes at the same time.
+# Attempts to write a slab that another process writes at the same time.
 ATTEMPTS = 6
 
 
@@ -222,7 +222,7 @@ class StoreWriter:
         checks = SlabChecks(VerifiedChunks(self.files, self.manifest), deep=False)
         if checks.agree(k):
             return True
-        time.sleep(random.uniform(0, 0.2 * 2**attempt))  # the other one may be about to
+        time.sleep(random.uniform(0, 0.2 * 2**attempt))  # the other process may be about to commit
         return checks.agree(k)
 
     def finish(self) -> bool:
@@ -315,7 +315,7 @@ class StoreWriter:
     def _is_there(self) -> bool:
         try:
             return self.files.exists(metadata.ZARR_JSON)
-        except OSError:  # the error that led here says more
+        except OSError:  # the original error says more
             return True
 
     def _failure(self, k: int, error: OSError) -> str:

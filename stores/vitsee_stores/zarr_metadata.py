@@ -19,7 +19,7 @@ from vitsee_stores.chunks import LZ4_LEVEL, ZSTD_LEVEL
 from vitsee_stores.errors import StoreError
 from vitsee_stores.layout import ArraySpec
 
-# In this order in the files, whatever the order of this zarr.
+# Order of keys in the files, independent of the zarr version.
 KEYS = (
     "zarr_format",
     "node_type",
@@ -62,7 +62,7 @@ def _group() -> dict[str, Any]:
     return _document(held)
 
 
-@lru_cache(maxsize=1024)  # the arrays of a store are of a few kinds
+@lru_cache(maxsize=1024)  # a store has few distinct kinds of arrays
 def _array(
     shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str, codec: str, axes: tuple[str, ...]
 ) -> dict[str, Any]:

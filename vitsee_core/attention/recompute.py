@@ -160,7 +160,7 @@ def _stored(
     order = np.sort(rows)
     start = 0
     while start < len(order):
-        # Rows of one slab, close together: rows between them are read too.
+        # Nearby rows of one slab: rows in between are read, too.
         near = (order // store.plan.slab == order[start] // store.plan.slab) & (
             order < order[start] + most
         )

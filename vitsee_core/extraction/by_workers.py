@@ -42,7 +42,7 @@ from vitsee_stores.leases import Claims
 
 log = logging.getLogger(__name__)
 
-PIECES = 4  # for each thread of the workers: so that all end at about the same time
+PIECES = 4  # per worker thread, so that all end at about the same time
 BY_DASK = Shard(dask=True)
 
 
@@ -60,7 +60,7 @@ class SlabsByWorker:
     prepared: Prepared | None = None
 
     def __post_init__(self) -> None:
-        self._one = threading.Lock()  # one model a process; it has the device to itself
+        self._one = threading.Lock()  # one model per process; it has the device to itself
 
     def __getstate__(self) -> dict[str, Any]:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -117,8 +117,8 @@ def extract_by_workers(
     if announce(prepared, writer, run):
         return Outcome(complete=True)
     plan = prepared.plan
-    work.run = dataclasses.replace(work.run, force=False)  # it was deleted once
-    del prepared  # this process' model, which takes memory
+    work.run = dataclasses.replace(work.run, force=False)  # already deleted
+    del prepared  # frees this process' model
     execution = Execution(map=map, progress=progress)
     started, outcome = time.perf_counter(), Outcome(False)
     rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
@@ -130,7 +130,7 @@ def extract_by_workers(
     except KeyboardInterrupt as signal_raised:
         stop = StopRequest()
         stop.signal_name = str(signal_raised)
-        own = getattr(map, "local", 0)  # processes, which end with this one
+        own = getattr(map, "local", 0)  # processes that end with this one
         raise stopped(stop, writer, "" if own else "workers finish what they have begun") from None
     outcome.seconds = time.perf_counter() - started
     outcome.complete = writer.finish()

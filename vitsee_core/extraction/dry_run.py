@@ -82,7 +82,7 @@ def _brings_arguments(model: ModelOptions) -> bool:
     try:
         file = model.checkpoint and Checkpoint.read(model.checkpoint, model.checkpoint_key)
     except ModelError:
-        return False  # for the extraction to refuse
+        return False  # the extraction refuses it
     return bool(file and file.layout and source_of(model.name).layout_arguments(file.layout.args))
 
 
@@ -101,9 +101,9 @@ def _from_shapes(
     try:
         choices, contents, _, notes = plan_contents(layout, keep, len(selection.samples))
     except (ModelError, NotImplementedError, RuntimeError):
-        return None  # whatever is wrong shows again, in one line, once there are values
+        return None  # the error recurs as one line once there are values
     except VitseeError:
-        if keep.head_weights:  # whether there is such a classifier is for the weights to say
+        if keep.head_weights:  # whether there is such a classifier depends on weights
             return None
         raise
     first_images(selection, model.transform, {})

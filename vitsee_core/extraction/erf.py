@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A backward pass beside what autograd keeps for it: gradients of the largest activations.
+# Memory of a backward pass beside autograd's: gradients of the largest activations.
 BACKWARD_FACTOR = 1.5
 PROBE_IMAGES = 2
 
@@ -133,7 +133,7 @@ class ErfPasses:
             ) from None
 
     def _probe(self, pixels: Tensor) -> ErfCost:
-        # The first pass on a GPU starts its libraries, which takes longer than any pass.
+        # The first pass on a GPU loads its libraries, which takes longer than a pass.
         for _ in range(1 if self._device.type == "cpu" else 2):
             began = time.perf_counter()
             found = self.fields(pixels)
@@ -172,7 +172,7 @@ class ErfPasses:
         x = pixels.clone().requires_grad_(True)
         centres = _CentreSums()
         with self._capture as capture:
-            # A copy, because the model may write into what it is given.
+            # A copy, because the model may modify its input.
             capture.run(x.clone(), centres)
         return x, centres.sums
 

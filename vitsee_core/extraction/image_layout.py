@@ -132,7 +132,7 @@ def image_sizes(selection: Selection) -> NDArray[np.int64]:
     """(images, 2) height and width from the images' headers, 0 if one cannot be read."""
     log.info("reading the sizes of %s", counted(len(selection), "images"))
 
-    # A line that names the image comes instead, when it is read.
+    # Reported with the image's name when it is read.
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
     def size(index: int) -> Size:
@@ -232,7 +232,7 @@ def _around(
         if height > 0 and width > 0:
             image = asked.image((height, width))
             if math.prod(image) > MOST_PIXELS:
-                continue  # refused where it is read, as one that cannot be
+                continue  # refused on reading, as unreadable
             found[image] += 1
             names.setdefault(image, name)
     if not found:

@@ -80,7 +80,7 @@ class SlabLoop:
         with (
             freed_memory_kept() if device.type == "cpu" else nullcontext(),
             self._memory(plan, sets=min(2, len(todo))) as (grams, observer),
-            # The writer's products have a context of the same switches inside this one.
+            # The writer's products enter the same context inside this one.
             precision_context(device, prepared.precision),
             ThreadPoolExecutor(1, "writer") as pool,
             torch.inference_mode(),

@@ -277,7 +277,7 @@ def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
     """A remark if whole patches do not cover the input."""
     if not table.patches:
         return []
-    # Of several embeddings of one image (CrossViT) each pixel is seen by some.
+    # With several embeddings of one image (CrossViT) some see each pixel.
     ends = [[patches.covered[axis] for patches in table.patches] for axis in (0, 1)]
     (top, bottom), (left, right) = ((min(a for a, _ in e), max(b for _, b in e)) for e in ends)
     height, width = model.input_size[1:]

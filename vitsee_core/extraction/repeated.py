@@ -12,7 +12,7 @@ from vitsee_stores import StoreWriter
 from vitsee_stores.metadata import ZARR_JSON
 from vitsee_stores.url import Place
 
-# Options that change nothing in a store.
+# Options that do not affect a store.
 _HOW = ("--shard", "--dask", "--device", "--workers", "--batch-size")
 
 

@@ -94,7 +94,7 @@ def made_or_joined(
     try:
         return prepared, open_writer(prepared, run)
     except IdentityMismatch:
-        # Another process made the store since: take its defaults, compare what was given.
+        # Another process made the store meanwhile: take its defaults, compare explicit choices.
         prepared = prepare(model, data, keep, dataclasses.replace(run, force=False))
         return prepared, open_writer(prepared, run)
 

@@ -24,7 +24,7 @@ from vitsee_core.kernels.backend import matmul_backend
 from vitsee_core.runtime.device import precision_context
 from vitsee_stores.layout import StorePlan
 
-# On the CPU a chunk stays near the caches; on a GPU it is large enough to fill it.
+# On the CPU a chunk stays in cache; on a GPU it is large enough to fill it.
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20, "mps": 64 << 20}
 
 Tensors = dict[str, Tensor]

@@ -24,7 +24,7 @@ from vitsee_stores.errors import VitseeError
 MOST_TASKS = 8
 CORES_CPU, CORES_VALIDATE = 8, 2
 WORKERS_GPU = 8  # loading processes: extract's own default
-# A task that cannot commit one slab within its time limit would go round for ever.
+# A task that cannot commit one slab within its time limit would requeue forever.
 MOST_RESTARTS = 50
 
 # The signal goes to the steps of a job, not to its script, which can still requeue then. srun is

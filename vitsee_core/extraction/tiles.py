@@ -126,7 +126,7 @@ class TiledObserver(SlabObserver):
         shape = (len(self._images), *site.layout.grid, site.dim)
         dtype = torch.float32 if like is None else like.dtype
         spare = self._spare.get((shape, dtype))
-        if spare:  # new memory costs ten times what zeros in old do
+        if spare:  # new memory costs ten times as much as zeroing old memory
             return spare.pop().zero_()
         return torch.zeros(shape, dtype=dtype, device=self._device)
 

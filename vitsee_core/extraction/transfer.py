@@ -16,11 +16,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vitsee_core.images import Batch
 
-# Batches whose results may be under way to the host at once: all of them lie on the device.
+# Batches whose results may be in transit to the host; all of them occupy the device.
 BATCHES_UNDER_WAY = 2
 # Buffers between the device and memory that is not pinned.
 N_BOUNCES = 2
-# Batches of pixels in pinned memory: one that the model takes, one under way, one being filled.
+# Batches of pixels in pinned memory: one in use, one in transit, one being filled.
 N_PINNED_BATCHES = 3
 
 
@@ -52,7 +52,7 @@ class HostCopies:
         if self._stream is None or value.device.type != self._device.type:
             out.copy_(value)
             return
-        # A copy always: the model may overwrite a live tensor before the side stream has read it.
+        # Always a copy: the model may overwrite a live tensor before the side stream reads it.
         staged = value.new_empty(value.shape, dtype=out.dtype).copy_(value)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         between = None if out.is_pinned() else self._room(out.nbytes)

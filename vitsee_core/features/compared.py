@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Identity fields that decide a vector, in the order in which they are refused, and in words.
+# Identity fields that decide a vector, in the order of checks, with their descriptions.
 DECISIVE = {
     "model": "models",
     "weights": "weights",
@@ -113,7 +113,7 @@ def _setting(store: Store, field: str) -> Any:
     identity = store.manifest.identity
     value: Any = identity.get(field) or ABSENT.get(field)
     if field == "transform" and (identity.get("canvas") or {}).get("tiles"):
-        # As large as the largest image: the rest of a canvas of tiles is not seen by the model.
+        # Size of the largest image: the model does not see the rest of a canvas of tiles.
         value = {key: own for key, own in value.items() if key != "input_size"}
     return value
 

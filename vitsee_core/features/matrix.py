@@ -144,7 +144,7 @@ def _chunk_lengths(array: LazyArray) -> tuple[int, ...]:
     if isinstance(array, StoredArray):
         free = [c for axis, c in enumerate(array.spec.chunks) if axis not in array.fixed]
         return tuple(free[1:])
-    return array.shape[1:]  # computed from whole tokens: cutting it would read them again
+    return array.shape[1:]  # computed from whole tokens: cuts would read them again
 
 
 def _pieces(box: Box, chunks: Sequence[int], limit: int) -> Iterator[Box]:

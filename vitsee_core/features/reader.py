@@ -74,7 +74,7 @@ class SiteFeatures:
             return [store.pooled(name, self.selection)]
         if self.selection not in ("all", "each"):
             return [store.acts(name, self.selection, partial=self.partial)]
-        store.acts(name, "all", partial=self.partial)  # refused where it is pooled only
+        store.acts(name, "all", partial=self.partial)  # raises if it is pooled only
         body = "rows" if layout.grid is None else "grid"
         parts = ("prefix", body) if layout.prefix else (body,)
         return [store.array(f"acts/{name}/{part}") for part in parts]
@@ -134,7 +134,7 @@ class SiteFeatures:
         if step >= n:
             return [slice(0, n)]
         starts = [*range(n_prefix, n, step)]
-        if n_prefix:  # in a piece with the first of the grid, or by itself
+        if n_prefix:  # together with the first grid tokens, or alone
             starts = [0, *(starts[1:] if n_prefix <= step else starts)]
         return [slice(a, b) for a, b in zip(starts, [*starts[1:], n], strict=True)]
 

@@ -47,5 +47,5 @@ def widen(halves: NDArray[np.uint16], bits: NDArray[np.uint32], out: Float32) ->
             largest = max(largest, number)
             to[i] = (number << np.uint32(13)) | ((half & np.uint32(0x8000)) << np.uint32(16))
         for i in range(len(some)):
-            numbers[i] *= TO_FLOAT32  # brings numbers below the normal ones to their place, too
+            numbers[i] *= TO_FLOAT32  # also correct for subnormal numbers
     return bool(largest < np.uint32(0x7C00))

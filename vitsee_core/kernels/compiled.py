@@ -13,11 +13,11 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Sums may be taken in another order, which vector units need. NaN and infinity keep their meaning.
+# Sums may be reordered, which vector units need. NaN and infinity keep their meaning.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
-# Every rounding as it is written, but for products that are added at once.
+# Roundings as written, except fused multiply-add.
 EXACT = {"contract"}
 
 

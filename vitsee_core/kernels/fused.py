@@ -65,7 +65,7 @@ def shift_half(
     """
     rows, columns = raw.shape
     for i in range(rows):
-        # Parts of rows, which the compiler knows to be contiguous.
+        # Slices of rows, so that the compiler knows them to be contiguous.
         along, total = _shift(raw[i], mean, x[i][column : column + columns])
         if len(sums):
             sums[i, 0] += along

@@ -22,7 +22,7 @@ from vitsee_core.types import Float32
 TILE_QUERIES = 1024
 PAD = 8
 GROUP = 32
-PIECE = 16  # queries whose candidates are multiplied at a time on a CPU: they stay in cache
+PIECE = 16  # queries per product of candidates on a CPU: they stay in cache
 ORTHOGONAL = 2.0**-40  # more than the rounding errors of a float64 product
 UNUSED = torch.iinfo(torch.int64).min
 
@@ -32,7 +32,7 @@ class Neighbours:
 
     def __init__(self, queries: Float32, k: int, device: torch.device, tile: int = 0) -> None:
         """queries: (m, dim). tile: queries processed at a time."""
-        # Metal has no float64: there only the first product is made on the device.
+        # Metal has no float64: it computes only the first product.
         self._exact_device = torch.device("cpu") if device.type == "mps" else device
         self._device, self._tile = device, tile or TILE_QUERIES
         self._queries = unit(queries, self._exact_device)
@@ -81,7 +81,7 @@ class Neighbours:
         """The best k among `keys` and the rows `which`, whose float32 cosines are `near`."""
         k = keys.shape[1]
         at_least = torch.cat([_cosines_in(keys), near - self._error], 1).topk(k).values[:, -1:]
-        open_ = near >= at_least - self._error  # of a query the first ones
+        open_ = near >= at_least - self._error  # for a query the first columns
         products = torch.zeros_like(near, dtype=torch.float64)
         n_open = open_.sum(1)
         step = PIECE if queries.device.type == "cpu" else len(queries)

@@ -39,7 +39,7 @@ def residual_products(z: Tensor, f: Tensor) -> Tensor:
             tokens = images.start * z.shape[1], images.stop * z.shape[1]
             dot_products(flat[0], flat[1], z.shape[2], tokens, flat[2])
             return
-        # Channels-first views stay in their order.
+        # Channels-first views keep their order.
         x, y, here = z[images].float(), f[images].float(), out[images]
         for column, (a, b) in enumerate(((x, x), (y, y), (x, y))):
             torch.linalg.vecdot(a, b, out=here[..., column])
@@ -123,6 +123,6 @@ def is_by_token(body: Tensor) -> bool:
 def largest_magnitude(x: Tensor) -> Tensor:
     """The largest |x|, a float32 scalar, NaN if x has one. Strided tensors are read in place:
     `aminmax` would copy them first."""
-    if x.device.type == "cuda":  # one pass, which takes ten times two of these on a CPU
+    if x.device.type == "cuda":  # one pass; on a CPU it takes ten times as long as two of these
         return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     return torch.maximum(-x.amin(), x.amax()).float()

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 # Where one image's scores are larger, all threads share it: one image is enough work for them, and
 # one buffer per thread would take too much memory.
 THREAD_BYTES = 16 << 20
-# A batch's sums are added up from this many parts at most, whatever the number of threads.
+# A batch's sums have at most this many parts, whatever the number of threads.
 MAX_PARTS = 16
-# Scores of a part at least: a fraction of a millisecond.
+# Least scores of a part: a fraction of a millisecond.
 PART_BYTES = 512 << 10
 
 
@@ -149,7 +149,7 @@ class AttentionReducer:
         and of threads that share an image."""
         image_bytes = 4 * call.n_heads * call.n_tokens**2
         if not is_cpu(self.device) or image_bytes > THREAD_BYTES:
-            # Two even for one thread: images that are shared have loops of their own.
+            # Two even for one thread: shared images have separate loops.
             return 1, 1, max(2, torch.get_num_threads())
         n_parts = max(1, min(MAX_PARTS, call.n_images * image_bytes // PART_BYTES))
         n_parts = min(n_parts, max(1, call.n_images))

@@ -63,7 +63,7 @@ class CpuPasses:
         head_sums = HeadSums(*(arrays[name] for name in HeadSums._fields))
         common = InCommon(arrays["head_mean"], arrays["spread"], arrays.get("cls_rows", NO_CLS))
         n_parts = len(bounds) - 1
-        # By part, and then by head.
+        # By part, then by head.
         pairs = sums["pairs"].numpy().reshape(n_parts, call.n_heads, -1)
         received = sums["received_rows"].numpy()
         of_cls = sums.get("cls_rows", sums["received_rows"]).numpy()

@@ -74,7 +74,7 @@ def subtract_largest(rows: NDArray[np.float32], n_rows: int, width: int) -> None
         n_rows: number of rows.
         width: the length of a row.
     """
-    # As integers of the same order: of floats the vector units would have to ask for NaN.
+    # Compared as integers of the same order: floats would need checks for NaN.
     bits = rows.view(np.int32)
     for i in range(n_rows):
         at, largest = np.uintp(i * width), SMALLEST
@@ -148,7 +148,7 @@ def sum_heads(
     middle, apart = np.empty(width, np.float32), np.empty(width, np.float32)
     some, some_weighted = np.empty(width, np.float32), np.empty(width, np.float32)
     mass, mean = np.empty(width, np.float64), np.empty(width, np.float64)
-    # A last run of keys is read beyond its end, as zeros.
+    # The last run of keys is read past its end, where zeros are.
     by_row = np.empty(gw * (2 * gh - 1) * gw + reach_of - n_cells, np.float32)
     for head in range(heads[0], heads[1]):
         rows = a[head].reshape(-1)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ZERO = np.float32(0)
 MAGNITUDE = np.int32(2**31 - 1)
-# Tokens that are summed up by themselves: sums of sums lose fewer digits than one long sum.
+# Tokens per partial sum: sums of sums lose fewer digits than one long sum.
 RUN = 16
 
 
@@ -71,7 +71,7 @@ def means_and_peak(
         means: (images, channels), filled.
     """
     n_tokens, n_channels = shape
-    # Without their sign bits the order of numbers is that of their bits; NaN is above infinity.
+    # Without sign bits, numbers sort like their bit patterns; NaN is above infinity.
     bits = memory.view(np.int32)
     largest = np.int32(0)
     some = np.empty(n_channels, np.float32)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vitsee_stores.layout import TokenLayout
 
-# Scores of one block of images: they only bound the memory.
+# Bound on the scores of one block of images, for memory only.
 BLOCK_BYTES = 256 << 20
 
 
@@ -127,7 +127,7 @@ class DevicePasses:
         here |= {name: out[name][images] for name in ("head_std", "received_rows", "head_mean")}
         rows, scratch = a[:, :, n:], scores[:, :, n:]
         mass = rows[..., n:].sum(-1)
-        # Below the smallest normal number it depends on the device whether a value is zero.
+        # Whether subnormal numbers count as zero depends on the device.
         counted = mass >= torch.finfo(mass.dtype).tiny
         n_queries = counted.sum(-1)
         here["n_queries"].copy_(n_queries)

@@ -32,7 +32,7 @@ def resuming(command: str, store: str) -> str | None:
         return None
     if words[:1] != ["vitsee"] or "extract" not in words:
         return None
-    if "--" in words:  # what follows are no options
+    if "--" in words:  # positional arguments follow
         return None
     kept = without_options(words, (*_NOT_AGAIN, "-o", "--output"))
     return shlex.join((*(word for word in kept if word != "--force"), "-o", store))

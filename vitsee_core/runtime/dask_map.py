@@ -32,12 +32,12 @@ from vitsee_stores.errors import VitseeError
 
 R = TypeVar("R")
 
-WAIT_SECONDS = 10.0  # for a scheduler's answer, and in silence for a first worker
-WORKER_SECONDS = 600.0  # for that worker, which a cluster's queue may still have to start
-RETRIES = 2  # of a task whose error is nobody's mistake
-LARGE = 1 << 14  # bytes of a function that goes to each worker once, not with every task
+WAIT_SECONDS = 10.0  # for a scheduler's response, and before logging the wait for a worker
+WORKER_SECONDS = 600.0  # for the first worker, which may still be queued
+RETRIES = 2  # after an unexpected error
+LARGE = 1 << 14  # bytes; larger functions are sent once per worker, not with every task
 LOST = "the Dask cluster was lost"
-AHEAD = 4  # tasks for each thread of the workers, running, waiting or not yet taken
+AHEAD = 4  # tasks per worker thread: running, waiting or not yet collected
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class DaskMap:
         except VitseeError:
             raise
         except Exception:
-            self.check_versions()  # on a worker without this code a task fails in any way
+            self.check_versions()  # a worker without this code fails in arbitrary ways
             raise
         self.received += len(data)
         found: Done = pickle.loads(data)
@@ -207,7 +207,7 @@ def dask_map(address: str) -> Iterator[DaskMap]:
         if isinstance(where, int):
             try:
                 cluster = stack.enter_context(_local(where))
-            except RuntimeError as error:  # what Dask makes of any error, a full disk's among them
+            except RuntimeError as error:  # Dask wraps any error in this, even a full disk's
                 raise DaskError(f"no Dask processes on this machine: {error}") from error
             client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
             made = DaskMap(client, address, where)
@@ -240,10 +240,10 @@ def _local(processes: int) -> Iterator[Any]:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     config = {
         "distributed.worker.daemon": False,  # a task may start processes of its own
-        # Memory is bounded by what the work takes; nobody is to be killed for a page cache.
+        # The work bounds its memory itself; page cache must not get a worker killed.
         "distributed.worker.memory.terminate": False,
         "distributed.worker.memory.pause": False,
-        # Set, it makes every large array fresh memory from the system: twice the time of k-NN.
+        # Otherwise every large array is fresh memory from the system: k-NN takes twice as long.
         "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
     }
     with (
@@ -254,10 +254,10 @@ def _local(processes: int) -> Iterator[Any]:
             processes=True,
             host="127.0.0.1",
             dashboard_address="127.0.0.1:0",
-            security=True,  # whoever else is on this machine shall not run code here
+            security=True,  # other users of this machine must not run code here
             memory_limit=0,
             silence_logs=logging.CRITICAL,
-            # As torchrun says it, to `machine`: the machine is theirs in equal parts.
+            # In torchrun's form, read by `machine`, which divides the machine equally.
             env={
                 **{name: os.environ.get(name, threads) for name in names},
                 "LOCAL_WORLD_SIZE": str(processes),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from vitsee_core.runtime.versions import worker_versions
 from vitsee_stores.errors import NoStore, VitseeError
 
-PACKAGES = ("vitsee_core", "vitsee_stores")  # whose log lines come back from workers
+PACKAGES = ("vitsee_core", "vitsee_stores")  # whose log lines workers return
 REMEDY = "start workers from the same environment"
 SAME_FILES = "workers need this machine's files under the same paths, or stores at URLs"
 
@@ -50,9 +50,9 @@ def done(ours: Mapping[str, str], work: bytes | str, item: bytes) -> bytes:
     with _lines() as lines:
         try:
             result = _function(function)(pickle.loads(item))
-        except NoStore as unseen:  # the command's own process has seen it
+        except NoStore as unseen:  # the command's own process found it
             error = on_this_worker(unseen)
-        except VitseeError as mistake:  # no other worker will do better
+        except VitseeError as mistake:  # it would fail on any worker
             error = mistake.with_traceback(None)
     return pickle.dumps(Done(result, error, lines), protocol=5)
 

@@ -16,7 +16,7 @@ from vitsee_stores import Store
 T = TypeVar("T")
 R = TypeVar("R")
 
-PIECES, LONGEST = 4, 64  # of `each`: for each process, and items in one
+PIECES, LONGEST = 4, 64  # of `each`: batches per process, and items per batch
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class _Alone(Generic[T, R]):
 
     def __call__(self, item: T) -> tuple[R, Tally]:
         tally = Tally()
-        # Its machine may be smaller than the one where the budget was chosen.
+        # This machine may be smaller than the one that the budget was chosen on.
         memory = min(self.execution.budget, memory_bytes() // 2)
         return self.work(replace(self.execution, memory=memory, progress=tally), item), tally
 

@@ -156,7 +156,7 @@ def run_lanes(
         try:
             for future in futures:
                 future.result()
-        except BaseException:  # a signal here, too: the threads end soon
+        except BaseException:  # also on a signal: the threads end soon
             ended = True
             stop()
             raise

@@ -43,7 +43,7 @@ def local_processes(environ: Mapping[str, str]) -> int:
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if environ.get(name, "").isdigit():
             return max(1, int(environ[name]))
-    # Tasks by node, "8", or "8(x2),4" where they differ: two nodes of 8 tasks and one of 4.
+    # Tasks per node: "8", or "8(x2),4" for two nodes of 8 tasks and one of 4.
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -122,7 +122,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, Declared]:
             found[own.name] = own
         elif isinstance(own.about, Gather):
             inner = options_of(own.about.kind)
-            if own.default is not inspect.Parameter.empty:  # it need not be given, nor its parts
+            if own.default is not inspect.Parameter.empty:  # neither it nor its parts are required
                 empty = {n: p for n, p in inner.items() if p.default is inspect.Parameter.empty}
                 inner |= {name: part._replace(default=None) for name, part in empty.items()}
             found |= {name: inner[name] for name in own.about.fields or inner}

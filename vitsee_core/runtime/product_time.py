@@ -10,7 +10,7 @@ import numpy as np
 from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
 
 WORTH_SAYING = 5.0  # seconds
-SHARE = 0.6  # of the rate of large products that whole analyses reach
+SHARE = 0.6  # fraction of the rate of large products that analyses reach
 SIDE = 512
 
 log = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ SILENCE = 2.0  # seconds
 SITE_IMAGES = "images x sites"  # the unit of analyses that read every image once a site
 
 log = logging.getLogger(__name__)
-_counting = threading.Lock()  # one for all: a Tally is pickled
+_counting = threading.Lock()  # global, because a Tally is pickled
 
 
 @dataclass

@@ -48,7 +48,7 @@ class Accumulator(Protocol):
     travel between processes an accumulator must be picklable.
     """
 
-    # Properties, as a method that takes one slab is no method that takes any number of them.
+    # Properties: a method of one slab would not match a method of any number of slabs.
     @property
     def update(self) -> Callable[..., None]:
         """Count a slab."""
@@ -200,7 +200,7 @@ def each_slab(
     """
     opened = _tuple(stores)
     counted = rows.mask & (require_paired(*opened) if len(opened) == 2 else opened[0].valid)
-    # Where a pair was cut differently, the larger slabs are the pieces: a chunk is read whole.
+    # If slab sizes differ, pieces are the larger slabs: a chunk is read whole.
     plan = max((store.plan for store in opened), key=lambda plan: plan.slab)
     places = [plan.rows(k) for k in range(plan.n_slabs)]
     items = [(place, counted[place]) for place in places if counted[place].any()]
@@ -309,7 +309,7 @@ def submitted(
     finally:
         running = []
         for future in waiting:
-            with suppress(Exception):  # of a cluster that is lost: the first error is to be shown
+            with suppress(Exception):  # of a lost cluster: the first error is the one to show
                 if future.cancel() is False:
                     running.append(future)
         for future in running:

@@ -40,7 +40,7 @@ def run_split(
         with torch.inference_mode(inference), torch.no_grad():
             function(piece, range(bounds[piece], bounds[piece + 1]))
 
-    # By process: threads do not live on in a fork.
+    # Keyed by process: threads do not survive a fork.
     pool = _pool(torch.get_num_threads(), os.getpid())
     n_beside = n_pieces - 1 if plain else n_pieces
     futures = [pool.submit(run, piece) for piece in range(n_beside)]
@@ -94,6 +94,6 @@ def _pool(n_threads: int, process: int) -> ThreadPoolExecutor:
 
 
 def _use_one_core() -> None:
-    # A thread's first use of torch takes over the process's setting, so it has to come before.
+    # A thread's first use of torch copies the process-wide setting, so it comes first.
     torch.get_num_threads()
     torch.set_num_threads(1)

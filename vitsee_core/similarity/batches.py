@@ -31,7 +31,7 @@ from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
 BATCH, EXAMPLES, REPEATS = 1024, 10240, 20  # Raghu et al. 2021, appendix A
 
-# Images in random order beyond which batches are drawn by runs, and mixed within windows.
+# Number of shuffled images beyond which batches are runs, mixed within windows.
 MANY, RUN, WINDOW = 1 << 14, 1 << 10, 1 << 14
 
 # The Gram matrix of a batch, by the batch's number.
@@ -136,7 +136,7 @@ def draw_batches(
 def _prefer_whole(comparison: Comparison, batch_entries: int) -> bool:
     """Whether all images' Gram matrices exist, or have fewer entries than the batches'."""
     n = comparison.n_images
-    if not comparison.in_order:  # features are read in their own store's order
+    if not comparison.in_order:  # features are read in each store's own order
         return True
     return n * n < batch_entries or all(
         comparison.find(r) is not None for r in comparison.representations

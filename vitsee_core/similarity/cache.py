@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 Rows = NDArray[np.int64]
-# The tiles of a file, each with its number, in any order.
+# Tiles of a file with their numbers, in any order.
 Tiles = Iterable[tuple[int, NDArray[np.float64]]]
 
 PARTIAL, SCRATCH, OWNER = ".partial", "vitsee-grams-", "owner"
@@ -176,14 +176,14 @@ class GramCache:
         key = self._key(features)
         digest = sha256(repr((_revision(features.store), key, batches)).encode())
         digest.update(rows.astype("<i8").tobytes())
-        # A run of its own, so that two processes that make the same one do not meet.
+        # A private name, so that two processes computing the same matrix do not collide.
         name = f"{self._stem(features)}.{digest.hexdigest()[:12]}-{secrets.token_hex(3)}"
         data, header_file = folder / f"{name}.tiles", folder / f"{name}.json"
         places = {path.with_name(path.name + PARTIAL): path for path in (data, header_file)}
         tiles, about = places
         folder.mkdir(parents=True, exist_ok=True)
         owned = None
-        try:  # from the file's first moment on: an interrupt comes at any
+        try:  # an interrupt may come at any moment after the file's creation
             with renamed(places):
                 owned = create_owned(tiles)
                 origin = FeatureOffset(0 if batches else len(rows))

@@ -24,7 +24,7 @@ from vitsee_core.similarity.products import Workspace
 from vitsee_core.similarity.representation import Representation
 from vitsee_stores.errors import VitseeError
 
-FOUND_SECONDS = 60.0  # until a shared file system shows what another machine wrote
+FOUND_SECONDS = 60.0  # for a shared file system to show another machine's file
 SHARE = "--dask needs a --cache DIR that all machines share"
 Rows = NDArray[np.int64]
 T = TypeVar("T")

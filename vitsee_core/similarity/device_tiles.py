@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Labels = NDArray[np.int64]
-# Sums that may wait on the device, in numbers: 128 MB.
+# Elements of sums that may wait on the device: 128 MB.
 MOST_WAITING = 1 << 24
 
 

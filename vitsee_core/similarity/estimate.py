@@ -183,7 +183,7 @@ def _images(
     for i, store in stores.items():
         if pair_by == "image":
             own[i] = np.flatnonzero(chosen.mask & store.valid)
-        elif store is not first:  # another order: all its rows, or those that have a partner
+        elif store is not first:  # in another order: all its rows, or those with a partner
             own[i] = np.flatnonzero(store.valid) if images is None else np.sort(paired.rows[i])
     shuffled = first.shuffled
     return paired, own, shuffled, list(chosen.remarks)

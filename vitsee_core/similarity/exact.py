@@ -67,7 +67,7 @@ def full_grams(comparison: Comparison) -> list[GramView]:
         files = [comparison.find(r) or _make(comparison, r) for r in comparison.representations]
     finally:
         comparison.progress.stop()
-        comparison.workspace.clear()  # the memory is the pairs' now
+        comparison.workspace.clear()  # free memory for the pairs
     return [
         GramView(file, comparison.rows_of(r))
         for file, r in zip(files, comparison.representations, strict=True)
@@ -81,7 +81,7 @@ def _make(comparison: Comparison, of: Representation) -> GramFile:
     numbered = {
         pair: k for k, pair in enumerate(combinations_with_replacement(range(len(edges)), 2))
     }
-    # Tiles that are made together share rows, however many fit the memory.
+    # Tiles computed together share rows, whatever their number.
     order = sorted(numbered, key=_along_blocks)
     tiles = [GramTile(edges[a], edges[b]) for a, b in order]
 
@@ -151,7 +151,7 @@ def leave_one_out(
         return value(without_cell(whole, total, partition.labels, cell))
 
     cells = range(partition.n_cells if len(partition.labels) > 4 else 0)
-    # Few at a time: each holds the row sums of all images.
+    # Few partitions at a time: each holds the row sums of all images.
     with lane_pool(n_lanes(2)) as pool:
         return [value(whole), *in_order(without, cells, pool, 2)]
 
@@ -162,7 +162,7 @@ def in_groups(
     """`work(rows, cols, tile=...)` on all matrices, or on groups of them whose tiles fit the memory
     together, with the results assembled."""
     n, budget = matrices[0].n, comparison.memory * 3 // 4
-    tile = tile_size(n)  # that of the files: every tile is read once
+    tile = tile_size(n)  # as in the files: every tile is read once
     while 2 * bytes_each(n, partitions, tile) > budget and tile > 64:
         tile = -(-tile // 2)
     at_once = max(2, budget // bytes_each(n, partitions, tile))
@@ -173,7 +173,7 @@ def in_groups(
     of_rows = [rows[k : k + step] for k in range(0, len(rows), step)]
     other = rows if cols is None else cols
     of_cols = [other[k : k + step] for k in range(0, len(other), step)]
-    # A group beside itself is its own columns, as where everything fits.
+    # A group with itself is its own columns, as in a single group.
     grid = [
         [work(a, None if cols is None and a is b else b, tile=tile) for b in of_cols]
         for a in (of_rows if cols is not None else of_cols)

@@ -34,7 +34,7 @@ from vitsee_stores.errors import MissingInput, VitseeError
 
 FORMAT = 2
 LARGEST_TILE = 1024
-MOST_BYTES = 1 << 28  # of a list of rows: no header that claims more is unpacked
+MOST_BYTES = 1 << 28  # of a list of rows: larger claims of a header are refused
 Rows = NDArray[np.int64]
 
 

@@ -69,7 +69,7 @@ def centred_alignment(cross: Float, rows: Float, cols: Float) -> Float:
     """CKA (..., R, C) from HSICs; NaN where a self-HSIC is not positive, as for constant features
     (and, for the unbiased estimator, by chance for noise of few images)."""
     own_rows, own_cols = (np.where(own > 0, own, np.nan) for own in (rows, cols))
-    # One root of the product: a representation with itself is 1 and not almost 1.
+    # One root of the product, so that a representation with itself gives exactly 1.
     return cross / np.sqrt(own_rows[..., :, np.newaxis] * own_cols[..., np.newaxis, :])
 
 

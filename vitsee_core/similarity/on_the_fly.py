@@ -41,7 +41,7 @@ from vitsee_core.similarity.whole_tiles import Matrix
 from vitsee_stores.errors import VitseeError
 
 LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 512, 256, 32
-TILES_ALONG = 2  # the sums over pairs of a square on the diagonal are made of all of it
+TILES_ALONG = 2  # diagonal squares are computed whole for sums over pairs
 Matrices = Sequence[Matrix]
 # (rows, columns, partitions=, tile=): two groups of matrices in tiles.
 Work = Callable[..., list[Hsic]]

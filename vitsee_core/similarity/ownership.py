@@ -7,7 +7,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # no POSIX: nothing is ever found to be owned by none
+except ImportError:  # no POSIX: every file counts as owned
     fcntl = None  # type: ignore[assignment]
 
 
@@ -19,7 +19,7 @@ def create_owned(path: Path) -> int:
             return descriptor
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: others cannot lock it either, and leave it
+        except OSError:  # no locks on this file system: nobody can claim or remove it
             return descriptor
         if os.fstat(descriptor).st_nlink:
             return descriptor

@@ -32,9 +32,10 @@ class Totals:
     # (R, n, G) row sums over each cell if crossing, else (R, n, 1) over the image's own cell
     rows: Float
     cols: Float  # likewise
+    # with `crossing`, the same sums for the pairs with an image in a cell, by cell (leading axis)
     touching: tuple[Float, Float, Float] = field(
         default_factory=lambda: (np.zeros(0), np.zeros(0), np.zeros(0))
-    )  # with `crossing`, the same for the pairs with an image in a cell, by cell (leading axis)
+    )
 
 
 def pair_totals(
@@ -127,11 +128,11 @@ class _Running:
 
     def finish(self) -> Totals:
         r, c = slice(0, self.n_rows), slice(self.first_col, None)
-        if self.partition.crossing:  # of two cells each pair touches both
+        if self.partition.crossing:  # a pair of two cells touches both
             self.products = (self.products + self.touch_products.sum(0)) / 2
             self.own = (self.own + self.touch_own.sum(0)) / 2
         if self.first_col == 0:
-            # The same sums in the same order as between different ones: CKA with itself is 1.
+            # Same order of sums as for different matrices, so that CKA with itself is 1.
             self.own = np.diagonal(self.products).copy()
             self.touch_own = np.diagonal(self.touch_products, axis1=1, axis2=2).copy()
         sums = self.sums.swapaxes(1, 2)

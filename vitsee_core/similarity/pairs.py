@@ -16,7 +16,7 @@ Side = tuple["Store", "SiteSpec"]
 
 DEFAULT_SITES = ("blocks",)
 PAIRS = ("all", "same-depth", "branch")
-# A sublayer's long branch -> its skip, the first of these that the store holds.
+# A sublayer's long branch -> names of its skip, by preference.
 SKIPS = {
     "attn.branch": ("in",),
     "mlp.branch": ("mid",),

@@ -73,7 +73,7 @@ class PatchPixels:
         """(rows, patches, features) of consecutive rows of the store."""
         assert self.layout.grid is not None
         images = self.pixels[rows]
-        # Patch by patch in memory, as they are multiplied.
+        # Contiguous by patch, as products need them.
         out = np.zeros((self.n_matrices, len(images), *self.shape), np.float32)
         for k, ((y0, y1), (x0, x1)) in enumerate(self._edges()):
             out[k, :, :, : y1 - y0, : x1 - x0] = images[:, :, y0:y1, x0:x1]
@@ -196,7 +196,7 @@ def _load(store: Store, rows: Rows, pictures: Pictures, progress: Progress) -> L
     )
     pictures.check_decoding()
     with tempfile.TemporaryFile(prefix="vitsee-pixels") as file:
-        file.truncate(int(np.prod(shape)))  # sparse: only the rows that are used take room
+        file.truncate(int(np.prod(shape)))  # sparse: only used rows take space
         kept = np.memmap(file, np.uint8, "r+", shape=shape)
     progress.start(len(rows))
     try:

@@ -13,7 +13,7 @@ from vitsee_core.types import Float
 
 Labels = NDArray[np.int64]
 
-# Products of float32 are added up in float64 after so many terms: errors stay near 1e-7.
+# Terms of a float32 sum before it is added in float64: errors stay near 1e-7.
 TERMS = 1 << 14
 
 

@@ -102,7 +102,7 @@ def choose_estimator(
     if number is None:
         number = _count(stores, images, seed, pair_by)
         if not theirs.estimator.rescale:
-            # Equal batches: a short last one would have to be left out.
+            # Equal batches: a short last one would be left out.
             size = number // -(-number // size)
     return Estimator(
         "minibatch",

@@ -45,7 +45,7 @@ Rows = NDArray[np.int64]
 Places = slice | Rows
 
 MOST_COLUMNS, GOOD_COLUMNS, FEWEST_COLUMNS = 32768, 16384, 256
-LANES = 2  # threads that the width of strips leaves room for; it does not depend on the cores
+LANES = 2  # threads that strips are sized for, whatever the number of cores
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Workspace:
         size = n * np.dtype(dtype).itemsize
         found = self._buffers.get(name)
         if found is None or len(found) < size:
-            self._buffers.pop(name, None)  # the old one first: never both at a time
+            self._buffers.pop(name, None)  # free the old one first
             found = self._buffers[name] = np.empty(size, np.uint8)
         return found[:size].view(dtype)
 
@@ -100,7 +100,7 @@ class StripPlan:
         largest = max(_length(t.i) * _length(t.j) for t in tiles)
         share = memory * 3 // 8
         at_once = max(1, share // (largest * 8))
-        # A lane has its strip, a slab of it as it is stored, a stored chunk and a product.
+        # A lane holds its strip, a slab of it as stored, a stored chunk and a product.
         slab = min(features.store.plan.slab, n)
         groups = (tiles[first : first + at_once] for first in range(0, len(tiles), at_once))
         used = max(map(_most_rows, groups))

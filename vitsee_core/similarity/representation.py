@@ -42,7 +42,7 @@ class Representation:
 
     def __post_init__(self) -> None:
         if not self.has_blocks_only:
-            _ = self.features  # refuse now what cannot be read later
+            _ = self.features  # raises now what cannot be read later
 
     @property
     def stored(self) -> SiteSpec:

@@ -54,7 +54,7 @@ class TokenStack:
         """places: which of `features.tokens`, in any order; all of them by default."""
         self.features, self.store = features, features.store
         self.places = np.arange(len(features.tokens)) if places is None else places
-        _ = features.arrays  # refused now rather than in the middle of the work
+        _ = features.arrays  # raises now rather than during the work
 
     @property
     def n_matrices(self) -> int:
@@ -145,7 +145,7 @@ class Runs:
             if len(values) == n and values.dtype == np.float32:
                 whole = values.swapaxes(0, 1)
                 if whole.flags.c_contiguous and whole.base is not None and whole.flags.writeable:
-                    return whole  # as it is wanted already, in memory of its own
+                    return whole  # already in the wanted form, in its own memory
             self.backend.cast(out[:, some].swapaxes(0, 1), values)
         return out
 

@@ -80,7 +80,7 @@ class StoredRuns(Runs):
         when first requested; an integer for bytes."""
         if k not in self._means:
             x = self._runs[0][0][1][k][:MEAN_ROWS].astype(np.float32)
-            # Of equal rows it is these, to the bit.
+            # For equal rows it equals these bitwise.
             mean = x[0] + (x - x[0]).mean(0)
             self._means[k] = mean if isinstance(self.stack, TokenStack) else np.rint(mean)
         return self._means[k]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vitsee_core.kernels.staging import Staging
 
 MEAN_ROWS = 128
-PIECE = 1 << 18  # elements that are shifted and summed while they are in cache
+PIECE = 1 << 18  # elements shifted and summed while in cache
 HALF_TO_SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 NO_SUMS = np.zeros((0, 2), np.float32)
 

@@ -53,7 +53,7 @@ class WholeTiles:
     ) -> None:
         self._matrices, self._n_rows, self._first_col = matrices, n_rows, first_col
         self._memory = _memory(device, len(matrices) * side * side)
-        # Rows and columns in turn: where they are read from different files, two threads read them.
+        # Rows and columns in turn: if read from different files, two threads read them.
         self._order = sorted(
             range(len(matrices)), key=lambda k: k - first_col if k >= n_rows else k
         )

@@ -139,11 +139,11 @@ def _geomeans(x: Float, present: Mask, labels: Integers) -> tuple[Float, Float]:
         logs = np.log(_filled(x, present, 1.0))
     sums = _block_sums(logs, labels)
     counts = _block_sums(present, labels)
-    # Sums of the other blocks, not the total less one: log 0 would give inf - inf.
+    # Sums of the other blocks, not the total minus one: log 0 would give inf - inf.
     others = [np.delete(sums, b, axis=1).sum(1) for b in range(sums.shape[1])]
     left = counts.sum(1, keepdims=True) - counts
     with np.errstate(invalid="ignore", divide="ignore"):
-        # The value has no share in how the blocks were dealt, not by its rounding either.
+        # The value must not depend on the blocks, not even by rounding.
         return np.exp(logs.sum(1) / present.sum(1)), np.exp(np.stack(others, 1) / left)
 
 
@@ -167,7 +167,7 @@ def _medians_of(x: Float, n: int, of_block: Integers, labels: Integers) -> tuple
     """
     reach = (int(of_block.max()) + 1) // 2
     low, high = max(0, (n - 1) // 2 - reach), min(n - 1, n // 2 + reach)
-    order = np.argpartition(x, (low, high), axis=1)  # NaN go last
+    order = np.argpartition(x, (low, high), axis=1)  # NaN sort last
     window = order[:, low : high + 1]
     values = np.take_along_axis(x, window, axis=1)
     by_value = np.argsort(values, axis=1, kind="stable")

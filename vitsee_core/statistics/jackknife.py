@@ -79,7 +79,7 @@ def means_without(sums: Float, counts: Float) -> Float:
     nothing is left."""
     left = counts.sum(-1, keepdims=True) - counts
     with np.errstate(invalid="ignore", divide="ignore"):
-        # Sums of the other blocks, not the total less one: a mean of equal values is exact.
+        # Sums of the other blocks, not the total minus one: a mean of equal values is exact.
         others = np.stack([np.delete(sums, b, -1).sum(-1) for b in range(sums.shape[-1])], -1)
         found: Float = np.where(left > 0, others / left, np.nan)
     return found

@@ -40,7 +40,7 @@ def wilson(share: ArrayLike, n: ArrayLike, quantile: float = Z) -> tuple[Float, 
         scale = 1 + quantile**2 / n
         centre = (p + quantile**2 / (2 * n)) / scale
         half = quantile * np.sqrt(p * (1 - p) / n + quantile**2 / (4 * n**2)) / scale
-    # At 0 and 1 one end of the interval is p itself, but for the last digit.
+    # At 0 and 1 one end of the interval is p itself, up to rounding.
     return np.clip(centre - half, 0.0, p), np.clip(centre + half, p, 1.0)
 
 

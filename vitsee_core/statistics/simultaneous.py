@@ -8,7 +8,7 @@ from vitsee_core.statistics.moments import LEVEL, t_quantile
 from vitsee_core.types import Float
 
 DRAWS = 4_000
-MOST = 100  # rows whose pairs are drawn; of more Bonferroni's bound, which needs no draws
+MOST = 100  # rows whose pairs are drawn; beyond that Bonferroni's bound, which needs no draws
 METHOD = (
     "low, high: value -+ q * std, simultaneous: with 95 % confidence the differences between all "
     "rows of which the best was chosen lie in such intervals, so that the choice on the same "

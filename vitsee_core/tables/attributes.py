@@ -12,7 +12,7 @@ from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import VitseeError
 
-KEYS = ("store", "model")  # columns of a file of attributes, of which it needs one
+KEYS = ("store", "model")  # a file of attributes needs one of these columns
 
 
 def with_attribute(
@@ -46,7 +46,7 @@ def with_attribute(
                 f"the attributes have the columns {', '.join(own.columns)}; expected {name} beside "
                 f"{' or '.join(KEYS)}"
             )
-        for key in reversed(keys):  # a store's own row goes before its model's
+        for key in reversed(keys):  # a store's own row precedes its model's
             known |= zip(map(str, own[key].tolist()), own[column].tolist(), strict=True)
     else:
         known = {label: cells[name] for label, cells in _recorded(sidecars) if name in cells}

@@ -28,7 +28,7 @@ PAIR = tuple(f"{name}_{side}" for side in "ab" for name in SITE)
 ABOUT = ("token", "row", "col", "head", "class", "query", "video", "object", "segment")
 VALUES = ("metric", "value", "std", "low", "high", "spread")
 NULL = ("null_mean", "tau", "p", "p_family", "calibrated")
-# Columns whose rows are about a part of the images.
+# Columns whose rows are about part of the images.
 PARTS = ("group", "query", "video", "object", "segment")
 BASELINE = "baseline"
 # What columns hold, for tables without a sidecar that says it: never numbers, whatever they look

@@ -21,7 +21,7 @@ from vitsee_core.tables.results import Table
 
 Answer = tuple[str, str]
 LIMITS = ("low", "high")
-FEW = 10  # observations: below, an interval says more about their number than about the value
+FEW = 10  # observations; with fewer, an interval reflects their number more than the value
 COUNTS = ("n_images", "n_queries", "n_videos", "n_pairs")
 BOUND = "grid"  # a baseline that is no rival: what a grid of tokens can reach at all
 SETTINGS = ("k", "shots", "token")  # of a score, which are named where they vary

@@ -10,7 +10,7 @@ from vitsee_stores.errors import VitseeError
 
 Direction = Literal["higher", "lower", "none"]
 
-# Shares of right answers, and what scores agreement with labels, masks or points.
+# Accuracies, and scores of agreement with labels, masks or points.
 _HIGHER = re.compile(
     r"""
     top\d+(_class)? | accuracy | purity | nmi | ari | iou
@@ -24,7 +24,7 @@ _HIGHER = re.compile(
     """,
     re.VERBOSE,
 )
-# Estimates that more images would move out of their intervals (docs/guide/intervals.md).
+# Estimates that depend on the number of images (docs/guide/intervals.md).
 _OF_THIS_SIZE = re.compile(
     r"rankme|effective_rank|twonn|nc1|nc2_norms|nc2_angles|procrustes|svcca|gulp|ridge_r2"
 )

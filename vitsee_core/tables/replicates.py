@@ -21,7 +21,7 @@ from vitsee_core.types import Float
 
 WORD = "replicates"
 PREFIX = "without_"
-# Of a row, what its replicates replace.
+# Columns of a row that its replicates replace.
 _SPREAD = frozenset(("std", "low", "high", "spread"))
 
 

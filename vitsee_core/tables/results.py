@@ -190,7 +190,7 @@ def _column(values: list[Any]) -> NDArray[Any]:
     numbers = bool(present) and all(isinstance(value, (float, np.floating)) for value in present)
     if numbers:
         return np.array([np.nan if v is None else v for v in values], np.float64)
-    # A whole number beside an empty cell stays whole: no 3.0 in a column of indices.
+    # Integers beside empty cells stay integers: no 3.0 in a column of indices.
     return np.array(values, object if len(present) < len(values) else None)
 
 
@@ -361,7 +361,7 @@ def _first_text(cells: list[str]) -> str:
     return ""
 
 
-# The keys of a sidecar that are read again.
+# Keys of a sidecar that are read back.
 _SHAPES: dict[str, type] = {
     **{"command": list, "stores": list, "results": list, "parameters": dict, "columns": dict},
     **{"notes": dict, "figure": dict, "sha256": str, "digest": str, "created": str},

@@ -10,7 +10,7 @@ import re
 _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _DOLLAR = re.compile(r"(?<!\\)\$")
-# Spreadsheets take a cell that begins so for a formula; quotes before it are ours.
+# Spreadsheets take such a beginning for a formula; quotes before it are ours.
 _FORMULA = re.compile(r"'*[=+\-@]")
 _QUOTED = re.compile(r"''*[=+\-@]")
 

@@ -98,7 +98,7 @@ METRICS = {
     "gulp": "GULP distance (0: alike)",
     "ridge_r2": "ridge R² (a from b)",
 }
-# With a number after the at sign, and a difficulty behind.
+# With a number after the at sign, then a difficulty.
 _AT = {
     "mp": "mean precision at {}",
     "map": "mean average precision at {}",
@@ -161,7 +161,7 @@ BASELINES = {
     "position": "position alone",
     "untrained": "untrained model",
 }
-# Of saliency, whose baselines are maps.
+# For saliency, whose baselines are maps.
 _MAPS = {"uniform": "uniform map", "centre": "centre of the image", "random": "map of noise"}
 
 

@@ -213,7 +213,7 @@ def run(
                 f"the pair {lost[0].name} has no {VARIATIONS[word]}; leave out --by {word}"
             )
     located = [locate(store, drawn, protocol) for store in selected.stores]
-    # Nothing before has needed torch.
+    # torch is imported from here on.
     from vitsee_core.analyses.keypoints.search import n_images, parts_of, search_all
 
     parts = [parts_of(store, len(own), execution) for store, own in selected.members]

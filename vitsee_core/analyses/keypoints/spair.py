@@ -24,7 +24,7 @@ from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.json_schema import Fields, integer, items, number, unexpected
 
-# What pairs differ in, and the names in the files.
+# Variations of pairs, and their names in the files.
 VARIATIONS = {
     "viewpoint": "viewpoint_variation",
     "scale": "scale_variation",

@@ -400,7 +400,7 @@ class _Work:
         self.words: dict[str, list[str]] = {}
         self.matched: dict[str, str] = {}
         self.remarks: list[str] = []
-        self._chosen = list(self._features())  # refuses what is not there
+        self._chosen = list(self._features())  # raises if something is missing
 
     @property
     def n_probes(self) -> int:
@@ -443,7 +443,7 @@ class _Work:
                     for data, own in ((self.train, site), (self.test, other))
                 )
                 check_alike(ours, theirs)
-                # A vector has no tokens to choose from: it is probed once.
+                # A vector has no tokens: it is probed once.
                 if ours.selection in seen or (site.layout is None and seen):
                     continue
                 seen.add(ours.selection)

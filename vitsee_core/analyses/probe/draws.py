@@ -59,7 +59,7 @@ def _check_shots(train: LabelledRows, picked: Sequence[Integers], shots: int) ->
     short = [
         f"{train.classes[number]} ({len(members)})"
         for number, members in enumerate(picked)
-        # A class of which there is no image anywhere asks for none.
+        # A class without any image requires none.
         if 0 < len(members) < shots
     ]
     if short:

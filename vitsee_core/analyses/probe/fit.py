@@ -30,7 +30,7 @@ T = TypeVar("T")
 Judges = Mapping[tuple[int, int], HeldOut | LeaveOneOut]  # of draws and tokens
 
 ROWS = 4096
-JUDGED = 1024  # images that one thread looks at
+JUDGED = 1024  # images per thread
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Scorer:
         low, high = (np.array(column) for column in zip(*ends, strict=True))
         if failed.any():
             return _summary(np.full(len(right), math.nan), low * math.nan, high * math.nan, n)
-        # Equal counts have exactly their mean, and no spread.
+        # Equal counts give exactly their mean, without spread.
         scores = _summary(right, low, high, n)
         for name in ("value", "std"):
             scores[name] = scores[name] / n if n else math.nan

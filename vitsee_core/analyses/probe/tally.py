@@ -43,7 +43,9 @@ class Tally:
         self.in_block = np.zeros((draws, l2s, tokens, n, n_blocks), np.int64)
         self.l2s = np.zeros((draws, l2s, tokens))
         self.failed = np.zeros((draws, l2s, tokens), bool)  # probes without a result
-        self.blind = np.zeros((draws, l2s, tokens), bool)  # that give all images the same scores
+        self.blind = np.zeros(
+            (draws, l2s, tokens), bool
+        )  # probes that give all images the same scores
         self.share = np.zeros((draws, l2s, n, len(labels)), np.float32)
 
     def judged(self, ranks: Integers) -> Mask:

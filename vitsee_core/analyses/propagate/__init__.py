@@ -149,7 +149,7 @@ def run(
     videos = find_videos(selected.stores, files, None if only is None else Path(only))
     longest = max(len(video.frames) for video in videos)
     used = replace(settings, context=min(settings.context, longest))
-    # Nothing before has needed torch.
+    # torch is imported from here on.
     from vitsee_core.analyses.propagate.video_summary import INTERVAL, SPREAD, describe_blocks
     from vitsee_core.analyses.propagate.work import VideoWork
     from vitsee_core.runtime.device import resolve_device
@@ -187,7 +187,7 @@ def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
                 f"{store.label}: {site.name} has no grid of tokens; propagate needs sites that "
                 "have one"
             )
-        store.acts(site.name, "patches", partial=True)  # refused where it is pooled only
+        store.acts(site.name, "patches", partial=True)  # raises if it is pooled only
     return found
 
 

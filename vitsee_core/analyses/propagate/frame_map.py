@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vitsee_core.images.placement import Placement
     from vitsee_stores.layout import TokenLayout
 
-_WHOLE = 1e-6  # edges nearer than this to a pixel's are that pixel's
+_WHOLE = 1e-6  # edges this close to a pixel's are snapped to it
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class FrameMap:
             return (seen[..., None] == classes).astype(np.float32)
         down, across = self.y.weights(), self.x.weights()
         shares = np.stack([down @ (labels == i) @ across.T for i in classes], -1)
-        # A cell may lie beyond the frame by a hair's breadth only: its middle does not.
+        # A cell's edge may exceed the frame slightly, its middle does not.
         return (shares / shares.sum(-1, keepdims=True)).astype(np.float32)
 
     def hidden(self) -> float:

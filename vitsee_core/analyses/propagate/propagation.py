@@ -32,7 +32,7 @@ from vitsee_core.analyses.propagate.propagation_settings import PropagationSetti
 from vitsee_core.runtime.device import to_device
 from vitsee_core.types import Float32
 
-# Queries of a strip: enough to keep a product busy, few enough to leave out what the window does.
+# Queries per strip: enough for efficient products, few enough to skip keys outside the window.
 CPU_QUERIES, GPU_QUERIES = 128, 4096
 STRIP_BYTES = 256 << 20
 _TINY = 1e-9
@@ -153,7 +153,7 @@ class Propagation:
             near += strip.outside[:, None]
         near = near.reshape(len(queries), -1)
         top = min(self._settings.top, near.shape[1])
-        # One more, to see whether others tie with the last.
+        # One more, to detect ties with the last.
         values, places = near.topk(min(top + 1, near.shape[1]), dim=1)
         weights = torch.softmax(values[:, :top] / self._settings.temperature, dim=1)
         places = places[:, :top]

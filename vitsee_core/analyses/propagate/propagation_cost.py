@@ -48,7 +48,7 @@ def cost_of(work: VideoWork, videos: Sequence[Video]) -> Cost:
         for number, sites in enumerate(work.sites)
         for site in sites
     ]
-    # Enough frames that the last ones look at all that a context can have.
+    # Enough frames that the last ones have a full context.
     first = work.masks.read(videos[0], range(2))
     truth = VideoTruth(first[[0] + [1] * (work.settings.context + MEASURED + 2)])
     seconds = {kind: _seconds(work, kind, truth) for kind in dict.fromkeys(kinds)}

@@ -55,7 +55,7 @@ class Contour:
         """Share of its pixels within `radius` of a non-empty boundary; 1 without pixels."""
         if not len(self.points):
             return 1.0
-        # The bound excludes; sqrt(radius^2 + 1) may lie below it.
+        # The bound is exclusive; sqrt(radius^2 + 1) may be below it.
         distances, _ = other.tree.query(self.points, distance_upper_bound=radius + 0.5)
         return float(np.count_nonzero(distances <= radius) / len(self.points))
 
@@ -65,7 +65,7 @@ def contour_of(mask: Mask) -> Contour:
     rows, cols = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     if not len(rows):
         return Contour(np.empty((0, 2), np.int64))
-    # Beyond the object and one pixel around it nothing changes.
+    # Only the object and one pixel around it matter.
     top, left = max(rows[0] - 1, 0), max(cols[0] - 1, 0)
     s = mask[top : rows[-1] + 2, left : cols[-1] + 2]
     edge = np.zeros_like(s)

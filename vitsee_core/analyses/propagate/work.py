@@ -185,7 +185,7 @@ class SiteReader:
             k = row // self._slab
             begin = max(k * self._slab, self._span[0])
             if self._held is None or self._held[0] != k:
-                self._held = None  # freed before the next is read
+                self._held = None  # free it before reading the next
                 self._held = k, self._acts[begin : min((k + 1) * self._slab, self._span[1])]
             yield self._held[1][row - begin]
 

@@ -21,10 +21,10 @@ from vitsee_core.types import Float32, Integers
 
 TILE_CELLS = 1 << 24
 TILE_ROWS = 4096
-FEW_ROWS = 512  # below this a row's own overhead is felt: fewer queries at a time, then
-CELL_BYTES = 32  # cosines in float64 and float32, and once more while they are rounded and sorted
+FEW_ROWS = 512  # with fewer, overhead per row matters: process fewer queries at a time
+CELL_BYTES = 32  # cosines in float64 and float32, and copies during rounding and sorting
 PAIR_BYTES = 64
-PAIR_BLOCK_BYTES = 12  # a pair's count in a block, and a query's while they are made
+PAIR_BLOCK_BYTES = 12  # a pair's count in a block, and a query's temporaries
 UNREADABLE = -2.0  # less than any cosine
 UNCOUNTED = -np.inf
 
@@ -73,7 +73,7 @@ class Counter:
         self._n, self._listed, self._cosines, self._blocks = n, listed, cosines, blocks
         n_blocks = 0 if blocks is None else int(blocks.max(initial=-1)) + 1
         self._in_block = np.zeros((len(listed.place), n_blocks), np.int32)
-        # Until it is found, an image is behind all others, as one that could not be read stays.
+        # Until found, an image ranks behind all others; an unreadable one stays there.
         self._scores = np.full(len(listed.place), UNREADABLE, np.float32)
         self._above = np.zeros(len(listed.place), np.int64)
         self._pairs_of: list[Integers] = []
@@ -146,7 +146,7 @@ class Counter:
         listed = self._listed.place
         low, high = np.searchsorted(listed, [places[0], places[-1] + 1]).tolist()
         columns = np.searchsorted(places, listed[low:high])
-        # An image between these that could not be read is not among them.
+        # Unreadable images in between are not among them.
         there = places[columns] == listed[low:high]
         return np.arange(low, high)[there], columns[there]
 

@@ -53,7 +53,7 @@ def load_plain(path: Path) -> Any:
         )
     try:
         return _plain(_Unpickler(io.BytesIO(data), encoding="latin1").load(), {})
-    except Exception as error:  # a file of any bytes raises what it likes
+    except Exception as error:  # arbitrary bytes can raise anything
         why = str(error) if isinstance(error, pickle.UnpicklingError) else _kind(error)
         raise VitseeError(
             f"{path} cannot be read as a pickle of plain data: {visible(why)}"

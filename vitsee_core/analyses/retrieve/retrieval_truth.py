@@ -24,7 +24,7 @@ from vitsee_stores.errors import VitseeError
 JUNK = "junk"
 LABELS = "labels"
 FORMS = ("trapezoid", "plain")
-MOST_PLACES = 1 << 24  # in all lists of a file together
+MOST_PLACES = 1 << 24  # in all lists of a file
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def revisited(value: Any, source: str) -> RetrievalTruth:
     if not isinstance(truth, list) or len(truth) != len(queries):
         n = len(truth) if isinstance(truth, list) else "no"
         raise VitseeError(f"{source} has {n} entries in gnd for {len(queries)} queries; {EXPECTED}")
-    # A pickle may refer to one list from every query, which costs it nothing.
+    # A pickle may share one list among all queries at no cost.
     n_places = sum(
         len(one)
         for entry in truth

@@ -238,7 +238,7 @@ def _check_distractors(search: Search) -> None:
             listed[places] = True
     known = np.concatenate([hashes[listed & search.readable], own])
     for store in search.distractors:
-        # Not `samples`, whose names take far more memory than hashes.
+        # Not `samples`, whose names take far more memory.
         shared = np.isin(store.array("hash")[:], known) & store.valid
         if shared.any():
             n = int(shared.sum())

@@ -179,7 +179,7 @@ def queries_list(truth: RetrievalTruth, source: Path, to: Path) -> bytes:
         try:
             with Image.open(image) as opened:
                 width, height = opened.size
-        except Exception as error:  # Pillow raises what it likes
+        except Exception as error:  # Pillow can raise anything
             why = type(error).__name__
             if isinstance(error, OSError) and error.errno is not None:
                 why = reason(error)

@@ -105,7 +105,7 @@ INTERVAL = (
     "found anew without the block, and the interval is conservative (1.6 to 1.9 times too wide)"
 )
 LABELS = {name: metric_words(name) for name in (name.replace("-", "_") for name in MEASURES)}
-NAMES = {"gulp": "GULP", "procrustes": "Procrustes", "rsa": "RSA"}  # where 1 is alike
+NAMES = {"gulp": "GULP", "procrustes": "Procrustes", "rsa": "RSA"}  # 1 means equal
 
 
 @analysis

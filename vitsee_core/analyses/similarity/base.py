@@ -13,7 +13,7 @@ from vitsee_core.analyses.similarity.site_gram import SiteGram
 from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.types import Float, Integers, Mask
 
-# Above, matrices over all pairs of images are made of a random sample of the images.
+# Beyond this, matrices over all pairs of images use a random sample of images.
 MOST_DENSE = 4096
 
 
@@ -75,7 +75,7 @@ class Measure(ABC):
         """(permutations, pairs) the same with the images of `b` in each of these orders."""
         used = np.unique(pairs[:, 1])
         found = []
-        with one_blas_thread():  # set once: `compare` would for each order
+        with one_blas_thread():  # set once rather than for each order
             for order in orders:
                 moved = list(b)
                 for j in used:

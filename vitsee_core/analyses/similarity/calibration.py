@@ -65,7 +65,7 @@ def calibrate(value: Float, null: Float, families: Integers, *, distance: bool) 
             found = np.maximum(0, (s - tau) / -tau)
         else:
             found = np.maximum(0, (np.minimum(s, 1) - tau) / (1 - tau))
-    # A permutation that leaves a pair as it is counts, whatever rounding says.
+    # A permutation that does not change a pair counts, despite rounding.
     p = (1 + (of_null >= s - ROUNDING).sum(0)) / (draws + 1)
     p_family = (1 + (largest >= s - ROUNDING).sum(0)) / (draws + 1)
     absent = ~np.isfinite(value)

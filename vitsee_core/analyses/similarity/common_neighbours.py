@@ -24,7 +24,7 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-AT_ONCE = 32  # pairs of representations that a thread takes
+AT_ONCE = 32  # pairs of representations per thread
 
 
 def nearest(cosines: Float, k: int) -> Mask:
@@ -89,11 +89,11 @@ class _OfNeighbours(Measure):
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> NeighbourPairs:
         n, cosines = gram.n, gram.cosines()
         self.check(n)
-        # As many more as a block of the jackknife takes away.
+        # More by the size of a jackknife block, which is left out.
         listed = min(n - 1, self.k + most_left_out(n))
         found_at = np.nonzero(nearest(cosines, listed))[1].reshape(n, listed)
         near = np.take_along_axis(cosines, found_at, 1)
-        by = np.argsort(-near, axis=1, kind="stable")  # ties stay in the order of indices
+        by = np.argsort(-near, axis=1, kind="stable")  # ties keep the order of indices
         rows = np.arange(n)[:, np.newaxis]
         order, of_order = found_at[rows, by], near[rows, by]
         i = np.repeat(np.arange(n), self.k)

@@ -22,9 +22,9 @@ from vitsee_stores.errors import VitseeError
 log = logging.getLogger(__name__)
 
 LEAST_IMAGES = 4
-MOST_SLOW = 100  # pairs of a slow measure that have intervals and calibration
+MOST_SLOW = 100  # pairs of a slow measure up to which there are intervals and calibration
 STATES = 0.625  # of the memory; a quarter is for Gram matrices, the rest for what is being made
-_SAID = 10  # seconds above which a slow measure's cost is said first
+_SAID = 10  # seconds above which a slow measure's cost is logged first
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def compare_all(
     """
     remarks: list[str] = []
     constant, places = _images(grams, measure, np.unique(pairs), remarks)
-    # Both orders of a symmetric pair are one piece of work.
+    # Both orders of a symmetric pair are computed once.
     ordered = np.sort(pairs, 1) if measure.symmetric else pairs
     distinct, back = np.unique(ordered, axis=0, return_inverse=True)
     back = back.ravel()
@@ -259,7 +259,7 @@ class _Work:
     def _groups(self, n: int) -> list[tuple[Integers, list[int]]]:
         """Indices of pairs, and the representations in them, whose states fit the memory."""
         used = np.unique(self.pairs)
-        each = 2 * self.measure.state_bytes(n)  # permuted or reduced ones too
+        each = 2 * self.measure.state_bytes(n)  # also for permuted or reduced states
         most = max(2, int(STATES * self.grams.memory // each))
         if len(used) <= most:
             return [(np.arange(len(self.pairs)), used.tolist())]

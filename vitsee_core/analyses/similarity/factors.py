@@ -66,7 +66,7 @@ class Procrustes(_OfFactors):
 
     def _pair(self, a: Float, b: Float) -> float:
         nuclear = float(np.linalg.svd(a.T @ b, compute_uv=False).sum())
-        # arccos of 1 - e is sqrt(2 e): rounding alone would make 1e-8 of a pair of equals.
+        # arccos(1 - e) is about sqrt(2 e): rounding alone would give 1e-8 for equal states.
         return float(1 - 2 / np.pi * np.arccos(min(1.0, nuclear)))
 
 

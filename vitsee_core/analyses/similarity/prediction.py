@@ -101,7 +101,7 @@ class RidgeR2(Measure):
             press = np.full((len(orders), len(at), len(RIDGES)), np.inf)
             for ridge in b[j].ridges:
                 maker = b[j].press_maker(RIDGES[ridge])
-                with one_blas_thread():  # set once; what is above takes all cores
+                with one_blas_thread():  # set once; the code above uses all cores
                     for k, order in enumerate(orders):
                         moved = maker if order is None else maker[np.ix_(order, order)]
                         press[k, :, ridge] = inner_products(targets, [moved])[:, 0]

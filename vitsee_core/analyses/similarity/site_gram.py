@@ -10,7 +10,7 @@ import numpy as np
 from vitsee_core.similarity.shift import Shift, cosine, pearson
 from vitsee_core.types import Float, Float32, Integers, Mask
 
-# Rounding to float32 leaves this much of what cancels.
+# Relative residue of cancellation after rounding to float32.
 CANCELLED = 1e-6
 CONSTANT = 1e-10
 

@@ -88,7 +88,7 @@ class LeaveOneOut:
         self.squared_error = np.zeros(len(self.l2s))
         self._mix, self._weights = mixture(factors, l2s)
         intercepts = [factors.algebra.intercept(factors.mean_target, factors.n, l2) for l2 in l2s]
-        self._levels = np.stack(intercepts)[:, np.newaxis] + 1  # less targets of -1
+        self._levels = np.stack(intercepts)[:, np.newaxis] + 1  # minus targets of -1
 
     def add(self, x: NDArray[np.floating[Any]], labels: Integers) -> None:
         """Count training images (m, dim) of these classes."""
@@ -99,7 +99,7 @@ class LeaveOneOut:
         may call it."""
         z = self.factors.coordinates(x.astype(np.float64, copy=False))
         left = 1 - self.factors.leverages(z, self.l2s).T
-        # An image that alone decides its score (1 - leverage is rounding) has no other probe.
+        # An image that alone decides its score (1 - leverage is rounding) has no left-out probe.
         weights = 1 / np.square(np.where(left > 1e-12, left, np.nan))
         found, (n_parts, _, n_classes) = np.zeros(len(self.l2s)), self._weights.shape
         step = max(1, BLOCK // (len(self.l2s) * n_classes))

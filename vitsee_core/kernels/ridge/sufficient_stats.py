@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.types import Float, Integers
 
-WORTH = 4  # times as many images as channels are worth an update of the whole scatter matrix
+WORTH = 4  # images per channel that make an update of the scatter matrix worthwhile
 Piece = list[tuple[NDArray[np.float32], Integers]]
 
 

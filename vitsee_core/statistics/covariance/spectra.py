@@ -25,7 +25,7 @@ from vitsee_core.types import Float
 
 METRICS = ("rankme", "effective_rank", "participation_ratio", "alpha", "anisotropy")
 FIRST_RANK, LAST_RANK = 11, 100
-# Below this part of the sum of squares the scatter is rounding: all examples are alike.
+# Below this part of the sum of squares the scatter is rounding: all examples are equal.
 ALIKE = 1e-10
 
 
