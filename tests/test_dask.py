@@ -52,6 +52,7 @@ WITHOUT = {
     "demo",
     "erf",
     "export",
+    "findings",
     "info",
     "models",
     "plot",

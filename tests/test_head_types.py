@@ -474,7 +474,7 @@ def test_bars_count_heads(tmp_path: Path) -> None:
         assert isinstance(bar, Rectangle)
         heights[round(bar.get_x() + bar.get_width() / 2)] += bar.get_height()
     assert heights.tolist() == [2, 2]
-    assert axes.get_title(loc="left") == "a (n = 8)"
+    assert (axes.get_title(loc="left"), axes.get_title(loc="right")) == ("a", "n = 8")
 
 
 def head_types_cli(*args: object) -> Result:

@@ -233,7 +233,7 @@ def test_several_stores_and_sites(tmp_path: Path) -> None:
             assert rows["value"][0] == rows["value"][1]
     figure = plot(table)
     assert [axes.get_ylabel().split()[-1] for axes in figure.axes] == ["F", "J", "F"]
-    assert figure.axes[0].get_title(loc="left") or figure.axes[0].get_title()
+    assert figure.axes[0].get_title(loc="right") == "n = 2 videos"
 
 
 class Precision(Silent):

@@ -176,6 +176,16 @@ def test_leave_one_out_is_brute_force(n: int, dim: int) -> None:
     assert judge.best() == theirs.alpha_
 
 
+def test_leave_one_out_of_features_without_variance() -> None:
+    """The probe answers with the mean target of the other images, at every l2."""
+    labels = np.array([0, 0, 1, 1, 1])
+    judge = LeaveOneOut(Factors.of(gathered(np.ones((5, 3), np.float32), labels, 2), PLAIN), GRID)
+    judge.add(np.ones((5, 3), np.float32), labels)
+    # Of class 0: its own target is 1, the others' mean (1 - 3) / 4; of class 1: 1 and 0.
+    expected = 2 * (2 * (1 + 0.5) ** 2 + 3 * (1 - 0) ** 2)
+    assert judge.squared_error.tolist() == pytest.approx([expected] * len(GRID))
+
+
 def test_leave_one_out_with_a_penalised_constant() -> None:
     x, labels = data(15, 4, classes=3)
     algebra, l2 = Algebra(constant=2.0), 5.0

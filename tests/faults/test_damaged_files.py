@@ -21,8 +21,7 @@ DAMAGES = ("flip", "flip", "cut", "empty")
 KINDS_AT_ONCE = 25  # of array, in `make test-all`; each seed takes other ones
 # Asked for by an option, or where fuller arrays are absent; `damage.py` reads every array.
 UNREAD = {
-    *("attention/cls_map/c", "attention/cls_rows/c", "attention/received/c"),
-    *("attention/n_queries/c", "grams/embed/all/c"),
+    *("attention/cls_rows/c", "attention/n_queries/c", "grams/embed/all/c"),
 }
 # S is the damaged store, T a sound one of the same model and other images.
 COMMANDS = [

@@ -103,13 +103,13 @@ class LeaveOneOut:
         weights = 1 / np.square(np.where(left > 1e-12, left, np.nan))
         found, (n_parts, _, n_classes) = np.zeros(len(self.l2s)), self._weights.shape
         step = max(1, BLOCK // (len(self.l2s) * n_classes))
-        many = max(step, PARTS // (n_parts * n_classes))
+        many = max(step, PARTS // max(1, n_parts * n_classes))  # no part: all features are constant
         for first in range(0, len(z), many):
             parts = z[first : first + many] @ self._weights
             for at in range(0, parts.shape[1], step):
-                mixed = self._mix @ parts[:, at : at + step].reshape(n_parts, -1)
-                residuals = mixed.reshape(len(mixed), -1, n_classes)
-                some = slice(first + at, first + at + residuals.shape[1])
+                block = parts[:, at : at + step]
+                residuals = np.tensordot(self._mix, block, 1)
+                some = slice(first + at, first + at + block.shape[1])
                 residuals += self._levels
                 residuals[:, np.arange(residuals.shape[1]), labels[some]] -= 2  # own class: 1
                 found += np.einsum("lm,lmc,lmc->l", weights[:, some], residuals, residuals)
