@@ -12,6 +12,7 @@ import pytest
 
 from tests.every_command import TABLES, vitsee
 from tests.printed_text import flaws
+from vitsee_core.analyses.norms.norm_figures import draw_norms
 from vitsee_core.figures.depth_curves import (
     draw_depth_curves,
 )
@@ -71,6 +72,19 @@ def test_all_text_of_twenty_models_can_be_read(
     for name, wanted in MEDIA.items():
         figure = result.figure(table, medium=name)
         assert figure.get_figwidth() <= wanted.width + 1e-9
+        assert flaws(figure) == [], name
+
+
+def test_norms_of_a_model_without_outliers_among_others(made: Made) -> None:
+    """In place of its maps there is a line, which needs less room than any panel."""
+    table = under_names(made("norms", 0).file.table, 2)
+    columns = {name: column.copy() for name, column in table.columns.items()}
+    share = np.isin(table["metric"], ("outlier_share", "outlier_share_mad"))
+    columns["value"][share] = np.where(table["store"][share] == table["store"][0], 0.5, 0.0)
+    for name in MEDIA:
+        with drawn_for(name):
+            figure = draw_norms(Table(columns, table.notes))
+        assert any("no patch is an outlier" in part.get_suptitle() for part in figure.subfigs)
         assert flaws(figure) == [], name
 
 

@@ -81,7 +81,7 @@ def draw_fields(table: Table) -> Figure:
     """
     lines = _lines(table)
     metrics = [metric for metric in CURVES if metric in table.unique("metric")]
-    grids = [small_maps(len(_shown(line)), 2) for line in lines]
+    grids = [small_maps(len(_shown(line)), 4) for line in lines]
     below = depth_grid(max(len(metrics), 1), table)
     figure, parts = stack(*grids, *([below] if metrics else []))
     for line, grid, part in zip(lines, grids, parts, strict=False):
@@ -137,8 +137,9 @@ def _draw_line(line: Line, grid: Grid, part: Any) -> None:
         map_title(axes, grid, site_words(block))
     kind, n = PARTS.get(line.kind, line.kind), len(line.pictures)
     some = f"; {len(shown)} of {n} blocks" if len(shown) < n else ""
-    name_part(part, f"{shorten(line.store, 28)}{kind and ', '}{kind} (n = {line.n_images}{some})")
-    bars_at_ends(grid, panels, image, "gradient / its largest")
+    about = f"{shorten(line.store, 28)}{kind and ', '}{kind} (n = {line.n_images}{some})"
+    name_part(part, f"{about}: gradient as a share of each map's largest")
+    bars_at_ends(grid, panels, image, "")  # a label is longer than the bar
 
 
 def _draw(axes: Axes, picture: Picture) -> AxesImage:

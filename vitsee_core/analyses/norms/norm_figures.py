@@ -183,15 +183,14 @@ def _draw_maps(
     grid: Grid, part: Any, store: Any, own: Table, metric: str, rows: Table, sites: list[str]
 ) -> None:
     name = f"{shorten(str(store), 28)}, n = {count(own)}"
-    every = grid.axes(part)
     if not sites:
-        every[0].set_axis_off()
         name_part(part, f"{name}: no patch is an outlier")
         return
     above = "norm is above the threshold" if metric == MAPS[0] else "norm is above median + 6 MAD"
     text = f"{name}: patches whose {above}, in the layers with most"
     name_part(part, text)
     top = float(np.nanmax(rows["value"].astype(float)))
+    every = grid.axes(part)
     for axes, site in zip(every, sites, strict=True):
         image = _draw_tile(axes, rows.where(site=site), top)
         map_title(axes, grid, site_words(site))
