@@ -25,6 +25,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Store]:
     return [open_store(folder / f"{name}.zarr") for name in ("a", "cnn", "b")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -108,6 +108,7 @@ def test_products_are_those_of_rounded_factors(shape: tuple[int, int], symmetric
     assert (error <= most).all() and error.max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("supported")
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_cka_is_within_4e_6_of_double_precision(tmp_path: Path, offset: float) -> None:

@@ -176,6 +176,7 @@ def test_a_function_as_the_code_writes_it() -> None:
 # ------------------------------------------------------------ real studies
 
 
+@pytest.mark.slow
 def test_the_page_of_studies_is_what_the_script_prints() -> None:
     assert (ROOT / "docs" / "studies.md").read_text() == studies_page.page(500)
 

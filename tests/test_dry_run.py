@@ -57,6 +57,7 @@ def test_arrays_are_those_of_an_extraction(
     assert found.notes[-1] == UNCHECKED and not (tmp_path / "s.zarr").exists()
 
 
+@pytest.mark.slow
 def test_where_shapes_do_not_suffice_weights_are_made(folder: Path, tmp_path: Path) -> None:
     model = ModelOptions("crossvit_tiny_240", random_init=0, model_args={"depth": ((1, 1, 0),)})
     found = dry_run(model, DataOptions(str(folder)), KeepOptions(), RunOptions(tmp_path / "s.zarr"))

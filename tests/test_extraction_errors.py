@@ -206,6 +206,7 @@ def test_what_a_store_takes_of_a_disk(
     extracted(*command)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_on_the_way(folder: Path, tmp_path: Path) -> None:
     """A file size limit stands in for the full disk: the same path through the writer."""
     path = tmp_path / "store.zarr"

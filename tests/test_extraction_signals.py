@@ -48,6 +48,7 @@ def stopped_at(module: str, sent: signal.Signals, *args: object) -> tuple[int, s
     return process.returncode, out, lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "sent"),
     [

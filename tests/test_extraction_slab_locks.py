@@ -22,6 +22,7 @@ def options(data: Path, path: Path, batch_size: int = 2) -> list[object]:
     return [*VIT, "--data", data, "-o", path, "--slab", SLAB, "--batch-size", batch_size]
 
 
+@pytest.mark.slow
 def test_two_processes_without_shards_end_well(run: Server, tmp_path: Path) -> None:
     """Their batch sizes differ, and so would their numbers' last bits: every slab is of one."""
     data = plant_images(tmp_path / "data", N)

@@ -100,6 +100,7 @@ def test_a_member_that_unpacks_to_more_than_it_says(tmp_path: Path) -> None:
         open_source(str(tmp_path / "b.zip")).read(0)
 
 
+@pytest.mark.slow
 def test_a_store_of_a_zip_is_that_of_its_files(tmp_path: Path) -> None:
     path = pack(tmp_path / "d.zip", *(f"{c}/{i}.bmp" for c in "ab" for i in range(2)))
     with zipfile.ZipFile(path) as file:

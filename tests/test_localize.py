@@ -821,6 +821,7 @@ def many(tmp_path: Path) -> Store:
     return write(tmp_path / "m.zarr", sites, pixels)
 
 
+@pytest.mark.slow
 def test_pictures_from_the_csv(tmp_path: Path, store: Store) -> None:
     wide = many(tmp_path)
     for table, texts in (

@@ -53,6 +53,7 @@ def paper(
         yield made
 
 
+@pytest.mark.slow
 def test_every_figure_is_made(paper: Paper) -> None:
     stores = {path.name for path in Path().glob("*.zarr")}
     used = set()

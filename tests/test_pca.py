@@ -244,6 +244,7 @@ def test_cells_beside_the_image_do_not_count(tmp_path: Path) -> None:
     assert np.array_equal(~np.isnan(scores).any(1), [False, True, True, False])
 
 
+@pytest.mark.slow
 def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     x = tokens(BARE)
     stores = [

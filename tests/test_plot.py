@@ -58,6 +58,7 @@ def copied(result: Path, folder: Path) -> Path:
     return folder / result.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "run"), RUNS)
 def test_every_figure_is_drawn_again_as_it_was(
     command: str, run: int, everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -83,6 +84,7 @@ def test_options_of_the_figure_are_kept(
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["csv.gz", "tsv", "json"])
 def test_tables_of_every_format(everything: Path, tmp_path: Path, ending: str) -> None:
     vitsee("attn-dist", everything / "vit.zarr", "-o", tmp_path / f"r.{ending}")
@@ -298,6 +300,7 @@ def test_rows_of_sites(patterns: list[str], expected: int) -> None:
         assert (table["site_a"][0], table["site_b"][0]) == ("blocks.1.out", "layer1.0.out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["normratio", "norms", "pca", "cosine-map"])
 @pytest.mark.parametrize("place", ["first", "last", "depth:0.5"])
 def test_places_in_depth_are_those_of_the_command(

@@ -47,6 +47,7 @@ def made(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "run"), RUNS)
 def test_all_text_can_be_read(
     command: str, run: int, made: Made, everything: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,6 +60,7 @@ def test_all_text_can_be_read(
         assert flaws(figure) == [], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "run"), [r for r in RUNS if r[0] not in STACKED])
 def test_all_text_of_twenty_models_can_be_read(
     command: str, run: int, made: Made, everything: Path, monkeypatch: pytest.MonkeyPatch

@@ -344,6 +344,7 @@ def test_from_a_data_set_to_a_picture(demo: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_normal_and_dense_stores(tmp_path: Path) -> None:
     """Walmer et al. 2023, Table 4: squashed to the input, and tiles of frames of several sizes."""
     write_davis(tmp_path / "DAVIS")

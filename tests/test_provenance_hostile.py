@@ -78,6 +78,7 @@ def test_the_trap_works(trap: Path) -> None:
     assert (trap.parent / "mark").exists()
 
 
+@pytest.mark.slow
 def test_nothing_of_a_strangers_runs(made: Path, trap: Path) -> None:
     weights, mark = str(trap / "pytorch_model.bin"), trap.parent / "mark"
     pretrained = {"sha256": "0" * 64, "source": "pretrained"}

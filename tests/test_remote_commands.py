@@ -48,6 +48,7 @@ def call(*words: str) -> Result:
     return done
 
 
+@pytest.mark.slow
 def test_the_first_look_of_readme_runs_on_urls(tmp_path: Path) -> None:
     """Each as it stands there, but for fewer images and the stores' places."""
     text = re.sub(r"(?<![\w/.])(\w+)\.zarr", rf"{URL}/\1.zarr", FIRST_LOOK).replace("\\\n", " ")
@@ -116,6 +117,7 @@ def test_a_table_is_that_of_the_local_copy(line: str, extracted: Path) -> None:
     assert there == here and len(here.splitlines()) >= 1
 
 
+@pytest.mark.slow
 def test_extraction_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     """The second call finds the first one's slabs; a third has nothing to do."""
     place = f"{URL}/shards.zarr"

@@ -135,6 +135,7 @@ def test_reading_gives_the_numbers_of_a_folder(bucket: str, make_store: MakeStor
     assert facts == ours
 
 
+@pytest.mark.slow
 def test_a_store_copied_with_any_tool_is_valid(
     bucket: str, make_store: MakeStore, tmp_path: Path
 ) -> None:

@@ -156,6 +156,7 @@ def test_the_page_needs_nothing_and_runs_only_its_script(folder: Path, tmp_path:
         assert f"{tag}-src 'sha256-{digest}'" in policy
 
 
+@pytest.mark.slow
 def test_the_table_is_carried_or_linked(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +193,7 @@ def test_where_the_page_goes(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "empty" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_every_command_has_a_card(
     everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +254,7 @@ def test_json_in_a_page() -> None:
         json_for_html(float("nan"))
 
 
+@pytest.mark.slow
 def test_a_strangers_sidecar_cannot_stop_the_page(folder: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     shutil.copytree(folder, own)
@@ -403,6 +406,7 @@ def test_results_of_one_second_are_in_the_order_of_their_making(
         assert [r.command for r in find_materials(own).results] == order
 
 
+@pytest.mark.slow
 def test_a_page_is_not_made_again_where_nothing_changed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

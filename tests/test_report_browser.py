@@ -122,7 +122,7 @@ def test_a_mark_says_what_it_is_to_keys_and_pointer(browser: Browser, page: Path
     heat = "[...document.querySelectorAll('.chart svg')].find(s => s.querySelector('rect.mark'))"
     browser.run(f"{heat}.querySelector('[tabindex=\"0\"]').focus()")
     first = browser.run("document.activeElement.getAttribute('aria-label')")
-    assert first.startswith("vit embed × cnn stem; cka ")
+    assert first.startswith("vit embedding × cnn stem; CKA ")
     assert "95 %" in first and "n = 8" in first
     tip = "document.getElementById('tip')"
     assert not browser.run(f"{tip}.hidden") and browser.run(f"{tip}.textContent").startswith("vit")

@@ -49,6 +49,7 @@ def grouped(folder: Path) -> dict[str, list[Group]]:
     return groups_of(found.results, SECTIONS, folder / "r.html", {}, SILENT, {})
 
 
+@pytest.mark.slow
 def test_results_are_told_apart_by_models_and_kind(study: Path) -> None:
     (similarity,), (norms,) = grouped(study).values()
     assert [card.label for card in similarity.cards] == ["a", "b", "a × b", "last: a × b"]
@@ -56,6 +57,7 @@ def test_results_are_told_apart_by_models_and_kind(study: Path) -> None:
     assert [card.n_stores for card in similarity.cards] == [1, 1, 2, 2]
 
 
+@pytest.mark.slow
 def test_what_is_named_alike_has_the_name_of_its_file(study: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     shutil.copytree(study / "results", own)
@@ -66,12 +68,14 @@ def test_what_is_named_alike_has_the_name_of_its_file(study: Path, tmp_path: Pat
     assert {"a (cka-a)", "a (x)", "a (y)", "b"} <= {*labels}
 
 
+@pytest.mark.slow
 def test_analyses_without_a_heading_come_last(study: Path) -> None:
     found = find_materials(study)
     groups = groups_of(found.results, {"Rest": ["norms"]}, study / "r.html", {}, SILENT, {})
     assert list(groups) == ["Rest", OTHER] and groups[OTHER][0].command == "cka"
 
 
+@pytest.mark.slow
 def test_a_tile_has_heatmaps_side_by_side_or_curves_of_all_models(study: Path) -> None:
     (similarity,), (norms,) = grouped(study).values()
     ids = [card.id for card in similarity.cards]
@@ -81,6 +85,7 @@ def test_a_tile_has_heatmaps_side_by_side_or_curves_of_all_models(study: Path) -
     assert similarity.answers[2] == similarity.cards[2].answers[0]
 
 
+@pytest.mark.slow
 def test_a_tile_has_few_lines(study: Path) -> None:
     card = grouped(study)["Similarity"][0].cards[0]
     for n, shown in ((4, 4), (5, 5), (6, 4)):
@@ -89,6 +94,7 @@ def test_a_tile_has_few_lines(study: Path) -> None:
         assert len(group.answers) == n and len(group.shown_answers) == shown
 
 
+@pytest.mark.slow
 def test_tiles_on_the_page_lead_to_their_cards(study: Path, tmp_path: Path) -> None:
     text = page_of(study, tmp_path)
     page = Outline(text)

@@ -374,6 +374,7 @@ def test_labels_against_scikit_learn(tmp_path: Path, form: str) -> None:
     assert table.where(baseline="")["n_images"].tolist()[0] == 20
 
 
+@pytest.mark.slow
 def test_labels_in_blocks_of_queries(tmp_path: Path) -> None:
     store, _ = labelled(tmp_path / "s.zarr", 60, slab=7)
     whole = run(store)
@@ -436,6 +437,7 @@ def test_replicates_are_searches_without_a_block(tmp_path: Path) -> None:
             assert (row["low"][0], row["high"][0]) == pytest.approx(ends)
 
 
+@pytest.mark.slow
 def test_standard_errors_are_those_of_other_images(tmp_path: Path) -> None:
     """Over 60 samples of 80 images: the deviation of their values (error 9 %), and the root mean
     square of their standard errors; over queries alone these are 0.64 of it."""

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_what_the_script_prints() -> None:
     script = ROOT / "benchmarks" / "scale_page.py"
     command = [sys.executable, str(script), "--print"]
@@ -21,6 +22,7 @@ def test_the_committed_page_is_what_the_script_prints() -> None:
     assert (ROOT / "docs" / "scale.md").read_text() == done.stdout
 
 
+@pytest.mark.slow
 def test_what_no_activations_give_is_as_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

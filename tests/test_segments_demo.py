@@ -73,6 +73,7 @@ def test_panoptic_segments_make_the_image(made: Path) -> None:
         assert areas @ x[own] / 64 == pytest.approx(whole[row], abs=2e-3)
 
 
+@pytest.mark.slow
 def test_objects_of_two_models(made: Path, tmp_path: Path) -> None:
     """Walmer et al. 2023, Figs. 8, 26, 27: curves over depth of several models."""
     out, png = tmp_path / "objects.csv", tmp_path / "objects.png"

@@ -346,6 +346,7 @@ def test_three_images_are_too_few(tmp_path: Path) -> None:
 # Spread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["exact", "biased"])
 @pytest.mark.parametrize("order", ["shuffled", "dataset"])
 def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path, estimator: str, order: str) -> None:

@@ -396,6 +396,7 @@ def test_choices_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: 
         run(store, sites=["head"], no_cache=True, **given)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     x, y = related(n=40)
     for name, seed in (("a", 0), ("b", 5)):

@@ -42,6 +42,7 @@ def test_of_many_rows_it_is_bonferronis() -> None:
     assert found == t_quantile(19, 1 - 0.05 / (n * (n - 1) / 2))
 
 
+@pytest.mark.slow
 def test_the_best_of_equal_layers_is_seldom_found_better() -> None:
     """Thirteen layers, equally good and right together, of 400 images: in 200 samples the best is
     found better than another in 5 % (three errors: 9.6 %), in 70 % by Student's quantile."""

@@ -281,6 +281,7 @@ def test_slabs_and_jobs_do_not_matter(change: dict[str, int], tmp_path: Path) ->
     assert cut["low"] == pytest.approx(whole["low"], rel=1e-8, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_masks_through_the_command(tmp_path: Path) -> None:
     images = plant_images(tmp_path / "images", 4)
     for file in sorted(p for p in images.rglob("*") if p.is_file())[:3]:

@@ -205,6 +205,7 @@ def test_the_participation_ratio_passes_the_number_of_examples() -> None:
     assert found == pytest.approx(1500, rel=0.03)
 
 
+@pytest.mark.slow
 def test_one_large_mean_takes_rankme_to_one_and_leaves_the_effective_rank() -> None:
     x = np.random.default_rng(0).normal(size=(400, 50))
     x[:, 3] += 1000
@@ -297,6 +298,7 @@ def labelled(path: Path, n: int = 47, dim: int = 5, **more: Any) -> tuple[Any, A
     return write_labelled(path, sites, labels, **more), x, logits
 
 
+@pytest.mark.slow
 def test_against_loops(tmp_path: Path) -> None:
     store, x, logits = labelled(tmp_path / "a.zarr")
     table = run(store)
@@ -394,6 +396,7 @@ def test_refusals(tmp_path: Path) -> None:
         run(bare, metrics=["nc1"], sites="head")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     labelled(tmp_path / "a.zarr")
     out = ["-o", str(tmp_path / "s.csv"), "--png", str(tmp_path / "s.png"), "--replicates"]

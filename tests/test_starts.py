@@ -71,6 +71,7 @@ def imported(folder: Path, runs: list[list[str]]) -> list[tuple[set[str], set[st
     return [({*first}, {*end}) for _, first, end in lines]
 
 
+@pytest.mark.slow
 def test_nothing_slow_is_imported_that_the_work_does_not_deserve(everything: Path) -> None:
     runs = [[command, *variants[0]] for command, variants in TABLES.items()]
     for run, (first, end) in zip(runs, imported(everything, runs), strict=True):

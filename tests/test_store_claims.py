@@ -87,6 +87,7 @@ def store(sound: Path) -> Any:
     (sound / "zarr.json").write_bytes(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", CHANGES)
 def test_claims(store: Path, claim: str) -> None:
     change, said = CHANGES[claim]

@@ -129,6 +129,7 @@ def test_sublayers_by_place(tmp_path: Path) -> None:
     assert normratio.run(a, sites=["attn"]).unique("site") == ["blocks.0.attn", "blocks.1.attn"]
 
 
+@pytest.mark.slow
 def test_places_on_two_families_from_extract_to_cka(tmp_path: Path) -> None:
     data = plant_images(tmp_path / "data", 8)
     for name, model in (("vit", VIT), ("cnn", RESNET)):

@@ -33,6 +33,7 @@ from vitsee_stores.temp_files import is_left, tag
 VIT = PLANS["vit"]
 
 
+@pytest.mark.slow
 def test_every_kill_point_of_a_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop before each single file operation in turn: never a commit without its data."""
     whole = expected(VIT)

@@ -186,6 +186,7 @@ def small(folder: Path, *options: str) -> list[str]:
 SOME = [word for name in ("attn-dist", "cka", "knn", "best-layer") for word in ("--analyses", name)]
 
 
+@pytest.mark.slow
 def test_from_models_to_the_report(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     done = vitsee(*small(folder, *SOME))
@@ -215,6 +216,7 @@ def test_from_models_to_the_report(tmp_path: Path) -> None:
     assert again.exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_extracted_is_named_and_left_out(tmp_path: Path) -> None:
     """The others go on; the store of another study is none of this one's."""
     folder = tmp_path / "out"
@@ -243,6 +245,7 @@ def test_a_model_whose_classifier_cannot_be_read_has_no_lens(tmp_path: Path) -> 
     assert f"Not in this study: lens: {reason}" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_study_of_less_or_more_in_the_same_folder(tmp_path: Path) -> None:
     """Stores that hold more than is asked for are taken as they are; of those that hold less, what
     to do."""
@@ -269,6 +272,7 @@ def test_a_study_of_less_or_more_in_the_same_folder(tmp_path: Path) -> None:
     assert nothing.stderr.startswith("vitsee study: nothing to do: saliency: it needs masks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -300,6 +304,7 @@ def test_a_signal_or_a_bug_in_a_step(
         assert "Failed: attn-dist: ValueError: boom" in first
 
 
+@pytest.mark.slow
 def test_options_in_a_models_name(tmp_path: Path) -> None:
     """As extract's own: of the weights, and of the input's size."""
     words = ["study", "demo:vit", "a=demo:vit?random-init=3&img-size=40", "--data", "demo:test"]
@@ -369,6 +374,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ the demo
 
 
+@pytest.mark.slow
 def test_the_demo_has_every_command_once(tmp_path: Path) -> None:
     asked = demo_study(tmp_path)
     models = [survey(label, name) for label, name in asked.models.items()]
@@ -387,6 +393,7 @@ def test_the_demo_has_every_command_once(tmp_path: Path) -> None:
     check_choice(quick)
 
 
+@pytest.mark.slow
 def test_the_demo_ends_with_the_path_of_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

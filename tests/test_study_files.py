@@ -57,6 +57,7 @@ def test_only_the_studys_own_files_are_replaced(tmp_path: Path) -> None:
     check_outputs(moved, [b], Record.read(moved.folder))
 
 
+@pytest.mark.slow
 def test_files_of_others_are_refused_before_any_work(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     (folder / "results").mkdir(parents=True)

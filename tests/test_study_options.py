@@ -53,6 +53,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_study_file_is_a_command_line(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     same = ["v=demo:vit", "r=demo:resnet?random-init=4", "--data", "demo:test", "--images", 8,
@@ -150,6 +151,7 @@ def test_a_study_advises_what_it_has(tmp_path: Path) -> None:
     assert "--" not in record["extract-vit_tiny_patch16_224"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_warning_is_said_once(tmp_path: Path) -> None:
     """Not by the extraction of each model."""
     images = plant_images(tmp_path / "photos", 4)

@@ -471,6 +471,7 @@ def test_command_of_a_model(tmp_path: Path) -> None:
     assert sidecar["parameters"]["models"][0]["random_init"] == 0
 
 
+@pytest.mark.slow
 def test_several_stores_and_models(stores: Path, tmp_path: Path) -> None:
     vit, cnn = stores / "vit.zarr", stores / "cnn.zarr"
     own = ["--random-init", "0", "--img-size", "64"]

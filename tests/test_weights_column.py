@@ -94,6 +94,7 @@ def test_tables_info_and_sidecars_have_the_name(folder: Path) -> None:
     assert sidecar["stores"][0]["weights"] == "dino.pth"
 
 
+@pytest.mark.slow
 def test_a_report_tells_stores_of_one_name_apart(folder: Path) -> None:
     materials = find_materials(folder)
     assert [*stores_by_model(materials)] == ["vit (random 0)", "vit (dino.pth)"]
@@ -135,6 +136,7 @@ def test_tables_of_before_the_column_keep_their_labels(tmp_path: Path) -> None:
     assert table["weights"].tolist() == [None, "random 0"]
 
 
+@pytest.mark.slow
 def test_a_result_of_before_the_column_is_drawn_and_reported(folder: Path, tmp_path: Path) -> None:
     path = folder / "random" / "norms.csv"
     rows = list(csv.reader(path.open()))
