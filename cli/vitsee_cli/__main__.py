@@ -16,10 +16,10 @@ SPIN = "1000"
 
 
 def share_cores(environ: MutableMapping[str, str]) -> None:
-    """Let torch's threads sleep soon when they have nothing to do, unless the user says otherwise.
+    """Let torch's idle threads sleep soon, unless the user configured otherwise.
 
-    GNU OpenMP's own default lets them turn for milliseconds after every operation, on cores that
-    the threads of summaries, of the writer and of other processes want. Read when torch is loaded.
+    By default GNU OpenMP lets them spin for milliseconds after every operation, on cores that the
+    threads of summaries, of the writer and of other processes need. Read when torch is loaded.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environ.keys():
         environ["GOMP_SPINCOUNT"] = SPIN

@@ -1,4 +1,4 @@
-"""What every analysis command does around its computation."""
+"""The common frame of every analysis command around its computation."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def spread_over(dask: str | None, progress: console.Reporter) -> Iterator[dict[str, Any]]:
-    """The keyword `map` of an analysis, where a cluster does the work; `progress` then says by how
-    many workers.
+    """The keyword `map` of an analysis, if a cluster does the work; `progress` then shows the
+    number of workers.
 
     Raises:
         VitseeError: there is no such cluster.
@@ -44,7 +44,7 @@ def spread_over(dask: str | None, progress: console.Reporter) -> Iterator[dict[s
 
 
 def absolute(value: Any) -> Any:
-    """`value` with the paths in it absolute: a worker has a working folder of its own."""
+    """`value` with absolute paths: a worker has its own working directory."""
     if isinstance(value, Path):
         return value.absolute()
     if isinstance(value, dict):
@@ -81,14 +81,14 @@ def run_analysis(
 
     Args:
         run: the analysis.
-        plot: its figure, drawn where --png asks for one; None without that option.
+        plot: its figure, drawn for --png; None without that option.
         stores: from `options.stores_argument`.
         outputs: from `options.output_options`; refused before the work if they exist.
         allow_partial: from `options.allow_partial_option`.
-        resumes: what is kept where the command is stopped, so that repeating it goes on.
+        resumes: what is kept if the command is stopped, so that repeating it continues.
         dask: from `options.dask_option`, the cluster that does the work.
         drawing: keywords of `plot`; the sidecar keeps them for `vitsee plot`.
-        parameters: all that decides the result; they go into the sidecar.
+        parameters: everything that decides the result; recorded in the sidecar.
 
     Raises:
         VitseeError: an output exists, a store cannot be read, or the analysis lacks its input.
@@ -123,11 +123,8 @@ def run_analysis(
 
 
 def _check_memory(stores: Sequence[Store], memory: int | None) -> None:
-    """Refuse less memory than reading one chunk of a store takes, in float16 and float32.
-
-    Raises:
-        VitseeError: names what is needed.
-    """
+    """Refuse less memory than reading one chunk of a store takes, in float16 and float32. Raises
+    VitseeError: names what is needed."""
     for store in stores:
         specs = (spec for spec in store.arrays.values() if spec.per in ("image", "slab"))
         need = 3 * max((spec.chunk_bytes for spec in specs), default=0)

@@ -1,4 +1,4 @@
-"""Words that the shell completes where a value is neither a path nor one of click's choices."""
+"""Shell completion of values that are neither paths nor click choices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
 def one_of(words: Iterable[str] | Callable[[], Iterable[str]], *, files: bool = False) -> Complete:
-    """Completes these words; files: paths too, where no word begins so."""
+    """Completes these words; files: also paths, if no word begins like that."""
 
     def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
         known = words() if callable(words) else words

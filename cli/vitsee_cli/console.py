@@ -1,7 +1,7 @@
-"""What the terminal shows: results on stdout, remarks, warnings and progress on stderr.
+"""Terminal output: results on stdout, remarks, warnings and progress on stderr.
 
-The core and the stores log through `logging`; this module decides what is shown, and how.
-rich is imported with the first line that needs it, so that `vitsee --help` does not pay for it.
+The core and the stores log through `logging`; this module decides what is shown, and how. rich is
+imported with the first line that needs it, so that `vitsee --help` does not pay for it.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ _rewrite: Callable[[str], str] = str
 
 @contextmanager
 def of_a_step(shown: set[str], rewrite: Callable[[str], str]) -> Iterator[None]:
-    """Show the lines of a command that another one runs with the other's words, each line once.
+    """Context that shows the lines of a nested command in the outer command's words, each line
+    once.
 
     Args:
         shown: the lines that were shown; added to.
-        rewrite: a line as the other command puts it.
+        rewrite: converts a line to the outer command's words.
     """
     global _shown, _rewrite
     _shown, _rewrite = shown, rewrite
@@ -69,7 +70,7 @@ def of_a_step(shown: set[str], rewrite: Callable[[str], str]) -> Iterator[None]:
 
 
 class _StderrHandler(logging.Handler):
-    """One record, one line on stderr, through rich so that a progress bar stays whole."""
+    """One record, one line on stderr, through rich so that a progress bar stays intact."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -86,7 +87,7 @@ class _StderrHandler(logging.Handler):
 
 
 class _ClosedStdout(io.TextIOBase):
-    """Stdout where the shell closed it (`>&-`): writing a result is a user's mistake."""
+    """Stdout closed by the shell (`>&-`): writing a result is a user's mistake."""
 
     encoding, errors = "utf-8", "strict"
 
@@ -97,8 +98,8 @@ class _ClosedStdout(io.TextIOBase):
 def prepare_streams() -> None:
     """Replace closed standard streams, and print any text whatever the encoding.
 
-    A closed descriptor below 3 would be reused by the next file that is opened, and receive what
-    libraries print; it is bound to the null device.
+    A closed descriptor below 3 would be reused by the next opened file, and receive what libraries
+    print; it is bound to the null device.
     """
     for descriptor in range(3):
         try:
@@ -115,11 +116,7 @@ def prepare_streams() -> None:
 
 
 def require_stdout() -> None:
-    """Check stdout before work whose result goes there.
-
-    Raises:
-        VitseeError: it is closed.
-    """
+    """Check stdout before work whose result goes there. Raises VitseeError: it is closed."""
     if isinstance(sys.stdout, _ClosedStdout):
         sys.stdout.write("")
 
@@ -140,14 +137,14 @@ def setup(verbosity: int) -> None:
 
 @lru_cache(maxsize=1)
 def stderr() -> Console:
-    """The one rich console on stderr: bars and log lines have to share it."""
+    """The one rich console on stderr, shared by bars and log lines."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
 def stdout(width: int | None = None) -> Console:
-    """A rich console on stdout for tables. Where stdout is no terminal nothing is cut or coloured.
+    """A rich console on stdout for tables. If stdout is not a terminal nothing is cut or coloured.
 
     Args:
         width: columns; by default the terminal's, or wide enough for any row.
@@ -198,19 +195,19 @@ def human_time(seconds: float) -> str:
 
 
 class Reporter:
-    """Reports on stderr how far a long run is.
+    """Reports progress of a long run on stderr.
 
     Between `start` and `stop` progress is a bar on a terminal, an occasional line elsewhere (a
-    file, a batch system), and nothing with -q or of work that is done at once. `advance` may be
+    file, a batch system), and nothing with -q or for work that is done at once. `advance` may be
     called from several threads.
     """
 
     def __init__(
         self, what: str, *, after: float | None = None, every: float = LOG_SECONDS
     ) -> None:
-        """Progress of `what`. Nothing is shown of a phase that takes less than `after` seconds
-        (`SHOW_AFTER`); `every` is the seconds between lines where there is no terminal.
-        `beside`, which may be set, says what stands behind the time left."""
+        """Progress of `what`. Nothing is shown for a phase shorter than `after` seconds
+        (`SHOW_AFTER`); `every` is the seconds between lines without a terminal. `beside`, which may
+        be set, is shown after the time left."""
         self.beside: Callable[[], str] | None = None
         self._what, self._every = what, every
         self._after = SHOW_AFTER if after is None else after
@@ -244,7 +241,7 @@ class Reporter:
 
 @contextmanager
 def slabs_of(what: str) -> Iterator[Callable[[int, int], None]]:
-    """How `describe` and `validate` report the slabs of a store, shown as those of `what`."""
+    """Reports the slabs that `describe` and `validate` process, as those of `what`."""
     progress = Reporter(what)
 
     def report(done: int, total: int) -> None:
@@ -291,7 +288,8 @@ class _Rate:
 
 
 class _Lines:
-    """Progress as occasional log lines, the last one at the end of what took `after` seconds."""
+    """Progress as occasional log lines, the last one at the end of anything that took `after`
+    seconds."""
 
     def __init__(self, what: str, rate: _Rate, after: float, every: float) -> None:
         self.what, self.rate, self.after, self.every = what, rate, after, every
@@ -313,7 +311,7 @@ class _Lines:
 
 
 class _Bar:
-    """Progress as a bar that log lines pass above, from `after` seconds on."""
+    """Progress as a bar below the log lines, after `after` seconds."""
 
     def __init__(self, what: str, rate: _Rate, after: float) -> None:
         self.what, self.rate = what, rate

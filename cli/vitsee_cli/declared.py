@@ -1,4 +1,4 @@
-"""click's options of the parameters that analyses declare, see `vitsee_core.runtime.options`."""
+"""click options for the parameters that analyses declare, see `vitsee_core.runtime.options`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METAVARS = {"int": "N", "float": "X", "Path": "PATH"}
 
 
 def flag(own: Declared) -> str:
-    """The option's name, e.g. --match-last-stage; of a switch both, `--align/--no-align`."""
+    """The option's name, e.g. --match-last-stage; for a switch both, `--align/--no-align`."""
     assert isinstance(own.about, Option)
     return own.about.flag or f"--{own.name.replace('_', '-')}"
 
@@ -60,7 +60,6 @@ def option_of(own: Declared, **instead: Any) -> Decorator:
 
 
 def _type_of(own: Declared, about: Option) -> Any:
-    """What click converts the text with."""
     kinds = re.findall(r"\w+", own.annotation)
     if about.parse is not None:
         return _refusing(about.parse)
@@ -79,7 +78,7 @@ def _type_of(own: Declared, about: Option) -> Any:
 
 
 def _refusing(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """A parser whose refusal is a usage error; a default that is no text stays as it is."""
+    """A parser whose refusal is a usage error; a default that is not text is unchanged."""
 
     def converted(value: Any) -> Any:
         try:
@@ -91,8 +90,8 @@ def _refusing(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
 
 
 def without_none(own: Declared, given: Iterable[str]) -> tuple[str, ...] | None:
-    """The words given to an option with the word none: () for that, None where nothing was given
-    and the analysis decides.
+    """The words given to an option with the word none: () for that, None if nothing was given and
+    the analysis decides.
 
     Raises:
         UsageError: none beside other words.

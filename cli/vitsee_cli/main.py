@@ -43,11 +43,9 @@ class CommandGroup(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands' names, sorted."""
         return sections.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, or None."""
         if cmd_name not in self.list_commands(ctx):
             return None
         command = sections.command_named(cmd_name)
@@ -67,7 +65,7 @@ class CommandGroup(click.Group):
                     formatter.write_dl(rows)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The commands that begin so, and options, without importing any command."""
+        """Matching commands and options, without importing any command."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
         items = [CompletionItem(n, help=_first_line(sections.described(n)[0])) for n in names]
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
@@ -75,8 +73,8 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's `resolve_command`, with near matches in the message for an unknown command;
-        refuses an option that is given twice and takes one value."""
+        """Like click's, with near matches in the message for an unknown command; refuses a
+        single-valued option that is given twice."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             names = self.list_commands(ctx)
@@ -89,7 +87,7 @@ class CommandGroup(click.Group):
         return found_name, command, rest
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """As click's `main`, on streams that take any text."""
+        """Like click's, on streams that take any text."""
         console.prepare_streams()
         try:
             return super().main(*args, **kwargs)
@@ -100,8 +98,8 @@ class CommandGroup(click.Group):
             sys.exit(1)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's `parse_args`; keeps the arguments for `console.command_line`. `help` and
-        `help COMMAND` are --help."""
+        """Like click's; keeps the arguments for `console.command_line`. `help` and `help COMMAND`
+        are --help."""
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
         ctx.meta[console.ARGUMENTS] = list(args)
@@ -135,18 +133,18 @@ class CommandGroup(click.Group):
 
 
 def _first_line(command: click.Command) -> str:
-    """What a command does, in one sentence, whole."""
+    """A command's purpose in one sentence, uncut."""
     return command.get_short_help_str(limit=1000)
 
 
 def _first_word(ctx: click.Context) -> str:
-    """The first word that is not an option: the command, where one was typed."""
+    """The first word that is not an option: the command, if one was typed."""
     return next((word for word in ctx.meta[console.ARGUMENTS] if not word.startswith("-")), "")
 
 
 def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
-    """Print `vitsee COMMAND: line` on stderr and exit; with -v after the traceback. A command that
-    another one runs (a study's step) leaves the line to that."""
+    """Print `vitsee COMMAND: line` on stderr and exit; with -v after the traceback. A nested
+    command (a study's step) leaves the line to the outer one."""
     name = f"vitsee {ctx.invoked_subcommand}" if ctx.invoked_subcommand else "vitsee"
     console.debug_traceback()
     ctx.meta[console.REASON] = line
@@ -156,7 +154,7 @@ def _fail(ctx: click.Context, line: str, exit_code: int) -> None:
 
 
 def _one_line(error: Exception) -> str | None:
-    """The line that reports this error to a user; None for a bug, whose traceback is wanted."""
+    """The line that reports this error to a user; None for a bug, which keeps its traceback."""
     text = " ".join(str(error).split())
     if isinstance(error, VitseeError):
         return text

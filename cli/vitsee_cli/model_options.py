@@ -40,7 +40,7 @@ def model_options(command: Any) -> Any:
 
 
 def model_of(given: Mapping[str, Any]) -> ModelOptions:
-    """The ModelOptions of click's parameters, and of the arguments in the name that was read
+    """The ModelOptions from click's parameters, and from the arguments in the name that was read
     last."""
     from vitsee_core.extraction.options import ModelOptions
 
@@ -52,8 +52,8 @@ def model_of(given: Mapping[str, Any]) -> ModelOptions:
 
 
 def _options_in_name(ctx: click.Context, param: click.Parameter, text: str) -> str:
-    """MODEL of `MODEL?random-init=0`, whose options become defaults of this command line; what is
-    none of them is an argument of models whose names take such (`model.py:build?depth=12`)."""
+    """MODEL of `MODEL?random-init=0`, whose options become defaults of this command line; others
+    are arguments of models whose names take such (`model.py:build?depth=12`)."""
     from vitsee_core.extraction.options import split_model
     from vitsee_core.models.sources import source_of
 
@@ -189,7 +189,7 @@ NAMED_OPTIONS = (*OPTION_NAMES, "ablate_skip", "precision")
 
 
 def recompute_options(command: Any) -> Any:
-    """From where to recompute what a store lacks: `data`, `checkpoint`, `trust_store`,
+    """The sources for recomputing what a store lacks: `data`, `checkpoint`, `trust_store`,
     `device`."""
     return apply(command, _RECOMPUTE_OPTIONS)
 

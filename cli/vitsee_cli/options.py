@@ -106,7 +106,7 @@ def only_with(needs: str, met: bool, *names: str) -> None:
 
 
 def refuse_twice(command: click.Command, ctx: click.Context, args: Sequence[str]) -> None:
-    """Refuse options that take one value and are given several.
+    """Refuse single-valued options that are given several times.
 
     Raises:
         UsageError: names the option.
@@ -132,8 +132,8 @@ _UNSET = click.Option(["--x"]).default  # None, or click's own word for it from 
 
 
 def defaults_of(*functions: Callable[..., Any]) -> Decorator:
-    """A decorator, above the options: those without a default take, and show, that of the parameter
-    of the same name; so a command and its analysis cannot drift apart."""
+    """Decorator, above the options: those without a default take, and show, that of the parameter
+    with the same name; so a command and its analysis cannot drift apart."""
     defaults = {
         name: parameter.default
         for function in functions
@@ -170,7 +170,7 @@ def stores_argument(command: Any) -> Any:
 
 
 def distinct_labels(command: Any, name: str) -> Any:
-    """The command, refusing two stores of one label in its argument `name`."""
+    """The command, refusing two stores with one label in its argument `name`."""
 
     @functools.wraps(command)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -305,7 +305,7 @@ def tokens_option(
 
 
 def image_option(what: str, show_default: str, store: str, about: str = "") -> Decorator:
-    """--image, repeatable: what to do with an image of `store`; about: what else is to say."""
+    """--image, repeatable: what to do with an image of `store`; about: further help text."""
     return click.option(
         "--image",
         metavar="ID",

@@ -46,17 +46,15 @@ def command_named(name: str) -> click.Command:
     """The command, its module imported."""
     module = module_of(name)
     if module.startswith(_COMMANDS):
-        command: click.Command = importlib.import_module(module).command
-        return command
+        return importlib.import_module(module).command
     from vitsee_cli.signature import command_of
 
     return command_of(name.replace("-", "_"))
 
 
 def described(name: str) -> tuple[click.Command, str]:
-    """A command's name and help, and its question, read from its file: importing all analyses
-    would take seconds, and the list of all commands is to be quick.
-    """
+    """A command's name and help, and its question, read from its file: importing all analyses would
+    take seconds, and listing all commands must be quick."""
     help_text, question = "", OTHER_COMMANDS
     spec = importlib.util.find_spec(module_of(name))
     assert spec is not None and spec.origin is not None
@@ -81,7 +79,7 @@ def commands_by_question(names: Iterable[str]) -> dict[str, dict[str, click.Comm
 
 
 def section(title: str, *decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A decorator: the command with these options, listed below `title` in this order."""
+    """Decorator: the command with these options, listed below `title` in this order."""
 
     def decorate(command: Any) -> Any:
         before = len(getattr(command, "__click_params__", ()))
@@ -98,7 +96,6 @@ class SectionedCommand(click.Command):
     """A command whose help has a heading for each `section`, and one for the other options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options below their headings."""
         found: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)

@@ -41,8 +41,8 @@ def answer(arguments: Sequence[str]) -> None:
 
 
 def ignore() -> None:
-    """Ignore signals once the command has ended, so that its exit code stands while the interpreter
-    shuts down."""
+    """Ignore signals once the command has ended, so that its exit code survives the interpreter's
+    shutdown."""
     for caught in CAUGHT:
         signal.signal(caught, signal.SIG_IGN)
 
@@ -54,12 +54,10 @@ def keeps(line: str) -> None:
 
 
 class Raised:
-    """While entered, both signals raise a KeyboardInterrupt with the signal's name, so that
-    half-made files are removed; a resumable command still ends at once where `answer` was
-    called."""
+    """Context in which both signals raise a KeyboardInterrupt with the signal's name, so that
+    half-made files are removed; after `answer` a resumable command still ends at once."""
 
     def __init__(self, command: str) -> None:
-        """`command`: its name."""
         self._command = command
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
 
@@ -73,7 +71,6 @@ class Raised:
             self._before = {caught: signal.signal(caught, _raise) for caught in CAUGHT}
 
     def __exit__(self, *error: object) -> None:
-        """Set those of before."""
         for caught, handler in self._before.items():
             signal.signal(caught, handler)
 

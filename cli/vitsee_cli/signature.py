@@ -98,7 +98,7 @@ def _argument(own: Declared) -> Callable[[Any], Any]:
 
 
 def _labelled(stores: list[Any], *, first_trains: bool) -> tuple[Any, ...]:
-    """The stores; one that is trained on and tested has another label as the first."""
+    """The stores; one that is both trained on and tested gets another label as the first."""
     first, *rest = stores
     if first_trains and first.label in [store.label for store in rest]:
         first = first._replace(label=f"{first.label} (train)")
@@ -106,11 +106,8 @@ def _labelled(stores: list[Any], *, first_trains: bool) -> tuple[Any, ...]:
 
 
 def _check(own: Mapping[str, Declared], given: Mapping[str, Any]) -> None:
-    """Refuse options without effect, and those that exclude each other.
-
-    Raises:
-        UsageError: names them.
-    """
+    """Refuse options without effect, and those that exclude each other. Raises UsageError: names
+    them."""
     for name, parameter in own.items():
         assert isinstance(parameter.about, Option)
         other, *values = parameter.about.only_with or ("",)
@@ -145,7 +142,7 @@ def _gathered(
 
 
 def help_of(module: ModuleType) -> str:
-    """The text of `--help`: `HELP`, and what the columns are."""
+    """The text of `--help`: `HELP`, and the columns."""
     blocks = inspect.cleandoc(module.HELP).split("\n\n")
     # Click wraps a block of lines unless it begins with this mark.
     marked = ["\b\n" + block if block.startswith("  ") else block for block in blocks]

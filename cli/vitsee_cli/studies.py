@@ -1,4 +1,4 @@
-"""A study on the command line: its plan shown or carried out, each step as its own command."""
+"""A study on the command line: its plan shown or executed, each step as its own command."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ Extend = Callable[["Study", "Plan"], "Plan"]
 def run_study(
     ctx: click.Context, study: Study, *, dry_run: bool, extend: Extend | None = None
 ) -> None:
-    """Plan a study, say what it takes, and carry it out; ends with the path of its report.
+    """Plan a study, log its cost, and execute it; ends with the path of its report.
 
     Args:
         ctx: of the command.
-        study: what is asked for.
+        study: the request.
         dry_run: only print the steps as commands.
         extend: adds steps to a plan.
 
     Raises:
-        VitseeError: a model is not known, files of others would be replaced, or some steps failed
-            (all others were done).
+        VitseeError: an unknown model, foreign files would be replaced, or some steps failed (all
+            others were done).
     """
     from vitsee_core.study import cost, foreign, kept, planning, running
 
@@ -112,17 +112,15 @@ def report_step(study: Study) -> Step:
 
 
 class Performer:
-    """Runs the command of a step as if it were typed. Its remarks are not shown, unless with -v,
-    and each warning once."""
+    """Runs the command of a step as if it were typed. Its remarks are shown only with -v, and each
+    warning once."""
 
     def __init__(self, ctx: click.Context) -> None:
-        """`ctx`: of the study's command."""
         self.ctx = ctx
         self.verbosity = ctx.meta.get(options.VERBOSITY, 0)
         self.shown: set[str] = set()
 
     def __call__(self, step: Step) -> Outcome:
-        """How the command ended."""
         from vitsee_core.study.running import Outcome
 
         self.ctx.meta.pop(console.REASON, None)
@@ -166,7 +164,7 @@ def _outputs(steps: Sequence[Step]) -> set[object]:
 
 
 def check_train(study: Study) -> None:
-    """Refuse the images themselves as those to learn from.
+    """Refuse the images themselves as those to train on.
 
     Raises:
         VitseeError: they are the same.
@@ -183,11 +181,8 @@ def check_train(study: Study) -> None:
 
 
 def _survey(study: Study) -> list[SurveyedModel]:
-    """What the models offer.
-
-    Raises:
-        VitseeError: some are not known: nobody wants to read that after a night's work.
-    """
+    """What the models offer. Raises VitseeError: some are unknown; better before a night's work
+    than after."""
     from vitsee_core.study.surveyed import survey
 
     found, unknown = [], []

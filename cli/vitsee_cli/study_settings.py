@@ -1,4 +1,4 @@
-"""What decides a study beside its models: a file of options, and options of its steps."""
+"""Settings of a study beside its models: a file of options, and options of its steps."""
 
 from __future__ import annotations
 
@@ -42,11 +42,8 @@ def file_option(command: Any) -> Any:
 
 
 def _read_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
-    """Have the file's values as defaults of the other options.
-
-    Raises:
-        VitseeError: it cannot be read, or has what is no option.
-    """
+    """Use the file's values as defaults of the other options. Raises VitseeError: unreadable, or an
+    unknown option."""
     if path is None:
         return
     try:
@@ -112,11 +109,11 @@ def commands_of(ctx: click.Context) -> Commands:
 def settings(
     texts: Sequence[str], memory: int | None, ctx: click.Context, analyses: Iterable[str]
 ) -> dict[str, list[Setting]]:
-    """Command -> its options that `ANALYSIS.OPTION=VALUE` set, and --memory of those that have it.
+    """Command -> its options set by `ANALYSIS.OPTION=VALUE`, and --memory of those that have it.
 
     Raises:
-        click.UsageError: no such analysis or option, one that the study decides, or a value that it
-            does not take.
+        click.UsageError: no such analysis or option, one that the study decides, or an invalid
+            value.
     """
     from vitsee_core.study.steps import Setting
 
@@ -173,8 +170,8 @@ def _setting(param: click.Option, option: str, given: list[str], ctx: click.Cont
 
 
 def in_a_study(text: str, command: click.Command, own: click.Command) -> str:
-    """A message of a step's command with its options as the study has them: its own as they are,
-    those of a model's name behind `?`, others by --set."""
+    """A message of a step's command with its options as the study has them: the study's own
+    unchanged, those of a model's name after `?`, others by --set."""
     from vitsee_cli.model_options import NAMED_OPTIONS
 
     kept = {word for param in own.params for word in param.opts}

@@ -247,14 +247,13 @@ def _distances(a: Store, b: Store, block: StoredAttention, execution: Execution)
     with counting(execution.progress, rows.n):
         summaries = execution.fold(a, make, rows).result()
     summary = summaries[stored]
-    mean: NDArray[Any] = summary.mean[block.row, : block.n_heads]
-    return mean
+    return summary.mean[block.row, : block.n_heads]
 
 
 def _groups(
     distances: NDArray[Any], window: int | None, cumulative: bool
 ) -> list[NDArray[np.int64]]:
-    """Numbers of the heads in each group, from the most local on."""
+    """Indices of the heads in each group, from the most local on."""
     n = len(distances)
     if cumulative and window is not None:
         raise VitseeError("--window and --cumulative exclude each other")
@@ -283,7 +282,7 @@ def over_groups(h: Hsic, members: NDArray[np.float64]) -> Hsic:
 
     Args:
         h: rows are the H heads; cols the heads again, then the sites.
-        members: (groups, H) 1 where a head is in a group, else 0.
+        members: (groups, H) 1 if a head is in a group, else 0.
     """
     n = members.shape[1]
     own = ((members @ h.cross[..., :n]) * members).sum(-1)

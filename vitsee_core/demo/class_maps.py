@@ -33,13 +33,12 @@ CITIES = ("hemburg", "trouserville")  # of train and of val
 
 
 class Miniature(NamedTuple):
-    """One image. split: 0 trains, 1 tests; number: within it; classes: (height, width) 0 for the
-    background, then the ten classes."""
+    """One image."""
 
-    split: int
-    number: int
+    split: int  # 0 trains, 1 tests
+    number: int  # within it
     pixels: Pixels
-    classes: NDArray[np.uint8]
+    classes: NDArray[np.uint8]  # (height, width) 0 for the background, then the ten classes
 
 
 def write_class_maps(folder: str | Path, seed: int = 0, n_images: int = 12) -> None:
@@ -66,7 +65,6 @@ def _classes(scene: Scene) -> NDArray[np.uint8]:
 
 
 def _border(classes: NDArray[np.uint8]) -> Mask:
-    """Pixels beside one of another class."""
     found = np.zeros(classes.shape, bool)
     down, across = classes[1:] != classes[:-1], classes[:, 1:] != classes[:, :-1]
     found[1:] |= down

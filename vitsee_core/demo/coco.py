@@ -138,7 +138,6 @@ def _floor(size: tuple[int, int]) -> Mask:
 
 
 def _with_floor(scene: Scene, floor: Mask) -> Pixels:
-    """The scene with a darker floor."""
     dark = floor & ~scene.masks.any(0)
     return np.where(dark[..., None], scene.pixels // 2, scene.pixels).astype(np.uint8)
 

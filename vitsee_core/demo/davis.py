@@ -27,8 +27,14 @@ QUALITY = 95  # of the JPEG files
 
 @dataclass(frozen=True)
 class Clip:
-    """One video. size: height and width. objects: class, size, where it begins (row, column), how
-    far it moves a frame; later ones lie over earlier ones. void: a frame with a void strip."""
+    """One video.
+
+    Attributes:
+        size: height and width.
+        objects: class, size, start (row, column), movement per frame; later ones occlude earlier
+            ones.
+        void: a frame with a void strip.
+    """
 
     name: str
     n_frames: int

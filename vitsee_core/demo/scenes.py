@@ -37,19 +37,17 @@ _HUE_JITTER = 0.02  # of the colour wheel; classes are 0.1 apart
 
 @dataclass(frozen=True)
 class Sprite:
-    """An object without a place. pixels: (height, width, 3), black outside of the object. mask:
-    (height, width), with a pixel of the object in its first and last row and column. category: its
-    class."""
+    """An object without a place."""
 
-    pixels: Pixels
-    mask: Mask
-    category: int
+    pixels: Pixels  # (height, width, 3), black outside of the object
+    mask: Mask  # (height, width), with a pixel of the object in its first and last row and column
+    category: int  # its class
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A sprite whose first row and column are `top`, `left` of the scene; partly or wholly beyond
-    the frame it may be."""
+    """A sprite whose first row and column are `top`, `left` of the scene; it may be partly or
+    wholly beyond the frame."""
 
     sprite: Sprite
     top: int
@@ -58,16 +56,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class Scene:
-    """pixels: (height, width, 3). masks: (objects, height, width), what is seen of each object;
-    disjoint. classes: (objects,) numbers of `class_names`."""
+    """A rendered scene."""
 
-    pixels: Pixels
-    masks: Mask
-    classes: NDArray[np.int64]
+    pixels: Pixels  # (height, width, 3)
+    masks: Mask  # (objects, height, width), the visible part of each object; disjoint
+    classes: NDArray[np.int64]  # (objects,) numbers of `class_names`
 
 
 def class_names() -> list[str]:
-    """The names of the ten classes."""
     return list(_bundled()[1])
 
 
@@ -115,11 +111,11 @@ def background(size: tuple[int, int], seed: int | Sequence[int] = 0) -> Pixels:
 def compose(
     size: tuple[int, int], placed: Sequence[Placed], seed: int | Sequence[int] = 0
 ) -> Scene:
-    """Lay objects on a background; later ones lie over earlier ones.
+    """Place objects on a background; later ones occlude earlier ones.
 
     Args:
         size: (height, width) of the scene.
-        placed: the objects. One that cannot be seen has an empty mask.
+        placed: the objects. An invisible one has an empty mask.
         seed: of the background.
     """
     pixels = background(size, seed).copy()
@@ -139,11 +135,11 @@ def random_scene(
     seed: int | Sequence[int] = 0,
     categories: Sequence[int] | None = None,
 ) -> Scene:
-    """A scene of objects that lie wholly inside, a quarter to a half of its shorter side long.
+    """A scene of objects wholly inside, a quarter to a half of its shorter side long.
 
     Args:
         size: (height, width) of the scene.
-        n_objects: how many; they may cover one another.
+        n_objects: number of objects; they may occlude one another.
         seed: of objects, places and background.
         categories: the classes to draw from; all by default.
     """

@@ -79,7 +79,6 @@ def write_spair(folder: str | Path, seed: int = 0, separator: str = ":") -> None
 
 
 def _write_image(root: Path, category: str, i: int, seed: tuple[int, ...]) -> Shown:
-    """One image with its annotation and segmentation."""
     rng = np.random.default_rng(seed)
     size = SIZES[i % len(SIZES)]
     length = int(rng.integers(3 * min(size) // 5, 19 * min(size) // 20))

@@ -1,4 +1,4 @@
-"""What heads attend to, and how far."""
+"""Findings about attention heads: targets and distances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finding as one number that is made of rows of tables, with an interval.
+"""A finding as one number with an interval, computed from rows of tables.
 
 Every function takes the rows of an analysis and returns an `Estimate`: the number from all images,
 and the same number without each block of the images. Differences of two estimates over the same
@@ -22,10 +22,10 @@ Rows = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Estimate:
-    """value: from all images; without: (blocks,) the same without one block of the images each."""
+    """An estimate with its replicates."""
 
-    value: float
-    without: Float
+    value: float  # from all images
+    without: Float  # (blocks,) the same without one block of the images each
 
     def __sub__(self, other: Estimate) -> Estimate:
         return Estimate(self.value - other.value, self._paired(other) - other.without)
@@ -45,17 +45,16 @@ class Estimate:
 
 
 def above(limit: float, estimate: Estimate) -> Estimate:
-    """By how much an estimate exceeds a fixed number."""
+    """How much an estimate exceeds a fixed number."""
     return Estimate(estimate.value - limit, estimate.without - limit)
 
 
 def below(limit: float, estimate: Estimate) -> Estimate:
-    """By how much an estimate falls short of a fixed number."""
+    """How much an estimate falls short of a fixed number."""
     return Estimate(limit - estimate.value, limit - estimate.without)
 
 
 def negative(estimate: Estimate) -> Estimate:
-    """The same with the other sign."""
     return Estimate(-estimate.value, -estimate.without)
 
 
@@ -78,17 +77,14 @@ def combined(table: Table, rows: Rows, how: Callable[[Float], Float]) -> Estimat
 
 
 def mean(table: Table, rows: Rows) -> Estimate:
-    """The mean of the chosen rows."""
     return combined(table, rows, lambda values: values.mean(0))
 
 
 def least(table: Table, rows: Rows) -> Estimate:
-    """The smallest of the chosen rows."""
     return combined(table, rows, lambda values: values.min(0))
 
 
 def most(table: Table, rows: Rows) -> Estimate:
-    """The largest of the chosen rows."""
     return combined(table, rows, lambda values: values.max(0))
 
 
@@ -99,8 +95,7 @@ def mean_log(table: Table, rows: Rows) -> Estimate:
 
 def depths(table: Table, side: str = "") -> Float:
     """(rows,) relative depth of each row's site, 0 to 1."""
-    found: Float = table[f"rel_depth{side}"].astype(np.float64)
-    return found
+    return table[f"rel_depth{side}"].astype(np.float64)
 
 
 def blocks(table: Table) -> tuple[NDArray[np.int64], int]:
@@ -130,7 +125,7 @@ def ends(cka: Table) -> Estimate:
 
 
 def second_quarter(cka: Table) -> Estimate:
-    """Of the CNN's layers (b) between a quarter and a half of its depth: by how much more they
+    """For the CNN's layers (b) between a quarter and a half of its depth: how much more they
     resemble the ViT's lowest quarter (a) than its second one."""
     of_cnn = (depths(cka, "_b") > 0.25) & (depths(cka, "_b") <= 0.5)
     first = depths(cka, "_a") <= 0.25
@@ -139,7 +134,7 @@ def second_quarter(cka: Table) -> Estimate:
 
 
 def final_third(cka: Table) -> Estimate:
-    """By how much the ViT's highest third (a) resembles the CNN's layers (b) less than the rest."""
+    """How much less the ViT's highest third (a) resembles the CNN's layers (b) than the rest."""
     last = depths(cka, "_a") > 2 / 3
     return mean(cka, ~last) - mean(cka, last)
 
@@ -158,7 +153,7 @@ def within(cka: Table, block: str) -> Estimate:
 
 
 def _after(cka: Table, block: str) -> dict[str, NDArray[np.int64]]:
-    """(rows,) for each side: -1 before the block, 1 from its output on, 0 inside of it."""
+    """(rows,) for each side: -1 before the block, 1 from its output on, 0 inside it."""
     found = {}
     for side in "ab":
         sites, depth = cka[f"site_{side}"], cka[f"depth_{side}"].astype(np.int64)
@@ -181,9 +176,9 @@ def local_less_global(heads: Table) -> Estimate:
 
 
 def own_contrast(maps: Table) -> Estimate:
-    """Mean CKA of tokens with the patch in their own place, less that with all other patches.
+    """Mean CKA of tokens with the patch in their own place, minus that with all other patches.
 
-    maps: rows of localize, one a token and patch; patches that are the same in all images have no
+    maps: rows of localize, one per token and patch; patches that are equal in all images have no
     value and are left out.
     """
     places = [f"{row},{col}" for row, col in zip(maps["row"], maps["col"], strict=True)]
@@ -220,9 +215,9 @@ def rise(table: Table) -> Estimate:
 
 
 def offset_focus(heads: Table, offset: float = 0.5) -> Estimate:
-    """The largest share of a head's attention that lies in a focus off the query's own cell.
+    """The largest share of a head's attention in a focus off the query's own cell.
 
-    heads: rows `offset_cells` and `focus_mass` of head-types; offset: cells, at least.
+    heads: rows `offset_cells` and `focus_mass` of head-types; offset: minimum, in cells.
     """
     focus, offsets = heads.where(metric="focus_mass"), heads.where(metric="offset_cells")
     return most(focus, offsets["value"].astype(np.float64) >= offset)

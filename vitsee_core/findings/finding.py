@@ -1,4 +1,4 @@
-"""What a finding of a paper is."""
+"""A finding of a paper."""
 
 from __future__ import annotations
 

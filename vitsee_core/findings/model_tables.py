@@ -1,4 +1,4 @@
-"""The tables that findings are made of, each made when it is first asked for."""
+"""The tables behind findings, each computed on first use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_PLACED = 1000
 
 
 class ModelTables:
-    """Tables of models by the names that findings have for them."""
+    """Tables of models, under the names that findings use for them."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ModelTables:
         training: Mapping[str, Store],
         execution: Execution = DEFAULT,
     ) -> None:
-        """stores: of each model; training: of the same models, over images to learn from."""
+        """stores: of each model; training: of the same models, over training images."""
         self._stores, self._training, self._execution = stores, training, execution
         self._kept: dict[tuple[str, ...], Table] = {}
 
@@ -51,11 +51,7 @@ class ModelTables:
         return self._stores[model]
 
     def train(self, model: str) -> Store:
-        """Block outputs of the training images.
-
-        Raises:
-            MissingInput: there is no such store.
-        """
+        """Block outputs of the training images. Raises MissingInput: there is no such store."""
         if model not in self._training:
             label = self.store(model).label
             raise MissingInput(f"there is no store {label}-train of images to learn from")
@@ -66,11 +62,8 @@ class ModelTables:
         return self.store(model)
 
     def keypoints(self, model: str) -> Table:
-        """PCK at 0.1 of every block.
-
-        Raises:
-            MissingInput: there are no keypoints beside these stores.
-        """
+        """PCK at 0.1 of every block. Raises MissingInput: there are no keypoints for these
+        stores."""
         raise MissingInput(f"{self.store(model).label}: it takes keypoints: vitsee keypoints")
 
     def _keep(self, key: tuple[str, ...], make: Callable[[], Table]) -> Table:
@@ -207,8 +200,8 @@ class ModelTables:
 
 
 def cells(maps: NDArray[Any], grid: tuple[int, int]) -> NDArray[Any] | None:
-    """(images, places, positions, channels) of maps (images, rows, cols, channels), place by place
-    of a coarser grid; None where that is no division."""
+    """(images, places, positions, channels) of maps (images, rows, cols, channels), grouped by
+    place of a coarser grid; None if the grids do not divide evenly."""
     n, *size, channels = maps.shape
     rows, cols = (length // of for length, of in zip(size, grid, strict=True))
     if (rows * grid[0], cols * grid[1]) != tuple(size):
@@ -239,6 +232,6 @@ def place_contrast(rows: Float, cols: Float, keep: Mask) -> float:
 
 
 def layers(store: Store) -> tuple[str, ...]:
-    """What is compared by CKA, of these groups those that a store has."""
+    """The sites compared by CKA, those of these groups that a store has."""
     there = {group for site in store.sites.values() for group in site.groups}
     return tuple(group for group in SITES if group in there)

@@ -1,7 +1,7 @@
-"""The findings of the papers that are looked for, each as a number above 0 if it holds.
+"""The findings of the papers, each as a number above 0 if it holds.
 
-Which third, half or quarter of the layers is meant, and which models are compared, is said here and
-was chosen from the papers' text and not from the numbers.
+Which third, half or quarter of the layers is meant, and which models are compared, is defined here
+and was chosen from the papers' text and not from the numbers.
 """
 
 from vitsee_core.findings import attention, similarity, skips, training

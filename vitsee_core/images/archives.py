@@ -21,7 +21,7 @@ def open_tars(tars: Sequence[Path], name: str) -> ImageSource:
     """The images of tar files, sorted by code point of their paths; nothing is unpacked.
 
     A path is the one in the tar; with several tars, and for a tar inside another, the tar's name
-    without its suffix is a folder before it, so that one tar per class gives class folders. A
+    without its suffix is prepended as a folder, so that one tar per class gives class folders. A
     member that was appended again replaces the earlier one, as in unpacking.
 
     Raises:
@@ -45,7 +45,7 @@ def open_zips(zips: Sequence[Path], name: str) -> ImageSource:
     """The images of zip files, by the rules of `open_tars`; nothing is unpacked.
 
     Raises:
-        DataError: a damaged or encrypted zip, members that are packed otherwise than by deflate, or
+        DataError: a damaged or encrypted zip, members with a compression other than deflate, or
             none with an image.
     """
     found: dict[str, ZipMember] = {}

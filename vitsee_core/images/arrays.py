@@ -1,4 +1,4 @@
-"""Arrays in an .npz file: images, and beside them labels, class names, splits."""
+"""Arrays in an .npz file: images, and optionally labels, class names, splits."""
 
 from __future__ import annotations
 

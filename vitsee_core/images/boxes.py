@@ -1,4 +1,4 @@
-"""Boxes: parts of an image file that are taken for images, x0 y0 x1 y1 in the file's pixels."""
+"""Boxes: parts of an image file that are used as images, x0 y0 x1 y1 in the file's pixels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class BoxOpener(Opener):
     whole: Opener
 
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
-        """An opener of parts of what the heir opens."""
         heir, fds = self.whole.inherit()
         return BoxOpener(heir), fds
 
@@ -52,10 +51,10 @@ class BoxOpener(Opener):
 
 
 def parse_box(text: str) -> Box:
-    """A box as lists have it: four numbers with spaces, commas or semicolons between them.
+    """A box as in lists: four numbers separated by spaces, commas or semicolons.
 
     Raises:
-        DataError: it is none, or empty.
+        DataError: not a box, or empty.
     """
     words = text.strip().strip("[]()").replace(",", " ").replace(";", " ").split()
     try:
@@ -70,7 +69,7 @@ def parse_box(text: str) -> Box:
 
 
 def box_text(box: Sequence[float], between: str = " ") -> str:
-    """The four numbers, without zeros at their ends."""
+    """The four numbers, without trailing zeros."""
     return between.join(f"{float(edge):.7g}" for edge in box)
 
 
@@ -78,8 +77,7 @@ def box_pixels(box: Sequence[float], size: Size | None) -> tuple[int, int, int, 
     """Top, left, bottom, right of x0, y0, x1, y1, rounded as Pillow's crop does.
 
     Raises:
-        DataError: it is empty, or reaches out of an image of this size (height, width), where one
-            is given.
+        DataError: it is empty, or exceeds an image of this size (height, width), if given.
     """
     numbers = [float(edge) for edge in box]
     if len(numbers) != 4 or not all(map(math.isfinite, numbers)):

@@ -12,14 +12,14 @@ Edges = NDArray[np.int64]
 
 
 def cell_edges(layout: TokenLayout, size: tuple[int, ...]) -> tuple[Edges, Edges]:
-    """Where the rows and the columns of cells begin and end, (rows + 1,) and (cols + 1,).
+    """The edges of the rows and of the columns of cells, (rows + 1,) and (cols + 1,).
 
-    Cell (r, c) is the pixels from round(offset_px + (r, c) stride_px) to round(offset_px +
-    (r + 1, c + 1) stride_px), cut at the borders of an image of `size` (height, width): it may be
-    empty there. Pixels that no cell has belong to none.
+    Cell (r, c) is the pixels from round(offset_px + (r, c) stride_px) to round(offset_px + (r + 1,
+    c + 1) stride_px), clipped to an image of `size` (height, width), and may be empty there. Pixels
+    outside all cells belong to none.
 
     Raises:
-        VitseeError: the layout has no grid, or does not say where it lies.
+        VitseeError: the layout has no grid, or an unknown position.
     """
     if layout.grid is None or layout.stride_px is None:
         raise VitseeError("these tokens do not say which pixels are theirs: no grid, or no stride")

@@ -1,4 +1,4 @@
-"""From where an image lies to the decoded image and the hash of its bytes.
+"""From an image's location to the decoded image and the hash of its bytes.
 
 Loading workers run this module: it imports neither torch nor timm, so that a worker starts in a
 fifth of a second.
@@ -37,7 +37,7 @@ ZipMember = tuple[int, str, int, int, int, bool, int]
 
 
 class Opener(ABC):
-    """Reads the image at a location; a location is whatever its source lists."""
+    """Reads the image at a location, in whatever form its source lists locations."""
 
     def load(self, location: Any) -> tuple[Image.Image, int]:
         """The decoded image in its own mode, and the 64-bit hash of its encoded bytes.
@@ -52,22 +52,22 @@ class Opener(ABC):
         """The 64-bit hash that `load` returns, without decoding the image.
 
         Raises:
-            ImageError: missing or truncated; bytes that are no image have a hash like others.
+            ImageError: missing or truncated; bytes that are not an image have a hash, too.
         """
         with _read_of(location):
             return hash64(self._bytes(location))
 
     def size(self, location: Any) -> Size:
-        """(height, width) that `load` gives, from the image's header where that will do.
+        """(height, width) of the result of `load`, from the image's header if possible.
 
         Raises:
-            ImageError: missing or truncated, or no image.
+            ImageError: missing, truncated, or not an image.
         """
         with _read_of(location):
             return self._size(location)
 
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
-        """An opener to send to a worker, and the descriptors the worker has to inherit."""
+        """An opener to send to a worker, and the descriptors that the worker must inherit."""
         return self, ()
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Opener(ABC):
 
     @abstractmethod
     def _bytes(self, location: Any) -> bytes:
-        """What the hash is of."""
+        """The hashed bytes."""
 
     def _size(self, location: Any) -> Size:
         return header_size(str(location), io.BytesIO(self._bytes(location)))
@@ -218,7 +218,6 @@ class JointOpener(Opener):
     parts: tuple[Opener, ...]
 
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
-        """The heirs of all parts, and all their descriptors."""
         heirs = [part.inherit() for part in self.parts]
         return JointOpener(tuple(heir for heir, _ in heirs)), sum((fds for _, fds in heirs), ())
 
@@ -237,7 +236,7 @@ class JointOpener(Opener):
 
 @contextmanager
 def _read_of(location: Any) -> Iterator[None]:
-    """A context in which the system's errors on one image become an ImageError."""
+    """Context that turns the system's errors on one image into an ImageError."""
     try:
         yield
     except OSError as error:
@@ -256,10 +255,10 @@ def _check_bytes(name: str, size: int) -> None:
 def decode(name: str, encoded: bytes) -> tuple[Image.Image, int]:
     """The decoded image in its own mode and the hash of `encoded`.
 
-    EXIF orientation is left alone, as timm's and torchvision's evaluation do.
+    EXIF orientation is not applied, as in timm's and torchvision's evaluation.
 
     Raises:
-        ImageError: the bytes are no whole image of at most `Image.MAX_IMAGE_PIXELS`.
+        ImageError: not a whole image of at most `Image.MAX_IMAGE_PIXELS`.
     """
     if not encoded:
         raise ImageError(name, "the file is empty")
@@ -270,17 +269,17 @@ def decode(name: str, encoded: bytes) -> tuple[Image.Image, int]:
 
 
 def header_size(name: str, file: IO[bytes]) -> Size:
-    """(height, width) as an image's header says.
+    """(height, width) according to an image's header.
 
     Raises:
-        ImageError: it is no image, or too large to be one.
+        ImageError: not an image, or too large to be one.
     """
     with _pillow(name), _opened(name, file) as image:
         return image.height, image.width
 
 
 def _opened(name: str, file: IO[bytes]) -> Image.Image:
-    """An image whose header was read, and no pixel."""
+    """An image with its header read, but no pixels."""
     image, most = Image.open(file), Image.MAX_IMAGE_PIXELS
     if most and image.width * image.height > most:
         size = f"{image.width} x {image.height}"
@@ -290,7 +289,7 @@ def _opened(name: str, file: IO[bytes]) -> Image.Image:
 
 @contextmanager
 def _pillow(name: str) -> Iterator[None]:
-    """A context in which whatever Pillow raises becomes an ImageError."""
+    """Context that turns whatever Pillow raises into an ImageError."""
     try:
         yield
     except (MemoryError, ImageError):
@@ -314,7 +313,7 @@ def load_into(
     """Load images one after another into `out` (images, channels, height, width).
 
     Returns which are valid, their hashes, their sizes (images, 2) as decoded (height, width), and
-    (position, reason) of those that are not valid, which have zeros in `out`, hash 0 and size 0.
+    (position, reason) of invalid ones, which have zeros in `out`, hash 0 and size 0.
     """
     valid = np.zeros(len(locations), np.bool_)
     hashes = np.zeros(len(locations), np.uint64)
@@ -334,6 +333,6 @@ def load_into(
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text on one line, cut at 200 characters; its kind where it has none."""
+    """An error's text on one line, cut at 200 characters; its type if it has none."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:_REASON_LENGTH]

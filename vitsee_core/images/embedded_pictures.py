@@ -1,4 +1,4 @@
-"""Pictures within a sidecar: PNG in base64, so that a figure can be drawn from its table alone."""
+"""Pictures in a sidecar: PNG in base64, so that a figure can be drawn from its table alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a data set, and with one image of it."""
+"""Errors of a data set, and of one image of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vitsee_stores.errors import VitseeError
 
 
 class DataError(VitseeError):
-    """The data, the split or the selection cannot be used as asked."""
+    """The data, the split or the selection cannot be used as requested."""
 
 
 class ImageError(VitseeError):

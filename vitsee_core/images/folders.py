@@ -1,5 +1,5 @@
-"""Image folders, class folders or flat: which files are images, and the rules by which classes
-and splits follow from their paths, for tar files too."""
+"""Image folders, with class folders or flat: which files are images, and how classes and splits
+follow from their paths, also in tar files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EXTENSIONS = frozenset(
 def open_folder(path: Path, name: str) -> ImageSource:
     """The images below a folder, in the order of their paths (by code point, forward slashes).
 
-    A sample's id is its path below the folder; `classify` finds its class and split.
+    A sample's id is its path below the folder; `classify` determines its class and split.
 
     Raises:
         DataError: no images, or a folder that cannot be read.
@@ -99,9 +99,10 @@ def natural_key(text: str) -> tuple[list[int | str], str]:
 def walk(root: str) -> list[str]:
     """Paths of all images below `root`, with forward slashes, sorted by code point.
 
-    Links are followed unless they lead back to a folder they lie in; names that start with a dot
-    are ignored. Left out with a warning: images whose name is not UTF-8, as ids are, and folders
-    below `root` that hold a store, a study or results of vitsee, whose pictures are no data.
+    Links are followed unless they lead back to a folder that contains them; names that start with a
+    dot are ignored. Left out with a warning: images whose name is not UTF-8, as ids are, and
+    folders below `root` that hold a store, a study or results of vitsee, whose pictures are not
+    data.
 
     Raises:
         DataError: a folder cannot be read.
@@ -141,7 +142,7 @@ def _walk(
 
 
 def _written_by_us(entries: Sequence[os.DirEntry[str]]) -> str:
-    """What vitsee wrote into the folder of these entries; "" where it wrote nothing."""
+    """What vitsee wrote into the folder with these entries; "" if nothing."""
     for entry in entries:
         if entry.name == ZARR_JSON:
             return "a store"

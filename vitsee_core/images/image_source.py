@@ -21,10 +21,14 @@ from vitsee_stores.manifest import Samples
 class ImageSource:
     """Samples in the data set's own order, which does not depend on the machine.
 
-    `ids` are unique; `labels` hold -1 where there is none; `splits` hold "" where there is none;
-    `class_names` is None where labels are bare numbers or absent; `split` is the expression that
-    picked these samples, if one did; `boxes` (samples, 4) are the parts of their files that images
-    are, NaN for whole ones, None where all are whole.
+    Attributes:
+        ids: unique.
+        labels: -1 for none.
+        splits: "" for none.
+        class_names: None if labels are bare numbers or absent.
+        split: the expression that selected these samples, if any.
+        boxes: (samples, 4) the parts of their files that images are, NaN for whole ones, None if
+            all are whole.
     """
 
     name: str
@@ -42,7 +46,6 @@ class ImageSource:
 
     @cached_property
     def samples(self) -> Samples:
-        """Every sample, in the data set's order."""
         return self.samples_at(np.arange(len(self), dtype=np.int64))
 
     def samples_at(self, index: NDArray[np.int64]) -> Samples:
@@ -61,7 +64,7 @@ class ImageSource:
         For arrays the hash is of the image's shape and pixels.
 
         Raises:
-            ImageError: the image is missing, damaged, or none.
+            ImageError: the image is missing, damaged, or not an image.
         """
         try:
             return self.opener.load(self.locations[index])
@@ -80,10 +83,10 @@ class ImageSource:
             raise ImageError(self.ids[index], error.reason) from None
 
     def size(self, index: int) -> tuple[int, int]:
-        """Height and width of the image that `read` returns, from its header where that will do.
+        """Height and width of the result of `read`, from the image's header if possible.
 
         Raises:
-            ImageError: the image is missing, or none.
+            ImageError: the image is missing, or not an image.
         """
         try:
             return self.opener.size(self.locations[index])
@@ -109,7 +112,7 @@ class ImageSource:
 
 
 def join(name: str, parts: Sequence[ImageSource]) -> ImageSource:
-    """Several sources one after the other; they must name the same classes.
+    """Several sources concatenated; they must name the same classes.
 
     Raises:
         DataError: the parts name different classes.

@@ -24,7 +24,7 @@ _LABELS = ("label", "labels", "fine_label")
 
 
 def refuse_iterable(data: str) -> DataError:
-    """The error for data sets that can only be read from front to back."""
+    """The error for data sets that only support sequential access."""
     kinds = ", ".join(f"{kind}/" for kind in RANDOM_ACCESS)
     return DataError(
         f"{data} is read from front to back, and vitsee needs any image at any time; unpack it to "

@@ -140,11 +140,8 @@ def _boxes(texts: Sequence[str], lines: Sequence[int], name: str) -> list[Box | 
 
 
 def _cut(whole: ImageSource, boxes: Sequence[Box | None], lines: Sequence[int]) -> ImageSource:
-    """The boxes' parts of images; the headers of files with a box are read.
-
-    Raises:
-        DataError: a box reaches out of its image.
-    """
+    """The boxes' parts of images; reads the headers of files with a box. Raises DataError: a box
+    exceeds its image."""
     for k, box in enumerate(boxes):
         if box is None:
             continue
@@ -160,7 +157,7 @@ def _cut(whole: ImageSource, boxes: Sequence[Box | None], lines: Sequence[int]) 
 
 
 def _labels(values: list[str] | None, n: int) -> tuple[NDArray[np.int64], list[str] | None]:
-    """Labels and class names; names are None where every label is a number or empty."""
+    """Labels and class names; names are None if every label is a number or empty."""
     if values is None:
         return np.full(n, -1, np.int64), None
     try:
@@ -212,7 +209,7 @@ def _rows(path: Path, name: str) -> Iterator[Row]:
 
 
 def _text_rows(text: str) -> Iterator[Row]:
-    """A path a line, and its label where every line ends in a number, as ImageNet's lists."""
+    """A path per line, and its label if every line ends in a number, as in ImageNet's lists."""
     lines = [(k, line.strip()) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
     parts = [(k, line.rsplit(maxsplit=1)) for k, line in lines]
     if all(len(part) == 2 and re.fullmatch("-?[0-9]+|n[0-9]{8}", part[1]) for _, part in parts):

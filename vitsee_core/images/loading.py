@@ -1,4 +1,4 @@
-"""Batches of pixels in a fixed order, loaded ahead of whoever uses them."""
+"""Batches of pixels in a fixed order, loaded ahead of their consumer."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ ON_ERROR = ("nan", "fail")
 class Batch:
     """Consecutive rows of a selection.
 
-    `pixels` is uint8 (images, channels, height, width) after resize and crop. A row whose image
-    could not be read has zeros, `valid` False, `hash` 0, `size` 0 and an entry in `errors`: row
-    number in the selection, id, reason. `size` (images, 2) is height and width as decoded, EXIF
-    orientation not applied.
+    Attributes:
+        pixels: uint8 (images, channels, height, width) after resize and crop.
+        valid: False for an unreadable image, which has zeros, hash 0, size 0 and an entry in
+            `errors`.
+        errors: row number in the selection, id, reason.
+        size: (images, 2) height and width as decoded, EXIF orientation not applied.
     """
 
     rows: slice
@@ -58,9 +60,9 @@ def batches(
 ) -> Generator[Batch]:
     """One batch for each range of `rows`, in their order, whatever the number of workers.
 
-    Loading runs ahead of the consumer: in a thread (`workers=0`) or in that many processes. At
-    most six batches are in memory, more only where a batch has fewer images than there are
-    workers. Closing or dropping the iterator stops the workers.
+    Loading runs ahead of the consumer: in a thread (`workers=0`) or in that many processes. At most
+    six batches are in memory, more only if a batch has fewer images than there are workers. Closing
+    or dropping the iterator stops the workers.
 
     Raises:
         ImageError: an image cannot be read and `on_error` is "fail".
@@ -121,10 +123,8 @@ def _load_here(
 
 
 def _ahead(produce: Callable[[threading.Event], Generator[Loaded]]) -> Generator[Loaded]:
-    """What `produce` yields, made up to two items ahead in a thread that ends with this generator.
-
-    An exception of the thread is raised here.
-    """
+    """Items of `produce`, made up to two ahead in a thread that ends with this generator. An
+    exception of the thread is raised here."""
     # Simple queues, which a KeyboardInterrupt in the middle of `get` leaves usable: it can leave a
     # Queue's lock taken, and the thread would wait for it for ever. `room` has a token for each
     # item that the thread may put.

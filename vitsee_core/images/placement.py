@@ -1,4 +1,4 @@
-"""Where an image came to lie on a model's input, and with it everything that is drawn on it."""
+"""The position of an image on a model's input, and with it of everything drawn on it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _DECIDING = (
 
 @dataclass(frozen=True)
 class Placement:
-    """The edges of the whole image on the model's input, in its pixels: 0 is the left or upper
-    edge of the first, and beyond the input lies what was cropped."""
+    """The edges of the whole image on the model's input, in its pixels: 0 is the left or upper edge
+    of the first, and cropped parts are beyond the input."""
 
     top: float
     left: float
@@ -52,7 +52,7 @@ class Placement:
     right: float
 
     def points(self, xy: NDArray[Any], size: Sequence[int]) -> NDArray[np.float64]:
-        """(points, 2) x, y on the input, in pixels whose centres have whole numbers.
+        """(points, 2) x, y on the input, in pixels whose centres are integers.
 
         Args:
             xy: (points, 2) x, y in pixels of the original image, counted alike.
@@ -62,8 +62,7 @@ class Placement:
         begin = np.array([self.left, self.top])
         end = np.array([self.right, self.bottom])
         sides = np.array([size[1], size[0]])
-        found: NDArray[np.float64] = begin + (at + 0.5) * (end - begin) / sides - 0.5
-        return found
+        return begin + (at + 0.5) * (end - begin) / sides - 0.5
 
     def on_image(self, layout: TokenLayout) -> NDArray[np.bool_]:
         """(rows, cols) which cells of a grid have their centre on the image.
@@ -82,20 +81,19 @@ class Placement:
         )
         down = (rows > self.top) & (rows < self.bottom)
         across = (cols > self.left) & (cols < self.right)
-        found: NDArray[np.bool_] = down[:, None] & across
-        return found
+        return down[:, None] & across
 
 
 def place(
     transform: Mapping[str, Any], size: Sequence[int], box: Sequence[float] | None = None
 ) -> Placement:
-    """Where the whole image lies on the model's input, beyond it where it was cropped.
+    """The position of the whole image on the model's input, beyond it where it was cropped.
 
     Args:
         transform: a store's, or a model's.
         size: height and width of the original image (`store.sizes`); with a box those of its file.
-        box: x0, y0, x1, y1 of the part of the file that was taken for an image, cut out before
-            everything else; rounded to whole pixels, as Pillow's crop does.
+        box: x0, y0, x1, y1 of the part of the file that is the image, cut out before everything
+            else; rounded to whole pixels, as Pillow's crop does.
 
     Raises:
         DataError: a transform that does more than resize and crop, an image without pixels, a box

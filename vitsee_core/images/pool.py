@@ -79,7 +79,7 @@ def load_with_workers(
     n_workers: int,
     stopped: threading.Event,
 ) -> Generator[Loaded]:
-    """The batches in order; each is cut into tasks that go to whichever worker has room.
+    """The batches in order; each is cut into tasks for the workers as they have room.
 
     Ends early when `stopped`. The shared memory has room for two batches, or as many as give every
     worker two tasks.

@@ -20,7 +20,7 @@ _NAMES_SHOWN = 5
 
 @dataclass(frozen=True)
 class Selection:
-    """Samples in the store's order. `notes` are lines for the user about what could not be met."""
+    """Samples in the store's order. `notes` are remarks about requests that could not be met."""
 
     samples: Samples
     source: ImageSource
@@ -29,7 +29,7 @@ class Selection:
 
     @property
     def class_names(self) -> list[str] | None:
-        """Names of the classes that labels count, or None."""
+        """Names of the classes, or None."""
         return self.source.class_names
 
     def __len__(self) -> int:
@@ -57,15 +57,15 @@ def select(
 ) -> Selection:
     """Choose samples and their order.
 
-    `images` takes the first so many of the seeded random order (a random sample), or of the data
-    set's order with `order="dataset"`. `per_class` takes the first so many of every class in the
-    seeded random order, whatever `order` is; samples without a label are left out, and smaller
-    values give subsets of larger ones. `order` is then how the chosen samples are stored. `only`
-    is a file that names the images to choose from (see `named_only`).
+    `images` takes the first of the seeded random order (a random sample), or of the data set's
+    order with `order="dataset"`. `per_class` takes the first of every class in the seeded random
+    order, whatever `order` is; samples without a label are left out, and smaller values give
+    subsets of larger ones. `order` is then how the chosen samples are stored. `only` is a file that
+    names the images to choose from (see `named_only`).
 
     Raises:
         DataError: counts below 1, both counts, an unknown order, a negative seed, no labels for
-            `per_class`, no samples, or a line of `only` that names none.
+            `per_class`, no samples, or a line of `only` without a match.
     """
     _check(source, images, per_class, seed, order)
     shuffled = random_order(len(source), seed)

@@ -20,10 +20,10 @@ _RAM_DISK = Path("/dev/shm")
 class SharedBlock:
     """`size` bytes shared with children started with `fd` among their inherited descriptors.
 
-    One descriptor a block, however many arrays live in it; whoever made the block closes `fd` once
-    the children have started, and the memory lives until its last view is freed. The file
-    behind it has no name, so that nothing is left over when every process is killed. Pickled as
-    its descriptor's number: only an heir can unpickle it.
+    One descriptor per block, however many arrays it holds; the creator closes `fd` once the
+    children have started, and the memory lives until its last view is freed. The file behind it has
+    no name, so that nothing is left over when every process is killed. Pickles as its descriptor's
+    number: only a child that inherited it can unpickle it.
     """
 
     def __init__(self, size: int, fd: int | None = None) -> None:
@@ -41,7 +41,7 @@ class SharedBlock:
 
 
 def _anonymous_file(size: int) -> int:
-    """A descriptor of an unnamed file of that size, in memory where there is room for it."""
+    """A descriptor of an unnamed file of that size, in memory if there is room for it."""
     # Containers often come with 64 MB here; a page that finds no room kills the process.
     in_memory = _RAM_DISK.is_dir() and shutil.disk_usage(_RAM_DISK).free > size
     try:

@@ -1,5 +1,5 @@
-"""What resize and crop do to an image's sides: sizes and corners in whole pixels, as (height,
-width) and (top, left). `transform` moves pixels by them, `placement` moves points."""
+"""Geometry of resize and crop: sizes and corners in whole pixels, as (height, width) and (top,
+left). `transform` moves pixels by them, `placement` moves points."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Size", "corner_size", "crop_corner", "resized", "resized_keep_ratio"
 
 
 def resized(size: Size, edges: tuple[int, ...]) -> Size:
-    """Of one edge the shorter side's length, the longer one's rounded down; else both."""
+    """For one edge the shorter side's length, the longer one's rounded down; else both."""
     if len(edges) == 2:
         return edges[0], edges[1]
     height, width = size
@@ -19,20 +19,20 @@ def resized(size: Size, edges: tuple[int, ...]) -> Size:
 
 
 def resized_keep_ratio(size: Size, target: Size, longest: float) -> Size:
-    """Inside of the target (`longest` 1) or around it (0), in the image's own proportions."""
+    """Inside the target (`longest` 1) or around it (0), in the image's own proportions."""
     ratios = size[0] / target[0], size[1] / target[1]
     ratio = max(ratios) * longest + min(ratios) * (1.0 - longest)
     return round(size[0] / ratio), round(size[1] / ratio)
 
 
 def crop_corner(side: int, target: int) -> int:
-    """Where a centred crop begins in a side of an image; below 0 where it is padded."""
+    """Start of a centred crop along a side of an image; negative if it is padded."""
     if side < target:
         return -((target - side) // 2)
     return round((side - target) / 2.0)
 
 
 def trimmed(size: Size, border: int) -> tuple[Size, Size]:
-    """The corner where the rest begins, and its size, when a border is cut off all around."""
+    """The corner of the rest, and its size, after cutting a border off all around."""
     corner = min(border, size[0]), min(border, size[1])
     return corner, (max(0, size[0] - 2 * border), max(0, size[1] - 2 * border))

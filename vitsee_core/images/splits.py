@@ -1,4 +1,4 @@
-"""Which part of a data set: `train`, `train[:45000]`, `test[10%:20%]`, `train+test`."""
+"""Parts of a data set: `train`, `train[:45000]`, `test[10%:20%]`, `train+test`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVERYTHING = "all"
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a split expression: a split's name and bounds as they were written."""
+    """One part of a split expression: a split's name and bounds as written."""
 
     name: str
     start: str

@@ -1,8 +1,8 @@
-"""A caller's own transform as a configuration of timm's, proven on pictures.
+"""A caller's own transform as a timm configuration, verified on pictures.
 
-Stores keep 8-bit pixels, their hashes and a transform in plain numbers, so that a picture can be
-prepared again without anybody's code. A torchvision transform is therefore read, not kept: what its
-steps say becomes a configuration, which must then give the same input as the transform itself.
+Stores record 8-bit pixels, their hashes and a transform in plain numbers, so that a picture can be
+prepared again without anybody's code. A torchvision transform is therefore read, not stored: its
+steps give a configuration, which must then produce the same input as the transform itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _from_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _StepValues:
-    """What the steps of a transform say; resize: an edge or (rows, cols)."""
+    """Values of a transform's steps; resize: an edge or (rows, cols)."""
 
     resize: int | tuple[int, int] | None = None
     interpolation: str = "bilinear"
@@ -165,17 +165,14 @@ def _from_steps(steps: _StepValues) -> dict[str, Any]:
 
 
 def _share(crop: int, edge: int) -> float:
-    """The crop_pct from which timm finds this edge: floor(crop / crop_pct)."""
+    """The crop_pct from which timm computes this edge: floor(crop / crop_pct)."""
     exact = crop / edge
     return exact if math.floor(crop / exact) == edge else crop / (edge + 0.5)
 
 
 def _prove(transform: Any, config: Mapping[str, Any]) -> None:
-    """The configuration gives what the transform gives, on noise of three shapes.
-
-    Raises:
-        DataError: it does not, or the transform fails.
-    """
+    """Check that the configuration equals the transform, on noise of three shapes. Raises
+    DataError: it does not, or the transform fails."""
     import torch
 
     recipe = make_recipe(config)

@@ -54,7 +54,7 @@ class Recipe:
         """Pixels (channels, height, width).
 
         Raises:
-            ImageError: the image's mode or size cannot be brought to the model's.
+            ImageError: an image mode or size that cannot be converted to the model's.
         """
         image = to_mode(image, _MODES[self.shape[0]])
         if self.whole is not None:
@@ -72,7 +72,7 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
     """The image as 8-bit "RGB" or "L" (see the module's text for the conventions).
 
     Raises:
-        ImageError: 32-bit pixels, whose white is not known.
+        ImageError: 32-bit pixels, whose white is unknown.
     """
     # Pillow < 11 opens 16-bit PNG files with mode "I".
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
@@ -107,8 +107,7 @@ def make_recipe(transform: Mapping[str, Any]) -> Recipe:
 
 
 def usual_steps(transform: Mapping[str, Any]) -> list[Step] | None:
-    """What timm does for these settings; None where they hold something unusual, which is its own
-    to judge."""
+    """timm's steps for these settings; None for unusual ones, which timm itself must decide."""
     height, width = transform["input_size"][1:]
     mode, interpolation = transform.get("crop_mode"), transform.get("interpolation")
     share, border = transform.get("crop_pct"), transform.get("crop_border_pixels")
@@ -141,10 +140,10 @@ def usual_steps(transform: Mapping[str, Any]) -> list[Step] | None:
 
 
 def steps_of_timm(transform: Mapping[str, Any]) -> tuple[list[Step], Any]:
-    """timm's steps, and timm's transform itself where one of them is not known here.
+    """timm's steps, and timm's transform itself if one of them is unknown here.
 
     Raises:
-        DataError: the config is none that timm can build.
+        DataError: timm cannot build the config.
     """
     from timm.data.transforms_factory import create_transform
 
@@ -163,12 +162,12 @@ def steps_of_timm(transform: Mapping[str, Any]) -> tuple[list[Step], Any]:
 def normalise(
     pixels: torch.Tensor, transform: Mapping[str, Any], device: torch.device | str
 ) -> torch.Tensor:
-    """Uint8 pixels (images, channels, height, width) as the model takes them: float32, on `device`.
+    """Uint8 pixels (images, channels, height, width) as the model's input: float32, on `device`.
 
     (pixels / 255 - mean) / std, bitwise equal on CPU and CUDA to timm's `ToTensor`, `Normalize`.
 
     Raises:
-        DataError: mean and std have neither one value nor one a channel.
+        DataError: mean and std have neither one value nor one per channel.
     """
     import torch
 
@@ -187,7 +186,7 @@ def normalise(
 
 @functools.lru_cache(maxsize=16)
 def _constant(values: tuple[float, ...], device: str) -> torch.Tensor:
-    """(1, values, 1, 1) float32, kept on the device: its way there waits for all that is under way
+    """(1, values, 1, 1) float32, cached on the device: a copy would wait for all pending work
     there."""
     import torch
 
@@ -196,7 +195,7 @@ def _constant(values: tuple[float, ...], device: str) -> torch.Tensor:
 
 
 def _lower(step: Any) -> Step | None:
-    """A torchvision or timm step as a Pillow step; None if it is not known here."""
+    """A torchvision or timm step as a Pillow step; None if it is unknown here."""
     kind = type(step).__name__
     if kind == "Resize" and step.max_size is None:
         size = (step.size,) if isinstance(step.size, int) else tuple(step.size)

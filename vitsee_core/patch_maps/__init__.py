@@ -1,1 +1,1 @@
-"""Patch tokens as maps beside photographs: where cells lie on images, colours, pictures."""
+"""Patch tokens as maps beside photographs: positions of cells on images, colours, pictures."""

@@ -1,9 +1,9 @@
-"""Three scores of a token as red, green and blue, alike over layers and models.
+"""Three scores of a token as red, green and blue, comparable over layers and models.
 
-Scores of each layer are turned (and mirrored, as axes have no sign) by the orthogonal matrix R that
-brings them nearest to a reference layer's on the same patches, min ||Z R - Z_ref|| (orthogonal
+Scores of each layer are rotated (and mirrored, as axes have no sign) by the orthogonal matrix R
+that brings them nearest to a reference layer's on the same patches, min ||Z R - Z_ref|| (orthogonal
 Procrustes, Schönemann 1966), both about their means there. Then each channel goes from 0 at median
-- 3 MAD to 1 at median + 3 MAD of the layer's own tokens; what lies beyond is cut.
+- 3 MAD to 1 at median + 3 MAD of the layer's own tokens; values beyond are clipped.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ FEWEST = 4  # patches that decide a rotation
 
 @dataclass(frozen=True)
 class Colours:
-    """rotation: (3, 3). middle, half: (3,) of the turned scores: those of 0.5, and how far 0 and 1
-    are from them. n_aligned: patches that decided the rotation, 0 without one."""
+    """Conversion of a layer's scores to colours."""
 
-    rotation: Float
-    middle: Float
-    half: Float
-    n_aligned: int = 0
+    rotation: Float  # (3, 3)
+    middle: Float  # (3,) the rotated scores that become 0.5
+    half: Float  # (3,) their distance to 0 and 1
+    n_aligned: int = 0  # patches that determined the rotation, 0 without one
 
     @classmethod
     def of(cls, scores: Float, turned_by: Float | None = None, n_aligned: int = 0) -> Colours:
@@ -41,22 +40,19 @@ class Colours:
         return cls(rotation, middle, half, n_aligned)
 
     def __call__(self, scores: Float) -> Float:
-        """(..., 3) from 0 to 1; 0.5 in a channel whose scores are mostly alike."""
+        """(..., 3) from 0 to 1; 0.5 in a channel whose scores are mostly equal."""
         offset = scores @ self.rotation - self.middle
         half = np.where(self.half > 0, self.half, np.inf)
-        found: Float = np.clip(0.5 + offset / (2 * half), 0.0, 1.0)
-        return found
+        return np.clip(0.5 + offset / (2 * half), 0.0, 1.0)
 
     @classmethod
     def read(cls, notes: Mapping[str, Any]) -> Colours:
-        """From what `describe` gave."""
         rotation, middle, half = (
             np.array(notes[name], np.float64) for name in ("rotation", "middle", "half_range")
         )
         return cls(rotation, middle, half, int(notes["aligned_on_patches"]))
 
     def describe(self) -> dict[str, Any]:
-        """For a sidecar."""
         return {
             "rotation": self.rotation.tolist(),
             "middle": self.middle.tolist(),
@@ -66,12 +62,11 @@ class Colours:
 
 
 def rotation_to(scores: Float, reference: Float) -> Float:
-    """(channels, channels) the orthogonal matrix that turns scores (tokens, channels) nearest to
+    """(channels, channels) the orthogonal matrix that rotates scores (tokens, channels) nearest to
     the reference's of the same tokens, both about their means."""
     a, b = scores - scores.mean(0), reference - reference.mean(0)
     left, _, right = np.linalg.svd(a.T @ b)
-    found: Float = left @ right
-    return found
+    return left @ right
 
 
 def matched(scores: Float, keep: Mask, at: Integers, reference: Float) -> tuple[Float, Float]:
@@ -80,7 +75,7 @@ def matched(scores: Float, keep: Mask, at: Integers, reference: Float) -> tuple[
     Args:
         scores: (cells, channels) of the layer.
         keep: (cells,) which of them count.
-        at: (reference's cells,) the layer's cell that lies there, -1 for none.
+        at: (reference's cells,) the layer's cell at that place, -1 for none.
         reference: (reference's cells, channels), NaN where one does not count.
     """
     both = (at >= 0) & ~np.isnan(reference).any(1)

@@ -1,7 +1,7 @@
-"""Where a model's input lies on the original images, and with it the cells of its grids.
+"""The position of a model's input, and of the cells of its grids, on the original images.
 
-Places are shares of an image: y and x from 0 at its upper and left edge to 1 at the lower and right
-one, so that models with other inputs, crops and grids name the same place alike.
+Places are fractions of an image: y and x from 0 at its upper and left edge to 1 at the lower and
+right one, so that models with other inputs, crops and grids name the same place alike.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ Edges = tuple[float, float, float, float]  # top, left, bottom, right, as shares
 class View:
     """How a store's model saw its images.
 
-    transform: the store's. sizes: (images, 2) height and width of the originals; None where the
-    store does not say them or their transform is not known, so that the model's input is taken for
-    the image. input_size: (height, width) in pixels.
+    Attributes:
+        transform: the store's.
+        sizes: (images, 2) height and width of the originals; None if the store does not record them
+            or their transform is unknown, so that the model's input is taken for the image.
+        input_size: (height, width) in pixels.
     """
 
     transform: dict[str, Any]
@@ -43,11 +45,11 @@ class View:
 
     @classmethod
     def of(cls, store: Store, sites: Sequence[SiteSpec]) -> View:
-        """Of a store; where it does not say how its images were resized, that is logged.
+        """The view of a store; an unknown resize is logged.
 
         Args:
             store: an open store.
-            sites: with a grid that says where it lies.
+            sites: with a grid at a known position.
         """
         transform = store.manifest.transform
         if "input_size" in transform:
@@ -77,7 +79,6 @@ class View:
         return height, width
 
     def placement(self, row: int) -> Placement:
-        """Of an image on the model's input."""
         if self.sizes is None:
             return Placement(0, 0, *map(float, self.input_size))
         return place(self.transform, self.size(row))
@@ -105,7 +106,7 @@ class View:
         return np.stack([np.repeat(y, cols), np.tile(x, rows)], 1)
 
     def cells_at(self, layout: TokenLayout, row: int, places: Float) -> Integers:
-        """(places,) the cell that each place (y, x) lies in, counted row by row; -1 for none."""
+        """(places,) the cell that contains each place (y, x), counted row by row; -1 for none."""
         top, left, bottom, right = self.grid_edges(layout, row)
         assert layout.grid is not None
         rows, cols = layout.grid
@@ -116,24 +117,24 @@ class View:
         return np.where(inside, y * cols + x, -1)
 
     def grid_edges(self, layout: TokenLayout, row: int) -> Edges:
-        """Where a site's grid begins and ends on an image; beyond 0 and 1 beside it."""
+        """The edges of a site's grid on an image; beyond 0 and 1 outside it."""
         assert layout.grid is not None and layout.stride_px is not None
         begin = layout.offset_px
         end = _end(layout)
         return self._shares(row, (begin[0], begin[1], end[0], end[1]))
 
     def seen(self, row: int) -> Edges:
-        """The part of an image that lies on the model's input."""
+        """The part of an image on the model's input."""
         top, left, bottom, right = self.input_edges(row)
         return max(top, 0.0), max(left, 0.0), min(bottom, 1.0), min(right, 1.0)
 
     def input_edges(self, row: int) -> Edges:
-        """Where the model's input begins and ends on an image."""
+        """The edges of the model's input on an image."""
         height, width = self.input_size
         return self._shares(row, (0.0, 0.0, float(height), float(width)))
 
     def _shares(self, row: int, edges: Edges) -> Edges:
-        """Edges in pixels of the input as shares of an image."""
+        """Edges in pixels of the input as fractions of an image."""
         at = self.placement(row)
         height, width = at.bottom - at.top, at.right - at.left
         top, left, bottom, right = edges
@@ -157,8 +158,8 @@ def union(edges: Sequence[Edges]) -> Edges:
 
 
 def grid_sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
-    """The sites that selectors choose, those with a grid of several cells that says where it lies;
-    others are left out, and said.
+    """The selected sites with a grid of several cells at a known position; others are left out,
+    which is logged.
 
     Raises:
         SiteError: none has one.

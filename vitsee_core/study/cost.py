@@ -1,4 +1,4 @@
-"""What a study takes of a disk and of time, before it begins."""
+"""Disk space and time of a study, estimated before it begins."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ SPEED_SIDE = 1024  # of the matrix product that is timed
 
 @dataclass(frozen=True)
 class Cost:
-    """size_bytes: of all stores, and of what is cached beside them. seconds: of all passes through
-    models; analyses: of all analyses. All are about right, no more."""
+    """Rough estimates."""
 
-    size_bytes: int
-    seconds: float
-    analyses: float = 0.0
+    size_bytes: int  # of all stores, and of what is cached beside them
+    seconds: float  # of all passes through models
+    analyses: float = 0.0  # seconds of all analyses
 
     def describe(self, n_models: int, n_images: int) -> str:
         """In words."""
@@ -49,13 +48,13 @@ def _time(seconds: float) -> str:
 
 
 def cost(study: Study, plan: Plan, models: Sequence[SurveyedModel], speed: float) -> Cost:
-    """What a plan takes.
+    """The cost of a plan.
 
     Args:
-        study: what is asked for.
+        study: the request.
         plan: its steps.
         models: its models.
-        speed: floating point operations a second, see `measured_speed`.
+        speed: floating point operations per second, see `measured_speed`.
     """
     known = {study.store(m.label, images): m for m in models for images in ("", "train")}
     cached = GRAMS & {step.command for step in plan.analyses}
@@ -88,7 +87,7 @@ def cost(study: Study, plan: Plan, models: Sequence[SurveyedModel], speed: float
 
 
 def measured_speed(device: str = "auto") -> float:
-    """Floating point operations a second of single-precision matrix products, timed for a moment.
+    """Floating point operations per second of float32 matrix products, timed for a moment.
 
     Raises:
         VitseeError: there is no such device.

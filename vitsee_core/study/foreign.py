@@ -1,4 +1,4 @@
-"""A study replaces files that it wrote itself, and no others."""
+"""A study replaces only files that it wrote itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from vitsee_stores.manifest import few
 
 
 def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
-    """Whether what lies at the steps' outputs is the study's own, by its record. Stores are left to
+    """Refuse outputs of steps that are not the study's own, by its record. Stores are left to
     extract, which replaces none.
 
     Raises:
-        VitseeError: names the files that are not; or the study's folder is inside a store or among
-            its images.
+        VitseeError: names the files; or the study's folder is inside a store or among its images.
     """
     for images in (study.data, study.train or ""):
         check_place(record.path, images=images)
@@ -41,8 +40,8 @@ def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
 
 
 def _is_own(place: Path, record: Record) -> bool:
-    """Whether a step that ended left something at this place of the study's folder, wherever that
-    was then; or one was stopped while it wrote."""
+    """Whether a finished step wrote this place of the study's folder, wherever that was then; or
+    one was stopped while it wrote."""
     for entry in record.steps.values():
         outputs = entry.get("outputs")
         for path, held in outputs.items() if isinstance(outputs, dict) else ():
@@ -53,7 +52,6 @@ def _is_own(place: Path, record: Record) -> bool:
 
 
 def _files_of(output: Path) -> Iterator[Path]:
-    """What a command writes for this output."""
     if output.suffix == ".csv":
         yield from Outputs(output, with_replicates=True).paths()
     else:

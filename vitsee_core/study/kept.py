@@ -1,4 +1,4 @@
-"""What the stores that are there already keep: they are taken as they are where that is enough."""
+"""Contents of existing stores, which are reused where sufficient."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ NAMES = {
 
 
 def kept(place: Path, model: SurveyedModel, *, complete: bool = False) -> set[str] | None:
-    """What a store keeps beyond pooled vectors, in the words of `recipes`; None where there is no
-    store that can be read. complete: of a complete one alone."""
+    """Contents of a store beyond pooled vectors, in the words of `recipes`; None without a readable
+    store. complete: only of a complete one."""
     try:
         about = open_store(place, allow_partial=not complete).manifest.identity
     except (VitseeError, OSError):
@@ -57,15 +57,15 @@ def kept(place: Path, model: SurveyedModel, *, complete: bool = False) -> set[st
 def check_kept(
     plan: Plan, models: Sequence[SurveyedModel], steps: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Whether complete stores of an earlier study keep what the analyses of this one need.
+    """Check that complete stores of an earlier study hold what the analyses of this one need.
 
     Args:
         plan: of this study.
         models: its models.
-        steps: of the earlier study, by name: what its own command made is not doubted.
+        steps: of the earlier study, by name: results of its own command are trusted.
 
     Raises:
-        VitseeError: one keeps less.
+        VitseeError: one holds less.
     """
     for model in models:
         step = next((s for s in plan.extractions if s.name == f"extract-{model.label}"), None)
@@ -82,7 +82,7 @@ def check_kept(
 
 
 def _wanted(plan: Plan, model: SurveyedModel) -> set[str]:
-    """What the plan's analyses take of a model, as far as it offers it."""
+    """What the plan's analyses need of a model, as far as it offers it."""
     needs = {FIELDS: "grid", HEADS: "heads", RESIDUAL: "residual"}
     needs |= dict.fromkeys((ATTENTION, ROWS), "attention")
     return {what for what in plan.keeps if what not in needs or model.lacks[needs[what]] is None}

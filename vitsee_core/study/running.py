@@ -1,4 +1,4 @@
-"""A plan carried out: finished steps are skipped, failed ones named, the others go on."""
+"""Executes a plan: finished steps are skipped, failed ones named, the others continue."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended. reason: in one line, "" where it succeeded; applies: whether these
-    models have what the command is about."""
+    """How a command ended."""
 
     code: int
-    reason: str = ""
-    applies: bool = True
+    reason: str = ""  # in one line, "" if it succeeded
+    applies: bool = True  # whether these models have what the command is about
 
 
 Perform = Callable[[Step], Outcome]
@@ -35,7 +34,7 @@ Perform = Callable[[Step], Outcome]
 
 @dataclass
 class Record:
-    """`study.json`: what was asked for, and of each step what it was made from and how it ended."""
+    """`study.json`: the request, and for each step what it was made from and how it ended."""
 
     path: Path
     about: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +42,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Record:
-        """The record in a folder; an empty one where there is none, or none of ours."""
+        """The record in a folder; an empty one if there is none, or not ours."""
         path = folder / FILE
         steps = _steps_in(path) or {}
         return cls(path, {}, {k: v for k, v in steps.items() if isinstance(v, dict)})
@@ -54,13 +53,12 @@ class Record:
             self.steps[step.name]["status"] = BEGUN
 
     def write(self) -> None:
-        """Write it, whole or not at all."""
         text = json.dumps({**self.about, "steps": self.steps}, indent=2) + "\n"
         write_files({self.path: text.encode()}, force=True)
 
 
 def _steps_in(path: Path) -> dict[str, Any] | None:
-    """The steps in a record; None where there is none, or the file is something else."""
+    """The steps in a record; None if there is none, or the file is something else."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -70,7 +68,6 @@ def _steps_in(path: Path) -> dict[str, Any] | None:
 
 
 def folders(study: Study) -> list[Path]:
-    """Where its stores and results go."""
     return [study.folder / name for name in (STORES, RESULTS)]
 
 
@@ -78,7 +75,7 @@ def make_folders(study: Study) -> None:
     """The study's folders.
 
     Raises:
-        VitseeError: they cannot be made, or the folder has a `study.json` that is another's.
+        VitseeError: they cannot be made, or the folder has another study's `study.json`.
     """
     record = study.folder / FILE
     if record.exists() and _steps_in(record) is None:
@@ -91,7 +88,7 @@ def make_folders(study: Study) -> None:
 
 
 def begin(study: Study, command: Sequence[str], left_out: Mapping[str, str]) -> Record:
-    """The record of a study that begins, or goes on."""
+    """The record of a study that begins or continues."""
     record = Record.read(study.folder)
     record.about = {
         "command": list(command),
@@ -118,9 +115,9 @@ def carry_out(
     total: int | None = None,
     before: Sequence[Step] = (),
 ) -> list[Step]:
-    """Perform the steps in order; returns those that failed, or whose input is missing or was left
-    by an earlier study where this one's step failed. A step that does not apply to its models is
-    left out, with its reason.
+    """Perform the steps in order; returns those that failed, or whose input is missing or stale
+    because this study's step failed. A step that does not apply to its models is left out, with
+    its reason.
 
     Args:
         steps: of one plan.
@@ -128,7 +125,7 @@ def carry_out(
         perform: runs a step's command.
         say: receives a line for each step.
         first, total: how the lines count.
-        before: steps that failed earlier; what lies at their outputs is of another study.
+        before: steps that failed earlier; files at their outputs are from another study.
 
     Raises:
         Stopped: a signal ended a step.
@@ -177,7 +174,7 @@ def carry_out(
 
 
 class Stopped(Exception):
-    """A signal ended a step. code: the exit code that says so."""
+    """A signal ended a step. code: the exit code for it."""
 
     def __init__(self, code: int):
         super().__init__(f"stopped with exit code {code}")
@@ -208,12 +205,12 @@ def _is_finished(step: Step, before: Mapping[str, Any]) -> bool:
 
 
 def _outcome(path: Path) -> str:
-    """What stands for an output: a store's id where it is complete, of a file its digest."""
+    """Identity of an output: the id of a complete store, the digest of a file."""
     return next(iter(fingerprints((path,)).values()), "")
 
 
 def fingerprints(paths: Sequence[Path]) -> dict[str, str]:
-    """Path -> what it holds: a store's id (and whether it is complete), a file's digest."""
+    """Path -> contents: a store's id (and whether it is complete), a file's digest."""
     found = {}
     for path in paths:
         if path.suffix == ".zarr":

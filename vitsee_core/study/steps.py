@@ -1,4 +1,4 @@
-"""What a study is asked for, and the steps that it consists of."""
+"""The request for a study, and the steps of its plan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ KEPT = ("--sites", "--tokens", "--attention", "--residual", "--inputs", "--grams
 
 
 class Setting(NamedTuple):
-    """An option of a command that the user sets. options: all its spellings; words: it, on a
-    command line."""
+    """An option of a command that the user sets. options: all its spellings; words: on a command
+    line."""
 
     options: tuple[str, ...]
     words: tuple[str, ...]
@@ -29,12 +29,19 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """What is asked for. models: label -> name, as for extract; data, train: as for --data, the
-    images of the analyses and those that classifiers learn from; images: so many of each;
-    analyses: only these commands, all where there are none; skip: not these; there: data -> how
-    many images it has, where that is known; train_images: of `train`, where not `images`; settings:
-    command -> its options that the user sets; thorough: keep the sites of all figures of the
-    papers."""
+    """The request.
+
+    Attributes:
+        models: label -> name, as for extract.
+        data, train: as for --data, the images of the analyses and those that classifiers train on.
+        images: number of each.
+        analyses: only these commands, all if empty.
+        skip: not these.
+        there: data -> its number of images, if known.
+        train_images: of `train`, unless `images`.
+        settings: command -> its options that the user sets.
+        thorough: store the sites of all figures of the papers.
+    """
 
     folder: Path
     models: Mapping[str, str]
@@ -53,7 +60,7 @@ class Study:
     def with_settings(
         self, command: str, words: Sequence[str], without: Sequence[str] = ()
     ) -> tuple[str, ...]:
-        """The options of a command, the user's in place of the study's. without: not these."""
+        """The options of a command, the user's replacing the study's. without: not these."""
         settings = [s for s in self.settings.get(command, ()) if not {*s.options} & {*without}]
         replaced = {option for setting in settings for option in setting.options}
         kept, own = [], True
@@ -69,33 +76,40 @@ class Study:
         return any(option in setting.options for setting in self.settings.get(command, ()))
 
     def asked(self, images: str = "") -> int:
-        """How many images a store is asked for. images: "train", or the study's own."""
+        """Requested number of images of a store. images: "train", or the study's own."""
         own = images != "train" or self.train_images is None
         return self.images if own else self.train_images or 0
 
     def n_images(self, images: str = "") -> int:
-        """How many images a store will have. images: "train", or the study's own."""
+        """Number of images that a store will have. images: "train", or the study's own."""
         data = self.train if images == "train" else self.data
         return min(self.asked(images), self.there.get(data or "", self.asked(images)))
 
     def store(self, label: str, images: str = "") -> Path:
-        """Where a model's store is; images: "train", or the set, where not the study's own."""
+        """Path of a model's store; images: "train", or the set, unless the study's own."""
         return self.folder / STORES / f"{label}{f'-{images}' if images else ''}.zarr"
 
     def result(self, name: str) -> Path:
-        """Where a table is."""
+        """Path of a table."""
         return self.folder / RESULTS / f"{name}.csv"
 
     def takes(self, command: str) -> bool:
-        """Whether a command is one of those asked for."""
+        """Whether a command is requested."""
         return command not in self.skip and (not self.analyses or command in self.analyses)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command line of the study. name: unique, and the stem of its result; words: without
-    `vitsee`; inputs: what must be there before; outputs: what is there after. make: does what the
-    words say where they are no command of vitsee. partial: those inputs do that are there."""
+    """A command line of the study.
+
+    Attributes:
+        name: unique, and the stem of its result.
+        words: without `vitsee`.
+        inputs: must exist before.
+        outputs: exist afterwards.
+        make: performs the words if they are not a command of vitsee.
+        partial: the existing ones of its inputs suffice.
+    """
 
     name: str
     words: tuple[str, ...]
@@ -112,7 +126,6 @@ class Step:
 
     @property
     def command(self) -> str:
-        """The command's name."""
         return self.words[0]
 
     @property
@@ -123,23 +136,22 @@ class Step:
 
 @dataclass
 class Plan:
-    """The steps in order; left_out: command, or command and model -> why it is no step; keeps: what
-    stores have to keep for these analyses; notes: remarks about its steps."""
+    """The steps in order."""
 
     extractions: list[Step] = field(default_factory=list)
     analyses: list[Step] = field(default_factory=list)
+    # command, or command and model -> why it is not a step
     left_out: dict[str, str] = field(default_factory=dict)
-    keeps: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    keeps: set[str] = field(default_factory=set)  # what stores have to hold for these analyses
+    notes: list[str] = field(default_factory=list)  # remarks about its steps
 
     @property
     def steps(self) -> list[Step]:
-        """All of them."""
         return [*self.extractions, *self.analyses]
 
 
 def label_of(name: str) -> str:
-    """What a study calls a model by default: `vit_base_patch16_224` of a name with a tag, `vit` of
+    """A model's default label in a study: `vit_base_patch16_224` for a name with a tag, `vit` for
     `demo:vit`, the folder of `local-dir:models/mine`."""
     from vitsee_core.models.sources import source_of
 
@@ -148,7 +160,7 @@ def label_of(name: str) -> str:
 
 
 def with_controls(models: Mapping[str, str], seed: int) -> dict[str, str]:
-    """The models, each followed by the same with random weights where its own are not.
+    """The models, each followed by the same with random weights unless it has these already.
 
     Raises:
         VitseeError: see `check_labels`.

@@ -1,4 +1,4 @@
-"""What a model offers a study, read from shapes on torch's meta device: no weights, no pixels."""
+"""What a model offers to a study, from shapes on torch's meta device: no weights, no pixels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ HALF = 2  # bytes of a stored activation
 
 @dataclass(frozen=True)
 class SurveyedModel:
-    """A model of a study. name: with its options, as for extract; lacks: as `catalogue.offers`,
-    with `classifier` too; flops: multiply-adds of one image's forward pass, twice;
-    grid: rows and columns of the last site that lies on the image; heads: the site of the first
-    block's heads; n_fields: sites that have a receptive field; more_groups, more_sites: groups of
-    sites within blocks, and these sites; `more_bytes` of all these, more_fields: how many have a
-    receptive field."""
+    """A model of a study.
+
+    Attributes:
+        name: with its options, as for extract.
+        lacks: as `catalogue.offers`, with `classifier`, too.
+        flops: twice the multiply-adds of one image's forward pass.
+        grid: rows and columns of the last site with one.
+        heads: the site of the first block's heads.
+        n_fields: number of sites with a receptive field.
+        more_groups, more_sites: groups of sites within blocks, and these sites.
+        more_bytes: of all these.
+        more_fields: number of these with a receptive field.
+    """
 
     label: str
     name: str
@@ -45,7 +52,7 @@ class SurveyedModel:
     more_fields: int = 0
 
     def lack(self, needs: Sequence[str]) -> str | None:
-        """Why the model does not offer all of these, None where it does."""
+        """Why the model does not offer all of these, None if it does."""
         return next((self.lacks[what] for what in needs if self.lacks[what] is not None), None)
 
 

@@ -117,7 +117,6 @@ def _instead(value: Any, key: str) -> str:
 
 
 def show(record: Mapping[str, Any]) -> None:
-    """The store for people."""
     from rich.table import Table
 
     for name, text in _facts(record):
@@ -134,7 +133,6 @@ def show(record: Mapping[str, Any]) -> None:
 
 
 def show_together(records: Sequence[Mapping[str, Any]]) -> None:
-    """Several stores for people: one line each."""
     from rich.table import Table
 
     lines = Table(box=None, pad_edge=False, header_style="bold")

@@ -204,7 +204,7 @@ def run(
 
 
 def _together(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
-    """The stores' tables as one; notes that differ between them are under `stores`."""
+    """The stores' tables as one; notes that differ between them go under `stores`."""
     every = [table.notes for table in tables.values()]
     same = {k: v for k, v in every[0].items() if all(other.get(k) == v for other in every)}
     differing = {
@@ -226,7 +226,6 @@ def _of_store(
     origin: Provenance | None,
     execution: Execution,
 ) -> Table:
-    """The means of one store's blocks."""
     chosen = execution.rows(store, whole_slabs=kind in SUMS)
     notes: dict[str, Any] = {
         "kind": kind,
@@ -288,7 +287,7 @@ def _rollout(
     origin: Provenance | None,
     execution: Execution,
 ) -> tuple[Summary, StoredAttention]:
-    """Moments over images of each token, and the block the rollout starts from."""
+    """Moments over images of each token, and the block where the rollout starts."""
     store.attention("rollout")  # refused with its reason where blocks cannot be multiplied
     blocks = attention_blocks(store)
     if residual:

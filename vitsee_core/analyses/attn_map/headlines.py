@@ -1,4 +1,4 @@
-"""What tables of attention maps and of numbers per head answer."""
+"""Headlines of tables of attention maps and of numbers per head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from vitsee_core.tables.results import Table
 
 
 def headline(table: Table) -> list[Answer]:
-    """The strongest sink; or how much goes to the middle of the image, or to prefix tokens."""
+    """The strongest sink; or the share of attention to the middle of the image, or to prefix
+    tokens."""
     found: list[Answer] = []
     for store, rows in by_store(table, metric="sink_max"):
         i = extremes(rows)[1]
@@ -30,8 +31,8 @@ def headline(table: Table) -> list[Answer]:
 
 
 def _middle(rows: Table) -> str:
-    """Of the attention to patches, what the middle half of rows and columns gets in the last block,
-    mean over heads."""
+    """The share of attention to patches that the middle half of rows and columns gets in the last
+    block, mean over heads."""
     rows = picked(rows, site=str(rows["site"][-1]))
     inside = np.ones(len(rows), bool)
     for name in ("row", "col"):

@@ -145,7 +145,7 @@ def _show_rollout(axes: Axes, rows: Table, picture: NDArray[np.uint8] | None, ti
 
 
 def _number_heads(axes: Axes, tiles: Tiles, heads: list[int]) -> None:
-    """Each head's number in the corner of its tile."""
+    """Write each head's number in the corner of its tile."""
     from matplotlib.patheffects import withStroke
 
     height, width = tiles.size

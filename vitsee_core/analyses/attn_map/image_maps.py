@@ -156,8 +156,7 @@ def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Fl
     from vitsee_core.reductions import rollout
 
     tensors = [torch.from_numpy(mean.astype(np.float64)) for mean in head_means]
-    rolled: Float = rollout(tensors, layout, residual).numpy()
-    return rolled
+    return rollout(tensors, layout, residual).numpy()
 
 
 def _check_cells(blocks: Sequence[StoredAttention], query: Sequence[tuple[int, int]]) -> None:
@@ -190,7 +189,8 @@ def _columns(
     values: Array,
     metric: str = "attention",
 ) -> dict[str, Array]:
-    """The rows of one block's maps of one token; `values`: (heads, keys), or (keys,) without."""
+    """The rows of one block's maps of one token; `values`: (heads, keys), or (keys,) without
+    heads."""
     if heads is None:
         maps, numbers = spatial(values[None], block.layout), [None]
     else:
@@ -222,7 +222,7 @@ def _rollouts(
 
 
 def _pictures(store: Store, rows: NDArray[np.int64], origin: Provenance) -> dict[str, str]:
-    """Image -> PNG in base64; without those that cannot be read any more, which are logged."""
+    """Image -> PNG in base64, without unreadable ones, which are logged."""
     try:
         pixels = Pictures(store, origin.data)(rows)
     except VitseeError as error:

@@ -59,7 +59,7 @@ def draw_sinks(table: Table) -> Figure:
 
 
 def _colours(table: Table) -> dict[str, str]:
-    """Kind of token -> colour, of those that some sink lies at; registers take the rest in turn."""
+    """Kind of token -> colour, for those with a sink; registers take the remaining ones in turn."""
     shares = table.where(metric="sink_share")
     most = {
         kind: np.nanmax(rows["value"].astype(float), initial=0)
@@ -78,7 +78,7 @@ def _limits(table: Table) -> tuple[float, float]:
 
 
 def _spread_out(rows: Table) -> Any:
-    """The x of every head: beside each other within the block."""
+    """The x of every head: side by side within the block."""
     n = int(rows["head"].max()) + 1
     return rows["depth"] + (rows["head"] - (n - 1) / 2) * 0.6 / max(n, 1)
 
@@ -102,8 +102,8 @@ def _draw_scores(axes: Axes, rows: Table, colours: dict[str, str]) -> None:
 
 
 def _tints(rows: Table, of_heads: Table, colours: dict[str, str]) -> list[str]:
-    """A head's colour: that of the kind of token with most of its sinks; grey where fewer than
-    half of its images have one."""
+    """A head's colour: that of the kind of token with most of its sinks; grey if fewer than half of
+    its images have one."""
     shares = rows.where(metric="sink_share")
     by_head: dict[tuple[Any, Any], dict[str, float]] = {}
     for site, head, token, value in zip(

@@ -63,15 +63,15 @@ def sink_rows(
     rows: Rows,
     execution: Execution,
 ) -> list[dict[str, Any]]:
-    """The rows of one store, see `COLUMNS`: for each block, head and metric one, of `sink_share`
-    one more for each kind of token.
+    """The rows of one store, see `COLUMNS`: one per block, head and metric, and for `sink_share`
+    another per kind of token.
 
     Args:
         store: with attention summaries.
         blocks: of it.
         picked: the heads of each block.
         rows: images.
-        execution: what the work may use.
+        execution: resources.
     """
     layouts = {block.group: block.layout for block in blocks}
     make = partial(SlabMoments, partial(_read, layouts))
@@ -118,7 +118,7 @@ def _read(layouts: dict[str, TokenLayout], slab: Slab) -> dict[Key, Float]:
 
 
 def _shares(group: str, layout: TokenLayout, score: Float, place: NDArray[Any]) -> dict[Key, Float]:
-    """Of `sink_share`: 0 and 1, NaN where there is no score."""
+    """For `sink_share`: 0 and 1, NaN without a score."""
     is_sink = score > THRESHOLD
     absent = np.isnan(score)
     kinds = {"": is_sink}
@@ -143,7 +143,7 @@ def _order(key: Key, layouts: dict[str, TokenLayout]) -> tuple[int, int]:
 
 
 def _within(metric: str, cells: dict[str, float | int]) -> dict[str, float | int]:
-    """The interval of a share by its own method; that of an NMI within 0 and 1, of a score from 0
+    """The interval of a share by its own method; of an NMI clipped to 0 to 1, of a score from 0
     on."""
     if metric == "sink_share":
         return as_share(cells)

@@ -201,15 +201,15 @@ def plot(
 
 @dataclass(frozen=True)
 class _Query:
-    """A chosen patch. row: of its image; spot: as it was asked for; cell: by site."""
+    """A selected patch."""
 
-    row: int
-    spot: Spot
-    cell: dict[str, int]
+    row: int  # of its image
+    spot: Spot  # as requested
+    cell: dict[str, int]  # by site
 
 
 class _Store:
-    """One store's maps. empty: where a chosen patch has no length."""
+    """One store's maps. empty: where a selected patch has length 0."""
 
     queries: Shown
     targets: Shown
@@ -228,11 +228,11 @@ class _Store:
         return self.shown_rows(shown_rows(self.store, names, first, self.execution))
 
     def shown_rows(self, rows: list[int]) -> Shown:
-        """The same by their rows."""
         return Shown(self.store, self.view, rows, self.sites)
 
     def choose(self, spots: Sequence[Spot]) -> None:
-        """The chosen patches in every site's grid, refused here rather than during the work."""
+        """The selected patches in every site's grid; errors are raised here rather than during the
+        work."""
         for row in self.queries.rows:
             for spot in spots:
                 cell = {
@@ -241,7 +241,7 @@ class _Store:
                 self.chosen.append(_Query(row, spot, cell))
 
     def places(self) -> dict[tuple[int, Spot], tuple[float, float]]:
-        """Where each chosen patch lies on its image; of a cell, by the first site's grid."""
+        """The position of each selected patch on its image; of a cell, in the first site's grid."""
         return {
             (one.row, one.spot): one.spot.place(self.store, self.sites[0], self.view, one.row)
             for one in self.chosen
@@ -309,7 +309,6 @@ def _cells(about: dict[str, Any], values: Float, counts: Any, grid: tuple[int, i
 def _offsets(
     parts: Sequence[_Store], selected: StoreSelection[SiteSpec], execution: Execution
 ) -> Table:
-    """Means over images by offset."""
     rows = [execution.rows(part.store) for part in parts]
     tables = []
     with counting(execution.progress, sum(one.n for one in rows)):

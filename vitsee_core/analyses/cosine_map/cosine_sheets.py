@@ -93,19 +93,18 @@ def _draw_offsets(table: Table, scale: str) -> Figure:
 
 
 def _stretched(values: Float, cell: tuple[int, int] | None) -> Float:
-    """A map over its own range, 0 to 1, that of the patch itself left out."""
+    """A map over its own range, 0 to 1, excluding that of the patch itself."""
     others = values.copy()
     if cell is not None:
         others[cell] = np.nan
     if np.isnan(others).all():
         return values
     low, high = np.nanmin(others), np.nanmax(others)
-    found: Float = np.clip((values - low) / (high - low if high > low else 1), 0, 1)
-    return found
+    return np.clip((values - low) / (high - low if high > low else 1), 0, 1)
 
 
 def _look(lines: Sequence[SheetLine], scale: str) -> tuple[dict[str, Any], str]:
-    """Colours of all maps, and what their bar says."""
+    """Colours of all maps, and the label of their bar."""
     if scale == "map":
         return {"vmin": 0.0, "vmax": 1.0, "cmap": "viridis"}, "each map over its own range"
     values = [tile.values for line in lines for _, tiles in line.maps for tile in tiles]

@@ -1,4 +1,4 @@
-"""Cosines of patches: of one with all others of an image, and means by offset."""
+"""Cosines of patches: of one patch with all others of an image, and means by offset."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATISTICS = ("cosine_mean", "cosine_neighbours", "cosine_area")
 
 
 def unit_vectors(x: NDArray[np.floating], keep: Mask) -> Float:
-    """(cells, dim) of length 1 in float64; NaN where a patch has no length or does not count.
+    """(cells, dim) of length 1 in float64; NaN if a patch has length 0 or does not count.
 
     Args:
         x: (cells, dim).
@@ -29,18 +29,17 @@ def unit_vectors(x: NDArray[np.floating], keep: Mask) -> Float:
     values = x.astype(np.float64)
     length = np.linalg.norm(values, axis=1)
     there = keep & (length > 0)
-    found: Float = np.where(
+    return np.where(
         there[:, np.newaxis], values / np.where(length > 0, length, 1)[:, np.newaxis], np.nan
     )
-    return found
 
 
 def map_statistics(cosines: Float, query: int, grid: tuple[int, int]) -> dict[str, float]:
-    """How far one patch's likeness reaches among the other patches of its image.
+    """How far one patch's similarity extends over the other patches of its image.
 
     `cosine_mean`: mean over them. `cosine_neighbours`: mean over its up to eight neighbours.
-    `cosine_area`: share of them whose cosine is above the middle between that mean and 1. NaN where
-    there is none.
+    `cosine_area`: share of them whose cosine is above the midpoint between that mean and 1. NaN
+    where there is none.
 
     Args:
         cosines: (cells,) with the query, NaN where a patch does not count.
@@ -62,10 +61,10 @@ def map_statistics(cosines: Float, query: int, grid: tuple[int, int]) -> dict[st
 
 
 def offset_means(units: Float, grid: tuple[int, int]) -> Float:
-    """(2 rows - 1, 2 cols - 1) mean cosine of the pairs of patches at each offset (dy, dx), from
-    -(rows - 1), -(cols - 1) on; NaN where no pair is.
+    """(2 rows - 1, 2 cols - 1) mean cosine of the pairs of patches at each offset (dy, dx),
+    starting at -(rows - 1), -(cols - 1); NaN without a pair.
 
-    By the autocorrelation over the grid, T log T where all pairs take T^2.
+    By autocorrelation over the grid: T log T instead of T^2 for all pairs.
 
     Args:
         units: (cells, dim), NaN where a patch does not count.
@@ -79,8 +78,7 @@ def offset_means(units: Float, grid: tuple[int, int]) -> Float:
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.where(pairs > 0, sums / pairs, np.nan)
     at = [np.arange(-n + 1, n) for n in grid]
-    found: Float = means[np.ix_(*at)]
-    return found
+    return means[np.ix_(*at)]
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,6 @@ class ReadOffsets:
     view: View
 
     def __call__(self, slab: Slab) -> dict[str, Float]:
-        """Of the images that count."""
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
         found = {}
         for features in self.features:

@@ -1,4 +1,4 @@
-"""Patches that a user names: a cell of the grid, a pixel of the photograph, or its middle."""
+"""Patches named by users: a cell of the grid, a pixel of the photograph, or its middle."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ _PIXEL = re.compile(r"([0-9]+) *, *([0-9]+) *px")
 
 @dataclass(frozen=True)
 class Spot:
-    """text: as it was given. cell: (row, col) of the grid; pixel: (x, y) of the original image;
-    neither: the middle."""
+    """A patch named by a user; without cell and pixel the middle."""
 
-    text: str
-    cell: tuple[int, int] | None = None
-    pixel: tuple[int, int] | None = None
+    text: str  # as given
+    cell: tuple[int, int] | None = None  # (row, col) of the grid
+    pixel: tuple[int, int] | None = None  # (x, y) of the original image
 
     @classmethod
     def parse(cls, text: str | tuple[int, int]) -> Spot:
-        """`ROW,COL` or (row, col), `X,Ypx`, or `middle`.
+        """Parse `ROW,COL` or (row, col), `X,Ypx`, or `middle`.
 
         Raises:
             VitseeError: none of them.
@@ -51,7 +50,7 @@ class Spot:
         return cls(text)
 
     def place(self, store: Store, site: SiteSpec, view: View, row: int) -> tuple[float, float]:
-        """(y, x) on an image, as shares of it; of a cell its middle.
+        """(y, x) on an image, as fractions of it; the middle of a cell.
 
         Raises:
             SiteError: the grid has no such cell.
@@ -78,7 +77,7 @@ class Spot:
         return (top + bottom) / 2, (left + right) / 2
 
     def index(self, store: Store, site: SiteSpec, view: View, row: int) -> int:
-        """The patch it is in, counted row by row.
+        """The patch that contains it, counted row by row.
 
         Raises:
             SiteError, VitseeError: as `place`; or no patch of the image is there.

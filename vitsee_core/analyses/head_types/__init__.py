@@ -257,7 +257,7 @@ class Head:
         return found
 
     def clarity(self) -> float:
-        """How good an example of its type a head is."""
+        """How clear an example of its type a head is."""
         values = self.values
         found = {
             "strict local": values["self_mass"],

@@ -67,10 +67,16 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The thresholds of the classes. strict: excess of self_mass. focus: excess of focus_mass, of
-    the mass along an axis and of cross_mass. offset: cells. elongation: of axial heads, either way;
-    of crosses off_cross below its inverse. repetition: query_repetition. keys: keys_share at
-    most."""
+    """The thresholds of the classes.
+
+    Attributes:
+        strict: excess of self_mass.
+        focus: excess of focus_mass, of the mass along an axis and of cross_mass.
+        offset: cells.
+        elongation: of axial heads, either way; of crosses off_cross below its inverse.
+        repetition: query_repetition.
+        keys: largest keys_share.
+    """
 
     strict: Annotated[
         float, Option("strict local: excess mass on the query itself, at least.", above=0)
@@ -189,7 +195,7 @@ def _focus(p: Float, radius: int) -> tuple[tuple[slice, slice], tuple[float, flo
 
 
 def _above_background(p: Float, u: Float) -> Float:
-    """The part of a map above its background, scaled to mass 1; the map itself where nothing is."""
+    """The part of a map above its background, scaled to mass 1; the map itself if nothing is."""
     lift = (p / u).ravel()
     order = np.argsort(lift, kind="stable")
     median = lift[order][np.searchsorted(np.cumsum(u.ravel()[order]), 0.5)]
@@ -246,8 +252,8 @@ def classify(
 
 
 def _axis(scores: Scores, t: Thresholds) -> str:
-    """Along which axis a head is elongated, both in cells and relative to uniform attention (a grid
-    of 4 x 16 cells makes every map long)."""
+    """The axis along which a head is elongated, both in cells and relative to uniform attention (a
+    grid of 4 x 16 cells makes every map long)."""
     along_x = (scores.values["elongation"], scores.relative_elongation)
     if scores.excess["row_mass"] >= t.focus and min(along_x) >= t.elongation:
         return "row"

@@ -232,11 +232,8 @@ def plot(table: Table) -> Figure:
 
 
 def _reference(first: _Store, name: str | None) -> SiteSpec:
-    """The site that colours are turned to.
-
-    Raises:
-        SiteError: it is not one site among those of the first store.
-    """
+    """The site whose colours are the reference. Raises SiteError: not exactly one site of the first
+    store."""
     if name is None:
         return first.sites[-1]
     found = [site for site in grid_sites(first.store, [name]) if site in first.sites]
@@ -250,8 +247,6 @@ def _reference(first: _Store, name: str | None) -> SiteSpec:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What is asked for."""
-
     components: int
     normalise: bool
     foreground: str
@@ -289,7 +284,7 @@ class _Store:
         self.sample: Integers = np.union1d(own[:SAMPLE], np.array(shown, np.int64))
 
     def _check(self, features: SiteFeatures) -> None:
-        """Refuse, before any work, what cannot be had."""
+        """Refuse, before any work, what is not available."""
         label, dim, name = self.store.label, features.dim, features.site.name
         if self.choice.components > dim:
             raise SiteError(
@@ -304,7 +299,6 @@ class _Store:
             )
 
     def say_cost(self) -> float:
-        """See `covariance.cost`."""
         return say_cost(list(self.features.values()), self.rows.n)
 
     def measure(self, site: SiteSpec) -> _Site:
@@ -336,7 +330,7 @@ class _Store:
 
 
 class _Site:
-    """What was measured of one site. side: of the foreground, if there is one."""
+    """Measurements of one site. side: of the foreground, if there is one."""
 
     def __init__(
         self,
@@ -357,11 +351,10 @@ class _Site:
 
     @cached_property
     def ids(self) -> list[str]:
-        """Of the sample's images."""
         return [str(name) for name in self.part.store.samples.id[self.found.rows]]
 
     def align(self, guide: _Site) -> None:
-        """Turn the colours to those of another site, by the patches of the images of both."""
+        """Rotate the colours to those of another site, by the patches of the images of both."""
         if guide is self:
             return
         rows = dict(zip(self.ids, self.found.rows.tolist(), strict=True))
@@ -385,12 +378,10 @@ class _Site:
         self.colours = Colours.of(scores, rotation_to(own, lead), len(own))
 
     def describe(self) -> dict[str, Any]:
-        """For the sidecar."""
         side = {} if self.side is None else {"foreground_side": self.side}
         return self.colours.describe() | side
 
     def table(self) -> Table:
-        """Its rows, in the order of `METRICS`."""
         place = site_columns(self.part.store, self.site)
         tables = [Table.from_rows([place | row for row in self.of_axes], COLUMNS)]
         names = {row: str(self.part.store.samples.id[row]) for row in self.part.shown.rows}

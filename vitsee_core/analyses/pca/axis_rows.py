@@ -21,14 +21,14 @@ OF_AXES = ("explained_variance", "axis_agreement")
 def axis_rows(
     sums: Sequence[CovarianceSums], axes: PrincipalAxes, n_images: int, jobs: int
 ) -> list[dict[str, Any]]:
-    """Of each axis its share of the variance, with the jackknife's interval and the value of two
-    halves; then of each the absolute cosine between the halves' axes.
+    """For each axis its share of the variance, with the jackknife's interval and the value of two
+    halves; then for each the absolute cosine between the halves' axes.
 
     Args:
         sums: of each block of images.
         axes: of all of them.
         n_images: in all blocks.
-        jobs: subsets of blocks worked on at a time.
+        jobs: subsets of blocks processed at a time.
     """
     m, k = len(sums), len(axes.shares)
     even = np.arange(m) % 2 == 0
@@ -53,7 +53,7 @@ def axis_rows(
 
 
 def _axes_of(sums: Sequence[CovarianceSums], k: int, among: Mask) -> PrincipalAxes | None:
-    """Of the blocks in `among`; None where these have too few patches."""
+    """Axes of the blocks in `among`; None if these have too few patches."""
     chosen = [part for part, use in zip(sums, among, strict=True) if use]
     if sum(part.n for part in chosen) < 2:
         return None

@@ -1,5 +1,5 @@
 """Principal components of a site's patches: which patches count, one pass for the axes, one for the
-scores of chosen images."""
+scores of selected images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOREGROUND = ("none", *SIDES, "centre")
 
 @dataclass(frozen=True)
 class Patches:
-    """Which patches of a site count, and what is made of them; see `covariance.sums.Examples`.
+    """Selects and transforms a site's patches; see `covariance.sums.Examples`.
 
     normalise: to length 1 (those of length 0 do not count). on, side: only those whose score on the
     first of these axes has this sign.
@@ -54,23 +54,20 @@ class Patches:
 
 @dataclass(frozen=True)
 class Projected:
-    """Scores of some images. rows: (images,) of the store, ascending. scores: (images, cells, k),
-    NaN where a patch does not count."""
+    """Scores of some images."""
 
-    rows: Integers
-    scores: Float
+    rows: Integers  # (images,) of the store, ascending
+    scores: Float  # (images, cells, k), NaN where a patch does not count
 
     @property
     def counted(self) -> Float:
         """(patches, k) of those that count."""
         flat = self.scores.reshape(-1, self.scores.shape[-1])
-        found: Float = flat[~np.isnan(flat[:, 0])]
-        return found
+        return flat[~np.isnan(flat[:, 0])]
 
     def of(self, row: int) -> Float:
         """(cells, k) of one image."""
-        found: Float = self.scores[np.searchsorted(self.rows, row)]
-        return found
+        return self.scores[np.searchsorted(self.rows, row)]
 
 
 def project(
@@ -83,7 +80,7 @@ def project(
         patches: which count.
         axes: see `PrincipalAxes`.
         rows: (images,) of the store, valid ones.
-        use: what the work may use.
+        use: resources.
     """
     mask = np.zeros(features.store.n_images, bool)
     mask[rows] = True
@@ -105,13 +102,12 @@ class _Project:
         x, keep = self.patches(x, rows)
         # Image by image, so that no slab stands in double precision.
         scores = np.stack([self.axes.scores(one) for one in x])
-        found: Float = np.where(keep[..., np.newaxis], scores, np.nan)
-        return found
+        return np.where(keep[..., np.newaxis], scores, np.nan)
 
 
 def centre_side(found: Projected, view: View, layout: TokenLayout) -> int:
-    """Which sign of the first score the middle of the images has more of: 1 where the mean over
-    cells in it is above the mean over the others, else -1."""
+    """The sign of the first score that is more frequent in the middle of the images: 1 if the mean
+    over cells in it is above the mean over the others, else -1."""
     sums, counts = np.zeros(2), np.zeros(2)
     low, high = CENTRE
     for row, scores in zip(found.rows.tolist(), found.scores[..., 0], strict=True):
