@@ -32,13 +32,13 @@ from vitsee_core.report.captions import captions
 from vitsee_core.report.charts import MOST_MARKS, charts_of
 from vitsee_core.report.facts import cautions, n_images
 from vitsee_core.report.materials import find_materials
-from vitsee_core.report.page import json_for_html
 from vitsee_core.report.pictures import STEP
 from vitsee_core.report.redrawing import open_result
 from vitsee_core.report.tables import CARRIED_BYTES
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import site_words
+from vitsee_core.web.inlining import json_for_html
 from vitsee_stores.errors import VitseeError
 
 HOSTILE = "<script>pwned=1</script>\"'><img src=x onerror=pwned=1>\u202e&amp;"

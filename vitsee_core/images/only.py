@@ -17,25 +17,25 @@ _SHOWN = 60
 Places = dict[str, list[int]]
 
 
-def read_only(path: Path) -> list[tuple[int, str]]:
-    """Number and text of the lines that are not blank.
+def read_only(path: Path, option: str = "--only") -> list[tuple[int, str]]:
+    """Number and text of the lines that are not blank. option: what the file was given to.
 
     Raises:
         DataError: the file is missing, too large, not UTF-8, or has no line.
     """
     try:
         if not path.is_file():
-            raise DataError(f"no file {path}; --only expects a list of images, one a line")
+            raise DataError(f"no file {path}; {option} expects a list of images, one a line")
         if path.stat().st_size > MOST_BYTES:
             raise DataError(f"{path} has more than {MOST_BYTES} bytes; expected a list of images")
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text; --only expects a list of images") from None
+        raise DataError(f"{path} is not UTF-8 text; {option} expects a list of images") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {reason(error)}") from None
     lines = [(k, line.strip()) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
-        raise DataError(f"{path} is empty; --only expects a list of images, one a line")
+        raise DataError(f"{path} is empty; {option} expects a list of images, one a line")
     return lines
 
 

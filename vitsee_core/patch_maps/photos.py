@@ -75,16 +75,15 @@ def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:
     """
     first = parts[0]
     names = [str(name) for name in first.store.samples.id[first.rows]]
-    frames = [
-        union([part.view.seen(part.rows[k]) for part in parts]) for k in range(len(first.rows))
-    ]
-    photos = _photos(first, frames, data)
+    frames = frames_of(parts)
+    photos = photographs(first, frames, data)
     images = {}
     for name, row, frame in zip(names, first.rows, frames, strict=True):
-        height, width = first.view.size(row)
-        top, left, bottom, right = frame
-        aspect = (bottom - top) * height / ((right - left) * width)
-        images[name] = {"frame": list(frame), "aspect": aspect, **photos.get(row, {})}
+        aspect = aspect_of(first.view, row, frame)
+        images[name] = {"frame": list(frame), "aspect": aspect}
+        if row in photos:
+            photo = photos[row]
+            images[name] |= {"picture": encode(photo.pixels), "edges": list(photo.edges)}
     grids: dict[str, dict[str, Any]] = {}
     for part in parts:
         own = grids[part.store.label] = {}
@@ -99,8 +98,38 @@ def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:
     return {"images": images, "grids": grids}
 
 
-def _photos(part: Shown, frames: Sequence[Edges], data: str | None) -> Mapping[int, dict[str, Any]]:
-    """Row -> picture and where it lies; without those that cannot be read any more."""
+def frames_of(parts: Sequence[Shown]) -> list[Edges]:
+    """Of each image the part that is drawn: what any of the models saw of it."""
+    n = len(parts[0].rows)
+    return [union([part.view.seen(part.rows[k]) for part in parts]) for k in range(n)]
+
+
+def aspect_of(view: View, row: int, frame: Edges) -> float:
+    """The frame's height over its width, in pixels of the image."""
+    height, width = view.size(row)
+    top, left, bottom, right = frame
+    return (bottom - top) * height / ((right - left) * width)
+
+
+@dataclass(frozen=True)
+class Photograph:
+    """pixels: (height, width, 3), or without the last axis. edges: where they lie on the image."""
+
+    pixels: NDArray[np.uint8]
+    edges: Edges
+
+
+def photographs(
+    part: Shown, frames: Sequence[Edges], data: str | None, most_pixels: int = MOST_PIXELS
+) -> Mapping[int, Photograph]:
+    """Row -> picture; without those that cannot be read any more, which is logged.
+
+    Args:
+        part: whose images.
+        frames: of each image the part to show.
+        data: where the images are now, by default where extract read them.
+        most_pixels: along the longer side of a picture.
+    """
     store, view = part.store, part.view
     try:
         if view.sizes is None:
@@ -115,25 +144,25 @@ def _photos(part: Shown, frames: Sequence[Edges], data: str | None) -> Mapping[i
             image, value = source.read(places[name])
             if value != store.samples.hash[row]:
                 raise VitseeError(f"{name!r} in {source.name} is another picture now")
-            found[row] = _cut(image, frame)
+            found[row] = _cut(image, frame, most_pixels)
         return found
     except VitseeError as error:
         log.debug("%s: %s", store.label, error)
         return _inputs(part, data)
 
 
-def _cut(image: Image.Image, frame: Edges) -> dict[str, Any]:
+def _cut(image: Image.Image, frame: Edges, most_pixels: int) -> Photograph:
     """The part of an original within a frame, in whole pixels."""
     height, width = image.height, image.width
     top, bottom = math.floor(frame[0] * height), math.ceil(frame[2] * height)
     left, right = math.floor(frame[1] * width), math.ceil(frame[3] * width)
     part = to_mode(image, "RGB").crop((left, top, right, bottom))
-    part.thumbnail((MOST_PIXELS, MOST_PIXELS))
-    edges = [top / height, left / width, bottom / height, right / width]
-    return {"picture": encode(np.asarray(part)), "edges": edges}
+    part.thumbnail((most_pixels, most_pixels))
+    edges = (top / height, left / width, bottom / height, right / width)
+    return Photograph(np.asarray(part), edges)
 
 
-def _inputs(part: Shown, data: str | None) -> Mapping[int, dict[str, Any]]:
+def _inputs(part: Shown, data: str | None) -> Mapping[int, Photograph]:
     """The same of what the model saw, where the originals cannot be had."""
     rows = np.array(part.rows, np.int64)
     try:
@@ -141,13 +170,10 @@ def _inputs(part: Shown, data: str | None) -> Mapping[int, dict[str, Any]]:
     except VitseeError as error:
         log.warning("the figure will lack the pictures: %s", error)
         return {}
-    found: dict[int, dict[str, Any]] = {}
-    for row, picture in zip(part.rows, pixels, strict=True):
-        found[row] = {
-            "picture": encode(_channels_last(picture)),
-            "edges": list(part.view.input_edges(row)),
-        }
-    return found
+    return {
+        row: Photograph(_channels_last(picture), part.view.input_edges(row))
+        for row, picture in zip(part.rows, pixels, strict=True)
+    }
 
 
 def _channels_last(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -6,14 +6,9 @@ the page's policy allows no script but its own, by its hash, and no request at a
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from vitsee_core.figures.plotting import (
     stores_in_order,
@@ -26,7 +21,7 @@ from vitsee_core.report.overview import failed_steps, not_in_study, overview, st
 from vitsee_core.report.tables import command_of, relative
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.tables.files import check_new_files, write_files
-from vitsee_core.tables.text import visible
+from vitsee_core.web.inlining import asset, csp_hash, json_for_html, script, template
 
 
 def write_report(
@@ -85,8 +80,9 @@ def render(
     shown = [r for r in materials.results if r.file.path not in materials.left_out]
     materials = replace(materials, results=tuple(shown))
     cards = [card for groups in found.values() for group in groups for card in group.cards]
-    script, style = _asset("script.js"), _asset("style.css")
-    page: str = _template().render(
+    code = script("report/assets/script.js")
+    style = asset("web/assets/base.css") + asset("report/assets/style.css")
+    page: str = template("report/assets/page.html").render(
         head=overview(materials, title),
         sections=found,
         stores=stores_by_model(materials),
@@ -100,36 +96,9 @@ def render(
         commands=[line for line in map(command_of, materials.results) if line],
         made_of=made_of,
         data=json_for_html({card.id: card.charts for card in cards if card.charts}),
-        script=script,
+        script=code,
         style=style,
-        script_hash=_csp_hash(script),
-        style_hash=_csp_hash(style),
+        script_hash=csp_hash(code),
+        style_hash=csp_hash(style),
     )
     return page
-
-
-def json_for_html(value: Any) -> str:
-    """JSON that no HTML parser takes for anything else."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
-def _asset(name: str) -> str:
-    return (resources.files("vitsee_core.report") / "assets" / name).read_text("utf-8")
-
-
-def _csp_hash(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _template() -> Any:
-    from jinja2 import BaseLoader, Environment, StrictUndefined
-
-    environment = Environment(
-        loader=BaseLoader(), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters["visible"] = lambda text: visible(str(text))
-    return environment.from_string(_asset("page.html"))

@@ -1,0 +1,139 @@
+"""vitsee explore: a page to click through the patches of a few images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vitsee_cli import console, options
+from vitsee_cli.model_options import recompute_options
+from vitsee_cli.sections import RESULTS
+from vitsee_cli.values import WholeNumber, parse_path
+
+if TYPE_CHECKING:
+    from vitsee_cli.values import StorePath
+
+QUESTION = RESULTS
+PICKS = ("diverse", "random", "outliers")
+IMAGES = 12
+
+
+@click.command()
+@options.stores_argument
+@click.option(
+    "-o",
+    "--output",
+    metavar="PAGE",
+    type=parse_path,
+    default="explore.html",
+    show_default=True,
+    help="Where the page goes, a .html.",
+)
+@click.option(
+    "--images",
+    metavar="N",
+    type=WholeNumber(min=1),
+    default=IMAGES,
+    show_default=True,
+    help="Pick so many images that all stores have.",
+)
+@click.option(
+    "--pick",
+    type=click.Choice(PICKS),
+    default=PICKS[0],
+    show_default=True,
+    help="diverse: of N groups of alike images (k-means of their vectors at the last site) the most "
+    "central ones; random; outliers: those least like any other.",
+)
+@options.image_option("Show", "those picked", "the first store")
+@click.option(
+    "--ids",
+    metavar="FILE",
+    type=parse_path,
+    help="Show the images that the lines of FILE name, as --image does.  [default: none]",
+)
+@options.sites_option("blocks")
+@click.option(
+    "--recompute",
+    is_flag=True,
+    help="Compute the attention that a store lacks, and take the classifier that it does not keep, "
+    "with its model.  [default: what is stored]",
+)
+@recompute_options
+@click.option("--title", metavar="TEXT", help="Of the page.  [default: the stores' names]")
+@options.seed_option
+@options.force_option
+@options.allow_partial_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    stores: tuple[StorePath, ...],
+    output: Path,
+    images: int,
+    pick: str,
+    image: tuple[str, ...],
+    ids: Path | None,
+    sites: tuple[str, ...],
+    recompute: bool,
+    data: str | None,
+    checkpoint: Path | None,
+    trust_store: bool,
+    device: str,
+    title: str | None,
+    seed: int,
+    force: bool,
+    allow_partial: bool,
+) -> None:
+    """Write a page on which one clicks a patch and sees it in every layer of every model.
+
+    A few images of the stores, the same in each, with: the cosine of the chosen patch, or of a box
+    of patches, with all others, as a strip over all layers, models below each other; the most
+    similar patches of the other images; attention (of a store of extract --attention rows or full,
+    or with --recompute), PCA colours, norms, and what the model's classifier says of each patch.
+    The page is one file, works offline, by keys and on a phone, and an address ending in
+    #image=3&patch=88&layer=7 leads to what it shows.
+
+    Tokens are reduced to at most 64 numbers of 8 bits; the error that this makes of their cosines is
+    measured, and printed.
+
+    \b
+      $ vitsee explore b16.zarr -o explore.html
+      $ vitsee explore dino=a.zarr mae=b.zarr --images 24 --pick random -o both.html
+      $ vitsee explore b16.zarr --image cat.jpg --image dog.jpg --recompute -o pets.html
+    """
+    from vitsee_core.explore import explore
+    from vitsee_core.images.only import read_only
+    from vitsee_core.models.provenance import Provenance
+    from vitsee_core.runtime.machine import counted, human_bytes
+    from vitsee_core.tables.files import check_new_files, check_place
+    from vitsee_core.tables.formats import ending_of
+
+    ending_of(output, (".html", ".htm"), "-o")
+    check_new_files([output], force=force)
+    check_place(output, images=data or "")
+    named = [*image, *(line for _, line in (read_only(ids, "--ids") if ids is not None else ()))]
+    options.only_with("images that are picked (no --image, --ids)", not named, "images", "pick")
+    options.only_with("--recompute", recompute, "checkpoint", "trust_store", "device")
+    made = explore(
+        *options.open_stores(stores, allow_partial=allow_partial),
+        output=output,
+        image=named,
+        images=images,
+        pick=pick,
+        sites=sites,
+        recompute=recompute,
+        origin=Provenance(data, checkpoint, trust_store),
+        device=device,
+        title=title or "",
+        seed=seed,
+        force=force,
+        progress=console.Reporter("explore"),
+    )
+    console.out(str(output))
+    console.say(
+        f"{counted(made.n_images, 'images')}, {counted(made.n_sites, 'layers')}, "
+        f"{human_bytes(output.stat().st_size)}; cosines are within {made.p99:.2g} of those of the "
+        f"stored features for 99 of 100 pairs of patches, within {made.largest:.2g} for all"
+    )

@@ -1,0 +1,155 @@
+"""Attention of the shown images: of every head from the class token, and of patches on a coarse
+grid of queries, the mean over heads. As it is stored, or computed anew with the store's model.
+
+Rows are over spatial keys, not renormalised; each has its largest value in 16 bits and its values
+in 8 bits of that, so that they are within 1/510 of the row's largest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.attention.heads import StoredAttention, attention_blocks
+from vitsee_core.attention.recompute import attention_of_images, has_full
+from vitsee_core.models.provenance import Provenance
+from vitsee_core.patch_maps.photos import Shown
+from vitsee_core.runtime.progress import Progress
+from vitsee_core.types import Float32
+from vitsee_stores.errors import MissingInput, VitseeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitsee_stores import Store
+    from vitsee_stores.layout import TokenLayout
+
+log = logging.getLogger(__name__)
+
+QUERIES = 8  # along a side of the grid, at most
+ROW_MOST, VALUE_MOST = 65535, 255
+HEADS, PATCHES = "heads", "patches"
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """Of one block. heads: (images, heads, cells) from the class token, or without one the mean
+    over spatial queries; patches: (images, queries, cells), the mean over heads; None where the
+    store has none."""
+
+    block: StoredAttention
+    heads: Float32
+    patches: Float32 | None
+
+
+def attention_of(
+    shown: Shown, origin: Provenance | None, device: str, progress: Progress
+) -> list[BlockAttention]:
+    """Of every block of a store that has attention over a grid.
+
+    Args:
+        shown: which images.
+        origin: where data and weights are now, to compute what the store lacks; None: do not.
+        device: on which.
+        progress: advanced by the images computed.
+
+    Raises:
+        MissingInput: the store has none; names what brings it.
+    """
+    store = shown.store
+    blocks = [block for block in attention_blocks(store) if _mappable(block.layout)]
+    if not blocks:
+        raise MissingInput(f"the attention of {store.label} is over no grid of patches")
+    if origin is not None or has_full(store, blocks):
+        try:
+            return _whole(shown, blocks, origin, device, progress)
+        except VitseeError as error:
+            if not any(_has_rows(store, block) for block in blocks):
+                raise MissingInput(str(error)) from None
+            log.warning("attention of patches is left out: %s", error)
+    kept = [block for block in blocks if _has_rows(store, block)]
+    if not kept:
+        raise MissingInput(
+            f"{store.label} keeps no attention of single images: extract it with --attention rows "
+            "(heads) or full (heads and patches), or let explore --recompute it"
+        )
+    return [BlockAttention(block, _stored_rows(store, block, shown.rows), None) for block in kept]
+
+
+def _mappable(layout: TokenLayout) -> bool:
+    return layout.grid is not None and layout.stride_px is not None and layout.n_body > 1
+
+
+def query_cells(grid: tuple[int, int]) -> list[int]:
+    """The cells, counted row by row, whose attention is shown: of every s x s cells the one in the
+    middle, with the smallest s that makes at most `QUERIES` a side; see `query_step`."""
+    step = query_step(grid)
+    rows, cols = (
+        [min(at + step // 2, n - 1) for at in range(0, n, step)] for n in grid
+    )
+    return [row * grid[1] + col for row in rows for col in cols]
+
+
+def query_step(grid: tuple[int, int]) -> int:
+    """The s of `query_cells`."""
+    return -(-max(grid) // QUERIES)
+
+
+def _whole(
+    shown: Shown,
+    blocks: Sequence[StoredAttention],
+    origin: Provenance | None,
+    device: str,
+    progress: Progress,
+) -> list[BlockAttention]:
+    def take(block: StoredAttention, a: Tensor) -> Mapping[str, Tensor]:
+        layout = block.layout
+        assert layout.grid is not None
+        body = slice(layout.n_prefix, None)
+        first = a[:, :, body].mean(2) if layout.cls is None else a[:, :, layout.cls]
+        cells = [layout.n_prefix + cell for cell in query_cells(layout.grid)]
+        return {HEADS: first[..., body], PATCHES: a[:, :, cells].mean(1)[..., body]}
+
+    place = {row: k for k, row in enumerate(shown.rows)}
+    found: dict[str, dict[str, Any]] = {block.site: {} for block in blocks}
+    parts = attention_of_images(
+        shown.store, np.array(shown.rows, np.int64), take, blocks=blocks,
+        origin=origin, device=device, progress=progress,
+    )  # fmt: skip
+    for part in parts:
+        at = [place[row] for row in part.rows.tolist()]
+        for site, values in part.values.items():
+            for name, of_part in values.items():
+                if name not in found[site]:
+                    shape = (len(shown.rows), *of_part.shape[1:])
+                    found[site][name] = np.zeros(shape, np.float32)
+                found[site][name][at] = of_part
+    return [BlockAttention(b, found[b.site][HEADS], found[b.site][PATCHES]) for b in blocks]
+
+
+def _rows_name(block: StoredAttention) -> str:
+    return "received_rows" if block.layout.cls is None else "cls_rows"
+
+
+def _has_rows(store: Store, block: StoredAttention) -> bool:
+    folder = f"attention/{block.group}/" if block.group else "attention/"
+    return store.has(f"{folder}{_rows_name(block)}")
+
+
+def _stored_rows(store: Store, block: StoredAttention, rows: list[int]) -> Float32:
+    array = store.attention(_rows_name(block), block.group)
+    found: Float32 = array[rows][:, block.row, : block.n_heads, block.layout.n_prefix :]
+    return found.astype(np.float32)
+
+
+def pack_rows(values: Float32) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
+    """(...,) the largest of each row and (..., cells) the values in parts of it."""
+    known = np.nan_to_num(values, nan=0.0).clip(0, 1)
+    most = np.ceil(known.max(-1) * ROW_MOST).astype(np.uint16)
+    step = np.where(most > 0, most.astype(np.float32) / (ROW_MOST * VALUE_MOST), 1)
+    return most, np.rint(known / step[..., np.newaxis]).clip(0, VALUE_MOST).astype(np.uint8)

@@ -1,0 +1,211 @@
+"""What a page shows of one store, packed: a description for JSON, and its numbers in base64."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.explore.answers import SiteAnswers
+from vitsee_core.explore.attended import BlockAttention, pack_rows, query_cells, query_step
+from vitsee_core.explore.blobs import pack
+from vitsee_core.explore.colours import Scores, colours_of, scores_of
+from vitsee_core.explore.tokens import PackedTokens, bfloat16, pack_tokens
+from vitsee_core.features import choose_features
+from vitsee_core.patch_maps.photos import Shown
+from vitsee_core.patch_maps.views import Edges
+from vitsee_core.tables.text import visible
+from vitsee_core.tables.words import site_words
+from vitsee_core.types import Float, Mask
+from vitsee_stores.weights_names import weights_name
+
+if TYPE_CHECKING:
+    from vitsee_stores import SiteSpec
+    from vitsee_stores.layout import TokenLayout
+
+log = logging.getLogger(__name__)
+
+DIGITS = 5  # of places on an image
+
+
+@dataclass(frozen=True)
+class SiteContents:
+    """Of one site. norms: (images, cells), NaN where a patch does not count."""
+
+    site: SiteSpec
+    layout: TokenLayout
+    tokens: PackedTokens
+    norms: Float
+    scores: Scores | None
+
+
+@dataclass
+class StoreContents:
+    """Of one store. attention, answers: what there is, or why there is none."""
+
+    shown: Shown
+    sites: list[SiteContents]
+    attention: list[BlockAttention] | str
+    answers: Mapping[str, SiteAnswers] | str
+    remarks: list[str] = field(default_factory=list)
+
+    def describe(self, frames: Sequence[Edges]) -> dict[str, Any]:
+        """For the page, as JSON values; see `assets/packed.js`. Texts are made visible."""
+        store = self.shown.store
+        return {
+            "name": visible(store.label),
+            "model": visible(str(store.manifest.model.get("name", ""))),
+            "weights": visible(weights_name(store.manifest.model)),
+            "remarks": [visible(line) for line in self.remarks],
+            "sites": [self._site(own, frames) for own in self.sites],
+            "attention": self._attention(frames),
+            "lens": visible(self.answers) if isinstance(self.answers, str) else None,
+        }
+
+    def blobs(self, guide: Scores | None) -> dict[str, str]:
+        """Kind -> numbers, in the order of the sites. guide: whose PCA colours the others are
+        turned to."""
+        tokens: list[NDArray[Any]] = []
+        for own in self.sites:
+            tokens += [own.tokens.along, own.tokens.scale, own.tokens.codes]
+        colours = [
+            colours_of(own.scores, guide) for own in self.sites if own.scores is not None
+        ]
+        found = {
+            "tokens": pack(tokens),
+            "norms": pack([bfloat16(own.norms) for own in self.sites]),
+            "colours": pack(colours),
+        }
+        if not isinstance(self.attention, str):
+            rows: list[NDArray[Any]] = []
+            for of_block in self.attention:
+                rows += pack_rows(of_block.heads)
+                rows += () if of_block.patches is None else pack_rows(of_block.patches)
+            found["attention"] = pack(rows)
+        if not isinstance(self.answers, str):
+            numbers = [self.answers[own.site.name] for own in self._answered()]
+            found["lens"] = pack([part for one in numbers for part in (one.classes, one.shares)])
+        return found
+
+    def classes(self) -> set[int]:
+        """All that the classifier answers."""
+        if isinstance(self.answers, str):
+            return set()
+        return {int(c) for own in self.answers.values() for c in np.unique(own.classes)}
+
+    def _answered(self) -> list[SiteContents]:
+        assert not isinstance(self.answers, str)
+        return [own for own in self.sites if own.site.name in self.answers]
+
+    def _site(self, own: SiteContents, frames: Sequence[Edges]) -> dict[str, Any]:
+        site, error = own.site, own.tokens.error
+        explained = None if own.scores is None else own.scores.explained
+        return {
+            "name": visible(site.name),
+            "words": visible(site_words(site.name, site.block or "")),
+            "short": visible(short_name(site.name, site.block or "")),
+            "rel_depth": site.rel_depth,
+            "channels": site.dim,
+            "dims": len(own.tokens.codes),
+            "error": {name: round(value, 6) for name, value in asdict(error).items()},
+            "colours": explained is not None,
+            "explained": None if explained is None or np.isnan(explained) else round(explained, 4),
+            "lens": not isinstance(self.answers, str) and site.name in self.answers,
+            **self._grid(own.layout, frames),
+        }
+
+    def _attention(self, frames: Sequence[Edges]) -> dict[str, Any] | str:
+        if isinstance(self.attention, str):
+            return visible(self.attention)
+        blocks = []
+        for own in self.attention:
+            block, layout = own.block, own.block.layout
+            assert layout.grid is not None
+            blocks.append({
+                "name": visible(block.site),
+                "short": visible(short_name(block.site, block.site)),
+                "rel_depth": block.rel_depth,
+                "heads": own.heads.shape[1],
+                "queries": None if own.patches is None else query_cells(layout.grid),
+                "step": query_step(layout.grid),
+                **self._grid(layout, frames),
+            })  # fmt: skip
+        cls = all(own.block.layout.cls is not None for own in self.attention)
+        return {"from": "class token" if cls else "mean over patches", "blocks": blocks}
+
+    def _grid(self, layout: TokenLayout, frames: Sequence[Edges]) -> dict[str, Any]:
+        """The grid, and where it lies on each image's frame; once, where that is the same."""
+        assert layout.grid is not None
+        view = self.shown.view
+        edges = [
+            within(view.grid_edges(layout, row), frame)
+            for row, frame in zip(self.shown.rows, frames, strict=True)
+        ]
+        same = all(one == edges[0] for one in edges)
+        return {"grid": list(layout.grid), "edges": edges[:1] if same else edges}
+
+
+def within(edges: Edges, frame: Edges) -> list[float]:
+    """Edges on an image as shares of a frame on it."""
+    top, left, bottom, right = frame
+    height, width = bottom - top, right - left
+    y, x = ((edge - top) / height for edge in edges[::2]), ((e - left) / width for e in edges[1::2])
+    (y0, y1), (x0, x1) = y, x
+    return [round(edge, DIGITS) for edge in (y0, x0, y1, x1)]
+
+
+def short_name(site: str, block: str) -> str:
+    """A site in a few letters: `3` of `blocks.3.out`, `1.0` of `layer1.0.out`, `in` of what enters
+    the first block."""
+    if site in ("embed", "stem"):
+        return "in"
+    numbers = re.findall(r"\d+", block or site)
+    return ".".join(numbers) if numbers else site.rpartition(".")[2][:6]
+
+
+def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[SiteContents]:
+    """The tokens of every site of a store, packed; what is not finite is left out, and logged.
+
+    Memory: the shown images' patches of one site in float32, their cosines, and a slab of it.
+
+    Raises:
+        MissingInput: a site is stored pooled only.
+    """
+    found = []
+    store, rows = shown.store, np.array(shown.rows, np.int64)
+    features = [choose_features(store, site, "patches", partial=True) for site in shown.sites]
+    for site, own in zip(shown.sites, features, strict=True):
+        layout = own.site.layout
+        assert layout is not None
+        x = own.arrays[0][shown.rows].astype(np.float32).reshape(len(rows), layout.n_body, -1)
+        on_image = shown.view.on_image(layout, rows)
+        finite = np.isfinite(x).all(-1)
+        if lost := int((on_image & ~finite).sum()):
+            log.warning(
+                "%s: %d of the shown patches of %s hold numbers that are not finite (look at it "
+                "with vitsee validate); they are shown as empty",
+                *(store.label, lost, site.name),
+            )
+        found.append(_packed(shown, site, layout, x, on_image & finite, seed))
+        advance(len(rows))
+    return found
+
+
+def _packed(
+    shown: Shown,
+    site: SiteSpec,
+    layout: TokenLayout,
+    x: NDArray[np.float32],
+    counts: Mask,
+    seed: int,
+) -> SiteContents:
+    norms = np.full(counts.shape, np.nan)
+    norms[counts] = np.linalg.norm(x[counts].astype(np.float64), axis=-1)
+    long = counts & (norms > 0)
+    tokens = pack_tokens(x.reshape(-1, x.shape[-1]), long.ravel(), seed)
+    return SiteContents(site, layout, tokens, norms, scores_of(shown, layout, x, counts))

@@ -1,0 +1,1 @@
+"""What pages for a browser share: style, modules of script, and how these get into one file."""
