@@ -51,6 +51,7 @@ WITHOUT = {
     "cache",
     "demo",
     "erf",
+    "explore",
     "export",
     "findings",
     "info",

@@ -33,7 +33,7 @@ from vitsee_core.tables.results import Table
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
 GUIDES = (
-    "study", "extraction", "tables", "intervals", "notebook", "export", "cluster", "dask", "bucket",
+    "explore", "study", "extraction", "tables", "intervals", "notebook", "export", "cluster", "dask", "bucket",
     "faults", "papers",
 )  # fmt: skip
 # Other files of the repository that are pages of the site, and how they are called there.

@@ -8,7 +8,8 @@
     vitsee.cka(vitsee.open_store("vit.zarr"), "resnet.zarr", tokens="mean")
     vitsee.cluster("vit.zarr", masks=vitsee.Segmentation("instances.json", weights="any"))
 
-`extract` also takes a torch module of your own with its transform. An analysis is the `run` of its
+`explore("a.zarr", output="explore.html")` writes the page of `vitsee explore`. `extract` also takes a
+torch module of your own with its transform. An analysis is the `run` of its
 module in `vitsee_core.analyses`, whose `plot(table)` draws its figure. Names are imported when they
 are first used: `import vitsee` itself imports neither torch nor zarr.
 """
@@ -20,6 +21,7 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitsee_core.explore import explore as explore
     from vitsee_core.extraction.keywords import extract as extract
     from vitsee_core.masks.segments import Segmentation as Segmentation
     from vitsee_core.tables.results import Table as Table
@@ -32,6 +34,7 @@ _HOME = {
     "Store": "vitsee_stores",
     "Table": "vitsee_core.tables.results",
     "VitseeError": "vitsee_stores",
+    "explore": "vitsee_core.explore",
     "extract": "vitsee_core.extraction.keywords",
     "open_store": "vitsee_stores",
 }

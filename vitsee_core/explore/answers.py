@@ -88,7 +88,7 @@ def _answers(store: Store, head: Classifier, site: SiteSpec, rows: list[int]) ->
 def _first(logits: Float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(...,) the class of the largest logit, and its softmax in parts of `SHARE_MOST`; 0 where a
     logit is not finite."""
-    known = np.isfinite(logits).all(-1)
+    known = np.asarray(np.isfinite(logits).all(-1))
     safe = np.where(known[..., np.newaxis], logits, 0)
     top = safe.max(-1, keepdims=True)
     share = 1 / np.exp(safe - top).sum(-1)

@@ -89,9 +89,7 @@ def query_cells(grid: tuple[int, int]) -> list[int]:
     """The cells, counted row by row, whose attention is shown: of every s x s cells the one in the
     middle, with the smallest s that makes at most `QUERIES` a side; see `query_step`."""
     step = query_step(grid)
-    rows, cols = (
-        [min(at + step // 2, n - 1) for at in range(0, n, step)] for n in grid
-    )
+    rows, cols = ([min(at + step // 2, n - 1) for at in range(0, n, step)] for n in grid)
     return [row * grid[1] + col for row in rows for col in cols]
 
 

@@ -2,9 +2,9 @@
 
 `diverse`: k-means of the images' vectors at the first store's last site, all of length 1, into as
 many groups as are shown (k-means++, Arthur and Vassilvitskii 2007), and of each group the image
-nearest to its mean. `outliers`: those whose vectors there are farthest from the others', by the mean
-cosine distance to the `NEIGHBOURS` nearest. `random`: drawn with the seed. The first two look at a
-sample of at most `SAMPLE` images, and at their pooled vectors alone.
+nearest to its mean. `outliers`: those whose vectors there are farthest from the others', by the
+mean cosine distance to the `NEIGHBOURS` nearest. `random`: drawn with the seed. The first two look
+at a sample of at most `SAMPLE` images, and at their pooled vectors alone.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def choose_images(
     return found
 
 
-def _picked(
-    store: Store, site: SiteSpec, rows: Integers, n: int, pick: str, seed: int
-) -> Integers:
+def _picked(store: Store, site: SiteSpec, rows: Integers, n: int, pick: str, seed: int) -> Integers:
     """(at most n,) places in `rows`."""
     rng = np.random.default_rng(seed)
     sample = rng.permutation(len(rows))[:SAMPLE]
@@ -90,11 +88,12 @@ def _picked(
     good = np.isfinite(lengths) & (lengths > 0)
     if good.sum() < n:
         raise VitseeError(
-            f"{int(good.sum())} images of {store.label} have a vector in {site.name}: {n} cannot be "
-            f"picked by it (use --pick {RANDOM})"
+            f"{int(good.sum())} images of {store.label} have a vector in {site.name}: {n} cannot "
+            f"be picked by it (use --pick {RANDOM})"
         )
     sample, units = sample[good], vectors[good] / lengths[good, np.newaxis]
-    return sample[_central(units, n, seed) if pick == DIVERSE else _lonely(units, n)]
+    found: Integers = sample[_central(units, n, seed) if pick == DIVERSE else _lonely(units, n)]
+    return found
 
 
 def _central(units: Float32, n: int, seed: int) -> Integers:

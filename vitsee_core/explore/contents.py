@@ -73,9 +73,7 @@ class StoreContents:
         tokens: list[NDArray[Any]] = []
         for own in self.sites:
             tokens += [own.tokens.along, own.tokens.scale, own.tokens.codes]
-        colours = [
-            colours_of(own.scores, guide) for own in self.sites if own.scores is not None
-        ]
+        colours = [colours_of(own.scores, guide) for own in self.sites if own.scores is not None]
         found = {
             "tokens": pack(tokens),
             "norms": pack([bfloat16(own.norms) for own in self.sites]),

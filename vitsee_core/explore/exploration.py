@@ -93,9 +93,7 @@ def explore(
     place = Path(output)
     check_new_files([place], force=force)
     selected = select_each(stores, sites, grid_sites)
-    rows = choose_images(
-        selected.stores, selected.chosen[0][-1], image, images, pick, seed
-    )
+    rows = choose_images(selected.stores, selected.chosen[0][-1], image, images, pick, seed)
     parts = [
         Shown(store, View.of(store, own), of_store, own)
         for (store, own), of_store in zip(selected.members, rows, strict=True)

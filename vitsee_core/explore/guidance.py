@@ -90,4 +90,3 @@ def definition_of(text: str) -> list[str | list[str]]:
 
 def _plain(text: str) -> str:
     return " ".join(text.replace("`", "").split())
-

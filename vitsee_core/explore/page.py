@@ -104,6 +104,4 @@ def _labels(contents: Sequence[StoreContents]) -> dict[str, str]:
     store, rows = contents[0].shown.store, contents[0].shown.rows
     names = store.class_names or []
     own = {int(label) for label in store.samples.label[rows]}
-    return {
-        str(k): visible(names[k]) if k < len(names) else f"class {k}" for k in own if k >= 0
-    }
+    return {str(k): visible(names[k]) if k < len(names) else f"class {k}" for k in own if k >= 0}

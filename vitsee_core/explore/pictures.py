@@ -20,8 +20,8 @@ QUALITY = 82
 def describe_images(
     parts: Sequence[Shown], frames: Sequence[Edges], data: str | None
 ) -> list[dict[str, Any]]:
-    """Of each image its id, label (-1 for none), aspect, and the address of its picture with the
-    edges it has on the frame; "" where the picture cannot be had. data: where the images are now."""
+    """Of each image its id, label (-1 for none), aspect, and the address of its picture, "" where
+    it cannot be had, with the edges it has on the frame. data: where the images are now."""
     first = parts[0]
     seen = max(max(part.view.input_size) for part in parts)
     photos = photographs(first, frames, data, min(max(seen, LEAST_PIXELS), MOST_PIXELS))

@@ -12,6 +12,7 @@ most `MOST_DIMS`, that keeps 99 of 100 cosines within `WITHIN` of those of the s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from vitsee_core.types import Float, Float32, Integers, Mask
 MOST_DIMS, STEP = 64, 4
 WITHIN = 0.01  # of 99 of 100 cosines
 TRIED, MEASURED = 768, 4096  # tokens whose cosines decide k; whose cosines are compared at the end
+Number = TypeVar("Number", bound=np.generic)
 ALONG, SCALE, CODE = 32767, 65535, 127  # the largest code of each number
 
 
@@ -60,16 +62,21 @@ def pack_tokens(x: Float32, counts: Mask, seed: int = 0) -> PackedTokens:
     """
     units = unit_directions(x[counts])
     mean, axes = _axes(units)
-    along, coordinates = units @ mean, units @ axes.T
+    first = units @ mean
+    # Axes without variance may point along the mean, which is counted already.
+    coordinates = (units - np.outer(first, mean)) @ axes.T
     rng = np.random.default_rng(seed)
     tried, measured = (_some(len(units), n, rng) for n in (TRIED, MEASURED))
-    for k in _candidates(units[tried], along[tried], coordinates[tried]):
-        kept = _codes(along, coordinates[:, :k])
+    for k in _candidates(units[tried], first[tried], coordinates[tried]):
+        kept = _codes(first, coordinates[:, :k])
         vectors = _vectors(*kept)
         error = _error(units[measured], vectors[measured])
         if error.p99 <= WITHIN:
             break
-    return PackedTokens(*(_spread(own, counts) for own in kept), error)
+    along, scale, codes = kept
+    return PackedTokens(
+        _spread(along, counts), _spread(scale, counts), _spread(codes, counts), error
+    )
 
 
 def unit_directions(x: Float32) -> Float32:
@@ -146,7 +153,7 @@ def _some(n: int, most: int, rng: np.random.Generator) -> Integers:
     return np.arange(n) if n <= most else np.sort(rng.choice(n, most, replace=False))
 
 
-def _spread(packed: NDArray[np.generic], counts: Mask) -> NDArray[np.generic]:
+def _spread(packed: NDArray[Number], counts: Mask) -> NDArray[Number]:
     """(..., tokens) with 0 where a token does not count."""
     found = np.zeros((*packed.shape[:-1], len(counts)), packed.dtype)
     found[..., counts] = packed

@@ -6,7 +6,7 @@ the page's policy allows no script but its own, by its hash, and no request at a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from vitsee_core.figures.plotting import (
 )
 from vitsee_core.report.cards import Sections, groups_of
 from vitsee_core.report.earlier import UNSEALED, code_digest, inputs_digest, read_page, sealed
+from vitsee_core.report.explored import ExploredPage, explored_pages
 from vitsee_core.report.facts import cautions, store_facts
 from vitsee_core.report.materials import Materials, find_materials
 from vitsee_core.report.overview import failed_steps, not_in_study, overview, stores_by_model
@@ -51,12 +52,14 @@ def write_report(
         check_new_files([output], force=force)
     sections = {heading: list(commands) for heading, commands in (sections or {}).items()}
     earlier = read_page(output)
-    inputs = inputs_digest(folder, output, [title, sections]) if folder.is_dir() else ""
+    pages = explored_pages(folder, output)
+    about = [title, sections, [(page.link, page.title) for page in pages]]
+    inputs = inputs_digest(folder, output, about) if folder.is_dir() else ""
     if earlier.inputs and earlier.inputs == inputs:
         return None
     materials = find_materials(folder)
     made_of = f"{code_digest()} {inputs} {UNSEALED}"
-    page = render(materials, output, sections, title, made_of, earlier.pictures, progress)
+    page = render(materials, output, sections, title, made_of, earlier.pictures, pages, progress)
     write_files({output: sealed(page)}, force=force)
     return materials
 
@@ -68,9 +71,10 @@ def render(
     title: str,
     made_of: str,
     earlier: Mapping[str, str],
+    explored: Sequence[ExploredPage],
     progress: Progress = SILENT,
 ) -> str:
-    """The page as text. made_of, earlier: see `report.earlier`."""
+    """The page as text. made_of, earlier: see `report.earlier`; explored: where it leads to."""
     known = {store.record["store_id"]: store for store in materials.stores}
     left_out = materials.left_out
     tables = [result.file.table for result in materials.results]
@@ -94,6 +98,7 @@ def render(
         ],
         left_out={relative(p, materials.folder): why for p, why in materials.left_out.items()},
         commands=[line for line in map(command_of, materials.results) if line],
+        explored=explored,
         made_of=made_of,
         data=json_for_html({card.id: card.charts for card in cards if card.charts}),
         script=code,

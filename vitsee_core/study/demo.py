@@ -15,7 +15,7 @@ QUICK_MODELS = ("vit", "resnet")
 # The analyses of the pictures in docs/.
 QUICK = (
     "attn-dist", "attn-map", "cka", "similarity", "normratio", "norms", "localize", "erf",
-    "spatial", "spectrum", "lens", "knn", "probe", "weights", "best-layer",
+    "spatial", "spectrum", "lens", "knn", "probe", "weights", "best-layer", "explore",
 )  # fmt: skip
 # Of the bundled models: how they pool, what they were taught by.
 FULL_MODELS = ("vit", "resnet", "vit-gap", "vit-masked")

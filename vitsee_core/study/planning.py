@@ -11,6 +11,7 @@ from vitsee_core.study.catalogue import needs_of_analyses
 from vitsee_core.study.kept import kept
 from vitsee_core.study.recipes import (
     ATTENTION,
+    EXPLORE,
     FIELDS,
     GIVEN,
     HEADS,
@@ -35,8 +36,8 @@ BEST = "best-layer"
 
 
 def known_analyses() -> list[str]:
-    """The analyses that a study can run."""
-    return [*needs_of_analyses(), BEST]
+    """The analyses that a study can run, and the page that it can make."""
+    return [*needs_of_analyses(), BEST, EXPLORE]
 
 
 def check_choice(study: Study) -> None:
@@ -68,7 +69,7 @@ def plan(study: Study, models: Sequence[SurveyedModel], *, labelled: bool) -> Pl
     study = replace(study, models={model.label: model.name for model in models})
     found = Plan()
     able: dict[str, list[SurveyedModel]] = {}
-    for command, needs in needs_of_analyses().items():
+    for command, needs in (needs_of_analyses() | {EXPLORE: ("grid",)}).items():
         if not study.takes(command):
             continue
         if reason := _unfit(study, command, labelled):

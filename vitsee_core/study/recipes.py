@@ -22,6 +22,8 @@ LABELS, TRAIN, GIVEN = "labels", "train", "given"
 NEIGHBOURS, VOTERS = 10, 20  # of similarity and of knn, where there are images enough
 CKA_IMAGES = 4  # debiased HSIC divides by n - 3
 FEW = 4  # models that are all compared with each other; more are compared with the first
+EXPLORE = "explore"  # no analysis: a page beside the report
+EXPLORED, FEWEST_EXPLORED, OF_ALL = 12, 4, 36  # images of that page, of all models together
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,18 @@ def _probe(study: Study, models: Models) -> Iterator[Step]:
         yield from each("probe", "--holdout", "0.3")(study, models)
 
 
+def _explore(study: Study, models: Models) -> Iterator[Step]:
+    """A page; of so many images that it stays small."""
+    stores = [study.store(model.label) for model in models]
+    images = max(FEWEST_EXPLORED, min(EXPLORED, OF_ALL // len(models)))
+    options = study.with_settings(EXPLORE, ("--images", str(images), "--recompute"))
+    page = study.folder / f"{EXPLORE}.html"
+    words = (EXPLORE, *map(str, stores), *options, "-o", str(page), "--force")
+    yield Step(EXPLORE, words, tuple(stores), (page,))
+
+
 RECIPES: dict[str, Recipe] = {
+    EXPLORE: Recipe(_explore),
     "attn-dist": Recipe(together("attn-dist"), (ATTENTION,)),
     "attn-map": Recipe(_attn_map, (ATTENTION,)),
     "head-types": Recipe(each("head-types"), (ATTENTION,)),

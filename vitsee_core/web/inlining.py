@@ -26,8 +26,8 @@ def asset(place: str) -> str:
     return resources.files("vitsee_core").joinpath(*place.split("/")).read_text("utf-8")
 
 
-def modules(place: str) -> dict[str, str]:
-    """Path -> text of a module of script and all that it imports, what is imported first."""
+def modules(*places: str) -> dict[str, str]:
+    """Path -> text of modules of script and all that they import, what is imported first."""
     found: dict[str, str] = {}
 
     def add(path: str) -> None:
@@ -38,13 +38,15 @@ def modules(place: str) -> dict[str, str]:
                 add(needed)
         found[path] = text
 
-    add(place)
+    for place in places:
+        if place not in found:
+            add(place)
     return found
 
 
-def script(place: str) -> str:
-    """A module and all that it imports as one."""
-    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", text)) for text in modules(place).values())
+def script(*places: str) -> str:
+    """Modules and all that they import as one."""
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", text)) for text in modules(*places).values())
 
 
 def csp_hash(text: str) -> str:

@@ -44,8 +44,8 @@ IMAGES = 12
     type=click.Choice(PICKS),
     default=PICKS[0],
     show_default=True,
-    help="diverse: of N groups of alike images (k-means of their vectors at the last site) the most "
-    "central ones; random; outliers: those least like any other.",
+    help="diverse: the most central ones of N groups of alike images (k-means of their vectors at "
+    "the last site); random; outliers: those least like any other.",
 )
 @options.image_option("Show", "those picked", "the first store")
 @click.option(
@@ -95,8 +95,8 @@ def command(
     The page is one file, works offline, by keys and on a phone, and an address ending in
     #image=3&patch=88&layer=7 leads to what it shows.
 
-    Tokens are reduced to at most 64 numbers of 8 bits; the error that this makes of their cosines is
-    measured, and printed.
+    Tokens are reduced to at most 64 numbers of 8 bits; the error that this makes of their cosines
+    is measured, and printed.
 
     \b
       $ vitsee explore b16.zarr -o explore.html

@@ -20,7 +20,8 @@ QUESTION = STORES
 
 def analysis_names() -> list[str]:
     """What --analyses and --skip know, without importing it."""
-    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(room.__path__)]
+    names = [module.name.replace("_", "-") for module in pkgutil.iter_modules(room.__path__)]
+    return [*names, "explore"]
 
 
 @click.command()
@@ -147,8 +148,8 @@ def command(
       $ vitsee study --file study.toml -o out --set cka.batch=512
 
     Options of a model stand behind its name: those of extract that decide weights and input.
-    FOLDER gets stores/NAME.zarr, results/COMMAND[-VARIANT].csv and .png, report.html and
-    study.json, which says of each step what it was made from and how it ended. A file there that
+    FOLDER gets stores/NAME.zarr, results/COMMAND[-VARIANT].csv and .png, report.html, explore.html
+    and study.json, which says of each step what it was made from and how it ended. A file there that
     this study did not write is refused, never replaced.
     """
     from vitsee_core.study.planning import known_analyses

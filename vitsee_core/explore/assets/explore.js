@@ -79,7 +79,7 @@ class Page {
    * @param {boolean} [keep] the address */
   choose(change, keep = false) {
     this.asked = performance.now();
-    this.scene.state = { ...this.scene.state, ...change };
+    this.scene.state = this.scene.withAttention({ ...this.scene.state, ...change });
     if (!keep) history.replaceState(null, "", writeState(this.scene.state));
     if (!this.pending) this.pending = requestAnimationFrame(() => this.draw());
   }
@@ -99,8 +99,8 @@ class Page {
     const at = [image, state.patch, state.box].join();
     this.say();
     this.fresh("film", [image], () => drawFilm(scene, byId("film"), this.theme));
-    this.fresh("photo", [at], () => drawPhoto(scene, this.photo, this.theme, roomOf(/** @type {HTMLElement} */ (this.stage.firstElementChild))));
     this.fresh("layers", [view, head], () => this.makeMaps());
+    this.fresh("photo", [at], () => drawPhoto(scene, this.photo, this.theme, roomOf(/** @type {HTMLElement} */ (this.stage.firstElementChild))));
     const shown = ["cosine", "attention"].includes(view) ? at : `${image},${at}`;
     for (const canvas of this.stage.querySelectorAll("canvas[data-model]")) this.drawMap(/** @type {HTMLCanvasElement} */ (canvas));
     this.fresh("legend", [shown, layer, view, scale, head], () => drawLegend(scene, byId("legend")));
@@ -237,7 +237,7 @@ class Page {
 
   /** The maps and strips of the models that the view has something of. */
   makeMaps() {
-    const { scene } = this, strips = byId("strips"), { view } = scene.state;
+    const { scene } = this, strips = byId("strips");
     strips.replaceChildren();
     while (this.stage.children.length > 1) this.stage.lastElementChild?.remove();
     this.drawn.delete("strips");
@@ -255,7 +255,8 @@ class Page {
       if (said) said.textContent = detail;
       for (const figure of [map, strip]) hovering(/** @type {HTMLCanvasElement} */ (figure.querySelector("canvas")), (found) => sayPlace(scene, found));
     });
-    if (view === "attention" && !this.stage.children[1]) html("p", "No model of this page has attention of this patch; the class token's may be below.", strips, "missing");
+    const n = this.stage.children.length, most = Math.max(1, Math.floor((roomOf(this.stage) + 16) / 240));
+    this.stage.style.gridTemplateColumns = window.innerWidth > 700 ? `repeat(${Math.min(n, most)}, minmax(0, 360px))` : "";
   }
 
   /** Why a view has nothing of a model.

@@ -126,6 +126,15 @@ export class Scene {
     return found && (view === "cosine" ? [Math.min(found[0], 0.99), 1] : view === "attention" ? [0, found[1]] : found);
   }
 
+  /** A state that asks for attention of patches where no store has it: that of the first head.
+   * @param {State} state
+   * @returns {State} */
+  withAttention(state) {
+    const blocks = this.models.flatMap((model) => model.blocks);
+    const lacking = state.view === "attention" && state.head < 0 && !blocks.some((block) => block.patchMost);
+    return lacking && blocks.length ? { ...state, head: 0 } : state;
+  }
+
   /** The palette of the view's numbers. */
   get palette() { return this.state.view === "cosine" ? VIRIDIS : MAGMA; }
 

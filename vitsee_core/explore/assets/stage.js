@@ -15,7 +15,7 @@ import { hideTip, showTip } from "../../web/assets/pointing.js";
 /** Something drawn that is pointed at: where a frame is, and of which model and layer.
  * @typedef {{box: Box, model: number, layer: number, image: number}} Target */
 
-const GAP = 6, LABEL = 16, LARGEST = 470, TILE = { least: 56, most: 132 };
+const GAP = 6, LABEL = 16, LARGEST = 360, TILE = { least: 56, most: 132 };
 
 /** What is drawn where on each canvas.
  * @type {WeakMap<HTMLCanvasElement, Target[]>} */
