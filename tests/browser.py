@@ -116,13 +116,20 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def press(self, key: str) -> None:
+    def press(self, key: str, *, shift: bool = False) -> None:
         """A key, by its name in the DOM."""
         codes = {"Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "ArrowUp": 38, "ArrowDown": 40,
-                 "Escape": 27, "Enter": 13}  # fmt: skip
+                 "Escape": 27, "Enter": 13, "PageUp": 33, "PageDown": 34}  # fmt: skip
         for kind in ("rawKeyDown", "keyUp"):
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key,
-                     windowsVirtualKeyCode=codes[key])  # fmt: skip
+                     windowsVirtualKeyCode=codes[key], modifiers=8 if shift else 0)  # fmt: skip
+
+    def point(self, kind: str, x: float, y: float) -> None:
+        """The mouse, its left button: `mousePressed`, `mouseMoved` with it held, `mouseReleased`,
+        at a place of the window in CSS pixels."""
+        held = 0 if kind == "mouseReleased" else 1
+        self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=held,
+                 clickCount=1)  # fmt: skip
 
     def picture(self, path: Path) -> None:
         """The whole page as a PNG."""

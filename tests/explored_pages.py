@@ -40,7 +40,7 @@ class Site:
         """(cells,) of the mean of some patches of an image with every patch of another."""
         n = self.along.shape[1]
         own = [(float(self.norms[image, c]), self.vector(image, c)) for c in cells]
-        mean = sum(norm * v for norm, v in own)
+        mean = np.sum([norm * v for norm, v in own], axis=0)
         square = mean @ mean + sum(norm**2 * (1 - v @ v) for norm, v in own)
         found = np.array([mean @ self.vector(other, t) for t in range(n)])
         if image == other:

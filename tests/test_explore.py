@@ -61,7 +61,8 @@ def page(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 def exact(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     u = x / np.linalg.norm(x, axis=1, keepdims=True)
-    return u @ u.T
+    found: np.ndarray[Any, Any] = u @ u.T
+    return found
 
 
 def test_two_directions_by_hand() -> None:
