@@ -19,7 +19,7 @@ help:
 	@echo "make test-all  the same and the slow tests: many processes, training, packaging"
 	@echo "make coverage  the tests again, with the lines that none of them reaches"
 	@echo "make faults    processes killed, disks full, bits flipped, servers failing: many trials of each"
-	@echo "make report-check  the report in a headless Chromium, where there is one"
+	@echo "make report-check  the report and explore's page in a headless Chromium, where there is one"
 	@echo "make findings  docs/findings.md: what the papers found, on the demo's models"
 	@echo "make docs      the site, offline: docs-out/html/index.html"
 	@echo "make slurm     a planned job array, and a Dask cluster, on a real SLURM of one node"
@@ -50,7 +50,7 @@ faults: $(STAMP)
 	VITSEE_TRIALS=$(FAULTS) $(BIN)/pytest tests/faults tests/test_dask.py tests/test_dask_extract.py -m fault --numprocesses=auto --maxprocesses=4
 
 report-check: $(STAMP)
-	$(BIN)/pytest -rs tests/test_report_browser.py
+	$(BIN)/pytest -rs tests/test_report_browser.py tests/test_explore_browser.py
 
 # Some ten minutes.
 findings: $(STAMP)

@@ -11,12 +11,16 @@ from pictures import ELSEWHERE, MOST_BYTES, PICTURES
 from vitsee_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
-ANALYSES = [path.read_text() for path in (ROOT / "docs" / "analyses").glob("*.md")]
-SHOWN = re.findall(r"\]\(\.\./([\w-]+)\.png\)", "\n".join(ANALYSES))
+PAGES = [
+    path.read_text()
+    for folder in ("analyses", "guide")
+    for path in (ROOT / "docs" / folder).glob("*.md")
+]
+SHOWN = re.findall(r"\]\(\.\./([\w-]+)\.png\)", "\n".join(PAGES))
 IN_README = re.findall(r"\]\(docs/([\w-]+)\.png\)", (ROOT / "README.md").read_text())
 
 
-def test_each_picture_is_made_by_the_script_and_shown_by_its_analysis() -> None:
+def test_each_picture_is_made_by_a_script_and_shown_by_its_page() -> None:
     made = [picture.name for picture in PICTURES]
     assert sorted(SHOWN) == sorted([*made, *ELSEWHERE])
     assert sorted(path.stem for path in (ROOT / "docs").glob("*.png")) == sorted(SHOWN)

@@ -12,6 +12,7 @@ from tests.studies import NO_ATTENTION, cnn, model, study
 from vitsee_core.study.catalogue import needs_of_analyses
 from vitsee_core.study.cost import EFFICIENCY, STEP_SECONDS, TOKEN_RATE, Cost, cost
 from vitsee_core.study.planning import BEST, check_choice, plan, reasons
+from vitsee_core.study.recipes import EXPLORE
 from vitsee_core.study.steps import Plan, Setting, Step, check_labels, label_of, with_controls
 from vitsee_core.study.surveyed import survey
 from vitsee_stores.errors import VitseeError
@@ -30,7 +31,7 @@ def named(found: Plan, name: str) -> Step:
 
 def test_every_analysis_is_a_step_or_has_a_reason() -> None:
     found = plan(study(), [model("vit"), cnn("cnn")], labelled=True)
-    known = {*needs_of_analyses(), BEST}
+    known = {*needs_of_analyses(), BEST, EXPLORE}
     assert {step.command for step in found.analyses} | {*found.left_out} >= known
     assert {"saliency", "propagate", "keypoints", "dense-probe"} < {*found.left_out}
     assert found.left_out["attn-dist of cnn"] == NO_ATTENTION

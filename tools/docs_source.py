@@ -33,8 +33,8 @@ from vitsee_core.tables.results import Table
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
 GUIDES = (
-    "explore", "study", "extraction", "tables", "intervals", "notebook", "export", "cluster", "dask", "bucket",
-    "faults", "papers",
+    "explore", "study", "extraction", "tables", "intervals", "notebook", "export", "cluster",
+    "dask", "bucket", "faults", "papers",
 )  # fmt: skip
 # Other files of the repository that are pages of the site, and how they are called there.
 PAGES = {
@@ -58,6 +58,7 @@ SPOKEN = {
     "cli/vitsee_cli/commands": "/commands/{}.md",
 }
 FOLDERS = ("docs/guide", "docs/analyses")
+PICTURE = r"!\[([^\]]*)\]\(/pictures/([\w-]+)\.png\)"
 PYTHON = ("open_store", "extract", "Store", "Table", "Segmentation")
 
 
@@ -235,13 +236,15 @@ def gallery() -> str:
         "Commands are those of the folder that `make demo` leaves (`cd demo-out`).",
     ]
     for command in captions():
-        for words, name in re.findall(
-            r"!\[([^\]]*)\]\(/pictures/([\w-]+)\.png\)", written(command)[0]
-        ):
+        for words, name in re.findall(PICTURE, written(command)[0]):
             words = " ".join(words.split())
             parts += [f"## {words}", f"![{words}](/pictures/{name}.png)"]
             parts += [f"[{command}](/analyses/{command}.md): {reading_of(command, made[name])}"]
             parts += [f"```sh\n{made[name]}\n```"]
+    for guide in GUIDES:
+        for words, name in re.findall(PICTURE, page_of(f"docs/guide/{guide}.md")):
+            parts += [f"## {words}", f"![{words}](/pictures/{name}.png)"]
+            parts += [f"[{guide}](/guide/{guide}.md)", f"```sh\n{made[name]}\n```"]
     return "\n\n".join(parts)
 
 

@@ -4,8 +4,9 @@
     python tools/pictures.py FOLDER             # more commands on its stores, then all pictures
     python tools/pictures.py FOLDER --only erf  # one of them
 
-A minute on two cores. Two pictures are made elsewhere: docs/pca.png needs weights and photographs
-that are not bundled, docs/similarity-chance.png is drawn by tools/similarity_by_chance.py.
+A minute on two cores. Three pictures are made elsewhere: docs/pca.png needs weights and photographs
+that are not bundled, docs/similarity-chance.png is drawn by tools/similarity_by_chance.py,
+docs/explore.png by a browser, with tools/explore_picture.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from vitsee_core.tables.files import write_files
 
 DOCS = Path(__file__).parents[1] / "docs"
 ELSEWHERE = {
+    "explore": "vitsee explore stores/vit.zarr stores/resnet.zarr --images 12 --recompute\n"
+    "PYTHONPATH=. python tools/explore_picture.py explore.html docs/explore.png",
     "pca": "# not bundled: weights, photographs\nvitsee pca lite0.zarr -o pca.csv --png pca.png",
     "similarity-chance": "python tools/similarity_by_chance.py docs/similarity-chance.png",
 }

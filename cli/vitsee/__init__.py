@@ -8,10 +8,10 @@
     vitsee.cka(vitsee.open_store("vit.zarr"), "resnet.zarr", tokens="mean")
     vitsee.cluster("vit.zarr", masks=vitsee.Segmentation("instances.json", weights="any"))
 
-`explore("a.zarr", output="explore.html")` writes the page of `vitsee explore`. `extract` also takes a
-torch module of your own with its transform. An analysis is the `run` of its
-module in `vitsee_core.analyses`, whose `plot(table)` draws its figure. Names are imported when they
-are first used: `import vitsee` itself imports neither torch nor zarr.
+`explore("a.zarr", output="explore.html")` writes the page of `vitsee explore`. `extract` also takes
+a torch module of your own with its transform. An analysis is the `run` of its module in
+`vitsee_core.analyses`, whose `plot(table)` draws its figure. Names are imported when they are first
+used: `import vitsee` itself imports neither torch nor zarr.
 """
 
 from __future__ import annotations

@@ -86,14 +86,15 @@ def command(
     force: bool,
     allow_partial: bool,
 ) -> None:
-    """Write a page on which one clicks a patch and sees it in every layer of every model.
+    """Write a page to click through patches.
 
-    A few images of the stores, the same in each, with: the cosine of the chosen patch, or of a box
-    of patches, with all others, as a strip over all layers, models below each other; the most
-    similar patches of the other images; attention (of a store of extract --attention rows or full,
-    or with --recompute), PCA colours, norms, and what the model's classifier says of each patch.
-    The page is one file, works offline, by keys and on a phone, and an address ending in
-    #image=3&patch=88&layer=7 leads to what it shows.
+    On it one clicks a patch and sees it in every layer of every model: a few images of the stores,
+    the same in each, with the cosine of the chosen patch, or of a box of patches, with all others,
+    as a strip over all layers, models below each other; the most similar patches of the other
+    images; attention (of a store of extract --attention rows or full, or with --recompute), PCA
+    colours, norms, and what the model's classifier says of each patch. The page is one file, works
+    offline, by keys and on a phone, and an address ending in #image=3&patch=88&layer=7 leads to
+    what it shows.
 
     Tokens are reduced to at most 64 numbers of 8 bits; the error that this makes of their cosines
     is measured, and printed.

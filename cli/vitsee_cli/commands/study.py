@@ -149,8 +149,8 @@ def command(
 
     Options of a model stand behind its name: those of extract that decide weights and input.
     FOLDER gets stores/NAME.zarr, results/COMMAND[-VARIANT].csv and .png, report.html, explore.html
-    and study.json, which says of each step what it was made from and how it ended. A file there that
-    this study did not write is refused, never replaced.
+    and study.json, which says of each step what it was made from and how it ended. A file there
+    that this study did not write is refused, never replaced.
     """
     from vitsee_core.study.planning import known_analyses
     from vitsee_core.study.steps import Study, with_controls

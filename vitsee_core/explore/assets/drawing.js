@@ -13,7 +13,7 @@ const LEVELS = 255;
 const tables = new Map();
 const scratch = document.createElement("canvas");
 
-export const CHOSEN = "#ff3b6b"; // the outline of chosen patches
+export const CHOSEN = "#ff2f64"; // the outline of chosen patches
 
 /** How many pixels a CSS pixel has in what is drawn. */
 export const density = { now: 1 };
@@ -155,8 +155,8 @@ export function aroundCells(box, grid, image, cells) {
 export function outline(context, at, width, colour = "#fff", dash = []) {
   context.save();
   context.lineJoin = "round";
-  context.strokeStyle = "rgba(0, 0, 0, .75)";
-  context.lineWidth = width + 2;
+  context.strokeStyle = "rgba(0, 0, 0, .6)";
+  context.lineWidth = width + 1.5;
   context.strokeRect(at.x, at.y, at.w, at.h);
   context.setLineDash(dash);
   context.strokeStyle = colour;

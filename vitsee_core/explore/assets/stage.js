@@ -15,7 +15,7 @@ import { hideTip, showTip } from "../../web/assets/pointing.js";
 /** Something drawn that is pointed at: where a frame is, and of which model and layer.
  * @typedef {{box: Box, model: number, layer: number, image: number}} Target */
 
-const GAP = 6, LABEL = 16, LARGEST = 360, TILE = { least: 56, most: 132 };
+const GAP = 6, LABEL = 16, LARGEST = 360, TILE = { least: 56, most: 150 };
 
 /** What is drawn where on each canvas.
  * @type {WeakMap<HTMLCanvasElement, Target[]>} */
@@ -89,7 +89,7 @@ export function drawPhoto(scene, canvas, theme, room) {
   const context = surface(canvas, w, h), box = { x: 0, y: 0, w, h };
   paintPhoto(context, box, scene.photos[image], about.edges, theme.none);
   if (!about.picture) write(context, "the picture cannot be read any more", w / 2, h / 2, theme.ink);
-  markChosen(context, scene, scene.reference, box, 2);
+  markChosen(context, scene, scene.reference, box, 2.5);
   targets.set(canvas, [{ box, model: 0, layer: 0, image }]);
   const [row, col] = patchOf(scene);
   canvas.setAttribute("aria-label", `Photograph ${about.id}, patch row ${row}, column ${col}: arrow keys move it, with Shift they stretch a box, Page Up and Page Down change the layer`);
@@ -115,7 +115,7 @@ export function drawStage(scene, canvas, model, theme, room) {
   scene.paint(context, box, model, layer, scene.range(model, layer), theme.none);
   const grid = scene.layers(model)[layer].grid, map = scene.map(model, layer);
   if (map.asked >= 0 && !map.own.includes(map.asked)) outline(context, aroundCells(box, grid, image, [map.asked]), 1.5, "#fff", [3, 3]);
-  markChosen(context, scene, grid, box, 2);
+  markChosen(context, scene, grid, box, 2.5);
   targets.set(canvas, [{ box, model, layer, image }]);
 }
 
@@ -157,7 +157,7 @@ export function drawStrip(scene, canvas, model, theme, room) {
   targets.set(canvas, layers.map((layer, i) => {
     const box = { ...tiles[i], x: tiles[i].x + 3 };
     scene.paint(context, box, model, i, shared ?? scene.range(model, i), theme.none);
-    markChosen(context, scene, layer.grid, box, 1);
+    markChosen(context, scene, layer.grid, box, 1.5);
     if (i === now) outline(context, { x: box.x - 1.5, y: box.y - 1.5, w: box.w + 3, h: box.h + 3 }, 2, theme.accent);
     write(context, below(scene, model, i), box.x + box.w / 2, box.y + box.h + 13, i === now ? theme.accent : theme.soft, "center", i === now ? "700" : "400");
     return { box, model, layer: i, image };
