@@ -121,7 +121,7 @@ def test_a_model_that_needs_values_is_named_and_left(monkeypatch: pytest.MonkeyP
     def refuse(*_: object, **__: object) -> None:
         torch.empty(1, device="meta").cpu()
 
-    monkeypatch.setattr("vitsee_core.models.site_tables.trace", refuse)
+    monkeypatch.setattr("vitsee_core.models.survey.trace", refuse)
     (row,) = rows(models("test_vit"))
     assert (
         row["analyses"] == ""

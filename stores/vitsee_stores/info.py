@@ -108,6 +108,8 @@ def _claimed(files: Files, committed: Container[int]) -> list[dict[str, Any]]:
 def _site(site: SiteSpec) -> dict[str, Any]:
     layout = site.layout
     out: dict[str, Any] = {"kind": site.kind, "shape": list(site.shape)}
+    if site.site_path is not None:
+        out["site_path"] = site.site_path
     if site.alias_of is not None:
         return {**out, "alias_of": site.alias_of}
     if layout is not None:

@@ -62,6 +62,8 @@ class SiteSpec:
         dtype: of `acts/`; pooled values and vectors are always float32.
         alias_of: the stored site with an equal tensor, which is read in place of this one.
         tokens: "all", or "pooled" if `acts/` does not hold the site.
+        site_path: where the tensor comes from in the model's own names: a module's path for its
+            output, with `.in` appended for its input, `A - B` for a difference; None if it is the name.
     """
 
     name: str
@@ -77,6 +79,7 @@ class SiteSpec:
     alias_of: str | None = None
     tokens: str = "all"
     dtype: str = "float16"
+    site_path: str | None = None
 
     @property
     def stride_px(self) -> tuple[float, float] | None:

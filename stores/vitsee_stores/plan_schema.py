@@ -100,6 +100,7 @@ def _site(value: Any, where: str) -> SiteSpec:
         alias_of=data.name("alias_of") if "alias_of" in data else None,
         tokens=data.one_of("tokens", ("all", "pooled")),
         dtype=data.one_of("dtype", ("float16", "float32")),
+        site_path=data.name("site_path") if "site_path" in data else None,
     )
 
 

@@ -10,7 +10,7 @@ depth:0.5             the out with the nearest relative depth, of equal ones the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,8 @@ def select_names(
     (`blocks.*.out`), or any of these with negative numbers, which count the neighbouring paths from
     the end (`blocks.-1.out`, `stages.-1.blocks.-2.*`); a place in depth (`first`, `last`,
     `stage:I`, `depth:F`), which selects the block's out, or what `sites` has of that block if there
-    are no outs; `!` before any of these excludes its matches. Groups give stored names, never
-    aliases; an alias matched by a glob is excluded if the site it equals is selected, too.
+    are no outs; if no name matches, the path of one of the model's own modules (`site_path`);
+    `!` before any of these excludes its matches. Groups give stored names, never aliases; an alias matched by a glob is excluded if the site it equals is selected, too.
 
     Raises:
         SiteError: no pattern; a pattern without a match (names `what` was searched and `hint` to
@@ -94,10 +94,16 @@ def _match(pattern: str, sites: Sequence[SiteSpec], what: str) -> Iterator[str]:
     if pattern in ENDS or pattern.partition(":")[0] in PLACES:
         yield from _at_place(pattern, sites, what)
         return
-    names = [site.name for site in sites]
-    for wanted in _without_negatives(pattern.split("."), names):
-        for name in names:
-            if name == wanted or (_is_glob(wanted) and fnmatchcase(name, wanted)):
+    found = list(_named(pattern, {site.name: site.name for site in sites}))
+    # Modules' own paths count where no name of vitsee's is meant.
+    yield from found or _named(pattern, {s.site_path: s.name for s in sites if s.site_path})
+
+
+def _named(pattern: str, names: Mapping[str, str]) -> Iterator[str]:
+    """The values of the keys that match."""
+    for wanted in _without_negatives(pattern.split("."), list(names)):
+        for key, name in names.items():
+            if key == wanted or (_is_glob(wanted) and fnmatchcase(key, wanted)):
                 yield name
 
 

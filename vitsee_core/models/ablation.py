@@ -46,6 +46,12 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
     chosen = sorted(asked)
     if not chosen:
         return
+    for name in chosen:
+        if table.residuals[name].witness is not None:
+            raise ModelError(
+                f"{asked[name]} {name} cannot be done in {model.name}: its branch is scaled "
+                "outside of any module before it is added"
+            )
     ends = [table.points[table.residuals[name].branch].hook_points[0] for name in chosen]
     cuts = _Cuts(model.module, ends)
     before, model.ablate_skip = model.ablate_skip, tuple(chosen)
@@ -96,11 +102,15 @@ class _Cuts:
             child = module.get_submodule(path)
             self.handles.append(child.register_forward_hook(self._cut(path, calls)))
 
-    def _cut(self, path: str, calls: set[int]) -> Callable[..., Tensor | None]:
-        def cut(_module: nn.Module, _args: Any, output: Any) -> Tensor | None:
+    def _cut(self, path: str, calls: set[int]) -> Callable[..., Any]:
+        def cut(_module: nn.Module, _args: Any, output: Any) -> Any:
             call = self.counts[path]
             self.counts[path] += 1
-            return branch_only(output) if call in calls and isinstance(output, Tensor) else None
+            if call not in calls:
+                return None
+            if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+                return (branch_only(output[0]), *output[1:])
+            return branch_only(output) if isinstance(output, Tensor) else None
 
         return cut
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from vitsee_core.models.families.sums import heads_hook_point
 from vitsee_core.models.geometry import in_raster_order
 from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.sites import AttentionBlock
@@ -18,7 +19,7 @@ NO_ATTENTION = "no block has a softmax over tokens"
 @dataclass
 class Attention:
     """blocks: those with token-to-token attention; modules: block -> module inside which it is
-    computed; heads: block -> where the heads' outputs go next, if that was found; left_out: "PATH
+    computed; heads: block -> where the heads' outputs go next, if that was found; left_out: "NAME
     attention" -> why it has no such attention; refusal: why no block has."""
 
     blocks: list[AttentionBlock] = field(default_factory=list)
@@ -28,11 +29,14 @@ class Attention:
     refusal: str | None = None
 
 
-def attention_blocks(read: Reader, demoted: Mapping[str, str]) -> Attention:
-    """The attention of every block, or why it has none that can be captured. demoted: "PATH
-    attention" -> why what was found there before was disproved."""
+def attention_blocks(
+    read: Reader, names: Mapping[str, str], demoted: Mapping[str, Sequence[str]]
+) -> Attention:
+    """The attention of every block, or why it has none that can be captured. names: of the blocks
+    by their paths. demoted: "NAME attention" -> why what was found there before was disproved."""
     found = Attention()
     for path, index in read.block_index.items():
+        name = names[path]
         met = [
             (module, event)
             for module, events in read.trace.events.items()
@@ -42,17 +46,18 @@ def attention_blocks(read: Reader, demoted: Mapping[str, str]) -> Attention:
         if not met:
             continue
         layouts = _layouts(read, path)
-        reason = demoted.get(f"{path} attention") or _refusal(read, met, layouts)
+        disproved = demoted.get(f"{name} attention")
+        reason = disproved[-1] if disproved else _refusal(read, met, layouts)
         if reason:
-            found.left_out[f"{path} attention"] = reason
+            found.left_out[f"{name} attention"] = reason
             continue
         module, event = met[0]
         layout = next(x for x in layouts if x.n_tokens == event.n_keys)
-        found.blocks.append(AttentionBlock(path, index, event.query[1], layout))
-        found.modules[path] = module
-        hook_point = _heads_hook_point(read, module, event)
+        found.blocks.append(AttentionBlock(name, index, event.query[1], layout))
+        found.modules[name] = module
+        hook_point = _heads_hook_point(read, path, module, event)
         if hook_point:
-            found.heads[path] = hook_point
+            found.heads[name] = hook_point
     if not found.blocks:
         reasons = list(dict.fromkeys(found.left_out.values()))
         found.refusal = "; ".join(reasons[:2]) if reasons else NO_ATTENTION
@@ -115,8 +120,11 @@ def _refusal(
     return None
 
 
-def _heads_hook_point(read: Reader, module: str, event: AttentionSeen) -> HookPoint | None:
-    """The module that the heads' outputs enter side by side."""
+def _heads_hook_point(
+    read: Reader, path: str, module: str, event: AttentionSeen
+) -> HookPoint | None:
+    """The module that the heads' outputs enter side by side: timm's by its name, others by when
+    they are entered."""
     assert event.value is not None
     for name in ("norm", "proj", "attn_out_proj"):
         hook_point = HookPoint(f"{module}.{name}" if module else name, "in")
@@ -124,4 +132,4 @@ def _heads_hook_point(read: Reader, module: str, event: AttentionSeen) -> HookPo
         # Made after the values: TinyViT's norm is before its queries, keys and values.
         if seen and seen.shape == event.value.shape and seen.key > event.value.key:
             return hook_point
-    return None
+    return heads_hook_point(read.model, read.trace, path, event.value)

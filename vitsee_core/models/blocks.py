@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from vitsee_core.models.trace import Seen, Trace
+from vitsee_core.models.trace import Key, Seen, Trace
 
 CONTAINERS = ("blocks", "stages", "layers")
 # So many layers in a row make a stack (VGG); fewer are the stem of something else.
@@ -35,12 +35,15 @@ def join(path: str, name: str) -> str:
 def find_blocks(model: nn.Module, trace: Trace) -> list[str]:
     """Paths of the model's blocks in the model's own order.
 
-    A block is a repeated child of the containers `blocks`, `stages` or `layers`, at the root or
-    in a backbone below it; in models without these, of the modules that follow one another at the
-    root. Only what gives one activation with the batch in front counts.
+    A block is what the model itself records as its hidden states (transformers); else a repeated
+    child of the containers `blocks`, `stages` or `layers`, at the root or in a backbone below it;
+    else a member of the list of one class that ran in order, gave tokens and holds most weights;
+    in models without these, of the modules that follow one another at the root. Only what gives one
+    activation with the batch in front counts.
     """
     finder = _BlockFinder(model, trace)
-    found = list(finder.named("", model)) or list(finder.trunk("", model))
+    found = finder.recorded() or list(finder.named("", model)) or finder.lone_list()
+    found = found or list(finder.trunk("", model))
     return found or list(finder.runs(model, at_least=1))
 
 
@@ -52,6 +55,44 @@ class _BlockFinder:
         """The activation a module gives when it is called once, if it has more than channels."""
         seen = self.trace.by_image(self.trace.left(path))
         return seen if seen and len(seen.shape) >= 3 else None
+
+    def recorded(self) -> list[str]:
+        """Blocks of the class that a model of transformers names in `_can_record_outputs`, each
+        stage of these in its blocks, in the order of their calls."""
+        for path, module in self.model.named_modules():
+            stated = getattr(module, "_can_record_outputs", None)
+            wanted = stated.get("hidden_states") if isinstance(stated, dict) else None
+            kind = getattr(wanted, "target_class", wanted)
+            within = getattr(wanted, "layer_name", None) or ""
+            if not isinstance(kind, type):
+                continue
+            found: list[tuple[Key, str]] = []
+            for below, child in module.named_modules(prefix=path):
+                seen = self.gives(below) if within in below else None
+                if seen is not None and isinstance(child, kind):
+                    found.append((seen.key, below))
+            if found:
+                places = [(below, self.model.get_submodule(below)) for _, below in sorted(found)]
+                return [x for below, child in places for x in self.expand(below, child)]
+        return []
+
+    def lone_list(self) -> list[str]:
+        """The members of the one list of a class that ran in order, gave tokens and hold most of
+        the model's weights; [] where there are several such lists."""
+        found: dict[type[nn.Module], list[list[str]]] = defaultdict(list)
+        for path, module in self.model.named_modules():
+            kids = [join(path, name) for name, _ in module.named_children()]
+            kinds = {type(kid) for kid in module.children() if not is_leaf(kid)}
+            if not isinstance(module, _LISTS) or len(kids) < 2 or len(kinds) != 1:
+                continue
+            seen = [self.gives(below) for below in kids]
+            keys = [x.key for x in seen if x is not None and len(x.shape) == 3]
+            if len(keys) == len(kids) and keys == sorted(keys):
+                found[kinds.pop()].append(kids)
+        lone = [lists[0] for lists in found.values() if len(lists) == 1]
+        half = _n_weights([self.model]) / 2
+        large = [x for x in lone if _n_weights(map(self.model.get_submodule, x)) > half]
+        return large[0] if large else []
 
     def named(self, path: str, module: nn.Module) -> Iterator[str]:
         """Blocks in containers of the usual names, wherever below `module` these are."""
@@ -142,6 +183,10 @@ class _BlockFinder:
             return False
         mine, last = self.gives(path), self.gives(kids[-1][0])
         return mine is None or (last is not None and mine.key == last.key)
+
+
+def _n_weights(modules: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
 
 
 def _stem(name: str) -> str:

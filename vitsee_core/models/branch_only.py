@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SUMS = {
+SUMS = {
     torch.add,
     Tensor.add,
     Tensor.add_,
@@ -37,7 +37,7 @@ class BranchOnly(Tensor):
     ) -> Any:
         """The sum's stand-in, or `func` of plain tensors."""
         terms = _plain(args)
-        if func in _SUMS and len(args) == 2 and not kwargs:
+        if func in SUMS and len(args) == 2 and not kwargs:
             number = sum(isinstance(term, BranchOnly) for term in args)
             if number == 1 and all(isinstance(term, Tensor) for term in terms):
                 f, z = terms if isinstance(args[0], BranchOnly) else terms[::-1]

@@ -17,32 +17,40 @@ from vitsee_core.models.hook_points import HookPoint, View
 from vitsee_core.models.site_drafts import SiteDraft, find_aliases, specs
 from vitsee_core.models.sites import Point, SiteTable, Sublayer
 from vitsee_core.models.survey import Reader, Survey
+from vitsee_core.models.trace import Seen
 from vitsee_stores.layout import SiteSpec, TokenLayout
+
+NEVER_CALLED = "never called: the model uses its weights directly, if at all"
 
 
 class TableBuilder:
-    """Builds the table of one model; `demoted` names blocks whose sums or attention failed,
-    `ablated` sublayers that work without their skip."""
+    """Builds the table of one model; `demoted` names blocks whose sums or attention failed, with
+    the reason of each reading that was tried, `ablated` sublayers that work without their skip."""
 
     def __init__(
         self,
         model: nn.Module,
         survey: Survey,
-        demoted: Mapping[str, str],
+        demoted: Mapping[str, Sequence[str]],
         ablated: Sequence[str] = (),
     ) -> None:
         self.model, self.survey, self.demoted, self.ablated = model, survey, demoted, set(ablated)
         self.trace, self.geometry, self.blocks = survey.trace, survey.geometry, survey.blocks
         self.left_out: dict[str, str] = {}
         self.entered: set[str] = set()
+        self.n_made_up = 0
         self.read = Reader(model, survey)
         self.modules = self.read.modules
         self.index = {name: i for i, name in enumerate(self.modules)}
+        self.names = survey.names
         self.described: dict[str, Description] = {}
         for path in self.blocks:
-            found = None if path in demoted else describe(self.modules[path], path, self.trace)
-            if found:
-                self.described[path] = found
+            readings = describe(model, path, self.trace)
+            tried = demoted.get(self.names[path], ())
+            if len(tried) < len(readings):
+                self.described[path] = readings[len(tried)]
+            elif tried:
+                self.left_out[self.names[path]] = tried[0]
 
     def build(self) -> SiteTable:
         """The table, its sites in the model's order."""
@@ -51,7 +59,7 @@ class TableBuilder:
         sites = specs(drafts)
         by_name = {site.name: site for site in sites}
         sublayers, residuals = self._sublayers(by_name)
-        attention = attention_blocks(self.read, self.demoted)
+        attention = attention_blocks(self.read, self.names, self.demoted)
         residual_refusal = None if sublayers else "no block whose branches are known"
         return SiteTable(
             sites=tuple(sites),
@@ -60,9 +68,9 @@ class TableBuilder:
             attention_refusal=attention.refusal,
             residual_refusal=residual_refusal,
             rollout_refusal=self._rollout_refusal(attention),
-            left_out={**self.left_out, **self.demoted, **attention.left_out},
+            left_out={**self.left_out, **attention.left_out},
             patches=self.geometry.patches,
-            points={draft.name: Point(draft.hook_points, draft.view) for draft in drafts},
+            points={x.name: Point(x.hook_points, x.view, x.difference) for x in drafts},
             residuals=residuals,
             attention_modules=attention.modules,
             heads=attention.heads,
@@ -84,7 +92,7 @@ class TableBuilder:
         outside = inside[None]
         first = self.index[self.blocks[0]] if self.blocks else len(self.index)
         before = [name for name in outside if self.index[name] < first]
-        head, missing = head_hook_points(self.model, self.trace)
+        head, missing = head_hook_points(self.model, self.trace, self.blocks)
         yield from self._lone_modules(before, head)
         for i, path in enumerate(self.blocks):
             entrance = self._entrance(path, i)
@@ -121,7 +129,8 @@ class TableBuilder:
     def _block_drafts(self, path: str, leaves: list[str]) -> Iterator[SiteDraft]:
         described = self.described.get(path)
         parts = described.parts if described else (Part("out", HookPoint(path), ("blocks",)),)
-        named = {part.hook_point.module: part for part in parts if part.hook_point.when == "out"}
+        named = {part.hook_point.module for part in parts if part.hook_point.when == "out"}
+        named &= {f"{path}.{part.name}" for part in parts}
         base: list[View] = []
         for part in parts:
             seen = self.read.seen(part.hook_point)
@@ -139,7 +148,7 @@ class TableBuilder:
             yield from self._module(name, path, base, described)
 
     def _part(self, path: str, part: Part, base: list[View]) -> Iterator[SiteDraft]:
-        name = f"{path}.{part.name}"
+        name = f"{self.names[path]}.{part.name}"
         seen = self.read.seen(part.hook_point)
         if seen is None:
             self.left_out[name] = self.read.why_not(part.hook_point)
@@ -154,14 +163,30 @@ class TableBuilder:
             view = self.read.token_view(path, seen, part.hook_point.when == "in")
         else:
             view = self.read.inner_view(seen, base)
-        yield SiteDraft(name, part.name, path, groups, (part.hook_point,), seen, view)
+        hook_points: tuple[HookPoint, ...] = (part.hook_point,)
+        if part.minus:
+            hook_points, seen = (part.hook_point, part.minus), self._made_up(seen)
+        block = self.names[path]
+        yield SiteDraft(
+            name, part.name, block, groups, hook_points, seen, view, difference=bool(part.minus)
+        )
+
+    def _made_up(self, seen: Seen) -> Seen:
+        """A tensor that no module has, and that equals no other."""
+        self.n_made_up += 1
+        return replace(seen, key=(-self.n_made_up, 0))
+
+    def _name(self, module: str) -> str:
+        """A module's name among the sites: its block's, and its path in that."""
+        block = self._block_of(module)
+        return module if block is None else f"{self.names[block]}{module[len(block) :]}"
 
     def _module(
         self, name: str, path: str, base: list[View], described: Description | None
     ) -> Iterator[SiteDraft]:
         seen = self.read.seen(HookPoint(name))
         if seen is None:
-            self.left_out[name] = self.read.why_not(HookPoint(name))
+            self.left_out[self._name(name)] = self.read.why_not(HookPoint(name))
             return
         rows_below = described.rows_below if described else ()
         if any(name == p or name.startswith(f"{p}.") for p in rows_below) and len(seen.shape) == 3:
@@ -170,9 +195,9 @@ class TableBuilder:
             view = self.read.inner_view(seen, base)
         part = name.removeprefix(f"{path}.") if name != path else name.rpartition(".")[2]
         yield SiteDraft(
-            name,
+            self._name(name),
             part,
-            path,
+            self.names[path],
             self._module_groups(name),
             (HookPoint(name),),
             seen,
@@ -183,9 +208,10 @@ class TableBuilder:
     def _lone_modules(
         self, names: list[str], head: Mapping[str, tuple[HookPoint, ...]]
     ) -> Iterator[SiteDraft]:
+        norm = head.get("norm", (None,))[0]
         for name in names:
-            if name in head:
-                yield from self._whole(name, head[name])
+            if norm is not None and name == norm.module:
+                yield from self._whole("norm", head["norm"])
                 continue
             seen = self.read.seen(HookPoint(name))
             if seen is None:
@@ -207,7 +233,7 @@ class TableBuilder:
         if part == "norm":
             view = self.read.token_view(self.blocks[-1], seen) if self.blocks else View("raw")
         if len(hook_points) > 1:
-            seen = replace(seen, key=(-1, 0))
+            seen = self._made_up(seen)
         yield SiteDraft(part, part, None, groups, hook_points, seen, view)
 
     def _is_site(self, name: str) -> bool:
@@ -220,7 +246,9 @@ class TableBuilder:
         calls = self.trace.calls.get(name)
         if not calls:
             if has_weights(module):
-                self.left_out[name] = "never called: the model uses its weights directly, if at all"
+                self.left_out[self._name(name)] = (
+                    "never called: the model uses its weights directly, if at all"
+                )
             return False
         entered, left = calls[0].entered, calls[0].left
         passes = entered is not None and left is not None and entered.key == left.key
@@ -251,13 +279,14 @@ class TableBuilder:
         sublayers: list[Sublayer] = []
         residuals: dict[str, Residual] = {}
         for path, described in self.described.items():
+            block = self.names[path]
             for residual in described.residuals:
-                name = f"{path}.{residual.name}" if residual.name else path
+                name = f"{block}.{residual.name}" if residual.name else block
                 named = replace(
                     residual,
-                    skip=f"{path}.{residual.skip}",
-                    branch=f"{path}.{residual.branch}",
-                    total=f"{path}.{residual.total}",
+                    skip=f"{block}.{residual.skip}",
+                    branch=f"{block}.{residual.branch}",
+                    total=f"{block}.{residual.total}",
                     ablated=name in self.ablated,
                 )
                 ends = [sites.get(s) for s in (named.skip, named.branch, named.total)]

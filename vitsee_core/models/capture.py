@@ -153,7 +153,8 @@ class Capture:
 
     def on_site(self, name: str, consumer: Consumer) -> None:
         """Give a site's tensor, as the model has it, to `consumer`; aliases are sites here. A site
-        made of several tensors (the mean of two heads' inputs) comes once all are there."""
+        made of several tensors (the mean of two heads' inputs, the difference of two sums) comes
+        once all are there."""
         point = self.table.points[name]
         if len(point.hook_points) == 1:
             self.hooks.on(point.hook_points[0], consumer, name)
@@ -162,9 +163,13 @@ class Capture:
 
             def gather(x: Tensor, i: int = i) -> None:
                 parts = self._waiting[f"{name} for {id(consumer)}"]
-                parts[i] = x
+                # What a difference is taken from may be added to in place before the other comes.
+                parts[i] = x.clone() if point.difference else x
                 if len(parts) == len(point.hook_points):
-                    consumer(torch.stack(list(parts.values())).mean(0))
+                    if point.difference:
+                        consumer(parts[0] - parts[1])
+                    else:
+                        consumer(torch.stack(list(parts.values())).mean(0))
                     parts.clear()
 
             self.hooks.on(hook_point, gather, name)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture
-from vitsee_core.models.head import classifiers
+from vitsee_core.models.head import likely_classifiers
 from vitsee_core.models.head_weights import POOLS, HeadWeights
 from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.loaded import LoadedModel
@@ -120,7 +120,7 @@ def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
 
 def linear_of(module: nn.Module) -> nn.Linear | nn.Conv2d | str:
     """The one linear layer that gives the logits."""
-    found = [m for m in classifiers(module) if not isinstance(m, nn.Identity)]
+    found = [m for m in likely_classifiers(module) if not isinstance(m, nn.Identity)]
     if not found:
         return "the model has no classifier"
     if len(found) > 1:

@@ -76,16 +76,13 @@ def skip_blocks(module: nn.Module, table: SiteTable) -> None:
     shapes = {site.name: (site.kind, site.shape) for site in table.sites}
     for name, shape in shapes.items():
         block, _, part = name.rpartition(".")
-        if part == "out" and shapes.get(f"{block}.in") == shape and _is_module(module, block):
-            module.get_submodule(block).forward = _first
+        if part == "out" and shapes.get(f"{block}.in") == shape:
+            (left,) = table.points[name].hook_points
+            module.get_submodule(left.module).forward = _first
 
 
 def _first(x: Any, *_: Any, **__: Any) -> Any:
     return x
-
-
-def _is_module(module: nn.Module, path: str) -> bool:
-    return path in dict(module.named_modules())
 
 
 class _Unfilled(TorchFunctionMode):

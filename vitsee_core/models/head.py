@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -19,6 +19,15 @@ def classifiers(model: nn.Module) -> list[nn.Module]:
     except (AttributeError, TypeError, NotImplementedError):
         found = None
     return list(_each(found))
+
+
+def likely_classifiers(model: nn.Module) -> list[nn.Module]:
+    """The classifier modules of a model that names them, else the last linear layer of another,
+    which may be none: whether it gives the logits is for a forward pass to say."""
+    if callable(getattr(model, "get_classifier", None)):
+        return classifiers(model)
+    linear: list[nn.Module] = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return linear[-1:]
 
 
 def _each(found: object) -> Iterator[nn.Module]:
@@ -58,8 +67,24 @@ def _layer(model: nn.Module, trace: Trace, name: str) -> str:
     return inner[-1] if inner else name
 
 
+def final_norm(model: nn.Module, trace: Trace, blocks: Sequence[str]) -> str | None:
+    """The path of the norm over all tokens behind the last block: `norm` at the root, else the one
+    that the last block's sequence of tokens enters; None without any."""
+    norm = getattr(model, "norm", None)
+    if isinstance(norm, nn.Module):
+        return None if isinstance(norm, nn.Identity) else "norm"
+    end = trace.left(blocks[-1]) if blocks else None
+    if end is None or len(end.shape) != 3:
+        return None
+    for name, module in model.named_modules():
+        seen = trace.entered(name)
+        if "norm" in type(module).__name__.lower() and seen and seen.key == end.key:
+            return str(name)
+    return None
+
+
 def head_hook_points(
-    model: nn.Module, trace: Trace
+    model: nn.Module, trace: Trace, blocks: Sequence[str] = ()
 ) -> tuple[dict[str, tuple[HookPoint, ...]], dict[str, str]]:
     """Taps of `norm`, `pooled` and `logits`, and the reason for each that the model has not.
 
@@ -68,13 +93,18 @@ def head_hook_points(
     """
     hook_points: dict[str, tuple[HookPoint, ...]] = {}
     missing: dict[str, str] = {}
-    norm = getattr(model, "norm", None)
-    after = trace.by_image(trace.left("norm"))
-    present = isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity)
-    if present and after and len(after.shape) >= 3:
-        hook_points["norm"] = (HookPoint("norm"),)
+    norm = final_norm(model, trace, blocks)
+    after = None if norm is None else trace.by_image(trace.left(norm))
+    if norm is not None and after and len(after.shape) >= 3:
+        hook_points["norm"] = (HookPoint(norm),)
     names = {id(module): name for name, module in model.named_modules()}
-    found = [names[id(module)] for module in classifiers(model) if id(module) in names]
+    output = trace.by_image(trace.left(""))
+    own = classifiers(model) or [
+        module
+        for module in likely_classifiers(model)
+        if output and (left := trace.left(names[id(module)])) and left.key == output.key
+    ]
+    found = [names[id(module)] for module in own if id(module) in names]
     found = [_layer(model, trace, name) for name in found]
     entered = [trace.by_image(trace.entered(name)) for name in found]
     vectors = [x for x in entered if x and all(n == 1 for n in x.shape[2:])]
@@ -87,8 +117,7 @@ def head_hook_points(
         )
     else:
         missing["pooled"] = "no vector goes into the classifier"
-    output = trace.by_image(trace.left(""))
-    is_head = any(not isinstance(module, nn.Identity) for module in classifiers(model))
+    is_head = any(not isinstance(module, nn.Identity) for module in own)
     if output is None or len(output.shape) != 2 or not is_head:
         missing["logits"] = "the model's output is no vector of logits"
     else:

@@ -80,13 +80,18 @@ class View:
 def first_tensor(value: Any, n_images: int | None = None) -> Tensor | None:
     """The tensor itself, or the only tensor anywhere in a tuple, list or mapping; of several the
     only one that has the batch in front, or a tuple's first one if no other has as many
-    dimensions (features, then a state of another kind). Else None."""
+    dimensions (features, then a state of another kind) but square ones (attention weights). Else
+    None."""
     found = list(_tensors(value))
     if len(found) > 1 and n_images is not None:
         found = [x for x in found if x.ndim > 1 and len(x) == n_images]
         if len(found) > 1 and isinstance(value, tuple) and value[0] is found[0]:
-            found = [x for x in found if x is found[0] or x.ndim == found[0].ndim]
+            found = [x for x in found if x is found[0] or _may_be_features(x, found[0])]
     return found[0] if len(found) == 1 else None
+
+
+def _may_be_features(x: Tensor, first: Tensor) -> bool:
+    return x.ndim == first.ndim and (x.ndim < 2 or x.shape[-1] != x.shape[-2])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

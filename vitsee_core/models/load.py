@@ -15,6 +15,7 @@ from torch import nn
 
 from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.checkpoints import Checkpoint
+from vitsee_core.models.fast_path import without_fast_path
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.loaded import LoadedModel
@@ -220,8 +221,9 @@ def hash_weights(module: nn.Module) -> str:
 
 
 def _still(module: nn.Module) -> None:
-    """No dropout, no gradients, no checkpointing, float32."""
+    """No dropout, no gradients, no checkpointing, no fused layers, float32."""
     module.eval().float().requires_grad_(False)
+    without_fast_path(module)
     switch = getattr(module, "set_grad_checkpointing", None)
     if callable(switch):
         try:

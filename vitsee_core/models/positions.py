@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitsee_core.models.geometry import model_geometry
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.perturbation import LEARNED, Candidate, PerturbationRunner
+from vitsee_core.models.survey import tokens_of
 
 SINE_COSINE = "sine-cosine"
 _SINE_COSINE_TOLERANCE = 5e-3  # float16 checkpoints
@@ -101,7 +101,7 @@ def is_sine_cosine(values: NDArray[np.floating[Any]]) -> bool:
 
 def _on_grid(values: Tensor, model: LoadedModel) -> NDArray[np.float32] | None:
     """One image's features as (rows, cols, dim) without prefix tokens; None if they are no grid."""
-    geometry = model_geometry(model.module, model.input_size[1:])
+    geometry = tokens_of(model.module, model.input_size)
     if values.ndim == 2:
         layout = geometry.token_layout(len(values))
         if layout is None or layout.grid is None:

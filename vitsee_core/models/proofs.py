@@ -16,6 +16,8 @@ from vitsee_core.models.sites import AttentionBlock, SiteTable
 
 # Scores in memory at once while attention is recomputed, in numbers.
 SCORES_AT_ONCE = 1 << 24
+# Roundings of the product and of the factors themselves, beside that of the sum.
+FITTED = 4
 
 
 def rounding_error(total: Tensor, *terms: Tensor) -> float:
@@ -35,11 +37,23 @@ def rounding_error(total: Tensor, *terms: Tensor) -> float:
     return float(torch.where(same, torch.zeros_like(error), error).nan_to_num(float("inf")).max())
 
 
+def scaled_error(total: Tensor, skip: Tensor, given: Tensor) -> float:
+    """rounding_error of skip + factors * given against the total (images, tokens, dim), in units of
+    a product's and a sum's rounding: the factors, one per channel, are fitted to the difference."""
+    if not total.shape == skip.shape == given.shape:
+        return float("inf")
+    branch, given = total.double() - skip.double(), given.double()
+    power = given.square().sum((0, 1))
+    factors = (branch * given).sum((0, 1)) / torch.where(power > 0, power, torch.ones_like(power))
+    return rounding_error(total, skip, (factors * given).to(total.dtype)) / FITTED
+
+
 class SumProof:
     """Collects skip, branch and sum of every residual sublayer and compares them.
 
     errors: sublayer -> rounding_error of activation(skip + branch) against the sum, of the branch
-    alone where the skip is ablated.
+    alone where the skip is ablated. Where the branch is the difference of sum and skip, that of
+    skip + factors * what the branch's last module gives, the factors (one per channel) fitted.
     """
 
     def __init__(self, module: nn.Module, table: SiteTable, names: Sequence[str]) -> None:
@@ -60,7 +74,11 @@ class SumProof:
             for role in ("skip", "branch", "total"):
                 site = getattr(residual, role)
                 view = self.table.points[site].view
-                capture.on_site(site, self._gather(name, role, residual, view))
+                gather = self._gather(name, role, residual, view)
+                if role == "branch" and residual.witness is not None:
+                    capture.hooks.on(residual.witness, gather, name)
+                else:
+                    capture.on_site(site, gather)
 
     def _gather(
         self, name: str, role: str, residual: Residual, view: View
@@ -71,7 +89,9 @@ class SumProof:
             if len(parts) == 3:
                 skip, branch, total = parts["skip"], parts["branch"], parts["total"]
                 del self.waiting[name]
-                if name in self.activations:
+                if residual.witness is not None:
+                    self.errors[name] = scaled_error(total, skip, branch)
+                elif name in self.activations:
                     summed = branch if residual.ablated else branch + skip
                     self.errors[name] = rounding_error(total, self.activations[name](summed))
                 else:

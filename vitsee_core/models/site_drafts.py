@@ -11,6 +11,7 @@ from vitsee_core.models.hook_points import HookPoint, View
 from vitsee_core.models.trace import Seen
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
+LONGEST_NAME = 200  # that a store may have
 ENTRANCES = ("embed", "stem")
 HEAD = ("norm", "pooled", "logits")
 # Of equal tensors the one with the lowest rank is stored: the residual stream, then branches,
@@ -23,7 +24,8 @@ MODULE_RANK = 3
 class SiteDraft:
     """A site in the making: its names, where its tensor comes from and how it is read.
 
-    module_only: known by its module's name alone, no part of the vocabulary.
+    module_only: known by its module's name alone, no part of the vocabulary. difference: of the
+    first hook point's tensor and the second's.
     """
 
     name: str
@@ -35,6 +37,14 @@ class SiteDraft:
     view: View
     alias_of: str | None = None
     module_only: bool = False
+    difference: bool = False
+
+    @property
+    def site_path(self) -> str | None:
+        """See `SiteSpec`."""
+        places = [f"{x.module}.in" if x.when == "in" else x.module for x in self.hook_points]
+        path = (" - " if self.difference else " + ").join(places)
+        return None if path in ("", self.name) or len(path) > LONGEST_NAME else path
 
     @property
     def rank(self) -> int:
@@ -72,6 +82,7 @@ def specs(drafts: Sequence[SiteDraft]) -> list[SiteSpec]:
                 depth=depth,
                 rel_depth=rel_depth,
                 alias_of=draft.alias_of,
+                site_path=draft.site_path,
             )
         )
     return sites

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import AttentionCall
-from vitsee_core.models.blocks import find_blocks
 from vitsee_core.models.build import TableBuilder
 from vitsee_core.models.capture import Capture
-from vitsee_core.models.geometry import model_geometry
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.proofs import AttentionProof, SumProof
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
-from vitsee_core.models.steps import Steps
-from vitsee_core.models.survey import Survey, measured, needs_pixels, survey
-from vitsee_core.models.trace import probe_images, trace
+from vitsee_core.models.survey import measured, needs_pixels, survey
+from vitsee_core.models.trace import probe_images
 from vitsee_stores.layout import SiteSpec
 
 # In float32 the recomputed attention differs by summation order alone.
 ATTENTION_TOLERANCE = 1e-4
+NO_OUTPUT = "no module's output, nor one times a factor per channel"
 
 
 def site_table(model: LoadedModel) -> SiteTable:
     """Run the model on random images, two or three times, and find its sites in those passes.
 
-    Residual sums and attention are verified on those images; a block whose sums are wrong is
-    listed with its output alone. Patch embeddings are measured, see `patches`.
+    Residual sums and attention are verified on those images; a block none of whose readings is
+    right is listed with its output alone. Patch embeddings are measured, see `patches`.
 
     Raises:
         ModelError: parts of the model are compiled, traced or scripted.
@@ -37,13 +35,14 @@ def site_table(model: LoadedModel) -> SiteTable:
     refuse_compiled(model.module)
     found = survey(model.module, model.input_size)
     found = measured(model.module, model.input_size, found)
-    demoted: dict[str, str] = {}
+    demoted: dict[str, list[str]] = defaultdict(list)
     while True:
         table = TableBuilder(model.module, found, demoted, model.ablate_skip).build()
         failed = verify(model, table)
         if not failed:
             return table
-        demoted |= failed
+        for name, reason in failed.items():
+            demoted[name].append(reason)
 
 
 def sketch(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = True) -> SiteTable:
@@ -54,13 +53,10 @@ def sketch(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = Tr
         ModelError: the model does not run on images of this size; without `doubtful` also where
             shapes do not show which dimensions of its tokens are the image's.
     """
-    geometry = model_geometry(module, size[1:])
-    seen = trace(module, size, corners=False)
-    blocks = find_blocks(module, seen)
-    if not doubtful and needs_pixels(module, seen, blocks, geometry):
+    found = survey(module, size, doubtful=True)
+    if not doubtful and needs_pixels(module, found.trace, [*found.blocks], found.geometry):
         raise ModelError("shapes alone do not show where the image lies in its tokens")
-    geometry = replace(geometry, steps=Steps(size[1:], module, seen))
-    return TableBuilder(module, Survey(seen, tuple(blocks), geometry), {}).build()
+    return TableBuilder(module, found, {}).build()
 
 
 def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
@@ -84,6 +80,8 @@ def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
             residual = table.residuals[name]
             block = residual.total.rpartition(".")[0]
             failed[block] = f"{residual.formula} is not {residual.total}"
+            if residual.witness is not None:
+                failed[block] = f"what it adds is {NO_OUTPUT}"
     for block_served in table.attention:
         error = heads.errors.get(block_served.name, float("inf"))
         if not error <= ATTENTION_TOLERANCE:

@@ -36,10 +36,12 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a site's tensor comes from (the mean, if from several places) and how it is read."""
+    """Where a site's tensor comes from (the mean, if from several places, or the first less the
+    second) and how it is read."""
 
     hook_points: tuple[HookPoint, ...]
     view: View
+    difference: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from functools import partial
 
 from torch import nn
 
+from vitsee_core.models.block_names import block_names
 from vitsee_core.models.blocks import find_blocks
+from vitsee_core.models.counting import counted
 from vitsee_core.models.geometry import Geometry, in_raster_order, model_geometry, read_map
 from vitsee_core.models.hook_points import HookPoint, View
 from vitsee_core.models.patches import first_seen, measure
@@ -21,24 +23,37 @@ from vitsee_stores.layout import TokenLayout
 
 @dataclass(frozen=True)
 class Survey:
-    """trace: every call of a forward pass; blocks: paths in the model's order."""
+    """trace: every call of a forward pass; blocks: paths in the model's order; names: of these
+    blocks by their paths."""
 
     trace: Trace
     blocks: tuple[str, ...]
     geometry: Geometry
+    names: Mapping[str, str]
 
 
-def survey(module: nn.Module, size: tuple[int, int, int]) -> Survey:
+def survey(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = False) -> Survey:
     """Trace the model on two random images; again with changed corners where shapes alone do
-    not show which dimensions are the image's."""
-    geometry = model_geometry(module, size[1:])
+    not show which dimensions are the image's, unless these are to stay `doubtful`."""
+    stated = model_geometry(module, size[1:])
     seen = trace(module, size, corners=False)
     blocks = find_blocks(module, seen)
-    if needs_pixels(module, seen, blocks, geometry):
+    geometry = counted(stated, module, seen, blocks)
+    # The order of tokens whose grid was counted is for pixels to say.
+    if not doubtful and needs_pixels(module, seen, blocks, stated):
         seen = trace(module, size, corners=True)
         blocks = find_blocks(module, seen)
     geometry = replace(geometry, steps=Steps(size[1:], module, seen))
-    return Survey(seen, tuple(blocks), geometry)
+    return Survey(seen, tuple(blocks), geometry, block_names(blocks, seen))
+
+
+def tokens_of(module: nn.Module, size: tuple[int, int, int]) -> Geometry:
+    """The tokens of a model: as it states them, else counted in a forward pass."""
+    geometry = model_geometry(module, size[1:])
+    if geometry.grid is not None:
+        return geometry
+    seen = trace(module, size, corners=False)
+    return counted(geometry, module, seen, find_blocks(module, seen))
 
 
 def needs_pixels(module: nn.Module, seen: Trace, blocks: list[str], geometry: Geometry) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
+from vitsee_core.models.branch_only import SUMS, plain
 from vitsee_core.models.hook_points import ModelError, first_tensor, input_tensor
 
 N_CORNERS = 4
@@ -54,12 +57,16 @@ class AttentionSeen:
 
 @dataclass
 class Trace:
-    """All calls by module name, the attention events by module name, and the images used."""
+    """All calls by module name, the attention events by module name, and the images used.
+
+    sums: tensor -> the two tensors of its own shape that were added for it.
+    """
 
     n_images: int
     image: tuple[int, int]
     calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     events: dict[str, list[AttentionSeen]] = field(default_factory=lambda: defaultdict(list))
+    sums: dict[Key, tuple[Key, Key]] = field(default_factory=dict)
 
     def once(self, name: str) -> Call | None:
         """The call of a module that is called exactly once."""
@@ -138,10 +145,36 @@ class _Recorder:
         call = Call(self.inputs.pop(), left, type(output).__name__)
         self.trace.calls[name].append(call)
 
+    def added(self, terms: list[Tensor], add: Callable[[], Tensor]) -> Tensor:
+        """The sum of two tensors of one shape, noted."""
+        first, second = (self.see(plain(x)) for x in terms)
+        result = add()
+        total = self.see(plain(result))
+        if first and second and total and first.shape == second.shape == total.shape:
+            self.trace.sums[total.key] = first.key, second.key
+        return result
+
     def event(self, event: AttentionEvent) -> None:
         value = self.see(event.call.value.transpose(1, 2).flatten(2)) if event.call else None
         met = AttentionSeen(event.query, event.n_keys, event.mixed, value)
         self.trace.events[self.stack[-1] if self.stack else ""].append(met)
+
+
+class _SumWatch(TorchFunctionMode):
+    """Tells a recorder which tensors are added."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        add = partial(func, *args, **(kwargs or {}))
+        terms = [x for x in args if isinstance(x, Tensor)]
+        if func in SUMS and len(terms) == 2 and not kwargs:
+            return self.recorder.added(terms, add)
+        return add()
 
 
 @contextmanager
@@ -183,8 +216,8 @@ def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace
     recorder = _Recorder(record, corners)
     device = next(iter(module.parameters()), images).device
     # no_grad, not inference_mode: in-place changes are known by version counters only.
-    watch = AttentionWatch(recorder.event)
-    with torch.inference_mode(False), torch.no_grad(), _hooks(module, recorder, watch), watch:
+    sums, watch = _SumWatch(recorder), AttentionWatch(recorder.event)
+    with torch.inference_mode(False), torch.no_grad(), _hooks(module, recorder, watch), sums, watch:
         try:
             module(images.to(device))
         except (AssertionError, IndexError, RuntimeError, ValueError) as error:

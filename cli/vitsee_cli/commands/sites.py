@@ -76,7 +76,8 @@ def command(
         head = {"model": model.name, "input_size": size, "proven": found.proven}
         console.out(json.dumps({**head, "sites": rows, **_availability(table)}, indent=2))
     else:
-        _show(rows, table, n_modules=0 if sites else len(table.sites) - len(chosen))
+        n_modules = 0 if sites else len(table.sites) - len(chosen)
+        _show(rows, table, n_modules, renamed=_renamed(chosen))
     if not found.proven:
         console.say("read from shapes; extract, or --prove, verifies branches and attention")
 
@@ -94,6 +95,7 @@ def _row(site: SiteSpec) -> dict[str, Any]:
         "rel_depth": round(site.rel_depth, 6),
         "size_bytes": 0 if site.alias_of else math.prod(site.shape) * item_bytes,
         "alias_of": site.alias_of or "",
+        "site_path": site.site_path or site.name,
     }
 
 
@@ -107,19 +109,27 @@ def _availability(table: SiteTable) -> dict[str, Any]:
     }
 
 
-def _show(rows: list[dict[str, Any]], table: SiteTable, n_modules: int) -> None:
+def _renamed(sites: Sequence[SiteSpec]) -> bool:
+    """Whether the model calls its blocks otherwise than sites do."""
+    return any(s.block and s.site_path and not s.site_path.startswith(s.block) for s in sites)
+
+
+def _show(
+    rows: list[dict[str, Any]], table: SiteTable, n_modules: int, *, renamed: bool = False
+) -> None:
     from rich.table import Table
 
     from vitsee_stores.manifest import by_reason
 
     listing = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("site", "groups", "shape", "grid", "prefix"):
+    texts = ("site", *(("site_path",) if renamed else ()), "groups", "shape", "grid", "prefix")
+    for title in texts:
         listing.add_column(title, overflow="fold")
     listing.add_column("depth", justify="right")
     listing.add_column("per image", justify="right")
     for row in rows:
         cost = f"= {row['alias_of']}" if row["alias_of"] else console.human_bytes(row["size_bytes"])
-        cells = [str(row[c]) for c in ("site", "groups", "shape", "grid", "prefix", "depth")]
+        cells = [str(row[c]) for c in (*texts, "depth")]
         listing.add_row(*cells, cost)
     console.stdout().print(listing)
     total = sum(row["size_bytes"] for row in rows)

@@ -16,13 +16,15 @@ ACTIVATIONS_GROUP: tuple[str, ...] = ("modules",)
 class Part:
     """A named hook point within a block.
 
-    rows: the activation has channels or the like as rows, so it is no image grid.
+    rows: the activation has channels or the like as rows, so it is no image grid. minus: the
+    hook point whose tensor is taken from that of the other.
     """
 
     name: str
     hook_point: HookPoint
     groups: tuple[str, ...] = ()
     rows: bool = False
+    minus: HookPoint | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Residual:
     where that is ablated.
 
     name: the sublayer ("attn", "mlp", "token", "channel"), "" for a block that is one sublayer.
-    activation: path of the module that is applied to the sum, if any.
+    activation: path of the module that is applied to the sum, if any. witness: where the branch is
+    the difference of total and skip, whose output it must be, times one factor per channel.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Residual:
     total: str
     activation: str | None = None
     ablated: bool = False
+    witness: HookPoint | None = None
 
     @property
     def formula(self) -> str:

@@ -27,6 +27,11 @@ ASSUMED = (
 )
 
 
+def pair(size: Any) -> tuple[int, int]:
+    """(rows, cols) of a size that may be one number."""
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
 def stated(own: Any, module: nn.Module, name: str) -> dict[str, Any]:
     """A transform as its author gives it, as a configuration; without one that of a module which
     says it as timm's do, else `DEFAULT`.
@@ -50,7 +55,7 @@ def stated(own: Any, module: nn.Module, name: str) -> dict[str, Any]:
 
 def changed(
     config: Mapping[str, Any],
-    img_size: tuple[int, int] | None,
+    img_size: int | tuple[int, int] | None,
     given: Mapping[str, Any],
     name: str,
 ) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def changed(
     fill = wanted.pop("fill", None)
     found = {**config, **wanted}
     if img_size is not None:
-        found["input_size"] = (found["input_size"][0], *img_size)
+        found["input_size"] = (found["input_size"][0], *pair(img_size))
     channels = found["input_size"][0]
     for key in ("mean", "std"):
         found[key] = tuple(float(x) for x in found[key])

@@ -21,7 +21,7 @@ from torch import nn
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import Source, drawn
 from vitsee_core.models.sources.errors import one_line
-from vitsee_core.models.sources.own_transform import ASSUMED, changed, stated
+from vitsee_core.models.sources.own_transform import ASSUMED, changed, pair, stated
 
 SIZES = ("img_size", "image_size", "input_size")  # names of a size among a builder's parameters
 WEIGHTS = "pretrained"  # the name of a switch for a model's own weights among them
@@ -156,7 +156,8 @@ class FileSource(Source):
             return given
         own = next((name for name in SIZES if name in names), None)
         if size is not None and own is not None and own not in given:
-            given[own] = size[0] if size[0] == size[1] else tuple(size)
+            rows, cols = pair(size)
+            given[own] = rows if rows == cols else (rows, cols)
         if WEIGHTS in names and WEIGHTS not in given and not pretrained:
             given[WEIGHTS] = False
         return given

@@ -1,0 +1,185 @@
+"""Blocks of any build, by their residual sums: which tensors the block adds, and which of these
+enter and leave which modules, whatever the modules are called.
+
+A block is read where its input and what one branch made are added to the stream between (`mid`),
+which enters a module, and this and what a second branch made to the output; or its input and what
+one branch made to the output. A branch is what a module gave. Where that is scaled by a bare
+parameter before it is added (BEiT's LayerScale), the branch is the difference of the sums around
+it, and what is proven is that it is the last module's output times one factor per channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from vitsee_core.models.families.base import Description, Part, Residual, enters, leaves
+from vitsee_core.models.hook_points import HookPoint
+from vitsee_core.models.trace import Key, Seen, Trace
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """A tensor that enters or leaves a module inside a block; norm: a norm's."""
+
+    seen: Seen
+    hook_point: HookPoint
+    norm: bool
+
+
+def describe(model: nn.Module, path: str, trace: Trace) -> Description | None:
+    """Parts in, norm1, attn.heads, attn.branch, mid, norm2, mlp.hidden, mlp.branch, out (token and
+    channel where the first branch is no attention); or in, branch, out."""
+    start, end = trace.by_image(trace.entered(path)), trace.by_image(trace.left(path))
+    if start is None or end is None or start.shape != end.shape or len(start.shape) not in (3, 4):
+        return None
+    block = _Block(model, path, trace, start, end)
+    return block.two() or block.one()
+
+
+class _Block:
+    def __init__(self, model: nn.Module, path: str, trace: Trace, start: Seen, end: Seen) -> None:
+        self.model, self.path, self.trace = model, path, trace
+        self.start, self.end = start, end
+        self.entering: list[_Passage] = []
+        self.leaving: list[_Passage] = []
+        for name, module in model.get_submodule(path).named_modules(prefix=path):
+            if name == path:
+                continue
+            norm = "norm" in type(module).__name__.lower()
+            calls = trace.calls.get(name, ())
+            for i, call in enumerate(calls):
+                entered, left = trace.by_image(call.entered), trace.by_image(call.left)
+                if entered is not None:
+                    place = HookPoint(name, "in", i, len(calls))
+                    self.entering.append(_Passage(entered, place, norm))
+                if left is not None:
+                    place = HookPoint(name, "out", i, len(calls))
+                    self.leaving.append(_Passage(left, place, norm))
+        self.entering.sort(key=lambda passage: passage.seen.key)
+
+    def two(self) -> Description | None:
+        """Two branches, with the stream between them."""
+        for total, terms in self.trace.sums.items():
+            if self.start.key not in terms or total == self.end.key:
+                continue
+            last = self.other(self.end.key, total)
+            mid = next((p for p in self.entering if p.seen.key == total), None)
+            if last is None or mid is None or mid.seen.shape != self.start.shape:
+                continue
+            attends = self.attends(total)
+            names = ("attn", "mlp") if attends else ("token", "channel")
+            stream = Part("mid", mid.hook_point, ("residual",))
+            first = self.sublayer(names[0], enters(self.path), self.start.key, stream, total)
+            second = self.sublayer(names[1], stream, total, leaves(self.path), self.end.key)
+            if first and second:
+                parts = (enters(self.path), *first[0], stream, *second[0], leaves(self.path))
+                return Description("block by its sums", parts, (first[1], second[1]))
+        return None
+
+    def one(self) -> Description | None:
+        """A block that is one branch."""
+        skip, total = enters(self.path), leaves(self.path)
+        if self.other(self.end.key, self.start.key) is None:
+            return None
+        branch = self.branch("branch", skip, self.start.key, total, self.end.key)
+        if branch is None:
+            return None
+        part, witness = branch
+        residual = Residual("", "block", "in", "branch", "out", witness=witness)
+        return Description("block by its sum", (skip, part, total), (residual,))
+
+    def sublayer(
+        self, name: str, skip: Part, before: Key, total: Part, after: Key
+    ) -> tuple[list[Part], Residual] | None:
+        """The parts of one branch, and its sum."""
+        branch = self.branch(f"{name}.branch", skip, before, total, after)
+        if branch is None:
+            return None
+        part, witness = branch
+        residual = Residual(name, name, skip.name, part.name, total.name, witness=witness)
+        return [*self.inner(name, before, after), part], residual
+
+    def other(self, total: Key, term: Key) -> Key | None:
+        """What is added to a term for this total; None where it is no sum with that."""
+        terms = self.trace.sums.get(total, ())
+        return terms[1 - terms.index(term)] if terms and term in terms else None
+
+    def branch(
+        self, name: str, skip: Part, before: Key, total: Part, after: Key
+    ) -> tuple[Part, HookPoint | None] | None:
+        """What is added to the stream: by the module that gave it; else the difference of the sums,
+        with the last module before it as its witness."""
+        added = self.other(after, before)
+        given = [p for p in self.leaving if p.seen.key == added]
+        if given:
+            # The outermost gives it last, as it is; so does the later one of two in a row.
+            fewest = min(p.hook_point.module.count(".") for p in given)
+            place = [p for p in given if p.hook_point.module.count(".") == fewest][-1].hook_point
+            return Part(name, place, ("residual",)), None
+        inside = [
+            p for p in self.leaving
+            if before < p.seen.key < after and p.seen.shape == self.start.shape
+        ]  # fmt: skip
+        if not inside:
+            return None
+        witness = max(inside, key=lambda p: p.seen.key).hook_point
+        return Part(name, total.hook_point, ("residual",), minus=skip.hook_point), witness
+
+    def inner(self, name: str, before: Key, after: Key) -> Iterator[Part]:
+        """The norm at a branch's beginning, the heads' outputs, the MLP's hidden activations."""
+        for passage in self.entering:
+            once = passage.hook_point.calls == 1
+            if passage.norm and once and passage.seen.key == before:
+                number = 1 if before == self.start.key else 2
+                yield Part(f"norm{number}", HookPoint(passage.hook_point.module), ("norms",))
+                break
+        if name == "attn":
+            value = self.value()
+            heads = value and heads_hook_point(self.model, self.trace, self.path, value)
+            if heads:
+                yield Part("attn.heads", heads, ("heads",))
+        if name == "mlp" and len(self.start.shape) == 3:
+            *tokens, dim = self.start.shape
+            wide = [
+                p for p in self.entering
+                if before < p.seen.key < after and p.hook_point.calls == 1
+                and [*p.seen.shape[:-1]] == tokens and p.seen.shape[-1] > dim
+            ]  # fmt: skip
+            if wide:
+                yield Part("mlp.hidden", wide[-1].hook_point, ("hidden",))
+
+    def value(self) -> Seen | None:
+        """The values of the block's one attention, heads side by side."""
+        events = [event for name in self.watched() for event in self.trace.events[name]]
+        return events[0].value if len(events) == 1 else None
+
+    def attends(self, before: Key) -> bool:
+        """Whether the first branch computes attention."""
+        events = [event for name in self.watched() for event in self.trace.events[name]]
+        return any(event.value is None or event.value.key < before for event in events)
+
+    def watched(self) -> list[str]:
+        """The modules of the block that compute attention."""
+        inside = f"{self.path}."
+        return [name for name in self.trace.events if f"{name}.".startswith(inside)]
+
+
+def heads_hook_point(model: nn.Module, trace: Trace, path: str, value: Seen) -> HookPoint | None:
+    """The layer that the heads' outputs enter side by side: what the first tensor of the values'
+    shape enters that comes to a module below `path` after these were made, if that is a layer with
+    a matrix of weights (nn.MultiheadAttention calls none)."""
+    found = []
+    for name, calls in trace.calls.items():
+        if name.startswith(f"{path}.") and len(calls) == 1:
+            seen = calls[0].entered
+            if seen and seen.shape == value.shape and seen.key > value.key:
+                found.append((seen.key, -name.count("."), name))
+    if not found:
+        return None
+    # Of modules in one another the inner one: a projection within a layer of outputs.
+    name = min(found)[2]
+    weight = getattr(model.get_submodule(name), "weight", None)
+    return HookPoint(name, "in") if weight is not None and weight.ndim > 1 else None
