@@ -63,7 +63,8 @@ class SiteSpec:
         alias_of: the stored site with an equal tensor, which is read in place of this one.
         tokens: "all", or "pooled" if `acts/` does not hold the site.
         site_path: where the tensor comes from in the model's own names: a module's path for its
-            output, with `.in` appended for its input, `A - B` for a difference; None if it is the name.
+            output, with `.in` appended for its input, `A - B` for a difference; None if that is
+            the name.
     """
 
     name: str

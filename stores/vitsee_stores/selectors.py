@@ -42,7 +42,8 @@ def select_names(
     the end (`blocks.-1.out`, `stages.-1.blocks.-2.*`); a place in depth (`first`, `last`,
     `stage:I`, `depth:F`), which selects the block's out, or what `sites` has of that block if there
     are no outs; if no name matches, the path of one of the model's own modules (`site_path`);
-    `!` before any of these excludes its matches. Groups give stored names, never aliases; an alias matched by a glob is excluded if the site it equals is selected, too.
+    `!` before any of these excludes its matches. Groups give stored names, never aliases; an alias
+    matched by a glob is excluded if the site it equals is selected, too.
 
     Raises:
         SiteError: no pattern; a pattern without a match (names `what` was searched and `hint` to
