@@ -122,7 +122,7 @@ def test_spectrum(two: DaskMap, store: Store) -> None:
 
 def test_retrieve(two: DaskMap, store: Store) -> None:
     # A value of each query without each block of images comes back, too.
-    check(two, lambda **more: retrieve.run(store, **more), most=2 * SITE_BYTES)
+    check(two, lambda **more: retrieve.run(store, **more), most=3 * SITE_BYTES)
 
 
 @pytest.mark.parametrize("summary", [None, "site"])

@@ -19,7 +19,7 @@ from tests.s3 import server as s3_server
 from vitsee_stores import open_store, validate
 
 QUICKLY = "tests.faults.hooks:retry_soon"
-SMALL = ["--sites", "last,head", "--attention", "none", "--no-residual", "--slab", 4]
+SMALL = ["--sites", "last,head", "--attention", "none", "--no-residual"]
 
 SHARES = (0.02, 0.08, 0.2) if TRIALS > 1 else (0.04,)
 
