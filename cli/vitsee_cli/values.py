@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
+from vitsee_core.tables.groups import split_label
 from vitsee_stores import url
 from vitsee_stores.errors import StoreError, VitseeError
 from vitsee_stores.url import Place, is_url
@@ -97,7 +98,8 @@ class PlaceType(PathType):
 
 
 class StoreType(PlaceType):
-    """`NAME=path.zarr` or `path.zarr`, whose label is then the file's stem, as a StorePath.
+    """`NAME=path.zarr`, `GROUP/NAME=path.zarr` or `path.zarr`, whose label is then the file's stem,
+    as a StorePath.
 
     A path that exists is taken as a path, even with `=` in it.
     """
@@ -143,11 +145,13 @@ class NamedFileType(PathType):
 
 
 def _named(text: str) -> tuple[str, str]:
-    """The label ("" without one) and the path of `NAME=path`."""
+    """The label ("" without one) and the path of `NAME=path` or `GROUP/NAME=path`, which is a path
+    as a whole unless there is something behind the sign."""
     label, sign, rest = text.partition("=")
-    if sign and label and "/" not in label and not Path(text).exists():
-        return label, rest
-    return "", text
+    if not sign or not label or Path(text).exists():
+        return "", text
+    grouped = bool(split_label(label)[0]) and (is_url(rest) or Path(rest).expanduser().exists())
+    return (label, rest) if "/" not in label or grouped else ("", text)
 
 
 def _folders(text: str) -> list[str]:

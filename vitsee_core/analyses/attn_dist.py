@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.attention.head_maps import blocks_of_each
 from vitsee_core.attention.heads import StoredAttention, read_heads, uniform_distance
+from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.panels import Grid, em, handles_of, legend_below, note_count, stack
 from vitsee_core.figures.plotting import (
     colour,
@@ -38,7 +39,6 @@ from vitsee_core.figures.plotting import (
     integer_ticks,
     marker,
     reference_line,
-    store_order,
     styled,
 )
 from vitsee_core.runtime.arguments import analysis
@@ -47,6 +47,7 @@ from vitsee_core.runtime.options import ATTENTION, Offers, blocks_option, metric
 from vitsee_core.runtime.progress import counting
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.groups import by_group, groups_of, split_label
 from vitsee_core.tables.headlines import Answer, by_store, extremes, margin, number, picked
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
@@ -95,6 +96,7 @@ COLUMNS = (
 )
 # Two lowest and two highest blocks: cold and warm, the outermost darker.
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
+MOST_SORTED = 6  # stores, of whose blocks the sorted heads are drawn, too
 ENDS = ("first block", "second block", "last block but one", "last block")
 
 
@@ -182,33 +184,54 @@ def plot(table: Table) -> Figure:
     """Panels of three kinds, from the table alone.
 
     One per store: heads sorted by distance in the two lowest and the two highest blocks, the 95 %
-    interval as a band (Raghu et al. 2021, Figs. 3, 4, C.5, C.6). One per store: all heads against
+    interval as a band (Raghu et al. 2021, Figs. 3, 4, C.5, C.6), of up to `MOST_SORTED` stores. One per store: all heads against
     depth, their mean as a line (Dosovitskiy et al. 2021, Fig. 7 right; Walmer et al. 2023, Fig. 4
     left). With several stores, their means over heads against relative depth in one panel (Walmer
     et al. 2023, Figs. 4 right, 15); relative to uniform attention where the stores' inputs differ
     in size, as pixels are not comparable then. Dashed: uniform attention, where the table contains
     it (for pixels it must have `distance_relative`, too). The metric is the first of `METRICS`.
+    Of several groups of stores (`GROUP/NAME`) the means alone are drawn, a panel per group.
     """
     metric = next(m for m in METRICS if m in table.unique("metric"))
     labels = table.unique("store")
+    groups = groups_of(labels)
+    if len(groups) > 1:
+        return _draw_groups(table, metric, groups)
     several = len(labels) > 1
-    grids = [Grid(2 * len(labels), most=4 if several else 2, widest=24)]
+    each = 2 if len(labels) <= MOST_SORTED else 1  # panels
+    grids = [Grid(each * len(labels), most=4 if several else 2, widest=24)]
     if several:
         grids.append(Grid(1, widest=48))
     figure, parts = stack(*grids)
     every = grids[0].axes(parts[0])
-    for i, (label, rows) in enumerate(table.groups("store")):
+    of_store = [every[i : i + each] for i in range(0, len(every), each)]
+    for own, (label, rows) in zip(of_store, table.groups("store"), strict=True):
         uniform, drawn = _uniform_of(rows, metric), rows.where(metric=metric)
-        left, right = every[2 * i : 2 * i + 2]
-        _draw_sorted(left, drawn, uniform)
-        _draw_depth(right, drawn, uniform)
-        left.set_title(shorten(label, 28))
-        note_count(right, drawn)
-        left.set_ylabel(metric_words(metric))
-    _same_scale(list(zip(every[::2], every[1::2], strict=True)))
+        if each > 1:
+            _draw_sorted(own[0], drawn, uniform)
+        _draw_depth(own[-1], drawn, uniform)
+        own[0].set_title(shorten(label, 28))
+        note_count(own[-1], drawn)
+        own[0].set_ylabel(metric_words(metric))
+    _same_scale(of_store)
     if several:
         every += grids[1].axes(parts[1])
-        _draw_layers(every[-1], table, metric)
+        _draw_layers(every[-1], table, metric, table)
+    legend_below(figure, handles_of(every))
+    return figure
+
+
+def _draw_groups(table: Table, metric: str, groups: Sequence[str]) -> Figure:
+    """The means over heads, a panel per group of stores, all on one y axis."""
+    grid = Grid(len(groups))
+    figure, (box,) = stack(grid)
+    every = grid.axes(box)
+    for axes, (group, rows) in zip(every, by_group(table), strict=True):
+        _draw_layers(axes, rows, metric, table)
+        axes.set_title(shorten(group or "no group", 24))
+    top = max(axes.get_ylim()[1] for axes in every)
+    for axes in every:
+        axes.set_ylim(0, top)
     legend_below(figure, handles_of(every))
     return figure
 
@@ -275,15 +298,16 @@ def _draw_depth(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
     axes.set_xlabel("block")
 
 
-def _draw_layers(axes: Axes, table: Table, metric: str) -> None:
-    uniform = [v for _, rows in table.groups("store") for v in _uniform_of(rows, metric).values()]
+def _draw_layers(axes: Axes, table: Table, metric: str, among: Table) -> None:
+    """among: the stores of all panels, which decide how curves look and what is comparable."""
+    uniform = [v for _, rows in among.groups("store") for v in _uniform_of(rows, metric).values()]
     if uniform and max(uniform) > 1.02 * min(uniform):
         metric, uniform = "distance_relative", [1.0]
-    order = store_order(table)
+    looks, grouped = store_looks(among), len(groups_of(among.unique("store"))) > 1
     for label, rows in table.where(metric=metric).groups("store"):
         x, y = _layer_means(rows, "rel_depth")
-        i = order.index(label)
-        axes.plot(x, y, color=colour(i), marker=marker(i), label=shorten(label, 28))
+        name = split_label(label)[1] if grouped else label
+        axes.plot(x, y, **looks[label], label=shorten(name, 28))
     _draw_uniform(axes, uniform)
     axes.set_xlabel("relative depth")
     axes.set_ylabel(metric_words(metric))
@@ -292,7 +316,7 @@ def _draw_layers(axes: Axes, table: Table, metric: str) -> None:
     note_count(axes, table)
 
 
-def _same_scale(pairs: Sequence[tuple[Axes, Axes]]) -> None:
+def _same_scale(pairs: Sequence[Sequence[Axes]]) -> None:
     """All panels on one y axis from 0, unless that would flatten a store below a third of it."""
     tops = [1.06 * max(axes.dataLim.y1 for axes in pair) for pair in pairs]
     alike = min(tops) > max(tops) / 3

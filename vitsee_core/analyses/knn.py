@@ -30,9 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features import SiteFeatures, check_alike, compared, require_comparable
-from vitsee_core.figures.depth_curves import (
-    draw_depth_panels,
-)
+from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import (
     styled,
 )

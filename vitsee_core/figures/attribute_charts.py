@@ -11,6 +11,7 @@ from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import panels
 from vitsee_core.figures.plotting import styled
 from vitsee_core.tables.columns import is_given
+from vitsee_core.tables.groups import SIGN
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import task_words
@@ -63,7 +64,8 @@ def draw_attribute_chart(table: Table, x: str, by: Sequence[str] = ()) -> Figure
     curves = zip(*(table[name].tolist() for name in by), strict=True)
     panel = "task" if "task" in table.columns else "metric"
     columns |= {
-        "store": np.array([", ".join(map(str, curve)) for curve in curves], object),
+        # Not the sign of groups, which would have panels of their own.
+        "store": np.array([", ".join(map(str, c)).replace(SIGN, "\u2044") for c in curves], object),
         "site": np.full(len(table), "blocks.0.out", object),  # one kind: one curve
         "rel_depth": np.array([places[cell] if text else cell for cell in cells], np.float64),
         "panel": table[panel],

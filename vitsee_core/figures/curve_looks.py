@@ -13,6 +13,7 @@ from vitsee_core.figures.plotting import (
     marker,
     store_order,
 )
+from vitsee_core.tables.groups import SIGN, groups_of, split_label
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, token_words
 
@@ -29,14 +30,20 @@ ALIKE = 1e-9  # values nearer than this are one
 
 def curve_looks(table: Table, by: Sequence[str] = ()) -> dict[Curve, Look]:
     """(store, values of `by`, kind of site) -> how it is drawn. The colour is the store's where
-    there are several; sites that belong to no block look as the first kind of their store."""
+    there are several, see `store_looks`; sites that belong to no block look as the first kind of
+    their store."""
     curves = dict.fromkeys(curves_of(table, by))
     stores = store_order(table)
     kinds = list(dict.fromkeys(curve[1:] for curve in curves if curve[-1] != "head"))
+    grouped = store_looks(table) if len(groups_of(table.unique("store"))) > 1 else {}
     found = {}
     for curve in curves:
         same = [kind for kind in kinds if curve[-1] == "head" and kind[:-1] == curve[1:-1]]
         kind = kinds.index(same[0] if same else curve[1:]) if same or curve[1:] in kinds else 0
+        if grouped:
+            kinded = {"marker": marker(kind)} if len(kinds) > 1 else {}
+            found[curve] = grouped[curve[0]] | kinded
+            continue
         store = stores.index(curve[0])
         tint, mark = (store, kind or store) if len(stores) > 1 else (kind, kind)
         stroke = STROKES[kind % len(STROKES)] if len(stores) > 1 else "-"
@@ -44,6 +51,27 @@ def curve_looks(table: Table, by: Sequence[str] = ()) -> dict[Curve, Look]:
             mark = kind
         found[curve] = {"color": colour(tint), "marker": marker(mark), "linestyle": stroke}
     return found
+
+
+def store_looks(table: Table) -> dict[str, Look]:
+    """Store -> colour, marker and stroke. Stores of several groups (`GROUP/NAME/VARIANT`) have the
+    colour of their name and the stroke and marker of their variant, in every group the same."""
+    order = store_order(table)
+    if len(groups_of(table.unique("store"))) == 1:
+        return {
+            store: {"color": colour(i), "marker": marker(i), "linestyle": "-"}
+            for i, store in enumerate(order)
+        }
+    parts = {store: split_label(store)[1].partition(SIGN)[::2] for store in order}
+    names, variants = (list(dict.fromkeys(of)) for of in zip(*parts.values(), strict=True))
+    return {
+        store: {
+            "color": colour(names.index(name)),
+            "marker": marker(variants.index(variant) if len(variants) > 1 else names.index(name)),
+            "linestyle": STROKES[variants.index(variant) % len(STROKES)],
+        }
+        for store, (name, variant) in parts.items()
+    }
 
 
 def site_kind(site: str) -> str:
@@ -84,7 +112,10 @@ def dashes_of(table: Table) -> Look:
 
 def curve_label(table: Table, by: Sequence[str], curve: Curve) -> str:
     """The store, and every other column in which the table has several values."""
-    parts = [shorten(str(curve[0]), 28)]
+    label = str(curve[0])
+    if len(groups_of(table.unique("store"))) > 1:  # whose panel names the group
+        label = split_label(label)[1]
+    parts = [shorten(label, 28)]
     kinds = {kind for kind in map(site_kind, table["site"].tolist()) if kind != "head"}
     if len(kinds) > 1 and curve[-1] != "head":
         parts.append(PARTS.get(curve[-1], curve[-1]) or "block output")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +19,11 @@ from vitsee_core.figures.curve_looks import (
     shared_baselines,
     site_kind,
 )
-from vitsee_core.figures.panels import Grid, handles_of, legend_below, note_count, small, stack
+from vitsee_core.figures.panels import handles_of, legend_below, note_count, small
 from vitsee_core.figures.plotting import (
     GREY,
 )
+from vitsee_core.tables.groups import by_group
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import (
     baseline_words,
@@ -42,45 +43,6 @@ HEAD_STEP = 0.2  # of the x axis, a place for each site after the last block
 MOST_INTERVALS = 8  # curves of a panel; the intervals of more would hide them
 DODGE = 0.016  # of the x axis, between intervals of different curves
 INTERVAL = "95 % interval"
-
-
-def draw_depth_panels(
-    table: Table,
-    metrics: Sequence[str],
-    finish: Callable[[Axes, Table, str], None] | None = None,
-    *,
-    by: Sequence[str] = (),
-    spread: str = INTERVAL,
-    counts: tuple[str, str] = ("n_images", ""),
-) -> Figure:
-    """A figure of a panel per metric, of curves over depth with one legend.
-
-    Args:
-        table: rows of these metrics.
-        metrics: in order.
-        finish: called with each panel, its rows and metric; before the legend is made.
-        by: see `draw_depth_curves`.
-        spread: see there.
-        counts: the column whose number stands at the upper right, and what it counts.
-    """
-    among = table.where(metric=list(metrics))
-    grid = depth_grid(len(metrics), among)
-    figure, (box,) = stack(grid)
-    every = grid.axes(box)
-    for axes, metric in zip(every, metrics, strict=False):
-        rows = table.where(metric=metric)
-        draw_depth_curves(axes, rows, by=by, among=among, spread=spread, counts=counts)
-        if finish is not None:
-            finish(axes, rows, metric)
-    add_curve_legend(figure, every)
-    return figure
-
-
-def depth_grid(n: int, table: Table) -> Grid:
-    """The room of n panels of a table's curves: taller where sites outside the blocks are named
-    below the axis."""
-    names = [len(_head_words(site)) for site in table.unique("site") if site_kind(site) == "head"]
-    return Grid(n, height=14 + 0.5 * max(names, default=0))
 
 
 def draw_depth_curves(
@@ -112,7 +74,8 @@ def draw_depth_curves(
         counts: the column whose number stands at the upper right, and what it counts.
     """
     among = table if among is None else among
-    looks, own = curve_looks(among, by), curves_of(table, by)
+    own = curves_of(table, by)
+    looks = {curve: look for curve, look in curve_looks(among, by).items() if curve in {*own}}
     names = np.array([baseline_name(name) for name in cells_of(table, "baseline")], object)
     dashes, shared = dashes_of(among), shared_baselines(table, own, names)
     heads = [s for s in dict.fromkeys(table["site"].tolist()) if site_kind(s) == "head"]
@@ -150,7 +113,8 @@ def add_curve_legend(figure: Figure, every: Sequence[Axes]) -> None:
     legend_below(figure, curves | found)
 
 
-def _head_words(site: str) -> str:
+def head_words(site: str) -> str:
+    """A site outside the blocks as the axis names it."""
     return shorten(site_words(site), 16)
 
 
@@ -170,14 +134,14 @@ def _intervals(among: Table, by: Sequence[str]) -> tuple[dict[Curve, float], boo
     bands in all panels; None where they are so many that none is drawn."""
     among = among.take(_real(among) & np.isfinite(_bounds(among)[0]))
     metrics = among.groups("metric") if "metric" in among.columns else [("", among)]
-    ends: dict[Curve, float] = {}
+    ends: dict[str, dict[Curve, float]] = {}  # of the curves of each group of stores
     crowded = False
     places = among["rel_depth"].astype(float)
     grid = np.linspace(places.min(initial=0), places.max(initial=1), 41)
-    for _, rows in metrics:
+    for group, rows in ((group, own) for _, of in metrics for group, own in by_group(of)):
         own, bands = curves_of(rows, by), []
         for curve in dict.fromkeys(c for c in own if c[-1] != "head"):
-            ends[curve] = 0.0
+            ends.setdefault(group, {})[curve] = 0.0
             picked = rows.take(np.array([other == curve for other in own], bool))
             picked = picked.take(np.argsort(picked["rel_depth"], kind="stable"))
             depth = picked["rel_depth"].astype(float)
@@ -187,14 +151,16 @@ def _intervals(among: Table, by: Sequence[str]) -> tuple[dict[Curve, float], boo
             for i, a in enumerate(bands)
             for b in bands[:i]
         )
-    if len(ends) > MOST_INTERVALS:
-        return ends, None
+    moves = {curve: 0.0 for curves in ends.values() for curve in curves}
+    if max(map(len, ends.values()), default=0) > MOST_INTERVALS:
+        return moves, None
     if not crowded:
-        return ends, True
+        return moves, True
     if places.max() > 1:  # no depth, but an attribute of the stores
-        return ends, False
-    middle = (len(ends) - 1) / 2
-    return {curve: DODGE * (i - middle) for i, curve in enumerate(ends)}, False
+        return moves, False
+    for curves in ends.values():
+        moves |= {c: DODGE * (i - (len(curves) - 1) / 2) for i, c in enumerate(curves)}
+    return moves, False
 
 
 def _explain(axes: Axes, spread: str, banded: bool | None, *, hidden: bool) -> None:
@@ -260,7 +226,7 @@ def _draw_curve(
 def _finish(axes: Axes, places: dict[str, float], ylabel: str) -> None:
     """Ticks, labels, and a y axis that starts at 0, or below where a value does."""
     ticks = {f"{t:g}": t for t in ((0, 0.5, 1) if places else (0, 0.25, 0.5, 0.75, 1))}
-    names = [_head_words(site) for site in places]
+    names = [head_words(site) for site in places]
     axes.set_xticks([*ticks.values(), *places.values()], [*ticks, *names])
     if places:
         axes.axvline(1 + HEAD_STEP / 2, color=GREY, linewidth=0.6)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -162,7 +162,15 @@ class Grid:
         return every[: self.n]
 
 
-def stack(*grids: Grid) -> tuple[Figure, list[Any]]:
+class Sized(Protocol):
+    """Panels that know how much room they need."""
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height of all in inches."""
+
+
+def stack(*grids: Sized) -> tuple[Figure, list[Any]]:
     """A figure, and its parts for these grids below one another."""
     sizes = [grid.size for grid in grids]
     heights = [height for _, height in sizes]

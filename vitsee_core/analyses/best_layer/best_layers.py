@@ -14,13 +14,13 @@ from vitsee_core.figures.curve_looks import (
     curve_looks,
     site_kind,
 )
+from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.depth_curves import (
     BEST,
     add_curve_legend,
-    depth_grid,
     draw_depth_curves,
 )
-from vitsee_core.figures.panels import em, note_count, stack
+from vitsee_core.figures.panels import Grid, em, note_count, stack
 from vitsee_core.figures.plotting import (
     GREY,
 )
@@ -46,19 +46,22 @@ def draw_best_layers(
     compared = list(tasks.items())
     everything = Table.concat([_curve(rows) for _, rows in compared])
     printed = BestTable.of(table)
-    grid = depth_grid(len(compared) + len(redundancy), everything)
-    figure, (above, below) = stack(grid, printed.grid())
-    every = grid.axes(above)
-    for axes, (task, rows) in zip(every, compared, strict=False):
-        drawn = _curve(rows)
+    grid = CurveGrid.of(len(compared), everything)
+    between = [Grid(len(redundancy))] if redundancy else []
+    figure, (above, *middle, below) = stack(grid, *between, printed.grid())
+    panels = grid.panels(above, compared)
+    for axes, task, rows in panels:
+        drawn, stores = _curve(rows), rows.unique("store")
         draw_depth_curves(axes, drawn, ylabel=metric_words(rows["metric"][0]), among=everything)
-        _draw_stars(axes, table.where(task=task, baseline=""), everything)
+        _draw_stars(axes, table.where(task=task, baseline="", store=stores), everything)
         axes.set_title(task_words(task))
         note_count(axes, rows)
-    for axes, (store, last, rows) in zip(every[len(compared) :], redundancy, strict=True):
+    grid.finish(panels)
+    every = between[0].axes(middle[0]) if between else []
+    for axes, (store, last, rows) in zip(every, redundancy, strict=True):
         scores = {task: _curve(of).where(store=store, baseline="") for task, of in compared}
         draw_redundancy(axes, store, last, rows, scores)
-    add_curve_legend(figure, every)
+    add_curve_legend(figure, [*(axes for axes, *_ in panels), *every])
     printed.draw(below)
     return figure
 

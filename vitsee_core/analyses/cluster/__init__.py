@@ -42,9 +42,7 @@ from vitsee_core.analyses.cluster.clusters import (
     why_meaningless,
 )
 from vitsee_core.features import choose_features
-from vitsee_core.figures.depth_curves import (
-    draw_depth_panels,
-)
+from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import (
     styled,
 )

@@ -11,9 +11,9 @@ import numpy as np
 from vitsee_core.figures.curve_looks import (
     site_kind,
 )
+from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import (
     add_curve_legend,
-    depth_grid,
     draw_depth_curves,
 )
 from vitsee_core.figures.panels import (
@@ -82,16 +82,17 @@ def draw_fields(table: Table) -> Figure:
     lines = _lines(table)
     metrics = [metric for metric in CURVES if metric in table.unique("metric")]
     grids = [small_maps(len(_shown(line)), 4) for line in lines]
-    below = depth_grid(max(len(metrics), 1), table)
+    below = CurveGrid.of(max(len(metrics), 1), table)
     figure, parts = stack(*grids, *([below] if metrics else []))
     for line, grid, part in zip(lines, grids, parts, strict=False):
         _draw_line(line, grid, part)
     if metrics:
-        every = below.axes(parts[-1])
         curves = table.where(metric=metrics)
-        for axes, metric in zip(every, metrics, strict=True):
-            draw_depth_curves(axes, table.where(metric=metric), among=curves)
-        add_curve_legend(figure, every)
+        panels = below.panels(parts[-1], of_metrics(table, metrics))
+        for axes, _, rows in panels:
+            draw_depth_curves(axes, rows, among=curves)
+        below.finish(panels)
+        add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure
 
 

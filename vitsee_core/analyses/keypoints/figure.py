@@ -11,9 +11,7 @@ from vitsee_core.figures.curve_looks import (
     DASHES,
     curve_looks,
 )
-from vitsee_core.figures.depth_curves import (
-    draw_depth_panels,
-)
+from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.panels import small
 from vitsee_core.figures.plotting import (
     GREY,

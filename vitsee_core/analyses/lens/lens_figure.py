@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import (
     add_curve_legend,
-    depth_grid,
     draw_depth_curves,
 )
 from vitsee_core.figures.log_ticks import plain_log_ticks
@@ -51,24 +51,24 @@ def draw_lens(table: Table) -> Figure:
     # A grid of one cell is no map.
     stores = [store for store, own in of_cells.groups("store") if len({*_places(own)}) > 1]
     shown = {store: _picked(of_cells.where(store=store)) for store in stores}
-    grids = [
-        depth_grid(len(metrics), table),
-        *(small_maps(len(sites), 2) for sites in shown.values()),
-    ]
-    figure, parts = stack(*grids)
+    curves = CurveGrid.of(len(metrics), table)
+    maps = [small_maps(len(sites), 2) for sites in shown.values()]
+    figure, parts = stack(curves, *maps)
     pooled = table.take(~table.given("row") & ~table.given("token"))
-    panels = grids[0].axes(parts[0])
-    for axes, metric in zip(panels, metrics, strict=True):
-        draw_depth_curves(axes, pooled.where(metric=metric), among=pooled)
-        _draw_patches(axes, table.where(metric=metric, token="patches"), pooled)
+    panels = curves.panels(parts[0], of_metrics(pooled, metrics))
+    for axes, metric, rows in panels:
+        draw_depth_curves(axes, rows, among=pooled)
+        own = table.where(metric=metric, token="patches", store=rows.unique("store"))
+        _draw_patches(axes, own, pooled)
         if metric == "lens_rank":
             axes.set_yscale("log")
             axes.set_ylim(0.9, 1.2 * max(2.0, axes.dataLim.y1))
             plain_log_ticks(axes.yaxis)
-    add_curve_legend(figure, panels)
+    curves.finish(panels)
+    add_curve_legend(figure, [axes for axes, *_ in panels])
     drawn = of_cells.take(np.isin(of_cells["store"], stores))
     top = float(np.nanmax(drawn["value"].astype(float), initial=0)) or 1.0
-    for part, grid, (store, sites) in zip(parts[1:], grids[1:], shown.items(), strict=True):
+    for part, grid, (store, sites) in zip(parts[1:], maps, shown.items(), strict=True):
         rows = of_cells.where(store=store)
         name_part(
             part,

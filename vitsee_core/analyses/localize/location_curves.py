@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitsee_core.analyses.localize.localisation import OWN_METRICS, own_patch
-from vitsee_core.figures.depth_curves import (
-    draw_depth_curves,
-    draw_depth_panels,
-)
+from vitsee_core.figures.curve_panels import CurveGrid, draw_depth_panels, of_metrics
+from vitsee_core.figures.depth_curves import draw_depth_curves
 from vitsee_core.figures.plotting import (
     GREY,
 )
@@ -93,8 +91,12 @@ def _draw_zero(axes: Axes, rows: Table, metric: str) -> None:
     axes.axhline(0, color=GREY, linewidth=0.6)
 
 
-def draw_curve_panels(every: Sequence[Axes], table: Table, metrics: Sequence[str]) -> None:
-    """Like `draw_curves`, for these metrics, into panels of a larger figure."""
-    for axes, metric in zip(every, metrics, strict=True):
-        draw_depth_curves(axes, table.where(metric=metric), among=table)
-        _draw_zero(axes, table, metric)
+def draw_curve_panels(box: Any, table: Table, metrics: Sequence[str]) -> list[Axes]:
+    """As `draw_curves`, of these metrics in a part of a larger figure; its panels."""
+    grid = CurveGrid.of(len(metrics), table)
+    panels = grid.panels(box, of_metrics(table, metrics))
+    for axes, metric, rows in panels:
+        draw_depth_curves(axes, rows, among=table)
+        _draw_zero(axes, rows, metric)
+    grid.finish(panels)
+    return [axes for axes, *_ in panels]

@@ -15,6 +15,7 @@ from vitsee_core.analyses.localize.location_curves import (
     derived_curves,
     draw_curve_panels,
 )
+from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.heatmaps import COLOUR_MAP, NO_VALUE, describe_scale
 from vitsee_core.figures.panels import (
     Grid,
@@ -110,22 +111,21 @@ def _draw_mosaics(panels: Sequence[TokenMaps], table: Table) -> Figure:
         # Counted from the last one, which is always shown.
         back = np.linspace(0, len(own) - 1, n).round().astype(int)
         shown += [own[-1 - k] for k in back[::-1]]
-    grids = [Grid(len(shown), width=17, widest=22, height=18)]
+    maps = Grid(len(shown), width=17, widest=22, height=18)
+    grids: list[Grid | CurveGrid] = [maps]
     if curves is not None:
-        grids.append(Grid(2))
+        grids.append(CurveGrid.of(2, curves))
     figure, parts = stack(*grids)
     top = _top([panel.maps for panel in shown])
-    every = grids[0].axes(parts[0])
-    side = grids[0].size[0] / grids[0].across - em(3)
+    every = maps.axes(parts[0])
+    side = maps.size[0] / maps.across - em(3)
     for axes, panel in zip(every, shown, strict=True):
         image = _draw_mosaic(axes, panel, top, side)
     text = "each map: similarity with all patches, in its token's place"
     if len(shown) < len(panels):
         text = f"{len(shown)} of {len(panels)} sites; {text}"
-    below = grids[1].axes(parts[1]) if curves is not None else []
-    if curves is not None:
-        draw_curve_panels(below, curves, CURVES[:2])
-    _finish(figure, image, [(grids[0], every)], shown, table, text, below)
+    below = [] if curves is None else draw_curve_panels(parts[1], curves, CURVES[:2])
+    _finish(figure, image, [(maps, every)], shown, table, text, below)
     return figure
 
 

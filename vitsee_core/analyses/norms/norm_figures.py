@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.figures.curve_panels import CurveGrid, Panel
 from vitsee_core.figures.depth_curves import (
     add_curve_legend,
-    depth_grid,
     draw_depth_curves,
 )
 from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
@@ -24,7 +24,6 @@ from vitsee_core.figures.panels import (
     map_title,
     name_part,
     note_count,
-    panels,
     small_maps,
     stack,
 )
@@ -71,7 +70,7 @@ def draw_norms(table: Table) -> Figure:
     tiles = [_tiles(own) for _, own in stores] if with_maps else []
     histograms = [Grid(len(stores), width=28, widest=44, height=17)] if with_histogram else []
     maps = [small_maps(len(sites), 3) if sites else Grid(1, height=2.5) for *_, sites in tiles]
-    below = [depth_grid(len(curves), table)] if curves else []
+    below = [CurveGrid.of(len(curves), table)] if curves else []
     figure, parts = stack(*histograms, *maps, *below)
     left, of_histograms, curves_of = iter(parts), {}, {}
     if with_histogram:
@@ -81,20 +80,26 @@ def draw_norms(table: Table) -> Figure:
     for (store, own), grid, (metric, rows, sites) in zip(stores, maps, tiles, strict=False):
         _draw_maps(grid, next(left), store, own, metric, rows, sites)
     if curves:
-        every = below[0].axes(next(left))
-        _draw_curves(every, table, curves)
-        curves_of = handles_of(every)
+        panels = below[0].panels(next(left), [(m, _of_sites(table, m)) for m in curves])
+        _draw_curves(panels, table)
+        below[0].finish(panels)
+        curves_of = handles_of([axes for axes, *_ in panels])
     legend_below(figure, curves_of | of_histograms)
     return figure
 
 
 def _draw_kinds(table: Table) -> Figure:
-    """For a table without patches: norms of other tokens over depth."""
-    figure, (axes,) = panels(1)
-    rows = table.where(metric=["norm", "norm_median"])
-    rows = rows.take(~rows.given("row"))
-    draw_depth_curves(axes, rows, by=["token", "metric"], ylabel="norm of a token")
-    add_curve_legend(figure, [axes])
+    """Of a table without patches: norms of other tokens over depth."""
+    norms = table.where(metric=["norm", "norm_median"])
+    norms = norms.take(~norms.given("row"))
+    grid = CurveGrid.of(1, norms)
+    figure, (box,) = stack(grid)
+    panels = grid.panels(box, [("norm", norms)])
+    for axes, _, rows in panels:
+        by = ["token", "metric"]
+        draw_depth_curves(axes, rows, by=by, ylabel="norm of a token", among=norms)
+    grid.finish(panels)
+    add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure
 
 
@@ -217,10 +222,9 @@ def _draw_tile(axes: Axes, rows: Table, top: float) -> Any:
 # ----------------------------------------------------------------------------------------- curves
 
 
-def _draw_curves(every: Sequence[Axes], table: Table, metrics: Sequence[str]) -> None:
+def _draw_curves(panels: Sequence[Panel], table: Table) -> None:
     threshold = table.notes.get("threshold")
-    for axes, metric in zip(every, metrics, strict=True):
-        rows = _of_sites(table, metric)
+    for axes, metric, rows in panels:
         named = metric == "outlier_share" and threshold is not None
         label = f"patches above {threshold}" if named else None
         draw_depth_curves(axes, rows, ylabel=label, among=table)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import (
     add_curve_legend,
-    depth_grid,
     draw_depth_curves,
 )
 from vitsee_core.figures.panels import (
@@ -51,13 +51,13 @@ def plot(table: Table) -> Figure:
     curves = _with_vectors(table.take(~_cells(table)))
     metrics = [metric for metric in DRAWN if metric in curves.unique("metric")]
     maps = _maps(table)
-    grids = [depth_grid(len(metrics), curves), *(small_maps(len(sites), 2) for _, sites in maps)]
-    figure, parts = stack(*grids)
-    every = grids[0].axes(parts[0])
+    above = CurveGrid.of(len(metrics), curves)
+    grids = [small_maps(len(sites), 2) for _, sites in maps]
+    figure, parts = stack(above, *grids)
+    panels = above.panels(parts[0], of_metrics(curves, metrics))
     segments = "n_segments" in table.columns
     counts = ("n_segments", "segments") if segments else ("n_images", "")
-    for axes, metric in zip(every, metrics, strict=True):
-        rows = curves.where(metric=metric)
+    for axes, metric, rows in panels:
         if _several_l2(curves):
             _draw_l2(axes, rows, metric_words(metric))
             note_count(axes, rows, *counts)
@@ -65,10 +65,11 @@ def plot(table: Table) -> Figure:
             by = ["token", "shots"]
             draw_depth_curves(axes, rows, by=by, among=curves, counts=counts)
     if set(curves["token"].tolist()) == {EACH}:
-        every[0].set_title("mean over tokens")
-    add_curve_legend(figure, every)
+        panels[0][0].set_title("mean over tokens")
+    above.finish(panels)
+    add_curve_legend(figure, [axes for axes, *_ in panels])
     scale = _scale([site for _, sites in maps for site in sites])
-    for part, grid, (title, sites) in zip(parts[1:], grids[1:], maps, strict=True):
+    for part, grid, (title, sites) in zip(parts[1:], grids, maps, strict=True):
         _draw_maps(grid, part, title, sites, scale)
     return figure
 

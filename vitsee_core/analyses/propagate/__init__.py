@@ -32,9 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.analyses.propagate.propagation_settings import PRESETS, choose_settings
-from vitsee_core.figures.depth_curves import (
-    draw_depth_panels,
-)
+from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import (
     styled,
 )

@@ -33,9 +33,9 @@ from vitsee_core.analyses.retrieve.retrieval_truth import FORMS, LABELS, Retriev
 from vitsee_core.analyses.retrieve.rows import by_labels, by_truth, check_search
 from vitsee_core.analyses.retrieve.truth_files import digest, read_truth
 from vitsee_core.features import model_key
+from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import (
     add_curve_legend,
-    depth_grid,
     draw_depth_curves,
 )
 from vitsee_core.figures.panels import count, stack
@@ -324,18 +324,20 @@ def plot(table: Table) -> Figure:
     if "query" in table.columns:
         drawn = table.take(np.array([not query for query in table["query"].tolist()], bool))
     among = drawn.where(metric=[metric for line in lines for metric in line])
-    grids = [depth_grid(len(line), among) for line in lines]
+    grids = [CurveGrid.of(len(line), among) for line in lines]
     figure, parts = stack(*grids)
     every = []
     for line, grid, part in zip(lines, grids, parts, strict=True):
-        row = grid.axes(part)
-        for axes, metric in zip(row, line, strict=True):
-            rows, spread = drawn.where(metric=metric), "95 % interval over queries"
+        panels = grid.panels(part, of_metrics(drawn, line))
+        row = [axes for axes, *_ in panels]
+        for axes, _, rows in panels:
+            spread = "95 % interval over queries"
             queries = ("n_queries", f"queries, {count(rows)} images")
             draw_depth_curves(axes, rows, among=among, spread=spread, counts=queries)
         limits = [axes.get_ylim() for axes in row]
         for axes in row:
             axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+        grid.finish(panels)
         every += row
     add_curve_legend(figure, every)
     return figure

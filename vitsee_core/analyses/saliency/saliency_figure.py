@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitsee_core.figures.curve_looks import (
     DASHES,
-    curve_looks,
+    store_looks,
 )
+from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.depth_curves import (
     DEPTH_LABEL,
     add_curve_legend,
     draw_depth_curves,
 )
-from vitsee_core.figures.panels import em, note_count, panels
+from vitsee_core.figures.panels import em, note_count, panels, stack
 from vitsee_core.figures.plotting import (
     GREY,
 )
+from vitsee_core.tables.groups import groups_of
 from vitsee_core.tables.words import baseline_words
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ ALIKE = 0.01  # baselines this near to one another are drawn once, for all store
 def draw_saliency(table: Table) -> Figure:
     """See `analyses.saliency.plot`; to be called below `styled`."""
     tokens = [token for token in WHOSE if token in table.unique("token")]
+    if len(groups_of(table.unique("store"))) > 1:
+        return _draw_groups(table, tokens)
     figure, every = panels(2 * len(tokens), most=2, widest=26)
     heads = table.where(baseline="")
     for left, right, token in zip(every[::2], every[1::2], tokens, strict=True):
@@ -52,6 +57,21 @@ def draw_saliency(table: Table) -> Figure:
     for axes in every:
         axes.set_ylim(0, top)
     add_curve_legend(figure, every[::2])
+    return figure
+
+
+def _draw_groups(table: Table, tokens: Sequence[str]) -> Figure:
+    """The best heads alone, a panel per group of stores and token."""
+    heads = table.where(baseline="")
+    grid = CurveGrid.of(len(tokens), table)
+    figure, (box,) = stack(grid)
+    panels = grid.panels(box, [(token, heads.where(token=token)) for token in tokens])
+    for axes, token, rows in panels:
+        _draw_best(axes, rows, table)
+        axes.set_title(WHOSE[token])
+    every = [axes for axes, *_ in panels]
+    grid.finish(panels)
+    add_curve_legend(figure, every)
     return figure
 
 
@@ -110,6 +130,5 @@ def _curves(table: Table) -> Table:
 
 def _look(table: Table, label: str) -> dict[str, Any]:
     """Colour and marker of a store's curve."""
-    looks = curve_looks(_curves(table)).items()
-    look = next(look for (store, *_), look in looks if store == label)
+    look = store_looks(_curves(table))[label]
     return {"color": look["color"], "marker": look["marker"]}

@@ -10,13 +10,13 @@ import numpy as np
 from vitsee_core.figures.curve_looks import (
     site_kind,
 )
+from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import (
     add_curve_legend,
-    depth_grid,
     draw_depth_curves,
 )
 from vitsee_core.figures.depth_marks import DOTTED, draw_marks
-from vitsee_core.figures.panels import note_count, stack
+from vitsee_core.figures.panels import Grid, note_count, stack
 from vitsee_core.figures.plotting import (
     styled,
 )
@@ -45,18 +45,20 @@ def draw_spatial(table: Table) -> Figure:
     metrics = [m for m in there if not (m.endswith("_scaled") and _same(table, m))]
     profiles = table.where(metric=PROFILES)
     stores = profiles.unique("store") if _has(table, PROFILES) else []
-    grid = depth_grid(max(1, len(metrics) + len(stores)), table)
-    figure, (box,) = stack(grid)
-    every = grid.axes(box)
-    for axes, metric in zip(every, metrics, strict=False):
-        rows = table.where(metric=metric)
+    curves = CurveGrid.of(max(1, len(metrics)), table)
+    below = [Grid(len(stores))] if stores else []
+    figure, parts = stack(curves, *below)
+    panels = curves.panels(parts[0], of_metrics(table, metrics))
+    for axes, metric, rows in panels:
         draw_depth_curves(axes, rows, among=table.where(metric=metrics))
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
         if metric in ("share_image", "share_position"):
             draw_marks(axes, rows, table, "null", DOTTED, "by chance")
-    for axes, store in zip(every[len(metrics) :], stores, strict=True):
+    curves.finish(panels)
+    every = below[0].axes(parts[1]) if stores else []
+    for axes, store in zip(every, stores, strict=True):
         _draw_profiles(axes, profiles.where(store=store))
-    add_curve_legend(figure, every)
+    add_curve_legend(figure, [*(axes for axes, *_ in panels), *every])
     return figure
 
 

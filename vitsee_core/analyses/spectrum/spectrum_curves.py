@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.figures.depth_curves import (
-    draw_depth_panels,
-)
+from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.depth_marks import DOTS, DOTTED, draw_marks
 from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
 from vitsee_core.figures.plotting import (
