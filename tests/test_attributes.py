@@ -181,3 +181,29 @@ def test_attributes_of_no_store_in_python() -> None:
     assert with_attribute(table, "value", []) is table
     with pytest.raises(VitseeError, match="in --attributes FILE"):
         with_attribute(table, "flops", [{"stores": 3, "results": [{"made_by": None}]}])
+
+
+FAMILIES = {"tiny": "FS", "small": "DINO", "base": "FS"}
+
+
+def test_groups_by_an_attribute(tmp_path: Path) -> None:
+    result = written(tmp_path / "r.csv", ROWS, stores=STORES)
+    mine = tmp_path / "mine.csv"
+    lines = ["store,family", *(f"{name},{family}" for name, family in FAMILIES.items())]
+    mine.write_text("\n".join(lines) + "\n")
+    figure = redraw(result, group_by="family", attributes=mine)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["FS", "DINO"]
+    assert [[*points(axes)][:2] for axes in figure.axes] == [["tiny", "base"], ["small"]]
+    wrong = plot(result, "--group-by", "family", "-o", tmp_path / "f.png")
+    assert wrong.exit_code == 1 and "family is not known of tiny" in wrong.stderr
+    both = plot(result, "--group-by", "model", "--x", "params", "-o", tmp_path / "f.png")
+    assert both.exit_code == 2 and not (tmp_path / "f.png").exists()
+
+
+def test_groups_of_labels_are_an_attribute(tmp_path: Path) -> None:
+    label = {name: f"{family}/{name}" for name, family in FAMILIES.items()}
+    rows = [{**own, "store": label[str(own["store"])]} for own in ROWS]
+    stores = [{**entry, "label": label[str(entry["label"])]} for entry in STORES]
+    result = written(tmp_path / "r.csv", rows, stores=stores)
+    (axes,) = redraw(result, x="params", by=["group"]).axes
+    assert {name: len(of) for name, of in points(axes).items()} == {"FS": 2, "DINO": 1}

@@ -26,7 +26,7 @@ from vitsee_core.tables.results import Table
 
 RUNS = [(command, i) for command, runs in TABLES.items() for i in range(len(runs))]
 # Commands that draw something for each store below one another, which 20 make taller than any page.
-STACKED = {"attn-map", "cosine-map", "erf", "head-types", "localize", "pca", "weights"}
+STACKED = {"cosine-map", "erf", "head-types", "localize", "pca", "weights"}
 MANY = 20
 Made = Callable[[str, int], Result]
 
@@ -61,25 +61,26 @@ def test_all_text_can_be_read(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit_base_patch16_{}", "{}/vit_base/patch16"])
 @pytest.mark.parametrize(("command", "run"), [r for r in RUNS if r[0] not in STACKED])
 def test_all_text_of_twenty_models_can_be_read(
-    command: str, run: int, made: Made, everything: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, run: int, name: str, made: Made, everything: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same model under twenty names."""
+    """The same model under twenty names; in groups of four."""
     monkeypatch.chdir(everything)
     result = made(command, run)
     if "store" not in result.file.table.columns or command == "best-layer":
         pytest.skip("pairs of stores, or drawn from other files too")
-    table = under_names(result.file.table, MANY)
-    for name, wanted in MEDIA.items():
-        figure = result.figure(table, medium=name)
+    table = under_names(result.file.table, MANY, name)
+    for medium_name, wanted in MEDIA.items():
+        figure = result.figure(table, medium=medium_name)
         assert figure.get_figwidth() <= wanted.width + 1e-9
-        assert flaws(figure) == [], name
+        assert flaws(figure) == [], medium_name
 
 
 def test_norms_of_a_model_without_outliers_among_others(made: Made) -> None:
     """In place of its maps there is a line, which needs less room than any panel."""
-    table = under_names(made("norms", 0).file.table, 2)
+    table = under_names(made("norms", 0).file.table, 2, "vit_base_patch16_{}")
     columns = {name: column.copy() for name, column in table.columns.items()}
     share = np.isin(table["metric"], ("outlier_share", "outlier_share_mad"))
     columns["value"][share] = np.where(table["store"][share] == table["store"][0], 0.5, 0.0)
@@ -90,12 +91,14 @@ def test_norms_of_a_model_without_outliers_among_others(made: Made) -> None:
         assert flaws(figure) == [], name
 
 
-def under_names(table: Table, n: int) -> Table:
+def under_names(table: Table, n: int, name: str) -> Table:
     """The rows of the first store, n times under other names."""
     first = table.where(store=table.unique("store")[0])
+    labels = [
+        name.format(i // 4) + f"_{i % 4}" if "/" in name else name.format(i) for i in range(n)
+    ]
     copies = [
-        Table(first.columns | {"store": np.full(len(first), f"vit_base_patch16_{i}", object)})
-        for i in range(n)
+        Table(first.columns | {"store": np.full(len(first), label, object)}) for label in labels
     ]
     return Table(Table.concat(copies).columns, table.notes)
 

@@ -220,12 +220,20 @@ RAGHU = Paper(
 )
 
 _VITS = "fs.zarr clip.zarr dino.zarr moco.zarr mae.zarr beit.zarr"
+_GROUPS = (
+    "FS/B/16=fs.zarr CLIP/B/16=clip.zarr DINO/B/16=dino.zarr MoCo/B/16=moco.zarr "
+    "MAE/B/16=mae.zarr BEiT/B/16=beit.zarr"
+)
 WALMER = Paper(
     "Walmer et al. 2023, Teaching Matters: Investigating the Role of Supervision in Vision "
     "Transformers",
     "Every model sees the same picture, its short side at 224 pixels and the middle of it: "
     "`--crop-pct 1`. ImageNet-50 is the first 100 images of 50 classes; FS is fully supervised. "
-    "B/16 stands here for all sizes of the paper (also S/16, S/8, B/32, B/8, L/16, L/14, H/14).",
+    "B/16 stands here for all sizes of the paper (also S/16, S/8, B/32, B/8, L/16, L/14, H/14): "
+    "their stores go beside these, labelled `DINO/S/8=...`. Figures of stores labelled GROUP/NAME "
+    "have a panel per kind of supervision, a size one colour and a patch size one stroke in all of "
+    "them; where the page has one store of DINO's, the others go beside it, labelled alike, or "
+    "`vitsee plot DINO.csv MoCo.csv -o ALL.png` makes one figure of their results.",
     {
         "fs": Made("vit_base_patch16_224.augreg_in21k_ft_in1k", IMAGENET50, "demo:vit"),
         "clip": Made("vit_base_patch16_clip_quickgelu_224.openai", IMAGENET50, "demo:vit-seed1"),
@@ -288,29 +296,45 @@ WALMER = Paper(
             ),
             "the other models' stores beside dino's in each command, each named alike",
         ),
-        Figure("1 top, 2, 13 bottom, 17", ("attn-map dino.zarr --kind mean-cls",)),
-        Figure("3, 14, 18", ("attn-map dino.zarr --kind aligned", "head-types dino.zarr")),
-        Figure("4, 15", (f"attn-dist {_VITS} --metric distance_unit",)),
-        Figure("5, 16", ("saliency masked.zarr --masks coco/annotations/instances_val2017.json",)),
-        Figure("7, 24", ("cluster dino.zarr --k 50 --tokens cls",)),
-        Figure("7, 25", ("cluster dino.zarr --k 50 --tokens mean",)),
+        Figure("1 top, 17", (f"attn-map {_GROUPS} --kind mean-cls",)),
+        Figure("2", (f"attn-map {_GROUPS} --kind mean-cls --heads 0,1,2",)),
+        Figure("3, 14, 18", (f"attn-map {_GROUPS} --kind aligned", "head-types dino.zarr")),
+        Figure("4 left", (f"attn-dist {_VITS} --metric distance_unit",)),
+        Figure("4 right, 15", (f"attn-dist {_GROUPS} --metric distance_unit",)),
+        Figure(
+            "5, 16",
+            ("saliency DINO/B/16=masked.zarr --masks coco/annotations/instances_val2017.json",),
+        ),
+        Figure("7 left, 24", (f"cluster {_GROUPS} --k 50 --tokens cls",)),
+        Figure("7 right, 25", (f"cluster {_GROUPS} --k 50 --tokens mean",)),
         Figure(
             "8, 26, 27",
             (
-                "cluster objects.zarr --masks coco/annotations/instances_val2017.json "
+                "cluster DINO/B/16=objects.zarr --masks coco/annotations/instances_val2017.json "
                 "--preset walmer --k 3",
             ),
             "the paper's k is 80, the preset's; parts: `--masks` of each of PartImageNet's files",
         ),
-        Figure("9 left, 28", ("knn train.zarr val.zarr",)),
+        Figure("9 left, 28", ("knn train.zarr DINO/B/16=val.zarr",)),
         Figure(
             "9 right, 29",
-            ("retrieve oxford.zarr --truth roxford5k/gnd_roxford5k.pkl",),
+            ("retrieve DINO/B/16=oxford.zarr --truth roxford5k/gnd_roxford5k.pkl",),
             "RParis6k alike",
         ),
-        Figure("10 left, 30", ("propagate dense.zarr --masks DAVIS --preset walmer",)),
-        Figure("10 right, 31", ("keypoints pairs.zarr --pairs SPair-71k --preset walmer",)),
-        Figure("11, 12, 13 top", ("attn-map dino.zarr --image 0 --sites blocks",)),
+        Figure("10 left, 30", ("propagate DINO/B/16=dense.zarr --masks DAVIS --preset walmer",)),
+        Figure(
+            "10 right, 31",
+            ("keypoints DINO/B/16=pairs.zarr --pairs SPair-71k --preset walmer",),
+        ),
+        Figure("11, 12", (f"attn-map {_GROUPS} --image 0 --sites blocks",)),
+        Figure(
+            "13",
+            (
+                f"attn-map {_GROUPS} --image 0 --image 1 --heads 0",
+                f"attn-map {_GROUPS} --kind mean-cls --sites last --heads 0",
+            ),
+            "rows of images; the row of means is the second command",
+        ),
         Figure("20 to 22", ("cka dino.zarr --sites norms",)),
         Figure("23", ("cka dino.zarr --pairs branch",)),
         Figure("Table 4", ("propagate normal=normal.zarr dense=dense.zarr --masks DAVIS",)),

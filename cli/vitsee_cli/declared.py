@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from vitsee_cli.completion import one_of
+from vitsee_cli.listed import Listed
 from vitsee_cli.values import FiniteRange, WholeNumber, parse_folder, parse_path, parse_words
 from vitsee_core.runtime.options import Declared, Option
 from vitsee_stores.errors import VitseeError
@@ -45,9 +46,10 @@ def option_of(own: Declared, **instead: Any) -> Decorator:
             (METAVARS[kind] for kind in kinds if kind in METAVARS), None
         )
     if "Sequence[" in own.annotation:
-        settings["multiple"] = True
         if "Repeatable" not in text:
             text = f"{text} Repeatable.".lstrip()
+        listed = about.choices or "int" in own.annotation or "float" in own.annotation
+        settings |= {"cls": Listed} if listed and about.parse is None else {"multiple": True}
     if about.completes:
         settings["shell_complete"] = one_of(about.completes)
     if own.default is inspect.Parameter.empty:

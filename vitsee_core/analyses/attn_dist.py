@@ -183,14 +183,15 @@ def _rows(
 def plot(table: Table) -> Figure:
     """Panels of three kinds, from the table alone.
 
-    One per store: heads sorted by distance in the two lowest and the two highest blocks, the 95 %
-    interval as a band (Raghu et al. 2021, Figs. 3, 4, C.5, C.6), of up to `MOST_SORTED` stores. One per store: all heads against
-    depth, their mean as a line (Dosovitskiy et al. 2021, Fig. 7 right; Walmer et al. 2023, Fig. 4
-    left). With several stores, their means over heads against relative depth in one panel (Walmer
-    et al. 2023, Figs. 4 right, 15); relative to uniform attention where the stores' inputs differ
-    in size, as pixels are not comparable then. Dashed: uniform attention, where the table contains
-    it (for pixels it must have `distance_relative`, too). The metric is the first of `METRICS`.
-    Of several groups of stores (`GROUP/NAME`) the means alone are drawn, a panel per group.
+    One per store, of up to `MOST_SORTED`: heads sorted by distance in the two lowest and the two
+    highest blocks, the 95 % interval as a band (Raghu et al. 2021, Figs. 3, 4, C.5, C.6). One per
+    store: all heads against depth, their mean as a line (Dosovitskiy et al. 2021, Fig. 7 right;
+    Walmer et al. 2023, Fig. 4 left). With several stores, their means over heads against relative
+    depth in one panel (Walmer et al. 2023, Figs. 4 right, 15); relative to uniform attention where
+    the stores' inputs differ in size, as pixels are not comparable then. Dashed: uniform
+    attention, where the table contains it (for pixels it must have `distance_relative`, too). The
+    metric is the first of `METRICS`. Of several groups of stores (`GROUP/NAME`) the means alone are
+    drawn, a panel per group.
     """
     metric = next(m for m in METRICS if m in table.unique("metric"))
     labels = table.unique("store")

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.figures.panels import Grid, colour_bar, count, name_part, room, stack
+from vitsee_core.figures.panels import (
+    Grid,
+    colour_bar,
+    count,
+    name_part,
+    room,
+    stack,
+)
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 
 SCALES = ("shared", "head")
 GAP = 0.08  # of a tile
+FINE_CELLS = 400  # across a picture, from which on lines have to be thin
 MIDLINE = "#E8002B"
 NOT_FROM_ZERO = "colours do not start at 0"
 LARGEST, ALONE = 8.5, 26.0  # ems of a tile, and of a single one
@@ -79,14 +87,11 @@ def cut_maps(table: Table) -> Iterator[tuple[int, int, str, Float]]:
 
 
 def tile_table(table: Table, convert: Callable[[Float], Float] | None = None) -> list[Tiles]:
-    """The maps of a table, each converted by `convert`, by grid size, the largest first; rows are
+    """The maps of a store, each converted by `convert`, by grid size, the largest first; rows are
     the layers that have it."""
-    stores = table.unique("store")
-    by_size: dict[tuple[int, ...], list[tuple[tuple[str, int], int, str, Float]]] = {}
-    for store in stores:
-        for depth, head, site, values in cut_maps(table.where(store=store)):
-            entry = ((store, depth), head, site, values)
-            by_size.setdefault(values.shape, []).append(entry)
+    by_size: dict[tuple[int, ...], list[tuple[int, int, str, Float]]] = {}
+    for entry in cut_maps(table):
+        by_size.setdefault(entry[-1].shape, []).append(entry)
     found = []
     for entries in by_size.values():
         layers = list(dict.fromkeys(entry[0] for entry in entries))
@@ -96,11 +101,7 @@ def tile_table(table: Table, convert: Callable[[Float], Float] | None = None) ->
             (layers.index(layer), heads.index(h)): convert(values) if convert else values
             for layer, h, _, values in entries
         }
-        labels = [
-            (f"{shorten(layer[0], 14)} " if len(stores) > 1 else "")
-            + shorten(site_words(sites[layer]), 18)
-            for layer in layers
-        ]
+        labels = [shorten(site_words(sites[layer]), 18) for layer in layers]
         found.append(Tiles(maps, labels, [str(h) for h in heads]))
     return sorted(found, key=lambda tiles: -np.prod(tiles.size))
 
@@ -186,12 +187,13 @@ def _draw_midlines(axes: Axes, tiles: Tiles) -> None:
     from matplotlib.collections import LineCollection
 
     height, width = tiles.size
+    thin = 0.5 if len(tiles.column_labels) * width < FINE_CELLS else 0.2
     lines = []
     for row, column in tiles.maps:
         y, x = tiles.centre(row, column)
         lines.append([(x - width / 2, y), (x + width / 2, y)])
         lines.append([(x, y - height / 2), (x, y + height / 2)])
-    axes.add_collection(LineCollection(lines, colors=MIDLINE, linewidths=0.5, alpha=0.75))
+    axes.add_collection(LineCollection(lines, colors=MIDLINE, linewidths=thin, alpha=0.75))
 
 
 def mark_middle(axes: Axes, size: tuple[int, ...]) -> None:
@@ -218,13 +220,13 @@ def mark_cell(axes: Axes, tiles: Tiles, cell: tuple[int, int]) -> None:
 
 def add_bar(axes: Axes, image: AxesImage, unit: str, scale: str) -> None:
     """A colour bar beside tiles."""
-    bar = colour_bar(axes, image, _bar_label(unit, scale, image.get_clim()[0]))
+    bar = colour_bar(axes, image, bar_label(unit, scale, image.get_clim()[0]))
     if scale == "head":
         bar.set_ticks([0, 1])
         bar.set_ticklabels(["least", "most"])
 
 
-def _bar_label(unit: str, scale: str, low: float | None) -> str:
+def bar_label(unit: str, scale: str, low: float | None) -> str:
     """What a colour bar beside tiles says; low: where its colours start."""
     if scale == "head":
         return "each head scaled to its own range"
@@ -245,7 +247,7 @@ def draw_grid(
     midlines: bool = False,
     convert: Callable[[Float], Float] | None = None,
 ) -> Figure:
-    """The maps of a table, one picture per grid size, below one another, the largest grid first.
+    """The maps of a store, one picture per grid size, below one another, the largest grid first.
 
     Call it inside a function decorated with `styled`.
 
@@ -273,8 +275,7 @@ def draw_grid(
         if alone:
             axes.set(xticks=[], yticks=[], xlabel="")
         add_bar(axes, image, unit, scale)
-    stores = table.unique("store")
-    who = shorten(str(stores[0]), 28) if len(stores) == 1 else f"{len(stores)} stores"
+    who = shorten(str(table["store"][0]), 28)
     if alone:
         who = f"{who}, {all_tiles[0].row_labels[0]}{_head(table)}"
     name_part(figure, f"{who}: {title} (n = {count(table)})")

@@ -16,7 +16,7 @@ from vitsee_core.figures.attribute_charts import draw_attribute_chart
 from vitsee_core.figures.looks import Look
 from vitsee_core.figures.panels import drawn_for
 from vitsee_core.figures.plotting import drawn_as
-from vitsee_core.tables.attributes import with_attribute
+from vitsee_core.tables.attributes import in_groups, with_attribute
 from vitsee_core.tables.results import ResultFile, Table, read_result
 from vitsee_core.tables.same_labels import tell_apart
 from vitsee_core.tables.table_sites import rows_of_sites
@@ -144,6 +144,7 @@ def redraw(
     look: Look | None = None,
     x: str = "",
     by: Sequence[str] = (),
+    group_by: str = "",
     attributes: str | Path | None = None,
 ) -> Figure:
     """The figure of a result file, as its command draws it, and then as `look` wants it.
@@ -157,6 +158,7 @@ def redraw(
         x: a chart along this attribute or column in place of the command's figure, see
             `with_attribute` and `draw_attribute_chart`.
         by: attributes or columns whose values make the curves of such a chart.
+        group_by: an attribute or column whose values are the groups of stores.
         attributes: a table of the user's own attributes.
 
     Raises:
@@ -167,11 +169,17 @@ def redraw(
     given = [paths] if isinstance(paths, str | Path) else paths
     result = _joined([open_result(path) for path in given])
     table = rows_of_sites(result.file.table, sites) if sites else result.file.table
+    own = None if attributes is None else Table.read(attributes)
+    if group_by:
+        if "results" in result.file.sidecar:
+            raise VitseeError(
+                f"{result.file.path} was made of other results: label their stores GROUP/NAME"
+            )
+        table = in_groups(table, group_by, [result.file.sidecar], own)
     wanted = look or Look()
     with drawn_as(wanted.theme, wanted.put_on):
         if not x:
             return result.figure(table, size, medium)
-        own = None if attributes is None else Table.read(attributes)
         for name in (x, *by):
             table = with_attribute(table, name, [result.file.sidecar], own)
         with drawn_for(medium, size):

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.tables.columns import is_given
+from vitsee_core.tables.groups import SIGN, groups_of, split_label
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import VitseeError
 
+GROUP = "group"
 KEYS = ("store", "model")  # a file of attributes needs one of these columns
 
 
@@ -23,7 +25,7 @@ def with_attribute(
 
     Args:
         table: with the columns store and model.
-        name: `params`, `resolution`, `images`, `data`, or a column.
+        name: `params`, `resolution`, `images`, `data`, `group` (of labels GROUP/NAME), or a column.
         sidecars: of the results that the rows come from.
         own: attributes with a column of `KEYS`; a model's row also applies to its pretrained tags.
 
@@ -37,6 +39,9 @@ def with_attribute(
         raise VitseeError(
             f"this result compares pairs, which have no {name}; expected one with a value per store"
         )
+    if name == GROUP and not columns and len(groups_of(table.unique("store"))) > 1:
+        groups = [split_label(str(store))[0] for store in table["store"].tolist()]
+        return replace(table, columns={**table.columns, name: np.array(groups, object)})
     known: dict[str, Any] = {}
     if own is not None and columns:
         (column,) = sorted(columns)[:1]
@@ -66,6 +71,28 @@ def with_attribute(
             f"beside {' or '.join(KEYS)} in --attributes FILE"
         )
     return replace(table, columns={**table.columns, name: np.array(cells)})
+
+
+def in_groups(
+    table: Table, name: str, sidecars: Sequence[Mapping[str, Any]], own: Table | None = None
+) -> Table:
+    """The table with each store labelled `GROUP/NAME` by an attribute, as `with_attribute` finds
+    it; so are the notes of single stores.
+
+    Raises:
+        VitseeError: see there.
+    """
+    found = with_attribute(table, name, sidecars, own)
+    pairs = zip(found["store"].tolist(), found[name].tolist(), strict=True)
+    labels = {
+        str(store): f"{str(cell).replace(SIGN, ' ')}{SIGN}{split_label(str(store))[1]}"
+        for store, cell in pairs
+    }
+    stores = np.array([labels[str(store)] for store in table["store"].tolist()], object)
+    notes, of_stores = table.notes, table.notes.get("stores")
+    if isinstance(of_stores, dict):
+        notes = notes | {"stores": {labels.get(key, key): v for key, v in of_stores.items()}}
+    return replace(table, columns={**table.columns, "store": stores}, notes=notes)
 
 
 def _recorded(sidecars: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,6 +9,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
+from vitsee_cli.listed import Listed
 from vitsee_cli.model_options import recompute_options
 from vitsee_cli.sections import ATTENTION
 from vitsee_cli.values import WholeNumber
@@ -56,7 +57,7 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
 @click.option(
     "--heads",
     metavar="N",
-    multiple=True,
+    cls=Listed,
     type=WholeNumber(min=0),
     show_default="all",
     help="Heads of each block, counted from 0. Repeatable.",

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.listed import Listed
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import NamedFile, parse_named_file, parse_path
 from vitsee_core.analyses import best_layer
@@ -50,7 +51,7 @@ def metrics_of_results(ctx: click.Context, _: click.Parameter, incomplete: str) 
     "--metric",
     "metrics",
     metavar="METRIC",
-    multiple=True,
+    cls=Listed,
     shell_complete=metrics_of_results,
     help="Only this metric (top1, purity, iou, ...). Repeatable.  [default: all with a "
     "direction, except those of single classes]",

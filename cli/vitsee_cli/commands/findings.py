@@ -8,6 +8,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
+from vitsee_cli.listed import Listed
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import StorePath
 
@@ -24,7 +25,7 @@ QUESTION = RESULTS
     "--only",
     "findings",
     metavar="NAME",
-    multiple=True,
+    cls=Listed,
     help="Only this finding. Repeatable.  [default: all that the stores are for]",
 )
 @options.images_option

@@ -78,11 +78,18 @@ def parse_range(text: Any) -> tuple[float, float]:
     "Repeatable.  [default: a curve per store]",
 )
 @click.option(
+    "--group-by",
+    metavar="FIELD",
+    default="",
+    help="A panel per value of this attribute or column, with its stores.  "
+    "[default: groups of labels GROUP/NAME]",
+)
+@click.option(
     "--attributes",
     metavar="FILE",
     type=parse_path,
-    help="With --x: a table of your own with a column store or model and attributes beside it; "
-    "that of vitsee models has flops.  [default: none]",
+    help="With --x or --group-by: a table of your own with a column store or model and "
+    "attributes beside it; that of vitsee models has flops.  [default: none]",
 )
 @click.option(
     "--for",
@@ -141,6 +148,7 @@ def command(
     sites: tuple[str, ...],
     x: str,
     by: tuple[str, ...],
+    group_by: str,
     attributes: Path | None,
     medium: str | None,
     size: tuple[float, float] | None,
@@ -165,6 +173,7 @@ def command(
       $ vitsee plot norms.csv -o slide.png --theme dark --dpi 300 --log y
       $ vitsee plot best.csv -o size.png --x params --by family --attributes mine.csv
       $ vitsee plot probe.csv -o shots.png --x shots --sites last
+      $ vitsee plot knn.csv -o panels.png --group-by family --attributes mine.csv
       $ vitsee plot b16.csv l16.csv -o pairs.png
     """
     from vitsee_core.figures.plotting import (
@@ -172,8 +181,12 @@ def command(
     )
     from vitsee_core.report.redrawing import redraw
 
-    if not x and (by or attributes is not None):
-        raise click.UsageError("--by and --attributes are of a chart along --x FIELD")
+    if by and not x:
+        raise click.UsageError("--by is of a chart along --x FIELD")
+    if attributes is not None and not (x or group_by):
+        raise click.UsageError("--attributes are of --x FIELD or --group-by FIELD")
+    if x and group_by:
+        raise click.UsageError("a chart along --x has curves --by FIELD in place of --group-by")
     if output is None and len(results) > 1:
         raise click.UsageError(f"{len(results)} results make one figure: name it with -o")
     place = output or _beside(results[0])
@@ -181,8 +194,9 @@ def command(
     check_new_files([place], force=force)
     look = Look(theme, cmap, limits, title, log)
     figure = redraw(
-        results, sites=sites, size=size, medium=medium, look=look, x=x, by=by, attributes=attributes
-    )
+        results, sites=sites, size=size, medium=medium, look=look,
+        x=x, by=by, group_by=group_by, attributes=attributes,
+    )  # fmt: skip
     write_files({place: figure_bytes(figure, ending, dpi)}, force=force)
     console.say(f"{place} is written")
 

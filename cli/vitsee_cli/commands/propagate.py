@@ -11,6 +11,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
+from vitsee_cli.listed import Listed
 from vitsee_cli.sections import KNOWLEDGE, SectionedCommand, section
 from vitsee_cli.values import POSITIVE, WholeNumber, parse_path
 from vitsee_core.analyses import propagate
@@ -121,7 +122,7 @@ def parse_radius(text: str) -> dict[str, float]:
         "--baseline",
         "baselines",
         type=click.Choice([*propagate.BASELINES, "none"]),
-        multiple=True,
+        cls=Listed,
         show_default="all three",
         help="still: the first mask stays. grid: each frame's own mask to the grid and back, which "
         "is what the grid allows. random: Gaussian tokens. Repeatable.",

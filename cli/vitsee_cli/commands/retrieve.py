@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
+from vitsee_cli.listed import Listed
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import WholeNumber, parse_path, parse_store
 from vitsee_core.analyses.retrieve.retrieval_truth import FORMS
@@ -68,7 +69,7 @@ def _stores_argument(command: Any) -> Any:
     "--at",
     metavar="K",
     type=WholeNumber(min=1),
-    multiple=True,
+    cls=Listed,
     default=(1, 5, 10),
     show_default="1 5 10",
     help="Mean precision among the K nearest. Repeatable.",
@@ -77,7 +78,7 @@ def _stores_argument(command: Any) -> Any:
     "--baseline",
     "baselines",
     type=click.Choice(["random"]),
-    multiple=True,
+    cls=Listed,
     help="Also search random vectors of the same shape.  [default: none]",
 )
 @click.option("--per-query", is_flag=True, help="Add the average precision of each query.")

@@ -9,6 +9,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.completion import model_names, one_of
+from vitsee_cli.listed import Listed
 from vitsee_cli.sections import STORES
 from vitsee_cli.studies import dry_run_option, named, run_study
 from vitsee_cli.study_settings import file_option, settings
@@ -74,14 +75,14 @@ def analysis_names() -> list[str]:
 @click.option(
     "--analyses",
     metavar="NAME",
-    multiple=True,
+    cls=Listed,
     shell_complete=one_of(analysis_names),
     help="Only this analysis. Repeatable.  [default: all that apply]",
 )
 @click.option(
     "--skip",
     metavar="NAME",
-    multiple=True,
+    cls=Listed,
     shell_complete=one_of(analysis_names),
     help="Not this one. Repeatable.  [default: none]",
 )

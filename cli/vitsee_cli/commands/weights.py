@@ -10,6 +10,7 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
+from vitsee_cli.listed import Listed
 from vitsee_cli.model_options import check_weight_options, weight_options
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import StorePath, WholeNumber, parse_store
@@ -40,7 +41,7 @@ QUESTION = KNOWLEDGE
 @options.output_options
 @click.option(
     "--what",
-    multiple=True,
+    cls=Listed,
     type=click.Choice(weights.WHAT),
     show_default="what the model has; filters up to 128",
     help="components: principal components of the first layer's filters; filters: these "

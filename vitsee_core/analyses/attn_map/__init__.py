@@ -39,6 +39,7 @@ from vitsee_core.analyses.attn_map.head_numbers import draw_numbers
 from vitsee_core.analyses.attn_map.headlines import headline as headline
 from vitsee_core.analyses.attn_map.image_figure import draw_images
 from vitsee_core.analyses.attn_map.image_maps import map_images, mean_rollout
+from vitsee_core.analyses.attn_map.images_of_models import draw_models_of_images
 from vitsee_core.analyses.attn_map.sink_figure import draw_sinks
 from vitsee_core.attention.head_maps import (
     SUMS,
@@ -53,6 +54,7 @@ from vitsee_core.attention.head_maps import (
 )
 from vitsee_core.attention.heads import StoredAttention, attention_blocks, read_heads
 from vitsee_core.figures.head_tiles import draw_grid
+from vitsee_core.figures.model_tiles import draw_models
 from vitsee_core.figures.plotting import (
     styled,
 )
@@ -351,7 +353,8 @@ def _numbers(
 
 @styled
 def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
-    """A grid of maps, layers in rows and heads in columns, each token grid of a model separately;
+    """A grid of maps, layers in rows and heads in columns, each token grid of a model separately,
+    several models side by side;
     for single images their pictures, maps and rollouts; for one number per head, or sinks, the
     heads against depth. From the table alone (a single image's picture is in its notes).
 
@@ -363,7 +366,8 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
             attention shows a bright centre, the number of pairs of patches at each offset.
     """
     if "image" in table.columns:
-        return draw_images(table, scale)
+        one = len(table.unique("store")) == 1
+        return draw_images(table, scale) if one else draw_models_of_images(table, scale)
     if "token" in table.columns:
         return draw_sinks(table)
     if "row" not in table.columns:
@@ -374,4 +378,5 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
         metric, convert = "aligned_coverage", per_query
     unit = "attention" if metric == "aligned_coverage" else "share of attention"
     midlines = metric.startswith("aligned")
-    return draw_grid(table, TITLES[metric], scale, unit, midlines=midlines, convert=convert)
+    draw = draw_models if len(table.unique("store")) > 1 else draw_grid
+    return draw(table, TITLES[metric], scale, unit, midlines=midlines, convert=convert)

@@ -38,14 +38,13 @@ ROLLOUTS = {"rollout": "rollout", "rollout_no_residual": "without residual term"
 def draw_images(table: Table, scale: str) -> Figure:
     """One line of panels per image: its picture, the rollouts over it, the heads' maps of each
     query (tiles; layers in rows and heads in columns where there are several layers, else the
-    layer's heads wrapped). Call it inside a function decorated with `styled`."""
-    lines = []
-    for store, of_store in table.groups("store"):
-        for image, own in of_store.groups("image"):
-            name = shorten(image, 26)
-            if len(table.unique("store")) > 1:
-                name = f"{shorten(store, 20)}: {name}"
-            lines.append((_picture(table, store, image), name, own, _queries(own)))
+    layer's heads wrapped). Of several stores see `draw_models_of_images`. Call it inside a function
+    decorated with `styled`."""
+    store = table["store"][0]
+    lines = [
+        (picture_of(table, store, image), shorten(image, 26), own, _queries(own))
+        for image, own in table.groups("image")
+    ]
     rollouts = [m for m in ROLLOUTS if m in table.unique("metric")]
     pictures = Grid(1 + len(rollouts), width=10, height=13, widest=13)
     grids = [g for *_, queries in lines for g in (pictures, *(tile_grid(q[1]) for q in queries))]
@@ -53,10 +52,10 @@ def draw_images(table: Table, scale: str) -> Figure:
     left = iter(parts)
     for picture, name, own, queries in lines:
         every = pictures.axes(next(left))
-        _show_picture(every[0], picture, name)
+        show_picture(every[0], picture, name)
         for axes, metric in zip(every[1:], rollouts, strict=True):
             if metric in own.unique("metric"):
-                _show_rollout(axes, own.where(metric=metric), picture, ROLLOUTS[metric])
+                show_rollout(axes, own.where(metric=metric), picture, ROLLOUTS[metric])
             else:
                 axes.set_axis_off()
         for token, tiles, numbered in queries:
@@ -102,7 +101,8 @@ def _tiles(maps: Table, wrapped: bool) -> list[Tiles]:
     return found
 
 
-def _picture(table: Table, store: str, image: str) -> NDArray[np.uint8] | None:
+def picture_of(table: Table, store: str, image: str) -> NDArray[np.uint8] | None:
+    """The image as a store's model saw it, from the notes; None where it could not be read."""
     own = table.notes.get("stores", {}).get(store, {})
     encoded = own.get("pictures", table.notes.get("pictures", {})).get(image)
     if encoded is None:
@@ -115,7 +115,8 @@ def _plain(axes: Axes) -> None:
     axes.set_frame_on(False)
 
 
-def _show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> None:
+def show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> None:
+    """Draw a picture, or that there is none."""
     _plain(axes)
     axes.set_title(title)
     if picture is None:
@@ -125,7 +126,7 @@ def _show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> 
     axes.imshow(picture, origin="upper")
 
 
-def _show_rollout(axes: Axes, rows: Table, picture: NDArray[np.uint8] | None, title: str) -> None:
+def show_rollout(axes: Axes, rows: Table, picture: NDArray[np.uint8] | None, title: str) -> None:
     """The rollout over the grey picture, enlarged smoothly: its smallest value dark, its largest
     bright."""
     _plain(axes)
