@@ -439,7 +439,10 @@ def test_presets(folder: Path, tmp_path: Path) -> None:
     )
     mine = choose_estimator([vit], "raghu", batch=4, repeats=3)
     assert (mine.batch, mine.examples, mine.repeats) == (4, 10240, 3)
-    assert choose_estimator([vit], "raghu", "exact").kind == "exact"
+    assert choose_estimator([vit], "raghu", "minibatch") == raghu
+    for other in ("exact", "biased"):
+        with pytest.raises(VitseeError, match=f"--estimator {other} excludes it"):
+            choose_estimator([vit], "raghu", other)
     walmer = choose_estimator([vit], "walmer", images=17)
     assert (walmer.batch, walmer.examples, walmer.repeats) == (17, 17, 1)
     ordered = write_model(tmp_path / "ordered.zarr", {"embed": activations(2050, 1)},
@@ -747,6 +750,7 @@ def test_command_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
         ((vit, "--preset", "vit_analysis"), "--order dataset"),
         ((vit, "--estimator", "exact", "--repeats", "3"), "--estimator minibatch"),
         ((vit, "--images", "3"), "at least 4"),
+        ((vit, "--preset", "raghu", "--estimator", "exact"), "excludes it; leave one of them out"),
     )
     for args, phrase in refused:
         new: tuple[str | Path, ...] = ("-o", tmp_path / "new.csv", "--no-cache")

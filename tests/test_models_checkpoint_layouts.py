@@ -380,3 +380,74 @@ def test_advice_of_timm_s_configuration_is_passed_on() -> None:
         model = LoadedModel(name, module, (3, 32, 32), {}, record, name)
         lines = [f"{record['pretrained']}: {advice}"] if said else []
         assert model.notes() == lines
+
+
+# --------------------------------------------------------------------------- DINOv3 and SigLIP
+
+
+DINOV3, SIGLIP = "vit_small_patch16_dinov3", "vit_base_patch16_siglip_224"
+
+
+def dinov3(biased: bool) -> tuple[State, State, dict[str, Any]]:
+    """A file as published, timm's weights, and its arguments."""
+    args = {"qkv_bias": True} if biased else {}
+    state = trained(DINOV3, **args)
+    file = {}
+    for name, x in state.items():
+        name = name.replace("gamma_1", "ls1.gamma").replace("gamma_2", "ls2.gamma")
+        file[name.replace("reg_token", "storage_tokens")] = x
+    for block in range(2):
+        prefix = f"blocks.{block}.attn."
+        if biased:
+            q, v = (file.pop(f"{prefix}{part}_bias") for part in "qv")
+            file[f"{prefix}qkv.bias"] = torch.cat([q, torch.full_like(q, 9.0), v])
+            file[f"{prefix}qkv.bias_mask"] = torch.cat([torch.ones(48), torch.zeros(48)])
+    file |= {"mask_token": torch.zeros(1, 48), "rope_embed.periods": torch.ones(8)}
+    return file, state, args
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_dinov3_s_own_file(
+    biased: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its biases of queries and values are kept, which the named architecture has no room for."""
+    file, state, args = dinov3(biased)
+    path = saved(tmp_path / "dinov3.pth", file)
+    model = load_model(DINOV3, checkpoint=path, img_size=32, model_args=VIT)
+    assert model.weights["layout"] == "DINOv3"
+    assert model.weights["assumed"]["mean"] == IMAGENET_DEFAULT_MEAN
+    assert "may be DINOv3" in " ".join(model.notes())
+    expected = made(DINOV3, **args)
+    expected.load_state_dict(state)
+    normalised = {"mean": IMAGENET[0], "std": IMAGENET[1]}
+    torch.testing.assert_close(
+        outputs(model.module, model.transform), outputs(expected, normalised), rtol=1e-5, atol=1e-5
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_siglip_of_open_clip(tmp_path: Path) -> None:
+    state = trained(SIGLIP)
+    text = {"text.token_embedding.weight": torch.zeros(3, 3), "logit_scale": torch.zeros(())}
+    file = under("visual.trunk.", state) | text | {"logit_bias": torch.zeros(())}
+    model = loaded(saved(tmp_path / "siglip.pth", file), SIGLIP)
+    assert model.weights["layout"] == "SigLIP"
+    transform = model.transform
+    assert (transform["mean"], transform["std"]) == HALF
+    assert (transform["crop_pct"], transform["crop_mode"]) == (1.0, "squash")
+    assert model.weights["assumed"]["mean"] == HALF[0]
+    expected = made(SIGLIP)
+    expected.load_state_dict(state)
+    torch.testing.assert_close(
+        outputs(model.module, transform), outputs(expected, {"mean": HALF[0], "std": HALF[1]}),
+        rtol=1e-5, atol=1e-5,
+    )  # fmt: skip
+
+
+def test_files_of_other_libraries_are_refused_in_a_line(tmp_path: Path) -> None:
+    """As transformers names SigLIP's and DINOv3's tensors."""
+    names = ("vision_model.embeddings.patch_embedding.weight", "vision_model.head.probe")
+    path = saved(tmp_path / "hf.pth", {name: torch.zeros(2, 2) for name in names})
+    for name in (SIGLIP, DINOV3):
+        with pytest.raises(ModelError, match=r"hf\.pth does not fit this model: missing: \d+"):
+            loaded(path, name)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from vitsee_core.extraction.by_workers import extract_by_workers
+from vitsee_core.extraction.named_options import options_in_name
 from vitsee_core.extraction.options import (
     ATTENTION_LEVELS,
     PRECISIONS,
@@ -68,7 +69,7 @@ def extract(
         vitsee.extract(my_module, "photos", "mine.zarr", transform=my_transform, name="mine")
 
     Args:
-        model: a name as the command takes it, or a torch module, which is copied: its sites are
+        model: a name as the command takes it, `NAME?random-init=0` too, or a torch module, which is copied: its sites are
             found as those of timm's models are.
         data: as the command's --data.
         output: the store to fill, a folder or a URL.
@@ -89,6 +90,9 @@ def extract(
         OptionError: an option that does not exist, or a value that it does not take.
         VitseeError: as the command's line on stderr; committed slabs are kept.
     """
+    if isinstance(model, str) and "?" in model:
+        model, named = options_in_name(model)
+        options = {**named, **options}
     values = {key: _checked(key, value) for key, value in _known(options).items()}
     if map is not None and not isinstance(model, str):
         raise OptionError("the workers of a map load models by their names; give no torch module")

@@ -25,27 +25,34 @@ class Layout:
     """A published layout and the preprocessing that its authors evaluate with.
 
     normalisation: mean and standard deviation of the channels. whole_above: inputs with more rows
-    than this are whole images (crop_pct 1), smaller ones are cropped by `CROPPED`. args: of timm's
-    create_model. sure: whether no other file has this layout.
+    than this are whole images (crop_pct 1), smaller ones are cropped by `CROPPED`. crop_mode: None
+    for the architecture's own. args: of timm's create_model. sure: whether no other file has this
+    layout.
     """
 
     name: str
     normalisation: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET
     interpolation: str = "bicubic"
     whole_above: float = float("inf")
+    crop_mode: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     sure: bool = True
 
     def preprocessing(self, rows: int) -> dict[str, Any]:
-        """mean, std, interpolation and crop_pct of inputs of so many rows."""
+        """mean, std, interpolation, crop_pct and where it is known crop_mode of inputs of so many
+        rows."""
         mean, std = self.normalisation
         crop = 1.0 if rows > self.whole_above else CROPPED
-        return {"mean": mean, "std": std, "interpolation": self.interpolation, "crop_pct": crop}
+        own = {"mean": mean, "std": std, "interpolation": self.interpolation, "crop_pct": crop}
+        return own if self.crop_mode is None else {**own, "crop_mode": self.crop_mode}
 
 
 # Sources: the evaluation transforms of the authors' repositories.
 DINO = Layout("DINO")
 DINOV2 = Layout("DINOv2", whole_above=224)
+# Its models of satellite images have the same keys and another normalisation. Some of its models
+# have biases of queries and values, which timm's architectures without `qkvb` would leave out.
+DINOV3 = Layout("DINOv3", whole_above=224, args={"qkv_bias": True}, sure=False)
 MAE = Layout("MAE", whole_above=224)
 MOCO = Layout("MoCo v3", interpolation="bilinear")
 DEIT = Layout("DeiT")
@@ -59,6 +66,7 @@ BEIT = Layout(
 )
 BEIT2 = replace(BEIT, name="BEiT v2", normalisation=IMAGENET)
 CLIP = Layout("CLIP", CLIP_IMAGES, whole_above=0, sure=False)
+SIGLIP = Layout("SigLIP", HALF, whole_above=0, crop_mode="squash", sure=False)
 QUICK_GELU = {"act_layer": "quick_gelu"}
 
 
@@ -76,6 +84,8 @@ def recognise(content: Mapping[str, Any], key: str, state: Mapping[str, Any]) ->
         if ".visual." in f".{name}":
             return _clip(state)
     names = {_bare(name): x for name, x in state.items()}
+    if {"storage_tokens", "rope_embed.periods", "blocks.0.attn.qkv.weight"} <= names.keys():
+        return DINOV3 if "blocks.0.attn.qkv.bias" in names else replace(DINOV3, args={})
     if "mask_token" in names:
         return _masked(names)
     if {"student", "teacher"} <= content.keys():
@@ -122,8 +132,11 @@ def _moco(state: Mapping[str, Any]) -> Layout:
 
 def _clip(state: Mapping[str, Any]) -> Layout | None:
     """OpenAI's own files hold three sizes beside the weights, and their transformers compute
-    QuickGELU; others of this layout compute it or GELU."""
+    QuickGELU; others of this layout compute it or GELU. SigLIP's as open_clip keeps them have the
+    bias of the sigmoid loss, and a timm model as the image's tower."""
     names = {_bare(name) for name in state}
+    if "logit_bias" in names and any(name.startswith("visual.trunk.") for name in names):
+        return SIGLIP
     if "token_embedding.weight" not in names or "logit_bias" in names:
         return None
     if not {"input_resolution", "context_length", "vocab_size"} <= names:

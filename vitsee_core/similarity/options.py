@@ -59,7 +59,7 @@ REPEATS = Option(
 def preset(*names: str) -> Option:
     """One of these presets of estimators."""
     return Option(
-        "The estimator of a paper or its code; options given beside it win.",
+        "The estimator of a paper or its code; sizes of minibatches given beside it win.",
         choices=names,
         default="none",
     )

@@ -59,7 +59,7 @@ def choose_estimator(
     seed: int = 0,
     pair_by: str = "image",
 ) -> Estimator:
-    """The estimator given by user options, with defaults from a preset.
+    """The estimator given by user options, with sizes from a preset where none are given.
 
     Args:
         stores: to be compared.
@@ -73,8 +73,8 @@ def choose_estimator(
         pair_by: see `paired_rows`.
 
     Raises:
-        VitseeError: an unknown word, batch sizes for an estimator without batches, or a preset that
-            needs its images in another order.
+        VitseeError: an unknown word, sizes of batches for an estimator without batches, a preset
+            beside another estimator, or one that needs its images in another order.
         StoreMismatch: the stores hold other images.
     """
     if kind not in (None, *KINDS):
@@ -89,7 +89,10 @@ def choose_estimator(
     if preset not in PRESETS:
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
     if kind not in (None, "minibatch"):
-        return Estimator(kind)
+        raise VitseeError(
+            f"--preset {preset} is an estimator, minibatches of the paper's sizes: --estimator "
+            f"{kind} excludes it; leave one of them out"
+        )
     theirs = PRESETS[preset]
     for store in stores:
         order = store.manifest.identity.get("order")

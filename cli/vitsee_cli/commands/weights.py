@@ -33,7 +33,7 @@ QUESTION = KNOWLEDGE
 @options.defaults_of(weights.run, weights.plot)
 @click.argument(
     "sources",
-    metavar="[NAME=]STORE|MODEL...",
+    metavar="[NAME=]STORE|MODEL[?OPTION=VALUE]...",
     nargs=-1,
     required=True,
     shell_complete=parse_store.shell_complete,
@@ -75,12 +75,13 @@ def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters
     every patch's position embedding with all others (Dosovitskiy et al. 2021, Figs. 7 left and
     centre, 9). No images are needed: a MODEL gives its weights, a STORE those of the model that
     made it. A path that exists is a store, and so is a URL. Options of the weights are for
-    MODELs: --checkpoint for the only one, the others for each.
+    MODELs: --checkpoint for the only one, the others for each; those in a MODEL's name are its own.
 
     \b
       $ vitsee weights demo:vit -o weights.csv --png weights.png
       $ vitsee weights b16.zarr --what positions --png positions.png > positions.csv
       $ vitsee weights b16.zarr dino.zarr --what components --png both.png > both.csv
+      $ vitsee weights demo:vit 'demo:vit?random-init=0' -o trained.csv --png trained.png
       $ vitsee weights vit_base_patch16_224 --img-size 384 --png resampled.png > resampled.csv
 
     The mean filter is subtracted, components have norm 1 and a positive largest weight. Position
@@ -134,9 +135,13 @@ def _store(text: str) -> StorePath | None:
 
 
 def _model(name: str, model_args: Any, **given: Any) -> ModelOptions:
+    from vitsee_core.extraction.named_options import options_in_name
     from vitsee_core.extraction.options import ModelOptions
 
-    return ModelOptions(name=name, model_args=dict(model_args), **given)
+    name, own = options_in_name(name)
+    check_weight_options({**given, **own})
+    options = {**given, **own, "model_args": {**dict(model_args), **own.get("model_args", {})}}
+    return ModelOptions(name=name, **options)
 
 
 def _run(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +98,13 @@ def run(
         if name not in WHAT:
             raise VitseeError(f"no {name!r} in weights; expected some of {', '.join(WHAT)}")
     owns = [of_store(x) if isinstance(x, Store) else of_model(x) for x in sources]
+    models = [own.model for own in owns if not own.store]
+    owns = [
+        replace(own, store=f"{own.model} ({own.weights})")
+        if not own.store and models.count(own.model) > 1
+        else own
+        for own in owns
+    ]
     by_label = {own.store or own.model: own for own in owns}
     if len(by_label) < len(owns):
         named = ", ".join(own.store or own.model for own in owns)
