@@ -69,8 +69,8 @@ def extract(
         vitsee.extract(my_module, "photos", "mine.zarr", transform=my_transform, name="mine")
 
     Args:
-        model: a name as the command takes it, `NAME?random-init=0` too, or a torch module, which is copied: its sites are
-            found as those of timm's models are.
+        model: a name as the command takes it, `NAME?random-init=0` too, or a torch module, which is
+            copied: its sites are found as those of timm's models are.
         data: as the command's --data.
         output: the store to fill, a folder or a URL.
         transform: of a torch module, see `transform_config`; a module of timm's needs none.
