@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vitsee_core.figures.head_tiles import (
@@ -108,6 +109,6 @@ def draw_side_by_side(
         else:
             axes.xaxis.set_label_position("bottom")
             axes.set(xlabel="head", ylabel="block")
-        map_title(axes, grid, name)
+        map_title(axes, replace(grid, width=grid.width - BAR / grid.across), name)
     bars_at_ends(grid, every, image, "")
     name_part(part, f"{title}; colours: {bar_label(unit, scale, image.get_clim()[0])}")

@@ -81,8 +81,10 @@ def _draw_images_by_models(heads: Table, scale: str) -> Figure:
                 axes.set(xticks=[], yticks=[])
                 if not i:
                     map_title(axes, grid, store)
-        label = bar_label(UNIT, scale, drawn.get_clim()[0])
-        colour_bar(every[len(some)], drawn, "")
+        low, high = drawn.get_clim()
+        label = bar_label(UNIT, scale, low)
+        bar = colour_bar(every[len(some)], drawn, "", ticks=[low, high])
+        bar.ax.set_yticklabels([f"{low:.2g}", f"{high:.2g}"])
         name_part(part, f"{_named(heads.where(query=query))}; colours: {label}")
     return figure
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vitsee_core.figures.depth_curves import add_curve_legend, depth_grid, draw_depth_curves
+from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import Grid, map_axes, map_title, note_below, stack
 from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.tables.columns import is_given
@@ -26,16 +27,17 @@ def draw_dense(table: Table, metrics: Sequence[str]) -> Figure:
     among = table.where(metric=metrics)
     by = ["l2"] if _several_l2(among) else []
     shown: Sequence[Mapping[str, Any]] = table.notes.get("shown", ())
-    curves = depth_grid(len(metrics), among)
+    curves = CurveGrid.of(len(metrics), among)
     tall = TILE + 2.2
-    grids = [curves, *[Grid(len(PICTURES), TILE, tall, TILE) for _ in shown]]
-    figure, parts = stack(*grids)
-    every = curves.axes(parts[0])
-    for axes, metric in zip(every, metrics, strict=True):
-        draw_depth_curves(axes, among.where(metric=metric), by=by, among=among)
+    grids = [Grid(len(PICTURES), TILE, tall, TILE) for _ in shown]
+    figure, parts = stack(curves, *grids)
+    panels = curves.panels(parts[0], of_metrics(among, metrics))
+    for axes, _, rows in panels:
+        draw_depth_curves(axes, rows, by=by, among=among)
         axes.set_ylim(bottom=0)
-    add_curve_legend(figure, every)
-    for part, grid, one in zip(parts[1:], grids[1:], shown, strict=True):
+    curves.finish(panels)
+    add_curve_legend(figure, [axes for axes, *_ in panels])
+    for part, grid, one in zip(parts[1:], grids, shown, strict=True):
         _draw_shown(part, grid, one)
     if shown:
         note_below(figure, "colours: classes; red: wrong pixels; white: pixels without a class")
