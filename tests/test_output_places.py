@@ -98,6 +98,20 @@ def test_what_vitsee_wrote_is_no_data(
         assert said in caplog.text
 
 
+def test_pictures_of_results_beside_images_are_no_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a command without --data was run in the image folder itself."""
+    names = ("a/1.png", "b/2.png", "mine.png", "r.png", "drawn.png", "best.png", "cat.png")
+    photos = plant(tmp_path / "photos", *names)
+    words = ["vitsee", "attn-map", "s.zarr", "--image", "cat.png", "-o", "r.csv"]
+    words += ["--png", "drawn.png", "--table", "./best.png"]
+    (photos / "r.csv.json").write_text(json.dumps({"command": words}))
+    (photos / "mine.csv.json").write_text(json.dumps({"command": ["other", "--png", "cat.png"]}))
+    assert list(open_source(str(photos)).ids) == ["a/1.png", "b/2.png", "cat.png", "mine.png"]
+    assert "r.png (a picture of results)" in caplog.text and "drawn.png" in caplog.text
+
+
 @pytest.mark.parametrize(
     "text", ["{}", "[", "null", '{"command": "vitsee"}', '{"command": []}', '{"command": ["ls"]}']
 )

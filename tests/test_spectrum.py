@@ -22,6 +22,7 @@ from vitsee_core.statistics.covariance import sums
 from vitsee_core.statistics.covariance.spectra import Spectrum, entropy_rank, power_law
 from vitsee_core.statistics.covariance.sums import CovarianceSums, total
 from vitsee_core.statistics.jackknife import standard_error
+from vitsee_core.tables.metrics import depends_on_size
 from vitsee_core.tables.results import Table
 from vitsee_stores import TokenLayout
 from vitsee_stores.errors import SiteError, VitseeError
@@ -408,3 +409,22 @@ def test_the_command(tmp_path: Path) -> None:
     )
     assert (bad.exit_code, bad.stdout) == (1, "")
     assert "give --tokens cls or mean" in bad.stderr
+
+
+def test_alpha_depends_on_the_number_of_images() -> None:
+    """As docs/guide/intervals.md says: eigenvalues that fall as 1 / rank."""
+    spectrum = np.arange(1, 769.0) ** -1
+    assert power_law(spectrum) == pytest.approx(1, abs=1e-9)
+    rng = np.random.default_rng(0)
+    found = {}
+    for n in (300, 1000):
+        values = []
+        for _ in range(3):
+            x = rng.normal(size=(n, len(spectrum))) * spectrum**0.5
+            x -= x.mean(0)
+            gram = x @ x.T if n < len(spectrum) else x.T @ x
+            values.append(power_law(np.maximum(np.linalg.eigvalsh(gram / n)[::-1], 0.0)))
+        found[n] = float(np.mean(values))
+    assert found[300] == pytest.approx(0.90, abs=0.02)
+    assert found[1000] == pytest.approx(0.95, abs=0.02)
+    assert depends_on_size("alpha") and not depends_on_size("anisotropy")

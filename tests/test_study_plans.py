@@ -178,7 +178,8 @@ def test_a_thorough_study_keeps_the_sites_of_all_figures() -> None:
     assert names - {step.name for step in plan(study(), models, labelled=True).analyses} == {
         "cka-all-vit", "cka-all-cnn", "cka-all-vit-cnn", "cka-norms-vit", "cka-norms-cnn",
         "cka-branches-vit", "cka-branches-cnn", "cka-depth-vit-cnn", "erf-residual",
-        "attn-map-rollout-vit",
+        "attn-map-rollout-vit", "probe-each-vit", "probe-tokens-vit", "probe-mean-vit",
+        "probe-mean-cnn",
     }  # fmt: skip
     assert "hidden" not in named(found, "cka-all-cnn").words
     assert "hidden" in named(found, "cka-all-vit-cnn").words

@@ -3,6 +3,7 @@ follow from their paths, also in tar files."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from vitsee_stores.errors import reason
 from vitsee_stores.manifest import few
 from vitsee_stores.metadata import MOST_BYTES, ZARR_JSON
 
+PICTURES = ("--png", "--table")  # options of commands behind which a picture's name stands
 STUDY, SIDECARS = "study.json", tuple(f"{ending}.json" for ending in TABLE_ENDINGS)
 
 log = logging.getLogger(__name__)
@@ -100,9 +102,9 @@ def walk(root: str) -> list[str]:
     """Paths of all images below `root`, with forward slashes, sorted by code point.
 
     Links are followed unless they lead back to a folder that contains them; names that start with a
-    dot are ignored. Left out with a warning: images whose name is not UTF-8, as ids are, and
-    folders below `root` that hold a store, a study or results of vitsee, whose pictures are not
-    data.
+    dot are ignored. Left out with a warning: images whose name is not UTF-8, as ids are, folders
+    below `root` that hold a store, a study or results of vitsee, whose pictures are not data, and
+    in `root` itself the pictures of results that lie there.
 
     Raises:
         DataError: a folder cannot be read.
@@ -128,7 +130,11 @@ def _walk(
         if below and (ours := _written_by_us(entries)):
             left_out.append(f"{below} ({ours})")
             return
+        pictures = {*()} if below else _pictures(entries)
+        left_out += [f"{name} (a picture of results)" for name in sorted(pictures)]
         for entry in entries:
+            if entry.name in pictures:
+                continue
             path = f"{below}/{entry.name}" if below else entry.name
             if entry.is_dir():
                 yield from _walk(root, path, above | {here}, left_out)
@@ -146,14 +152,34 @@ def _written_by_us(entries: Sequence[os.DirEntry[str]]) -> str:
     for entry in entries:
         if entry.name == ZARR_JSON:
             return "a store"
-        if entry.name == STUDY or entry.name.endswith(SIDECARS):
-            try:
-                record = json.loads(read_regular(entry.path, MOST_BYTES))
-                if record["command"][0] == "vitsee":
-                    return "a study" if entry.name == STUDY else "results"
-            except (OSError, ValueError, LookupError, TypeError, RecursionError):
-                continue  # another program's
+        if _command(entry):
+            return "a study" if entry.name == STUDY else "results"
     return ""
+
+
+def _command(entry: os.DirEntry[str]) -> list[str]:
+    """The words of the vitsee command whose record a file is; none of any other file."""
+    if entry.name == STUDY or entry.name.endswith(SIDECARS):
+        try:
+            words = json.loads(read_regular(entry.path, MOST_BYTES))["command"]
+            return [*map(str, words)] if words[0] == "vitsee" else []
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return []  # another program's
+    return []
+
+
+def _pictures(entries: Sequence[os.DirEntry[str]]) -> set[str]:
+    """The images among these that the results among them came with: where their commands put them,
+    or `r.png` beside `r.csv.json`, as `vitsee plot` does."""
+    named: set[str] = set()
+    for entry in entries:
+        words = _command(entry)
+        if words and entry.name != STUDY:
+            ending = next(end for end in SIDECARS if entry.name.endswith(end))
+            places = [b for a, b in itertools.pairwise(words) if a in PICTURES]
+            places += [word.partition("=")[2] for word in words if word.startswith("--png=")]
+            named |= {entry.name.removesuffix(ending) + ".png", *map(os.path.basename, places)}
+    return {entry.name for entry in entries if entry.name in named and is_image(entry.name)}
 
 
 def utf8(path: str) -> str:

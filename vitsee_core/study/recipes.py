@@ -194,6 +194,21 @@ def _probe(study: Study, models: Models) -> Iterator[Step]:
         yield from _trained("probe")(study, models)
     else:
         yield from each("probe", "--holdout", "0.3")(study, models)
+    if study.thorough:
+        yield from _token_probes(study, models)
+
+
+def _token_probes(study: Study, models: Models) -> Iterator[Step]:
+    """Which tokens know the classes (Raghu et al. 2021, Figs. 11, D.4, F.3), and models by the mean
+    of all tokens, CNNs at the last stage's grid (Fig. 13), of the tokens that a thorough study
+    keeps."""
+    own = ("--holdout", "0.3")
+    with_cls = [model for model in models if model.class_token]
+    ways = [word for token in ("first", "mean-all", "rest") for word in ("--tokens", token)]
+    yield from each("probe", *own, "--tokens", "each", variant="each")(study, with_cls)
+    yield from each("probe", *own, *ways, variant="tokens")(study, with_cls)
+    mean = ("--tokens", "mean-all", "--match-last-stage")
+    yield from each("probe", *own, *mean, variant="mean")(study, models)
 
 
 def _explore(study: Study, models: Models) -> Iterator[Step]:

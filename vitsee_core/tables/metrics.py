@@ -26,7 +26,7 @@ _HIGHER = re.compile(
 )
 # Estimates that depend on the number of images (docs/guide/intervals.md).
 _OF_THIS_SIZE = re.compile(
-    r"rankme|effective_rank|twonn|nc1|nc2_norms|nc2_angles|procrustes|svcca|gulp|ridge_r2"
+    r"rankme|effective_rank|alpha|twonn|nc1|nc2_norms|nc2_angles|procrustes|svcca|gulp|ridge_r2"
 )
 OF_THIS_SIZE = "the value at this number of images; that of more images may lie outside"
 _LOWER = re.compile(r"lens_rank | [jf]_decay", re.VERBOSE)
