@@ -295,7 +295,7 @@ def test_patches_have_their_most_frequent_class() -> None:
 
 def test_the_map_on_the_input_is_pillow_s_nearest() -> None:
     rng = np.random.default_rng(0)
-    for size in ((5, 7), (24, 30), (13, 16)):
+    for size in ((5, 7), (24, 30), (13, 16), (8, 8)):
         labels = rng.integers(0, 9, size).astype(np.uint8)
         seen = labelled_pixels(labels, Placement(0, 0, 12, 16), layout(3, 4), (12, 16), "input")
         expected = Image.fromarray(labels).resize((16, 12), Image.Resampling.NEAREST)
@@ -303,7 +303,8 @@ def test_the_map_on_the_input_is_pillow_s_nearest() -> None:
 
 
 def test_sums_of_an_image_without_a_class_are_zero() -> None:
-    nothing = Pixels(np.full((4, 6), IGNORED, np.uint8), np.ones((4, 1)), np.ones((6, 1)))
+    at = np.arange(4) + 0.5, np.arange(6) + 0.5
+    nothing = Pixels(np.full((4, 6), IGNORED, np.uint8), np.ones((4, 1)), np.ones((6, 1)), at)
     sums = CellSums.of(nothing)
     assert sums.present == []
     assert sums.targets.shape == (0, 1, 1)

@@ -215,13 +215,15 @@ def legend_below(figure: Any, found: Mapping[str, Any], **look: Any) -> None:
 
 
 def note_below(figure: Figure, text: str) -> None:
-    """Write a line below all panels, above the legend's entries where there is one."""
+    """Write a line below all panels, above the legend's entries where there is one, and below what
+    was written there before."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     look: dict[str, Any] = {"ha": "left", "fontsize": small(), "color": "grey"}
     laid_out = isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine)
     if figure.legends:
-        figure.legends[-1].set_title(text)
+        before = figure.legends[-1].get_title().get_text()
+        figure.legends[-1].set_title(f"{before}\n{text}" if before else text)
         figure.legends[-1].get_title().set(fontsize=small(), color="grey")
     elif laid_out:
         figure.supxlabel(text, x=0.01, **look)

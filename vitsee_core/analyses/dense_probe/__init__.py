@@ -5,7 +5,9 @@ pixels of labelled images: scores of cells are interpolated bilinearly to pixels
 error is that of every pixel, one-hot, at the class map's own resolution (see `ridge` for the sums
 that make this exact in one pass over tokens). A test pixel gets the class with the highest score.
 This is the linear segmentation probe of Oquab et al. 2024 (DINOv2) and Siméoni et al. 2025 (DINOv3)
-with least squares in place of their SGD on cross-entropy, and without augmentation.
+with least squares in place of their SGD on cross-entropy, and without augmentation. Other solvers
+learn from patches in memory: see `logistic`, `neighbour_heads` and, for what presets are and are
+not, `protocols`.
 
 - `miou`: IoU of each class from counts over the whole set, TP / (TP + FP + FN), and their mean over
   the classes that occur in a label or in a prediction; pixels without a class count nowhere;
@@ -33,9 +35,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from vitsee_core.analyses.dense_probe.figure import draw_dense
+from vitsee_core.analyses.dense_probe.memory import train_from_bank
 from vitsee_core.analyses.dense_probe.metrics import MEANS, METHOD, metric_cells
 from vitsee_core.analyses.dense_probe.pixels import RESOLUTIONS
-from vitsee_core.analyses.dense_probe.ridge import GRID
+from vitsee_core.analyses.dense_probe.protocols import (
+    PRESETS,
+    RIDGE,
+    SOLVERS,
+    Solver,
+    choose_solver,
+    differences,
+)
 from vitsee_core.analyses.dense_probe.scoring import Counts, HeadKey
 from vitsee_core.analyses.dense_probe.shown import show_images
 from vitsee_core.analyses.dense_probe.splits import CHOOSING, split_images
@@ -96,6 +106,7 @@ et al. 2024 and Siméoni et al. 2025, with least squares in place of SGD and no 
   $ vitsee dense-probe voc.zarr --masks VOC2012 --split VOC2012/ImageSets/Segmentation/val.txt
   $ vitsee dense-probe train.zarr val.zarr --masks cityscapes --per-class --metric miou
   $ vitsee dense-probe coco.zarr --masks panoptic_val2017.json --holdout 0.2 --show 4 --png coco.png
+  $ vitsee dense-probe train.zarr val.zarr --masks ADEChallengeData2016 --preset capi
   $ vitsee dense-probe a.zarr b.zarr --masks maps --untrained random-a.zarr \\
       --untrained random-b.zarr
 
@@ -112,23 +123,27 @@ MEANING = {
     "store": "the one that tests",
     "class": "with --per-class",
     "l2": "as used",
+    "k": "neighbours",
     "high": "95 % interval over blocks of test images",
     "n_images": "test images with a class map",
 }
 NEEDS = ("grid",)
 READING = (
-    "How well a linear map of one layer's patch tokens segments images that it was not fitted to, "
+    "How well a probe of one layer's patch tokens, a linear map by default, segments images that it was not fitted to, "
     "against depth; bands are 95 % intervals over test images. What lies near the dashed lines is "
     "known without the image: the most frequent class, everywhere or at each place."
 )
-SOURCE = "Oquab et al. 2024 (DINOv2); Siméoni et al. 2025 (DINOv3); Cheng et al. 2021"
+SOURCE = (
+    "Oquab et al. 2024 (DINOv2); Siméoni et al. 2025 (DINOv3); Darcet et al. 2025 (CAPI); Balažević "
+    "et al. 2023 (Hummingbird); Cheng et al. 2021"
+)
 headline = partial(
     best_layers,
     units={"miou": "mean IoU", "pixel_accuracy": "of the pixels right", "boundary_iou": "mean IoU"},
 )
 
 COLUMNS = (
-    *(*SITE, "class", "l2", "metric", "value", "low", "high", "n_images", "baseline"),
+    *(*SITE, "class", "l2", "k", "metric", "value", "low", "high", "n_images", "baseline"),
 )  # fmt: skip
 CHOOSE = "holdout"
 
@@ -191,25 +206,64 @@ def run(
             default="what the layout ignores",
         ),
     ] = (),
+    solver: Annotated[
+        str | None,
+        Option(
+            "ridge: exact least squares on pixels; logistic: cross-entropy of each patch's pixels; "
+            "knn: votes of the nearest patches' pixels; hummingbird: their shares of classes, "
+            "weighted by similarity.",
+            choices=SOLVERS,
+            default="ridge, or the preset's",
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        Option(
+            "A published protocol, as near as stored tokens come to it; the sidecar lists the "
+            "differences. capi: knn (or logistic) on standardised tokens; hummingbird; dinov3: "
+            "logistic (or ridge). Options given beside it win.",
+            choices=PRESETS,
+            default="none",
+        ),
+    ] = None,
     resolution: Annotated[
-        str,
+        str | None,
         Option(
             "Which pixels: those of the class map, those of the model's input (the map resampled "
             "by the nearest), or one per patch (its most frequent class).",
             choices=RESOLUTIONS,
+            default="label; of presets capi and hummingbird input",
         ),
-    ] = "label",
+    ] = None,
     l2: Annotated[
         Sequence[float | str],
         Option(
-            f"holdout: of {GRID[0]:g} to {GRID[-1]:g}, the least squared error on {CHOOSING:.0%} "
-            "of the training images, then fitted to all; or numbers, in units of the mean variance "
-            "of a feature, all of them reported. Numbers: repeatable.",
+            f"holdout: of a grid, the least error on {CHOOSING:.0%} of the training images, then "
+            "fitted to all; or numbers (of ridge in units of the mean variance of a feature), all "
+            "of them reported. Numbers: repeatable.",
             metavar="L2",
             parse=parse_l2,
             default=CHOOSE,
         ),
     ] = (),
+    ks: Annotated[
+        Sequence[int],
+        Option(
+            "knn, hummingbird: number of neighbours, all of them reported.",
+            "--k",
+            least=1,
+            default="30; capi: 1, 3, 10, 30",
+        ),
+    ] = (),
+    bank: Annotated[
+        int | None,
+        Option(
+            "logistic, knn, hummingbird: keep about N training patches of each site.",
+            metavar="N",
+            least=1,
+            default="as many as fit into the memory",
+        ),
+    ] = None,
     metrics: Annotated[
         Sequence[str], metrics_option(MEANS, "all of them", "What is measured.")
     ] = MEANS,
@@ -235,15 +289,18 @@ def run(
     ] = 0,
     allow_shared: Annotated[bool, ALLOW_SHARED] = False,
     origin: Annotated[Provenance | None, Gather(Provenance, ("data",))] = None,
-    execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
+    execution: Annotated[
+        Execution, Offers("images seed device jobs memory", dask="slabs")
+    ] = DEFAULT,
 ) -> Table:
-    """One row per site, l2 and metric, then those of the baselines.
+    """One row per site, l2 or k, and metric, then those of the baselines.
 
     Columns: `COLUMNS`, `class` only with `per_class`. NaN: no class occurs, or an interval of a
     class that is missing without one of the blocks.
 
     Memory: a slab of one site's tokens in each thread, and of every site two matrices of channels
-    by channels in float64; it does not grow with the images.
+    by channels in float64 (ridge), or a bank of patches that fits into half of what is allowed; it
+    does not grow with the images.
 
     Args:
         train: its images with a class map train.
@@ -261,14 +318,16 @@ def run(
     if sum(way is not None for way in (tests or None, split, holdout)) != 1:
         raise VitseeError("give exactly one of TEST, --split NAME|FILE and --holdout SHARE")
     wanted = asked_for(metrics, MEANS, "dense-probe")
-    if resolution not in RESOLUTIONS:
+    if resolution not in (None, *RESOLUTIONS):
         raise VitseeError(f"no resolution {resolution!r}; expected {', '.join(RESOLUTIONS)}")
-    l2s = _given_l2(l2)
+    how = choose_solver(
+        solver, preset, l2s=_given_l2(l2), ks=ks, bank=bank, resolution=resolution
+    )  # fmt: skip
     ignored = [word for item in ignore for word in str(item).split(",") if word]
     maps = open_class_maps(masks, ignored)
     pairs = _pairs(train, tests, split, holdout, execution)
     plain = _pairs_of_untrained(untrained, pairs, split, holdout, execution)
-    settings = _Settings(tuple(sites), maps, resolution, tuple(wanted), l2s, per_class)
+    settings = _Settings(tuple(sites), maps, how, tuple(wanted), per_class)
     shared = [
         shared_images(a, _counted(a, rows), b, _counted(b, others), allow_shared)
         for (a, rows), (b, others) in pairs
@@ -283,7 +342,7 @@ def run(
     for one, other in zip(found, control, strict=False):
         rows += other.rows_for(one)
     notes = {
-        "solver": _describe(l2s, resolution),
+        "solver": how.describe(),
         "interval": METHOD,
         "classes": {"source": maps.name, "n_trained": len(found[0].trained.classes), **maps.rules},
         "seed": execution.seed,
@@ -295,6 +354,9 @@ def run(
         "compared": compared((train, *tests), "patches"),
         WORD: {one.work.test.store.label: one.blocks.describe() for one in found},
     }
+    if preset is not None:
+        unlike = differences(how, train, "left_out" in found[0].trained.notes)
+        notes["protocol"] = {"preset": preset, "differences": unlike}
     if show:
         data = None if origin is None else origin.data
         notes["shown"] = [shown for one in found for shown in one.shown(show, data)]
@@ -364,27 +426,12 @@ def _pairs_of_untrained(
     return _pairs(first, others, split, holdout, execution)
 
 
-def _describe(l2s: Sequence[float], resolution: str) -> dict[str, str]:
-    chosen = (
-        f"of {GRID[0]:g} to {GRID[-1]:g} ({len(GRID)} values), by {CHOOSING:.0%} of the training "
-        "images: least squared error of a pixel, then fitted to all training images"
-    )
-    return {
-        "kind": "ridge: least squares on one-hot pixels through bilinear interpolation, in float64",
-        "intercept": "not penalised",
-        "l2": "given" if l2s else chosen,
-        "resolution": resolution,
-        "augmentation": "none",
-    }
-
-
 @dataclass(frozen=True)
 class _Settings:
     sites: tuple[str, ...]
     maps: ClassMaps
-    resolution: str
+    solver: Solver
     metrics: tuple[str, ...]
-    l2s: tuple[float, ...]
     per_class: bool
 
 
@@ -395,7 +442,7 @@ class _Work:
         self.settings = settings
         self.sites: list[SiteSpec] = grid_sites(train[0], settings.sites)
         others = [test[0].site(site.name) for site in self.sites]
-        more = settings.maps, settings.resolution
+        more = settings.maps, settings.solver.resolution
         self.train = Part.of(*train, self.sites, *more)
         self.test = Part.of(*test, others, *more)
         for site in self.sites:
@@ -403,9 +450,13 @@ class _Work:
 
     def probe(self, execution: Execution) -> _Found:
         """Train and test."""
-        trained = train_ridge(self.train, self.settings.l2s, execution)
-        boundary = "boundary_iou" in self.settings.metrics
-        counts, blocks = score_heads(self.test, trained.heads, boundary, execution)
+        solver, boundary = self.settings.solver, "boundary_iou" in self.settings.metrics
+        if solver.name == RIDGE:
+            trained = train_ridge(self.train, solver.l2s, execution)
+        else:
+            trained = train_from_bank(self.train, solver, execution)
+        alone = bool(solver.ks)  # neighbours take all threads
+        counts, blocks = score_heads(self.test, trained.heads, boundary, execution, not alone)
         return _Found(self, trained, counts, blocks)
 
 
@@ -426,7 +477,7 @@ class _Found:
             grid = self.work.test.grids[site.name]
             for name in BASELINES:
                 place = site_columns(self.work.test.store, site)
-                key = HeadKey(grid, None, name)
+                key = HeadKey(grid, baseline=name)
                 yield from self._cells(key, place | {"baseline": name})
 
     def rows_for(self, trained: _Found) -> Iterator[dict[str, Any]]:
@@ -461,7 +512,9 @@ class _Found:
         place = place or site_columns(self.work.test.store, site)
         for key in self.trained.heads:
             if key.of == site.name and not key.baseline:
-                yield from self._cells(key, {**place, "baseline": baseline, "l2": key.l2})
+                yield from self._cells(
+                    key, {**place, "baseline": baseline, "l2": key.l2, "k": key.k}
+                )
 
     def _cells(self, key: HeadKey, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         names = list(self.work.settings.maps.classes)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.figures.panels import Grid, map_axes, map_title, note_below, stack
+from vitsee_core.figures.panels import Grid, em, grow, map_axes, map_title, note_below, stack
 from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.words import site_words
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 
 PICTURES = ("photo", "label", "prediction", "error")
 TILE = 9.0  # ems
+LETTER = 0.56  # ems that a letter of the caption takes
 
 
 def draw_dense(table: Table, metrics: Sequence[str]) -> Figure:
     """See `analyses.dense_probe.plot`; to be called below `styled`."""
     metrics = [metric for metric in metrics if metric in table.unique("metric")]
     among = table.where(metric=metrics)
-    by = ["l2"] if _several_l2(among) else []
+    by = _settings(among)
     shown: Sequence[Mapping[str, Any]] = table.notes.get("shown", ())
     curves = CurveGrid.of(len(metrics), among)
     tall = TILE + 2.2
@@ -39,8 +41,9 @@ def draw_dense(table: Table, metrics: Sequence[str]) -> Figure:
     add_curve_legend(figure, [axes for axes, *_ in panels])
     for part, grid, one in zip(parts[1:], grids, shown, strict=True):
         _draw_shown(part, grid, one)
-    if shown:
-        note_below(figure, "colours: classes; red: wrong pixels; white: pixels without a class")
+    if text := _caption(table.notes, float(figure.get_figwidth()) / em()):
+        note_below(figure, text)
+        grow(figure, em(1.3 * text.count("\n")))
     return figure
 
 
@@ -59,13 +62,24 @@ def _draw_shown(part: Any, grid: Grid, one: Mapping[str, Any]) -> None:
         map_title(axes, grid, titles[kind])
 
 
-def _several_l2(rows: Table) -> bool:
-    """Whether one probe has several rows that differ in l2 only."""
-    real = [
-        (store, site, metric)
-        for store, site, metric, baseline in zip(
-            *(rows[name].tolist() for name in ("store", "site", "metric", "baseline")), strict=True
-        )
-        if not is_given(baseline)
-    ]
-    return len(set(real)) < len(real)
+def _settings(rows: Table) -> list[str]:
+    """The columns in which several rows of one probe differ."""
+    found = []
+    for name in ("l2", "k"):
+        names = ("store", "site", "metric", "baseline", name)
+        columns = (rows[c].tolist() if c in rows.columns else [None] * len(rows) for c in names)
+        cells = {cell for cell in zip(*columns, strict=True) if is_given(cell[-1])}
+        if len({cell[:-1] for cell in cells}) < len(cells):
+            found.append(name)
+    return found
+
+
+def _caption(notes: Mapping[str, Any], width: float) -> str:
+    """What is drawn after which protocol, and what is not as there; width: in ems."""
+    lines = []
+    if protocol := notes.get("protocol"):
+        unlike = "; ".join(protocol["differences"])
+        lines += wrap(f"after {protocol['preset']}, but: {unlike}", int(width / LETTER))
+    if notes.get("shown"):
+        lines.append("colours: classes; red: wrong pixels; white: pixels without a class")
+    return "\n".join(lines)

@@ -25,15 +25,22 @@ class Head(Protocol):
 @dataclass(frozen=True)
 class LinearHead:
     """scores = tokens @ weights + bias, interpolated to pixels; the highest wins, of equal ones the
-    lowest class. classes: (classes,) numbers; weights: (dim, classes); bias: (classes,)."""
+    lowest class. classes: (classes,) numbers; weights: (dim, classes); bias: (classes,). nearest:
+    each pixel has the class of its nearest cell instead."""
 
     classes: Integers
     weights: Float
     bias: Float
+    nearest: bool = False
 
     def predict(self, tokens: Float, pixels: Pixels) -> ClassMap:
         """See `Head`."""
-        return highest(tokens @ self.weights + self.bias, self.classes, pixels)
+        scores = tokens @ self.weights + self.bias
+        if not self.nearest:
+            return highest(scores, self.classes, pixels)
+        rows, cols = pixels.nearest
+        found: ClassMap = self.classes.astype(np.uint8)[scores.argmax(-1)][rows[:, None], cols]
+        return found
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitsee_core.images.cell_edges import cell_edges
+from vitsee_core.images.nearest import nearest_places
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
 from vitsee_core.types import Float, Integers
 
@@ -30,16 +31,19 @@ if TYPE_CHECKING:
     from vitsee_stores.layout import TokenLayout
 
 RESOLUTIONS = ("label", "input", "patch")
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class Pixels:
     """labels: (height, width) classes, `IGNORED` for pixels that do not count. down: (height, rows)
-    and across: (width, cols) weights of the grid's cells in each pixel, which add up to 1."""
+    and across: (width, cols) weights of the grid's cells in each pixel, which add up to 1. at:
+    (height,) and (width,) where the pixels' middles lie on the model's input."""
 
     labels: ClassMap
     down: Float
     across: Float
+    at: tuple[Float, Float]
 
     @cached_property
     def counted(self) -> Float:
@@ -52,6 +56,11 @@ class Pixels:
         """The classes that occur."""
         found = np.flatnonzero(np.bincount(self.labels.ravel(), minlength=IGNORED + 1)[:IGNORED])
         return [int(number) for number in found]
+
+    @property
+    def nearest(self) -> tuple[Integers, Integers]:
+        """(height,) and (width,) the row and the column of the nearest cell."""
+        return self.down.argmax(1), self.across.argmax(1)
 
     def on_cells(self, values: Float) -> Float:
         """(rows, cols) U'v of values (height, width): sums over pixels, as cells have part in
@@ -91,32 +100,36 @@ def labelled_pixels(
         centres = [np.arange(n) + 0.5 for n in input_size]
     if resolution == "patch":
         labels = most_frequent(labels, layout)
+        centres = [
+            layout.offset_px[axis] + (np.arange(n) + 0.5) * layout.stride_px[axis]
+            for axis, n in enumerate(layout.grid)
+        ]
     on_image = placement.on_image(layout)
     weights = []
     for axis in (0, 1):
         cells = np.flatnonzero(on_image.any(1 - axis))
         n = layout.grid[axis]
         if not len(cells):
-            return Pixels(
-                np.full_like(labels, IGNORED),
-                *(np.zeros((labels.shape[i], layout.grid[i])) for i in (0, 1)),
-            )
+            none = [np.zeros((labels.shape[i], layout.grid[i])) for i in (0, 1)]
+            nothing = np.full_like(labels, IGNORED)
+            return Pixels(nothing, none[0], none[1], (centres[0], centres[1]))
         if resolution == "patch":
             labels[_along(axis, np.delete(np.arange(n), cells))] = IGNORED
             weights.append(np.eye(n))
             continue
         at = (centres[axis] - layout.offset_px[axis]) / layout.stride_px[axis] - 0.5
         weights.append(interpolation(at, int(cells[0]), int(cells[-1]), n))
-    return Pixels(labels, *weights)
+    return Pixels(labels, weights[0], weights[1], (centres[0], centres[1]))
 
 
 def on_input(class_map: ClassMap, placement: Placement, size: tuple[int, int]) -> ClassMap:
-    """The class map on the model's input, each pixel that of the original that its middle lies on;
-    without a class beside the image."""
+    """The class map on the model's input, each pixel that of the original that its middle lies on,
+    as Pillow's nearest resize has it; without a class beside the image."""
     ends = (placement.top, placement.bottom), (placement.left, placement.right)
     places, inside = [], []
     for (low, high), n, own in zip(ends, size, class_map.shape, strict=True):
-        at = np.floor((np.arange(n) + 0.5 - low) / (high - low) * own).astype(np.int64)
+        edges = (own * (edge - low) / (high - low) for edge in (0, n))
+        at = nearest_places(own, n, *(_whole(edge) for edge in edges))
         places.append(np.clip(at, 0, own - 1))
         inside.append((at >= 0) & (at < own))
     found: ClassMap = class_map[places[0][:, None], places[1]]
@@ -149,6 +162,27 @@ def interpolation(at: Float, first: int, last: int, n: int) -> Float:
     weights[pixels, low] = 1 - part
     weights[pixels, np.minimum(low + 1, last)] += part
     return weights
+
+
+def cell_pixels(labels: ClassMap, layout: TokenLayout) -> ClassMap | None:
+    """(cells, pixels) the classes of each cell's pixels, row by row; None where the cells are not
+    all of the same number of whole pixels.
+
+    labels: of the model's input, (height, width).
+    """
+    edges = cell_edges(layout, labels.shape)
+    sides = [np.unique(np.diff(edge)) for edge in edges]
+    if any(len(side) != 1 or side[0] < 1 for side in sides):
+        return None
+    (down, across), (tall, wide) = edges, (int(side[0]) for side in sides)
+    part = labels[down[0] : down[-1], across[0] : across[-1]]
+    cut = part.reshape(len(down) - 1, tall, len(across) - 1, wide).swapaxes(1, 2)
+    return cut.reshape(-1, tall * wide)
+
+
+def _whole(edge: float) -> float:
+    """An edge that is a pixel's but for rounding."""
+    return float(round(edge)) if abs(edge - round(edge)) < _ROUNDING else edge
 
 
 def _along(axis: int, chosen: Integers | np.ndarray) -> tuple[slice | np.ndarray, ...]:

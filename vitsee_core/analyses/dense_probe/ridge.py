@@ -22,6 +22,7 @@ import numpy as np
 
 from vitsee_core.analyses.dense_probe.cell_sums import CellSums
 from vitsee_core.analyses.dense_probe.linear import LinearHead
+from vitsee_core.analyses.dense_probe.places import Places, count_places, merge_places
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Integers, Mask
 
@@ -82,18 +83,6 @@ class PixelSums:
         return found
 
 
-@dataclass
-class PlaceSums:
-    """What the baselines learn of a grid: (classes, rows, cols) the pixels of each class that cells
-    have part in."""
-
-    of_class: Float
-
-    def add(self, other: PlaceSums) -> None:
-        """Add those of others."""
-        self.of_class += other.of_class
-
-
 @dataclass(frozen=True)
 class TrainingImages:
     """What is summed. features: site -> its patches. grids: site -> key of its grid in
@@ -114,7 +103,7 @@ class TrainingSums:
 
     images: TrainingImages | None
     sums: dict[tuple[str, bool], PixelSums] = field(default_factory=dict)
-    places: dict[str, PlaceSums] = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process gives back the sums alone."""
@@ -129,7 +118,7 @@ class TrainingSums:
             of_grid = {key: CellSums.of(own) for key, own in images.truth.pixels(row).items()}
             by_image.append(of_grid)
             for grid, sums in of_grid.items():
-                self._count_places(grid, sums)
+                count_places(self.places, grid, sums)
         for site, features in images.features.items():
             assert features.layout is not None and features.layout.grid is not None
             shape = *features.layout.grid, features.dim
@@ -148,11 +137,7 @@ class TrainingSums:
                 self.sums[key].add(own)
             else:
                 self.sums[key] = own
-        for grid, places in other.places.items():
-            if grid in self.places:
-                self.places[grid].add(places)
-            else:
-                self.places[grid] = places
+        merge_places(self.places, other.places)
 
     def result(self) -> TrainingSums:
         """The sums themselves."""
@@ -162,11 +147,6 @@ class TrainingSums:
         """Of the images that fit and of those held out."""
         empty = PixelSums.empty(dim)
         return self.sums.get((site, False), empty), self.sums.get((site, True), empty)
-
-    def _count_places(self, grid: str, sums: CellSums) -> None:
-        if grid not in self.places:
-            self.places[grid] = PlaceSums(np.zeros((IGNORED, *sums.weights.shape)))
-        self.places[grid].of_class[sums.present] += sums.targets
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ BOUNDARY_SHARE = 0.02  # of the image's diagonal, as in Cheng et al. 2021
 
 @dataclass(frozen=True)
 class HeadKey:
-    """Whose predictions: of a site at an l2, or of a baseline on a grid."""
+    """Whose predictions: of a site at an l2 or with k neighbours, or of a baseline on a grid."""
 
     of: str
     l2: float | None = None
+    k: int | None = None
     baseline: str = ""
 
 

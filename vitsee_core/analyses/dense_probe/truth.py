@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.pixels import Pixels, labelled_pixels
+from vitsee_core.analyses.dense_probe.pixels import Pixels, cell_pixels, labelled_pixels, on_input
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.placement import place
 from vitsee_core.masks.class_maps import ClassMap, ClassMaps
@@ -71,6 +71,27 @@ class Truth:
             key: labelled_pixels(class_map, placement, layout, size, self.resolution)
             for key, layout in self.layouts.items()
         }
+
+    def cells(self, row: int) -> dict[str, ClassMap]:
+        """Grid -> (cells, pixels) the classes of each cell's pixels of the model's input.
+
+        Raises:
+            VitseeError: cells are not whole pixels; see `class_map`.
+        """
+        class_map = self.class_map(row)
+        transform = self.store.manifest.transform
+        height, width = transform["input_size"][1:]
+        seen = on_input(class_map, place(transform, class_map.shape), (height, width))
+        found = {}
+        for key, layout in self.layouts.items():
+            cells = cell_pixels(seen, layout)
+            if cells is None:
+                raise VitseeError(
+                    f"{self.store.label}: cells of the grid {key} px are not of equal whole pixels "
+                    "of the input; expected such for this --solver (ridge takes any grid)"
+                )
+            found[key] = cells
+        return found
 
 
 def find_truth(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.linear import FixedHead, Head
+from vitsee_core.analyses.dense_probe.linear import Head
+from vitsee_core.analyses.dense_probe.places import MAJORITY, POSITION, blind_heads
 from vitsee_core.analyses.dense_probe.ridge import (
     GRID,
     PixelSums,
-    PlaceSums,
     Solutions,
     TrainingImages,
     TrainingSums,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
     from vitsee_stores.layout import TokenLayout
 
-MAJORITY, POSITION, UNTRAINED = "majority", "position", "untrained"
+UNTRAINED = "untrained"
 BASELINES = (MAJORITY, POSITION)
 
 
@@ -134,7 +134,7 @@ def train_ridge(part: Part, l2s: Sequence[float], execution: Execution) -> Train
         chosen[site], classes = values, solutions.classes.tolist()
         notes["training_pixels"] = whole.n
     for grid, places in sums.places.items():
-        heads |= _baselines(grid, places)
+        heads |= {HeadKey(grid, baseline=n): head for n, head in blind_heads(places).items()}
     notes["l2"] = chosen
     if not l2s:
         notes["held_out_images"] = int(held_out.sum())
@@ -167,31 +167,23 @@ def _fold_training(
     make = partial(TrainingSums, images)
     dims = [own.dim for own in part.features.values()]
     size = part.slab_bytes() + sum(8 * 2 * dim * (dim + IGNORED) for dim in dims)
-    with _lanes(size, execution) as wider:
+    with lanes(size, execution) as wider:
         found = wider.fold(part.store, make, part.truth.rows, slab_bytes=size)
     return found.result()
 
 
-def _baselines(grid: str, places: PlaceSums) -> dict[HeadKey, Head]:
-    """Of a grid: the class that most pixels are of, and at each cell the shares of classes there
-    (those of the whole where no pixel counts)."""
-    totals = places.of_class.sum((1, 2))
-    classes = np.flatnonzero(totals)
-    shares = totals[classes] / totals.sum()
-    here = places.of_class[classes]
-    weights = here.sum(0)
-    scores = np.where(weights > 0, here / np.where(weights > 0, weights, 1), shares[:, None, None])
-    everywhere = np.broadcast_to(shares, (*weights.shape, len(classes)))
-    return {
-        HeadKey(grid, None, MAJORITY): FixedHead(classes, everywhere),
-        HeadKey(grid, None, POSITION): FixedHead(classes, np.moveaxis(scores, 0, -1)),
-    }
-
-
 def score_heads(
-    part: Part, heads: dict[HeadKey, Head], boundary: bool, execution: Execution
+    part: Part, heads: dict[HeadKey, Head], boundary: bool, execution: Execution, spread: bool
 ) -> tuple[dict[HeadKey, Counts], Blocks]:
     """What each head predicts of the test images, counted; and the jackknife's blocks.
+
+    Args:
+        part: the test images.
+        heads: by key.
+        boundary: count pixels near boundaries too.
+        execution: what the work may use.
+        spread: over slabs; else one after the other, as a head takes all threads, or is too large
+            to be sent.
 
     Raises:
         VitseeError: no pixel of the test images has a class.
@@ -202,8 +194,12 @@ def score_heads(
     )
     make = partial(HeadCounts, images)
     size = part.slab_bytes()
-    with _lanes(size, execution) as wider:
-        found = wider.fold(part.store, make, part.truth.rows, slab_bytes=size).result()
+    if spread:
+        with lanes(size, execution) as wider:
+            found = wider.fold(part.store, make, part.truth.rows, slab_bytes=size).result()
+    else:
+        alone = replace(execution, map=None, jobs=1)
+        found = alone.fold(part.store, make, part.truth.rows, slab_bytes=size).result()
     if not any(counts.whole.any() for counts in found.values()):
         raise VitseeError(
             f"no pixel of the {part.n_images} test images of {part.store.label} has a class in "
@@ -213,12 +209,12 @@ def score_heads(
 
 
 @contextmanager
-def _lanes(size: int, execution: Execution) -> Iterator[Execution]:
+def lanes(size: int, execution: Execution) -> Iterator[Execution]:
     """As many threads as cores and memory allow, each with one BLAS thread; size: bytes of one's
     work."""
     if execution.map is None:
-        lanes = n_lanes(execution.budget // (2 * size))
-        execution = replace(execution, jobs=max(execution.jobs, lanes))
+        width = n_lanes(execution.budget // (2 * size))
+        execution = replace(execution, jobs=max(execution.jobs, width))
     with one_blas_thread():
         yield execution
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
+from vitsee_core.images.nearest import nearest_places
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import SiteError, VitseeError
 
@@ -154,16 +154,6 @@ def _axis(
         _whole((start + i * step - edges[0]) * scale) for i in (0, first, stop, len(on))
     )
     return FrameAxis(first, stop, length, low, high, (begin, end), max(1, round(step)))
-
-
-def nearest_places(n: int, n_out: int, low: float, high: float) -> Integers:
-    """(n_out,) which of n places contains the middle of each of `n_out` equal parts of `low` to
-    `high`, by Pillow's nearest resize; below 0 or at least n beyond them."""
-    begin, end = min(0, int(np.floor(low))), max(n, int(np.ceil(high)))
-    ramp = Image.fromarray(np.arange(begin, end, dtype=np.int32)[None])
-    box = (low - begin, 0, high - begin, 1)
-    resized = ramp.resize((n_out, 1), Image.Resampling.NEAREST, box)
-    return np.asarray(resized)[0].astype(np.int64)
 
 
 def _whole(edge: float) -> float:

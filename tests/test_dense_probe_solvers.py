@@ -1,0 +1,298 @@
+"""Dense probes of patches in memory: logistic regression, neighbours, and published protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.text import Text
+from PIL import Image
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import jaccard_score
+
+from tests.test_dense_probe import Array, command, layout, made, upsampled
+from vitsee_core.analyses.dense_probe import plot, run
+from vitsee_core.analyses.dense_probe.logistic import Targets, cross_entropy, fit
+from vitsee_core.analyses.dense_probe.neighbour_heads import TEMPERATURE, most_votes
+from vitsee_core.analyses.dense_probe.patch_bank import RARE, Bank, BankImages
+from vitsee_core.analyses.dense_probe.pixels import cell_pixels
+from vitsee_core.masks.class_maps import IGNORED
+from vitsee_core.tables.results import Table
+from vitsee_stores import Store
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import TokenLayout
+
+SITE = "blocks.0.out"
+STEP = 4
+GRID = (3, 4)
+
+
+def patches(store: Store, masks: Path, rows: Sequence[int]) -> tuple[Array, Array]:
+    """Tokens (n, dim) and labels (n, pixels) of all cells of squashed images, by Pillow."""
+    xs, ys = [], []
+    for row in rows:
+        own = Image.open(masks / store.samples.id[row].replace("jpg", "png"))
+        size = GRID[1] * STEP, GRID[0] * STEP
+        seen = np.asarray(own.resize(size, Image.Resampling.NEAREST))
+        xs.append(store.acts(SITE, "patches")[row : row + 1][0].reshape(-1, 5))
+        for r, c in np.ndindex(*GRID):
+            ys.append(seen[r * STEP : (r + 1) * STEP, c * STEP : (c + 1) * STEP].ravel())
+    return np.concatenate(xs).astype(np.float64), np.stack(ys)
+
+
+def seen_pixels(cells: Array) -> Array:
+    """(height, width) of one image's (cells, pixels)."""
+    return cells.reshape(*GRID, STEP, STEP).swapaxes(1, 2).reshape(GRID[0] * STEP, -1)
+
+
+def miou(truth: Array, found: Array) -> float:
+    keep = truth != IGNORED
+    truth, found = truth[keep], found[keep]
+    every = np.union1d(truth, found)
+    return float(jaccard_score(truth, found, labels=every, average="macro"))
+
+
+def value(table: Table, **wanted: Any) -> float:
+    rows = table.where(site=SITE, metric="miou", baseline="", **wanted)
+    assert len(rows) == 1
+    return float(rows["value"][0])
+
+
+# ---------------------------------------------------------------- logistic regression
+
+
+def test_logistic_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
+    """Every pixel an example of scikit-learn's, with the features of its patch."""
+    store, masks = made(tmp_path, 8)
+    x, labels = patches(store, masks, range(8))
+    z = (x - x.mean(0)) / x.std(0)
+    classes = np.unique(labels[labels != IGNORED])
+    counts = np.stack([(labels == number).sum(1) for number in classes], 1).astype(float)
+    keep = labels.ravel() != IGNORED
+    pixels = np.repeat(z, labels.shape[1], 0)[keep]
+    truth = labels.ravel()[keep]
+    found = fit(Targets.of(z, counts), [0.03, 0.3])
+    for l2 in (0.03, 0.3):
+        one = LogisticRegression(C=1 / (l2 * len(truth)), tol=1e-12, max_iter=10000)
+        one.fit(pixels, truth)
+        np.testing.assert_allclose(found[l2][:-1], one.coef_.T, atol=1e-6)
+        bias = found[l2][-1] - found[l2][-1].mean()
+        np.testing.assert_allclose(bias, one.intercept_ - one.intercept_.mean(), atol=1e-6)
+        shares = one.predict_proba(pixels)[np.arange(len(truth)), np.searchsorted(classes, truth)]
+        own = cross_entropy(Targets.of(z, counts), found[l2])
+        assert own == pytest.approx(-np.log(shares).mean(), abs=1e-7)
+
+
+def test_logistic_scores_are_interpolated(tmp_path: Path) -> None:
+    train, masks = made(tmp_path, 8)
+    test, others = made(tmp_path, 5, name="b", seed=1)
+    table = run(
+        train, test, masks=[masks, others], solver="logistic", l2=[0.1], sites=[SITE],
+        resolution="input",
+    )  # fmt: skip
+    x, labels = patches(train, masks, range(8))
+    there = (labels != IGNORED).any(1)
+    x, labels = x[there], labels[there]
+    mean, std = x.mean(0), x.std(0)
+    classes = np.unique(labels[labels != IGNORED])
+    counts = np.stack([(labels == number).sum(1) for number in classes], 1).astype(float)
+    weights = fit(Targets.of((x - mean) / std, counts), [0.1])[0.1]
+    truths, predicted = [], []
+    for row in range(5):
+        own, cells = patches(test, others, [row])
+        scores = (own - mean) / std @ weights[:-1] + weights[-1]
+        size = GRID[0] * STEP, GRID[1] * STEP
+        predicted.append(classes[upsampled(scores.reshape(*GRID, -1), size).argmax(1)])
+        truths.append(seen_pixels(cells).ravel())
+    expected = miou(np.concatenate(truths), np.concatenate(predicted))
+    assert value(table) == pytest.approx(expected, abs=1e-12)
+
+
+def test_capi_s_logistic_regression_learns_most_frequent_labels(tmp_path: Path) -> None:
+    train, masks = made(tmp_path, 8)
+    test, others = made(tmp_path, 5, name="b", seed=1)
+    table = run(
+        train, test, masks=[masks, others], preset="capi", solver="logistic", l2=[0.02],
+        sites=[SITE],
+    )  # fmt: skip
+    x, labels = patches(train, masks, range(8))
+    there = (labels != IGNORED).any(1)
+    mean, std = x[there].mean(0), x[there].std(0)
+    modes = torch.from_numpy(labels.astype(np.int64)).mode(dim=-1).values.numpy()
+    keep = modes != IGNORED
+    one = LogisticRegression(C=1 / (0.02 * keep.sum()), tol=1e-12, max_iter=10000)
+    one.fit(((x - mean) / std)[keep], modes[keep])
+    own, cells = patches(test, others, range(5))
+    found = np.repeat(one.predict((own - mean) / std)[:, None], cells.shape[1], 1)
+    assert value(table) == pytest.approx(miou(cells.ravel(), found.ravel()), abs=1e-12)
+
+
+# ---------------------------------------------------------------- neighbours
+
+
+def cosines(queries: Array, rows: Array) -> Array:
+    units = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (queries, rows)]
+    return np.asarray(units[0] @ units[1].T)
+
+
+@pytest.mark.parametrize("preset", [None, "capi"])
+def test_knn_against_a_loop(tmp_path: Path, preset: str | None) -> None:
+    train, masks = made(tmp_path, 8)
+    test, others = made(tmp_path, 5, name="b", seed=1)
+    table = run(
+        train, test, masks=[masks, others], solver="knn", preset=preset, ks=[1, 5], sites=[SITE],
+        resolution="input",
+    )  # fmt: skip
+    x, labels = patches(train, masks, range(8))
+    there = (labels != IGNORED).any(1)
+    x, labels = x[there], labels[there]
+    queries, truth = patches(test, others, range(5))
+    if preset == "capi":
+        mean, std = x.mean(0), x.std(0)
+        queries, x = ((part - mean) / std for part in (queries, x))
+    nearest = np.argsort(-cosines(queries, x), axis=1, kind="stable")
+    for k in (1, 5):
+        found = np.empty_like(truth)
+        for i, near in enumerate(nearest[:, :k]):
+            every = labels[near]
+            most = np.bincount(every[every != IGNORED]).argmax()
+            for pixel in range(truth.shape[1]):
+                votes = every[:, pixel]
+                votes = votes[votes != IGNORED]
+                found[i, pixel] = np.bincount(votes).argmax() if len(votes) else most
+        assert value(table, k=k) == pytest.approx(miou(truth.ravel(), found.ravel()), abs=1e-12)
+
+
+def test_hummingbird_against_torch(tmp_path: Path) -> None:
+    train, masks = made(tmp_path, 8)
+    test, others = made(tmp_path, 5, name="b", seed=1)
+    table = run(train, test, masks=[masks, others], preset="hummingbird", ks=[7], sites=[SITE])
+    x, labels = patches(train, masks, range(8))
+    there = (labels != IGNORED).any(1)
+    x, labels = x[there], labels[there]
+    classes = np.unique(labels[labels != IGNORED])
+    shares = np.stack([(labels == number).sum(1) for number in classes], 1).astype(float)
+    shares /= shares.sum(1, keepdims=True)
+    truths, predicted = [], []
+    for row in range(5):
+        queries, cells = patches(test, others, [row])
+        near = torch.from_numpy(cosines(queries, x)).topk(7)
+        weights = torch.softmax(near.values / TEMPERATURE, -1).numpy()
+        scores = np.einsum("ck,ckn->cn", weights, shares[near.indices.numpy()])
+        size = GRID[0] * STEP, GRID[1] * STEP
+        predicted.append(classes[upsampled(scores.reshape(*GRID, -1), size).argmax(1)])
+        truths.append(seen_pixels(cells).ravel())
+    expected = miou(np.concatenate(truths), np.concatenate(predicted))
+    assert value(table) == pytest.approx(expected, abs=1e-12)
+
+
+def test_votes_are_torch_s_mode() -> None:
+    labels = np.random.default_rng(0).integers(0, 4, (6, 5, 9)).astype(np.uint8)
+    expected = torch.from_numpy(labels.astype(np.int64)).mode(dim=1).values.numpy()
+    assert (most_votes(labels) == expected).all()
+    nothing = np.full((1, 3, 2), IGNORED, np.uint8)
+    assert (most_votes(nothing) == IGNORED).all()
+    # where none votes, the most frequent class of the whole patch
+    some = np.array([[[2, IGNORED, 1], [2, IGNORED, 1], [2, IGNORED, 0]]], np.uint8)
+    assert most_votes(some).tolist() == [[2, 2, 1]]
+
+
+def test_the_bank_keeps_patches_with_rare_classes(tmp_path: Path) -> None:
+    """The rule of the released code, by a loop, with the same noise."""
+    store, _ = made(tmp_path, 4)
+    labels = np.random.default_rng(0).choice([0, 0, 0, 1, IGNORED], (20, 6)).astype(np.uint8)
+    labels[3] = IGNORED
+    labels[7] = 4
+    images = BankImages({}, {}, _only(store), 5, RARE, 3)
+    there = [i for i in range(20) if (labels[i] != IGNORED).any()]
+    noise = np.random.default_rng((3, 4, 2)).random(len(there))
+    scores = []
+    for i, factor in zip(there, noise, strict=True):
+        own = set(labels[i].tolist()) - {IGNORED}
+        patches_of = [sum(number in labels[j] for j in there) for number in own]
+        scores.append(sum(patches_of) * factor)
+    expected = sorted(there[i] for i in np.argsort(scores)[:5])
+    assert images.chosen(labels, 2).tolist() == expected
+
+
+def _only(store: Store) -> Any:
+    class _Truth:
+        pass
+
+    found = _Truth()
+    found.store = store  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_bounded_bank(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 10)
+    choice: dict[str, Any] = {"masks": masks, "holdout": 0.4, "sites": [SITE], "ks": [3]}
+    table = run(store, solver="hummingbird", bank=18, **choice)
+    assert table.notes["train"]["patches_of_an_image_at_most"] == 3
+    assert table.notes["train"]["patches"] <= 18
+    again = run(store, solver="hummingbird", bank=18, jobs=3, **choice)
+    assert again["value"].tolist() == table["value"].tolist()
+    with pytest.raises(VitseeError, match=r"the bank has \d+ patches with a class; --k 500"):
+        run(store, solver="knn", **{**choice, "ks": [500]})
+    with pytest.raises(VitseeError, match="do not fit into the memory"):
+        run(store, solver="knn", bank=10**9, **choice)
+
+
+def test_histograms_by_hand() -> None:
+    bank = Bank(np.zeros((2, 1), np.float32), np.array([[0, 0, 5], [IGNORED, 5, 5]], np.uint8),
+                np.zeros(2, np.int64))  # fmt: skip
+    classes, counts, n = bank.histograms()
+    assert classes.tolist() == [0, 5]
+    assert counts.tolist() == [[2, 1], [0, 2]]
+    assert n.tolist() == [3, 2]
+
+
+def test_cells_have_to_be_whole_pixels() -> None:
+    labels = np.arange(36, dtype=np.uint8).reshape(6, 6)
+    cells = cell_pixels(labels, layout(2, 3, 2))
+    assert cells is not None
+    assert cells[1].tolist() == [2, 3, 8, 9]
+    assert cells[3].tolist() == [12, 13, 18, 19]
+    uneven = TokenLayout((), (4, 4), stride_px=(1.5, 1.5))
+    assert cell_pixels(labels, uneven) is None
+
+
+# ---------------------------------------------------------------- protocols
+
+
+def test_protocols_list_what_differs(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 10)
+    choice: dict[str, Any] = {"masks": masks, "holdout": 0.4, "sites": [SITE], "metrics": ["miou"]}
+    capi = run(store, preset="capi", ks=[1, 3], **choice)
+    unlike = capi.notes["protocol"]["differences"]
+    assert "an input of 16 x 12 px, not 224 x 224" in unlike
+    assert capi.notes["solver"]["resolution"] == "input"
+    assert capi.where(baseline="")["k"].tolist() == [1, 3]
+    dino = run(store, preset="dinov3", **choice)
+    assert any("no sliding window" in line for line in dino.notes["protocol"]["differences"])
+    assert dino.notes["solver"]["resolution"] == "label"
+    birds = run(store, preset="hummingbird", bank=60, **choice)
+    assert birds.where(baseline="")["k"].tolist() == [30]
+    for table in (capi, dino, birds):
+        figure = plot(table)
+        texts = [text.get_text() for text in figure.findobj(Text)]
+        assert any(text.startswith("after ") for text in texts)
+    assert "protocol" not in run(store, l2=[1.0], **choice).notes
+
+
+def test_wrong_solvers_are_refused(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 4)
+    args = (store.path, "--holdout", 0.5, "--masks", masks, "-o", "-")
+    for more, text in (
+        (("--solver", "knn", "--l2", 1), "--l2 belongs to --solver ridge or logistic"),
+        (("--k", 3), "--k belongs to --solver knn or hummingbird, not to ridge"),
+        (("--bank", 3), "--bank belongs to --solver logistic"),
+        (("--preset", "capi", "--solver", "ridge"), "--preset capi has no --solver ridge"),
+    ):
+        result = command(*args, *more)
+        assert result.exit_code == 1, result.output
+        assert text in result.stderr.replace("\n", " ")

@@ -1,0 +1,144 @@
+"""Probes that are made of patches in memory: logistic regression and nearest neighbours."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.analyses.dense_probe import logistic
+from vitsee_core.analyses.dense_probe.linear import Head
+from vitsee_core.analyses.dense_probe.neighbour_heads import (
+    Scaling,
+    hummingbird_head,
+    knn_head,
+)
+from vitsee_core.analyses.dense_probe.patch_bank import ANY, RARE, Bank, BankImages, BankParts
+from vitsee_core.analyses.dense_probe.places import blind_heads
+from vitsee_core.analyses.dense_probe.protocols import HUMMINGBIRD, LOGISTIC, Solver
+from vitsee_core.analyses.dense_probe.scoring import HeadKey
+from vitsee_core.analyses.dense_probe.splits import CHOOSING, drawn
+from vitsee_core.analyses.dense_probe.work import Part, Trained, lanes
+from vitsee_core.masks.class_maps import IGNORED
+from vitsee_core.types import Float, Mask
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_core.runtime.execution import Execution
+
+log = logging.getLogger(__name__)
+
+WORK = 4  # times the bytes of a bank's tokens that a solver takes for copies
+
+
+def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained:
+    """Probes of every site, and the baselines of every grid.
+
+    Raises:
+        VitseeError: no patch has a class, fewer patches than neighbours, cells that are not whole
+            pixels, or too few images to choose l2.
+    """
+    parts, most = _collect(part, solver, execution)
+    seed = (execution.seed, 3)
+    held_out = drawn(part.store, part.truth.mask, CHOOSING, seed)
+    heads: dict[HeadKey, Head] = {}
+    notes: dict[str, Any] = {"patches_of_an_image_at_most": most, "l2": {}}
+    left_out = 0
+    classes: list[int] = []
+    for site, features in part.features.items():
+        bank = parts.bank(site)
+        n = len(bank.tokens)
+        if not n:
+            raise VitseeError(
+                f"no pixel of the {part.n_images} training images of {part.store.label} has a "
+                f"class in {part.truth.maps.name} (all are ignored, or were cropped)"
+            )
+        cells = part.truth.layouts[part.grids[site]].n_body
+        left_out = max(left_out, cells - most)
+        notes["patches"] = n
+        classes = bank.histograms()[0].tolist()
+        if solver.name == LOGISTIC:
+            found = _logistic(bank, solver, held_out, site)
+            notes["l2"][site] = list(found)
+            heads |= {HeadKey(site, l2=l2): head for l2, head in found.items()}
+            continue
+        if n < max(solver.ks):
+            raise VitseeError(
+                f"{site}: the bank has {n} patches with a class; --k {max(solver.ks)} needs as many"
+            )
+        scaling = Scaling.of(bank.tokens) if solver.standardise else Scaling.none(features.dim)
+        layout = part.truth.layouts[part.grids[site]]
+        for k in solver.ks:
+            key = HeadKey(site, k=k)
+            if solver.name == HUMMINGBIRD:
+                heads[key] = hummingbird_head(bank, scaling, k, execution.device)
+            else:
+                heads[key] = knn_head(bank, scaling, layout, k, execution.device)
+    for grid, of_class in parts.places.items():
+        heads |= {HeadKey(grid, baseline=n): head for n, head in blind_heads(of_class).items()}
+    if left_out > 0:
+        notes["left_out"] = f"patches beyond {most} of an image"
+        log.info("%s: %d patches of each image are kept", part.store.label, most)
+    return Trained(heads, classes, notes)
+
+
+def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankParts, int]:
+    """The patches, and how many of an image are kept at most."""
+    pixels = max(
+        layout.stride_px[0] * layout.stride_px[1]
+        for layout in part.truth.layouts.values()
+        if layout.stride_px is not None
+    )
+    each = sum(4 * own.dim + int(pixels) for own in part.features.values())
+    largest = max(own.dim for own in part.features.values())
+    room = execution.budget // 2 // (each + 4 * WORK * largest)
+    wanted = room if solver.bank is None else min(solver.bank, room)
+    if solver.bank is not None and solver.bank > room:
+        raise VitseeError(
+            f"--bank {solver.bank} patches of {len(part.features)} sites do not fit into the "
+            f"memory; {room} do: give fewer, fewer --sites, or more --memory"
+        )
+    most = max(1, wanted // part.n_images)
+    choice = RARE if solver.name == HUMMINGBIRD else ANY
+    images = BankImages(part.features, part.grids, part.truth, most, choice, execution.seed)
+    size = part.slab_bytes()
+    with lanes(size, execution) as wider:
+        make = partial(BankParts, images)
+        found = wider.fold(part.store, make, part.truth.rows, slab_bytes=size)
+    return found.result(), most
+
+
+def _logistic(bank: Bank, solver: Solver, held_out: Mask, site: str) -> dict[float, Head]:
+    """l2 -> its probe."""
+    classes, counts, _ = bank.histograms()
+    if solver.of_patches:
+        counts = _most_frequent(bank, counts)
+    scaling = Scaling.of(bank.tokens)
+    z = scaling(bank.tokens)
+    l2s = solver.l2s
+    if not l2s:
+        held = held_out[bank.rows]
+        parts = [logistic.Targets.of(z[some], counts[some]) for some in (~held, held)]
+        if not all(len(own.z) for own in parts):
+            raise VitseeError(
+                f"{site}: l2 cannot be chosen, as the training images that fit have "
+                f"{len(parts[0].z)} patches with a class and those held out {len(parts[1].z)}; "
+                "give it with --l2, or more images"
+            )
+        l2s = (logistic.choose_l2(parts[0], parts[1], solver.grid),)
+    found = logistic.fit(logistic.Targets.of(z, counts), l2s)
+    return {
+        l2: logistic.head(classes, found[l2], scaling, solver.of_patches) for l2 in sorted(found)
+    }
+
+
+def _most_frequent(bank: Bank, counts: Float) -> Float:
+    """(n, classes) 1 for each patch's most frequent class, of equally many the lowest; 0 throughout
+    where more pixels have none."""
+    ignored = (bank.labels == IGNORED).sum(1)
+    found = np.zeros_like(counts)
+    best = counts.argmax(1)
+    found[np.arange(len(counts)), best] = counts.max(1) >= ignored
+    return found

@@ -1,0 +1,130 @@
+"""Patches in memory with the classes of their pixels, for the solvers that need more than sums.
+
+All patches of every training image where they fit into memory, else equally many of each image. The
+pixels of a patch are those of the model's input that its cell covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.analyses.dense_probe.cell_sums import CellSums
+from vitsee_core.analyses.dense_probe.places import Places, count_places, merge_places
+from vitsee_core.masks.class_maps import IGNORED, ClassMap
+from vitsee_core.types import Float, Float32, Integers
+
+if TYPE_CHECKING:
+    from vitsee_core.analyses.dense_probe.truth import Truth
+    from vitsee_core.features import SiteFeatures
+    from vitsee_stores import Slab
+
+RARE, ANY = "rare", "any"
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Patches of one site. tokens: (n, dim); labels: (n, pixels) classes; rows: (n,) the images'
+    rows in the store."""
+
+    tokens: Float32
+    labels: ClassMap
+    rows: Integers
+
+    def histograms(self) -> tuple[Integers, Float, Integers]:
+        """The classes that occur, (n, classes) pixels of each in each patch, and (n,) how many have
+        any class."""
+        n, classes = len(self.labels), np.unique(self.labels)
+        classes = classes[classes != IGNORED].astype(np.int64)
+        places = np.full(IGNORED + 1, -1)
+        places[classes] = np.arange(len(classes))
+        at = places[self.labels]
+        index = (np.arange(n)[:, None] * len(classes) + at)[at >= 0]
+        counts = np.bincount(index, minlength=n * len(classes)).reshape(n, -1)
+        return classes, counts.astype(np.float64), counts.sum(1)
+
+
+@dataclass(frozen=True)
+class BankImages:
+    """What is kept. features, grids, truth: as in `ridge.TrainingImages`. most: of an image.
+    choice: `RARE` keeps those with the lowest (sum over their classes of how many patches of the
+    image have it) x uniform noise, as Balažević et al. 2023 do; `ANY` those with the lowest noise.
+    """
+
+    features: Mapping[str, SiteFeatures]
+    grids: Mapping[str, str]
+    truth: Truth
+    most: int
+    choice: str
+    seed: int
+
+    def chosen(self, labels: ClassMap, row: int) -> Integers:
+        """The cells of an image that are kept, ascending; labels: (cells, pixels)."""
+        there = np.flatnonzero((labels != IGNORED).any(1))
+        if len(there) <= self.most:
+            return there
+        index = int(self.truth.store.samples.index[row])
+        noise = np.random.default_rng((self.seed, 4, index)).random(len(there))
+        if self.choice == RARE:
+            own = labels[there]
+            present = np.stack([(own == number).any(1) for number in np.unique(own)], 1)
+            present = present[:, np.unique(own) != IGNORED]
+            noise *= present @ present.sum(0)
+        return np.sort(there[np.argsort(noise, kind="stable")[: self.most]])
+
+
+@dataclass
+class BankParts:
+    """Patches of every site, to be filled by `streaming.fold`. parts: site -> of each slab."""
+
+    images: BankImages | None
+    parts: dict[str, list[Bank]] = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process gives back the patches alone."""
+        return self.__dict__ | ({"images": None} if self.parts else {})
+
+    def update(self, slab: Slab) -> None:
+        """Keep patches of a slab's images."""
+        images = self.images
+        assert images is not None
+        rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid].tolist()
+        kept: dict[str, list[tuple[Integers, ClassMap]]] = {}
+        for row in rows:
+            for grid, labels in images.truth.cells(row).items():
+                cells = images.chosen(labels, row)
+                kept.setdefault(grid, []).append((cells, labels[cells]))
+            for grid, pixels in images.truth.pixels(row).items():
+                count_places(self.places, grid, CellSums.of(pixels))
+        for site, features in images.features.items():
+            own = kept[images.grids[site]]
+            tokens = features.of_slab(slab, slice(0, len(features.tokens)))
+            bank = Bank(
+                np.concatenate([x[cells] for x, (cells, _) in zip(tokens, own, strict=True)]),
+                np.concatenate([labels for _, labels in own]),
+                np.repeat(rows, [len(cells) for cells, _ in own]),
+            )
+            self.parts.setdefault(site, []).append(bank)
+
+    def merge(self, other: BankParts) -> None:
+        """Keep those of `other` behind them."""
+        for site, parts in other.parts.items():
+            self.parts.setdefault(site, []).extend(parts)
+        merge_places(self.places, other.places)
+
+    def result(self) -> BankParts:
+        """The patches themselves."""
+        return self
+
+    def bank(self, site: str) -> Bank:
+        """All of a site, which are taken out."""
+        parts = self.parts.pop(site)
+        return Bank(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.rows for part in parts]),
+        )

@@ -1,0 +1,173 @@
+"""Solvers, published protocols, and in which points a run differs from its protocol.
+
+`capi`: Darcet et al. 2025, with the code they released: images squashed to 224 x 224, features
+standardised, k-NN with k = 1, 3, 10, 30 by votes of pixels, or (with `--solver logistic`) logistic
+regression of each patch's most frequent label, upsampled to the nearest; scored on the input.
+
+`hummingbird`: Balažević et al. 2023 in the open implementation of Pariza et al.: a bounded memory
+of patches, 30 neighbours, temperature 0.02, scored on the input.
+
+`dinov3`: the linear probe of Siméoni et al. 2025: cross-entropy of a linear map, scores
+interpolated to the label's own size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vitsee_core.analyses.dense_probe import logistic, ridge
+from vitsee_core.analyses.dense_probe.neighbour_heads import TEMPERATURE
+from vitsee_core.analyses.dense_probe.splits import CHOOSING
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+RIDGE, LOGISTIC, KNN, HUMMINGBIRD = SOLVERS = ("ridge", "logistic", "knn", "hummingbird")
+CAPI, DINOV3 = "capi", "dinov3"
+PRESETS = (CAPI, HUMMINGBIRD, DINOV3)
+SOLVER_OF = {CAPI: KNN, HUMMINGBIRD: HUMMINGBIRD, DINOV3: LOGISTIC}
+NEIGHBOURS = 30
+CAPI_KS = (1, 3, 10, 30)
+CAPI_INPUT = (224, 224)
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How probes are fitted. l2s: those to report, none to choose one. ks: of neighbours. bank:
+    patches of each site, None for what fits into memory. resolution: of the pixels that are scored,
+    and of ridge that are fitted."""
+
+    name: str
+    preset: str | None
+    l2s: tuple[float, ...]
+    ks: tuple[int, ...]
+    bank: int | None
+    resolution: str
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """The l2 to choose from."""
+        return logistic.GRID if self.name == LOGISTIC else ridge.GRID
+
+    @property
+    def standardise(self) -> bool:
+        """Whether features are standardised for neighbours."""
+        return self.preset == CAPI
+
+    @property
+    def of_patches(self) -> bool:
+        """Whether logistic regression learns each patch's most frequent label, and every pixel gets
+        that of the nearest patch."""
+        return self.preset == CAPI
+
+    def describe(self) -> dict[str, Any]:
+        """For a sidecar."""
+        found: dict[str, Any] = {
+            "kind": _KINDS[self.name], "resolution": self.resolution, "augmentation": "none"
+        }  # fmt: skip
+        if self.name in (RIDGE, LOGISTIC):
+            grid = f"of {self.grid[0]:g} to {self.grid[-1]:g} ({len(self.grid)} values)"
+            how = "squared error" if self.name == RIDGE else "cross-entropy"
+            found["l2"] = "given" if self.l2s else (
+                f"{grid}, by {CHOOSING:.0%} of the training images: least {how} of a pixel, then "
+                "fitted to all training images"
+            )  # fmt: skip
+            found["intercept"] = "not penalised"
+        if self.name != RIDGE:
+            scaled = self.name == LOGISTIC or self.standardise
+            found["features"] = "standardised over the bank" if scaled else "as they are"
+        return found
+
+
+_KINDS = {
+    RIDGE: "ridge: least squares on one-hot pixels through bilinear interpolation, in float64",
+    LOGISTIC: "logistic: cross-entropy of each patch's pixels, L-BFGS in float64",
+    KNN: "knn: the nearest patches by cosine vote with their pixels",
+    HUMMINGBIRD: f"hummingbird: shares of the nearest patches, softmax(cosine / {TEMPERATURE:g})",
+}
+
+
+def choose_solver(
+    solver: str | None,
+    preset: str | None,
+    *,
+    l2s: Sequence[float],
+    ks: Sequence[int],
+    bank: int | None,
+    resolution: str | None,
+) -> Solver:
+    """What was asked for, the preset's where nothing was, else the defaults.
+
+    Raises:
+        VitseeError: an unknown word, or options that the solver does not have.
+    """
+    for what, value, known in (("solver", solver, SOLVERS), ("preset", preset, PRESETS)):
+        if value is not None and value not in known:
+            raise VitseeError(f"no {what} {value!r}; expected {', '.join(known)}")
+    name = solver or (SOLVER_OF[preset] if preset else RIDGE)
+    allowed = {CAPI: (KNN, LOGISTIC), HUMMINGBIRD: (HUMMINGBIRD,), DINOV3: (LOGISTIC, RIDGE)}
+    if preset and name not in allowed[preset]:
+        raise VitseeError(
+            f"--preset {preset} has no --solver {name}; expected {' or '.join(allowed[preset])}"
+        )
+    for option, given, solvers in (
+        ("--l2", l2s, (RIDGE, LOGISTIC)), ("--k", ks, (KNN, HUMMINGBIRD)),
+        ("--bank", bank, (LOGISTIC, KNN, HUMMINGBIRD)),
+    ):  # fmt: skip
+        if given and name not in solvers:
+            raise VitseeError(
+                f"{option} belongs to --solver {' or '.join(solvers)}, not to {name}; leave it out"
+            )
+    defaults = CAPI_KS if preset == CAPI else (NEIGHBOURS,)
+    chosen = tuple(sorted(set(ks))) or (defaults if name in (KNN, HUMMINGBIRD) else ())
+    where = resolution or ("input" if preset in (CAPI, HUMMINGBIRD) else "label")
+    return Solver(name, preset, tuple(l2s), chosen, bank, where)
+
+
+def differences(solver: Solver, store: Store, left_out: bool) -> list[str]:
+    """In which points a run differs from its preset's protocol.
+
+    Args:
+        solver: with a preset.
+        store: of the training images.
+        left_out: whether the bank lacks training patches.
+    """
+    found = list(_differences(solver, store))
+    if left_out and solver.name != HUMMINGBIRD:
+        found.append("a part of the training patches: memory holds no more (--bank, --memory)")
+    return found
+
+
+def _differences(solver: Solver, store: Store) -> Iterator[str]:
+    transform = store.manifest.transform
+    size = tuple(transform["input_size"][1:])
+    mode = str(transform.get("crop_mode"))
+    if solver.preset == CAPI:
+        if size != CAPI_INPUT:
+            yield f"an input of {size[1]} x {size[0]} px, not 224 x 224"
+        if mode != "squash" or transform.get("crop_pct") != 1:
+            yield f"images are brought to the input by {mode}, not squashed whole"
+        if transform.get("interpolation") != "bicubic":
+            yield f"images are resized {transform.get('interpolation')}, not bicubic"
+        yield "standardised over training patches with a class, not over all"
+        if solver.name == KNN:
+            yield "cosine alone, and a row for each k: none is chosen on held-out images"
+            yield "pixels without a class do not vote"
+        else:
+            yield "l2 from a grid of its own, chosen by cross-entropy, not by mean IoU"
+    elif solver.preset == HUMMINGBIRD:
+        yield "no augmentation of the memory's images"
+        yield "pixels without a class are left out of patches' shares, not counted as class 0"
+        yield "classes as predicted: no Hungarian matching"
+        if solver.bank is None:
+            yield "as many patches as fit into memory, not a given number"
+    else:
+        what = "L-BFGS" if solver.name == LOGISTIC else "least squares"
+        yield f"{what} on fixed tokens, not AdamW over 40,000 steps; no batch norm, no dropout"
+        yield "no augmentation in training"
+        yield f"one view of {size[1]} x {size[0]} px ({mode}), no sliding window"
+        if solver.name == LOGISTIC:
+            yield "in training every pixel has the scores of its patch, not interpolated ones"
