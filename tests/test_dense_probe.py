@@ -303,7 +303,7 @@ def test_the_map_on_the_input_is_pillow_s_nearest() -> None:
 
 
 def test_sums_of_an_image_without_a_class_are_zero() -> None:
-    at = np.arange(4) + 0.5, np.arange(6) + 0.5
+    at = np.arange(4.0), np.arange(6.0)
     nothing = Pixels(np.full((4, 6), IGNORED, np.uint8), np.ones((4, 1)), np.ones((6, 1)), at)
     sums = CellSums.of(nothing)
     assert sums.present == []

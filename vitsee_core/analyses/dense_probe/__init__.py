@@ -129,13 +129,14 @@ MEANING = {
 }
 NEEDS = ("grid",)
 READING = (
-    "How well a probe of one layer's patch tokens, a linear map by default, segments images that it was not fitted to, "
-    "against depth; bands are 95 % intervals over test images. What lies near the dashed lines is "
-    "known without the image: the most frequent class, everywhere or at each place."
+    "How well a probe of one layer's patch tokens, a linear map by default, segments images that "
+    "it was not fitted to, against depth; bands are 95 % intervals over test images. What lies "
+    "near the dashed lines is known without the image: the most frequent class, everywhere or at "
+    "each place."
 )
 SOURCE = (
-    "Oquab et al. 2024 (DINOv2); Siméoni et al. 2025 (DINOv3); Darcet et al. 2025 (CAPI); Balažević "
-    "et al. 2023 (Hummingbird); Cheng et al. 2021"
+    "Oquab et al. 2024 (DINOv2); Siméoni et al. 2025 (DINOv3); Darcet et al. 2025 (CAPI); "
+    "Balažević et al. 2023 (Hummingbird); Cheng et al. 2021"
 )
 headline = partial(
     best_layers,
