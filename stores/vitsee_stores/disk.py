@@ -123,11 +123,11 @@ def _reserve(descriptor: int, size: int) -> None:
 @functools.cache
 def _fallocate() -> Callable[[int, int, int, int], int] | None:
     try:
-        found = ctypes.CDLL(None).fallocate
+        fallocate = ctypes.CDLL(None).fallocate
     except (OSError, AttributeError, TypeError):
         return None
-    found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-    return cast(Callable[[int, int, int, int], int], found)
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    return cast(Callable[[int, int, int, int], int], fallocate)
 
 
 def open_regular(path: str | Path) -> int:

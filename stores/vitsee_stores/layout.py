@@ -111,11 +111,11 @@ def n_bytes(plan: StorePlan) -> dict[str, int]:
 def places(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
     """Offset of each array's chunks in a row of `checksums`: arrays in the order of their paths, a
     slab's chunks of an array in C order; arrays that end before the slab keep their places."""
-    begin, found = 0, dict[str, int]()
+    begin, offsets = 0, dict[str, int]()
     for path in sorted(path for path, spec in specs.items() if spec.has_slab(0)):
-        found[path] = begin
+        offsets[path] = begin
         begin += specs[path].n_chunks
-    return found
+    return offsets
 
 
 def n_places(specs: Mapping[str, ArraySpec]) -> int:

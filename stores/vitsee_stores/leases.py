@@ -178,5 +178,5 @@ def _name(slab: int) -> str:
 
 
 def _claimed(files: Files) -> set[int]:
-    found = (re.fullmatch(r"\.claim\.(0|[1-9]\d{0,9})\.json", n) for n in files.names(FOLDER))
-    return {int(match[1]) for match in found if match}
+    matches = (re.fullmatch(r"\.claim\.(0|[1-9]\d{0,9})\.json", n) for n in files.names(FOLDER))
+    return {int(match[1]) for match in matches if match}

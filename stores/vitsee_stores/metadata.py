@@ -215,8 +215,8 @@ def read_markers(files: Files, manifest: Manifest) -> dict[int, dict[str, Any]]:
 def numbers(names: Iterable[str], n_slabs: int) -> set[int]:
     """The slabs whose marker files are among `names`. Existing files are counted, not what the
     manifest claims."""
-    found = (re.fullmatch(r"c\.(0|[1-9]\d{0,9})\.0", name) for name in names)
-    return {slab for match in found if match and (slab := int(match[1])) < n_slabs}
+    matches = (re.fullmatch(r"c\.(0|[1-9]\d{0,9})\.0", name) for name in names)
+    return {slab for match in matches if match and (slab := int(match[1])) < n_slabs}
 
 
 def list_names(files: Files, folder: str) -> set[str]:

@@ -97,9 +97,9 @@ class Objects(Files):
         """Each result has memory of its own."""
 
         def once() -> memoryview[int]:
-            found = obstore.get(self._client, name)
-            check(found.meta["size"])
-            return memoryview(found.bytes())
+            response = obstore.get(self._client, name)
+            check(response.meta["size"])
+            return memoryview(response.bytes())
 
         return self._tried(once)
 
@@ -108,8 +108,8 @@ class Objects(Files):
 
         def once() -> tuple[int, bytes]:
             try:
-                found = obstore.get(self._client, name, options={"range": {"suffix": length}})
-                return found.meta["size"], bytes(found.bytes())
+                response = obstore.get(self._client, name, options={"range": {"suffix": length}})
+                return response.meta["size"], bytes(response.bytes())
             except (NotSupportedError, GenericError) as error:
                 # The first is raised by Azure, the second for a range of an empty object.
                 if isinstance(error, GenericError) and "NotPartial" not in str(error):
@@ -123,8 +123,8 @@ class Objects(Files):
 
     def names(self, folder: str = "") -> set[str]:
         """Names below a prefix, up to the next slash."""
-        found = self._tried(lambda: obstore.list_with_delimiter(self._client, folder or None))
-        paths = [*(entry["path"] for entry in found["objects"]), *found["common_prefixes"]]
+        listing = self._tried(lambda: obstore.list_with_delimiter(self._client, folder or None))
+        paths = [*(entry["path"] for entry in listing["objects"]), *listing["common_prefixes"]]
         return {path.rpartition("/")[2] for path in paths}
 
     def walk(

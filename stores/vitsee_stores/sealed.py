@@ -82,9 +82,9 @@ class VerifiedChunks:
             self.read_row(index[0])
             return read_chunk(self.files, spec, index)[0]
         expected = self.expected(spec, index)
-        block, found = read_chunk(self.files, spec, index)
-        if found != expected and (
-            spec.per == "once" or found != self.expected(spec, index, again=True)
+        block, actual = read_chunk(self.files, spec, index)
+        if actual != expected and (
+            spec.per == "once" or actual != self.expected(spec, index, again=True)
         ):
             raise damage(self.files, spec, index, "is not the chunk that was committed here")
         return block

@@ -57,17 +57,17 @@ def select_names(
         raise SiteError(f"no site was asked for; name some of this {what}, e.g. 'blocks' or 'all'")
     for part in parts:
         pattern = part.removeprefix(NOT)
-        found = set(_match(pattern, sites, what))
-        if not found:
+        matched = set(_match(pattern, sites, what))
+        if not matched:
             raise SiteError(
                 f"no site matches {pattern!r}; sites of this {what}: {_shown(sites)} (run: {hint})"
             )
         if part.startswith(NOT):
-            without |= found
+            without |= matched
             continue
-        chosen |= found
+        chosen |= matched
         if not _is_glob(pattern):
-            exact |= found
+            exact |= matched
     if without and not chosen - without:
         raise SiteError(
             f"{','.join(parts)} leaves no site"
@@ -116,21 +116,21 @@ def _at_place(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
     outs = [site for site in sites if site.part == "out" and site.block]
     # Tables of blocks or of sublayers have no parts; their first entry has depth 0.
     first_depth = 1 if outs else 0
-    found = outs or [site for site in sites if site.part == "" and site.block]
+    candidates = outs or [site for site in sites if site.part == "" and site.block]
     word, _, text = pattern.partition(":")
     if word == "first":
-        chosen = [site for site in found if site.depth == first_depth]
+        chosen = [site for site in candidates if site.depth == first_depth]
     elif word == "last":
-        chosen = [site for site in found if site.rel_depth == 1]
+        chosen = [site for site in candidates if site.rel_depth == 1]
     elif word == "depth":
         place = _number(pattern, text)
         # Rounded, as thirds are no exact numbers: a tie goes to the earlier.
-        by_distance = sorted(found, key=lambda site: round(abs(site.rel_depth - place), 9))
+        by_distance = sorted(candidates, key=lambda site: round(abs(site.rel_depth - place), 9))
         chosen = by_distance[:1]
     else:
-        chosen = _of_stage(pattern, text, found, what)
+        chosen = _of_stage(pattern, text, candidates, what)
     blocks = {site.block for site in chosen}
-    return [site.name for site in found if site.block in blocks]
+    return [site.name for site in candidates if site.block in blocks]
 
 
 def _number(pattern: str, text: str) -> float:

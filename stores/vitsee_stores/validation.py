@@ -117,7 +117,7 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
         it."""
         name = f"{path}/{metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
         try:
-            found = metadata.parse(files.read(name, metadata.MOST_BYTES))
+            actual = metadata.parse(files.read(name, metadata.MOST_BYTES))
         except FileNotFoundError:
             return "is missing"
         except NoAnswer as error:
@@ -126,16 +126,16 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
             return f"cannot be read: {reason(error)}"
         except ValueError:
             return "is no JSON"
-        return found if isinstance(found, dict) else "is no JSON object"
+        return actual if isinstance(actual, dict) else "is no JSON object"
 
-    for path, found in zip(expected, files.each_small(read, list(expected)), strict=True):
+    for path, actual in zip(expected, files.each_small(read, list(expected)), strict=True):
         what = f"{path}: its {metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
-        if isinstance(found, str):
-            yield f"{what} {found}"
+        if isinstance(actual, str):
+            yield f"{what} {actual}"
             continue
-        if not path and isinstance(found.get("attributes"), dict):
-            found["attributes"].pop(ATTRIBUTE, None)  # the manifest, which has a digest
-        yield from (f"{what} {line}" for line in _differences(found, expected[path]))
+        if not path and isinstance(actual.get("attributes"), dict):
+            actual["attributes"].pop(ATTRIBUTE, None)  # the manifest, which has a digest
+        yield from (f"{what} {line}" for line in _differences(actual, expected[path]))
 
 
 def _differences(found: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:

@@ -37,12 +37,12 @@ def weights_name(model: Mapping[str, Any]) -> str:
 def _ranges(names: Sequence[str]) -> list[str]:
     """`blocks.0-11.attn` for names that differ in consecutive last numbers."""
     numbers: dict[tuple[str, str], list[int]] = {}
-    found: list[str] = []
+    texts: list[str] = []
     for name in names:
         if match := re.fullmatch(r"(.*\.)(\d{1,9})((?:\.\D+)?)", name):
             numbers.setdefault((match[1], match[3]), []).append(int(match[2]))
         else:
-            found.append(name)
+            texts.append(name)
     for (before, after), known in numbers.items():
         runs: list[list[int]] = []
         for n in sorted({*known}):
@@ -50,5 +50,5 @@ def _ranges(names: Sequence[str]) -> list[str]:
                 runs[-1][1] = n
             else:
                 runs.append([n, n])
-        found += [f"{before}{a}{f'-{b}' if b > a else ''}{after}" for a, b in runs]
-    return found
+        texts += [f"{before}{a}{f'-{b}' if b > a else ''}{after}" for a, b in runs]
+    return texts

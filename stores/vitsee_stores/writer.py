@@ -296,8 +296,8 @@ class StoreWriter:
             written = self.files.each(write, jobs)
             sealed = self.arrays["checksums"]
             row = np.zeros(sealed.chunks, sealed.dtype)
-            for (spec, index, _), (_, found) in zip(jobs, written, strict=True):
-                row[0, self._sealed.place(spec, index)] = found
+            for (spec, index, _), (_, crc) in zip(jobs, written, strict=True):
+                row[0, self._sealed.place(spec, index)] = crc
             row_size, row_sum = write((sealed, (k, 0), row))
         return sum(size for size, _ in written) + row_size, row_sum
 

@@ -92,6 +92,6 @@ def _array(
 
 
 def _document(held: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(held["zarr.json"].to_bytes())
+    fields: dict[str, Any] = json.loads(held["zarr.json"].to_bytes())
     order = {key: place for place, key in enumerate(KEYS)}
-    return {key: found[key] for key in sorted(found, key=lambda key: order.get(key, len(KEYS)))}
+    return {key: fields[key] for key in sorted(fields, key=lambda key: order.get(key, len(KEYS)))}

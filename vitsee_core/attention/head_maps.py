@@ -70,10 +70,10 @@ def sum_slabs(
     jobs = execution.jobs
     if execution.memory is not None:
         jobs = min(jobs, max(1, execution.memory // max(1, 3 * slab_bytes)))
-    found = each_slab(
+    of_slabs = each_slab(
         store, work, rows=rows, jobs=jobs, map=execution.map, progress=execution.progress
     )
-    for i, (n, arrays) in enumerate(found):
+    for i, (n, arrays) in enumerate(of_slabs):
         part = i * parts // n_slabs
         n_images[part] += n
         for key, array in zip(keys, arrays, strict=True):
@@ -84,13 +84,13 @@ def sum_slabs(
 
 
 def _read(keys: Sequence[Key], slab: Slab) -> tuple[int, list[NDArray[Any]]]:
-    found = []
+    sums = []
     for name, group in keys:
         if name in SUMS.values():
-            found.append(slab.attention_sums(name, group))
+            sums.append(slab.attention_sums(name, group))
         else:
-            found.append(slab.attention(name, group)[slab.valid].sum(0, dtype=np.float64))
-    return int(slab.valid.sum()), found
+            sums.append(slab.attention(name, group)[slab.valid].sum(0, dtype=np.float64))
+    return int(slab.valid.sum()), sums
 
 
 def spatial(per_token: Float, layout: TokenLayout) -> Float:
@@ -145,11 +145,11 @@ def blocks_of_each(
         MissingInput: no store has attention.
         SiteError: a pattern matches no block, or one without attention.
     """
-    found = select_each(stores, sites, _blocks)
-    for store in found.stores:
+    selection = select_each(stores, sites, _blocks)
+    for store in selection.stores:
         for line in by_reason(_without_attention(store)):
             log.info("%s lacks the attention of %s", store.label, line)
-    return found
+    return selection
 
 
 def chosen_blocks(store: Store, sites: Sequence[str]) -> list[StoredAttention]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.tables.columns import StoredPart
 from vitsee_stores.errors import MissingInput
-from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
+from vitsee_stores.layout import TokenLayout, select_names
 
 if TYPE_CHECKING:
     from vitsee_stores import Slab, Store
@@ -58,28 +58,12 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
     blocks.sort(key=lambda block: block.depth)
     chosen = select_names(
         patterns,
-        [_as_site(block) for block in blocks],
+        [block.as_site("blocks") for block in blocks],
         what="store's attention",
         hint=f"vitsee info {store.place}",
     )
     names = {site.name for site in chosen}
     return [block for block in blocks if block.site in names]
-
-
-def _as_site(block: StoredAttention) -> SiteSpec:
-    """The block in the form that selectors search."""
-    return SiteSpec(
-        name=block.site,
-        part="",
-        block=block.site,
-        groups=("blocks",),
-        kind="raw",
-        dim=0,
-        shape=(),
-        layout=block.layout,
-        depth=block.depth,
-        rel_depth=block.rel_depth,
-    )
 
 
 def read_heads(arrays: Sequence[Array], slab: Slab) -> dict[Array, NDArray[Any]]:

@@ -61,7 +61,7 @@ def find_rows(store: Store, names: Sequence[str]) -> Rows:
         VitseeError: no such image, or it could not be read when the store was made.
     """
     ids = store.samples.id
-    found = []
+    places = []
     for name in names:
         rows = np.flatnonzero(ids == name)
         if not len(rows) and name.isdigit() and int(name) < len(ids):
@@ -86,8 +86,8 @@ def find_rows(store: Store, names: Sequence[str]) -> Rows:
             )
         if not store.valid[rows[0]]:
             raise VitseeError(f"{store.label} holds nothing of the image {name!r}: it is not valid")
-        found.append(int(rows[0]))
-    return np.array(found, np.int64)
+        places.append(int(rows[0]))
+    return np.array(places, np.int64)
 
 
 def has_full(store: Store, blocks: Sequence[StoredAttention]) -> bool:
@@ -129,12 +129,12 @@ def attention_of_images(
     progress.start(len(rows))
     try:
         stored = has_full(store, chosen)
-        found = (
+        parts = (
             _stored(store, rows, take, chosen)
             if stored
             else _computed(store, rows, take, chosen, origin or Provenance(), device)
         )
-        for part in found:
+        for part in parts:
             yield part
             progress.advance(len(part.rows))
     finally:

@@ -55,11 +55,11 @@ def dry_run(model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunO
         VitseeError: anything the user can fix, in one line.
     """
     check_model_options(model.name, vars(model))
-    found = None
+    planned = None
     if not needs_weights(model, data, keep, run):
-        found = _from_shapes(model, data, keep, run)
-    if found is not None:
-        return found
+        planned = _from_shapes(model, data, keep, run)
+    if planned is not None:
+        return planned
     prepared = prepare(model, data, keep, run)
     batch_size = strategy_of(prepared, run).batch_size
     cost = erf_cost(prepared, batch_size, [slice(0, prepared.plan.n_images)])

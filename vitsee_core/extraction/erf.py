@@ -136,8 +136,8 @@ class ErfPasses:
         # The first pass on a GPU loads its libraries, which takes longer than a pass.
         for _ in range(1 if self._device.type == "cpu" else 2):
             began = time.perf_counter()
-            found = self.fields(pixels)
-            left_out = {name: why for name, field in found.items() if (why := _refusal(field))}
+            fields = self.fields(pixels)
+            left_out = {name: why for name, field in fields.items() if (why := _refusal(field))}
             seconds = (time.perf_counter() - began) / len(pixels)
         kept: dict[int, int] = {}
 
@@ -245,8 +245,8 @@ class ErfSums:
         for some in pixels.split(self._batch_size) if len(pixels) else ():
             if stopped():
                 return False
-            found = self._passes.fields(some)
-            for name, field in found.items():
+            fields = self._passes.fields(some)
+            for name, field in fields.items():
                 if field is None:
                     raise VitseeError(f"{name} no longer depends on the input by gradient")
                 wide = torch.float32 if field.device.type == "mps" else torch.float64

@@ -142,8 +142,8 @@ def image_sizes(selection: Selection) -> NDArray[np.int64]:
             return 0, 0
 
     with ThreadPoolExecutor(READERS) as pool:
-        found = list(pool.map(size, selection.samples.index.tolist()))
-    return np.array(found, np.int64).reshape(-1, 2)
+        sizes = list(pool.map(size, selection.samples.index.tolist()))
+    return np.array(sizes, np.int64).reshape(-1, 2)
 
 
 def _check_options(
@@ -226,30 +226,30 @@ def _around(
     asked: Canvas, sizes: NDArray[np.int64], selection: Selection
 ) -> tuple[Canvas, tuple[str, ...]]:
     """The canvas that the largest images need, and remarks about it."""
-    found: Counter[Size] = Counter()
+    needed: Counter[Size] = Counter()
     names: dict[Size, str] = {}
     for name, (height, width) in zip(selection.samples.ids, sizes.tolist(), strict=True):
         if height > 0 and width > 0:
             image = asked.image((height, width))
             if math.prod(image) > MOST_PIXELS:
                 continue  # refused on reading, as unreadable
-            found[image] += 1
+            needed[image] += 1
             names.setdefault(image, name)
-    if not found:
+    if not needed:
         raise VitseeError(
             f"no image of {selection.source.name} can be read; expected image files that Pillow "
             "opens"
         )
-    size = max(h for h, _ in found), max(w for _, w in found)
-    if asked.tiles is None and len(found) > 1:
-        shown = [f"{w} x {h} ({names[h, w]})" for h, w in list(found)[:2]]
-        height, width = found.most_common(1)[0][0]
+    size = max(h for h, _ in needed), max(w for _, w in needed)
+    if asked.tiles is None and len(needed) > 1:
+        shown = [f"{w} x {h} ({names[h, w]})" for h, w in list(needed)[:2]]
+        height, width = needed.most_common(1)[0][0]
         raise VitseeError(
-            f"--short-side {asked.short_side} brings the images to {len(found)} sizes: "
-            f"{' and '.join(shown)}{' ...' if len(found) > 2 else ''}; give --tiles, or bring all "
+            f"--short-side {asked.short_side} brings the images to {len(needed)} sizes: "
+            f"{' and '.join(shown)}{' ...' if len(needed) > 2 else ''}; give --tiles, or bring all "
             f"to one with --img-size {height}x{width} --crop-mode squash"
         )
-    mean = sum(n * h * w for (h, w), n in found.items()) / found.total()
+    mean = sum(n * h * w for (h, w), n in needed.items()) / needed.total()
     notes: tuple[str, ...] = ()
     if size[0] * size[1] > 2 * mean:
         share = mean / (size[0] * size[1])

@@ -170,11 +170,11 @@ class SlabObserver:
             if layout is None:
                 self._note_peak(site.name, *map(largest_magnitude, filter(Tensor.numel, some)))
             else:
-                found = pass_over(None if prefix is None else some[0], some[-1], layout)
-                self._note_peak(site.name, found.peak)
-                if found.cls is not None:
-                    self._keep(f"pooled/{site.name}/cls", found.cls, images)
-                self._keep(f"pooled/{site.name}/mean", found.mean, images)
+                summary = pass_over(None if prefix is None else some[0], some[-1], layout)
+                self._note_peak(site.name, summary.peak)
+                if summary.cls is not None:
+                    self._keep(f"pooled/{site.name}/cls", summary.cls, images)
+                self._keep(f"pooled/{site.name}/mean", summary.mean, images)
             for path, value in zip(paths, some, strict=bool(paths)):
                 self._keep(path, value, images)
 

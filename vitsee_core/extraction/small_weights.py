@@ -45,20 +45,20 @@ def small_weights(model: LoadedModel, table: SiteTable, head: bool | None) -> Sm
         VitseeError: `head` is requested and the model's is not a formula over tokens.
     """
     own = input_weights.of_model(model)
-    found = find_classifier(model, table) if head is not False else "not asked for"
+    classifier = find_classifier(model, table) if head is not False else "not asked for"
     notes: list[str] = []
-    if isinstance(found, str):
+    if isinstance(classifier, str):
         if head:
-            raise VitseeError(f"--head-weights is not supported: {found}")
-        absent = found
-    elif head is None and found.n_bytes > HEAD_BYTES:
-        size, most = human_bytes(found.n_bytes), human_bytes(HEAD_BYTES)
+            raise VitseeError(f"--head-weights is not supported: {classifier}")
+        absent = classifier
+    elif head is None and classifier.n_bytes > HEAD_BYTES:
+        size, most = human_bytes(classifier.n_bytes), human_bytes(HEAD_BYTES)
         absent = f"it takes {size}, above {most} (extract --head-weights keeps it)"
         notes.append(f"the classifier's weights are not kept: {absent}")
     else:
         return SmallWeights(
-            {**own.arrays, **found.arrays},
-            {"input_weights": own.record(), "head_weights": found.record()},
+            {**own.arrays, **classifier.arrays},
+            {"input_weights": own.record(), "head_weights": classifier.record()},
         )
     record = {"input_weights": own.record(), "head_weights": {"absent": absent}}
     return SmallWeights(own.arrays, record, notes)

@@ -54,13 +54,13 @@ def tiles_of(sizes: Sequence[Size], canvas: Canvas) -> list[Tile]:
         canvas: with tiles.
     """
     assert canvas.tiles is not None
-    found = []
+    tiles = []
     for image, size in enumerate(sizes):
         if min(size) < 1:
             continue
         rows, cols = (starts(*axis) for axis in zip(canvas.image(size), canvas.tiles, strict=True))
-        found += [Tile(image, top, left, (row, col)) for top, row in rows for left, col in cols]
-    return found
+        tiles += [Tile(image, top, left, (row, col)) for top, row in rows for left, col in cols]
+    return tiles
 
 
 class TiledObserver(SlabObserver):

@@ -181,13 +181,13 @@ class SiteFeatures:
             VitseeError: a number is not finite.
         """
         values = self.load(slab.rows, part)
-        found, finite = widened(values if slab.valid.all() else values[slab.valid])
+        wide, finite = widened(values if slab.valid.all() else values[slab.valid])
         if not finite:
             raise VitseeError(
                 f"{slab.store.label} holds numbers in {self.site.name} that are not finite, in "
                 f"rows {slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
             )
-        return found
+        return wide
 
     def blocks(
         self, mask: Mask, part: slice | None = None, *, jobs: int = 1, memory: int | None = None
@@ -280,22 +280,22 @@ def choose_features(
     site = store.site(site.name)
     layout = site.layout
     if layout is None:
-        found = SiteFeatures(store, site, TokenSelection.parse("all"))
+        features = SiteFeatures(store, site, TokenSelection.parse("all"))
     else:
         default = default_token((store, *among), site.name)
-        found = SiteFeatures(
+        features = SiteFeatures(
             store,
             site,
             TokenSelection.parse(tokens or default),
             match(store, site) if match_last_stage else None,
             partial,
         )
-    if one_vector and found.several:
+    if one_vector and features.several:
         raise SiteError(
-            f"--tokens {found.selection} is several tokens of {site.name}; expected one vector"
+            f"--tokens {features.selection} is several tokens of {site.name}; expected one vector"
         )
-    _ = found.arrays
-    return found
+    _ = features.arrays
+    return features
 
 
 def check_alike(ours: SiteFeatures, theirs: SiteFeatures) -> None:

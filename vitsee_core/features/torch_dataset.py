@@ -116,8 +116,8 @@ class TokenDataset(IterableDataset[torch.Tensor]):
         rows = self.store.plan.rows(k)
         mask = np.zeros(self.store.n_images, bool)
         mask[rows] = self.store.valid[rows]
-        found = list(self.features.blocks(mask))
+        blocks = list(self.features.blocks(mask))
         dim = self.features.dim
         return np.concatenate(
-            [np.empty((0, dim), np.float32), *(b.reshape(-1, dim) for b in found)]
+            [np.empty((0, dim), np.float32), *(b.reshape(-1, dim) for b in blocks)]
         )

@@ -42,10 +42,10 @@ def compiled(function: Callable[P, R], flags: Collection[str] = FAST) -> Callabl
         if inlined:
             return compile_(written, forceinline=True, **options)
         try:
-            found: Callable[P, R] = compile_(written, cache=True, **options)
+            dispatcher: Callable[P, R] = compile_(written, cache=True, **options)
         except RuntimeError:  # no folder for the cache
-            found = compile_(written, **options)
-        return found
+            dispatcher = compile_(written, **options)
+        return dispatcher
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -78,10 +78,10 @@ def _digest(
 ) -> str:
     """Digest of the files that a function's compiled code depends on beside its own: those of its
     callees, recursively."""
-    found, own = hashlib.sha256(), inspect.getsourcefile(function)
+    digest, own = hashlib.sha256(), inspect.getsourcefile(function)
     for name, callee in called.items():
-        found.update(getattr(made[name], "__qualname__", name).encode())
+        digest.update(getattr(made[name], "__qualname__", name).encode())
         file = inspect.getsourcefile(inspect.unwrap(callee))
         if file is not None and file != own:
-            found.update(Path(file).read_bytes())
-    return found.hexdigest()[:8]
+            digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:8]

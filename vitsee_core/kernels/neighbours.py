@@ -55,8 +55,8 @@ class Neighbours:
             self._memory = fast.new_empty(size)
         for start in range(0, len(self._queries), self._tile):
             part = slice(start, start + self._tile)
-            found = largest_products(self._fast[part], fast, width, self._memory)
-            near, which = (x.to(self._exact_device) for x in found)
+            candidates = largest_products(self._fast[part], fast, width, self._memory)
+            near, which = (x.to(self._exact_device) for x in candidates)
             queries, keys = self._queries[part], self._keys[part]
             best = self._best(keys, queries, stored, lengths, near, which)
             if near.shape[1] < len(rows):

@@ -51,7 +51,7 @@ def nearest(
     at_once = max(64, min(n_queries, memory * 2 // 3 // (20 * dim + 32 * k)))
     tile_rows = max(64, min(TILE_ROWS, memory // 6 // (20 * dim)))
     tile = max(16, min(TILE_QUERIES, memory // 6 // (TILE_BYTES * tile_rows)))
-    found: list[tuple[Float32, NDArray[np.int64]]] = []
+    of_blocks: list[tuple[Float32, NDArray[np.int64]]] = []
     constant = True
     for some in in_tiles(queries(), at_once):
         from vitsee_core.kernels.neighbours import Neighbours
@@ -65,8 +65,8 @@ def nearest(
                 constant = constant and bool((piece == first).all())
                 own.add(piece)
                 progress.advance(round(len(piece) * len(some) / n_queries))
-            found.append(own.result())
-    cosines, numbers = zip(*found, strict=True)
+            of_blocks.append(own.result())
+    cosines, numbers = zip(*of_blocks, strict=True)
     return Nearest(np.concatenate(cosines), np.concatenate(numbers), constant)
 
 

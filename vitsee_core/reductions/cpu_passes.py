@@ -69,7 +69,7 @@ class CpuPasses:
         of_cls = sums.get("cls_rows", sums["received_rows"]).numpy()
         over = OverImages(pairs, received, of_cls)
         counted = np.ones(call.n_images, np.bool_) if valid is None else valid.numpy()
-        found = OfHeads(*(arrays[name] for name in OfHeads._fields))
+        of_heads = OfHeads(*(arrays[name] for name in OfHeads._fields))
 
         def some_parts(thread: int, parts: range) -> None:
             a = self._room(call, thread)
@@ -81,7 +81,7 @@ class CpuPasses:
                     if "full" in out:
                         self._keep(a, out["full"][image])
                 of = images, self._geometry, counted, head_sums, common.cls_rows
-                numbers_of(*of, found, over, part)
+                numbers_of(*of, of_heads, over, part)
 
         run_split(some_parts, n_parts, n_threads[0])
 

@@ -60,8 +60,8 @@ def exponential(x: np.float32) -> np.float32:
     e = e * r + EXP_3
     e = e * r + EXP_2
     e = e * (r * r) + r + ONE
-    found = e * np.int32((np.float32(y).view(np.int32) << 23) + BITS_OF_ONE).view(np.float32)
-    return ZERO if x < LEAST_EXPONENT else found
+    power = e * np.int32((np.float32(y).view(np.int32) << 23) + BITS_OF_ONE).view(np.float32)
+    return ZERO if x < LEAST_EXPONENT else power
 
 
 @compiled

@@ -73,12 +73,12 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
                 bound.arguments[name] = _opened(value, seen)
             elif kind.startswith("Sequence[str]") and isinstance(value, str):
                 bound.arguments[name] = (value,)
-        found: Any = run(*bound.args, **bound.kwargs)
-        if hasattr(found, "made_by"):
+        result: Any = run(*bound.args, **bound.kwargs)
+        if hasattr(result, "made_by"):
             bound.apply_defaults()
             name = run.__module__.rpartition(".")[2]
-            found = replace(found, made_by=(name, dict(bound.arguments)))
-        return cast(R_co, found)
+            result = replace(result, made_by=(name, dict(bound.arguments)))
+        return cast(R_co, result)
 
     plain = [
         p.replace(annotation=parameters[p.name].annotation) for p in signature.parameters.values()

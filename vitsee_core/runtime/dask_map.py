@@ -127,12 +127,12 @@ class DaskMap:
             self.check_versions()  # a worker without this code fails in arbitrary ways
             raise
         self.received += len(data)
-        found: Done = pickle.loads(data)
-        for name, level, line in found.lines:
+        reply: Done = pickle.loads(data)
+        for name, level, line in reply.lines:
             logging.getLogger(name).log(level, "%s", line)
-        if found.error is not None:
-            raise found.error
-        return found.result
+        if reply.error is not None:
+            raise reply.error
+        return reply.result
 
     def _waited_for(self, future: Any) -> bytes:
         warned = False

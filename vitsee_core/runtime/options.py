@@ -93,11 +93,11 @@ def declared(function: Callable[..., Any]) -> dict[str, Declared]:
     contain names imported for type checkers only."""
     function = inspect.unwrap(function)
     names = getattr(function, "__globals__", None) or vars(sys.modules[function.__module__])
-    found = {}
+    parameters = {}
     for name, own in inspect.signature(function).parameters.items():
         plain, about = _split(own.annotation, names)
-        found[name] = Declared(name, plain, own.default, own.kind, about)
-    return found
+        parameters[name] = Declared(name, plain, own.default, own.kind, about)
+    return parameters
 
 
 def _split(annotation: Any, names: dict[str, Any]) -> tuple[str, Any]:
@@ -116,17 +116,17 @@ def _split(annotation: Any, names: dict[str, Any]) -> tuple[str, Any]:
 def options_of(function: Callable[..., Any]) -> dict[str, Declared]:
     """Name -> parameter with an option, of a function or dataclass; a `Gather` is replaced by its
     fields."""
-    found = {}
+    options = {}
     for own in declared(function).values():
         if isinstance(own.about, Option) and own.annotation != "Store":
-            found[own.name] = own
+            options[own.name] = own
         elif isinstance(own.about, Gather):
             inner = options_of(own.about.kind)
             if own.default is not inspect.Parameter.empty:  # neither it nor its parts are required
                 empty = {n: p for n, p in inner.items() if p.default is inspect.Parameter.empty}
                 inner |= {name: part._replace(default=None) for name, part in empty.items()}
-            found |= {name: inner[name] for name in own.about.fields or inner}
-    return found
+            options |= {name: inner[name] for name in own.about.fields or inner}
+    return options
 
 
 # ---------------------------------------------------------------- options of several analyses

@@ -73,14 +73,14 @@ def select_each(
     matching: list[list[str]] = []
     errors: list[dict[str, SiteError]] = []
     for store in stores:
-        found: list[str] = []
+        matched: list[str] = []
         failed: dict[str, SiteError] = {}
         picked: list[T] = []
         try:
             for part in parts:
                 try:
                     picked = select(store, [part.removeprefix(NOT)])
-                    found.append(part)
+                    matched.append(part)
                 except SiteError as unmatched:
                     failed[part] = unmatched
         except MissingInput as lacking:
@@ -88,13 +88,13 @@ def select_each(
             continue
         able.append(store)
         chosen.append(picked)
-        matching.append(found)
+        matching.append(matched)
         errors.append(failed)
     if not able:
         raise next(iter(left_out.values()))
-    for store, found, failed in zip(able, matching, errors, strict=True):
+    for store, matched, failed in zip(able, matching, errors, strict=True):
         for part, error in failed.items():
-            alone = all(other.startswith(NOT) for other in found)
+            alone = all(other.startswith(NOT) for other in matched)
             if alone or not any(part in others for others in matching):
                 raise error
         if failed:
@@ -102,7 +102,7 @@ def select_each(
     for reason in left_out.values():
         log.warning("left out: %s", reason)
     if not single:
-        chosen = [select(store, found) for store, found in zip(able, matching, strict=True)]
+        chosen = [select(store, matched) for store, matched in zip(able, matching, strict=True)]
     return StoreSelection(
         list(zip(able, chosen, strict=True)),
         {label: str(reason) for label, reason in left_out.items()},

@@ -46,16 +46,16 @@ def worker_versions() -> Mapping[str, str]:
         (folder,) = map(Path, package.__path__)
         for file in sorted(folder.rglob("*.py")):
             code.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
-    found = _installed(WORKER_PACKAGES)
-    minor = found["python"].rpartition(".")[0]
-    return {"vitsee's code": code.hexdigest()[:12], **found, "python": minor}
+    installed = _installed(WORKER_PACKAGES)
+    minor = installed["python"].rpartition(".")[0]
+    return {"vitsee's code": code.hexdigest()[:12], **installed, "python": minor}
 
 
 def _installed(packages: Iterable[str]) -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

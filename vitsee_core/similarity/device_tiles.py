@@ -37,9 +37,9 @@ class DeviceTiles:
     def without_diagonals(self, values: Tensor) -> NDArray[Any]:
         """(matrices, rows) diagonals of a square tile, which are then set to zero."""
         diagonals = values.diagonal(dim1=1, dim2=2)
-        found: NDArray[Any] = diagonals.cpu().numpy().copy()
+        on_host: NDArray[Any] = diagonals.cpu().numpy().copy()
         diagonals.zero_()
-        return found
+        return on_host
 
     def sums(
         self,
@@ -88,8 +88,8 @@ def _fetched(waiting: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Any, ...]]
     host = torch.cat([x.flatten() for sums in waiting for x in sums]).cpu().numpy()
     at = 0
     for sums in waiting:
-        found = []
+        arrays = []
         for x in sums:
-            found.append(host[at : at + x.numel()].reshape(x.shape))
+            arrays.append(host[at : at + x.numel()].reshape(x.shape))
             at += x.numel()
-        yield tuple(found)
+        yield tuple(arrays)

@@ -234,7 +234,7 @@ def _work(comparison: Comparison) -> float:
 def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, float]]:
     """No value for features that are constant up to rounding; and |mean|^2 over the total variance
     of those whose offset cost digits when they were stored. Both are logged."""
-    found: dict[str, float] = {}
+    offsets: dict[str, float] = {}
     constant: list[int] = []
     names: dict[int, str] = {}
     for place, r in enumerate(comparison.representations):
@@ -244,13 +244,13 @@ def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, 
         if offset > CONSTANT:
             constant.append(place)
         elif offset > ILL_CONDITIONED:
-            found[names[place]] = offset
-    if found:
+            offsets[names[place]] = offset
+    if offsets:
         log.warning(
             "features that are almost the same for all images, whose differences lost digits when "
             "they were stored: %s (|mean|^2 up to %.0e times the variance; extract such sites with "
             "--dtype SITE=float32)",
-            *(few(list(found)), max(found.values())),
+            *(few(list(offsets)), max(offsets.values())),
         )
     if constant:
         log.warning(
@@ -263,4 +263,4 @@ def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, 
         if comparison.among_themselves
         else [p - comparison.n_rows for p in constant if p >= comparison.n_rows]
     )
-    return without(result, rows, cols), found
+    return without(result, rows, cols), offsets

@@ -117,10 +117,10 @@ class Header:
 def format_of(text: bytes) -> int:
     """The format stated in a header; the current one if it states none."""
     try:
-        found = json.loads(text)["format"]
+        number = json.loads(text)["format"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return FORMAT
-    return found if isinstance(found, int) else FORMAT
+    return number if isinstance(number, int) else FORMAT
 
 
 def _packed(values: NDArray[Any], dtype: DTypeLike) -> str:
@@ -153,10 +153,10 @@ def read_regular(path: Path) -> bytes:
 def is_whole(path: Path, header: Header) -> bool:
     """Whether there is a regular file of the size that the header implies."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_size == header.size_bytes
+    return stat.S_ISREG(status.st_mode) and status.st_size == header.size_bytes
 
 
 def tile_size(n: int) -> int:

@@ -60,7 +60,7 @@ def paired_rows(stores: Sequence[Store], chosen: Chosen, pair_by: str = "image")
     for store in stores if others else ():
         _refuse_twice(store)
     rows = np.flatnonzero(mask)
-    found = [rows]
+    paired = [rows]
     for other in others:
         ids = other.samples.id
         order = np.argsort(ids, kind="stable")
@@ -68,8 +68,8 @@ def paired_rows(stores: Sequence[Store], chosen: Chosen, pair_by: str = "image")
         at = np.searchsorted(ids[order], wanted).clip(max=len(ids) - 1)
         partners = order[at]
         there = (ids[partners] == wanted) & other.valid[partners]
-        found = [*(of_store[there] for of_store in found), partners[there]]
-        rows = found[0]
+        paired = [*(of_store[there] for of_store in paired), partners[there]]
+        rows = paired[0]
     n = len(rows)
     if others and not n:
         labels = ", ".join(store.label for store in stores)
@@ -82,10 +82,10 @@ def paired_rows(stores: Sequence[Store], chosen: Chosen, pair_by: str = "image")
         counts = ", ".join(f"{count} of {label}" for label, count in left.items() if count)
         log.info("%d images are paired by id; left out: %s", n, counts)
     equal = np.ones(n, bool)
-    for other, of_store in zip(others, found[1:], strict=True):
+    for other, of_store in zip(others, paired[1:], strict=True):
         equal &= first.samples.hash[rows] == other.samples.hash[of_store]
     notes = {"paired": "by id", "left_out": left, "with_equal_bytes": int(equal.sum())}
-    return Paired(dict(zip(names, found, strict=True)), {"pairing": notes})
+    return Paired(dict(zip(names, paired, strict=True)), {"pairing": notes})
 
 
 def _refuse_twice(store: Store) -> None:

@@ -113,8 +113,8 @@ def _of(store: Store, patterns: Sequence[str]) -> list[Side]:
 
 def sites_of_each(stores: Sequence[Store], patterns: Sequence[str]) -> list[list[Side]]:
     """The chosen sites of every store; see `select_each`."""
-    found = select_each(stores, patterns, sites_of)
-    return [[(store, site) for site in sites] for store, sites in found.members]
+    selection = select_each(stores, patterns, sites_of)
+    return [[(store, site) for site in sites] for store, sites in selection.members]
 
 
 def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:

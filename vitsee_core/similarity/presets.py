@@ -119,5 +119,5 @@ def choose_estimator(
 def _count(stores: Sequence[Store], images: int | None, seed: int, pair_by: str) -> int:
     """Number of images that all the stores can compare."""
     distinct = list({store.manifest.store_id: store for store in stores}.values())
-    found = paired_rows(distinct, choose_rows(stores[0], images, seed), pair_by)
-    return len(found.rows[distinct[0].manifest.store_id])
+    paired = paired_rows(distinct, choose_rows(stores[0], images, seed), pair_by)
+    return len(paired.rows[distinct[0].manifest.store_id])

@@ -67,11 +67,11 @@ class Workspace:
     def take(self, name: str, n: int, dtype: DTypeLike) -> NDArray[Any]:
         """(n,) uninitialised, in the memory of the last call with this name."""
         size = n * np.dtype(dtype).itemsize
-        found = self._buffers.get(name)
-        if found is None or len(found) < size:
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < size:
             self._buffers.pop(name, None)  # free the old one first
-            found = self._buffers[name] = np.empty(size, np.uint8)
-        return found[:size].view(dtype)
+            buffer = self._buffers[name] = np.empty(size, np.uint8)
+        return buffer[:size].view(dtype)
 
     def clear(self) -> None:
         self._buffers.clear()
@@ -207,9 +207,9 @@ def _localise(tile: GramTile, places: Rows, n: int) -> GramTile:
     to_local[places] = np.arange(len(places))
 
     def local(part: Places) -> Places:
-        found: Rows = to_local[part]
-        first, last = int(found[0]), int(found[-1])
-        return slice(first, last + 1) if last - first + 1 == len(found) else found
+        shifted: Rows = to_local[part]
+        first, last = int(shifted[0]), int(shifted[-1])
+        return slice(first, last + 1) if last - first + 1 == len(shifted) else shifted
 
     i = local(tile.i)
     return GramTile(i, i if tile.i is tile.j else local(tile.j))
@@ -332,12 +332,12 @@ class _Pass:
 def _by_slab(features: FeatureMatrix, rows: Rows) -> list[tuple[slice, Rows | None, slice]]:
     """For every slab with rows that count: its rows in the store, which of them count (None: all),
     and their destination."""
-    plan, found = features.store.plan, []
+    plan, spans = features.store.plan, []
     for k in range(plan.n_slabs):
         span = plan.rows(k)
         low, high = np.searchsorted(rows, [span.start, span.stop])
         if high > low:
             inside = rows[low:high] - span.start
             whole = high - low == span.stop - span.start
-            found.append((span, None if whole else inside, slice(int(low), int(high))))
-    return found
+            spans.append((span, None if whole else inside, slice(int(low), int(high))))
+    return spans

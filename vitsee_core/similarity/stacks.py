@@ -151,10 +151,10 @@ class Runs:
 
     def spans(self, run: slice) -> list[tuple[slice, Rows]]:
         """Slab by slab, which of a run's images it has, and their rows in the store."""
-        rows, plan, found = self.images[run], self.stack.store.plan, []
+        rows, plan, spans = self.images[run], self.stack.store.plan, []
         for slab in range(int(rows[0]) // plan.slab, int(rows[-1]) // plan.slab + 1):
             span = plan.rows(slab)
             low, high = np.searchsorted(rows, [span.start, span.stop]).tolist()
             if high > low:
-                found.append((slice(low, high), rows[low:high]))
-        return found
+                spans.append((slice(low, high), rows[low:high]))
+        return spans

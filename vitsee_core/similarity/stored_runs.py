@@ -34,10 +34,10 @@ class Scratch(threading.local):
     def take(self, name: str, rows: int, columns: int) -> Float32:
         """(rows, columns) uninitialised, in the memory of the last call with this name."""
         n = rows * columns
-        found = self._found.get(name)
-        if found is None or len(found) < n:
-            found = self._found[name] = np.empty(n, np.float32)
-        return found[:n].reshape(rows, columns)
+        buffer = self._found.get(name)
+        if buffer is None or len(buffer) < n:
+            buffer = self._found[name] = np.empty(n, np.float32)
+        return buffer[:n].reshape(rows, columns)
 
 
 class StoredRuns(Runs):

@@ -99,9 +99,9 @@ class _HostTiles:
 
     def without_diagonals(self, values: Float32) -> Float32:
         within = np.arange(values.shape[1])
-        found: Float32 = values[:, within, within]
+        diagonals: Float32 = values[:, within, within]
         values[:, within, within] = 0
-        return found
+        return diagonals
 
 
 def _memory(device: str, n: int) -> Any:
@@ -138,5 +138,5 @@ def _cut(values: Float32, rows: Labels, cols: Labels) -> Float32:
     if isinstance(a, slice) and isinstance(b, slice):
         return np.ascontiguousarray(values[:, a, b])
     flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
-    found: Float32 = values.reshape(len(values), -1).take(flat, 1)
-    return found.reshape(len(values), len(rows), len(cols))
+    taken: Float32 = values.reshape(len(values), -1).take(flat, 1)
+    return taken.reshape(len(values), len(rows), len(cols))

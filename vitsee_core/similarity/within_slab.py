@@ -77,9 +77,9 @@ def _require(comparison: Comparison, estimator: Estimator) -> tuple[int, str]:
     named = f"only Gram matrices within slabs were kept of {few(names)}"
     sizes = {r.store.plan.slab: r.store.label for r in only}
     if len(sizes) > 1:
-        found = ", ".join(f"{label}: {size} images" for size, label in sizes.items())
+        described = ", ".join(f"{label}: {size} images" for size, label in sizes.items())
         raise StoreMismatch(
-            f"Gram matrices within slabs of different sizes ({found}) do not compare; extract "
+            f"Gram matrices within slabs of different sizes ({described}) do not compare; extract "
             "both with the same --slab"
         )
     (slab,) = sizes

@@ -36,8 +36,8 @@ class Summary:
     def cells(self, at: int | tuple[int, ...] = ()) -> dict[str, float | int]:
         """The columns value, std, low, high and n_images of a row about one entry."""
         numbers = {"value": self.mean, "std": self.std, "low": self.low, "high": self.high}
-        found: dict[str, float | int] = {name: float(of[at]) for name, of in numbers.items()}
-        return found | {"n_images": int(self.n[at])}
+        cells: dict[str, float | int] = {name: float(of[at]) for name, of in numbers.items()}
+        return cells | {"n_images": int(self.n[at])}
 
 
 class Moments:

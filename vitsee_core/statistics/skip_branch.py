@@ -24,7 +24,7 @@ from vitsee_core.runtime.store_selection import StoreSelection, select_each
 from vitsee_core.tables.columns import StoredPart, block_of_sublayer
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput
-from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
+from vitsee_stores.layout import TokenLayout, select_names
 from vitsee_stores.selectors import NOT, split_patterns
 from vitsee_stores.token_selection import TokenSelection, describe_layout, layout_tokens
 
@@ -101,9 +101,9 @@ _QUANTITY: dict[str, Callable[[Float, Float, Float], Float]] = {
 def _over(a: Float, b: Float) -> Float:
     """a / b, NaN where b is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found: Float = a / b
-    found[b == 0] = np.nan
-    return found
+        ratio: Float = a / b
+    ratio[b == 0] = np.nan
+    return ratio
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class ReadQuantities:
             if flat is not None:
                 products = np.concatenate([flat, products], axis=1)
         n_zero = int((products[..., 1] == 0).sum())
-        found = quantities(products, self.names)
-        return SlabQuantities({name: values.T for name, values in found.items()}, n_zero)
+        by_name = quantities(products, self.names)
+        return SlabQuantities({name: values.T for name, values in by_name.items()}, n_zero)
 
 
 def choose_sublayers(
@@ -171,25 +171,9 @@ def _select(store: Store, patterns: Sequence[str]) -> list[StoredSublayer]:
         of_kind = kind in kinds and not kind.isdigit()
         wanted.append(f"{part.removesuffix(kind)}*.{kind}" if of_kind else part)
     hint = f"vitsee info {store.place}"
-    sites = [_as_site(sublayer) for sublayer in sublayers]
+    sites = [sublayer.as_site("blocks", "residual") for sublayer in sublayers]
     names = {s.name for s in select_names(wanted, sites, what="store's sublayers", hint=hint)}
     return [sublayer for sublayer in sublayers if sublayer.site in names]
-
-
-def _as_site(sublayer: StoredSublayer) -> SiteSpec:
-    """The sublayer in the form that selectors search."""
-    return SiteSpec(
-        name=sublayer.site,
-        part="",
-        block=sublayer.block,
-        groups=("blocks", "residual"),
-        kind="raw",
-        dim=0,
-        shape=(),
-        layout=sublayer.layout,
-        depth=sublayer.depth,
-        rel_depth=sublayer.rel_depth,
-    )
 
 
 def places_of(layout: TokenLayout, words: Iterable[str]) -> list[TokenPlace]:
@@ -199,19 +183,19 @@ def places_of(layout: TokenLayout, words: Iterable[str]) -> list[TokenPlace]:
     kind, registers as their mean. `patches`: the mean over the grid (or over rows without a grid).
     `all`: `prefix` and `patches`. `flat`: all tokens as one vector. ROW,COL: one cell.
     """
-    found: dict[TokenPlace, None] = {}
+    places: dict[TokenPlace, None] = {}
     singles = _singles(layout)
     for word in words:
         if word == "flat":
-            found[TokenPlace("flat", None, None, (FLAT,))] = None
+            places[TokenPlace("flat", None, None, (FLAT,))] = None
         elif word in ("prefix", "patches", "all"):
             kinds = [] if word == "patches" else _prefix_kinds(layout)
             body = TokenPlace("patches", None, None, tuple(range(layout.n_prefix, layout.n_tokens)))
-            found |= dict.fromkeys([*kinds, *([] if word == "prefix" else [body])])
+            places |= dict.fromkeys([*kinds, *([] if word == "prefix" else [body])])
         else:
             members = TokenSelection.parse(word, TOKENS).members(layout)
-            found |= dict.fromkeys(singles[i] for i in members)
-    return list(found)
+            places |= dict.fromkeys(singles[i] for i in members)
+    return list(places)
 
 
 def _singles(layout: TokenLayout) -> list[TokenPlace]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vitsee_stores.plan import SiteSpec
 from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
@@ -86,6 +87,21 @@ class StoredPart:
     @property
     def block(self) -> str:
         return self.site
+
+    def as_site(self, *groups: str) -> SiteSpec:
+        """In the form that selectors search, in these groups."""
+        return SiteSpec(
+            name=self.site,
+            part="",
+            block=self.block,
+            groups=groups,
+            kind="raw",
+            dim=0,
+            shape=(),
+            layout=self.layout,
+            depth=self.depth,
+            rel_depth=self.rel_depth,
+        )
 
 
 def site_columns(store: Store, site: Measured, side: str = "") -> dict[str, Any]:

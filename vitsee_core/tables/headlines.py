@@ -56,12 +56,12 @@ def measured(rows: Table, i: int = 0) -> str:
 def observations(rows: Table) -> tuple[float, str]:
     """The largest number of observations behind any value of a table, and their kind (`images`);
     infinite if the table does not count them."""
-    found = (math.inf, "images")
+    largest = (math.inf, "images")
     for name in COUNTS:
         counts = [_float(n) for n in _cells(rows, name) if is_given(n)]
-        if counts and max(counts) < found[0]:
-            found = (max(counts), name.removeprefix("n_"))
-    return found
+        if counts and max(counts) < largest[0]:
+            largest = (max(counts), name.removeprefix("n_"))
+    return largest
 
 
 def too_few(n: float, what: str) -> str:
@@ -84,11 +84,11 @@ def by_store(table: Table, **wanted: Any) -> list[tuple[str, Table]]:
     """(store, its rows of `picked`, from input to output)."""
     if not {"store", "site", "rel_depth", "metric"} <= table.columns.keys():
         return []
-    found = []
+    stores = []
     for store, rows in picked(table, **wanted).groups("store"):
         depths = [_float(v) for v in rows["rel_depth"].tolist()]
-        found.append((str(store), rows.take(np.argsort(depths, kind="stable"))))
-    return found
+        stores.append((str(store), rows.take(np.argsort(depths, kind="stable"))))
+    return stores
 
 
 def extremes(rows: Table) -> tuple[int, int]:
@@ -131,7 +131,7 @@ def best_layers(table: Table, units: Mapping[str, str]) -> list[Answer]:
         return []
     whole = dict.fromkeys((*PARTS, "class"))
     sign = -1.0 if direction(metric) == "lower" else 1.0
-    found = []
+    answers = []
     for store, rows in by_store(table, metric=metric, baseline=None, **whole):
         scores = sign * rows["value"].astype(float)
         i = int(scores.argmax())
@@ -152,8 +152,8 @@ def best_layers(table: Table, units: Mapping[str, str]) -> list[Answer]:
             text += f"; {beaten[1]} {number(beaten[2])}"
         if bounds:
             text += f"; the grid allows {number(bounds[0])}"
-        found.append((store, text))
-    return found
+        answers.append((store, text))
+    return answers
 
 
 # ------------------------------------------------------------------------------------ pairs
@@ -168,24 +168,24 @@ def alike(table: Table, metric: str) -> list[Answer]:
     """
     if not {"store_a", "store_b", "site_a", "site_b", "metric"} <= table.columns.keys():
         return []
-    found: dict[frozenset[str], Answer] = {}
+    answers: dict[frozenset[str], Answer] = {}
     rows = picked(table, metric=metric)
     for store_a, of_a in rows.groups("store_a"):
         for store_b, own in of_a.groups("store_b"):
             key = frozenset((str(store_a), str(store_b)))
-            if key in found or not len(own):
+            if key in answers or not len(own):
                 continue
             if store_a == store_b:
                 text = _within(own)
                 if text:
-                    found[key] = (str(store_a), text)
+                    answers[key] = (str(store_a), text)
             else:
                 i = extremes(own)[1]
                 one = len(own) == 1
                 text = f"{own['site_a'][i]} and {own['site_b'][i]}: {measured(own, i)}"
                 text = text if one else f"most alike are {text}"
-                found[key] = (f"{store_a} and {store_b}", text)
-    return [*found.values()]
+                answers[key] = (f"{store_a} and {store_b}", text)
+    return [*answers.values()]
 
 
 def _within(rows: Table) -> str:
@@ -214,8 +214,8 @@ def _within(rows: Table) -> str:
 
 
 def _cells(table: Table, name: str) -> list[Any]:
-    found = table.columns.get(name)
-    return [None] * len(table) if found is None else found.tolist()
+    column = table.columns.get(name)
+    return [None] * len(table) if column is None else column.tolist()
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -261,9 +261,9 @@ def read_result(path: str | Path) -> ResultFile:
     """
     path = Path(path)
     sidecar = _sidecar(path)
-    found = _read(path, sidecar, kinds_in(sidecar))
+    result = _read(path, sidecar, kinds_in(sidecar))
     now = {"sha256": hashlib.sha256(read_file(path)).hexdigest(), "digest": digest_of(sidecar)}
-    return replace(found, changed=any(sidecar.get(name, now[name]) != now[name] for name in now))
+    return replace(result, changed=any(sidecar.get(name, now[name]) != now[name] for name in now))
 
 
 def kinds_in(sidecar: Mapping[str, Any]) -> dict[str, str]:
@@ -372,8 +372,8 @@ def _sidecar(path: Path) -> dict[str, Any]:
     """The content of `r.csv.json`, without keys whose values are of an unexpected type; empty if it
     is missing or not ours."""
     try:
-        found = parse(read_file(path.with_name(path.name + ".json")))
+        document = parse(read_file(path.with_name(path.name + ".json")))
     except (OSError, ValueError, VitseeError):
         return {}
-    found = found if isinstance(found, dict) else {}
-    return {key: v for key, v in found.items() if isinstance(v, _SHAPES.get(key, object))}
+    document = document if isinstance(document, dict) else {}
+    return {key: v for key, v in document.items() if isinstance(v, _SHAPES.get(key, object))}

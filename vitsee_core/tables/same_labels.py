@@ -39,10 +39,10 @@ def tell_apart(files: Sequence[ResultFile]) -> list[ResultFile]:
 
 def _models(table: Table) -> list[tuple[str, Model]]:
     """(label, model) of every row that names its weights, once each."""
-    found: dict[tuple[str, Model], None] = {}
+    models: dict[tuple[str, Model], None] = {}
     for side in SIDES:
-        found |= dict.fromkeys(pair for pair in _pairs(table, side).values() if pair[1][1])
-    return [*found]
+        models |= dict.fromkeys(pair for pair in _pairs(table, side).values() if pair[1][1])
+    return [*models]
 
 
 def _pairs(table: Table, side: str) -> dict[tuple[Any, ...], tuple[str, Model]]:
@@ -50,11 +50,11 @@ def _pairs(table: Table, side: str) -> dict[tuple[Any, ...], tuple[str, Model]]:
     cells = _cells(table, side)
     if not cells:
         return {}
-    found = {}
+    pairs = {}
     for row in dict.fromkeys(zip(*cells, strict=True)):
         label, model, weights = (str(cell) if is_given(cell) else "" for cell in row)
-        found[row] = (label, (model, weights))
-    return found
+        pairs[row] = (label, (model, weights))
+    return pairs
 
 
 def _cells(table: Table, side: str) -> list[list[Any]]:

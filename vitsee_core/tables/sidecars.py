@@ -70,11 +70,11 @@ def attributes_of(store: Store) -> dict[str, Any]:
     model, info = store.manifest.model, store.manifest.info
     size = model.get("input_size") or (None,)
     data = str((info.get("data") or {}).get("data") or "").rstrip("/").rpartition("/")[2]
-    found = {
+    attributes = {
         **{"params": model.get("n_params"), "resolution": min(size[1:], default=None)},
         **{"images": len(store.samples), "data": data or None},
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def describe_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

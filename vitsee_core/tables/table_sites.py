@@ -107,5 +107,5 @@ def _at_ends(pattern: str, rows: Sequence[_Row]) -> list[str]:
 
 
 def _cells(table: Table, name: str) -> list[Any]:
-    found: NDArray[Any] | None = table.columns.get(name)
-    return [None] * len(table) if found is None else found.tolist()
+    column: NDArray[Any] | None = table.columns.get(name)
+    return [None] * len(table) if column is None else column.tolist()

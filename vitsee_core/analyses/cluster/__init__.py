@@ -354,11 +354,11 @@ class _Clusters:
 
     def of(self, features: Iterable[Float32], progress: Progress) -> list[Integers]:
         """(n,) cluster of each image, one array per seed; features: the vectors of each seed."""
-        found = []
+        clusters = []
         for seed, vectors in zip(self.seeds, features, strict=False):
-            found.append(k_means(vectors, self.k, seed))
+            clusters.append(k_means(vectors, self.k, seed))
             progress.advance(len(self.data))
-        return found
+        return clusters
 
     def of_noise(self, dim: int, progress: Progress) -> list[Integers]:
         """The same for standard normal vectors, drawn anew for each seed."""

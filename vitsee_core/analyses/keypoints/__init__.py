@@ -275,17 +275,17 @@ def _with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
         MissingInput: one is stored pooled only.
     """
     chosen = store.select(list(patterns))
-    found = [s for s in chosen if s.layout is not None and s.layout.grid and s.layout.stride_px]
-    if not found:
+    with_grid = [s for s in chosen if s.layout is not None and s.layout.grid and s.layout.stride_px]
+    if not with_grid:
         raise SiteError(
             f"{store.label}: {', '.join(site.name for site in chosen[:3])} has no tokens on the "
             "image's grid; keypoints need sites that have (vitsee info lists them)"
         )
-    for site in found:
+    for site in with_grid:
         store.acts(site.name, "patches", partial=True)
-    if left := [site.name for site in chosen if site not in found]:
+    if left := [site.name for site in chosen if site not in with_grid]:
         log.info("%s: left out, without a grid: %s", store.label, ", ".join(left))
-    return found
+    return with_grid
 
 
 def _rows(

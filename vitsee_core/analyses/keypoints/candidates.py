@@ -41,10 +41,10 @@ class Cells:
         place = self.places(at)
         low = np.minimum(np.floor(place), max(self.n - 2, 0)).astype(np.int64)
         rows = np.arange(len(at))
-        found = np.zeros((len(at), self.n))
-        found[rows, low] = 1 - (place - low)
-        found[rows, np.minimum(low + 1, self.n - 1)] += place - low
-        return found
+        weights = np.zeros((len(at), self.n))
+        weights[rows, low] = 1 - (place - low)
+        weights[rows, np.minimum(low + 1, self.n - 1)] += place - low
+        return weights
 
     def nearest(self, at: Float) -> Float:
         """(positions, n) weights of 1 for the nearest token, the later of two."""
@@ -97,8 +97,8 @@ def _axis(cells: Cells, length: int, low: float, high: float, match: str) -> Can
 
 
 def _within(at: Float, low: float, high: float) -> Integers:
-    found = np.flatnonzero((at >= low) & (at <= high))
-    return found if len(found) else np.array([np.abs(at - (low + high) / 2).argmin()])
+    inside = np.flatnonzero((at >= low) & (at <= high))
+    return inside if len(inside) else np.array([np.abs(at - (low + high) / 2).argmin()])
 
 
 def _corners(cells: Cells, pixels: Float) -> Float:

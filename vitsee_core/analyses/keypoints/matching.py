@@ -51,11 +51,11 @@ def sample(
         _weights(axis.nearest(xy[:, i]) if match == "token" else axis.weights(xy[:, i]), tokens)
         for axis, i in zip(cells, (1, 0), strict=True)
     )
-    found = []
+    features = []
     for row, col in zip(down.split(SAMPLED_AT_ONCE), across.split(SAMPLED_AT_ONCE), strict=True):
         lines = torch.tensordot(row, tokens, dims=1)
-        found.append(torch.linalg.vecdot(lines, col.unsqueeze(2), dim=1))
-    return torch.cat(found)
+        features.append(torch.linalg.vecdot(lines, col.unsqueeze(2), dim=1))
+    return torch.cat(features)
 
 
 def unit(tokens: torch.Tensor) -> torch.Tensor:

@@ -194,10 +194,10 @@ def scores_counts(scorer: KeypointScorer, among: Mask | None) -> dict[str, int]:
 
 def _sums(values: Float, labels: Integers, n: int) -> Float:
     """(n, ...) sums of (rows, columns) by label."""
-    found = np.zeros((n, *values.shape[1:]))
+    sums = np.zeros((n, *values.shape[1:]))
     for column in range(values.shape[1]):
-        found[:, column] = np.bincount(labels, values[:, column], n)
-    return found
+        sums[:, column] = np.bincount(labels, values[:, column], n)
+    return sums
 
 
 def _ratio(a: Float, b: Float) -> Float:

@@ -70,7 +70,7 @@ def search(
     keys = np.concatenate([rows[:, None], located.source], 1)
     each, which = np.unique(keys, axis=0, return_inverse=True)
     bank = torch.zeros(len(each), site.dim, device=device)
-    found = np.full_like(located.target, np.nan)
+    predicted = np.full_like(located.target, np.nan)
     among = _among(located, part)
     with precision_context(device, "fp32"):
         sources = located.source_row[among]
@@ -87,8 +87,8 @@ def search(
                 points = groups[i].points
                 down, across = candidates(layout, located.size, groups[i].window, match)
                 own_sources = bank[torch.from_numpy(which[points]).to(device)]
-                found[points] = find(own_sources, tokens, down, across, match)
-    return found
+                predicted[points] = find(own_sources, tokens, down, across, match)
+    return predicted
 
 
 def n_images(located: Located, part: slice = WHOLE) -> int:
@@ -127,10 +127,10 @@ def search_all(
     items = [(site, part) for site in sites for part in parts]
     results = execution.spread(work, items)
     for _ in sites:
-        found = np.full_like(located.target, np.nan)
+        predicted = np.full_like(located.target, np.nan)
         for part in parts:
-            found[_among(located, part)[located.pair]] = next(results)
-        yield found
+            predicted[_among(located, part)[located.pair]] = next(results)
+        yield predicted
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,11 @@ class _Search:
     def __call__(self, execution: Execution, item: tuple[SiteSpec, slice]) -> Float:
         site, part = item
         device = resolve_device(execution.device)
-        found = search(
+        predicted = search(
             self.store, site, self.located, self.match,
             device=device, part=part, noise=self.noise, progress=execution.progress,
         )  # fmt: skip
-        return found[_among(self.located, part)[self.located.pair]]
+        return predicted[_among(self.located, part)[self.located.pair]]
 
 
 def _images(

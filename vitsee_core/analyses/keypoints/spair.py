@@ -147,16 +147,16 @@ def _listed(path: Path, split: str | None) -> list[Path]:
     known = above / ANNOTATIONS / path.stem
     folder = above / ANNOTATIONS / (split or (path.stem if known.is_dir() else DEFAULT_SPLIT))
     files = {_plain(file.stem): file for file in _annotations(folder)}
-    found = []
+    listed = []
     for number_, line in enumerate(lines, 1):
         if not (word := line.strip()):
             continue
         if _plain(word) not in files:
             raise VitseeError(f"{path}, line {number_}: no pair {word[:80]!r} in {folder}")
-        found.append(files[_plain(word)])
-    if not found:
+        listed.append(files[_plain(word)])
+    if not listed:
         raise VitseeError(f"{path} names no pair; expected one a line")
-    return found
+    return listed
 
 
 def _plain(text: str) -> str:
@@ -216,28 +216,28 @@ def _pair(stem: str, data: Fields) -> Pair:
 
 def _size(data: Fields, key: str) -> tuple[int, int]:
     """(height, width) of [width, height, channels]."""
-    found = data.list(key, _side)
-    if len(found) not in (2, 3):
-        raise ValueError(f"{key} is {list(found)}; expected [width, height, channels]")
-    return found[1], found[0]
+    lengths = data.list(key, _side)
+    if len(lengths) not in (2, 3):
+        raise ValueError(f"{key} is {list(lengths)}; expected [width, height, channels]")
+    return lengths[1], lengths[0]
 
 
 def _points(data: Fields, key: str, size: tuple[int, int]) -> Float:
     """(points, 2) x, y, all of them in the image."""
-    found = data.list(key, _point)
-    if len(found) > MOST_POINTS:
-        raise ValueError(f"{key} has {len(found)} keypoints; expected at most {MOST_POINTS}")
-    for i, (x, y) in enumerate(found):
+    points = data.list(key, _point)
+    if len(points) > MOST_POINTS:
+        raise ValueError(f"{key} has {len(points)} keypoints; expected at most {MOST_POINTS}")
+    for i, (x, y) in enumerate(points):
         if not (-RIM <= x <= size[1] - 1 + RIM and -RIM <= y <= size[0] - 1 + RIM):
             raise ValueError(
                 f"{key}[{i}] is ({x:g}, {y:g}), outside of the image of {size[1]} x {size[0]} "
                 "pixels"
             )
-    return np.array(found, np.float64).reshape(-1, 2)
+    return np.array(points, np.float64).reshape(-1, 2)
 
 
 def _point(value: Any, where: str) -> tuple[float, float]:
-    found = items(value, where, _coordinate)
-    if len(found) != 2:
+    xy = items(value, where, _coordinate)
+    if len(xy) != 2:
         raise unexpected(where, value, "[x, y]")
-    return found[0], found[1]
+    return xy[0], xy[1]

@@ -166,23 +166,23 @@ def _sites(
     """
     head = heads(store)
     chosen = sites_of(store, patterns)
-    found = _readable(store, head, chosen, patches)
-    if not found:
+    readable = _readable(store, head, chosen, patches)
+    if not readable:
         inner = [site for site in store.sites.values() if "head" not in site.groups]
         raise (SiteError if _readable(store, head, inner, patches) else NotOffered)(
             f"the classifier of {store.label} reads {head.pool} of {head.width} channels: none of "
             f"{few([site.name for site in chosen])} has these"
         )
-    if len(found) < len(chosen):
-        left = [site.name for site in chosen if site not in found]
+    if len(readable) < len(chosen):
+        left = [site.name for site in chosen if site not in readable]
         log.info("%s: the classifier cannot read %s", store.label, few(left))
-    return found
+    return readable
 
 
 def _readable(
     store: Store, head: Classifier, sites: Iterable[SiteSpec], patches: bool
 ) -> list[SiteSpec]:
-    found = []
+    readable = []
     for site in sites:
         layout = store.site(site.name).layout
         if "head" in site.groups and site.name != head.site:  # has been through the norm
@@ -193,8 +193,8 @@ def _readable(
             continue
         if patches or head.pooled_kind is None:
             store.acts(site.name)
-        found.append(site)
-    return found
+        readable.append(site)
+    return readable
 
 
 class _Store:
@@ -336,10 +336,11 @@ def headline(table: Table) -> list[Answer]:
     as often as on the last; without labels, how often it agrees with the model's output."""
     shares = {"lens_top1": "right", "lens_agreement": "as the model's output"}
     metric = next((m for m in shares if m in table.unique("metric")), None)
-    found = []
+    answers = []
     for store, rows in by_store(table, metric=metric, token=None, row=None) if metric else []:
         values = rows["value"].astype(float)
         i = int((values >= NEARLY * values[-1]).argmax())
         text = f"share of images {shares[str(metric)]}: {first_and_last(rows)}"
-        found.append((store, f"{text}; {rows['site'][i]} is the first with {NEARLY:g} of the last"))
-    return found
+        first = f"{rows['site'][i]} is the first with {NEARLY:g} of the last"
+        answers.append((store, f"{text}; {first}"))
+    return answers

@@ -259,10 +259,12 @@ class _SiteTables:
         store = self.work.store
         if self.pixels is None:
             self.pixels = input_pixels(store, self.images, self.data, execution.progress)
-        found = self.work.maps(together, self.pixels, self.images, self.how, self.seed, execution)
+        all_maps = self.work.maps(
+            together, self.pixels, self.images, self.how, self.seed, execution
+        )
         return [
             (_table(maps, store, self.summary), maps.site.name, maps.notes, maps.patch_px)
-            for maps in found
+            for maps in all_maps
         ]
 
 
@@ -328,7 +330,7 @@ def plot(table: Table) -> Figure:
 def headline(table: Table) -> list[Answer]:
     """How many tokens of the last site are most like their own patch, beside chance, and by how
     much."""
-    found = []
+    answers = []
     for store, rows in by_store(table, metric="own_top1", token=None, baseline=None):
         site = str(rows["site"][-1])
         text = f"at {site} {measured(rows, -1)} of the tokens are most like their own patch"
@@ -338,5 +340,5 @@ def headline(table: Table) -> list[Answer]:
         own = picked(table, store=store, metric="own_margin", site=site, token=None)
         if len(own):
             text += f"; CKA with it less that with the next: {measured(own)}"
-        found.append((store, text))
-    return found
+        answers.append((store, text))
+    return answers

@@ -125,12 +125,12 @@ def replicates_of(maps: Maps, summary: str | None) -> Float | None:
         return None
     if summary is None:
         return np.moveaxis(maps.replicates, 0, -1).reshape(-1, m)
-    found = _all_metrics(maps, maps.replicates)  # (metrics, m, tokens)
+    metrics = _all_metrics(maps, maps.replicates)  # (metrics, m, tokens)
     names: Sequence[str] = TOKEN_METRICS
     if summary == "site":
-        names, found = SITE_METRICS, _over_tokens(found)[..., np.newaxis]
-    found[[name not in SMOOTH for name in names]] = np.nan
-    return found.transpose(2, 0, 1).reshape(-1, m)
+        names, metrics = SITE_METRICS, _over_tokens(metrics)[..., np.newaxis]
+    metrics[[name not in SMOOTH for name in names]] = np.nan
+    return metrics.transpose(2, 0, 1).reshape(-1, m)
 
 
 def _all_metrics(maps: Maps, cka: Float) -> Float:

@@ -225,13 +225,13 @@ def _finish(
     extend = "min" if (values < -1e-9).any() else "neither"
     for grid, every in grids:
         bars_at_ends(grid, every, image, describe_scale(table), extend=extend)
-    found: dict[str, Any] = handles_of(curves)
+    handles: dict[str, Any] = handles_of(curves)
     if any(panel.placed() for panel in panels):
-        found["the token's own patch"] = Patch(facecolor="none", edgecolor=OWN)
+        handles["the token's own patch"] = Patch(facecolor="none", edgecolor=OWN)
     if np.isnan(values).any():
-        found["no value: constant"] = Patch(facecolor=NO_VALUE)
+        handles["no value: constant"] = Patch(facecolor=NO_VALUE)
     words = "; ".join(part for part in (text, f"n\u00a0=\u00a0{count(table)}") if part)
-    legend_below(figure, found | {words: Line2D([], [], linestyle="none")})
+    legend_below(figure, handles | {words: Line2D([], [], linestyle="none")})
 
 
 def _most_tokens(rows: Table) -> int:

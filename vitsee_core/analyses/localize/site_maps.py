@@ -105,13 +105,13 @@ class SiteMaps:
             memory=execution.budget - execution.budget // 4,
             progress=execution.progress,
         )
-        found, at = [], 0
+        of_sites, at = [], 0
         for site in sites:
             of_site = slice(at, at + len(site.names))
             about = site.site, site.names, site.cells, site.layout, patches.shape[1:]
-            found.append(Maps.of(_some_rows(h, of_site), *about))
+            of_sites.append(Maps.of(_some_rows(h, of_site), *about))
             at = of_site.stop
-        return found
+        return of_sites
 
     def together(self, how: Estimator, n: int, memory: int) -> list[list[int]]:
         """Groups of sites with the same patches, as many as have room for their maps and

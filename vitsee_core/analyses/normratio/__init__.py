@@ -313,10 +313,10 @@ def _report_zeros(label: str, counts: dict[str, tuple[int, int]]) -> dict[str, s
 
 def headline(table: Table) -> list[Answer]:
     """Where the skip dominates most and least, by kind of token."""
-    found = []
+    answers = []
     for store, rows in by_store(table, metric="norm_ratio", row=None):
         for token, own in rows.groups("token"):
             low, high = (f"{measured(own, i)} at {own['site'][i]}" for i in extremes(own))
             who = f"{store}, {token}" if token else store
-            found.append((who, f"skip over branch: from {low} to {high}"))
-    return found
+            answers.append((who, f"skip over branch: from {low} to {high}"))
+    return answers

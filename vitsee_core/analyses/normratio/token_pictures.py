@@ -214,7 +214,7 @@ def _looks(curves: Sequence[Curve], stores: Sequence[str]) -> dict[Curve, dict[s
     tokens = list(dict.fromkeys(token for _, token, _ in curves))
     kinds = list(dict.fromkeys(kind for *_, kind in curves))
     colours, marks = (stores, tokens) if several else (tokens, kinds)
-    found = {}
+    looks = {}
     for curve in curves:
         store, token, kind = curve
         tint, mark = (store, token) if several else (token, kind)
@@ -225,8 +225,8 @@ def _looks(curves: Sequence[Curve], stores: Sequence[str]) -> dict[Curve, dict[s
         # Patches, which every model has, are drawn below the others and hollow.
         if several and token == "patches":
             look |= {"markerfacecolor": "white", "zorder": 1.9}
-        found[curve] = look
-    return found
+        looks[curve] = look
+    return looks
 
 
 def _curve(rows: Table, depth: str, kind: str) -> tuple[Float, Float, Float, Float]:

@@ -346,7 +346,7 @@ def run(
         )
     n_probes = sum(work.n_probes for work in works)
     with counting(execution.progress, n_probes, "probes"), works[0].prober.threads():
-        found = [work.rows(execution) for work in works]
+        of_works = [work.rows(execution) for work in works]
     remarks = list(dict.fromkeys([*remarks, *(r for work in works for r in work.remarks)]))
     for remark in remarks:
         log.info("%s", remark)
@@ -368,7 +368,8 @@ def run(
         WORD: {work.test.store.label: work.blocks.describe() for work in works},
         "remarks": remarks,
     }
-    rows = [row for real, _ in found for row in real] + [row for _, some in found for row in some]
+    rows = [row for real, _ in of_works for row in real]
+    rows += [row for _, some in of_works for row in some]
     columns = COLUMNS if choice is None else SEGMENT_COLUMNS
     names = [name for name in columns if name != "class" or per_class]
     return Table.from_rows(rows, names, notes)
@@ -413,9 +414,9 @@ class _Work:
         shapes = dict.fromkeys(shape_of_random(ours) for ours, _ in self._chosen if self.baselines)
         items: list[Item] = [*self._chosen, *shapes]
         work = SiteProbes(self.prober, self.train, self.test, self.scorer, self.seed)
-        found = list(execution.spread(work, items))
-        drawn = dict(zip(shapes, found[len(self._chosen) :], strict=True))
-        for (features, _), (own, remarks) in zip(self._chosen, found, strict=False):
+        results = list(execution.spread(work, items))
+        drawn = dict(zip(shapes, results[len(self._chosen) :], strict=True))
+        for (features, _), (own, remarks) in zip(self._chosen, results, strict=False):
             self.remarks += remarks
             place = site_columns(self.test.store, features.site)
             rows += [place | row | {"baseline": ""} for row in own]

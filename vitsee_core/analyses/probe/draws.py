@@ -135,8 +135,8 @@ def split_rows(
     ways = {"a second store": test, "--test-split NAME": test_split, "--holdout SHARE": holdout}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) != 1:
-        found = " and ".join(given) or "none"
-        raise VitseeError(f"expected one of {', '.join(ways)} to test on; found {found}")
+        named = " and ".join(given) or "none"
+        raise VitseeError(f"expected one of {', '.join(ways)} to test on; found {named}")
     data = rows(train)
     if test is not None:
         return data, rows(test)

@@ -150,11 +150,11 @@ def _maps(table: Table) -> list[tuple[str, list[Site]]]:
         sites = []
         for site, rows in own.groups("site"):
             places = [re.fullmatch(r"(\d+),(\d+)", token) for token in _text(rows["token"])]
-            found = [(int(p[1]), int(p[2]), i) for i, p in enumerate(places) if p]
-            if not found:
+            on_grid = [(int(p[1]), int(p[2]), i) for i, p in enumerate(places) if p]
+            if not on_grid:
                 continue
-            values = np.full([max(at) + 1 for at in list(zip(*found, strict=True))[:2]], np.nan)
-            for row, col, i in found:
+            values = np.full([max(at) + 1 for at in list(zip(*on_grid, strict=True))[:2]], np.nan)
+            for row, col, i in on_grid:
                 values[row, col] = rows["value"][i]
             sites.append((site, values))
         if sites:

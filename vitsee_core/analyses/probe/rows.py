@@ -119,9 +119,9 @@ def _mean_share(share: NDArray[np.float32]) -> dict[str, Any]:
     """From (seeds, images): the share of probes that are right about each image."""
     moments = Moments()
     moments.add(share.T)
-    found = moments.summary()
+    summary = moments.summary()
     n = share.shape[1]
-    return _summary(found.mean, *share_interval(found.mean, found.std / np.sqrt(n), n), n)
+    return _summary(summary.mean, *share_interval(summary.mean, summary.std / np.sqrt(n), n), n)
 
 
 def _summary(value: Any, low: Any, high: Any, n: int) -> dict[str, Any]:

@@ -157,8 +157,8 @@ def run(
             selected.stores, selected.chosen, files, used, tuple(dict.fromkeys(baselines)),
             execution.seed, resolve_device(execution.device), folders, execution.progress,
         )  # fmt: skip
-        found = _work_on(work, videos, execution)
-    remarks = _remarks(work, videos, found)
+        scores = _work_on(work, videos, execution)
+    remarks = _remarks(work, videos, scores)
     for remark in remarks:
         log.info("%s", remark)
     notes = {
@@ -173,20 +173,20 @@ def run(
         WORD: {store.label: describe_blocks(videos) for store in selected.stores},
     }  # fmt: skip
     names = [name for name in COLUMNS if per_video or name not in ("video", "object")]
-    return Table.from_rows(_rows(work, videos, found, per_video), names, notes)
+    return Table.from_rows(_rows(work, videos, scores, per_video), names, notes)
 
 
 def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     """The sites of one store with a stored grid; every selected site must have one."""
-    found = store.select(list(patterns))
-    for site in found:
+    sites = store.select(list(patterns))
+    for site in sites:
         if site.layout is None or site.layout.grid is None:
             raise SiteError(
                 f"{store.label}: {site.name} has no grid of tokens; propagate needs sites that "
                 "have one"
             )
         store.acts(site.name, "patches", partial=True)  # raises if it is pooled only
-    return found
+    return sites
 
 
 def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> Found:

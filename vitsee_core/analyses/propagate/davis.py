@@ -98,16 +98,16 @@ def find_masks(path: Path) -> MaskFiles:
         root = root / _ANNOTATIONS
     if (root / _RESOLUTION).is_dir():
         root = root / _RESOLUTION
-    found: dict[str, dict[str, str]] = {}
+    masks: dict[str, dict[str, str]] = {}
     for key in walk(str(root)):
         folder, _, file = key.rpartition("/")
         if folder and file.lower().endswith(".png"):
-            found.setdefault(folder.rpartition("/")[2], {})[file[:-4]] = key
-    if not found:
+            masks.setdefault(folder.rpartition("/")[2], {})[file[:-4]] = key
+    if not masks:
         raise VitseeError(
             f"no masks in {root}; expected files like {_ANNOTATIONS}/{_RESOLUTION}/bear/00000.png"
         )
-    return MaskFiles(root, found)
+    return MaskFiles(root, masks)
 
 
 def find_videos(stores: Sequence[Store], masks: MaskFiles, only: Path | None = None) -> list[Video]:
@@ -144,7 +144,7 @@ def _runs(store: Store, only: Path | None) -> dict[str, range]:
         )
     ids = store.samples.id.tolist()
     wanted = np.ones(len(ids), bool) if only is None else named_only(only, ids, store.label)
-    found: dict[str, range] = {}
+    runs: dict[str, range] = {}
     folders: dict[str, str] = {}
     begin = 0
     for folder, of in groupby(ids, lambda i: i.rpartition("/")[0]):
@@ -164,8 +164,8 @@ def _runs(store: Store, only: Path | None) -> dict[str, range]:
             )
         name = folder.rpartition("/")[2]
         _check_new(store, name, folder, folders)
-        folders[name], found[name] = folder, rows
-    return _readable(store, found)
+        folders[name], runs[name] = folder, rows
+    return _readable(store, runs)
 
 
 def _check_new(store: Store, name: str, folder: str, folders: dict[str, str]) -> None:

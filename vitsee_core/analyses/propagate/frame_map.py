@@ -61,10 +61,10 @@ class FrameAxis:
         n = self.n * per_cell
         scale = n / (self.high - self.low)
         low, high = (_whole((edge - self.low) * scale) for edge in (0, self.length))
-        found = nearest_places(n, self.length, low, high)
+        nearest = nearest_places(n, self.length, low, high)
         middle = np.arange(self.length) + 0.5
         seen = (middle > self.seen[0]) & (middle < self.seen[1])
-        return np.where(seen, np.clip(found, 0, n - 1), -1)
+        return np.where(seen, np.clip(nearest, 0, n - 1), -1)
 
     def weights(self) -> Float:
         """(cells, pixels) share of each pixel within each cell."""

@@ -159,13 +159,13 @@ class Propagation:
         places = places[:, :top]
         at = places // n_keys * self._tokens.shape[1] + places % n_keys + strip.keys.start
         chosen = self._labels.flatten(0, 1)[at]
-        found = torch.einsum("qk,qkc->qc", weights, chosen)
+        mixed = torch.einsum("qk,qkc->qc", weights, chosen)
         if values.shape[1] > top:
             last = values[:, top - 1]
             ties = torch.nonzero((values[:, top] == last) & (last > -torch.inf))[:, 0]
             if len(ties):
-                found[ties] = self._with_ties(near[ties], values[ties], labels)
-        return found
+                mixed[ties] = self._with_ties(near[ties], values[ties], labels)
+        return mixed
 
     def _with_ties(self, near: Tensor, values: Tensor, labels: Tensor) -> Tensor:
         """Labels of queries with more than `top` tied tokens."""

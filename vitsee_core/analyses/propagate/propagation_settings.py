@@ -92,16 +92,18 @@ def choose_settings(preset: str | None, **own: Any) -> PropagationSettings:
     values |= {name: value for name, value in own.items() if value is not None}
     if values["radius_px"] is not None or values["radius"] == math.inf:
         values["radius"] = None
-    found = PropagationSettings(**values)
+    settings = PropagationSettings(**values)
     for name, known in (("window", WINDOWS), ("seeds", SEEDS), ("upsample", UPSAMPLES)):
-        if getattr(found, name) not in known:
-            raise VitseeError(f"no {name} {getattr(found, name)!r}; expected {' or '.join(known)}")
+        if getattr(settings, name) not in known:
+            raise VitseeError(
+                f"no {name} {getattr(settings, name)!r}; expected {' or '.join(known)}"
+            )
     for name, least in (("context", 0), ("top", 1)):
-        if getattr(found, name) < least:
-            raise VitseeError(f"{name} is {getattr(found, name)}; expected at least {least}")
-    for radius in (found.radius, found.radius_px):
+        if getattr(settings, name) < least:
+            raise VitseeError(f"{name} is {getattr(settings, name)}; expected at least {least}")
+    for radius in (settings.radius, settings.radius_px):
         if radius is not None and not 0 <= radius < math.inf:
             raise VitseeError(f"the radius is {radius:g}; expected 0 or more")
-    if not 0 < found.temperature < math.inf:
-        raise VitseeError(f"the temperature is {found.temperature:g}; expected a number above 0")
-    return found
+    if not 0 < settings.temperature < math.inf:
+        raise VitseeError(f"the temperature is {settings.temperature:g}; expected a number above 0")
+    return settings

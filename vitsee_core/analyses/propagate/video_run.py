@@ -69,11 +69,11 @@ class VideoRun:
 
         def labels(frame: int) -> Labels:
             tokens = self._window.tokens(self._where.cells(next(frames)))
-            found = self._enlarged(self._window.maps(propagation.step(tokens)))
+            predicted = self._enlarged(self._window.maps(propagation.step(tokens)))
             if save is not None:
-                save(frame, found)
+                save(frame, predicted)
             progress.advance(1)
-            return found
+            return predicted
 
         scores = scored(self._truth, labels)
         for frame in range(self._truth.scored.stop, n_frames):

@@ -42,15 +42,15 @@ class VideoSummary:
 
     @classmethod
     def of_scores(cls, videos: Sequence[Video], scores: Mapping[str, FrameScores]) -> VideoSummary:
-        found = [scores[video.name] for video in videos]
-        parts = [metrics(one) for one in found]
+        in_order = [scores[video.name] for video in videos]
+        parts = [metrics(one) for one in in_order]
         values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         spreads = {
-            name: np.concatenate([_std(getattr(one, name), 1) for one in found])
+            name: np.concatenate([_std(getattr(one, name), 1) for one in in_order])
             for name in ("j", "f")
         }
-        of = np.repeat(np.arange(len(found)), [len(one.j) for one in found])
-        n_frames = [one.j.shape[1] for one in found]
+        of = np.repeat(np.arange(len(in_order)), [len(one.j) for one in in_order])
+        n_frames = [one.j.shape[1] for one in in_order]
         return cls([video.name for video in videos], values, spreads, of, n_frames)
 
     def rows(self, per_video: bool) -> Iterator[dict[str, Any]]:

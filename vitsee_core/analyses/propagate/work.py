@@ -137,8 +137,8 @@ class _Group:
         save = None
         if work.folders:
             save = _writer(work.folders[number, site.name] / name, video.frames)
-        found = run.score(frames, site.dim, work.n_frames(video), save, work.progress)
-        self._found.add(key, name, found)
+        scores = run.score(frames, site.dim, work.n_frames(video), save, work.progress)
+        self._found.add(key, name, scores)
         for baseline in work.baselines:
             control = self._control(baseline, video, kind, run)
             self._found.add((number, site.name, baseline), name, control)
@@ -201,8 +201,8 @@ def group_videos(videos: Sequence[Video], slab: int, least: int) -> list[list[Vi
     groups: dict[int, list[Video]] = {}
     for video in videos:
         groups.setdefault(video.rows[0].start // slab, []).append(video)
-    found = list(groups.values())
-    while len(found) < least and (longest := max(found, key=len)) and len(longest) > 1:
-        at, half = found.index(longest), (len(longest) + 1) // 2
-        found[at : at + 1] = [longest[:half], longest[half:]]
-    return found
+    grouped = list(groups.values())
+    while len(grouped) < least and (longest := max(grouped, key=len)) and len(longest) > 1:
+        at, half = grouped.index(longest), (len(longest) + 1) // 2
+        grouped[at : at + 1] = [longest[:half], longest[half:]]
+    return grouped

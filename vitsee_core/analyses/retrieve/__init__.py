@@ -168,9 +168,9 @@ def run(
             read = list(plan.read.values())
             noises = [Features.random(plan.search, dim, seed) for dim in dims]
             items = [*(features for _, features in read), *noises]
-            found = list(execution.spread(partial(_scores, plan), items))
-            of_noise = dict(zip(dims, found[len(read) :], strict=True))
-            for (site, features), (scores, without, remark) in zip(read, found, strict=False):
+            results = list(execution.spread(partial(_scores, plan), items))
+            of_noise = dict(zip(dims, results[len(read) :], strict=True))
+            for (site, features), (scores, without, remark) in zip(read, results, strict=False):
                 if remark:
                     remarks.append(remark)
                     log.info("%s", remark)
@@ -248,9 +248,9 @@ def _by_model(
             for given in (queries, distractors)
         )
         if queries and len(own) != 1:
-            found = " and ".join(other.label for other in own) or "none"
+            labels = " and ".join(other.label for other in own) or "none"
             raise StoreMismatch(
-                f"{store.label} has {found} of the stores of queries; expected one of its model"
+                f"{store.label} has {labels} of the stores of queries; expected one of its model"
             )
         if distractors and not more:
             raise StoreMismatch(

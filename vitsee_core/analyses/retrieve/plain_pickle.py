@@ -194,9 +194,9 @@ class _Unpickler(_INTERPRETER):  # type: ignore[misc]
             raise pickle.UnpicklingError(f"it has the instruction {text[1:]}") from None
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _KNOWN.get(module, {}).get(name)
-        if found is not None:
-            return found
+        known = _KNOWN.get(module, {}).get(name)
+        if known is not None:
+            return known
         more = f" (an array of protocol 5: {JSON_INSTEAD})" if name == "_frombuffer" else ""
         raise pickle.UnpicklingError(f"it asks for {module[:60]}.{name[:60]}{more}")
 
@@ -218,12 +218,12 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
     if len(seen) > MOST_BYTES:
         raise pickle.UnpicklingError("it has too many lists")
     seen[id(value)] = None
-    found: Any
+    plain: Any
     if isinstance(value, dict):
-        found = {key: _plain(one, seen) for key, one in value.items()}
+        plain = {key: _plain(one, seen) for key, one in value.items()}
     else:
-        found = [
+        plain = [
             _plain(one, seen) for one in (value.values if isinstance(value, _Array) else value)
         ]
-    seen[id(value)] = found
-    return found
+    seen[id(value)] = plain
+    return plain

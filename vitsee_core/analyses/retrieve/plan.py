@@ -103,8 +103,8 @@ class Plan:
 
     def _chance(self, setting: Setting) -> dict[str, Float]:
         n_right, n = self.search.counts(setting)
-        found = {setting.map: chance_precision(n_right, n, self.form, setting.top)}
-        return found | {
+        expected = {setting.map: chance_precision(n_right, n, self.form, setting.top)}
+        return expected | {
             f"mp@{k}{setting.suffix}": chance_precision_at(n_right, n, k)
             for k in (() if setting.use else self.at)
         }
@@ -148,19 +148,19 @@ class Plan:
         """The mean over the queries in `mask`."""
         moments = Moments()
         moments.add(values[mask])
-        found = moments.summary()
-        cells: dict[str, Any] = dict(found.cells())
+        summary = moments.summary()
+        cells: dict[str, Any] = dict(summary.cells())
         is_share = metric.startswith("mp@")
         if without is None:
             replicates = self.blocks.means_without(np.where(mask, values, 0.0), mask)
-            ends = cut(found.mean, found.low, found.high, SHARE)
+            ends = cut(summary.mean, summary.low, summary.high, SHARE)
             cells |= as_share(cells) if is_share else _ends(*ends)
         else:
             replicates = self._means_without(without, mask)
             if is_share:
                 cells |= _ends(*jackknife_share(cells["value"], replicates, cells["n_images"]))
             else:
-                cells |= _ends(*interval(found.mean, replicates, SHARE)[1:])
+                cells |= _ends(*interval(summary.mean, replicates, SHARE)[1:])
         counts = {"n_queries": cells.pop("n_images"), "n_images": self.search.n_images}
         return {"metric": metric, "baseline": "", WORD: replicates, **cells, **counts}
 

@@ -92,11 +92,11 @@ class Search:
         """Name of a list -> (queries,) number of its images."""
         names = {name for setting in self.settings for name in setting.positives} | {JUNK}
         names |= {name for own in self.lists[:1] for name in own}
-        found = {name: np.zeros(len(self.lists), np.int64) for name in names}
+        lengths = {name: np.zeros(len(self.lists), np.int64) for name in names}
         for i, own in enumerate(self.lists):
             for name, places in own.items():
-                found[name][i] = len(places)
-        return found
+                lengths[name][i] = len(places)
+        return lengths
 
     def scored(self, setting: Setting) -> Mask:
         """(queries,) which count: those of the setting's use with a right image."""

@@ -99,8 +99,8 @@ class _Passes:
         """(queries, dim) in the queries' order."""
         rows = self.search.queries
         ascending = np.unique(rows)
-        found = np.concatenate(list(self._vectors(self.features.queries, ascending)))
-        return found[np.searchsorted(ascending, rows)]
+        vectors = np.concatenate(list(self._vectors(self.features.queries, ascending)))
+        return vectors[np.searchsorted(ascending, rows)]
 
     def count(self, counter: Counter, listed: Listed, n: int, n_queries: int) -> bool:
         """Find and count all images; returns whether they share one vector. n: queries of this

@@ -111,11 +111,11 @@ def _solution(text: str, source: str) -> RetrievalTruth:
     settings: tuple[Setting, ...] = LANDMARKS if len(header) == 3 else ONE
     used = [use for use in ("public", "private") if any(q.use == use for q in queries.values())]
     settings = tuple(one for one in settings if not one.use or one.use in used)
-    found = RetrievalTruth(
+    truth = RetrievalTruth(
         source, tuple(places), tuple(queries.values()), settings, "plain", more=True
     )
-    check_queries_apart(found)
-    return found
+    check_queries_apart(truth)
+    return truth
 
 
 def _cells(line: str) -> list[str]:

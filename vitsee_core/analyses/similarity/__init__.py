@@ -222,7 +222,7 @@ def run(
     if preset:
         compared = platonic.without_outliers(compared, execution, pair_by)
     n_rows = len(chosen.rows)
-    found: list[dict[str, Any]] = []
+    table_rows: list[dict[str, Any]] = []
     remarks: list[str] = []
     with grams_of(
         compared[:n_rows],
@@ -239,7 +239,7 @@ def run(
             places = numbered_pairs(chosen, both=not one.symmetric)
             result = compare_all(grams, one, places, permutations=calibrate or 0)
             remarks += result.remarks
-            found += _rows(one, sides, places, result)
+            table_rows += _rows(one, sides, places, result)
         notes = dict(grams.notes)
     for remark in remarks:
         log.warning("%s", remark)
@@ -251,13 +251,13 @@ def run(
         "remarks": [*notes.get("remarks", ()), *remarks],
     }
     if not preset:
-        return Table.from_rows(found, COLUMNS, notes)
+        return Table.from_rows(table_rows, COLUMNS, notes)
     notes["preset"] = f"{preset}: {platonic.SOURCE}"
     notes["outliers"] = {one.store.label: one.clamp for one in compared}
-    notes["alignment"] = platonic.alignments(Table.from_rows(found, COLUMNS))
+    notes["alignment"] = platonic.alignments(Table.from_rows(table_rows, COLUMNS))
     for line in notes["alignment"]:
         log.info("%s", line)
-    return Table.from_rows(found, COLUMNS, notes)
+    return Table.from_rows(table_rows, COLUMNS, notes)
 
 
 def choose_measures(
@@ -362,10 +362,10 @@ def plot(table: Table) -> Figure:
     groups = list(table.groups("metric"))
     if all(one_to_one(rows) for _, rows in groups):
         return _draw_curves(table)
-    found: list[Panel] = []
+    panels: list[Panel] = []
     for metric, rows in groups:
-        found += _panels(metric, rows)
-    return draw_heatmaps(found, absent="features that are the same for all images")
+        panels += _panels(metric, rows)
+    return draw_heatmaps(panels, absent="features that are the same for all images")
 
 
 def _panels(metric: str, rows: Table) -> list[Panel]:
@@ -373,13 +373,13 @@ def _panels(metric: str, rows: Table) -> list[Panel]:
 
     scope = describe_scope(rows)
     label = _label(metric, rows).replace("a from b", "rows from columns")
-    found = [replace(panel, label=label) for panel in panels_of(rows, about=scope)]
+    panels = [replace(panel, label=label) for panel in panels_of(rows, about=scope)]
     if np.isfinite(rows["calibrated"]).any():
-        found += [
+        panels += [
             replace(panel, label=f"{NAMES.get(metric, LABELS[metric])}, calibrated (0: chance)")
             for panel in panels_of(rows, "calibrated", scope)
         ]
-    return found
+    return panels
 
 
 def _label(metric: str, rows: Table) -> str:
@@ -413,5 +413,5 @@ def _draw_curves(table: Table) -> Figure:
 def headline(table: Table) -> list[Answer]:
     """Like CKA's, by the table's first measure that is 1 for equal representations."""
     metric = next((m for m in table.unique("metric") if m in LABELS and m != "gulp"), None)
-    found = alike(table, metric) if metric else []
-    return [(who, f"{LABELS[str(metric)]}, {text}") for who, text in found]
+    answers = alike(table, metric) if metric else []
+    return [(who, f"{LABELS[str(metric)]}, {text}") for who, text in answers]

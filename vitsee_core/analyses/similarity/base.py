@@ -74,14 +74,14 @@ class Measure(ABC):
     ) -> Float:
         """(permutations, pairs) the same with the images of `b` in each of these orders."""
         used = np.unique(pairs[:, 1])
-        found = []
+        values = []
         with one_blas_thread():  # set once rather than for each order
             for order in orders:
                 moved = list(b)
                 for j in used:
                     moved[j] = self.permuted(b[j], order)
-                found.append(self.compare(a, moved, pairs))
-        return np.array(found)
+                values.append(self.compare(a, moved, pairs))
+        return np.array(values)
 
     def remark(self, a: Sequence[Any], b: Sequence[Any], pairs: Integers) -> str | None:
         """A caveat about these values, if any."""

@@ -62,12 +62,12 @@ def calibrate(value: Float, null: Float, families: Integers, *, distance: bool) 
         largest[:, members] = most[:, np.newaxis]
     with np.errstate(invalid="ignore", divide="ignore"):
         if distance:
-            found = np.maximum(0, (s - tau) / -tau)
+            calibrated = np.maximum(0, (s - tau) / -tau)
         else:
-            found = np.maximum(0, (np.minimum(s, 1) - tau) / (1 - tau))
+            calibrated = np.maximum(0, (np.minimum(s, 1) - tau) / (1 - tau))
     # A permutation that does not change a pair counts, despite rounding.
     p = (1 + (of_null >= s - ROUNDING).sum(0)) / (draws + 1)
     p_family = (1 + (largest >= s - ROUNDING).sum(0)) / (draws + 1)
     absent = ~np.isfinite(value)
-    columns = (null.mean(0), sign * tau, p, p_family, found)
+    columns = (null.mean(0), sign * tau, p, p_family, calibrated)
     return Calibration(*(np.where(absent, np.nan, one) for one in columns))

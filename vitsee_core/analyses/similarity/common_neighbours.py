@@ -97,8 +97,8 @@ class _OfNeighbours(Measure):
         rows = np.arange(n)[:, np.newaxis]
         order, of_order = found_at[rows, by], near[rows, by]
         i = np.repeat(np.arange(n), self.k)
-        found = _of_lists(n, i, order[:, : self.k].ravel(), of_order[:, : self.k].ravel())
-        return replace(found, order=order.astype(np.int32), order_cosines=of_order)
+        neighbours = _of_lists(n, i, order[:, : self.k].ravel(), of_order[:, : self.k].ravel())
+        return replace(neighbours, order=order.astype(np.int32), order_cosines=of_order)
 
     def reduced(self, state: NeighbourPairs, places: Integers) -> NeighbourPairs | None:
         """Cosines do not change, the k nearest are the remaining ones of the lists; None if the
@@ -176,11 +176,11 @@ class Cknna(_OfNeighbours):
             dict(zip(which.tolist(), _each_hsic([(x[i], x[i]) for i in which]), strict=True))
             for x, which in zip((a, b), keys, strict=True)
         )
-        found = np.full(len(pairs), np.nan)
+        values = np.full(len(pairs), np.nan)
         there = [at for at, (i, j) in enumerate(pairs.tolist()) if own_a[i] > 0 and own_b[j] > 0]
         products = np.array([own_a[i] * own_b[j] for i, j in pairs[there].tolist()])
-        found[there] = _each_hsic([(a[i], b[j]) for i, j in pairs[there]]) / np.sqrt(products)
-        return found
+        values[there] = _each_hsic([(a[i], b[j]) for i, j in pairs[there]]) / np.sqrt(products)
+        return values
 
 
 def _each_hsic(pairs: Sequence[tuple[NeighbourPairs, NeighbourPairs]]) -> list[float]:

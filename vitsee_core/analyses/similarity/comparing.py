@@ -112,8 +112,8 @@ def _images(
         gram = grams.read(k, places)
         if gram.is_constant:
             constant.add(k)
-        elif (found := measure.lacking(gram)) is not None:
-            lacking |= found
+        elif (lacks := measure.lacking(gram)) is not None:
+            lacking |= lacks
     if constant:
         names = ", ".join(sorted({grams.name(k) for k in constant}))
         remarks.append(f"no {measure.name} for {names}: the features of all images are the same")
@@ -265,12 +265,12 @@ class _Work:
             return [(np.arange(len(self.pairs)), used.tolist())]
         group_of = {int(k): at // (most // 2) for at, k in enumerate(used)}
         groups = np.vectorize(group_of.__getitem__)(self.pairs)
-        found = []
+        grouped = []
         for a, b in combinations_with_replacement(range(max(group_of.values()) + 1), 2):
             of = np.flatnonzero((np.sort(groups, 1) == (a, b)).all(1))
             if len(of):
-                found.append((of, np.unique(self.pairs[of]).tolist()))
-        return found
+                grouped.append((of, np.unique(self.pairs[of]).tolist()))
+        return grouped
 
     def _say_cost(self, states: list[Any], pairs: Integers, times: int) -> None:
         """Log the estimated time of all pairs, from one of them."""

@@ -38,10 +38,10 @@ class _OfFactors(Measure):
 
     def compare(self, a: Sequence[Float], b: Sequence[Float], pairs: Integers) -> Float:
         with lane_pool(n_lanes()) as pool:
-            found = in_order(
+            values = in_order(
                 lambda pair: self._pair(a[pair[0]], b[pair[1]]), pairs.tolist(), pool, 8
             )
-            return np.array(list(found))
+            return np.array(list(values))
 
     @abstractmethod
     def _pair(self, a: Float, b: Float) -> float:

@@ -92,8 +92,8 @@ class Cka(_Flattened):
     def reduced(self, state: Float32, places: Integers) -> Float32 | None:
         """U-centring subtracts a number per row and per column, so that for a part of the images it
         may start from that of all."""
-        found: Float32 = np.empty((len(places),) * 2, np.float32)
-        return found if u_centre(state, places, found) > 0 else None
+        centred: Float32 = np.empty((len(places),) * 2, np.float32)
+        return centred if u_centre(state, places, centred) > 0 else None
 
 
 def _u_centred(k: Float) -> Float32 | None:
@@ -134,8 +134,8 @@ class Rsa(_Flattened):
 
     def reduced(self, state: Float32, places: Integers) -> Float32 | None:
         """Dissimilarities keep their order, so their ranks are recounted."""
-        found: Float32 = np.zeros((len(places),) * 2, np.float32)
-        return found if rank_anew(state, places, found) > 1 else None
+        ranks: Float32 = np.zeros((len(places),) * 2, np.float32)
+        return ranks if rank_anew(state, places, ranks) > 1 else None
 
     def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
         pairs = n * (n - 1)  # each twice
@@ -206,16 +206,16 @@ def _symmetric(ranks: Float, n: int) -> Float32 | None:
 @compiled
 def mean_ranks(values: Float, order: Integers) -> Float:
     """Ranks from 1 on of values sorted by `order`; ties get their mean."""
-    found = np.empty(len(values))
+    ranks = np.empty(len(values))
     start = 0
     while start < len(values):
         stop = start + 1
         while stop < len(values) and values[order[stop]] == values[order[start]]:
             stop += 1
         for at in range(start, stop):
-            found[order[at]] = (start + 1 + stop) / 2
+            ranks[order[at]] = (start + 1 + stop) / 2
         start = stop
-    return found
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -240,9 +240,9 @@ class Gulp(_Flattened):
         return smoother.astype(np.float32)
 
     def _values(self, products: Float, own_a: Float, own_b: Float, equal: Mask, n: int) -> Float:
-        found: Float = np.maximum(own_a + own_b - 2 * products, 0)
-        found[equal] = 0
-        return found
+        distances: Float = np.maximum(own_a + own_b - 2 * products, 0)
+        distances[equal] = 0
+        return distances
 
 
 def _squared(matrix: Float32) -> float:
@@ -256,6 +256,6 @@ def inverse(matrix: Float) -> Float:
     factor, failed = lapack.dpotrf(matrix, lower=1, overwrite_a=1)
     if failed:
         raise np.linalg.LinAlgError("not positive definite")
-    found, _ = lapack.dpotri(factor, lower=1, overwrite_c=1)
-    lower: Float = np.tril(found)
+    triangle, _ = lapack.dpotri(factor, lower=1, overwrite_c=1)
+    lower: Float = np.tril(triangle)
     return lower + np.tril(lower, -1).T

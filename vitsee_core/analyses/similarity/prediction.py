@@ -93,7 +93,7 @@ class RidgeR2(Measure):
         orders: Sequence[Integers | None],
     ) -> Float:
         """(orders, pairs); None: the original order."""
-        found = np.full((len(orders), len(pairs)), np.nan)
+        r2 = np.full((len(orders), len(pairs)), np.nan)
         for j in np.unique(pairs[:, 1]).tolist():
             at = np.flatnonzero(pairs[:, 1] == j)
             targets = [a[i].kernel for i in pairs[at, 0].tolist()]
@@ -106,11 +106,11 @@ class RidgeR2(Measure):
                         moved = maker if order is None else maker[np.ix_(order, order)]
                         press[k, :, ridge] = inner_products(targets, [moved])[:, 0]
             total = np.array([np.trace(k, dtype=np.float64) for k in targets])
-            found[:, at] = 1 - press.min(-1) / (total * (n / (n - 1)) ** 2)
+            r2[:, at] = 1 - press.min(-1) / (total * (n / (n - 1)) ** 2)
             for k, order in enumerate(orders):
                 if order is None:
                     b[j].best.update(press[k].argmin(-1).tolist())
-        return found
+        return r2
 
     def state_bytes(self, n: int) -> int:
         return 12 * n * n

@@ -173,13 +173,13 @@ def plot(table: Table) -> Figure:
 def _sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     """The sites with a grid. Raises SiteError: none has one."""
     chosen = sites_of(store, patterns)
-    found = [site for site in chosen if site.layout is not None and site.layout.grid is not None]
-    if not found:
+    gridded = [site for site in chosen if site.layout is not None and site.layout.grid is not None]
+    if not gridded:
         raise SiteError(f"{chosen[0].name} of {store.label} has no grid; expected e.g. blocks")
-    if len(found) < len(chosen):
-        left = [site.name for site in chosen if site not in found]
+    if len(gridded) < len(chosen):
+        left = [site.name for site in chosen if site not in gridded]
         log.info("%s: no grid in %s", store.label, few(left))
-    return found
+    return gridded
 
 
 def _foreground(
@@ -288,11 +288,11 @@ class _ReadSpatial:
 def headline(table: Table) -> list[Answer]:
     """How much more alike near patches are than distant ones, and in the end all of them."""
     last = dict(by_store(table, metric="mean_cos"))
-    found = []
+    answers = []
     for store, rows in by_store(table, metric="lds"):
         text = f"cosine of near patches above distant ones {first_and_last(rows)}"
         if store in last:
             all_of_them = last[store]
             text += f"; all patches {measured(all_of_them, -1)} at {all_of_them['site'][-1]}"
-        found.append((store, text))
-    return found
+        answers.append((store, text))
+    return answers

@@ -52,18 +52,18 @@ class TokenSums:
     def shares(self) -> dict[str, float]:
         """Each of `SHARES`; NaN if all tokens are equal, or with one image or position."""
         n, t = self.n, len(self.at)
-        found = dict.fromkeys(SHARES, math.nan)
+        shares = dict.fromkeys(SHARES, math.nan)
         if n < 2 or t < 2:
-            return found
+            return shares
         mean = self.at.sum(0) / (n * t)
         of_mean = n * t * float(mean @ mean)
         total = self.squares - of_mean
         if total <= ALIKE * self.squares:
-            return found
-        found["share_image"] = (t * self.means - of_mean) / total
-        found["share_position"] = (float(np.vdot(self.at, self.at)) / n - of_mean) / total
-        found["share_rest"] = 1 - found["share_image"] - found["share_position"]
-        return found
+            return shares
+        shares["share_image"] = (t * self.means - of_mean) / total
+        shares["share_position"] = (float(np.vdot(self.at, self.at)) / n - of_mean) / total
+        shares["share_rest"] = 1 - shares["share_image"] - shares["share_position"]
+        return shares
 
     def nulls(self) -> dict[str, float]:
         """The shares of independent noise; NaN where `shares` is."""

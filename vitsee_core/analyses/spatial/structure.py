@@ -88,19 +88,19 @@ def _cosines(units: Float, there: Mask) -> dict[str, float]:
     sums, counts = sums_by_distance(units, there)
     with np.errstate(invalid="ignore", divide="ignore"):
         by_distance = np.where(counts > 0, sums / counts, np.nan)
-    found = {}
+    values = {}
     for name, far, reach in (
         ("", FAR, REACH),
         ("_scaled", scaled(FAR, grid), scaled(REACH, grid)),
     ):
         near, n_far = by_distance[1] if len(by_distance) > 1 else np.nan, counts[far:].sum()
-        found[f"lds{name}"] = float(near - sums[far:].sum() / n_far) if n_far > 0 else math.nan
-        found[f"cds{name}"] = _decline(by_distance[1 : reach + 1], reach)
+        values[f"lds{name}"] = float(near - sums[far:].sum() / n_far) if n_far > 0 else math.nan
+        values[f"cds{name}"] = _decline(by_distance[1 : reach + 1], reach)
     n = int(there.sum())
     mean = units.sum((0, 1)) / n if n else np.zeros(units.shape[-1])
-    found["rmsc"] = math.sqrt(max(0.0, 1 - float(mean @ mean))) if n > 1 else math.nan
-    found["mean_cos"] = (n * float(mean @ mean) - 1) / (n - 1) if n > 1 else math.nan
-    return found
+    values["rmsc"] = math.sqrt(max(0.0, 1 - float(mean @ mean))) if n > 1 else math.nan
+    values["mean_cos"] = (n * float(mean @ mean) - 1) / (n - 1) if n > 1 else math.nan
+    return values
 
 
 def _decline(values: Float, reach: int) -> float:
@@ -125,10 +125,10 @@ def sums_by_distance(units: Float, there: Mask) -> tuple[Float, Float]:
     distance = _distances(rows, cols)
     n = rows + cols - 1
     pairs = autocorrelation(there[..., np.newaxis].astype(np.float64))
-    found = np.zeros((2, n))
-    for row, values in zip(found, (autocorrelation(units), np.rint(pairs)), strict=True):
+    sums = np.zeros((2, n))
+    for row, values in zip(sums, (autocorrelation(units), np.rint(pairs)), strict=True):
         np.add.at(row, distance, values)
-    return found[0], found[1]
+    return sums[0], sums[1]
 
 
 @lru_cache(maxsize=16)

@@ -231,8 +231,8 @@ class _Store:
         """The metrics of classes that are possible."""
         if len(np.unique(self.labels[self.labels >= 0])) < 2:
             return []
-        found = [metric for metric in collapse.METRICS if metric in self.metrics]
-        return found + ([collapse.FOURTH] if self.predicted is not None else [])
+        metrics = [metric for metric in collapse.METRICS if metric in self.metrics]
+        return metrics + ([collapse.FOURTH] if self.predicted is not None else [])
 
     def __call__(
         self, execution: Execution, of: tuple[SiteSpec, SiteFeatures]
@@ -397,22 +397,22 @@ class _Measure:
         return self._values(self.spectrum(among), among)
 
     def _values(self, spectrum: Spectrum, among: Mask) -> Measured:
-        found = spectrum.metrics()
+        values = spectrum.metrics()
         for other in self.others:
-            found |= other.values(among)
-        return found
+            values |= other.values(among)
+        return values
 
     def remarks(self, where: str) -> list[str]:
         assert self.whole is not None
-        found = [f"{where}: all examples are alike, so they have no spectrum"] * self.whole.alike
+        remarks = [f"{where}: all examples are alike, so they have no spectrum"] * self.whole.alike
         if zeros := self.whole.n - self.whole.n_long:
-            found.append(f"{where}: {zeros} examples are 0: not in anisotropy")
-        return found + [remark for other in self.others for remark in other.remarks(where)]
+            remarks.append(f"{where}: {zeros} examples are 0: not in anisotropy")
+        return remarks + [remark for other in self.others for remark in other.remarks(where)]
 
 
 def headline(table: Table) -> list[Answer]:
     """The effective rank of the last site and the largest one, with the cap."""
-    found = []
+    answers = []
     for store, rows in by_store(table, metric="effective_rank"):
         rows = picked(rows, token=rows["token"][0])
         last, most = len(rows) - 1, extremes(rows)[1]
@@ -420,5 +420,5 @@ def headline(table: Table) -> list[Answer]:
         text += f"{rows['site'][last]} (effective rank)"
         if most != last:
             text += f"; most at {rows['site'][most]}, {measured(rows, most)}"
-        found.append((store, text))
-    return found
+        answers.append((store, text))
+    return answers

@@ -48,10 +48,10 @@ def collapse(x: Float, labels: Integers) -> tuple[dict[str, float], int]:
     within = x - means[place]
     variance = np.bincount(place, np.einsum("nd,nd->n", within, within)) / (counts - 1)
     centred = means - means.mean(0)
-    found = dict(_geometry(centred))
-    found["cdnv"], left_out = _distances(means, variance, counts)
-    found["nc1"] = _first(within, centred)
-    return found, left_out
+    values = dict(_geometry(centred))
+    values["cdnv"], left_out = _distances(means, variance, counts)
+    values["nc1"] = _first(within, centred)
+    return values, left_out
 
 
 def _first(within: Float, centred: Float) -> float:
@@ -93,11 +93,11 @@ def _geometry(centred: Float) -> dict[str, float]:
 
 def halves(labels: Integers) -> Integers:
     """(n,) which half of its class an example is in, 0 or 1, alternating in order."""
-    found = np.zeros(len(labels), np.int64)
+    half = np.zeros(len(labels), np.int64)
     for c in np.unique(labels):
         of_class = np.flatnonzero(labels == c)
-        found[of_class] = np.arange(len(of_class)) % 2
-    return found
+        half[of_class] = np.arange(len(of_class)) % 2
+    return half
 
 
 def nearest_mean_disagrees(
@@ -112,16 +112,16 @@ def nearest_mean_disagrees(
         predicted: (n,) of the logits.
         half: (n,) from `halves`, of these examples and others.
     """
-    found = np.full(len(x), np.nan)
+    disagrees = np.full(len(x), np.nan)
     known = np.intersect1d(labels[half == 0], labels[half == 1])
     if len(known) < 2:
-        return found
+        return disagrees
     for side in (0, 1):
         means = np.stack([x[(labels == c) & (half != side)].mean(0) for c in known])
         test = np.flatnonzero((half == side) & np.isin(labels, known))
         squared = np.einsum("cd,cd->c", means, means) - 2 * x[test] @ means.T
-        found[test] = known[squared.argmin(1)] != predicted[test]
-    return found
+        disagrees[test] = known[squared.argmin(1)] != predicted[test]
+    return disagrees
 
 
 def _sums_of(x: Float, place: Integers, n: int) -> Float:

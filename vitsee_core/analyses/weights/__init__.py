@@ -214,7 +214,7 @@ def _step(grid: tuple[int, ...]) -> int:
 def _rows(own: InputWeights, site: str, n: int, **columns: Any) -> dict[str, NDArray[Any]]:
     """`n` rows with these columns; the others are empty."""
     names = {"store": own.store or None, "model": own.model, "weights": own.weights, "site": site}
-    found = {}
+    by_name = {}
     for name in COLUMNS:
         given = columns.get(name, names.get(name))
         number = name == "value"
@@ -222,8 +222,8 @@ def _rows(own: InputWeights, site: str, n: int, **columns: Any) -> dict[str, NDA
         # Whole numbers beside empty cells stay whole in the CSV.
         column = np.empty(n, np.float64 if number else object)
         column[:] = empty if given is None else given
-        found[name] = column
-    return found
+        by_name[name] = column
+    return by_name
 
 
 def _component_rows(
@@ -264,11 +264,11 @@ def _cosine_rows(own: InputWeights, positions: NDArray[Any], step: int) -> dict[
 
 def headline(table: Table) -> list[Answer]:
     """How many components hold most of the variance of the first layer's filters."""
-    found = []
+    answers = []
     for store, rows in picked(table, metric="variance_cumulative").groups("store"):
         values = np.sort(rows["value"].astype(float))
         n = min(int((values < MOST_VARIANCE).sum()) + 1, len(values))
         share = number(float(values[n - 1]))
         what = counted(n, "principal components")
-        found.append((str(store), f"{what} of the filters have {share} of their variance"))
-    return found
+        answers.append((str(store), f"{what} of the filters have {share} of their variance"))
+    return answers

@@ -59,13 +59,13 @@ class _Band:
         wide = min(room(), 44.0 if any(panel.cells > 300 for panel in self.panels) else 30.0)
         fit = max(1, int(room() / wide))
         rows = [self.panels[i : i + fit] for i in range(0, len(self.panels), fit)] or [[]]
-        found = []
+        grids = []
         for row in rows:
             tall = max((min(room() / fit - 9, wide - 9) / panel.ratio for panel in row), default=0)
             lines = 1.3 * len(self.lines) if row is rows[0] else 0.0
             height = tall + 7 + lines
-            found.append((Grid(max(len(row), 1), width=wide, widest=wide, height=height), row))
-        return found
+            grids.append((Grid(max(len(row), 1), width=wide, widest=wide, height=height), row))
+        return grids
 
 
 def draw_weights(table: Table, scale: str) -> Figure:

@@ -44,8 +44,8 @@ class HeldOut:
         """The contribution of these images; without side effects, so that several threads may call
         it."""
         z = self.factors.coordinates(x.astype(np.float64, copy=False))
-        found = (ranks(self.factors.scores(z, l2), labels) for l2 in self.l2s)
-        right = np.array([np.count_nonzero(own == 0) for own in found])
+        of_l2s = (ranks(self.factors.scores(z, l2), labels) for l2 in self.l2s)
+        right = np.array([np.count_nonzero(own == 0) for own in of_l2s])
         n_classes = len(self._counts)
         counts = np.bincount(labels, minlength=n_classes)
         return right, counts, class_sums(z, labels, n_classes), z.T @ z
@@ -101,7 +101,7 @@ class LeaveOneOut:
         left = 1 - self.factors.leverages(z, self.l2s).T
         # An image that alone decides its score (1 - leverage is rounding) has no left-out probe.
         weights = 1 / np.square(np.where(left > 1e-12, left, np.nan))
-        found, (n_parts, _, n_classes) = np.zeros(len(self.l2s)), self._weights.shape
+        errors, (n_parts, _, n_classes) = np.zeros(len(self.l2s)), self._weights.shape
         step = max(1, BLOCK // (len(self.l2s) * n_classes))
         many = max(step, PARTS // max(1, n_parts * n_classes))  # no part: all features are constant
         for first in range(0, len(z), many):
@@ -112,8 +112,8 @@ class LeaveOneOut:
                 some = slice(first + at, first + at + block.shape[1])
                 residuals += self._levels
                 residuals[:, np.arange(residuals.shape[1]), labels[some]] -= 2  # own class: 1
-                found += np.einsum("lm,lmc,lmc->l", weights[:, some], residuals, residuals)
-        return found
+                errors += np.einsum("lm,lmc,lmc->l", weights[:, some], residuals, residuals)
+        return errors
 
     def count(self, found: Float) -> None:
         """Add a result of `judged`."""

@@ -79,9 +79,9 @@ class Factors:
 
     def coordinates(self, x: Float) -> Float:
         """(m, r) for features (m, dim): rotated once, for every l2."""
-        found: Float = x @ self.basis
-        found -= self.origin
-        return found
+        coordinates: Float = x @ self.basis
+        coordinates -= self.origin
+        return coordinates
 
     def scores(self, coordinates: Float, l2: float) -> Float:
         """(m, classes) from coordinates (m, r)."""
@@ -189,12 +189,12 @@ def ranks(scores: Float, labels: Integers) -> Integers:
     """(m,) number of classes ranked before each image's own; among equal scores the lower class
     comes first, and NaN comes before everything."""
     own = scores[np.arange(len(labels)), labels][:, np.newaxis]
-    found: Integers = scores.shape[1] - np.count_nonzero(scores <= own, axis=1)
+    above: Integers = scores.shape[1] - np.count_nonzero(scores <= own, axis=1)
     equal = scores == own
     tied = np.flatnonzero(np.count_nonzero(equal, axis=1) > 1)
     lower = np.arange(scores.shape[1]) < labels[tied, np.newaxis]
-    found[tied] += np.count_nonzero(equal[tied] & lower, axis=1)
-    return found
+    above[tied] += np.count_nonzero(equal[tied] & lower, axis=1)
+    return above
 
 
 def targets(labels: Integers, n_classes: int) -> Float:

@@ -78,18 +78,18 @@ class Spectrum:
     def metrics(self) -> dict[str, float]:
         """Each of `METRICS`; NaN where undefined."""
         n, dim = self.n, self.dim
-        found = dict.fromkeys(METRICS, math.nan)
-        found["rankme"] = entropy_rank(self.raw[: min(n, dim)])
+        metrics = dict.fromkeys(METRICS, math.nan)
+        metrics["rankme"] = entropy_rank(self.raw[: min(n, dim)])
         if self.n_long > 1:
             k = self.n_long
-            found["anisotropy"] = (self.resultant**2 - k) / (k * (k - 1))
+            metrics["anisotropy"] = (self.resultant**2 - k) / (k * (k - 1))
         if self.alike:
-            return found
-        found["effective_rank"] = entropy_rank(self.centred[: min(n - 1, dim)])
-        found["participation_ratio"] = self._participation()
+            return metrics
+        metrics["effective_rank"] = entropy_rank(self.centred[: min(n - 1, dim)])
+        metrics["participation_ratio"] = self._participation()
         if n > LAST_RANK and dim > LAST_RANK:
-            found["alpha"] = power_law(self.centred)
-        return found
+            metrics["alpha"] = power_law(self.centred)
+        return metrics
 
     def caps(self) -> dict[str, float]:
         """The largest possible value of each metric; NaN if there is none."""

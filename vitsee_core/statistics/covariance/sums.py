@@ -55,18 +55,18 @@ class CovarianceSums:
     @classmethod
     def of(cls, x: Float | Float32, shift: Float) -> CovarianceSums:
         """From examples (n, dim)."""
-        found = cls.empty(shift)
-        found.n = len(x)
+        own = cls.empty(shift)
+        own.n = len(x)
         buffer = np.empty((min(ROWS_AT_ONCE, len(x)), len(shift)))
         for start in range(0, len(x), ROWS_AT_ONCE):
             some = x[start : start + ROWS_AT_ONCE]
             y = buffer[: len(some)]
-            sums = found.first, found.third, found.directions
+            sums = own.first, own.third, own.directions
             n_long, fourth = add_vectors(some, shift, y, *sums)
-            found.n_long += n_long
-            found.fourth += fourth
-            found.second += y.T @ y
-        return found
+            own.n_long += n_long
+            own.fourth += fourth
+            own.second += y.T @ y
+        return own
 
     def add(self, other: CovarianceSums, sign: int = 1) -> None:
         """Add another's examples, which stays unchanged; sign -1 removes them again."""
@@ -232,7 +232,7 @@ def block_sums(
 
 def total(parts: Sequence[CovarianceSums]) -> CovarianceSums:
     """The sum of several blocks."""
-    found = CovarianceSums.empty(parts[0].shift)
+    whole = CovarianceSums.empty(parts[0].shift)
     for part in parts:
-        found.add(part)
-    return found
+        whole.add(part)
+    return whole
