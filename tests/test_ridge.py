@@ -42,7 +42,7 @@ def data(n: int, dim: int, classes: int = 4, seed: int = 0) -> tuple[Array, Arra
     return x.astype(np.float32), labels
 
 
-def gathered(x: Array, labels: Array, classes: int = 4, piece: int = 5) -> SufficientStats:
+def stats_of(x: Array, labels: Array, classes: int = 4, piece: int = 5) -> SufficientStats:
     out = SufficientStats(x.shape[1], classes)
     for start in range(0, len(x), piece):
         out.add(x[start : start + piece], labels[start : start + piece])
@@ -53,11 +53,11 @@ def test_by_hand() -> None:
     # x = 0, 1, 3 with targets -1, 1, 1 for class 1: mean 4/3, scatter 14/3, x'y = 4 - 4/3 = 8/3;
     # with l2 = 2/3 the weight is (8/3) / (16/3) = 1/2 and the intercept 1/3 - 1/2 x 4/3 = -1/3.
     x, labels = np.array([[0], [1], [3]], np.float32), np.array([0, 1, 1])
-    linear = solve(gathered(x, labels, 2), PLAIN, 2 / 3)
+    linear = solve(stats_of(x, labels, 2), PLAIN, 2 / 3)
     assert linear.weights == pytest.approx(np.array([[-0.5, 0.5]]), rel=1e-14)
     assert linear.bias == pytest.approx([1 / 3, -1 / 3], rel=1e-14)
     # with a constant column of 1, the mean target 1/3 shrinks by 3 / (3 + 2/3) = 9/11
-    penalised = solve(gathered(x, labels, 2), Algebra(constant=1.0), 2 / 3)
+    penalised = solve(stats_of(x, labels, 2), Algebra(constant=1.0), 2 / 3)
     assert penalised.bias[1] == pytest.approx(1 / 3 * 9 / 11 - 0.5 * 4 / 3, rel=1e-14)
 
 
@@ -67,8 +67,8 @@ def test_normal_equations_and_scikit_learn(n: int, dim: int, l2: float) -> None:
     x, labels = data(n, dim)
     weights, bias = ridge(x, labels, 4, l2)
     theirs = Ridge(alpha=l2).fit(x.astype(float), 2.0 * np.eye(4)[labels] - 1)
-    one = solve(gathered(x, labels), PLAIN, l2)
-    many = Factors.of(gathered(x, labels), PLAIN).linear(l2)
+    one = solve(stats_of(x, labels), PLAIN, l2)
+    many = Factors.of(stats_of(x, labels), PLAIN).linear(l2)
     for linear in (one, many):
         # X'X has entries of 1e3 and l2 goes down to 1e-3: six digits of float64 are lost
         np.testing.assert_allclose(linear.weights, weights, rtol=1e-7, atol=1e-9)
@@ -84,8 +84,8 @@ def test_constant_column_of_big_vision(n: int, dim: int) -> None:
     for l2 in (1.0, 1024.0, 2.0**19):
         expected = padded_ridge(x, labels, test, 4, l2)
         for linear in (
-            solve(gathered(x, labels), BIG_VISION, l2),
-            Factors.of(gathered(x, labels), BIG_VISION).linear(l2),
+            solve(stats_of(x, labels), BIG_VISION, l2),
+            Factors.of(stats_of(x, labels), BIG_VISION).linear(l2),
         ):
             # their X'X has entries of 1e4 n
             np.testing.assert_allclose(linear.scores(test), expected, rtol=1e-9, atol=1e-9)
@@ -94,7 +94,7 @@ def test_constant_column_of_big_vision(n: int, dim: int) -> None:
 @pytest.mark.parametrize("constant", [1e-200, 1e-3, 100.0, 1e200])
 def test_a_constant_column_of_any_size(constant: float) -> None:
     x, labels = data(12, 3)
-    images, algebra = gathered(x, labels), Algebra(constant=constant)
+    images, algebra = stats_of(x, labels), Algebra(constant=constant)
     shares = {1e-200: 0.0, 1e-3: 12e-6 / (12e-6 + 2), 100.0: 12e4 / (12e4 + 2), 1e200: 1.0}
     share = shares[constant]
     target = 2 * np.bincount(labels, minlength=4) / 12 - 1
@@ -105,8 +105,8 @@ def test_a_constant_column_of_any_size(constant: float) -> None:
 
 def test_primal_is_dual() -> None:
     x, labels = data(12, 12)
-    primal = Factors.of(gathered(x, labels), PLAIN)
-    assert not gathered(x, labels).by_rows
+    primal = Factors.of(stats_of(x, labels), PLAIN)
+    assert not stats_of(x, labels).by_rows
     centred = x.astype(float) - x.mean(0, dtype=float)
     dual = from_kernel(centred @ centred.T, labels, 4, PLAIN)
     test, _ = data(5, 12, seed=2)
@@ -122,9 +122,9 @@ def test_primal_is_dual() -> None:
 def test_pieces_and_parts_do_not_matter(dim: int, cut: int, piece: int, standardise: bool) -> None:
     x, labels = data(40, dim)
     algebra = Algebra(standardise)
-    whole = solve(gathered(x, labels, piece=40), algebra, 1.0)
-    parts = gathered(x[:cut], labels[:cut], piece=piece)
-    joined = parts.joined(gathered(x[cut:], labels[cut:], piece=piece))
+    whole = solve(stats_of(x, labels, piece=40), algebra, 1.0)
+    parts = stats_of(x[:cut], labels[:cut], piece=piece)
+    joined = parts.joined(stats_of(x[cut:], labels[cut:], piece=piece))
     assert joined.n == 40
     # other order of float64 additions, and divisions by standard deviations
     np.testing.assert_allclose(
@@ -138,8 +138,8 @@ def test_a_large_common_offset_costs_nothing(n: int, dim: int) -> None:
     rng = np.random.default_rng(0)
     labels = np.arange(n) % 3
     x = rng.integers(-8, 8, (n, dim)).astype(np.float32)  # exact beside 2^20 in float32
-    plain = solve(gathered(x, labels, 3), PLAIN, 0.5)
-    moved = solve(gathered(x + np.float32(2**20), labels, 3), PLAIN, 0.5)
+    plain = solve(stats_of(x, labels, 3), PLAIN, 0.5)
+    moved = solve(stats_of(x + np.float32(2**20), labels, 3), PLAIN, 0.5)
     np.testing.assert_allclose(moved.weights, plain.weights, rtol=1e-9, atol=1e-12)
 
 
@@ -148,8 +148,8 @@ def test_a_large_common_offset_costs_nothing(n: int, dim: int) -> None:
 def test_equal_features_give_equal_scores(algebra: Algebra, n: int) -> None:
     x, labels = np.full((n, 8), 0.1, np.float32), np.arange(n) % 3
     for linear in (
-        solve(gathered(x, labels, 3), algebra, 2.0**-10),
-        Factors.of(gathered(x, labels, 3), algebra).linear(2.0**-10),
+        solve(stats_of(x, labels, 3), algebra, 2.0**-10),
+        Factors.of(stats_of(x, labels, 3), algebra).linear(2.0**-10),
     ):
         assert not linear.weights.any()
 
@@ -161,7 +161,7 @@ def test_equal_features_give_equal_scores(algebra: Algebra, n: int) -> None:
 def test_leave_one_out_is_brute_force(n: int, dim: int) -> None:
     x, labels = data(n, dim, classes=3)
     l2s = (0.1, 3.0, 200.0)
-    judge = LeaveOneOut(Factors.of(gathered(x, labels, 3), PLAIN), l2s)
+    judge = LeaveOneOut(Factors.of(stats_of(x, labels, 3), PLAIN), l2s)
     judge.add(x[:5], labels[:5])
     judge.add(x[5:], labels[5:])
     y = 2.0 * np.eye(3)[labels] - 1
@@ -179,7 +179,7 @@ def test_leave_one_out_is_brute_force(n: int, dim: int) -> None:
 def test_leave_one_out_of_features_without_variance() -> None:
     """The probe answers with the mean target of the other images, at every l2."""
     labels = np.array([0, 0, 1, 1, 1])
-    judge = LeaveOneOut(Factors.of(gathered(np.ones((5, 3), np.float32), labels, 2), PLAIN), GRID)
+    judge = LeaveOneOut(Factors.of(stats_of(np.ones((5, 3), np.float32), labels, 2), PLAIN), GRID)
     judge.add(np.ones((5, 3), np.float32), labels)
     # Of class 0: its own target is 1, the others' mean (1 - 3) / 4; of class 1: 1 and 0.
     expected = 2 * (2 * (1 + 0.5) ** 2 + 3 * (1 - 0) ** 2)
@@ -189,7 +189,7 @@ def test_leave_one_out_of_features_without_variance() -> None:
 def test_leave_one_out_with_a_penalised_constant() -> None:
     x, labels = data(15, 4, classes=3)
     algebra, l2 = Algebra(constant=2.0), 5.0
-    judge = LeaveOneOut(Factors.of(gathered(x, labels, 3), algebra), [l2])
+    judge = LeaveOneOut(Factors.of(stats_of(x, labels, 3), algebra), [l2])
     judge.add(x, labels)
     centred = x - x.mean(0, dtype=float)
     padded = np.concatenate([centred, np.full((15, 1), 2.0)], axis=1)
@@ -208,7 +208,7 @@ def test_left_out_errors_at_many_l2_are_those_at_each(
 ) -> None:
     """From mixtures of fewer weights, where images are many more than directions."""
     x, labels = data(n, dim)
-    factors = Factors.of(gathered(x, labels), PLAIN)
+    factors = Factors.of(stats_of(x, labels), PLAIN)
     monkeypatch.setattr(l2_choice, "BLOCK", 30 * 4 * 7)  # 7 images
     monkeypatch.setattr(l2_choice, "PARTS", 30 * 4 * 16)
     together = LeaveOneOut(factors, GRID)
@@ -228,7 +228,7 @@ def test_left_out_errors_at_many_l2_are_those_at_each(
 def test_held_out_images_choose() -> None:
     x, labels = data(30, 6)
     others, own = data(50, 6, seed=3)
-    judge = HeldOut(Factors.of(gathered(x, labels), PLAIN), GRID)
+    judge = HeldOut(Factors.of(stats_of(x, labels), PLAIN), GRID)
     judge.add(others[:20], own[:20])
     judge.add(others[20:], own[20:])
     right, errors = [], []
@@ -245,7 +245,7 @@ def test_held_out_images_choose() -> None:
 
 def test_features_that_say_nothing_get_the_largest_l2() -> None:
     x, labels = np.ones((12, 3), np.float32), np.arange(12) % 3
-    judge = HeldOut(Factors.of(gathered(x, labels, 3), PLAIN), GRID)
+    judge = HeldOut(Factors.of(stats_of(x, labels, 3), PLAIN), GRID)
     judge.add(x, labels)
     assert judge.best() == GRID[-1]
 
@@ -273,7 +273,7 @@ def counted_ranks(scores: Array, labels: Array) -> list[int]:
 @pytest.mark.parametrize("algebra", [PLAIN, BIG_VISION])
 def test_ranks_at_every_l2(n: int, dim: int, algebra: Algebra) -> None:
     x, labels = data(n, dim)
-    factors = Factors.of(gathered(x, labels, classes=9), algebra)  # of five there is no image
+    factors = Factors.of(stats_of(x, labels, classes=9), algebra)  # of five there is no image
     others, own = data(200, dim, classes=9, seed=4)
     z = factors.coordinates(others.astype(float))
     for l2 in GRID:
@@ -296,7 +296,7 @@ def test_a_first_image_far_from_all_others() -> None:
     tests, own = x[1:1001].astype(np.float64), labels[1:1001]
     right = []
     for l2 in (1e-6, 1.0):
-        made = Factors.of(gathered(first, labels, 10, piece=512), PLAIN)
+        made = Factors.of(stats_of(first, labels, 10, piece=512), PLAIN)
         weights, bias = ridge(first, labels, 10, l2)
         for scores in (made.scores(made.coordinates(tests), l2), tests @ weights + bias):
             right.append((ranks(scores, own) == 0).mean())
@@ -306,7 +306,7 @@ def test_a_first_image_far_from_all_others() -> None:
 
 def test_scores_that_are_no_numbers_are_never_right() -> None:
     x, labels = data(40, 7)
-    factors = Factors.of(gathered(x, labels), PLAIN)
+    factors = Factors.of(stats_of(x, labels), PLAIN)
     z = factors.coordinates(x[:2].astype(np.float64))
     z[1, 3] = np.nan
     found = ranks(factors.scores(z, 1.0), labels[:2])
@@ -316,7 +316,7 @@ def test_scores_that_are_no_numbers_are_never_right() -> None:
 @pytest.mark.parametrize("dim", [3, 40])  # with more channels than images no direction is left
 def test_probes_that_know_nothing_give_the_lower_class(dim: int) -> None:
     x = np.ones((12, dim), np.float32)
-    factors = Factors.of(gathered(x, np.arange(12) % 3, 3), PLAIN)
+    factors = Factors.of(stats_of(x, np.arange(12) % 3, 3), PLAIN)
     z, labels = factors.coordinates(x.astype(float)), np.arange(12) % 3
     assert ranks(factors.scores(z, 1.0), labels).tolist() == labels.tolist()
 

@@ -119,10 +119,10 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
         fit_to[d, draw.places[~held]] = True
         judged_by[d, draw.places[held]] = True
 
-    def gathered() -> list[list[SufficientStats]]:
+    def empty_stats() -> list[list[SufficientStats]]:
         return [[SufficientStats(source.dim, task.n_classes) for _ in range(tokens)] for _ in draws]
 
-    fitted, held_out = gathered(), gathered()
+    fitted, held_out = empty_stats(), empty_stats()
     again = _looked_at_again(task, draws)
     keep = len(again) > 0 and 4 * len(again) * tokens * source.dim <= task.memory // 2
     kept = np.empty((len(again) if keep else 0, tokens, source.dim), np.float32)
