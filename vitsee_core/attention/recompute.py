@@ -26,6 +26,7 @@ from vitsee_core.images.only import shorter_ids
 from vitsee_core.models.provenance import Pictures, Provenance, model_of
 from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.types import Integers
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
-Rows = NDArray[np.int64]
 Take = Callable[[StoredAttention, "Tensor"], Mapping[str, "Tensor"]]
 
 BATCH_BYTES = 256 << 20  # attention of one block over one batch
@@ -49,11 +49,11 @@ MOST_IMAGES = 32
 class Attended:
     """Results for some images."""
 
-    rows: Rows  # (images,) in the store
+    rows: Integers  # (images,) in the store
     values: dict[str, dict[str, Array]]  # block -> name -> array (images, ...)
 
 
-def find_rows(store: Store, names: Sequence[str]) -> Rows:
+def find_rows(store: Store, names: Sequence[str]) -> Integers:
     """The rows of these images, each named by its id, its row number in the store, or by its id
     without folder or ending if that is unique.
 
@@ -97,7 +97,7 @@ def has_full(store: Store, blocks: Sequence[StoredAttention]) -> bool:
 
 def attention_of_images(
     store: Store,
-    rows: Rows,
+    rows: Integers,
     take: Take,
     *,
     blocks: Sequence[StoredAttention] | None = None,
@@ -152,7 +152,7 @@ def _keep(taken: Mapping[str, Tensor]) -> dict[str, Array]:
 
 
 def _stored(
-    store: Store, rows: Rows, take: Take, blocks: Sequence[StoredAttention]
+    store: Store, rows: Integers, take: Take, blocks: Sequence[StoredAttention]
 ) -> Iterator[Attended]:
     import torch
 
@@ -176,7 +176,7 @@ def _stored(
 
 def _computed(
     store: Store,
-    rows: Rows,
+    rows: Integers,
     take: Take,
     blocks: Sequence[StoredAttention],
     origin: Provenance,

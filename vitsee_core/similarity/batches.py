@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.similarity.cache import Tiles
-from vitsee_core.similarity.comparison import Comparison, Estimator, Rows
+from vitsee_core.similarity.comparison import Comparison, Estimator
 from vitsee_core.similarity.exact import full_grams, in_groups
 from vitsee_core.similarity.gram_file import GramFile
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
@@ -26,7 +26,7 @@ from vitsee_core.similarity.products import GramTile, products
 from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.shift import FeatureOffset, Shift
 from vitsee_core.similarity.whole_tiles import Matrix
-from vitsee_core.types import Float32
+from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
 BATCH, EXAMPLES, REPEATS = 1024, 10240, 20  # Raghu et al. 2021, appendix A
@@ -107,7 +107,7 @@ def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
 
 def draw_batches(
     n: int, batch: int, examples: int, repeats: int, seed: int | None, shuffled: bool = False
-) -> list[list[Rows]]:
+) -> list[list[Integers]]:
     """Repeats of batches of image indices, ascending within a batch; in the images' order without a
     seed.
 
@@ -117,7 +117,7 @@ def draw_batches(
     """
     rng = np.random.default_rng(seed)
 
-    def order() -> Rows:
+    def order() -> Integers:
         if seed is None:
             return np.arange(n)
         if not shuffled or n <= MANY:
@@ -143,7 +143,9 @@ def _prefer_whole(comparison: Comparison, batch_entries: int) -> bool:
     )
 
 
-def _from_whole(comparison: Comparison, drawn: Sequence[Sequence[Rows]], batch: int) -> list[Hsic]:
+def _from_whole(
+    comparison: Comparison, drawn: Sequence[Sequence[Integers]], batch: int
+) -> list[Hsic]:
     partitions = []
     for cells in drawn:
         labels = np.full(comparison.n_images, -1)
@@ -181,7 +183,7 @@ class InMemory:
         return self.load()[: self.n, : self.n][i, j]
 
 
-def own_grams(comparison: Comparison, batches: Sequence[Rows]) -> list[OfBatch]:
+def own_grams(comparison: Comparison, batches: Sequence[Integers]) -> list[OfBatch]:
     """The Gram matrices of every representation over each batch of image indices, cached like all
     Gram matrices."""
 
@@ -207,7 +209,7 @@ def _from_file(file: GramFile, batch: int) -> Matrix:
     return InMemory(file.header.batches[batch], partial(file.tile, batch))
 
 
-def _make(batches: Sequence[Rows], comparison: Comparison, of: Representation) -> GramFile:
+def _make(batches: Sequence[Integers], comparison: Comparison, of: Representation) -> GramFile:
     lengths = tuple(map(len, batches))
 
     def make(origin: FeatureOffset) -> Tiles:
@@ -232,7 +234,7 @@ def _make(batches: Sequence[Rows], comparison: Comparison, of: Representation) -
     return made
 
 
-def _rescaled(comparison: Comparison, of: Representation, batches: Sequence[Rows]) -> OfBatch:
+def _rescaled(comparison: Comparison, of: Representation, batches: Sequence[Integers]) -> OfBatch:
     """Gram matrices of uncentred features, each minus its smallest entry and over its then largest;
     in memory, and in float64 until scaled, because they contain the features' offset."""
     tiles = products(

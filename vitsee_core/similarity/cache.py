@@ -38,12 +38,12 @@ from vitsee_core.similarity.gram_file import (
 from vitsee_core.similarity.ownership import create_owned, owned_by_none
 from vitsee_core.similarity.shift import FeatureOffset
 from vitsee_core.tables.files import check_place, renamed
+from vitsee_core.types import Integers
 from vitsee_stores.errors import VitseeError, reason
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-Rows = NDArray[np.int64]
 # Tiles of a file with their numbers, in any order.
 Tiles = Iterable[tuple[int, NDArray[np.float64]]]
 
@@ -105,7 +105,7 @@ class GramCache:
             return self.scratch
 
     def find(
-        self, features: FeatureMatrix, rows: Rows, batches: Sequence[Rows] = ()
+        self, features: FeatureMatrix, rows: Integers, batches: Sequence[Integers] = ()
     ) -> GramFile | None:
         """A cached matrix that contains `rows`, or the matrices of these batches."""
         store, folder = _revision(features.store), self.place(features.store)
@@ -127,7 +127,7 @@ class GramCache:
     def add(
         self,
         features: FeatureMatrix,
-        rows: Rows,
+        rows: Integers,
         tile: int,
         make: Callable[[FeatureOffset], Tiles],
         batches: tuple[int, ...] = (),
@@ -168,7 +168,7 @@ class GramCache:
         self,
         folder: Path,
         features: FeatureMatrix,
-        rows: Rows,
+        rows: Integers,
         tile: int,
         make: Callable[[FeatureOffset], Tiles],
         batches: tuple[int, ...],

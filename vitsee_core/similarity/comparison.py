@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.kernels.backend import full_precision
 from vitsee_core.runtime.execution import Execution
@@ -22,11 +21,11 @@ from vitsee_core.similarity.cache import GramCache
 from vitsee_core.similarity.gram_file import GramFile
 from vitsee_core.similarity.products import Workspace
 from vitsee_core.similarity.representation import Representation
+from vitsee_core.types import Integers
 from vitsee_stores.errors import VitseeError
 
 FOUND_SECONDS = 60.0  # for a shared file system to show another machine's file
 SHARE = "--dask needs a --cache DIR that all machines share"
-Rows = NDArray[np.int64]
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -81,8 +80,8 @@ class Comparison:
     representations: tuple[Representation, ...]
     n_rows: int
     among_themselves: bool
-    rows: dict[str, Rows]
-    own: dict[str, Rows]
+    rows: dict[str, Integers]
+    own: dict[str, Integers]
     shuffled: bool
     seed: int
     device: str
@@ -102,7 +101,7 @@ class Comparison:
     def n_images(self) -> int:
         return len(next(iter(self.rows.values())))
 
-    def rows_of(self, of: Representation) -> Rows:
+    def rows_of(self, of: Representation) -> Integers:
         """The rows of a representation's store that hold the comparison's images."""
         return self.rows[of.store.manifest.store_id]
 
@@ -111,11 +110,11 @@ class Comparison:
         """Whether every store has the images in the first one's order."""
         return all(bool((np.diff(rows) > 0).all()) for rows in self.rows.values())
 
-    def own_rows(self, of: Representation) -> Rows:
+    def own_rows(self, of: Representation) -> Integers:
         """The rows that a representation's store counts by itself."""
         return self.own[of.store.manifest.store_id]
 
-    def find(self, of: Representation, batches: Sequence[Rows] = ()) -> GramFile | None:
+    def find(self, of: Representation, batches: Sequence[Integers] = ()) -> GramFile | None:
         """Its cached Gram matrix over the comparison's images (or over each of these batches of
         them)."""
         return self.cache.find(of.features, self.rows_of(of), batches)

@@ -24,13 +24,14 @@ from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.similarity.batches import BATCH, EXAMPLES, REPEATS, minibatch
 from vitsee_core.similarity.cache import gram_cache
-from vitsee_core.similarity.comparison import Comparison, Estimator, GramOptions, Rows
+from vitsee_core.similarity.comparison import Comparison, Estimator, GramOptions
 from vitsee_core.similarity.exact import over_all_images
 from vitsee_core.similarity.gram_file import DamagedGram
 from vitsee_core.similarity.hsic import METHODS, Hsic, symmetric, without
 from vitsee_core.similarity.pairing import Paired, paired_rows
 from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.within_slab import within_slabs
+from vitsee_core.types import Integers
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import few
 
@@ -167,7 +168,7 @@ def _images(
     seed: int,
     by_slab: bool,
     pair_by: str,
-) -> tuple[Paired, dict[str, Rows], bool, list[str]]:
+) -> tuple[Paired, dict[str, Integers], bool, list[str]]:
     """Rows counted in all stores, by store_id, and those that each counts by itself; whether they
     are in random order; remarks."""
     stores: dict[str, Store] = {r.store.manifest.store_id: r.store for r in representations}

@@ -11,7 +11,7 @@ import numpy as np
 
 from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.similarity.cache import Tiles
-from vitsee_core.similarity.comparison import Comparison, Rows
+from vitsee_core.similarity.comparison import Comparison
 from vitsee_core.similarity.gram_file import (
     LARGEST_TILE,
     GramFile,
@@ -31,6 +31,7 @@ from vitsee_core.similarity.products import GramTile, products
 from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.shift import FeatureOffset
 from vitsee_core.similarity.whole_tiles import Matrix
+from vitsee_core.types import Integers
 
 BLOCKS = 20
 Work = Callable[..., list[Hsic]]
@@ -115,7 +116,7 @@ def _along_blocks(pair: tuple[int, int]) -> int:
     )
 
 
-def block_labels(n: int, seed: int | None) -> Rows:
+def block_labels(n: int, seed: int | None) -> Integers:
     """The jackknife's blocks of images: at least 20 (below 24 images, one each), at most a tile
     long. Runs of a shuffled store are random samples; other orders are assigned with `seed`."""
     labels = np.arange(n) * _n_blocks(n) // n

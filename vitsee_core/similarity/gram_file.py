@@ -29,13 +29,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vitsee_core.similarity.shift import Shift
-from vitsee_core.types import Float32
+from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, VitseeError
 
 FORMAT = 2
 LARGEST_TILE = 1024
 MOST_BYTES = 1 << 28  # of a list of rows: larger claims of a header are refused
-Rows = NDArray[np.int64]
 
 
 class DamagedGram(VitseeError):
@@ -61,7 +60,7 @@ class Header:
 
     store: str
     key: tuple[str, ...]
-    rows: Rows
+    rows: Integers
     batches: tuple[int, ...]
     tile: int
     offset: float
@@ -222,7 +221,7 @@ class GramFile:
         self._checked.add(k)
         return block.reshape(size, size)
 
-    def block(self, i: Rows, j: Rows) -> Float32:
+    def block(self, i: Integers, j: Integers) -> Float32:
         """(len(i), len(j)) entries of the one matrix, at ascending positions among its rows."""
         size = self.header.tile
         along = math.ceil(len(self.header.rows) / size)
@@ -235,7 +234,7 @@ class GramFile:
         return out
 
 
-def _by_tile(places: Rows, size: int) -> Iterable[tuple[int, slice, Rows]]:
+def _by_tile(places: Integers, size: int) -> Iterable[tuple[int, slice, Integers]]:
     """For each tile along one side that holds some of `places`: its number, which of them it holds,
     and where they are within it."""
     for a in range(int(places[0]) // size, int(places[-1]) // size + 1):
@@ -244,12 +243,12 @@ def _by_tile(places: Rows, size: int) -> Iterable[tuple[int, slice, Rows]]:
             yield a, slice(int(low), int(high)), places[low:high] - a * size
 
 
-def _cut(tile: Float32, i: Rows, j: Rows) -> Float32:
+def _cut(tile: Float32, i: Integers, j: Integers) -> Float32:
     """tile[i][:, j]; runs become slices."""
     return tile[_run(i)][:, _run(j)]
 
 
-def _run(places: Rows) -> slice | Rows:
+def _run(places: Integers) -> slice | Integers:
     first, last = int(places[0]), int(places[-1])
     return slice(first, last + 1) if last - first + 1 == len(places) else places
 
@@ -257,7 +256,7 @@ def _run(places: Rows) -> slice | Rows:
 class GramView:
     """Part of a Gram matrix on disk: some rows of a store, in any order."""
 
-    def __init__(self, file: GramFile, rows: Rows) -> None:
+    def __init__(self, file: GramFile, rows: Integers) -> None:
         self.file = file
         self._places = np.searchsorted(file.header.rows, rows)
         self.n = len(rows)
@@ -285,12 +284,12 @@ class GramView:
         return out
 
 
-def covers(header: Header, rows: Rows) -> bool:
+def covers(header: Header, rows: Integers) -> bool:
     """Whether a header's matrix contains all of `rows`."""
     return not header.batches and bool(np.isin(rows, header.rows, assume_unique=True).all())
 
 
-def same_batches(header: Header, batches: Sequence[Rows]) -> bool:
+def same_batches(header: Header, batches: Sequence[Integers]) -> bool:
     """Whether a header's matrices are those of these batches."""
     return header.batches == tuple(map(len, batches)) and np.array_equal(
         header.rows, np.concatenate(batches)

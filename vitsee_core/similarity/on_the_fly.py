@@ -26,7 +26,7 @@ from vitsee_core.kernels.backend import LARGE, choose_device, full_precision, ma
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.similarity.batches import batch_sizes, draw_batches
-from vitsee_core.similarity.comparison import Estimator, Rows
+from vitsee_core.similarity.comparison import Estimator
 from vitsee_core.similarity.exact import block_labels, leave_one_out
 from vitsee_core.similarity.hsic import METHODS, Hsic, assembled, stacked
 from vitsee_core.similarity.pair_sums import (
@@ -38,6 +38,7 @@ from vitsee_core.similarity.pieces import Partition
 from vitsee_core.similarity.stack_grams import Counted, StackGram, bytes_per_value, matrices
 from vitsee_core.similarity.stacks import Stack
 from vitsee_core.similarity.whole_tiles import Matrix
+from vitsee_core.types import Integers
 from vitsee_stores.errors import VitseeError
 
 LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 512, 256, 32
@@ -51,7 +52,7 @@ Shape = tuple[int, int]
 def hsic_on_the_fly(
     rows: Sequence[Stack],
     cols: Sequence[Stack],
-    images: Rows,
+    images: Integers,
     *,
     estimator: Estimator,
     shuffled: bool = True,

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vitsee_core.runtime.streaming import Rows as Chosen
+from vitsee_core.runtime.streaming import Rows
+from vitsee_core.types import Integers
 from vitsee_stores import require_paired
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-Rows = NDArray[np.int64]
 
 PAIR_BY = ("image", "id")
 
@@ -28,11 +27,11 @@ log = logging.getLogger(__name__)
 class Paired:
     """Rows that belong together."""
 
-    rows: dict[str, Rows]  # store_id -> (n,) rows of every store, in the first one's order
+    rows: dict[str, Integers]  # store_id -> (n,) rows of every store, in the first one's order
     notes: dict[str, Any] = field(default_factory=dict)  # for a sidecar
 
 
-def paired_rows(stores: Sequence[Store], chosen: Chosen, pair_by: str = "image") -> Paired:
+def paired_rows(stores: Sequence[Store], chosen: Rows, pair_by: str = "image") -> Paired:
     """The rows of every store that hold the same image, if all of them could read it.
 
     Args:

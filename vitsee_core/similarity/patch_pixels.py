@@ -20,7 +20,7 @@ from vitsee_core.kernels.compiled import compiled
 from vitsee_core.models.provenance import Pictures
 from vitsee_core.runtime.machine import free_disk_bytes, human_bytes
 from vitsee_core.runtime.progress import SILENT, Progress
-from vitsee_core.types import Float32
+from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.lazy import LazyArray, NormalisedInputs
 
@@ -32,7 +32,6 @@ AT_ONCE = 64
 # Neighbouring pixels: a loop of a fixed length is one instruction. Images whose patches at a place
 # are cut one after the other.
 AT_A_TIME, NEAR = np.uint64(16), 8
-Rows = NDArray[np.int64]
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class PatchPixels:
         store: Store,
         pixels: LazyArray,
         layout: TokenLayout,
-        cells: Rows | None = None,
+        cells: Integers | None = None,
     ) -> None:
         """layout: of a site with a grid; cells: only these of it, row by row."""
         assert layout.grid is not None
@@ -165,7 +164,7 @@ def pixels_shape(store: Store) -> tuple[int, ...] | None:
 
 
 def input_pixels(
-    store: Store, rows: Rows, data: str | None = None, progress: Progress = SILENT
+    store: Store, rows: Integers, data: str | None = None, progress: Progress = SILENT
 ) -> LazyArray:
     """(images, channels, height, width) float32, normalised; only `rows`, valid ones in their
     order, may be read. `data`: see `Pictures`. Raises MissingInput: not stored, and not available
@@ -182,7 +181,7 @@ def input_pixels(
         ) from None
 
 
-def _load(store: Store, rows: Rows, pictures: Pictures, progress: Progress) -> LazyArray:
+def _load(store: Store, rows: Integers, pictures: Pictures, progress: Progress) -> LazyArray:
     """The pixels of these rows in a temporary file. Raises VitseeError: an image has changed or is
     gone, or there is no room."""
     name, transform = pictures.source.name, store.manifest.transform

@@ -35,14 +35,14 @@ from vitsee_core.runtime.lanes import Turns, n_lanes, run_lanes
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.similarity.shift import FeatureOffset
 from vitsee_core.similarity.strip_means import StripMeans
+from vitsee_core.types import Integers
 from vitsee_stores.disk import in_this_thread
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.kernels.staging import Staging
 
-Rows = NDArray[np.int64]
-Places = slice | Rows
+Places = slice | Integers
 
 MOST_COLUMNS, GOOD_COLUMNS, FEWEST_COLUMNS = 32768, 16384, 256
 LANES = 2  # threads that strips are sized for, whatever the number of cores
@@ -123,7 +123,7 @@ class StripPlan:
 
 def products(
     features: FeatureMatrix,
-    rows: Rows,
+    rows: Integers,
     tiles: Sequence[GramTile],
     *,
     device: str,
@@ -192,7 +192,7 @@ def _most_rows(tiles: Sequence[GramTile]) -> int:
     return len(_used(n, tiles))
 
 
-def _used(n: int, tiles: Sequence[GramTile]) -> Rows:
+def _used(n: int, tiles: Sequence[GramTile]) -> Integers:
     """The indices below n that any of these tiles needs."""
     mask = np.zeros(n, bool)
     for tile in tiles:
@@ -201,13 +201,13 @@ def _used(n: int, tiles: Sequence[GramTile]) -> Rows:
     return np.flatnonzero(mask)
 
 
-def _localise(tile: GramTile, places: Rows, n: int) -> GramTile:
+def _localise(tile: GramTile, places: Integers, n: int) -> GramTile:
     """The tile in terms of the rows that were read; runs become slices, which are views."""
     to_local = np.full(n, -1)
     to_local[places] = np.arange(len(places))
 
     def local(part: Places) -> Places:
-        shifted: Rows = to_local[part]
+        shifted: Integers = to_local[part]
         first, last = int(shifted[0]), int(shifted[-1])
         return slice(first, last + 1) if last - first + 1 == len(shifted) else shifted
 
@@ -225,14 +225,14 @@ def _balanced(strips: list[Strip], columns: int) -> list[Strip]:
 class _Pass:
     """One reading of the features of some rows, for a group of tiles."""
 
-    places: Rows  # of its rows, among all of the matrix
+    places: Integers  # of its rows, among all of the matrix
     fresh: NDArray[np.bool_]  # which of them no earlier group read
 
     def __init__(
         self,
         features: FeatureMatrix,
         strips: Sequence[Strip],
-        rows: Rows,
+        rows: Integers,
         tiles: Sequence[GramTile],
         centres: StripMeans,
         backend: MatmulBackend,
@@ -329,7 +329,7 @@ class _Pass:
         return x, size
 
 
-def _by_slab(features: FeatureMatrix, rows: Rows) -> list[tuple[slice, Rows | None, slice]]:
+def _by_slab(features: FeatureMatrix, rows: Integers) -> list[tuple[slice, Integers | None, slice]]:
     """For every slab with rows that count: its rows in the store, which of them count (None: all),
     and their destination."""
     plan, spans = features.store.plan, []

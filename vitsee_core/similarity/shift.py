@@ -16,9 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vitsee_core.types import Float
-
-Rows = NDArray[np.int64]
+from vitsee_core.types import Float, Integers
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Shift:
     squared: float  # |c|^2
     n_features: int  # D
 
-    def of(self, places: Rows | slice) -> Shift:
+    def of(self, places: Integers | slice) -> Shift:
         return Shift(self.along[places], self.means[places], self.squared, self.n_features)
 
 
@@ -76,7 +74,7 @@ class FeatureOffset:
         spread = sum(float(row @ row) for row in sample)
         self._centres[strip] = (float(c @ c), float(c.sum()), len(c), spread, len(sample))
 
-    def add(self, places: Rows, sums: NDArray[np.float32]) -> None:
+    def add(self, places: Integers, sums: NDArray[np.float32]) -> None:
         """Add a strip's (x_i - c) . c and sums of x_i - c, (rows, 2), of some rows."""
         self._sums[places] += sums
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from vitsee_core.kernels.backend import MatmulBackend
 from vitsee_core.runtime.progress import Progress
-from vitsee_core.similarity.comparison import Rows
 from vitsee_core.similarity.stacks import Runs, Stack, TokenStack
 from vitsee_core.similarity.stored_runs import StoredRuns
-from vitsee_core.types import Float32
+from vitsee_core.types import Float32, Integers
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def bytes_per_value(stack: Stack, stored: bool) -> int:
 
 def matrices(
     stacks: Sequence[Stack],
-    images: Rows,
+    images: Integers,
     kept: int,
     backend: MatmulBackend,
     progress: Progress,

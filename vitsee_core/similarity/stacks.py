@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from vitsee_core.features import SiteFeatures
 from vitsee_core.kernels.backend import MatmulBackend
 from vitsee_core.runtime.progress import Progress
-from vitsee_core.similarity.comparison import Rows
-from vitsee_core.types import Float32
+from vitsee_core.types import Float32, Integers
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -50,7 +49,7 @@ class TokenStack:
         MissingInput: they are not stored.
     """
 
-    def __init__(self, features: SiteFeatures, places: Rows | None = None) -> None:
+    def __init__(self, features: SiteFeatures, places: Integers | None = None) -> None:
         """places: which of `features.tokens`, in any order; all of them by default."""
         self.features, self.store = features, features.store
         self.places = np.arange(len(features.tokens)) if places is None else places
@@ -88,7 +87,7 @@ class Runs:
     memory."""
 
     def __init__(
-        self, stack: Stack, images: Rows, kept: int, backend: MatmulBackend, progress: Progress
+        self, stack: Stack, images: Integers, kept: int, backend: MatmulBackend, progress: Progress
     ) -> None:
         self.stack, self.images, self._progress = stack, images, progress
         self.backend = backend
@@ -149,7 +148,7 @@ class Runs:
             self.backend.cast(out[:, some].swapaxes(0, 1), values)
         return out
 
-    def spans(self, run: slice) -> list[tuple[slice, Rows]]:
+    def spans(self, run: slice) -> list[tuple[slice, Integers]]:
         """Slab by slab, which of a run's images it has, and their rows in the store."""
         rows, plan, spans = self.images[run], self.stack.store.plan, []
         for slab in range(int(rows[0]) // plan.slab, int(rows[-1]) // plan.slab + 1):

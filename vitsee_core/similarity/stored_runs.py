@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.kernels.fused import shift_bytes, shift_half
-from vitsee_core.similarity.comparison import Rows
 from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.similarity.stacks import MEAN_ROWS, Runs, Stack, TokenStack
-from vitsee_core.types import Float32
+from vitsee_core.types import Float32, Integers
 
 NO_SUMS, NO_VALUES = np.zeros((0, 2), np.float32), np.zeros((0, 0, 0))
 
@@ -100,7 +99,7 @@ class StoredRuns(Runs):
 
         return [partial(keep, k) for k in range(len(spans))]
 
-    def _read_rows(self, rows: Rows) -> NDArray[Any]:
+    def _read_rows(self, rows: Integers) -> NDArray[Any]:
         """(matrices, images, features) of rows of one slab."""
         stack, span = self.stack, slice(int(rows[0]), int(rows[-1]) + 1)
         if isinstance(stack, PatchPixels):

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from vitsee_core.kernels.backend import Cast
 from vitsee_core.kernels.fused import shift_half
-from vitsee_core.similarity.shift import FeatureOffset, Rows
+from vitsee_core.similarity.shift import FeatureOffset
+from vitsee_core.types import Integers
 
 if TYPE_CHECKING:
     from vitsee_core.kernels.staging import Staging
@@ -76,7 +77,7 @@ class StripMeans:
             if self._sums_up:
                 self._sums[strip] = staging.times(x, _weights(mean))
 
-    def done(self, strip: int, places: Rows, fresh: NDArray[np.bool_]) -> None:
+    def done(self, strip: int, places: Integers, fresh: NDArray[np.bool_]) -> None:
         """Mark a strip as complete; called in the strips' order."""
         if self._origin is not None and (sums := self._sums.pop(strip, None)) is not None:
             self._origin.add(places, sums[fresh])

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.similarity.batches import InMemory, OfBatch, each_batch, own_grams
-from vitsee_core.similarity.comparison import Comparison, Estimator, Rows
+from vitsee_core.similarity.comparison import Comparison, Estimator
 from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
 from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.whole_tiles import Matrix
-from vitsee_core.types import Float32
+from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 from vitsee_stores.manifest import few
 
@@ -97,7 +97,7 @@ def _require(comparison: Comparison, estimator: Estimator) -> tuple[int, str]:
     return slab, named
 
 
-def _grams(comparison: Comparison, cells: Sequence[Rows], slab: int) -> list[OfBatch]:
+def _grams(comparison: Comparison, cells: Sequence[Integers], slab: int) -> list[OfBatch]:
     """Every representation's Gram matrices within the slabs: stored ones, or computed now."""
     with_acts = [r for r in comparison.representations if not r.has_blocks_only]
     made = iter(own_grams(replace(comparison, representations=tuple(with_acts)), cells))
@@ -109,7 +109,7 @@ def _grams(comparison: Comparison, cells: Sequence[Rows], slab: int) -> list[OfB
     ]
 
 
-def _stored(of: Representation, cells: Sequence[Rows], slab: int, batch: int) -> Matrix:
+def _stored(of: Representation, cells: Sequence[Integers], slab: int, batch: int) -> Matrix:
     rows = cells[batch]
     k = int(rows[0]) // slab
     places = rows - k * slab

@@ -74,6 +74,7 @@ from vitsee_core.similarity.presets import PRESETS, choose_estimator
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, measured, number, picked
 from vitsee_core.tables.results import Table
+from vitsee_core.types import Integers
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -115,7 +116,6 @@ SOURCE = "Raghu et al. 2021, Figs. 9, 10, D.1 to D.3"
 SUMMARIES = ("site", "token")
 COLUMNS = (*SITE, "token", "row", "col", *VALUES, "n_images")
 SITE_COLUMNS = (*SITE, *VALUES, "n_images", "n_tokens", "baseline")
-Rows = NDArray[np.int64]
 
 
 @analysis
@@ -217,7 +217,7 @@ def run(
     return Table.concat(tables, notes)
 
 
-def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Rows, dict[str, Any]]:
+def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Integers, dict[str, Any]]:
     """The images that are used, and remarks about them. Minibatches of all images cost as much here
     as the exact value, so if that takes long a sample of images is used instead of minibatches.
     Raises VitseeError: fewer than 4."""
@@ -243,7 +243,7 @@ class _SiteTables:
     by the first call, in every process."""
 
     work: SiteMaps
-    images: Rows
+    images: Integers
     how: Estimator
     seed: int
     data: str | None

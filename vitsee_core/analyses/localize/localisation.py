@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.similarity import Hsic, centred_alignment, summarise
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
-from vitsee_core.types import Float
+from vitsee_core.types import Float, Integers
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec
     from vitsee_stores.layout import TokenLayout
 
-Rows = NDArray[np.int64]
 
 OWN_METRICS = ("own_cka", "own_rank", "own_rank_relative", "own_margin")
 TOKEN_METRICS = (*OWN_METRICS, "peak_distance_px")
@@ -41,7 +39,7 @@ class Maps:
 
     site: SiteSpec
     tokens: list[str]
-    cells: Rows
+    cells: Integers
     grid: tuple[int, int]
     stride_px: tuple[float, float]
     patch_px: tuple[int, ...]
@@ -60,7 +58,7 @@ class Maps:
         h: Hsic,
         site: SiteSpec,
         tokens: list[str],
-        cells: Rows,
+        cells: Integers,
         layout: TokenLayout,
         patch_px: tuple[int, ...],
     ) -> Maps:
@@ -79,7 +77,7 @@ class Maps:
         )
 
 
-def own_patch(cka: Float, own: Rows | Sequence[int]) -> Float:
+def own_patch(cka: Float, own: Integers | Sequence[int]) -> Float:
     """(metrics, ..., tokens): `OWN_METRICS` of maps (..., tokens, patches).
 
     NaN if a token has no value at its own patch, or at no other. Equally similar patches do not

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.analyses.localize.localisation import Maps
 from vitsee_core.features import choose_features
@@ -20,6 +19,7 @@ from vitsee_core.similarity import Estimator, Hsic
 from vitsee_core.similarity.on_the_fly import hsic_on_the_fly, multiplications, shapes
 from vitsee_core.similarity.patch_pixels import PatchPixels, patch_shape, pixels_shape
 from vitsee_core.similarity.stacks import Stack, TokenStack
+from vitsee_core.types import Integers
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.manifest import by_reason
 from vitsee_stores.token_selection import TokenSelection
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Rows = NDArray[np.int64]
 
 WORDS = ("each", "cls")
 
@@ -44,7 +43,7 @@ class _Tokens:
     layout: TokenLayout
     stacks: list[Stack]
     names: list[str]
-    cells: Rows
+    cells: Integers
 
     def map_bytes(self, how: Estimator) -> int:
         """Of its maps and their replicates."""
@@ -86,7 +85,7 @@ class SiteMaps:
         self,
         together: Sequence[int],
         pixels: Any,
-        images: Rows,
+        images: Integers,
         how: Estimator,
         seed: int,
         execution: Execution,

@@ -122,7 +122,7 @@ class Examples(Protocol):
         """
 
 
-class BlockSums:
+class SumsByBlock:
     """Sums of each block of images, to be filled by `streaming.fold`: every token is an example, or
     what `examples` makes of them.
 
@@ -155,7 +155,7 @@ class BlockSums:
                 own = own[counts[chosen].ravel()]
             self.blocks[b] = CovarianceSums.of(own, self.shift)
 
-    def merge(self, other: BlockSums) -> None:
+    def merge(self, other: SumsByBlock) -> None:
         for b, sums in other.blocks.items():
             if b not in self.blocks:
                 self.blocks[b] = CovarianceSums.empty(self.shift)
@@ -220,7 +220,7 @@ def block_sums(
         whole = features.load(slice(first, first + 1), slice(0, len(features.tokens)))
         token, _ = examples(whole.astype(np.float32), np.array([first]))
     shift = token[0, 0].astype(np.float64)
-    make = partial(BlockSums, features, shift, labels, examples)
+    make = partial(SumsByBlock, features, shift, labels, examples)
     size = features.slab_bytes + 8 * features.dim**2
     store: Store = features.store
     if execution.map is None:
