@@ -5,7 +5,10 @@
     store = vitsee.extract("demo:vit", "demo:test", "vit.zarr", images=200)
     table = vitsee.attn_dist("vit.zarr")           # a store or its path; options as keywords
     table.to_csv("dist.csv")
+    table.plot()                                   # its figure
     vitsee.cka(vitsee.open_store("vit.zarr"), "resnet.zarr", tokens="mean")
+    vitsee.cka(one_array, another)                 # features of the same images, without stores
+    vitsee.knn("train.zarr", "vit.zarr", progress=vitsee.NotebookProgress())
     vitsee.cluster("vit.zarr", masks=vitsee.Segmentation("instances.json", weights="any"))
 
 `explore("a.zarr", output="explore.html")` writes the page of `vitsee explore`. `extract` also takes
@@ -24,12 +27,14 @@ if TYPE_CHECKING:
     from vitsee_core.explore import explore as explore
     from vitsee_core.extraction.keywords import extract as extract
     from vitsee_core.masks.segments import Segmentation as Segmentation
+    from vitsee_core.runtime.notebook_progress import NotebookProgress as NotebookProgress
     from vitsee_core.tables.results import Table as Table
     from vitsee_stores import Store as Store
     from vitsee_stores import VitseeError as VitseeError
     from vitsee_stores import open_store as open_store
 
 _HOME = {
+    "NotebookProgress": "vitsee_core.runtime.notebook_progress",
     "Segmentation": "vitsee_core.masks.segments",
     "Store": "vitsee_stores",
     "Table": "vitsee_core.tables.results",

@@ -58,6 +58,12 @@ class Store(StoreSites):
         self.chunks = VerifiedChunks(files, manifest)
         self.arrays: dict[str, ArraySpec] = self.chunks.specs
 
+    @property
+    def model(self) -> dict[str, Any]:
+        """What made the activations, as the manifest records it: name, weights, transform, input
+        size."""
+        return dict(self.manifest.model)
+
     def __repr__(self) -> str:
         state = "" if self.complete else ", incomplete"
         return f"<Store {self.label}: {self.n_images} images, {len(self.sites)} sites{state}>"

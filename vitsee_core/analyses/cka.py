@@ -42,6 +42,7 @@ from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import SIMILARITY, Offers
 from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity import options as pairwise
+from vitsee_core.similarity.arrays import cka_of_arrays
 from vitsee_core.similarity.hsic import without_value
 from vitsee_core.similarity.pairs import SitePairs, choose_pairs
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
@@ -81,6 +82,7 @@ Gram matrices are cached beside each store and reused.
 """
 MEANING = {"high": ""}
 NEEDS = ("sites",)
+OF_ARRAYS = cka_of_arrays  # in Python, of features that are in no store
 READING = (
     "Each cell compares two layers over the same images: 1 is the same representation up to "
     "rotation and scale, 0 is none of it shared. Off the diagonal, a uniform square means that "

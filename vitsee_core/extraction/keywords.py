@@ -116,7 +116,11 @@ def extract(
         outcome = fill_store(source, what, keep, run, shard, progress)
     if line := outcome.unreadable_line():
         log.warning("%s", line)
-    return open_store(run.output, allow_partial=not outcome.complete)
+    store = open_store(run.output, allow_partial=not outcome.complete)
+    if isinstance(source, LoadedModel) and store.manifest.left_out:
+        lacks = "; ".join(f"{what}: {why}" for what, why in store.manifest.left_out.items())
+        log.warning("%s lacks %s", source.name, lacks)
+    return store
 
 
 def _own(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -18,6 +19,8 @@ from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from vitsee_stores import Store
 
 P = ParamSpec("P")
@@ -33,7 +36,9 @@ class Analysis(Protocol[P, R_co]):
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
     @overload
-    def __call__(self, *stores: Store | str | os.PathLike[str] | Url, **kwargs: Any) -> R_co: ...
+    def __call__(
+        self, *stores: Store | str | os.PathLike[str] | Url | NDArray[Any], **kwargs: Any
+    ) -> R_co: ...
 
 
 def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
@@ -56,6 +61,8 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
 
     @wraps(run)
     def called(*args: Any, **kwargs: Any) -> R_co:
+        if any(hasattr(value, "__array__") for value in args):
+            return cast(R_co, _of_arrays(run, args, kwargs))
         own = {name: kwargs.pop(name) for name in FIELDS if framed and name in kwargs}
         if own:
             kwargs["execution"] = replace(kwargs.get("execution", DEFAULT), **own)
@@ -87,6 +94,24 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
     called.__signature__ = _spelled_out(signature) if framed else signature  # type: ignore[attr-defined]
     called.__doc__ = documented(run.__doc__ or "", parameters)
     return cast(Analysis[P, R_co], called)
+
+
+def _of_arrays(run: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """What the function `OF_ARRAYS` of an analysis' module makes of arrays in place of stores.
+
+    Raises:
+        TypeError: it has none, arrays beside stores, not as many as it takes, or options.
+    """
+    name = run.__module__.rpartition(".")[2]
+    of_arrays = getattr(sys.modules[run.__module__], "OF_ARRAYS", None)
+    if of_arrays is None:
+        raise TypeError(f"{name}() takes stores or their paths, no arrays")
+    n = len(inspect.signature(of_arrays).parameters)
+    if len(args) != n or options or not all(hasattr(value, "__array__") for value in args):
+        raise TypeError(
+            f"{name}() of arrays takes {n} of them and nothing else; its options belong to stores"
+        )
+    return of_arrays(*args)
 
 
 def documented(text: str, parameters: dict[str, Declared]) -> str:

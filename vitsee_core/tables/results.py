@@ -6,11 +6,12 @@ Every analysis is `run(*stores, ...) -> Table` and `plot(Table) -> Figure`; `out
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from vitsee_core.types import Mask
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.metadata import parse
 from vitsee_stores.notebook import html_table, shown_cell, to_frame
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHOWN_ROWS = 20  # of a table in a notebook
 SHOWN_COLUMNS = 8
@@ -40,12 +44,14 @@ class Table:
         replicates: (rows, blocks) each row's value without one block of the images, NaN if it has
             none; None if no row has any. See `vitsee_core.tables.replicates`.
         made_by: the analysis and its arguments, if an analysis returned the table.
+        analysis: the one whose figure `plot` draws, of a part of a table or one that was read.
     """
 
     columns: dict[str, NDArray[Any]]
     notes: dict[str, Any] = field(default_factory=dict)
     replicates: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
     made_by: tuple[str, Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
+    analysis: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = {name: np.shape(values) for name, values in self.columns.items()}
@@ -95,7 +101,7 @@ class Table:
         """The rows selected by `index` (a mask, or row numbers in the wanted order)."""
         columns = {name: values[index] for name, values in self.columns.items()}
         own = None if self.replicates is None else self.replicates[index]
-        return Table(columns, self.notes, own)
+        return Table(columns, self.notes, own, analysis=self._analysis())
 
     def where(self, **wanted: Any) -> Table:
         """The rows whose columns equal these values, or are among them for a list."""
@@ -126,7 +132,8 @@ class Table:
             VitseeError: no such table; see `read_result`.
             OSError: it cannot be opened.
         """
-        return read_result(Path(path)).table
+        found = read_result(Path(path))
+        return replace(found.table, analysis=found.command.replace("-", "_"))
 
     def to_csv(self, file: IO[str] | str | os.PathLike[str], *, force: bool = False) -> None:
         """Write a header and the rows as CSV, to an open text file or as `write` does.
@@ -155,6 +162,31 @@ class Table:
         sidecar = sidecar_bytes(self.columns, self.notes, given, data)
         files = {place.with_name(f"{place.name}.json"): sidecar, place: data}
         write_files(files, force=force)
+
+    def _analysis(self) -> str:
+        return self.analysis or (self.made_by[0] if self.made_by is not None else "")
+
+    def plot(self, **options: Any) -> Figure:
+        """The figure that the command of this table draws; in a notebook it is shown.
+
+        Args:
+            options: those of the analysis' `plot`.
+
+        Raises:
+            VitseeError: no analysis made this table, or it draws no figure.
+        """
+        name = self._analysis()
+        try:
+            draw = importlib.import_module(f"vitsee_core.analyses.{name}").plot if name else None
+        except (ImportError, AttributeError):
+            draw = None
+        if draw is None:
+            raise VitseeError(
+                "this table has no figure of its own; expected what an analysis returned, or "
+                "Table.read of what a command wrote with -o"
+            )
+        figure: Figure = draw(self, **options)
+        return figure
 
     def map_text(self, change: Callable[[str], str]) -> Table:
         """The table with `change` applied to every text in it and in its notes."""
