@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from matplotlib.text import Text
 from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import jaccard_score
 
 from tests.test_dense_probe import Array, command, layout, made, upsampled
+from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import plot, run
 from vitsee_core.analyses.dense_probe.logistic import Targets, cross_entropy, fit
 from vitsee_core.analyses.dense_probe.neighbour_heads import TEMPERATURE, most_votes
@@ -282,6 +286,24 @@ def test_protocols_list_what_differs(tmp_path: Path) -> None:
         texts = [text.get_text() for text in figure.findobj(Text)]
         assert any(text.startswith("after ") for text in texts)
     assert "protocol" not in run(store, l2=[1.0], **choice).notes
+
+
+def test_best_layer_compares_every_k_with_its_baselines(tmp_path: Path) -> None:
+    store, masks = made(tmp_path, 10)
+    args = ("--holdout", 0.4, "--masks", masks, "--metric", "miou", "-o", tmp_path / "r.csv")
+    for more, tasks in (
+        (("--solver", "knn", "--k", 1, "--k", 3), {"k = 1", "k = 3"}),
+        (("--l2", 0.1, "--l2", 1), {"l2 = 0.1", "l2 = 1.0"}),
+        ((), {"dense-probe miou"}),
+    ):
+        assert command(store.path, *args, *more, "--force").exit_code == 0
+        found = CliRunner().invoke(main, ["best-layer", str(tmp_path / "r.csv"), "-o", "-"])
+        assert found.exit_code == 0, found.output
+        rows = list(csv.DictReader(io.StringIO(found.stdout)))
+        assert {row["task"].removeprefix("dense-probe miou, ") for row in rows} == tasks
+        for task in {row["task"] for row in rows}:
+            baselines = [row["baseline"] for row in rows if row["task"] == task]
+            assert sorted(baselines) == ["", "majority", "position"]
 
 
 def test_wrong_solvers_are_refused(tmp_path: Path) -> None:

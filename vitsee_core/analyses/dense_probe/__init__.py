@@ -474,12 +474,15 @@ class _Found:
         """Of the model's sites, then of the baselines beside each of them."""
         for site in self.work.sites:
             yield from self._of_site(site)
+        several = len(self.work.settings.solver.l2s) > 1
         for site in self.work.sites:
             grid = self.work.test.grids[site.name]
-            for name in BASELINES:
-                place = site_columns(self.work.test.store, site)
-                key = HeadKey(grid, baseline=name)
-                yield from self._cells(key, place | {"baseline": name})
+            place = site_columns(self.work.test.store, site)
+            for own in self._keys(site):
+                # Beside each row that they are compared with.
+                of = place | {"k": own.k, "l2": own.l2 if several else None}
+                for name in BASELINES:
+                    yield from self._cells(HeadKey(grid, baseline=name), of | {"baseline": name})
 
     def rows_for(self, trained: _Found) -> Iterator[dict[str, Any]]:
         """Of the sites of an untrained model, as a baseline of those of a trained one."""
@@ -511,11 +514,12 @@ class _Found:
         self, site: SiteSpec, place: Mapping[str, Any] | None = None, baseline: str = ""
     ) -> Iterator[dict[str, Any]]:
         place = place or site_columns(self.work.test.store, site)
-        for key in self.trained.heads:
-            if key.of == site.name and not key.baseline:
-                yield from self._cells(
-                    key, {**place, "baseline": baseline, "l2": key.l2, "k": key.k}
-                )
+        for key in self._keys(site):
+            yield from self._cells(key, {**place, "baseline": baseline, "l2": key.l2, "k": key.k})
+
+    def _keys(self, site: SiteSpec) -> list[HeadKey]:
+        """Of the site's probes."""
+        return [key for key in self.trained.heads if key.of == site.name and not key.baseline]
 
     def _cells(self, key: HeadKey, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         names = list(self.work.settings.maps.classes)
