@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from scipy.io import savemat
 
 from tests.extractions import VIT, array_bytes, extract, extracted
 from tests.image_files import plant, refused
 from vitsee_core.images import ImageError, open_source
+from vitsee_core.images.errors import DataError
 from vitsee_stores import open_store, validate
 
 
@@ -218,3 +221,32 @@ def test_a_text_list_with_wordnet_ids(tmp_path: Path) -> None:
     source = open_source(str(tmp_path / "val.txt"))
     assert source.ids == ["a b.png", "c.png"] and source.labels.tolist() == [1, 0]
     assert source.class_names == ["n01440764", "n01978287"]
+
+
+def meta_mat(path: Path, wnids: Sequence[str]) -> None:
+    """As the development kit has it: numbers from 1, classes of other levels behind."""
+    fields = [("ILSVRC2012_ID", object), ("WNID", object), ("words", object)]
+    synsets = np.array([(k, wnid, "tench") for k, wnid in enumerate(wnids, 1)], fields)
+    savemat(path, {"synsets": synsets.reshape(-1, 1)})
+
+
+@pytest.mark.parametrize("inner", ["val", "ILSVRC2012_img_val", "kit/data"])
+def test_imagenets_development_kit(tmp_path: Path, inner: str) -> None:
+    names = [f"ILSVRC2012_val_{k:08d}.JPEG" for k in (1, 2, 3)]
+    plant(tmp_path, *(f"{inner}/{name}" for name in names))
+    data = tmp_path / "kit" / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    meta_mat(data / "meta.mat", ["n02119789", "n01440764", "n01978287"])
+    truth = data / "ILSVRC2012_validation_ground_truth.txt"
+    truth.write_text("2\n1\n2\n")
+    source = open_source(str(truth))
+    assert source.ids == names
+    assert source.class_names == ["n01440764", "n02119789"]
+    assert source.labels.tolist() == [0, 1, 0]
+    assert all(source.read(k)[0].size == (6, 4) for k in range(3))
+    truth.write_text("2\n7\n")
+    with pytest.raises(DataError, match=r"has the class 7, which .*meta\.mat does not name"):
+        open_source(str(truth))
+    (data / "meta.mat").write_bytes(b"no matlab")
+    with pytest.raises(DataError, match=r"meta\.mat is not ImageNet's meta\.mat"):
+        open_source(str(truth))

@@ -189,6 +189,18 @@ def test_a_thorough_study_keeps_the_sites_of_all_figures() -> None:
     )
 
 
+def test_attention_maps_of_many_models_are_one_figure() -> None:
+    for n, names in (
+        (2, ["attn-map-aligned-m0", "attn-map-aligned-m1"]),
+        (5, ["attn-map-aligned"]),
+    ):
+        models = [model(f"m{i}") for i in range(n)]
+        found = plan(study(Path("out"), *(m.label for m in models)), models, labelled=True)
+        steps = [step for step in found.analyses if step.name.startswith("attn-map-aligned")]
+        assert [step.name for step in steps] == names
+        assert len(steps[0].inputs) == (1 if n == 2 else n)
+
+
 def test_choosing_analyses() -> None:
     found = plan(study(analyses=("cka", "erf"), skip=("erf",)), [model("vit")], labelled=True)
     assert {step.command for step in found.analyses} == {"cka"} and found.left_out == {}

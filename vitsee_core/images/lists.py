@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.images.boxes import Box, BoxOpener, box_pixels, box_text, parse_box
 from vitsee_core.images.decoding import FileOpener, one_line
+from vitsee_core.images.devkit import ground_truth
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.folders import number
 from vitsee_core.images.image_source import ImageSource
@@ -50,12 +51,15 @@ def open_list(path: Path, name: str) -> ImageSource:
 
     A text list (.txt) has a path a line, or, where all lines end in one, a path and a class number
     or a WordNet id (n01440764). Of ImageNet's LOC_val_solution.csv the images are found beside it,
-    in its folder val, or where the archive has them, and the first WordNet id is the label.
+    in its folder val, or where the archive has them, and the first WordNet id is the label; for the
+    development kit's file of labels see `devkit.ground_truth`.
 
     Raises:
         DataError: an unreadable or uneven list, an id that occurs twice, a missing file, a box that
             is empty or reaches out of its image.
     """
+    if (known := ground_truth(path)) is not None:
+        return _source(path, name, known, [*range(1, len(known["path"]) + 1)])
     rows = _rows(path, name)
     first = next(rows, None)
     if first is None:

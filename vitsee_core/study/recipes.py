@@ -129,8 +129,11 @@ def _similarity(study: Study, models: Models) -> Iterator[Step]:
 
 def _attn_map(study: Study, models: Models) -> Iterator[Step]:
     with_cls = [model for model in models if model.class_token]
-    yield from each("attn-map", "--kind", "mean-cls", variant="mean-cls")(study, with_cls)
-    yield from each("attn-map", "--kind", "aligned", variant="aligned")(study, models)
+    # Many models stand side by side in one figure.
+    for kind, some in (("mean-cls", with_cls), ("aligned", models)):
+        steps = together if len(some) > FEW else each
+        if some:
+            yield from steps("attn-map", "--kind", kind, variant=kind)(study, some)
     yield from together("attn-map", "--kind", "sink", variant="sink")(study, models)
     if study.thorough:
         yield from each("attn-map", "--kind", "rollout", variant="rollout")(study, models)
