@@ -226,8 +226,8 @@ class StoreWriter:
         return checks.agree(k)
 
     def finish(self) -> bool:
-        """If every slab is committed, set `complete` and remove all leftovers; returns whether it
-        did.
+        """If every slab is committed, set `complete` and remove all leftovers; returns whether they
+        are.
 
         Any process may call it any number of times.
 

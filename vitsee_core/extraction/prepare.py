@@ -44,7 +44,7 @@ class Prepared:
 
     Attributes:
         writer: None until the store exists.
-        weights: set once it exists completely.
+        weights: None if the store already has all of its files.
         erf: passes and cost of receptive fields, if requested.
     """
 
