@@ -95,9 +95,9 @@ def _match(pattern: str, sites: Sequence[SiteSpec], what: str) -> Iterator[str]:
     if pattern in ENDS or pattern.partition(":")[0] in PLACES:
         yield from _at_place(pattern, sites, what)
         return
-    found = list(_named(pattern, {site.name: site.name for site in sites}))
+    matched = list(_named(pattern, {site.name: site.name for site in sites}))
     # Modules' own paths count where no name of vitsee's is meant.
-    yield from found or _named(pattern, {s.site_path: s.name for s in sites if s.site_path})
+    yield from matched or _named(pattern, {s.site_path: s.name for s in sites if s.site_path})
 
 
 def _named(pattern: str, names: Mapping[str, str]) -> Iterator[str]:

@@ -93,8 +93,8 @@ class TokenSelection(str):
         Raises:
             SiteError: the layout has none; `owner` names the store and the site.
         """
-        if found := self.members(layout):
-            return found
+        if members := self.members(layout):
+            return members
         special = {"cls": "class token", "rest": "tokens but the first"}
         what, counted = special.get(self, f"tokens {str(self)!r}"), ""
         if self.cell is not None:

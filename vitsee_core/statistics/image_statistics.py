@@ -87,8 +87,7 @@ def _means_without(value: Float, shares: Float, present: Mask, labels: Integers)
     n = counts.sum(1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         moved = n / (n - counts) * _block_sums(shares, labels)
-        found: Float = np.where(n > counts, value[:, np.newaxis] - moved, np.nan)
-    return found
+        return np.where(n > counts, value[:, np.newaxis] - moved, np.nan)
 
 
 def block_labels(n: int, seed: int | None) -> Integers:

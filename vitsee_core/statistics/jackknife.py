@@ -81,8 +81,7 @@ def means_without(sums: Float, counts: Float) -> Float:
     with np.errstate(invalid="ignore", divide="ignore"):
         # Sums of the other blocks, not the total minus one: a mean of equal values is exact.
         others = np.stack([np.delete(sums, b, -1).sum(-1) for b in range(sums.shape[-1])], -1)
-        found: Float = np.where(left > 0, others / left, np.nan)
-    return found
+        return np.where(left > 0, others / left, np.nan)
 
 
 def standard_error(replicates: Float, axis: int = -1) -> Float:

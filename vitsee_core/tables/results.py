@@ -132,8 +132,8 @@ class Table:
             VitseeError: no such table; see `read_result`.
             OSError: it cannot be opened.
         """
-        found = read_result(Path(path))
-        return replace(found.table, analysis=found.command.replace("-", "_"))
+        result = read_result(Path(path))
+        return replace(result.table, analysis=result.command.replace("-", "_"))
 
     def to_csv(self, file: IO[str] | str | os.PathLike[str], *, force: bool = False) -> None:
         """Write a header and the rows as CSV, to an open text file or as `write` does.

@@ -237,9 +237,9 @@ def run(
             drawn_at: dict[Any, Float] = {}
             scorer = scorers[store.label]
             at_all = search_all(store, own, where, protocol.match, some, execution)
-            for site, found in zip(own, at_all, strict=True):
+            for site, predicted in zip(own, at_all, strict=True):
                 place = site_columns(store, site)
-                hits = within(where, found, protocol.alphas)
+                hits = within(where, predicted, protocol.alphas)
                 rows += _rows(place, "", hits, scorer, where, protocol)
                 if site.layout not in known:
                     assert site.layout is not None

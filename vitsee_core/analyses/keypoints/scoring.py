@@ -203,5 +203,4 @@ def _sums(values: Float, labels: Integers, n: int) -> Float:
 def _ratio(a: Float, b: Float) -> Float:
     """a / b, NaN where b is 0."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        found: Float = np.where(b > 0, a / b, np.nan)
-    return found
+        return np.where(b > 0, a / b, np.nan)

@@ -114,17 +114,17 @@ def draw_pairs(pairs: Sequence[Pair], n: int | None, seed: int = 0) -> list[Pair
 def _files(folder: Path, split: str | None) -> list[Path]:
     """The annotations of a split below one of the accepted folders."""
     above = folder / ANNOTATIONS if (folder / ANNOTATIONS).is_dir() else folder
-    if split is None and (found := _annotations(above)):
-        return found
-    found = _annotations(above / (split or DEFAULT_SPLIT))
-    if not found:
+    if split is None and (files := _annotations(above)):
+        return files
+    files = _annotations(above / (split or DEFAULT_SPLIT))
+    if not files:
         known = sorted(one.name for one in above.glob("*/")) if above.name == ANNOTATIONS else []
         splits = f"; it has the splits {', '.join(known)}" if known else ""
         raise VitseeError(
             f"no pairs of the split {split or DEFAULT_SPLIT} below {folder}{splits}; expected "
             f"{LAYOUT}"
         )
-    return found
+    return files
 
 
 def _annotations(folder: Path) -> list[Path]:
@@ -166,8 +166,8 @@ def _plain(text: str) -> str:
 
 def _read(path: Path) -> Pair:
     try:
-        found = json.loads(read_regular(path, MOST_BYTES))
-        return _pair(path.stem, Fields(found))
+        document = json.loads(read_regular(path, MOST_BYTES))
+        return _pair(path.stem, Fields(document))
     except OSError as error:
         raise VitseeError(f"cannot read {path}: {reason(error)}") from None
     except RecursionError:

@@ -199,10 +199,10 @@ def run(
         together = work.together(of_store, len(counted), execution.budget)
         if execution.map is not None:  # what is read once for several sites is read by each
             together = [[k] for group in together for k in group]
-        found = [one for some in execution.spread(of_sites, together, unit="sites") for one in some]
+        made = [one for some in execution.spread(of_sites, together, unit="sites") for one in some]
         order = [k for group in together for k in group]
         for _, (table, site, maps_notes, patch_px) in sorted(
-            zip(order, found, strict=True), key=lambda one: one[0]
+            zip(order, made, strict=True), key=lambda one: one[0]
         ):
             tables.append(table)
             notes |= {"estimator": maps_notes["estimator"]}

@@ -178,9 +178,9 @@ def run(
             for sublayer in plan:
                 places = places_of(sublayer.layout, tokens)
                 if places:
-                    found, counts[sublayer.site] = measure(sublayer, places, wanted)
+                    statistics, counts[sublayer.site] = measure(sublayer, places, wanted)
                     for metric in wanted:
-                        rows += _rows(store, sublayer, metric, places, found[metric])
+                        rows += _rows(store, sublayer, metric, places, statistics[metric])
                 progress.advance(picked.n)
             zero[store.label] = _report_zeros(store.label, counts)
     notes = {
@@ -237,7 +237,7 @@ class _Measure:
         """metric -> one entry per place; and how many tokens of images have f(z) = 0, of how
         many."""
         tokens = np.array(sorted({token for place in places for token in place.members}))
-        found = {metric: Places([place.members for place in places]) for metric in metrics}
+        places_of = {metric: Places([place.members for place in places]) for metric in metrics}
         names = tuple(dict.fromkeys(METRICS[metric][0] for metric in metrics))
         n_zero = 0
         for some in _pieces(tokens, self.tokens_at_once):
@@ -245,11 +245,11 @@ class _Measure:
             n_zero += zeros
             few_tokens = max(1, PIECE_BYTES // (BYTES_A_TOKEN * self.n))
             for at in _pieces(np.arange(len(some)), few_tokens):
-                for metric, places_of_metric in found.items():
+                for metric, places_of_metric in places_of.items():
                     quantity, estimator = METRICS[metric]
                     of = statistic(values[quantity][at], estimator, self.labels)
                     places_of_metric.add(of, some[at])
-        estimates = {metric: of.estimates() for metric, of in found.items()}
+        estimates = {metric: of.estimates() for metric, of in places_of.items()}
         return estimates, (n_zero, len(tokens) * self.n)
 
     def _read(self, work: ReadQuantities) -> tuple[dict[str, Float], int]:

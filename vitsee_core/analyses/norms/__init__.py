@@ -221,22 +221,22 @@ def _sites(store: Store, patterns: Sequence[str], metrics: Sequence[str]) -> lis
     with_tokens = [site for site in chosen if site.layout is not None]
     if not with_tokens:
         raise SiteError(f"{chosen[0].name} of {store.label} has no tokens; expected e.g. blocks")
-    found: list[SiteSpec] = []
+    measured: list[SiteSpec] = []
     lacking: list[MissingInput] = []
     for site in with_tokens:
         try:
             norm_source(store, site)
             if set(metrics) & set(OF_ACTIVATIONS):
                 store.acts(site.name)
-            found.append(site)
+            measured.append(site)
         except MissingInput as missing:
             lacking.append(missing)
-    if not found:
+    if not measured:
         raise lacking[0]
-    left = [site.name for site in chosen if site not in found]
+    left = [site.name for site in chosen if site not in measured]
     if left:
         log.info("%s: no norms of %s (vectors, or pooled only)", store.label, few(left))
-    return found
+    return measured
 
 
 class _Site:
@@ -262,10 +262,10 @@ class _Site:
         self._check_memory(site.name, layout)
         source = norm_source(self.store, site)
         with_acts = spec.tokens == "all" and bool({*self.metrics} & {*OF_ACTIVATIONS})
-        found = self._read(spec, layout, source, with_acts)
-        rows = self._of_norms(found.norms, layout)
+        statistics = self._read(spec, layout, source, with_acts)
+        rows = self._of_norms(statistics.norms, layout)
         if with_acts:
-            rows += self._of_activations(found, layout)
+            rows += self._of_activations(statistics, layout)
         place = site_columns(self.store, site)
         return [
             place | (as_share(row) if "share" in row["metric"] else row)
@@ -319,8 +319,8 @@ class _Site:
         rows = [_about(place, "outlier_share") | mean_cells(above.mean(1), self.labels)]
         for metric, measure in (("outlier_share_mad", share_above_mad), ("bimodality", bimodality)):
             if metric in self.metrics:
-                found = measure(norms, self.labels)
-                rows.append(_about(place, metric) | jackknife_cells(*found, self.n))
+                estimate = measure(norms, self.labels)
+                rows.append(_about(place, metric) | jackknife_cells(*estimate, self.n))
         bins = histogram(norms) if "norm_histogram" in self.metrics else []
         about = _about(place, "norm_histogram") | {"n_images": self.n}
         return rows + [
@@ -371,8 +371,8 @@ def _of_tokens(
         some = places[first : first + at_once]
         columns = [place.members[0] for place in some]
         x = np.ascontiguousarray(values[:, columns].T, dtype=np.float64)
-        found = statistic(x, "mean", labels).estimates()
-        rows += [_about(place, metric) | cells_of(found, i) for i, place in enumerate(some)]
+        estimates = statistic(x, "mean", labels).estimates()
+        rows += [_about(place, metric) | cells_of(estimates, i) for i, place in enumerate(some)]
     return rows
 
 

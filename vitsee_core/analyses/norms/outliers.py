@@ -141,8 +141,8 @@ def histogram(norms: Float) -> list[tuple[float, float, float]]:
     counts = Counter[int]()
     for piece in _pieces(norms):
         bins = np.floor(BINS_PER_OCTAVE * np.log2(piece[piece > 0])).astype(np.int64)
-        found, of_each = np.unique(bins, return_counts=True)
-        counts.update(dict(zip(found.tolist(), of_each.tolist(), strict=True)))
+        filled, of_each = np.unique(bins, return_counts=True)
+        counts.update(dict(zip(filled.tolist(), of_each.tolist(), strict=True)))
     return [
         (2.0 ** (k / BINS_PER_OCTAVE), 2.0 ** ((k + 1) / BINS_PER_OCTAVE), counts[k] / norms.size)
         for k in sorted(counts)

@@ -132,8 +132,10 @@ class ReadTokens:
             acts = slab.acts(self.site)[slab.valid]
             pieces = [acts[i : i + IMAGES_AT_ONCE] for i in range(0, n, IMAGES_AT_ONCE)]
             with np.errstate(invalid="ignore"):  # refused below
-                found = [self._of_acts(piece.astype(np.float32, copy=False)) for piece in pieces]
-            own, *rest = (np.concatenate(part) for part in zip(*found, strict=True))
+                of_pieces = [
+                    self._of_acts(piece.astype(np.float32, copy=False)) for piece in pieces
+                ]
+            own, *rest = (np.concatenate(part) for part in zip(*of_pieces, strict=True))
             norms = norms if self.source.sublayer else own
             if self.activations:
                 largest, median, near = rest[:3]

@@ -149,8 +149,8 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
     def summed(due: tuple[SufficientStats, Piece]) -> tuple[SufficientStats, TrainingSums]:
         return due[0], due[0].sums_of(due[1])
 
-    for sums, found in thread_map(task.jobs)(summed, pieces()):
-        sums.count(found)
+    for sums, part_sums in thread_map(task.jobs)(summed, pieces()):
+        sums.count(part_sums)
     pairs = [(d, t) for d in range(len(draws)) for t in range(tokens)]
 
     def read_again() -> Iterable[Block]:
@@ -218,8 +218,8 @@ def _look(judges: Judges, blocks: Iterable[Block], masks: Mask, task: Task) -> N
         pair, x, labels = piece
         return pair, judges[pair].judged(x, labels)
 
-    for pair, found in thread_map(task.jobs)(look, pieces()):
-        judges[pair].count(found)
+    for pair, judged in thread_map(task.jobs)(look, pieces()):
+        judges[pair].count(judged)
 
 
 def _chosen(mask: Mask, x: NDArray[np.float32]) -> tuple[slice | Integers, NDArray[np.float32]]:

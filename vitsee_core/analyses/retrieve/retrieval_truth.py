@@ -139,9 +139,9 @@ def revisited(value: Any, source: str) -> RetrievalTruth:
         made.append(Query(name, lists, _box(entry["bbx"], where)))
     if settings is None:
         raise VitseeError(f"{source} has no query; {EXPECTED}")
-    found = RetrievalTruth(source, images, tuple(made), settings, "trapezoid")
-    check_queries_apart(found)
-    return found
+    parsed = RetrievalTruth(source, images, tuple(made), settings, "trapezoid")
+    check_queries_apart(parsed)
+    return parsed
 
 
 def as_json(truth: RetrievalTruth) -> dict[str, Any]:

@@ -78,14 +78,14 @@ def compare_all(
     rounds = 1 + (len(blocks) if intervals else 0)
     with counting(grams.progress, rounds * work.steps(len(places)), f"matrices for {measure.name}"):
         parts = [np.flatnonzero(labels != block) for block in blocks] if intervals else []
-        found = work.whole(places, orders, parts if measure.reduces else [], remarks)
-        without = found.without
+        result = work.whole(places, orders, parts if measure.reduces else [], remarks)
+        without = result.without
         if intervals and not measure.reduces:
-            without = np.stack([work.value(places[part], found.kept) for part in parts])
+            without = np.stack([work.value(places[part], result.kept) for part in parts])
     return Compared(
-        found.value[back],
+        result.value[back],
         without[:, back] if intervals else None,
-        found.null[:, back] if permutations else None,
+        result.null[:, back] if permutations else None,
         len(places),
         remarks,
     )
@@ -166,7 +166,7 @@ class _Work:
         n = len(self.pairs)
         rows = (1, len(orders), len(parts))
         (value,), null, without = (np.full((k, n), np.nan) for k in rows)
-        found = _Found(value, null, without)
+        result = _Found(value, null, without)
         for of, states in self._in_groups(places, {}):
             pairs = self.pairs[of]
             if self.measure.slow:
@@ -181,9 +181,9 @@ class _Work:
                     row[of] = self._reduced(states, pairs, places, part)
             for k, state in enumerate(states):
                 if state is not None:
-                    left = {*found.kept.get(k, ()), *self.measure.kept(state)}
-                    found.kept[k] = tuple(sorted(left))
-        return found
+                    left = {*result.kept.get(k, ()), *self.measure.kept(state)}
+                    result.kept[k] = tuple(sorted(left))
+        return result
 
     def _null(
         self, states: Sequence[Any], pairs: Integers, places: Integers, orders: Sequence[Integers]

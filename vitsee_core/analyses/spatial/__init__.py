@@ -225,8 +225,8 @@ class _Store:
         if n_zero := sum(part.n_zero for part in parts):
             self.zeros[site.name] = n_zero
         place = site_columns(self.store, site)
-        found = self._of_images(parts, spec.layout.grid) + self._of_all(sums)
-        return [place | row for row in found if row["metric"] in self.metrics]
+        rows = self._of_images(parts, spec.layout.grid) + self._of_all(sums)
+        return [place | row for row in rows if row["metric"] in self.metrics]
 
     def _of_images(
         self, parts: Sequence[ImageStructure], grid: tuple[int, int]

@@ -58,13 +58,13 @@ def image_structure(cells: NDArray[np.floating], labels: Labels | None = None) -
         cells: (images, rows, cols, dim).
         labels: (images, rows x cols) which tokens are foreground, for `srss`.
     """
-    found = [_of_image(x.astype(np.float64)) for x in cells]
-    values = {name: np.array([one[0][name] for one in found]) for name in found[0][0]}
+    of_images = [_of_image(x.astype(np.float64)) for x in cells]
+    values = {name: np.array([one[0][name] for one in of_images]) for name in of_images[0][0]}
     if labels is not None:
         pairs = zip(cells, labels, strict=True)
         values["srss"] = np.array([foreground_cosines(x, on) for x, on in pairs])
-    n_zero = sum(one[2] for one in found)
-    return ImageStructure(values, np.stack([one[1] for one in found]), n_zero)
+    n_zero = sum(one[2] for one in of_images)
+    return ImageStructure(values, np.stack([one[1] for one in of_images]), n_zero)
 
 
 def _of_image(x: Float) -> tuple[dict[str, float], Float, int]:

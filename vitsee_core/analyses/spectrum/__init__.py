@@ -247,8 +247,8 @@ class _Store:
         left = [np.arange(m) != b for b in range(m)] if m > 1 else []
         # The whole comes first: it collects the remarks.
         whole, caps = measure.of(every)
-        found = thread_map(execution.jobs)(measure.values, [even, ~even, *left])
-        first, second, *without = found
+        of_masks = thread_map(execution.jobs)(measure.values, [even, ~even, *left])
+        first, second, *without = of_masks
         remarks = measure.remarks(f"{self.store.label} {site.name}")
         execution.progress.advance(self.rows.n)
         place = site_columns(self.store, site)
@@ -307,10 +307,10 @@ def _of_sums(parts: Sequence[CovarianceSums], whole: CovarianceSums, among: Mask
         return Spectrum.of_sums(
             total([part for part, use in zip(parts, among, strict=True) if use])
         )
-    found = total([whole])
+    sums = total([whole])
     for b in np.flatnonzero(~among).tolist():
-        found.add(parts[b], -1)
-    return Spectrum.of_sums(found)
+        sums.add(parts[b], -1)
+    return Spectrum.of_sums(sums)
 
 
 def _of_examples(x: Float32, labels: Integers, among: Mask) -> Spectrum:
@@ -357,9 +357,9 @@ class _Classes(_Other):
     def values(self, among: Mask) -> Measured:
         keep = among[self.blocks] & (self.labels >= 0)
         x, labels = self.x[keep].astype(np.float64), self.labels[keep]
-        found: Measured = {}
+        values: Measured = {}
         if {*self.names} & {*collapse.METRICS}:
-            found, left_out = collapse.collapse(x, labels)
+            values, left_out = collapse.collapse(x, labels)
             if among.all():
                 self.left_out = left_out
         if self.predicted is not None:
@@ -367,8 +367,8 @@ class _Classes(_Other):
             predicted, half = self.predicted[keep], collapse.halves(self.labels)[keep]
             differs = collapse.nearest_mean_disagrees(x, labels, predicted, half)
             there = differs[~np.isnan(differs)]
-            found[collapse.FOURTH] = float(there.mean()) if len(there) else math.nan
-        return found
+            values[collapse.FOURTH] = float(there.mean()) if len(there) else math.nan
+        return values
 
     def remarks(self, where: str) -> list[str]:
         pairs = counted(self.left_out, "pairs")
