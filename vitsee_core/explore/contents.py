@@ -126,6 +126,7 @@ class StoreContents:
             assert layout.grid is not None
             blocks.append({
                 "name": visible(block.site),
+                "words": visible(site_words(block.site, block.site)),
                 "short": visible(short_name(block.site, block.site)),
                 "rel_depth": block.rel_depth,
                 "heads": own.heads.shape[1],

@@ -26,7 +26,7 @@ const PRECISION = 0.02; // of a box's edges, in cells of the reference grid
 export function layersOf(model, view, head) {
   if (view === "attention") {
     return model.blocks.filter((block) => head >= 0 ? head < block.about.heads : block.patchMost !== null)
-      .map((block) => ({ grid: block.about, short: block.about.short, words: block.about.name, relDepth: block.about.rel_depth, site: null, block }));
+      .map((block) => ({ grid: block.about, short: block.about.short, words: block.about.words, relDepth: block.about.rel_depth, site: null, block }));
   }
   const has = /** @type {(site: Site) => boolean} */ (view === "lens" ? (s) => s.classes !== null : view === "pca" ? (s) => s.colours !== null : () => true);
   return model.sites.filter(has)

@@ -6,7 +6,7 @@ import { bfloat16, nCells } from "./arithmetic.js";
  * @typedef {import("./arithmetic.js").Grid} Grid
  * @typedef {import("./arithmetic.js").Tokens} Tokens
  * @typedef {Grid & {name: string, words: string, short: string, rel_depth: number, channels: number, dims: number, error: {p99: number, largest: number, n_pairs: number}, colours: boolean, explained: number | null, lens: boolean}} SiteAbout
- * @typedef {Grid & {name: string, short: string, rel_depth: number, heads: number, queries: number[] | null, step: number}} BlockAbout
+ * @typedef {Grid & {name: string, words: string, short: string, rel_depth: number, heads: number, queries: number[] | null, step: number}} BlockAbout
  * @typedef {{name: string, model: string, weights: string, remarks: string[], sites: SiteAbout[], attention: {from: string, blocks: BlockAbout[]} | string, lens: string | null}} ModelAbout
  * @typedef {{id: string, label: number, aspect: number, picture: string, edges: number[]}} ImageAbout
  * @typedef {{title: string, images: ImageAbout[], models: ModelAbout[], classes: Record<string, string>[], labels: Record<string, string>}} About */
