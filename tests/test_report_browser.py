@@ -128,7 +128,7 @@ def test_a_mark_says_what_it_is_to_keys_and_pointer(browser: Browser, page: Path
     assert not browser.run(f"{tip}.hidden") and browser.run(f"{tip}.textContent").startswith("vit")
     browser.press("ArrowUp")
     up = browser.run("document.activeElement.getAttribute('aria-label')")
-    assert up.startswith("vit blocks.0.out × cnn stem; cka ")
+    assert up.startswith("vit block 0 × cnn stem; CKA ")
     browser.press("ArrowRight")
     assert "× cnn layer" in browser.run("document.activeElement.getAttribute('aria-label')")
     browser.press("Escape")
