@@ -233,11 +233,14 @@ def test_answers_are_those_of_lens(page: Page, everything: Path) -> None:
 
 CHECK = """
 const about = JSON.parse(text("data"));
-const models = await Promise.all(about.models.map((model, k) =>
-  readModel(model, about.images.length, async (kind) => {
+const models = await Promise.all(about.models.map(async (model, k) => {
+  const blobs = async (kind) => {
     const own = text("blob-" + kind + k);
     return own ? inflate(own) : null;
-  })));
+  };
+  const n = about.images.length;
+  return { sites: await readSites(model, n, blobs), blocks: await readBlocks(model, n, blobs) };
+}));
 function text(id) {
   return page.match(new RegExp(`<script type="[a-z/]+" id="${id}">([^]*?)</script>`))?.[1];
 }

@@ -16,7 +16,7 @@ from tests.test_explore import HOSTILE, hostile_store, page_of
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=NONE)
 
 READY = """new Promise(done => { const look = () =>
-  performance.getEntriesByName('explore:ready').length || !document.getElementById('trouble').hidden
+  performance.getEntriesByName('explore:whole').length || !document.getElementById('trouble').hidden
     ? done(true) : setTimeout(look, 20); look(); })"""
 DRAWN = "new Promise(r => requestAnimationFrame(() => requestAnimationFrame(() => r())))"
 BEYOND = """[...document.querySelectorAll('body *')].filter(e =>
@@ -194,6 +194,11 @@ def test_heads_other_images_and_numbers(browser: Browser, two: Path) -> None:
     page = read_page(two)
     browser.look(1280)
     open_page(browser, two, "#image=0&patch=5")
+    assert browser.run("document.querySelectorAll('#elsewhere canvas, #curves svg').length") == 0
+    for panel in ("others", "heads", "depths"):
+        browser.run(f"document.getElementById('{panel}').scrollIntoView()")
+        browser.run("new Promise(r => setTimeout(r, 150))")
+        browser.run(DRAWN)
     assert "softmax" in browser.run("document.getElementById('matrices').textContent")
     assert browser.run("document.querySelectorAll('#elsewhere canvas').length") == 2
     assert "most similar: " in browser.run("document.getElementById('elsewhere').textContent")

@@ -47,7 +47,7 @@ def picture(page: Path, state: str) -> bytes:
         browser.ask("Page.navigate", url=f"{page.absolute().as_uri()}{state}")
         browser.run(
             "new Promise(done => { const look = () => performance.getEntriesByName("
-            "'explore:ready').length ? done() : setTimeout(look, 50); look(); })"
+            "'explore:whole').length ? done() : setTimeout(look, 50); look(); })"
         )
         height = browser.run(
             "document.querySelector('.how:not([hidden])').getBoundingClientRect().top + scrollY"

@@ -115,6 +115,7 @@ function followWindow(page) {
     const target = document.getElementById(location.hash.slice(1));
     if (target instanceof HTMLDetailsElement) target.open = true; else page.open();
   });
+  window.addEventListener("beforeprint", () => page.whole());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.anew());
   let width = window.innerWidth;
   window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; page.anew(); } });

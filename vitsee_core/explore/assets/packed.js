@@ -42,16 +42,22 @@ class Reader {
   }
 }
 
-/** One store's numbers.
+/** Numbers of a kind, which a page may lack.
+ * @typedef {(kind: string) => Promise<ArrayBuffer | null>} Blobs */
+
+/** @param {Blobs} blobs
+ * @param {string} kind */
+const reading = async (blobs, kind) => new Reader(await blobs(kind) ?? new ArrayBuffer(0));
+
+/** One store's sites.
  * @param {ModelAbout} about
  * @param {number} nImages
- * @param {(kind: string) => Promise<ArrayBuffer | null>} blob null where there is none
- * @returns {Promise<Model>} */
-export async function readModel(about, nImages, blob) {
-  const kinds = ["tokens", "norms", "colours", "lens", "attention"];
-  const [tokens, norms, colours, lens, attention] = (await Promise.all(kinds.map(blob)))
-    .map((buffer) => new Reader(buffer ?? new ArrayBuffer(0)));
-  const sites = about.sites.map((site) => {
+ * @param {Blobs} blobs
+ * @returns {Promise<Site[]>} */
+export async function readSites(about, nImages, blobs) {
+  const kinds = ["tokens", "norms", "colours", "lens"];
+  const [tokens, norms, colours, lens] = await Promise.all(kinds.map((kind) => reading(blobs, kind)));
+  return about.sites.map((site) => {
     const cells = nCells(site), n = nImages * cells;
     return {
       about: site, cells,
@@ -65,8 +71,17 @@ export async function readModel(about, nImages, blob) {
       shares: site.lens ? lens.take(Uint8Array, nImages * (1 + cells)) : null,
     };
   });
+}
+
+/** One store's blocks with attention.
+ * @param {ModelAbout} about
+ * @param {number} nImages
+ * @param {Blobs} blobs
+ * @returns {Promise<Block[]>} */
+export async function readBlocks(about, nImages, blobs) {
   const described = typeof about.attention === "string" ? [] : about.attention.blocks;
-  const blocks = described.map((block) => {
+  const attention = await reading(blobs, "attention");
+  return described.map((block) => {
     const cells = nCells(block), rows = nImages * block.heads;
     const queries = block.queries ? nImages * block.queries.length : 0;
     return {
@@ -76,5 +91,4 @@ export async function readModel(about, nImages, blob) {
       patchValues: queries ? attention.take(Uint8Array, queries * cells) : null,
     };
   });
-  return { about, sites, blocks };
 }

@@ -11,6 +11,7 @@ import { byId, html, number } from "../../web/assets/elements.js";
  * @typedef {import("./state.js").State} State
  * @typedef {import("./stage.js").Theme} Theme */
 
+const BELOW = ["others", "heads", "depths"], NEAR = "200px";
 export const VIEWS = ["cosine", "attention", "pca", "norms", "lens"];
 
 /** Colours of the page, as they are now.
@@ -33,10 +34,13 @@ export class Page {
     this.stage = byId("stage");
     /** @type {Map<string, string>} what was drawn last, by panel */
     this.drawn = new Map();
+    /** @type {Set<string>} panels that are on the screen, or near it */
+    this.near = new Set();
     this.pending = 0;
     this.asked = 0;
     this.photo = this.makeStage();
     density.now = Math.max(1, window.devicePixelRatio || 1);
+    this.watch();
   }
 
   // ---------------------------------------------------------------- state
@@ -82,10 +86,10 @@ export class Page {
     this.fresh("strips", [shown, layer, view, scale, head], () => {
       for (const canvas of byId("strips").querySelectorAll("canvas")) drawStrip(scene, canvas, Number(canvas.dataset.model), this.theme, roomOf(byId("strips")));
     });
-    this.fresh("others", [at, layer], () => this.drawOthers());
-    this.fresh("heads", [image, layer, view, head], () => this.drawMatrices());
+    this.seen("others", [at, layer], () => this.drawOthers());
+    this.seen("heads", [image, layer, view, head], () => this.drawMatrices());
     const open = /** @type {HTMLDetailsElement} */ (byId("numbers")).open;
-    this.fresh("numbers", [at, open ? layer : "", open], () => drawNumbers(scene, byId("curves"), /** @type {HTMLElement} */ (byId("numbers").querySelector("table")), open));
+    this.seen("depths", [at, open ? layer : "", open], () => drawNumbers(scene, byId("curves"), /** @type {HTMLElement} */ (byId("numbers").querySelector("table")), open));
     this.showControls();
     performance.measure("explore:answer", { start: this.asked, end: performance.now() });
   }
@@ -99,6 +103,29 @@ export class Page {
     if (this.drawn.get(panel) === key) return;
     draw();
     this.drawn.set(panel, key);
+  }
+
+  /** The same of a panel that is drawn only where it is on the screen, or near it.
+   * @param {string} panel
+   * @param {unknown[]} shown
+   * @param {() => void} draw */
+  seen(panel, shown, draw) {
+    if (this.near.has(panel)) this.fresh(panel, shown, draw);
+  }
+
+  /** Draw panels once they come near. */
+  watch() {
+    const watching = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) isIntersecting ? this.near.add(target.id) : this.near.delete(target.id);
+      this.choose({}, true);
+    }, { rootMargin: NEAR });
+    for (const panel of BELOW) watching.observe(byId(panel));
+  }
+
+  /** Draw them all, for a printer. */
+  whole() {
+    for (const panel of BELOW) this.near.add(panel);
+    this.draw();
   }
 
   say() {
