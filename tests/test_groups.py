@@ -13,6 +13,7 @@ from tests.test_attn_map import fake_maps
 from tests.test_printing import curve
 from vitsee_cli.values import parse_store
 from vitsee_core.analyses import attn_dist, attn_map
+from vitsee_core.analyses.normratio.token_pictures import draw_norm_ratios
 from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
@@ -103,6 +104,39 @@ def test_attention_distances_of_groups_are_their_means() -> None:
     (first, second) = figure.axes[0].lines[:2]
     assert np.allclose(first.get_ydata(), [0.05, 0.15, 0.25])  # the mean of two heads
     assert np.allclose(second.get_ydata(), [0.15, 0.25, 0.35])
+    assert flaws(figure) == []
+
+
+def test_sinks_of_groups_are_the_means_of_their_layers() -> None:
+    metrics = ("sink_max", "sink_share", "qk_nmi")
+    rows = [
+        {"store": store, "site": f"blocks.{b}", "depth": b, "rel_depth": b / 2, "token": token,
+         "head": h, "metric": metric, "value": b + 2.0 * h, "low": 0.0, "high": 9.0, "n_images": 9}
+        for store in MODELS for metric in metrics for b in range(3) for h in range(2)
+        for token in ((None, "patches") if metric == "sink_share" else (None,))
+    ]  # fmt: skip
+    figure = attn_map.plot(Table.from_rows(rows))
+    titles = [axes.get_title(loc="left") for axes in figure.axes if axes.get_visible()]
+    assert titles == ["FS", "DINO", "no group"] * 3
+    assert np.asarray(figure.axes[0].lines[0].get_ydata()).tolist() == [1, 2, 3]
+    assert flaws(figure) == []
+
+
+def test_skips_of_many_models_have_a_panel_per_token() -> None:
+    rows = [
+        {"store": f"m{i}", "site": f"blocks.{b}.{kind}", "depth": b, "rel_depth": b / 2,
+         "token": token, "row": None, "col": None, "metric": "norm_ratio", "value": 1.0 + i + b,
+         "low": 0.5 + i + b, "high": 1.5 + i + b, "n_images": 9}
+        for i in range(8) for b in range(3) for kind in ("attn", "mlp")
+        for token in ("cls", "patches")
+    ]  # fmt: skip
+    figure = draw_norm_ratios(Table.from_rows(rows))
+    titles = [axes.get_title(loc="left") for axes in figure.axes if axes.get_visible()]
+    assert sorted(titles) == sorted(
+        f"{token}, {kind}" for token in ("class token", "patches") for kind in ("attention", "MLP")
+    )
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [name for name in names if name.startswith("m")] == [f"m{i}" for i in range(8)]
     assert flaws(figure) == []
 
 

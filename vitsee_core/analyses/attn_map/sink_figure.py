@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.log_ticks import plain_log_ticks
 from vitsee_core.figures.panels import em, handles_of, legend_below, note_count, panels
 from vitsee_core.figures.plotting import (
@@ -15,6 +16,8 @@ from vitsee_core.figures.plotting import (
     integer_ticks,
     reference_line,
 )
+from vitsee_core.tables.groups import groups_of
+from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
 
@@ -22,11 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.tables.results import Table
-
 PATCHES, CLS = "patches", "cls"
 COLOUR_OF = {PATCHES: COLOURS[1], CLS: COLOURS[0]}
 OTHERS = (COLOURS[2], COLOURS[3], COLOURS[4], COLOURS[5])
+MOST_STORES = 6  # with panels of their own
+MEANS = ("sink_max", "sink_share", "qk_nmi")
 EVEN, TIMES = 1.0, 10.0
 
 
@@ -34,8 +37,12 @@ def draw_sinks(table: Table) -> Figure:
     """One line of panels per store, against depth: the largest score of every head with its 95 %
     interval, on a logarithmic scale, in the colour of the token that it mostly lies at where it is
     a sink; the share of heads and images that have a sink, by kind of token; and the normalised
-    mutual information of queries and keys of every head, with the layers' means. Call it inside a
+    mutual information of queries and keys of every head, with the layers' means. For more than
+    `MOST_STORES` stores, or groups of them, only the means of each layer's heads. Call it inside a
     function decorated with `styled`."""
+    labels = table.unique("store")
+    if len(labels) > MOST_STORES or len(groups_of(labels)) > 1:
+        return draw_depth_panels(_layer_means(table), MEANS)
     stores = [rows for _, rows in table.groups("store")]
     figure, every = panels(3 * len(stores), most=3)
     lines = [every[i : i + 3] for i in range(0, len(every), 3)]
@@ -56,6 +63,26 @@ def draw_sinks(table: Table) -> Figure:
         line[2].set_ylim(-0.03 * top, top)
     _add_legend(figure, lines, colours)
     return figure
+
+
+def _layer_means(table: Table) -> Table:
+    """What is drawn of many stores, or of groups: each layer's mean over heads, of `MEANS`; of
+    shares those of all kinds of tokens."""
+    drawn = table.where(metric=list(MEANS))
+    drawn = drawn.take(~drawn.given("token"))
+    names = ("store", "site", "depth", "rel_depth", "metric")
+    cells: dict[tuple[Any, ...], list[int]] = {}
+    for i, key in enumerate(zip(*(drawn[name].tolist() for name in names), strict=True)):
+        cells.setdefault(key, []).append(i)
+    values, counts = drawn["value"].astype(float), drawn["n_images"]
+    return Table.from_rows(
+        [
+            dict(zip(names, key, strict=True))
+            | {"value": float(np.mean(values[rows])), "n_images": counts[rows[0]]}
+            for key, rows in cells.items()
+        ],
+        (*names, "value", "n_images"),
+    )
 
 
 def _colours(table: Table) -> dict[str, str]:

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from vitsee_core.figures.curve_looks import (
     site_kind,
 )
+from vitsee_core.figures.curve_panels import CurveGrid
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import (
     Grid,
     bars_at_ends,
@@ -34,6 +36,8 @@ from vitsee_core.figures.plotting import (
 )
 from vitsee_core.figures.token_maps import NO_VALUE, MapPanel, colour_scale, draw_map, value_ticks
 from vitsee_core.tables.columns import is_given
+from vitsee_core.tables.groups import groups_of
+from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, metric_words, token_words
 from vitsee_core.types import Float
@@ -41,8 +45,6 @@ from vitsee_core.types import Float
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from vitsee_core.tables.results import Table
 
 
 HANDLE = 3.2  # font sizes: dashes are seen beside the marker
@@ -52,6 +54,7 @@ METRICS = (
 )
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 NOTHING = "no value: f(z) = 0"
+MOST_STORES = 6  # in one panel, with all their tokens and sublayers
 FEW_CELLS = 6  # up to this many patches are drawn as curves, more as a map
 Curve = tuple[str, str, str]  # store, token or kind of token, kind of sublayer
 
@@ -66,13 +69,18 @@ def draw_norm_ratios(table: Table) -> Figure:
     a metric have one colour scale, logarithmic where a ratio spans more than a factor of 10.
 
     Then class token, registers and the mean over patches against depth, all stores together, with
-    the 95 % interval as a band where the table has it (Figs. 7 right, E.2).
+    the 95 % interval as a band where the table has it (Figs. 7 right, E.2); of more than
+    `MOST_STORES` stores, or of groups, these alone, of the first metric, a panel per kind of token
+    and sublayer.
     """
     from matplotlib.patches import Patch
 
     metrics = [m for m in METRICS if m in table.unique("metric")]
     # Three means of one ratio look alike: the first stands for them.
     metrics = [m for m in metrics if m not in METRICS[1:3] or METRICS[0] not in metrics]
+    labels = table.unique("store")
+    if len(labels) > MOST_STORES or len(groups_of(labels)) > 1:
+        return _draw_many(table, metrics[0])
     stores = [rows for _, rows in table.groups("store")]
     maps = {metric: [p for rows in stores for p in _map_panels(rows, metric)] for metric in metrics}
     lines = [metric for metric in metrics if maps[metric]]
@@ -95,6 +103,38 @@ def draw_norm_ratios(table: Table) -> Figure:
         _draw_curves(axes, table, metric, curves)
         note_count(axes, table)
     legend_below(figure, handles_of(every) | found, handlelength=HANDLE)
+    return figure
+
+
+def _draw_many(table: Table, metric: str) -> Figure:
+    """The curves of one metric, a panel per kind of token and sublayer: of more than `MOST_STORES`
+    stores, or of groups."""
+    rows = table.where(metric=metric)
+    own = _curve_of_rows(rows)
+    n_images = rows["n_images"] if "n_images" in rows.columns else np.zeros(len(rows))
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for curve in dict.fromkeys(own):
+        store, token, kind = curve
+        picked = np.array([other == curve for other in own], bool)
+        found = _curve(rows.take(picked), "rel_depth", token)
+        name = f"{token_words(token)}, {PARTS.get(kind, kind)}"
+        parts.setdefault(name, []).extend(
+            {"store": store, "site": f"blocks.{i}.out", "metric": metric, "rel_depth": x,
+             "value": y, "low": low, "high": high, "n_images": n_images[picked][0]}
+            for i, (x, y, low, high) in enumerate(zip(*found, strict=True))
+        )  # fmt: skip
+    tables = [(name, Table.from_rows(lines)) for name, lines in parts.items()]
+    among = Table.concat([one for _, one in tables])
+    grid = CurveGrid.of(len(tables), among)
+    figure, (box,) = stack(grid)
+    panels = grid.panels(box, tables)
+    for axes, name, lines in panels:
+        draw_depth_curves(axes, lines, among=among)
+        axes.set_title(name)
+        if metric.startswith("norm_ratio"):
+            reference_line(axes, 1, "skip = branch")
+    grid.finish(panels)
+    add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure
 
 

@@ -44,6 +44,7 @@ CURVES = (
     *("norm_median", "norm", "massive_top1"),
 )
 MOST_CURVES = 4
+MOST_STORES = 6  # with panels of their own
 MAPS = ("outlier_share", "outlier_share_mad")
 TILES = 4
 KIND_LOOKS = {"cls": "s", "registers": "^"}  # white, to be no store's colour
@@ -54,7 +55,8 @@ def draw_norms(table: Table) -> Figure:
     """For each store the histogram of its patch tokens' norms over depth (as Darcet et al. 2024,
     Fig. 4), with the means of class token and registers, and below it maps of how often each patch
     is an outlier, at four depths; then curves over depth, the stores overlaid. What the table does
-    not contain is left out.
+    not contain is left out, and so are histograms and maps of more than `MOST_STORES` stores, if
+    there are curves.
 
     Maps are of `outlier_share` where a store has any, else of `outlier_share_mad`.
     """
@@ -64,6 +66,8 @@ def draw_norms(table: Table) -> Figure:
     # A curve that is 0 everywhere says less than the next one.
     curves.sort(key=lambda metric: not np.nansum(_of_sites(table, metric)["value"].astype(float)))
     curves = curves[:MOST_CURVES]
+    if curves and len(table.unique("store")) > MOST_STORES:
+        with_histogram = with_maps = False
     if not (with_histogram or with_maps or curves):
         return _draw_kinds(table)
     stores = list(table.groups("store"))
