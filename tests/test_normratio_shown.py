@@ -49,15 +49,27 @@ def test_curves_of_several_stores(tmp_path: Path) -> None:
 
 
 def test_no_two_curves_look_alike(tmp_path: Path) -> None:
-    """Nine stores: more than there are colours."""
-    stores = [vit(tmp_path / f"s{i}.zarr") for i in range(9)]
+    """As many stores as one panel takes, with all their tokens and sublayers."""
+    stores = [vit(tmp_path / f"s{i}.zarr") for i in range(6)]
     lines = plot(run(*stores, tokens=["cls", "patches"])).axes[0].lines[:-1]
     looks = {
         (line.get_color(), line.get_marker(), str(line.get_linestyle()), line.get_label())
         for line in lines
     }
-    assert len(lines) == 9 * 2 * 2
+    assert len(lines) == 6 * 2 * 2
     assert len({look[:3] for look in looks}) == len(looks) == len(lines)
+
+
+def test_no_two_curves_of_many_stores_look_alike(tmp_path: Path) -> None:
+    """Sixteen: more than there are colours; a panel for each kind of token and sublayer."""
+    table = run(vit(tmp_path / "s.zarr"), tokens=["cls", "patches"])
+    names = [f"s{i}" for i in range(16)]
+    copies = [Table(table.columns | {"store": np.full(len(table), name)}) for name in names]
+    figure = plot(Table.concat(copies))
+    assert len(figure.axes) == 4
+    for axes in figure.axes:
+        lines = [line for line in axes.lines if str(line.get_label()) in names]
+        assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(lines) == 16
 
 
 def test_maps_of_tokens(tmp_path: Path) -> None:

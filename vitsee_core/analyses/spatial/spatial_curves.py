@@ -33,18 +33,21 @@ METRICS = (
     *("share_image", "share_position", "share_rest"),
 )
 PROFILES = "fourier_radial"
+MOST_STORES = 6  # with a panel of spectra each
 
 
 @styled
 def draw_spatial(table: Table) -> Figure:
     """One panel per metric over depth, one curve per store with the 95 % interval as a band, the
-    shares of variance with what noise would give dotted; below, for each store, the log amplitude
-    against the frequency, layers from dark to bright (Park et al. 2023)."""
+    shares of variance with what noise would give dotted; below, for each store (up to
+    `MOST_STORES`), the log amplitude against the frequency, layers from dark to bright (Park et al.
+    2023)."""
     there = [metric for metric in METRICS if _has(table, metric)]
     # Where the grid is 16 x 16 both are the same; else only those of the grid have a value.
     metrics = [m for m in there if not (m.endswith("_scaled") and _same(table, m))]
     profiles = table.where(metric=PROFILES)
     stores = profiles.unique("store") if _has(table, PROFILES) else []
+    stores = stores if len(stores) <= MOST_STORES or not metrics else []
     curves = CurveGrid.of(max(1, len(metrics)), table)
     below = [Grid(len(stores))] if stores else []
     figure, parts = stack(curves, *below)
